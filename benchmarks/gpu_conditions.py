@@ -18,7 +18,7 @@ from torch.nn import functional
 from pipeline.config import ClusterSettings
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
-from pipeline.launch.executor import LocalExecutor
+from pipeline.launch.local import LocalExecutor
 from workers import loop, preemption
 from workers.dist import Group
 from workers.job import StageJob
@@ -165,10 +165,10 @@ class WatchedExecutor(LocalExecutor):
         self.enter = enter
         self.errors = errors
 
-    def _run(self, stage: Stage) -> dict[str, Any]:
+    def run(self, stage: Stage) -> dict[str, Any]:
         self.enter(stage.id)
         try:
-            return super()._run(stage)
+            return super().run(stage)
         except preemption.Preempted:
             raise
         except Exception as error:

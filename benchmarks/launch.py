@@ -31,9 +31,9 @@ from pipeline.graph.run import Executor, Outcome, Watcher, look_up_all, run_grap
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
-from pipeline.launch import executor as launch
 from pipeline.launch.cluster import connect
-from pipeline.launch.groups import RayExecutor
+from pipeline.launch.groups import RayExecutor, start_ray_executor
+from pipeline.launch.local import LocalExecutor
 
 RAY_TASKS = 10
 LOCAL_DEMAND = 0.1  # seconds of CPU per stage in this process
@@ -97,10 +97,10 @@ def local(report: Report) -> None:
         stages = [s for s in graph if s.method]
         cpu: dict[str, list[float]] = {}
 
-        class Timed(launch.LocalExecutor):
-            def _run(self, stage: Stage) -> dict[str, Any]:
+        class Timed(LocalExecutor):
+            def run(self, stage: Stage) -> dict[str, Any]:
                 began = time.process_time()
-                manifest = super()._run(stage)
+                manifest = super().run(stage)
                 cpu.setdefault(stage.step, []).append(time.process_time() - began)
                 return manifest
 
@@ -127,7 +127,9 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
         _, times = walk_over(
             store,
             graph,
-            lambda todo: RayExecutor(store, cluster, nothing_to_report, lambda event: None, 1),
+            lambda todo: start_ray_executor(
+                store, cluster, nothing_to_report, lambda event: None, 1
+            ),
         )
         cpu = time.process_time() - cpu
         first, inside = times.done[
@@ -153,7 +155,7 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
 
 
 def ray_executor(store: Store, cluster: ClusterSettings, todo: set[str]) -> RayExecutor:
-    return RayExecutor(store, cluster, nothing_to_report, lambda event: None, 2)
+    return start_ray_executor(store, cluster, nothing_to_report, lambda event: None, 2)
 
 
 def beside(report: Report) -> None:

@@ -15,7 +15,7 @@ from pipeline import config
 from pipeline.graph.build import graph_of
 from pipeline.graph.stage import Graph, IngestJob
 from pipeline.graph.store import Store
-from pipeline.launch import executor
+from pipeline.launch import attempt
 from workers.job import StageJob
 
 
@@ -85,7 +85,7 @@ def plan(
 def ingest(store: Store, graph: Graph) -> None:
     for stage in graph:
         if isinstance(stage.job, IngestJob):
-            executor.run_ingest(store, stage, map, lambda event: None)
+            attempt.run_ingest(store, stage, map, lambda event: None)
 
 
 def job_of(graph: Graph, stage_id: str) -> StageJob:

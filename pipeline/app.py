@@ -256,7 +256,7 @@ def execute(
     recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
 
     def executor_of(todo: set[str]) -> Executor:
-        return launch.executor(
+        return launch.make_executor(
             store,
             config.cluster,
             graph,
@@ -314,7 +314,7 @@ def bring(
     screen = open_screen(ingest_graph, lookups)
 
     def executor_of(todo: set[str]) -> Executor:
-        return launch.executor(
+        return launch.make_executor(
             store, config.cluster, ingest_graph, todo, screen.progress, lambda stage: {}
         )
 

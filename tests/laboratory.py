@@ -27,7 +27,7 @@ from pipeline import config
 from pipeline.graph.build import graph_of
 from pipeline.graph.stage import IngestJob
 from pipeline.graph.store import Store
-from pipeline.launch import executor
+from pipeline.launch import attempt
 from tests import small_run
 from workers import loop, restore
 from workers.data.feed import Feed
@@ -181,7 +181,7 @@ class Lab:
                     isinstance(stage.job, IngestJob)
                     and Artifact.open(self.store.root, stage.key) is None
                 ):
-                    executor.run_ingest(self.store, stage, map, lambda event: None)
+                    attempt.run_ingest(self.store, stage, map, lambda event: None)
             self.runs[known] = Run(
                 self, method, order, {i: j for i, j in stages.items() if isinstance(j, StageJob)}
             )

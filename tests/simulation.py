@@ -112,14 +112,14 @@ class Cluster:
         """Idle groups ask, in any order, until there is nothing left."""
         self.rng.shuffle(self.idle)
         asking, self.idle = self.idle, []
-        while asking and self.queue.offers:
+        while asking and self.queue.ready:
             group = asking.pop()
             if not self._ask(group):
                 self.idle.append(group)
         self.idle += asking
 
     def _ask(self, group: int) -> bool:
-        stage = self.queue.next(group)
+        stage = self.queue.next_stage(group)
         if not isinstance(stage, Stage):
             return False
         saved, life = self.saved.get(stage.id, 0.0), self.lives[group]
@@ -183,7 +183,7 @@ class Cluster:
 
     def _return(self, node: int) -> None:
         self._expect_death(node)
-        self.queue.joined(node, [str(node)])
+        self.queue.join(node, [str(node)])
         if not self._ask(node):
             self.idle.append(node)
 

@@ -170,9 +170,9 @@ def main_into(argv: list[str], out: str, kill_before: int, by: int, within: str)
 def doom(calls: int, by: int, within: str) -> None:
     """The signal `by` to this process before its `calls`-th fsync, rename, link or deletion of a
     file, within a stage if one is named."""
-    from pipeline.launch import executor
+    from pipeline.launch import local
 
-    left, counted, run_stage = itertools.count(calls, -1), [not within], executor.run_stage
+    left, counted, run_stage = itertools.count(calls, -1), [not within], local.run_stage
 
     def deadly(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ def doom(calls: int, by: int, within: str) -> None:
         finally:
             counted[0] = not within
 
-    executor.run_stage = watched
+    local.run_stage = watched
 
 
 def run(argv: list[str], out: Path, timeout: float = 240) -> str:

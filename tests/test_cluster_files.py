@@ -31,12 +31,14 @@ MANIFESTS = ("kuberay-cluster.yaml", "kuberay-job.yaml")
 
 
 def body(name: str) -> dict[str, Any]:
-    return yaml.safe_load((CLUSTER / name).read_text())
+    parsed: dict[str, Any] = yaml.safe_load((CLUSTER / name).read_text())
+    return parsed
 
 
 def cluster_spec(name: str) -> dict[str, Any]:
-    spec = body(name)["spec"]
-    return spec.get("rayClusterSpec", spec)
+    spec: dict[str, Any] = body(name)["spec"]
+    cluster: dict[str, Any] = spec.get("rayClusterSpec", spec)
+    return cluster
 
 
 def pods(name: str) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from pipeline import cli, config
 from pipeline.graph import build
 from pipeline.graph.store import Store
-from pipeline.launch import executor
+from pipeline.launch import local
 from tests import small_run
 from tests.recovery import spoil
 from workers import loop
@@ -169,14 +169,14 @@ def strip(storage: Path, *names: str) -> None:
 def other_bits(monkeypatch: pytest.MonkeyPatch, stage_id: str) -> None:
     """From now on `stage_id` is computed with another seed, as if by a machine that rounds
     otherwise."""
-    run_stage = executor.run_stage
+    run_stage = local.run_stage
 
     def run(job: Any, *rest: Any) -> Any:
         return run_stage(
             dataclasses.replace(job, seed=job.seed + 1) if job.id == stage_id else job, *rest
         )
 
-    monkeypatch.setattr(executor, "run_stage", run)
+    monkeypatch.setattr(local, "run_stage", run)
 
 
 def test_what_stood_on_a_result_that_came_out_otherwise_is_run_again(
@@ -205,7 +205,7 @@ def test_a_look_up_compares_what_a_result_was_made_of(
     key = keys(site)[stage]
     shutil.rmtree(storage / "stages" / key)
     other_bits(monkeypatch, stage)
-    executor.run_stage(job_of(site, stage), Group(), lambda body: None)
+    local.run_stage(job_of(site, stage), Group(), lambda body: None)
     plan = say(capsys, "plan", str(site / "config.yaml"))
     assert "made of another content of meat/a/train" in plan
     say(capsys, "run", str(site / "config.yaml"))

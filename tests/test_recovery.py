@@ -47,7 +47,8 @@ def killed_at_a_call(reference: Reference, place: Path, call: int) -> bool:
         before,
         small_run.run(["run", reference.config(place)], place / "again.txt"),
     )
-    return process.exitcode == -9
+    was_killed: bool = process.exitcode == -9
+    return was_killed
 
 
 @pytest.mark.parametrize("trial", range(3))

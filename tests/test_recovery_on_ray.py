@@ -77,9 +77,10 @@ def compare(one: Path, two: Path, stage_id: str) -> None:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
+    children: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children(recursive=True)
-    return []
+        children = psutil.Process(pid).children(recursive=True)
+    return children
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -138,7 +139,8 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(
     config = on_ray(reference, tmp_path, workers)
     moment = random.Random(f"{MOMENTS}-{victim}-{workers}-{trial}").uniform(0.4, 1.0) * ray_seconds
     process = small_run.start(["run", config], tmp_path / "killed.txt")
-    started, family = time.monotonic(), []
+    started = time.monotonic()
+    family: list[psutil.Process] = []
     while time.monotonic() - started < moment and process.is_alive():
         family = descendants(process.pid) or family
         time.sleep(0.1)

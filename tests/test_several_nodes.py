@@ -289,7 +289,8 @@ def overrides(**values: Any) -> list[str]:
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def test_what_the_storage_of_a_submitted_job_must_be_is_said(

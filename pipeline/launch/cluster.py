@@ -1,27 +1,29 @@
-"""The Ray cluster: joined or started, what it consists of, how much of it is ours, and whether its
-nodes can do what this machine can."""
+"""The Ray cluster of a run: joining or starting it, its nodes, the drivers on it, and whether its
+nodes can run this project."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
 import socket
-import sys
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config import ClusterSettings
+from pipeline.launch import ray_internals
 from workers.errors import UserError, require_package
 from workers.storage.artifact import exists, join, resolve, temporary_name, write_bytes
 from workers.storage.filesystem import without_retries
 
+# Set where a person has not set them, before Ray is imported: it reads some at import.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
@@ -29,33 +31,28 @@ ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    # a process per group; the driver looks once for all
+    # It would be a process per group; the driver looks once for all groups.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_DEDUP_LOGS": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# whatever the system: without, a node's address is 127.0.0.1
-OTHER_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-ASK_S = 3.0  # for the answer to one small question
-# of Ray's client server, of its head
-CLIENT_QUESTION, HEAD_QUESTION = (
-    "/ray.rpc.RayletDriver/ClusterInfo",
-    "/ray.rpc.NodeInfoGcsService/CheckAlive",
-)
+ANSWER_TIMEOUT_S = 3.0  # for the answer to one request without effect
+CONNECTION_TIMEOUT_S = 2.0
+PRIVATE_STORE_BYTES = 200_000_000  # the object store of a private cluster: results go to the store
+START_TRIES = 2
+MAX_REASON = 300  # characters of an error of Ray's in a sentence
 TOKEN_REMEDY = (
     "set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node, or put that into "
-    "~/.ray/auth_token or into the file that "
-    "RAY_AUTH_TOKEN_PATH names, with RAY_AUTH_MODE=token (RAY_AUTH_MODE=disabled for a cluster "
-    "without tokens)"
+    "~/.ray/auth_token or into the file that RAY_AUTH_TOKEN_PATH names, with RAY_AUTH_MODE=token "
+    "(RAY_AUTH_MODE=disabled for a cluster without tokens)"
 )
-JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-NAMESPACE = "accrete"
-HEAD = {
-    "node:__internal_head__": 1e-3
-}  # what only the head node has: losing it is the end of the cluster anyway
-# what workers compute with
+NAMESPACE = "accrete"  # of the actors that drivers register
+SEARCH_SUFFIX = "-search"
+# An actor that takes a little of this lives on the head node. Losing that node ends the cluster.
+HEAD = {ray_internals.HEAD_NODE_RESOURCE: 1e-3}
+# What workers compute with: another version could give other results.
 PACKAGES = (
     "torch",
     "torchvision",
@@ -73,84 +70,103 @@ PACKAGES = (
 LEFT_AT_HOME = ["/.venv", "/.git", "/storage", "/tests", "/benchmarks", "__pycache__"]
 
 
-# ---- joined or started ---------------------------------------------------------------------------
+# ---- joining or starting -------------------------------------------------------------------------
 def connect(cluster: ClusterSettings) -> Any:
-    """Joins the named Ray cluster, or starts a private local one: a forgotten cluster must not
-    capture the run. Returns ray."""
-    import logging
+    """Join the cluster that the config or RAY_ADDRESS names, else start a private one. Return the
+    module `ray`.
 
+    Ray's own search for a running cluster is not used: a forgotten cluster must not capture a run.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     require_package("ray", "everything but a run with cluster.workers=0", "set that for a run")
-    import ray  # after the environment is set: it is read at import
+    import ray  # after the environment is set; it takes a second
 
     if ray.is_initialized():
         return ray
     address = address_of(cluster)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         cpus = max(os.cpu_count() or 1, cluster.workers * cluster.cpus_per_worker)
-        start_private(ray, cpus, quiet)
-        return ray
+        start_private(ray, cpus)
+    else:
+        join_cluster(ray, address)
+    return ray
+
+
+def address_of(cluster: ClusterSettings) -> str:
+    """Return host:port, ray://host:port or auto; `local` for a private cluster."""
+    return cluster.address or os.environ.get("RAY_ADDRESS", "") or "local"
+
+
+def join_cluster(ray: Any, address: str) -> None:
+    """Join a running cluster, with this project's code sent to its nodes. Raise `UserError` when it
+    cannot be joined."""
     check_reachable(address)
     if address != "auto":
         check_token(address)
-    root = str(Path(__file__).resolve().parents[2])
-    code: dict[str, Any] = (
-        {} if is_submitted_job() else {"working_dir": root, "excludes": LEFT_AT_HOME}
-    )
+    runtime_env: dict[str, Any] = {"env_vars": variables()}
+    if not is_submitted_job():
+        root = Path(__file__).resolve().parents[2]
+        runtime_env |= {"working_dir": str(root), "excludes": LEFT_AT_HOME}
     try:
-        ray.init(address=address, runtime_env={**code, "env_vars": variables()}, **quiet)
+        ray.init(address=address, runtime_env=runtime_env, **quiet())
     except Exception as error:  # Ray raises bare ones
         ray.shutdown()
         raise UserError(
             f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); mend that, or "
             "set cluster.address=local"
         ) from None
-    return ray
 
 
-@contextmanager
-def on_loopback() -> Iterator[None]:
-    """Inside, Ray starts processes that listen on 127.0.0.1: a private cluster has no other nodes,
-    and its metrics pages ask for no token. What Ray has no address for, it binds to all: the
-    rendezvous of torch.distributed."""
-    constants = sys.modules.get("ray._private.ray_constants")
-    before, usual = os.environ.get(OTHER_NODES), getattr(constants, "ENABLE_RAY_CLUSTER", True)
-    os.environ[OTHER_NODES] = "0"
-    if constants is not None:
-        constants.ENABLE_RAY_CLUSTER = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        os.environ.pop(OTHER_NODES)
-        if before is not None:
-            os.environ[OTHER_NODES] = before
-        if constants is not None:
-            constants.ENABLE_RAY_CLUSTER = usual  # type: ignore[attr-defined]
+def start_private(ray: Any, cpus: int) -> None:
+    """Start a cluster on this machine that ends with this process.
+
+    On a very busy machine Ray's 30 s for its processes are not enough, so there is a second try.
+    Raise `UserError` when that fails too.
+    """
+    for tries_left in reversed(range(START_TRIES)):
+        try:
+            with ray_internals.listen_on_loopback():
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    object_store_memory=PRIVATE_STORE_BYTES,
+                    **quiet(),
+                )
+            return
+        except Exception as error:  # Ray raises bare ones
+            ray.shutdown()
+            if not tries_left:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UserError(
+                    f"Ray did not start on this machine ({reason}); run the same command again "
+                    "when it is less busy, or without Ray by --set cluster.workers=0"
+                ) from None
 
 
-def address_of(cluster: ClusterSettings) -> str:
-    """host:port, ray://host:port, auto; `local` for a private cluster."""
-    return cluster.address or os.environ.get("RAY_ADDRESS", "") or "local"
+def quiet() -> dict[str, Any]:
+    """Return the arguments of `ray.init` that keep it from printing."""
+    return {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 def is_submitted_job() -> bool:
-    """Whether this process was started by `ray job submit`, which has brought the code along."""
-    return JOB in os.environ
+    """Whether `ray job submit` started this process; it has then brought the code along."""
+    return ray_internals.JOB_CONFIG_VARIABLE in os.environ
 
 
 def variables() -> dict[str, str]:
-    """What workers get of this environment. What a job was submitted with, Ray brings along, and
-    refuses to be told again."""
-    submitted = json.loads(os.environ.get(JOB, "{}")).get("runtime_env") or {}
-    return {
-        name: os.environ[name] for name in ENVIRONMENT if name not in submitted.get("env_vars", {})
-    }
+    """Return the environment variables that workers get from this process.
+
+    Ray passes on those that a job was submitted with, and refuses one that is given twice.
+    """
+    job = json.loads(os.environ.get(ray_internals.JOB_CONFIG_VARIABLE, "{}"))
+    submitted = (job.get("runtime_env") or {}).get("env_vars", {})
+    return {name: os.environ[name] for name in ENVIRONMENT if name not in submitted}
 
 
 def refusal(error: Exception) -> str:
-    """Why a cluster did not let us in, in the words of its error that say it."""
+    """Return why a cluster cannot be joined, as one line from Ray's error."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "oken" in text and "uthenticat" in text:
         return f"it asks for its token: {TOKEN_REMEDY}"
@@ -159,26 +175,44 @@ def refusal(error: Exception) -> str:
             "this machine is no node of it: from outside give ray://host:10001, the port of "
             "Ray's client server"
         )
-    return text[:300]
+    return text[:MAX_REASON]
+
+
+def check_reachable(address: str) -> None:
+    """Raise `UserError` when nothing listens at an address: Ray would try for two minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
+        raise UserError(
+            f"cluster address {address!r} is not of the form host:port; mend cluster.address or "
+            "RAY_ADDRESS, or set cluster.address=local"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECTION_TIMEOUT_S).close()
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
+        raise UserError(
+            f"no Ray cluster answers at {address!r} ({error}); start it, mend cluster.address "
+            "or RAY_ADDRESS, or set cluster.address=local"
+        ) from None
 
 
 def check_token(address: str) -> None:
-    """Raise UserError where a cluster does not take the token of this machine: Ray itself tries
-    again for 20 to 80 s, and then reports a timeout. Whatever else goes wrong here, joining tells
-    better."""
-    import grpc
+    """Raise `UserError` when a cluster refuses the token of this machine.
 
-    # adds the token as RAY_AUTH_MODE and the rest say
-    from ray._private.grpc_utils import (
-        init_grpc_channel,
-    )
+    Ray itself would try for 20 to 80 s and then report a timeout. Any other error here is ignored:
+    joining reports it better.
+    """
+    import grpc  # installed with Ray
     from ray.exceptions import AuthenticationError
 
-    method = CLIENT_QUESTION if address.startswith("ray://") else HEAD_QUESTION
+    request = ray_internals.HEAD_REQUEST
+    if address.startswith("ray://"):
+        request = ray_internals.CLIENT_SERVER_REQUEST
     try:
-        channel = init_grpc_channel(address.removeprefix("ray://"))
+        channel = ray_internals.open_channel(address.removeprefix("ray://"))
         try:
-            channel.unary_unary(method)(b"", timeout=ASK_S)
+            channel.unary_unary(request)(b"", timeout=ANSWER_TIMEOUT_S)
         finally:
             channel.close()
     except AuthenticationError:
@@ -195,69 +229,21 @@ def check_token(address: str) -> None:
 
 
 def token_source() -> str:
-    """What this machine shows to a cluster, without the token itself."""
-    if os.environ.get("RAY_AUTH_MODE") != "token":
-        return (
-            f"it asks for a token, and RAY_AUTH_MODE is {os.environ.get('RAY_AUTH_MODE', '')!r} "
-            "here"
-        )
+    """Return where the refused token of this machine comes from, without the token itself."""
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if mode != "token":
+        return f"it asks for a token, and RAY_AUTH_MODE is {mode!r} here"
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "the token in RAY_AUTH_TOKEN is not the one of the cluster"
-    place = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
-    return f"the token in {place} is not the one of the cluster"
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+    return f"the token in {path} is not the one of the cluster"
 
 
-def start_private(ray: Any, cpus: int, quiet: dict[str, Any]) -> None:
-    """A local cluster of its own, in a second try too: on a very busy machine Ray's 30 s for its
-    processes are not enough."""
-    for tries_left in (1, 0):
-        try:
-            with on_loopback():
-                ray.init(
-                    address="local",
-                    num_cpus=cpus,
-                    include_dashboard=False,
-                    object_store_memory=200_000_000,
-                    **quiet,
-                )
-            return
-        except Exception as error:  # Ray raises bare ones
-            ray.shutdown()
-            if not tries_left:
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise UserError(
-                    f"Ray did not start on this machine ({said}); run the same command again "
-                    "when it is less busy, "
-                    "or without Ray by --set cluster.workers=0"
-                ) from None
-
-
-def check_reachable(address: str) -> None:
-    """A dead address takes Ray two minutes to give up on; a plain connection tells in two
-    seconds."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
-        if address == "auto":
-            return
-        raise UserError(
-            f"cluster address {address!r} is not of the form host:port; mend cluster.address or "
-            "RAY_ADDRESS, or set cluster.address=local"
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=2).close()
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name of a host that cannot be one
-        raise UserError(
-            f"no Ray cluster answers at {address!r} ({error}); start it, mend cluster.address "
-            "or RAY_ADDRESS, "
-            "or set cluster.address=local"
-        ) from None
-
-
-# ---- what it consists of -------------------------------------------------------------------------
+# ---- nodes and drivers ---------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Node:
-    """A node as Ray knows it. why: what Ray says of its death. leaves: it was announced that it is
-    going to be taken away."""
+    """A node as Ray knows it. why: Ray's message about its death. leaves: its end was announced, as
+    a cloud does before it takes a spot instance away."""
 
     id: str
     address: str
@@ -272,217 +258,175 @@ class Node:
 
 @dataclass(frozen=True)
 class ClusterState:
-    """nodes: by id, the dead ones too. drivers: id of a job -> names of what it has registered."""
+    """nodes: by id, the dead ones too. drivers: id of a Ray job -> names of the actors that its
+    drivers registered."""
 
     nodes: Mapping[str, Node]
     drivers: Mapping[str, tuple[str, ...]]
 
 
 def get_cluster_state() -> ClusterState:
-    """Runs inside the cluster, where also a driver that is outside can have it asked."""
-    import ray
-    from ray._private.state import state  # Ray tells of announced ends nowhere else
+    """Return nodes and drivers. It runs inside the cluster: a driver that is outside has an actor
+    call it."""
+    import ray  # heavy, and here it is loaded already
     from ray.util import list_named_actors
 
-    leaving = state.get_draining_nodes()
-    nodes = {
-        n["NodeID"]: Node(
-            n["NodeID"],
-            n["NodeManagerAddress"],
-            n["Alive"],
-            n.get("DeathReasonMessage") or "",
-            n["NodeID"] in leaving,
-            n.get("Resources") or {},
+    draining = ray_internals.draining_node_ids()
+    nodes = {}
+    for info in ray.nodes():  # type: ignore[no-untyped-call]
+        node_id = info["NodeID"]
+        nodes[node_id] = Node(
+            node_id,
+            info["NodeManagerAddress"],
+            info["Alive"],
+            info.get("DeathReasonMessage") or "",
+            node_id in draining,
+            info.get("Resources") or {},
         )
-        for n in ray.nodes()
-    }
+    names = [
+        actor["name"]
+        for actor in list_named_actors(all_namespaces=True)
+        if actor["namespace"] == NAMESPACE
+    ]
+    return ClusterState(nodes, drivers_of(names))
+
+
+def drivers_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the names of registered actors by the id of their Ray job."""
     drivers: dict[str, tuple[str, ...]] = {}
-    for actor in list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE:
-            job = actor["name"].partition("-")[0]
-            drivers[job] = tuple(sorted((*drivers.get(job, ()), actor["name"])))
-    return ClusterState(nodes, drivers)
+    for name in sorted(names):
+        job = job_of(name)
+        drivers[job] = (*drivers.get(job, ()), name)
+    return drivers
 
 
 class DriverRegistration:
-    """An actor by which others see that a driver is there. It looks around where the cluster can be
-    seen from."""
+    """An actor by which other drivers see that this one exists, and leave it its share. It answers
+    questions about the cluster, which a driver outside of it cannot see."""
 
     def get_cluster_state(self) -> ClusterState:
+        """Return nodes and drivers."""
         return get_cluster_state()
 
 
 def actor_name(ray: Any, search: bool = False) -> str:
-    """A name to register an actor by: others see that this driver is there, and leave it its share.
-    search: its trials register too."""
-    return (
-        f"{ray.get_runtime_context().get_job_id()}-{'search' if search else uuid.uuid4().hex[:8]}"
-    )
+    """Return a name to register this driver's actor by. search: the driver is a search, whose
+    trials register as well."""
+    job = ray.get_runtime_context().get_job_id()
+    return f"{job}{SEARCH_SUFFIX}" if search else f"{job}-{uuid.uuid4().hex[:8]}"
+
+
+def job_of(name: str) -> str:
+    """Return the id of the Ray job from the name of a registered actor."""
+    return name.partition("-")[0]
+
+
+def is_search_actor(name: str) -> bool:
+    """Whether a registered actor is that of a search, and not of one of its trials."""
+    return name.endswith(SEARCH_SUFFIX)
 
 
 def register_actor(ray: Any, actor: type, name: str) -> Any:
-    """A handle of a new actor, which others find by its name. It lives on the head node, and ends
-    with this driver."""
-    return ray.remote(
-        num_cpus=0, resources=HEAD, name=name, namespace=NAMESPACE, scheduling_strategy="DEFAULT"
-    )(actor).remote()
+    """Start an actor that other drivers find by its name, and return its handle. It lives on the
+    head node and ends with this driver."""
+    options = {
+        "num_cpus": 0,
+        "resources": HEAD,
+        "name": name,
+        "namespace": NAMESPACE,
+        "scheduling_strategy": "DEFAULT",  # not within what a trial of a search has reserved
+    }
+    return ray.remote(**options)(actor).remote()
 
 
 def where_ray_writes(uri: str) -> dict[str, Any]:
-    """A place for the books that Ray keeps of its own, as its RunConfig wants it. It knows no
-    patience but its own."""
+    """Return the arguments of Ray's `RunConfig` that put its own files below `uri`. Ray retries by
+    itself, so the filesystem does not."""
     system, path = resolve(uri)
     return {"storage_path": path, "storage_filesystem": without_retries(system)}
 
 
-# ---- how much of it is ours ----------------------------------------------------------------------
-def resources_per_worker(cluster: ClusterSettings) -> dict[str, float]:
-    """What one worker takes, in Ray's words."""
-    wanted = {
-        "CPU": cluster.cpus_per_worker,
-        "GPU": cluster.gpus_per_worker,
-        "memory": cluster.memory_gb_per_worker * 2**30,
-        **cluster.resources,
-    }
-    return {name: amount for name, amount in wanted.items() if amount}
+# ---- whether nodes can run this project ----------------------------------------------------------
+class NodeFacts(NamedTuple):
+    """versions: of Python and packages. unseen: why the node does not see a file of the storage;
+    empty where it does."""
+
+    versions: dict[str, str]
+    unseen: str
 
 
-def worker_slots(around: ClusterState, cluster: ClusterSettings) -> int:
-    """How many workers the nodes hold that are there and stay."""
-    wanted, least = resources_per_worker(cluster), cluster.min_workers or cluster.workers
-    each = [
-        int(min(node.resources.get(name, 0.0) / amount + 1e-9 for name, amount in wanted.items()))
-        for node in around.nodes.values()
-        if node.alive and not node.leaves
-    ]
-    if cluster.placement == "STRICT_PACK":
-        each = [count for count in each if count >= least]
-    if cluster.placement == "STRICT_SPREAD" and sum(count > 0 for count in each) < least:
-        return 0
-    return sum(each)
-
-
-def fair_share(total: int, mine: str, all_: tuple[str, ...]) -> int:
-    """An equal part of `total`; what is left over goes to those whose names come first."""
-    names = sorted({*all_, mine})
-    return total // len(names) + (names.index(mine) < total % len(names))
-
-
-def sizes_of_groups(
-    around: ClusterState, cluster: ClusterSettings, name: str, width: int
-) -> list[int]:
-    """The workers of each group that this driver may have now: every driver on the cluster has the
-    same share of it, and has a group even where that is none. name: what this one has registered.
-    width: most stages that can run side by side."""
-    job = name.partition("-")[0]
-    mine = fair_share(worker_slots(around, cluster), job, tuple(around.drivers))
-    mine = fair_share(
-        mine,
-        name,
-        tuple(other for other in around.drivers.get(job, ()) if not other.endswith("-search")),
-    )
-    least = cluster.min_workers or cluster.workers
-    groups = max(1, min(width, cluster.groups or width, mine // least))
-    return [max(least, min(cluster.workers, mine // groups))] * groups
-
-
-def check_fits(around: ClusterState, cluster: ClusterSettings) -> None:
-    """Raises UserError where the cluster has no room for a group, unless it was said that nodes
-    come when they are asked for."""
-    least = cluster.min_workers or cluster.workers
-    if worker_slots(around, cluster) >= least or cluster.groups:
-        return
-    total: dict[str, float] = {}
-    for node in around.nodes.values():
-        for name in resources_per_worker(cluster) if node.alive else ():
-            total[name] = total.get(name, 0.0) + node.resources.get(name, 0.0)
-    per_worker = in_words(resources_per_worker(cluster))
-    raise UserError(
-        f"{least} workers that take {per_worker} each do not fit into this "
-        f"cluster ({in_words(total) or 'no node'}); lower "
-        "cluster.workers or what each takes, add nodes, or, where nodes are started on demand, "
-        "say how many groups to ask for "
-        "with cluster.groups"
-    )
-
-
-def in_words(resources: Mapping[str, float]) -> str:
-    words = {"CPU": "{:g} CPUs", "GPU": "{:g} GPUs"}
-    return ", ".join(
-        f"{amount / 2**30:.3g} GB of memory"
-        if name == "memory"
-        else words.get(name, "{:g} x " + name).format(amount)
-        for name, amount in resources.items()
-    )
-
-
-# ---- whether its nodes can do what this machine can ----------------------------------------------
 def versions() -> dict[str, str]:
-    """Of Python and of what workers compute with; an empty one where a package is missing."""
-    found = {"Python": platform.python_version().rpartition(".")[0]}
+    """Return the versions of Python and of what workers compute with; empty for a missing one."""
+    by_name = {"Python": platform.python_version().rpartition(".")[0]}
     for name in PACKAGES:
-        found[name] = ""
+        by_name[name] = ""
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name).partition("+")[0]
-    return found
+            by_name[name] = importlib.metadata.version(name).partition("+")[0]
+    return by_name
 
 
-def facts(probe: str) -> tuple[dict[str, str], str]:
-    """On a node: its versions, and why it does not see the file `probe` of the storage; empty where
-    it does."""
+def facts(probe: str) -> NodeFacts:
+    """Runs on a node. probe: a file that the driver wrote into the storage."""
     try:
-        return versions(), "" if exists(probe) else "it is not there"
+        unseen = "" if exists(probe) else "it is not there"
     except (OSError, UserError) as error:
-        return versions(), " ".join(str(error).split())[:300]
+        unseen = " ".join(str(error).split())[:MAX_REASON]
+    return NodeFacts(versions(), unseen)
 
 
 def check_nodes(ray: Any, nodes: Mapping[str, Node], storage: str) -> None:
-    """Raises UserError where a node has other versions than this machine, or does not see the
+    """Raise `UserError` when a node has other versions than this machine, or does not see the
     storage."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     probe = join(storage, f".probe-{temporary_name()}")
     write_bytes(probe, b"accrete")
     try:
-        asked = {
-            ray.remote(
-                num_cpus=0,
-                max_retries=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            )(facts).remote(probe): node
-            for node in nodes.values()
-            if node.alive
-        }
-        for answer, node in asked.items():
-            try:
-                theirs, unseen = ray.get(answer)
-            except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
-                raise UserError(
-                    f"node {node} cannot run this project's code "
-                    f"({str(error).strip().splitlines()[-1]}); install the versions of "
-                    "constraints.txt there"
-                ) from None
-            except ray.exceptions.RayError:  # it was lost meanwhile
-                continue
-            compare(node, theirs, versions())
-            if unseen:
-                raise UserError(
-                    f"node {node} does not see storage {storage!r} ({unseen}); give a folder "
-                    "that all nodes share, or a bucket whose "
-                    "credentials they have, with --set storage=PLACE"
-                )
+        answers = [(node, ask_facts(ray, node, probe)) for node in nodes.values() if node.alive]
+        for node, answer in answers:
+            check_node(ray, node, answer, storage)
     finally:
         system, path = resolve(probe)
         system.delete_file(path)
 
 
-def compare(node: Node, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raises UserError at the first version that differs."""
-    for name, version in ours.items():
-        if theirs.get(name, "") != version:
-            has = f"has {name} {theirs[name]}" if theirs.get(name) else f"has no {name}"
-            raise UserError(
-                f"node {node} {has}, this machine {version or 'has none'}: results would not be "
-                "the same; install the versions of "
-                "constraints.txt on both"
-            )
+def ask_facts(ray: Any, node: Node, probe: str) -> Any:
+    """Have `facts` run on one node, however busy it is. Return the reference to its answer."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # heavy
+
+    on_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_node)(facts)
+    return remote.remote(probe)
+
+
+def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
+    """Raise `UserError` when the answer of a node to `ask_facts` shows that it cannot do the work.
+    A node that was lost meanwhile passes."""
+    try:
+        node_facts = NodeFacts(*ray.get(answer))
+    except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
+        raise UserError(
+            f"node {node} cannot run this project's code "
+            f"({str(error).strip().splitlines()[-1]}); install the versions of "
+            "constraints.txt there"
+        ) from None
+    except ray.exceptions.RayError:
+        return
+    check_versions(node, node_facts.versions, versions())
+    if node_facts.unseen:
+        raise UserError(
+            f"node {node} does not see storage {storage!r} ({node_facts.unseen}); give a folder "
+            "that all nodes share, or a bucket whose credentials they have, with --set "
+            "storage=PLACE"
+        )
+
+
+def check_versions(node: Node, on_node: Mapping[str, str], on_driver: Mapping[str, str]) -> None:
+    """Raise `UserError` at the first version that differs."""
+    for name, version in on_driver.items():
+        other = on_node.get(name, "")
+        if other == version:
+            continue
+        has = f"has {name} {other}" if other else f"has no {name}"
+        raise UserError(
+            f"node {node} {has}, this machine {version or 'has none'}: results would not be "
+            "the same; install the versions of constraints.txt on both"
+        )

@@ -1,11 +1,12 @@
-"""What a run will cost, before anything runs: device-hours from what finished stages in the store
-say that they took.
+"""What a run will cost, before anything runs: device-hours from what finished stages took.
 
-A stage's work is counted in images times epochs (an evaluation's, and that of a step without
-epochs, in images). What was measured of the same method, step and backbone gives seconds per image;
-else any method's same step; else it is not measured, and said so. Sources are the stages of all
-named runs of this storage with the same backbone, precision and kind of device. Ingest and report
-take no device, and are left out.
+The work of a stage is images times epochs; of an evaluation, or of a step without epochs, it is
+images. Finished stages of the same method, step and precision give seconds per image. Where there
+are none, other methods' stages of the same step do. Where there are none either, the cost is
+reported as not measured.
+
+Measurements come from all named runs of this storage with the same backbone, precision and kind of
+device. Ingest and report use no device and are left out.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pyarrow.parquet as pq
 
 from pipeline.config import Config, dump
 from pipeline.console import table_text
+from pipeline.data.cards import Card
 from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind, Walk
@@ -33,24 +35,51 @@ from workers.storage.artifact import Artifact
 
 Basis = Literal["same method", "other method", "not measured"]
 BASES: tuple[Basis, ...] = ("same method", "other method", "not measured")
-# finished stages that are read for one method and step, of the runs that were started last
-MOST_SOURCES = 8
+MAX_SOURCES = 8  # stages that are read for one method and step, of the runs started last
+WITHOUT_DEVICE = ("ingest", "report")
+SHOWN_TASKS = 5
+
+
+class Work(NamedTuple):
+    """images: of one epoch; None where their number is not known yet. epochs: 0 where the step has
+    none."""
+
+    images: float | None
+    epochs: int
+
+
+class TaskData(NamedTuple):
+    """key: of the ingested data of a task, and the classes of it that the task has."""
+
+    key: str
+    classes: tuple[str, ...]
+
+
+class SourceKind(NamedTuple):
+    """Stages whose measurements are interchangeable."""
+
+    method: str
+    step: str
+    precision: str
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One finished stage: device-seconds that do not grow with its work, those per image and epoch,
-    and which device it was."""
+    """Device-seconds of one finished stage: those that do not grow with its work, and those per
+    image and epoch."""
 
     fixed_s: float
     image_s: float
     device: str
 
 
+Sources = Mapping[SourceKind, list[Measured]]
+
+
 @dataclass(frozen=True)
 class Cost:
-    """A stage to come. images: of one epoch; None where nobody knows yet. device_s: None where it
-    is not measured."""
+    """The cost of a stage to come. images: of one epoch; None where not known yet. device_s: None
+    where it is not measured."""
 
     label: str
     step: str
@@ -62,162 +91,191 @@ class Cost:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Costs by stage. walls: seconds of wall time by label, each alone, and `together`: of what is
-    measured, with `groups` groups of `workers` ranks (0: as many groups as are asked for)."""
+    """costs: by stage id. walls: seconds of wall time of each label alone, and of all `together`,
+    without stages that are not measured. groups: of `workers` ranks each; 0 is as many as stages
+    can use. unknown: tasks whose number of images is not known."""
 
     costs: dict[str, Cost]
     workers: int
     groups: int
     walls: dict[str, float]
     devices: tuple[str, ...]
-    unknown: tuple[str, ...] = ()  # tasks of which nobody knows how many images they have
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass
 class Images:
-    """How many images tasks have: by the index of what was ingested, else by what the card
-    promises."""
+    """How many images tasks have: by the index of ingested data, else by the counts of the card.
+
+    cards: key of an ingest stage -> its card. counts: read from an index, by (split, class); None
+    where there is no index.
+    """
 
     store: Store
-    cards: Mapping[str, Any] = field(default_factory=dict)  # key of an ingest stage -> its card
-    known: dict[str, Mapping[tuple[str, str], int] | None] = field(default_factory=dict)
+    cards: Mapping[str, Card] = field(default_factory=dict)
+    counts: dict[str, Mapping[tuple[str, str], int] | None] = field(default_factory=dict)
 
-    def of(self, data: str, classes: Iterable[str], split: str) -> float | None:
-        """Images of these classes in `train` or `test`. A card that promises a sum only has the
-        same number of each class."""
-        if data not in self.known:
-            self.known[data] = self._index(data)
-        counts, card, wanted = self.known[data], self.cards.get(data), [*classes]
+    def of(self, data: TaskData, split: str) -> float | None:
+        """Return how many images of these classes a split (`train`, `test`) has.
+
+        A card with a sum alone counts as the same number for each class.
+        """
+        if data.key not in self.counts:
+            self.counts[data.key] = self._read_index(data.key)
+        counts = self.counts[data.key]
         if counts is not None:
-            return float(sum(counts.get((split, name), 0) for name in wanted))
-        if card is not None and card.counts is not None:
-            return float(getattr(card.counts, split) * len(wanted) / len(card.classes))
-        return None
+            return float(sum(counts.get((split, name), 0) for name in data.classes))
+        card = self.cards.get(data.key)
+        if card is None or card.counts is None:
+            return None
+        return float(getattr(card.counts, split) * len(data.classes) / len(card.classes))
 
-    def _index(self, data: str) -> Mapping[tuple[str, str], int] | None:
-        found = Artifact.open(self.store.root, data)
-        if found is None:
+    def _read_index(self, key: str) -> Mapping[tuple[str, str], int] | None:
+        artifact = Artifact.open(self.store.root, key)
+        if artifact is None:
             return None
         try:
-            table = pq.read_table(
-                io.BytesIO(found.read("index.parquet")), columns=["split", "class"]
-            )
+            index = io.BytesIO(artifact.read("index.parquet"))
+            table = pq.read_table(index, columns=["split", "class"])
         except (DamagedArtifact, OSError):
             return None
-        return Counter(zip(table["split"].to_pylist(), table["class"].to_pylist(), strict=True))
+        splits = table["split"].to_pylist()
+        return Counter(zip(splits, table["class"].to_pylist(), strict=True))
 
 
-# ---- what was measured ---------------------------------------------------------------------------
+# ---- the work of a stage -------------------------------------------------------------------------
 def work_of(
-    step: str,
-    inputs: Mapping[str, Any],
-    tasks: Mapping[str, tuple[str, tuple[str, ...]]],
-    images: Images,
-) -> tuple[float | None, int]:
-    """Images of an epoch, and epochs. tasks: name -> key of its data, its classes. A training step
-    counts its own task's images, where it is measured and where it is to come; what a memory adds
-    is in its seconds per image. One that trains on all tasks so far counts them all."""
-    evaluates, method = step == "evaluate", METHODS.get(inputs.get("method", ""))
-    every = evaluates or (method is not None and method.trains_on == "seen")
-    names = (
-        [name for name, _ in inputs.get("seen", ())]
-        if every
-        else [inputs["task"]]
-        if inputs.get("task")
-        else []
-    )
-    split = "test" if evaluates and inputs.get("split") != "val" else "train"
-    parts = [images.of(*tasks[name], split) if name in tasks else None for name in names]
-    total = (
-        None
-        if any(part is None for part in parts)
-        else float(sum(part for part in parts if part is not None))
-    )
-    held_out = (
-        inputs.get("val_fraction", 0.0)
-        if evaluates
-        else (inputs.get("data") or {}).get("val_fraction", 0.0)
-    )
-    share = 1.0 if split == "test" else held_out if evaluates else 1 - held_out
-    return None if total is None else total * share, 1 if evaluates else int(
-        (inputs.get("train") or {}).get("epochs", 0)
-    )
+    step: str, inputs: Mapping[str, Any], tasks: Mapping[str, TaskData], images: Images
+) -> Work:
+    """Return the work of a stage. tasks: by name.
+
+    A training step counts the train images of its own task, or of all tasks so far where the method
+    trains on them. Replayed exemplars are not counted: they show in the seconds per image.
+    """
+    if step == "evaluate":
+        return Work(evaluated_images(inputs, tasks, images), 1)
+    total = count_images(trained_tasks(inputs), tasks, "train", images)
+    if total is not None:
+        total *= 1 - (inputs.get("data") or {}).get("val_fraction", 0.0)
+    return Work(total, int((inputs.get("train") or {}).get("epochs", 0)))
+
+
+def evaluated_images(
+    inputs: Mapping[str, Any], tasks: Mapping[str, TaskData], images: Images
+) -> float | None:
+    """Return the images of an evaluation: the test images of all tasks so far, or the part of their
+    train images that is held out for validation."""
+    is_validation = inputs.get("split") == "val"
+    split = "train" if is_validation else "test"
+    total = count_images(seen_tasks(inputs), tasks, split, images)
+    if total is not None and is_validation:
+        total *= inputs.get("val_fraction", 0.0)
+    return total
+
+
+def seen_tasks(inputs: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tasks so far."""
+    return [name for name, _ in inputs.get("seen", ())]
+
+
+def trained_tasks(inputs: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tasks that a training step reads images of."""
+    method = METHODS.get(inputs.get("method", ""))
+    if method is not None and method.trains_on == "seen":
+        return seen_tasks(inputs)
+    task = inputs.get("task")
+    return [task] if task else []
+
+
+def count_images(
+    names: Iterable[str], tasks: Mapping[str, TaskData], split: str, images: Images
+) -> float | None:
+    """Return the images of several tasks; None where the number of one is not known."""
+    total = 0.0
+    for name in names:
+        count = images.of(tasks[name], split) if name in tasks else None
+        if count is None:
+            return None
+        total += count
+    return total
 
 
 def precision_of(inputs: Mapping[str, Any]) -> str:
+    """Return the setting `train.precision` of a stage; empty where it has none."""
     return str((inputs.get("train") or {}).get("precision", ""))
 
 
 def backbone_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What of a backbone decides how fast it is."""
-    found = config.get("backbone") or {}
+    """Return what decides how fast the backbone of a config is."""
+    backbone = config.get("backbone") or {}
+    options = sorted((backbone.get("options") or {}).items())
     return (
-        found.get("name"),
-        found.get("img_size"),
-        repr(sorted((found.get("options") or {}).items())),
-        repr(found.get("context")),
+        backbone.get("name"),
+        backbone.get("img_size"),
+        repr(options),
+        repr(backbone.get("context")),
     )
 
 
-def measured(
-    store: Store, config: Config, images: Images
-) -> dict[tuple[str, str, str], list[Measured]]:
-    """(method, step, precision) -> what finished stages took, of the runs in this storage with the
-    backbone and the kind of device of `config`."""
-    found: dict[tuple[str, str, str], list[Measured]] = {}
-    read: set[str] = set()
-    records = [record for name in store.run_names() if (record := store.record(name))]
-    for record in sorted(records, key=lambda r: str(r.get("created")), reverse=True):
-        if backbone_of(record.get("config") or {}) != backbone_of(dump(config)):
-            continue
-        tasks = {
-            t["name"]: (t["data"], tuple(t["classes"]))
-            for t in record.get("tasks", ())
-            if "data" in t
-        }
+# ---- what was measured ---------------------------------------------------------------------------
+def read_sources(store: Store, config: Config, images: Images) -> Sources:
+    """Return what finished stages took, of the runs in this storage with the backbone and the kind
+    of device of `config`."""
+    sources: dict[SourceKind, list[Measured]] = {}
+    read_keys: set[str] = set()
+    on_cpu = not config.cluster.gpus_per_worker
+    for record in comparable_records(store, config):
+        tasks = {}
+        for task in record.get("tasks", ()):
+            if "data" in task:
+                tasks[task["name"]] = TaskData(task["data"], tuple(task["classes"]))
         for stage in record["stages"]:
-            kind = (
-                stage.get("method") or "",
-                stage.get("step", ""),
-                precision_of(stage.get("inputs") or {}),
-            )
-            if (
-                kind[1] in ("ingest", "report")
-                or stage["key"] in read
-                or len(found.get(kind, ())) >= MOST_SOURCES
-            ):
+            inputs = stage.get("inputs") or {}
+            step = stage.get("step", "")
+            kind = SourceKind(stage.get("method") or "", step, precision_of(inputs))
+            is_full = len(sources.get(kind, ())) >= MAX_SOURCES
+            if step in WITHOUT_DEVICE or stage["key"] in read_keys or is_full:
                 continue
-            read.add(stage["key"])
+            read_keys.add(stage["key"])
             artifact = Artifact.open(store.root, stage["key"])
-            one = (
-                measure(artifact, work_of(kind[1], stage.get("inputs") or {}, tasks, images))
-                if artifact
-                else None
-            )
-            if one and one.device.startswith("cpu") == (not config.cluster.gpus_per_worker):
-                found.setdefault(kind, []).append(one)
-    return found
+            if artifact is None:
+                continue
+            measured = measure(artifact, work_of(step, inputs, tasks, images))
+            if measured is not None and measured.device.startswith("cpu") == on_cpu:
+                sources.setdefault(kind, []).append(measured)
+    return sources
 
 
-def measure(artifact: Artifact, work: tuple[float | None, int]) -> Measured | None:
-    """What one result took; None where its manifest or the number of images does not say."""
-    manifest, (images, epochs) = artifact.manifest, work
-    wall, workers = manifest.get("wall_s"), manifest.get("workers", 1)
+def comparable_records(store: Store, config: Config) -> list[Mapping[str, Any]]:
+    """Return the records of runs with the backbone of `config`, those started last first."""
+    backbone = backbone_of(dump(config))
+    records = []
+    for name in store.run_names():
+        record = store.record(name)
+        if record and backbone_of(record.get("config") or {}) == backbone:
+            records.append(record)
+    return sorted(records, key=lambda record: str(record.get("created")), reverse=True)
+
+
+def measure(artifact: Artifact, work: Work) -> Measured | None:
+    """Return what one result took; None where its manifest or the number of images is missing."""
+    manifest = artifact.manifest
+    wall_s = manifest.get("wall_s")
+    workers = manifest.get("workers", 1)
     device = str((manifest.get("provenance") or {}).get("device", ""))
-    if not isinstance(wall, (int, float)) or not device or images is None:
+    if not isinstance(wall_s, (int, float)) or not device or work.images is None:
         return None
-    if not images:  # a backbone that is only built
-        return Measured(wall * workers, 0.0, device)
-    epoch_s = history_s(artifact) if epochs else None
-    if epoch_s is None:
-        return Measured(0.0, wall * workers / (images * max(1, epochs)), device)
-    return Measured(
-        max(0.0, wall - epoch_s) * workers, epoch_s * workers / (images * epochs), device
-    )
+    if not work.images:  # a backbone that is only built
+        return Measured(wall_s * workers, 0.0, device)
+    epochs_s = read_epochs_s(artifact) if work.epochs else None
+    if epochs_s is None:
+        return Measured(0.0, wall_s * workers / (work.images * max(1, work.epochs)), device)
+    fixed_s = max(0.0, wall_s - epochs_s) * workers
+    return Measured(fixed_s, epochs_s * workers / (work.images * work.epochs), device)
 
 
-def history_s(artifact: Artifact) -> float | None:
-    """Seconds of all epochs together; None where there is no history."""
+def read_epochs_s(artifact: Artifact) -> float | None:
+    """Return the seconds of all epochs together; None where there is no readable history."""
     if "history.parquet" not in artifact.manifest["files"]:
         return None
     try:
@@ -231,144 +289,154 @@ def history_s(artifact: Artifact) -> float | None:
 def forecast(
     graph: Graph, config: Config, store: Store, todo: set[str], tasks: Iterable[Task]
 ) -> Forecast:
-    """Costs of the stages `todo`."""
-    images = Images(store, {s.key: s.job.card for s in graph if isinstance(s.job, IngestJob)})
-    sources = measured(store, config, images)
-    places = {
-        t.name: (t.data, t.classes)
-        for t in [
-            *tasks,
-            *(s.job.task for s in graph if isinstance(s.job, StageJob) and s.job.task),
-        ]
-    }
-    costs, devices = dict[str, Cost](), set[str]()
+    """Return the costs of the stages `todo`."""
+    cards = {stage.key: stage.job.card for stage in graph if isinstance(stage.job, IngestJob)}
+    images = Images(store, cards)
+    sources = read_sources(store, config, images)
+    data = task_data(graph, tasks)
+    costs: dict[str, Cost] = {}
+    devices: set[str] = set()
     for stage in graph:
         if stage.id not in todo or not isinstance(stage.job, StageJob):
             continue
-        work = work_of(stage.step, stage.inputs, places, images)
-        basis, known = basis_of(stage, config, sources, work)
-        devices |= {one.device for one in known}
-        costs[stage.id] = Cost(
-            stage.method or stage.step, stage.step, *work, seconds_of(known, work), basis
-        )
-    seconds = {
-        i: cost.device_s / max(1, config.cluster.workers)
-        for i, cost in costs.items()
-        if cost.device_s is not None
-    }
-    groups = 1 if config.cluster.workers == 0 else config.cluster.groups
-    unknown = tuple(
-        name
-        for name, (data, classes) in places.items()
-        if images.of(data, classes, "train") is None
-    )
-    parts = {
-        label: {i for i, cost in costs.items() if cost.label == label}
-        for label in dict.fromkeys(c.label for c in costs.values())
-    }
-    walls = {
-        label: wall(graph, part, seconds, groups or len(graph))
-        for label, part in {**parts, "together": set(costs)}.items()
-    }
-    return Forecast(
-        costs, max(1, config.cluster.workers), groups, walls, tuple(sorted(devices)), unknown
-    )
+        work = work_of(stage.step, stage.inputs, data, images)
+        basis, measurements = basis_of(stage, config, sources, work)
+        devices.update(measured.device for measured in measurements)
+        label = stage.method or stage.step
+        device_s = device_seconds(measurements, work)
+        costs[stage.id] = Cost(label, stage.step, work.images, work.epochs, device_s, basis)
+    workers = max(1, config.cluster.workers)
+    groups = config.cluster.groups if config.cluster.workers else 1
+    walls = wall_times(graph, costs, workers, groups or len(graph))
+    unknown = [name for name, one in data.items() if images.of(one, "train") is None]
+    return Forecast(costs, workers, groups, walls, tuple(sorted(devices)), tuple(unknown))
+
+
+def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
+    """Return the data of tasks by their name: of `tasks`, and of all tasks in the graph's jobs."""
+    by_name = {task.name: TaskData(task.data, task.classes) for task in tasks}
+    for stage in graph:
+        if isinstance(stage.job, StageJob) and stage.job.task:
+            task = stage.job.task
+            by_name[task.name] = TaskData(task.data, task.classes)
+    return by_name
 
 
 def basis_of(
-    stage: Stage,
-    config: Config,
-    sources: Mapping[tuple[str, str, str], list[Measured]],
-    work: tuple[float | None, int],
+    stage: Stage, config: Config, sources: Sources, work: Work
 ) -> tuple[Basis, list[Measured]]:
-    """What the forecast of a stage rests on, and the measurements."""
-    if work[0] is None:
+    """Return which measurements the forecast of a stage rests on."""
+    if work.images is None:
         return "not measured", []
-    method, precision = (
-        config.methods[stage.method].method if stage.method else "",
-        precision_of(stage.inputs),
-    )
-    if same := sources.get((method, stage.step, precision)):
-        return "same method", same
-    others = [
-        one
-        for (_, step, exact), some in sources.items()
-        if (step, exact) == (stage.step, precision)
-        for one in some
-    ]
-    return ("other method", others) if others else ("not measured", [])
+    method = config.methods[stage.method].method if stage.method else ""
+    kind = SourceKind(method, stage.step, precision_of(stage.inputs))
+    same_method = sources.get(kind)
+    if same_method:
+        return "same method", same_method
+    other_methods: list[Measured] = []
+    for other, measurements in sources.items():
+        if (other.step, other.precision) == (kind.step, kind.precision):
+            other_methods += measurements
+    if other_methods:
+        return "other method", other_methods
+    return "not measured", []
 
 
-def seconds_of(known: list[Measured], work: tuple[float | None, int]) -> float | None:
-    """Device-seconds by the medians of what is known."""
-    images, epochs = work
-    if not known or images is None:
+def device_seconds(measurements: list[Measured], work: Work) -> float | None:
+    """Return the device-seconds of a stage, by the medians of measurements."""
+    if not measurements or work.images is None:
         return None
-    return statistics.median(one.fixed_s for one in known) + images * max(
-        1, epochs
-    ) * statistics.median(one.image_s for one in known)
+    fixed_s = statistics.median(measured.fixed_s for measured in measurements)
+    image_s = statistics.median(measured.image_s for measured in measurements)
+    return fixed_s + work.images * max(1, work.epochs) * image_s
 
 
-def wall(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups: int) -> float:
-    """When the last stage ends, in seconds, where so many groups take stages in the order of a run;
-    those that are not in `seconds` take none."""
-    walk, offers = Walk.over(graph, (s.id for s in graph if s.id not in todo), 0), ReadyQueue()
-    running: list[tuple[float, str]] = []
+def wall_times(
+    graph: Graph, costs: Mapping[str, Cost], workers: int, groups: int
+) -> dict[str, float]:
+    """Return the seconds of wall time of each label alone, and of all `together`."""
+    seconds = {}
+    stages_of: dict[str, set[str]] = {}
+    for stage_id, cost in costs.items():
+        stages_of.setdefault(cost.label, set()).add(stage_id)
+        if cost.device_s is not None:
+            seconds[stage_id] = cost.device_s / workers
+    stages_of["together"] = set(costs)
+    return {label: wall_time(graph, ids, seconds, groups) for label, ids in stages_of.items()}
+
+
+def wall_time(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups: int) -> float:
+    """Return when the last stage ends, in seconds, where so many groups take stages as in a run.
+    Stages that are not in `seconds` take no time."""
+    walk = Walk.over(graph, [stage.id for stage in graph if stage.id not in todo], retries=0)
+    ready = ReadyQueue()
+    running: list[tuple[float, str]] = []  # a heap of (end, stage id)
     now = 0.0
     while not walk.ended:
         for decision in walk.decide():
             walk.carry_out(decision)
-            offers.append(ReadyStage(decision.depth, graph[decision.stage]))
-        while len(running) < groups and (stage := offers.take()):
+            ready.append(ReadyStage(decision.depth, graph[decision.stage]))
+        while len(running) < groups and (stage := ready.take()):
             heappush(running, (now + seconds.get(stage.id, 0.0), stage.id))
-        now, done = heappop(running)
-        walk.apply(Event(EventKind.DONE, done))
+        now, stage_id = heappop(running)
+        walk.apply(Event(EventKind.DONE, stage_id))
     return now
 
 
-def text(found: Forecast) -> str:
-    """The table that a person reads."""
-    if not found.costs:
+# ---- for people ----------------------------------------------------------------------------------
+def text(prediction: Forecast) -> str:
+    """Return the table and the notes that a person reads."""
+    if not prediction.costs:
         return "cost: nothing to run"
-    rows = []
-    for label, wall_s in found.walls.items():
-        costs = [cost for cost in found.costs.values() if label in (cost.label, "together")]
-        work = sum((c.images or 0.0) * max(1, c.epochs) for c in costs)
-        device_s = [c.device_s for c in costs if c.device_s is not None]
-        hours = [f"{sum(device_s) / 3600:.3g}", f"{wall_s / 3600:.3g}"] if device_s else ["-", "-"]
-        basis = Counter(c.basis for c in costs)
-        rows.append(
-            [label, str(len(costs)), f"{work:,.0f}", *hours, *(str(basis[name]) for name in BASES)]
-        )
+    head = ["cost", "stages", "images x epochs", "device-hours", "wall hours", *BASES]
+    rows = [table_row(prediction, label) for label in prediction.walls]
+    lines = [table_text(head, rows), "", *notes(prediction)]
+    return "\n".join(lines)
+
+
+def table_row(prediction: Forecast, label: str) -> list[str]:
+    """Return the cells of one label."""
+    costs = [cost for cost in prediction.costs.values() if label in (cost.label, "together")]
+    work = sum((cost.images or 0.0) * max(1, cost.epochs) for cost in costs)
+    device_s = [cost.device_s for cost in costs if cost.device_s is not None]
+    device_hours = "-"
+    wall_hours = "-"
+    if device_s:
+        device_hours = f"{sum(device_s) / 3600:.3g}"
+        wall_hours = f"{prediction.walls[label] / 3600:.3g}"
+    stages_per_basis = Counter(cost.basis for cost in costs)
+    bases = [str(stages_per_basis[basis]) for basis in BASES]
+    return [label, str(len(costs)), f"{work:,.0f}", device_hours, wall_hours, *bases]
+
+
+def notes(prediction: Forecast) -> list[str]:
+    """Return the sentences below the table: what it assumes, and what is missing."""
+    groups = "as many groups as are asked for"
+    if prediction.groups:
+        groups = counted(prediction.groups, "group")
+    unmeasured = [cost for cost in prediction.costs.values() if cost.device_s is None]
+    without = f", without {len(unmeasured)} stages that are not measured" if unmeasured else ""
     lines = [
-        table_text(
-            ["cost", "stages", "images x epochs", "device-hours", "wall hours", *BASES], rows
-        ),
-        "",
+        f"wall hours: with {groups} of {counted(prediction.workers, 'worker')}{without}; without "
+        "ingest, report and the start of Ray"
     ]
-    where = (
-        "as many groups as are asked for"
-        if not found.groups
-        else f"{found.groups} group{'s' * (found.groups > 1)}"
-    )
-    missing = sum(c.device_s is None for c in found.costs.values())
-    lines.append(
-        f"wall hours: with {where} of {found.workers} worker{'s' * (found.workers > 1)}"
-        + (f", without {missing} stages that are not measured" if missing else "")
-        + "; without ingest, report and the start of Ray"
-    )
-    if found.devices:
-        lines.append(f"measured on: {'; '.join(found.devices)}")
-    if found.unknown:
+    if prediction.devices:
+        lines.append(f"measured on: {'; '.join(prediction.devices)}")
+    if prediction.unknown:
+        names = ", ".join(prediction.unknown[:SHOWN_TASKS])
+        more = " ..." if len(prediction.unknown) > SHOWN_TASKS else ""
         lines.append(
-            "no count of images: "
-            f"{', '.join(found.unknown[:5])}{' ...' if len(found.unknown) > 5 else ''}; bring "
-            "the data in with "
+            f"no count of images: {names}{more}; bring the data in with "
             "`python -m pipeline ingest CONFIG`, or put `counts` on its card"
         )
-    if missing:
+    if unmeasured:
         lines.append(
             "to measure what is not, run one task of it first, with this backbone, on this kind "
             "of device and into this storage"
         )
-    return "\n".join(lines)
+    return lines
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `1 group`, `2 groups`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,5 +1,7 @@
-"""Which stage goes next, and the queue between the driver and the worker groups: plain Python,
-stepped by hand in tests."""
+"""Which stage goes next, and the queue between the driver and its worker groups.
+
+Plain Python without Ray: tests step it by hand.
+"""
 
 from __future__ import annotations
 
@@ -10,186 +12,210 @@ from typing import NamedTuple
 from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind
 
+STOP = "stop"  # in place of a stage: the group is to end
+
 
 class ReadyStage(NamedTuple):
-    """A stage that may run; the deepest one, with most stages behind it, goes first."""
+    """A stage whose parents are finished. depth: stages on the longest path behind it; the largest
+    goes first."""
 
     depth: int
     stage: Stage
 
 
-class ReadyQueue:
-    """Stages that wait for a group, by depth, and below it by what they wait for: adding and taking
-    one cost the same among any number.
+class Reservation(NamedTuple):
+    """A stage that is kept for one idle group, until the request of that number."""
 
-    A chain keeps its group: the first child of a group's last stage is kept for it while it is
-    idle. It will ask again within moments; should it not, as its workers may be gone, others get
-    the stage after each idle group could have asked twice.
+    ready: ReadyStage
+    until_request: int
+
+
+class ReadyQueue:
+    """Ready stages, the deepest first. Adding and taking one cost the same among any number.
+
+    A chain stays on its group: the first child of a group's last stage is reserved for that group
+    while it is idle. The group asks again within moments, unless its workers are gone. So others
+    get the stage after each idle group could have asked twice.
     """
 
-    def __init__(self, offers: Iterable[ReadyStage] = ()) -> None:
-        self.waiting: dict[
-            int, dict[str, Stage]
-        ] = {}  # depth -> stages by id, in the order in which they came
-        self.children: dict[
-            tuple[int, str], dict[str, None]
-        ] = {}  # (depth, parent) -> ids of those that have it
-        self.depths: list[int] = []  # a heap of the depths there are, negative
-        self.idle: set[str] = set()  # last stages of the groups that asked in vain
-        self.kept: dict[
-            str, tuple[ReadyStage, int]
-        ] = {}  # last stage of a group -> what is kept for it, until so many asked
-        self.asked = 0
-        self += offers
+    def __init__(self, stages: Iterable[ReadyStage] = ()) -> None:
+        self.waiting: dict[int, dict[str, Stage]] = {}  # depth -> stages by id, first come first
+        # (depth, parent) -> ids of its waiting children; a dict as an ordered set
+        self.children: dict[tuple[int, str], dict[str, None]] = {}
+        self.depths: list[int] = []  # a heap of the depths in `waiting`, negative
+        self.idle_after: set[str] = set()  # last stages of the groups that asked in vain
+        self.reserved: dict[str, Reservation] = {}  # by the last stage of the group
+        self.requests = 0
+        self += stages
 
-    def __iadd__(self, offers: Iterable[ReadyStage]) -> ReadyQueue:
-        for offer in offers:
-            self.append(offer)
+    def __iadd__(self, stages: Iterable[ReadyStage]) -> ReadyQueue:
+        for ready in stages:
+            self.append(ready)
         return self
 
     def __len__(self) -> int:
-        return sum(map(len, self.waiting.values())) + len(self.kept)
+        return sum(map(len, self.waiting.values())) + len(self.reserved)
 
-    def append(self, offer: ReadyStage) -> None:
-        home = next((p for p in offer.stage.parents if p in self.idle and p not in self.kept), None)
-        if home is None:
-            self._add(offer)
-        else:
-            self.kept[home] = offer, self.asked + 2 * len(self.idle)
+    def append(self, ready: ReadyStage) -> None:
+        """Add a stage, or reserve it for the idle group that ran one of its parents last."""
+        for parent in ready.stage.parents:
+            if parent in self.idle_after and parent not in self.reserved:
+                until_request = self.requests + 2 * len(self.idle_after)
+                self.reserved[parent] = Reservation(ready, until_request)
+                return
+        self._add(ready)
 
     def take(self, last: Stage | None = None) -> Stage | None:
-        """Removes and returns the next stage for a group whose last one was `last`: what is kept
-        for it; else the deepest, among equals a child of `last`. None where there is none for
-        it."""
-        self.asked += 1
-        before = last.id if last else ""
-        self.idle.discard(before)
-        if before in self.kept:
-            return self.kept.pop(before)[0].stage
-        while self.kept and self.kept[first := next(iter(self.kept))][1] < self.asked:
-            self.release(first)
+        """Remove and return the next stage for a group whose last one was `last`.
+
+        That is the stage reserved for it; else the deepest, among equals a child of `last`; None
+        where there is none.
+        """
+        self.requests += 1
+        last_id = last.id if last else ""
+        self.idle_after.discard(last_id)
+        if last_id in self.reserved:
+            return self.reserved.pop(last_id).ready.stage
+        self._release_expired()
         if not self.depths:
-            self.idle |= {before} - {""}
+            if last_id:
+                self.idle_after.add(last_id)
             return None
         depth = -self.depths[0]
-        return self._remove(
-            depth, next(iter(self.children.get((depth, before)) or self.waiting[depth]))
-        )
+        candidates: Iterable[str] = self.children.get((depth, last_id), ())
+        if not candidates:
+            candidates = self.waiting[depth]
+        return self._remove(depth, next(iter(candidates)))
 
-    def release(self, last: str) -> None:
-        """The group whose last stage was `last` will not ask again soon: what is kept for it is for
-        all."""
-        self.idle.discard(last)
-        if last in self.kept:
-            self._add(self.kept.pop(last)[0])
+    def release(self, last_id: str) -> None:
+        """Give up the reservation of the group whose last stage was `last_id`: it will not ask
+        again soon."""
+        self.idle_after.discard(last_id)
+        if last_id in self.reserved:
+            self._add(self.reserved.pop(last_id).ready)
 
-    def _add(self, offer: ReadyStage) -> None:
-        if offer.depth not in self.waiting:
-            self.waiting[offer.depth] = {}
-            heappush(self.depths, -offer.depth)
-        self.waiting[offer.depth][offer.stage.id] = offer.stage
-        for parent in offer.stage.parents:
-            self.children.setdefault((offer.depth, parent), {})[offer.stage.id] = None
+    def _release_expired(self) -> None:
+        while self.reserved:
+            oldest = next(iter(self.reserved))
+            if self.reserved[oldest].until_request >= self.requests:
+                return
+            self.release(oldest)
+
+    def _add(self, ready: ReadyStage) -> None:
+        depth = ready.depth
+        stage = ready.stage
+        if depth not in self.waiting:
+            self.waiting[depth] = {}
+            heappush(self.depths, -depth)
+        self.waiting[depth][stage.id] = stage
+        for parent in stage.parents:
+            self.children.setdefault((depth, parent), {})[stage.id] = None
 
     def _remove(self, depth: int, stage_id: str) -> Stage:
         stage = self.waiting[depth].pop(stage_id)
-        for parent in {*stage.parents}:
-            others = self.children[depth, parent]
-            del others[stage_id]
-            if not others:
+        for parent in set(stage.parents):
+            siblings = self.children[depth, parent]
+            del siblings[stage_id]
+            if not siblings:
                 del self.children[depth, parent]
         if not self.waiting[depth]:
-            del self.waiting[-heappop(self.depths)]
+            heappop(self.depths)  # it is the deepest: `take` alone removes
+            del self.waiting[depth]
         return stage
 
 
+class QueueNews(NamedTuple):
+    """What the driver hears from the queue. rank_nodes: of each group that is up, the nodes of its
+    ranks."""
+
+    events: list[Event]
+    rank_nodes: dict[int, list[str]]
+
+
 class Queue:
-    """The actor between the driver and the worker groups: stages out, events in."""
+    """Hands stages from the driver to worker groups, and their events back. It runs in an actor."""
 
     def __init__(self) -> None:
-        self.offers = ReadyQueue()
-        self.held: dict[int, Stage] = {}  # group -> the stage it runs
+        self.ready = ReadyQueue()
+        self.running: dict[int, Stage] = {}  # group -> the stage it runs
         self.last: dict[int, Stage] = {}  # group -> the stage it ran last
         self.events: list[Event] = []
-        self.places: dict[
-            int, list[str]
-        ] = {}  # group whose workers have come up -> the nodes of its ranks
-        # groups that were given up and have not come up again: what is left of one gets no stage
-        self.gone: set[int] = set()
-        self.going: dict[
-            int, bool
-        ] = {}  # group that is to end -> whether at once; else when it has done what it holds
+        self.rank_nodes: dict[int, list[str]] = {}  # group that is up -> the nodes of its ranks
+        self.abandoned: set[int] = set()  # groups that the driver gave up and starts anew
+        self.dismissed: dict[int, bool] = {}  # group that is to end -> whether at once
         self.closed = False
 
-    def offer(self, offers: list[ReadyStage]) -> tuple[list[Event], dict[int, list[str]]]:
-        """From the driver: new stages. Returns what happened since, and the groups that are up,
-        each with the nodes of its ranks."""
-        self.offers += offers
-        events, self.events = self.events, []
-        return events, dict(self.places)
-
-    def joined(self, group: int, places: list[str]) -> None:
-        """From rank 0 of a group that has come up: the nodes of its ranks. What the group held is
-        lost: its workers died."""
-        self._lose(group, "its workers died")
-        self.places[group] = places
-        self.gone.discard(group)
+    # ---- called by the driver --------------------------------------------------------------------
+    def offer(self, stages: list[ReadyStage]) -> QueueNews:
+        """Add stages. Return what happened since the last call."""
+        self.ready += stages
+        events = self.events
+        self.events = []
+        return QueueNews(events, dict(self.rank_nodes))
 
     def dismiss(self, groups: list[int], at_once: bool) -> None:
-        """From the driver: these groups are to end, when they have done what they hold, or when
-        they have saved it."""
+        """Have groups end: at once, when the state of their stage is saved; else after it."""
         for group in groups:
-            self.going[group] = at_once or self.going.get(group, False)
-
-    def next(self, group: int) -> Stage | str | None:
-        """From rank 0 of a group: a stage, None for nothing yet, `stop`. A group that asks while it
-        holds a stage was started anew: its workers died."""
-        self._lose(group, "its workers died")
-        if self.closed or group in self.going:
-            return "stop"
-        if group in self.gone:
-            return None
-        chosen = self.offers.take(self.last.get(group))
-        if chosen is not None:
-            self.held[group] = self.last[group] = chosen
-        return chosen
-
-    def post(self, group: int, event: Event) -> bool:
-        """From a rank: how a stage goes or ended. Of several ranks that fail together the first one
-        is heard. Returns whether it is to leave."""
-        held = self.held.get(group)
-        if event.kind is EventKind.PROGRESS:
-            self.events.append(event)
-        elif held is None or held.id != event.stage:
-            pass  # of a group that was given up, and is not quite gone
-        elif event.kind is EventKind.LOST:
-            self._lose(group, event.message)
-        else:
-            del self.held[group]
-            self.events.append(event)
-        return self.going.get(group, False)
+            self.dismissed[group] = at_once or self.dismissed.get(group, False)
 
     def abandon(self, group: int, message: str, moved: bool = False) -> None:
-        """From the driver: the group itself is gone, and is started anew. moved: through no fault
-        of what it did."""
+        """Give up a group that is gone, to be started anew. moved: the loss is no fault of the
+        stage that it ran."""
         self._lose(group, message, moved)
         if group in self.last:
-            self.offers.release(self.last[group].id)
-        self.places.pop(group, None)
-        self.going.pop(group, None)
-        self.gone.add(group)
-
-    def _lose(self, group: int, message: str, moved: bool = False) -> None:
-        held = self.held.pop(group, None)
-        if held is not None:
-            self.events.append(
-                Event(
-                    EventKind.LOST,
-                    held.id,
-                    message,
-                    body={"nodes": self.places.get(group, []), "moved": moved},
-                )
-            )
+            self.ready.release(self.last[group].id)
+        self.rank_nodes.pop(group, None)
+        self.dismissed.pop(group, None)
+        self.abandoned.add(group)
 
     def close(self) -> None:
+        """Have every group end when it asks for its next stage."""
         self.closed = True
+
+    # ---- called by worker groups -----------------------------------------------------------------
+    def join(self, group: int, nodes: list[str]) -> None:
+        """From rank 0 of a group that has come up. nodes: of its ranks. If the group ran a stage,
+        that stage is lost: its workers died."""
+        self._lose(group, "its workers died")
+        self.rank_nodes[group] = nodes
+        self.abandoned.discard(group)
+
+    def next_stage(self, group: int) -> Stage | str | None:
+        """From rank 0 of a group: return its next stage, None for nothing yet, or STOP.
+
+        A group that asks while it runs a stage was restarted, because its workers died.
+        """
+        self._lose(group, "its workers died")
+        if self.closed or group in self.dismissed:
+            return STOP
+        if group in self.abandoned:  # what is left of it; the new one has not joined yet
+            return None
+        stage = self.ready.take(self.last.get(group))
+        if stage is not None:
+            self.running[group] = stage
+            self.last[group] = stage
+        return stage
+
+    def post(self, group: int, event: Event) -> bool:
+        """From a rank: an event of its stage. Return whether the group is to leave at once.
+
+        When several ranks fail together, the first event counts. Events of a stage that the group
+        no longer runs are ignored: it was abandoned and is not quite gone.
+        """
+        stage = self.running.get(group)
+        if event.kind is EventKind.PROGRESS:
+            self.events.append(event)
+        elif stage is not None and stage.id == event.stage:
+            if event.kind is EventKind.LOST:
+                self._lose(group, event.message)
+            else:
+                del self.running[group]
+                self.events.append(event)
+        return self.dismissed.get(group, False)
+
+    def _lose(self, group: int, message: str, moved: bool = False) -> None:
+        stage = self.running.pop(group, None)
+        if stage is not None:
+            nodes = self.rank_nodes.get(group, [])
+            body = {"nodes": nodes, "moved": moved}
+            self.events.append(Event(EventKind.LOST, stage.id, message, body=body))

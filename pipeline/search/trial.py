@@ -16,7 +16,7 @@ from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import Executor, look_up_each, mark_outdated, run_graph
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, record_of
-from pipeline.graph.walk import Decision, Event, Walk
+from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.launch import executor
 from pipeline.results.tables import RunTables
 from pipeline.results.trials import Round, Trial, TrialResult
@@ -158,7 +158,7 @@ class Count:
 
     def event(self, walk: Walk, event: Event) -> None:
         """Count a stage that is done."""
-        if event.kind != "done":
+        if event.kind is not EventKind.DONE:
             return
         if event.body.get("reused"):  # another trial ran it meanwhile
             self.reused += 1
@@ -357,7 +357,7 @@ class Runner:
             cluster = self.settings.cluster
             # Tune reserves one worker in the process of the trial itself
             workers = {"workers": 0} if cluster.workers == 1 else {"groups": 1}
-            self.executor = executor.executor(
+            self.executor = executor.make_executor(
                 self.store,
                 cluster.model_copy(update=workers),
                 self.graph,

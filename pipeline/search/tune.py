@@ -24,12 +24,10 @@ from pipeline.launch.cluster import (
     ClusterState,
     DriverRegistration,
     actor_name,
-    check_fits,
     register_actor,
-    resources_per_worker,
-    sizes_of_groups,
     where_ray_writes,
 )
+from pipeline.launch.shares import check_fits, resources_per_worker, sizes_of_groups
 from pipeline.results.trials import Trial, TrialResult
 from pipeline.search.population import start_of
 from pipeline.search.space import Params

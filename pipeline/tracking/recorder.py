@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.tracking.mlflow_client import MlflowClientAdapter, SystemMetrics, transient
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.run_writer import RunIdentity, RunWriter
@@ -21,7 +22,6 @@ from workers.storage.artifact import Artifact, Manifest, join
 
 if TYPE_CHECKING:
     from pipeline.config import TrackingSettings
-    from pipeline.graph.run import Decision, Event, Walk
     from pipeline.graph.stage import Graph, Stage
     from pipeline.tracking.mlflow_client import Point
 

@@ -11,12 +11,15 @@ def nodes_of(
     resources: Iterable[Mapping[str, float]],
     lost: Iterable[int] = (),
     leaving: Iterable[int] = (),
-    **drivers: tuple[str, ...],
+    drivers: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ClusterState:
-    """One node per entry of `resources`, with ids 0, 1, ...; drivers: names by job."""
-    lost, leaving = {*lost}, {*leaving}
-    nodes = {
-        str(i): Node(str(i), f"10.0.0.{i}", i not in lost, "", i in leaving, own)
-        for i, own in enumerate(resources)
-    }
-    return ClusterState(nodes, drivers)
+    """One node per entry of `resources`, with ids 0, 1, ...; drivers: names of actors by job."""
+    lost_indices = set(lost)
+    leaving_indices = set(leaving)
+    nodes = {}
+    for index, amounts in enumerate(resources):
+        is_alive = index not in lost_indices
+        leaves = index in leaving_indices
+        node = Node(str(index), f"10.0.0.{index}", is_alive, "", leaves, amounts)
+        nodes[node.id] = node
+    return ClusterState(nodes, drivers or {})

@@ -18,19 +18,21 @@ import pytest
 from pyarrow import fs
 
 from pipeline.config import ClusterSettings
-from pipeline.launch import cluster
+from pipeline.launch import cluster, ray_internals, shares
+from pipeline.launch.cluster import ClusterState
 from tests.pipeline.nodes import nodes_of
 from workers.errors import UserError
 
 THREE = [{"CPU": 4.0, "GPU": 2.0, "memory": 64 * 2.0**30}] * 3
 
 
-def sizes(around: Any, width: Any = 100, name: Any = "01-a", **own: Any) -> Any:
-    return cluster.sizes_of_groups(around, ClusterSettings(**own), name, width)
+def sizes(state: ClusterState, width: int = 100, name: str = "01-a", **settings: Any) -> list[int]:
+    """The groups of a driver with these settings of `cluster`."""
+    return shares.sizes_of_groups(state, ClusterSettings(**settings), name, width)
 
 
 def test_groups_are_as_many_as_there_is_room_for_and_stages_side_by_side() -> None:
-    alone = nodes_of(THREE, **{"01": ("01-a",)})
+    alone = nodes_of(THREE, drivers={"01": ("01-a",)})
     assert sizes(alone, workers=1) == [1] * 12
     assert sizes(alone, width=2, workers=1) == [1, 1]
     assert sizes(alone, workers=1, groups=5) == [1] * 5
@@ -56,7 +58,7 @@ def test_nodes_that_are_lost_or_leave_are_no_room() -> None:
 
 
 def test_an_elastic_group_has_as_many_ranks_as_there_is_room_for() -> None:
-    own = {"workers": 4, "min_workers": 1}
+    own: dict[str, Any] = {"workers": 4, "min_workers": 1}
     assert sizes(nodes_of([{"CPU": 1.0}] * 3), width=1, **own) == [3]
     assert sizes(nodes_of([{"CPU": 1.0}] * 3, lost=[1, 2]), width=1, **own) == [1]
     assert sizes(nodes_of([{"CPU": 1.0}] * 9), width=1, **own) == [4]
@@ -67,22 +69,26 @@ def test_an_elastic_group_has_as_many_ranks_as_there_is_room_for() -> None:
 
 
 def test_drivers_on_a_cluster_have_equal_shares_of_it() -> None:
-    around = nodes_of(THREE, **{"01": ("01-a",), "02": ("02-b",)})
+    around = nodes_of(THREE, drivers={"01": ("01-a",), "02": ("02-b",)})
     assert sizes(around, workers=1) == sizes(around, name="02-b", workers=1) == [1] * 6
-    three = nodes_of([{"CPU": 1.0}] * 4, **{"01": ("01-a",), "02": ("02-b",), "03": ("03-c",)})
+    three = nodes_of(
+        [{"CPU": 1.0}] * 4, drivers={"01": ("01-a",), "02": ("02-b",), "03": ("03-c",)}
+    )
     assert [len(sizes(three, name=name, workers=1)) for name in ("01-a", "02-b", "03-c")] == [
         2,
         1,
         1,
     ], "nothing is left unused"
-    crowd = nodes_of([{"CPU": 1.0}], **{f"0{i}": (f"0{i}-a",) for i in range(5)})
+    crowd = nodes_of([{"CPU": 1.0}], drivers={f"0{i}": (f"0{i}-a",) for i in range(5)})
     assert all(sizes(crowd, name=f"0{i}-a", workers=1) == [1] for i in range(5)), (
         "each has a group, which waits for its turn"
     )
 
 
 def test_trials_of_a_search_share_what_the_search_has() -> None:
-    around = nodes_of([{"CPU": 8.0}], **{"01": ("01-a", "01-b", "01-search"), "02": ("02-c",)})
+    around = nodes_of(
+        [{"CPU": 8.0}], drivers={"01": ("01-a", "01-b", "01-search"), "02": ("02-c",)}
+    )
     assert len(sizes(around, workers=1)) == 2
     assert len(sizes(around, name="02-c", workers=1)) == 4
 
@@ -94,12 +100,12 @@ def test_what_does_not_fit_is_said_with_what_there_is() -> None:
         match="2 workers that take 1 CPUs, 1 GPUs each do not fit into this cluster \\(4 CPUs, 0 "
         "GPUs\\)",
     ):
-        cluster.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1))
+        shares.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1))
     # nodes may be started on demand
-    cluster.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1, groups=1))
-    cluster.check_fits(around, ClusterSettings(workers=9, min_workers=4))
+    shares.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1, groups=1))
+    shares.check_fits(around, ClusterSettings(workers=9, min_workers=4))
     with pytest.raises(UserError, match="5 workers"):
-        cluster.check_fits(around, ClusterSettings(workers=9, min_workers=5))
+        shares.check_fits(around, ClusterSettings(workers=9, min_workers=5))
 
 
 @pytest.mark.parametrize(
@@ -112,9 +118,9 @@ def test_what_does_not_fit_is_said_with_what_there_is() -> None:
 )
 def test_a_node_with_other_versions_is_named_with_what_to_do(theirs: Any, said: str) -> None:
     node, ours = nodes_of(THREE).nodes["1"], cluster.versions()
-    cluster.compare(node, ours, ours)
+    cluster.check_versions(node, ours, ours)
     with pytest.raises(UserError, match=f"node 10.0.0.1 .* {said}, this machine .*constraints.txt"):
-        cluster.compare(node, ours | theirs, ours)
+        cluster.check_versions(node, ours | theirs, ours)
 
 
 def test_builds_of_one_version_are_one_version() -> None:
@@ -124,9 +130,9 @@ def test_builds_of_one_version_are_one_version() -> None:
 
 def test_a_node_says_whether_it_sees_the_storage(tmp_path: Path) -> None:
     (tmp_path / "probe").write_text("x")
-    assert cluster.facts(str(tmp_path / "probe"))[1] == ""
-    assert cluster.facts(str(tmp_path / "other"))[1] == "it is not there"
-    assert "nothing://" in cluster.facts("nothing://there/x")[1]
+    assert cluster.facts(str(tmp_path / "probe")).unseen == ""
+    assert cluster.facts(str(tmp_path / "other")).unseen == "it is not there"
+    assert "nothing://" in cluster.facts("nothing://there/x").unseen
 
 
 @pytest.mark.parametrize(
@@ -261,7 +267,10 @@ class FakeRay:
     any."""
 
     def __init__(self, *errors: Exception, up: bool = False) -> None:
-        self.errors, self.up, self.started, self.ended = [*errors], up, [], 0
+        self.errors = list(errors)
+        self.up = up
+        self.started: list[dict[str, Any]] = []
+        self.ended = 0
 
     def is_initialized(self) -> bool:
         return self.up
@@ -334,7 +343,7 @@ def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_w
     credentials too."""
     from ray.runtime_env.runtime_env import _merge_runtime_env
 
-    job = {
+    job: dict[str, Any] = {
         "runtime_env": {
             "working_dir": "gcs://code.zip",
             "env_vars": {"RAY_DEDUP_LOGS": "1", "AWS_SECRET_ACCESS_KEY": "hush"},
@@ -350,7 +359,8 @@ def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_w
         (how,) = connected(monkeypatch, FakeRay(), address=listening)
         assert how["runtime_env"].keys() == {"env_vars"}
         assert how["runtime_env"]["env_vars"].keys() == expected
-        merged = _merge_runtime_env(submitted.get("runtime_env"), how["runtime_env"])
+        runtime_env: Any = submitted.get("runtime_env")
+        merged = _merge_runtime_env(runtime_env, how["runtime_env"])
         assert merged is not None, "Ray would refuse it"
 
 
@@ -403,15 +413,20 @@ def test_a_private_cluster_listens_on_loopback_and_one_that_is_joined_as_ever(
 
     class Watched(FakeRay):
         def init(self, **how: Any) -> None:
-            seen.append((os.environ.get(cluster.OTHER_NODES), ray_constants.ENABLE_RAY_CLUSTER))
+            seen.append(
+                (
+                    os.environ.get(ray_internals.OTHER_NODES_VARIABLE),
+                    ray_constants.ENABLE_RAY_CLUSTER,
+                )
+            )
             super().init(**how)
 
-    monkeypatch.delenv(cluster.OTHER_NODES, raising=False)
+    monkeypatch.delenv(ray_internals.OTHER_NODES_VARIABLE, raising=False)
     connected(monkeypatch, Watched())
     connected(monkeypatch, Watched(), address=listening)
     assert seen == [("0", False), (None, True)]
-    assert cluster.OTHER_NODES not in os.environ
-    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == cluster.OTHER_NODES
+    assert ray_internals.OTHER_NODES_VARIABLE not in os.environ
+    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == ray_internals.OTHER_NODES_VARIABLE
 
 
 def test_a_ray_that_is_up_is_used_as_it_is(
@@ -468,7 +483,9 @@ class Asked:
     def __init__(self, answers: Any = None) -> None:
         import ray.exceptions
 
-        self.exceptions, self.answers, self.nodes = ray.exceptions, answers or {}, []
+        self.exceptions = ray.exceptions
+        self.answers = answers or {}
+        self.nodes: list[str] = []
 
     def remote(self, **how: Any) -> Any:
         node = how["scheduling_strategy"].node_id

@@ -16,7 +16,7 @@ from pipeline import cli
 from pipeline.graph import failures
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
-from pipeline.launch import executor
+from pipeline.launch import attempt, local
 from tests import small_run
 from workers import dist
 from workers.errors import UserError
@@ -43,7 +43,7 @@ def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path: Path) -> N
         torch.zeros(2) + torch.zeros(3)
         return {}
 
-    event = executor.attempt(stage_of(), run, str(tmp_path), dist.Group(1, 4))
+    event = attempt.attempt_stage(stage_of(), run, str(tmp_path), dist.Group(1, 4))
     (path,) = kept(tmp_path)
     assert event.kind == "failed"
     assert f"traceback: {path}" in event.message
@@ -63,10 +63,10 @@ def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path: Path) -> N
 def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path: Path) -> None:
     from workers.data.shards import open_image
 
-    event = executor.attempt(stage_of(), lambda: open_image(b"no image", 100), str(tmp_path))
+    event = attempt.attempt_stage(stage_of(), lambda: open_image(b"no image", 100), str(tmp_path))
     assert re.search(r"\(at workers/data/shards\.py:\d+ in open_image\)", event.message)
-    foreign = executor.attempt(stage_of(), break_in_torch, str(tmp_path))
-    assert re.search(r"\(at pipeline/launch/executor\.py:\d+ in attempt\)", foreign.message), (
+    foreign = attempt.attempt_stage(stage_of(), break_in_torch, str(tmp_path))
+    assert re.search(r"\(at pipeline/launch/attempt\.py:\d+ in attempt_stage\)", foreign.message), (
         "a frame of torch or of a test is none of ours"
     )
 
@@ -84,7 +84,7 @@ def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path: Path
 
     assert (
         "(at pipeline/data/ingest.py:12 in examine)"
-        in executor.attempt(stage_of(), run, str(tmp_path)).message
+        in attempt.attempt_stage(stage_of(), run, str(tmp_path)).message
     )
 
 
@@ -94,14 +94,14 @@ def test_a_sentence_for_people_needs_no_traceback_and_a_storage_that_is_away_hid
     def refused() -> dict[str, object]:
         raise UserError("mend it")
 
-    assert executor.attempt(stage_of(), refused, str(tmp_path)).message == "mend it"
+    assert attempt.attempt_stage(stage_of(), refused, str(tmp_path)).message == "mend it"
     assert not kept(tmp_path)
 
     def away(*_: object) -> None:
         raise OSError("storage is away")
 
     monkeypatch.setattr(failures, "write_bytes", away)
-    event = executor.attempt(stage_of(), break_in_torch, str(tmp_path))
+    event = attempt.attempt_stage(stage_of(), break_in_torch, str(tmp_path))
     assert "traceback: not kept: storage is away" in event.message
 
 
@@ -111,7 +111,7 @@ def test_no_password_of_an_error_is_kept(tmp_path: Path) -> None:
     def run() -> dict[str, object]:
         raise RuntimeError(f"{address} says no")
 
-    event = executor.attempt(stage_of(), run, str(tmp_path))
+    event = attempt.attempt_stage(stage_of(), run, str(tmp_path))
     text = kept(tmp_path)[0].read_text()
     assert "https://host/x says no" in event.message
     assert "https://host/x says no" in text
@@ -121,7 +121,7 @@ def test_no_password_of_an_error_is_kept(tmp_path: Path) -> None:
 def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for key in ("k1", "k2", "k3"):
-        executor.attempt(stage_of(key), break_in_torch, str(tmp_path))
+        attempt.attempt_stage(stage_of(key), break_in_torch, str(tmp_path))
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     Attempt(store.root, "k2").commit({})
     stages = [{"id": f"a/{key}", "key": key, "step": "train"} for key in ("k1", "k2")]
@@ -140,7 +140,7 @@ def test_a_run_that_fails_says_where_its_traceback_is(
     def broken(*_: object, **__: object) -> dict[str, object]:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr(executor, "run_stage" if step == "train" else "run_ingest", broken)
+    monkeypatch.setattr(local, "run_stage" if step == "train" else "run_ingest", broken)
     body = small_run.make_body(
         tmp_path, small_run.make_cards(tmp_path, ["a"]), ["finetune"], cluster={"retries": 1}
     )
@@ -148,6 +148,6 @@ def test_a_run_that_fails_says_where_its_traceback_is(
     said = capsys.readouterr().err
     path = Path(said.split("traceback: ")[1].split(";")[0].split(" ")[0])
     assert said.count("\n") == 1
-    assert "ZeroDivisionError: by nothing (at pipeline/launch/executor.py:" in said
+    assert "ZeroDivisionError: by nothing (at pipeline/launch/local.py:" in said
     assert "by nothing" in path.read_text()
     assert path.is_relative_to(tmp_path / "storage" / "failures")

@@ -3,8 +3,9 @@ nothing was."""
 
 import io
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +17,7 @@ from pipeline.cli import main
 from pipeline.graph import build
 from pipeline.graph.run import look_up_all, stages_to_run
 from pipeline.graph.store import Store, record_of
-from pipeline.launch import cost as forecast
+from pipeline.launch import cost
 from tests import small_run
 from workers.job import StageJob
 from workers.storage.artifact import Attempt
@@ -26,17 +27,26 @@ TRAIN = 36  # of 2 x 20 images of a task, those that are not held out
 TEST = 20
 
 
+class Site(NamedTuple):
+    """folder: with a storage. cards: paths by the names of tasks."""
+
+    folder: Path
+    cards: dict[str, str]
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def ingested(tmp_path_factory: pytest.TempPathFactory) -> Site:
     """Cards of three tasks that stand in a store, and nothing else."""
     folder = tmp_path_factory.mktemp("forecast")
     cards = small_run.make_cards(folder, ("base", "a", "b"))
     store, graph, _, _ = planned(folder, cards)
     stream.ingest(store, graph)
-    return folder, cards
+    return Site(folder, cards)
 
 
-def planned(folder: Any, cards: Any, methods: Any = ("finetune",), **changes: Any) -> Any:
+def planned(
+    folder: Path, cards: dict[str, str], methods: Sequence[str] = ("finetune",), **changes: Any
+) -> Any:
     checked = config.check(
         {**small_run.make_body(folder, cards, methods, **changes), "data": {"val_fraction": 0.1}},
         "a config",
@@ -46,13 +56,13 @@ def planned(folder: Any, cards: Any, methods: Any = ("finetune",), **changes: An
 
 
 def finished(
-    folder: Any,
-    cards: Any,
-    methods: Any = ("finetune",),
-    wall_s: Any = 10.0,
-    epoch_s: Any = 3.0,
-    workers: Any = 1,
-    device: Any = CPU,
+    folder: Path,
+    cards: dict[str, str],
+    methods: Sequence[str] = ("finetune",),
+    wall_s: float = 10.0,
+    epoch_s: float = 3.0,
+    workers: int = 1,
+    device: str = CPU,
     **changes: Any,
 ) -> None:
     """Publishes results by hand as if all stages had run: wall seconds in all, and seconds per
@@ -79,58 +89,66 @@ def finished(
     store.save_record(record_of(graph, checked, tasks, {}))
 
 
-def costs(folder: Any, cards: Any, methods: Any = ("finetune",), **changes: Any) -> Any:
+def device_seconds(prediction: cost.Forecast, label: str = "") -> float:
+    """Of the stages of a label, or of all."""
+    total = 0.0
+    for stage in prediction.costs.values():
+        if label in ("", stage.label):
+            assert stage.device_s is not None
+            total += stage.device_s
+    return total
+
+
+def costs(
+    folder: Path, cards: dict[str, str], methods: Sequence[str] = ("finetune",), **changes: Any
+) -> cost.Forecast:
     store, graph, tasks, checked = planned(folder, cards, methods, **changes)
     todo = stages_to_run(graph, look_up_all(graph, store, None))
-    return forecast.forecast(graph, checked, store, todo, tasks)
+    return cost.forecast(graph, checked, store, todo, tasks)
 
 
 @pytest.fixture
-def at(place: Any, tmp_path: Path) -> Any:
+def site(ingested: Site, tmp_path: Path) -> Site:
     """The same cards and their ingested data in a storage of its own."""
-    folder, cards = place
-    shutil.copytree(folder / "storage", tmp_path / "storage")
-    return tmp_path, cards
+    shutil.copytree(ingested.folder / "storage", tmp_path / "storage")
+    return Site(tmp_path, ingested.cards)
 
 
-def test_twice_the_epochs_take_twice_the_time_of_epochs_and_the_rest_once(at: Any) -> None:
-    finished(*at, wall_s=10.0, epoch_s=3.0)  # 2 epochs: 6 s of 10
-    found = costs(*at, name="next", train={"epochs": 4})
-    cost = found.costs["finetune/a/train"]
-    assert (cost.images, cost.epochs, cost.basis) == (TRAIN, 4, "same method")
-    assert cost.device_s == pytest.approx(4 + 4 * 3)
-    assert found.devices == (CPU,)
+def test_twice_the_epochs_take_twice_the_time_of_epochs_and_the_rest_once(site: Site) -> None:
+    finished(*site, wall_s=10.0, epoch_s=3.0)  # 2 epochs: 6 s of 10
+    prediction = costs(*site, name="next", train={"epochs": 4})
+    stage = prediction.costs["finetune/a/train"]
+    assert (stage.images, stage.epochs, stage.basis) == (TRAIN, 4, "same method")
+    assert stage.device_s == pytest.approx(4 + 4 * 3)
+    assert prediction.devices == (CPU,)
 
 
-def test_more_workers_take_as_many_device_seconds_in_less_time(at: Any) -> None:
-    finished(*at, wall_s=10.0, epoch_s=3.0, workers=3)
-    found = costs(*at, name="next", train={"epochs": 4}, cluster={"workers": 2, "groups": 1})
-    assert found.costs["finetune/a/train"].device_s == pytest.approx(3 * 16)
-    assert found.walls["together"] == pytest.approx(
-        sum(c.device_s for c in found.costs.values()) / 2
-    )
+def test_more_workers_take_as_many_device_seconds_in_less_time(site: Site) -> None:
+    finished(*site, wall_s=10.0, epoch_s=3.0, workers=3)
+    prediction = costs(*site, name="next", train={"epochs": 4}, cluster={"workers": 2, "groups": 1})
+    assert prediction.costs["finetune/a/train"].device_s == pytest.approx(3 * 16)
+    assert prediction.walls["together"] == pytest.approx(device_seconds(prediction) / 2)
 
 
-def test_an_evaluation_counts_the_test_images_of_all_tasks_that_it_measures(at: Any) -> None:
+def test_an_evaluation_counts_the_test_images_of_all_tasks_that_it_measures(site: Site) -> None:
     # 20, 40 and 60 images in 10 s each: the median is 4 images in a second
-    finished(*at, wall_s=10.0)
-    found = costs(*at, name="next", train={"epochs": 4})
-    cost = found.costs["finetune/b/evaluate"]
-    assert cost.images == 3 * TEST
-    assert cost.device_s == pytest.approx(60 / 4)
+    finished(*site, wall_s=10.0)
+    prediction = costs(*site, name="next", train={"epochs": 4})
+    stage = prediction.costs["finetune/b/evaluate"]
+    assert stage.images == 3 * TEST
+    assert stage.device_s == pytest.approx(60 / 4)
 
 
-def test_another_method_stands_in_and_what_nobody_measured_is_said(at: Any) -> None:
-    finished(*at)
-    found = costs(*at, ("packnet",), name="next").costs
-    assert found["packnet/a/train"].basis == found["packnet/a/evaluate"].basis == "other method"
-    assert (found["packnet/a/prune"].basis, found["packnet/a/prune"].device_s) == (
-        "not measured",
-        None,
-    )
-    said = forecast.text(costs(*at, ("packnet",), name="next"))
-    assert "without 4 stages that are not measured" in said
-    assert "run one task of it first" in said
+def test_another_method_stands_in_and_a_step_that_nobody_measured_is_reported(site: Site) -> None:
+    finished(*site)
+    prediction = costs(*site, ("packnet",), name="next")
+    assert prediction.costs["packnet/a/train"].basis == "other method"
+    assert prediction.costs["packnet/a/evaluate"].basis == "other method"
+    assert prediction.costs["packnet/a/prune"].basis == "not measured"
+    assert prediction.costs["packnet/a/prune"].device_s is None
+    output = cost.text(prediction)
+    assert "without 4 stages that are not measured" in output
+    assert "run one task of it first" in output
 
 
 @pytest.mark.parametrize(
@@ -138,44 +156,48 @@ def test_another_method_stands_in_and_what_nobody_measured_is_said(at: Any) -> N
     [{"backbone": {"img_size": 24}}, {"train": {"precision": "bf16"}}, {"device": GPU}],
     ids=["backbone", "precision", "device"],
 )
-def test_what_was_measured_of_something_else_does_not_count(at: Any, change: Any) -> None:
-    finished(*at, **change)
-    found = costs(*at, name="next", train={"epochs": 4})
-    assert found.costs["finetune/a/train"].basis == "not measured"
-    assert found.costs["finetune/a/train"].images == TRAIN
+def test_what_was_measured_of_something_else_does_not_count(site: Site, change: Any) -> None:
+    finished(*site, **change)
+    prediction = costs(*site, name="next", train={"epochs": 4})
+    assert prediction.costs["finetune/a/train"].basis == "not measured"
+    assert prediction.costs["finetune/a/train"].images == TRAIN
 
 
 def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(
-    at: Any, tmp_path: Path
+    site: Site, tmp_path: Path
 ) -> None:
-    finished(*at)
+    finished(*site)
     counts = {"train": 200, "test": 100}
     cards = {
-        **at[1],
+        **site[1],
         "b": small_run.make_card(tmp_path, "b", "45", counts=counts),
         "a": small_run.make_card(tmp_path, "other", "23"),
     }
-    found = costs(tmp_path, cards, name="next")
-    assert found.costs["finetune/b/train"].images == pytest.approx(180)
-    assert found.costs["finetune/a/train"].images is None
-    assert found.costs["finetune/a/train"].basis == "not measured"
-    assert found.unknown == ("a",)
-    assert "no count of images: a; bring the data in" in forecast.text(found)
+    prediction = costs(tmp_path, cards, name="next")
+    assert prediction.costs["finetune/b/train"].images == pytest.approx(180)
+    assert prediction.costs["finetune/a/train"].images is None
+    assert prediction.costs["finetune/a/train"].basis == "not measured"
+    assert prediction.unknown == ("a",)
+    assert "no count of images: a; bring the data in" in cost.text(prediction)
 
 
-def test_a_joint_training_counts_all_tasks_so_far(at: Any) -> None:
-    found = costs(*at, ("joint",), name="next").costs
-    trained = [cost.images for stage, cost in found.items() if stage.endswith("/b/train")]
-    assert trained
-    assert min(trained) > TRAIN
+def test_a_joint_training_counts_all_tasks_so_far(site: Site) -> None:
+    prediction = costs(*site, ("joint",), name="next")
+    images = [
+        stage.images
+        for stage_id, stage in prediction.costs.items()
+        if stage_id.endswith("/b/train")
+    ]
+    assert images
+    assert all(count is not None and count > TRAIN for count in images)
 
 
-def test_a_star_gets_faster_with_groups_and_a_chain_does_not(at: Any) -> None:
-    finished(*at, ("linear", "finetune"), wall_s=10.0, epoch_s=5.0)
+def test_a_star_gets_faster_with_groups_and_a_chain_does_not(site: Site) -> None:
+    finished(*site, ("linear", "finetune"), wall_s=10.0, epoch_s=5.0)
 
     def wall(method: Any, groups: Any) -> Any:
         return costs(
-            *at,
+            *site,
             (method,),
             name="next",
             train={"epochs": 20},
@@ -187,31 +209,31 @@ def test_a_star_gets_faster_with_groups_and_a_chain_does_not(at: Any) -> None:
     assert wall("finetune", 9) > 0.8 * wall("finetune", 1)
 
 
-def test_every_method_has_a_line_of_its_own_beside_all_together(at: Any) -> None:
-    finished(*at, ("linear", "finetune"))
-    found = costs(
-        *at,
+def test_every_method_has_a_line_of_its_own_beside_all_together(site: Site) -> None:
+    finished(*site, ("linear", "finetune"))
+    prediction = costs(
+        *site,
         ("linear", "finetune"),
         name="next",
         train={"epochs": 4},
         cluster={"workers": 1, "groups": 1},
     )
-    assert list(found.walls) == ["backbone", "linear", "finetune", "together"]
-    assert found.walls["linear"] == pytest.approx(
-        sum(c.device_s for c in found.costs.values() if c.label == "linear")
+    assert list(prediction.walls) == ["backbone", "linear", "finetune", "together"]
+    assert prediction.walls["linear"] == pytest.approx(device_seconds(prediction, "linear"))
+    assert prediction.walls["together"] == pytest.approx(
+        prediction.walls["backbone"] + prediction.walls["linear"] + prediction.walls["finetune"]
     )
-    assert found.walls["together"] == pytest.approx(
-        found.walls["backbone"] + found.walls["linear"] + found.walls["finetune"]
+    assert [line.split()[0] for line in cost.text(prediction).splitlines()[1:5]] == list(
+        prediction.walls
     )
-    assert [line.split()[0] for line in forecast.text(found).splitlines()[1:5]] == list(found.walls)
 
 
-def test_damaged_measurements_are_passed_over(at: Any) -> None:
-    finished(*at)
-    for path in (at[0] / "storage" / "stages").rglob("history.parquet"):
+def test_damaged_measurements_are_passed_over(site: Site) -> None:
+    finished(*site)
+    for path in (site.folder / "storage" / "stages").rglob("history.parquet"):
         path.write_bytes(b"")
-    found = costs(*at, name="next", train={"epochs": 4})
-    assert found.costs["finetune/a/train"].device_s == pytest.approx(20), "by wall time alone"
+    prediction = costs(*site, name="next", train={"epochs": 4})
+    assert prediction.costs["finetune/a/train"].device_s == pytest.approx(20), "by wall time alone"
 
 
 def test_the_forecast_of_a_real_run_of_twice_the_epochs_is_near_what_it_then_takes(
@@ -229,8 +251,8 @@ def test_the_forecast_of_a_real_run_of_twice_the_epochs_is_near_what_it_then_tak
     longer = ["--set", "train.epochs=16", "--set", "name=longer"]
     capsys.readouterr()
     assert main(["plan", path, "--cost", *longer]) == 0
-    said = capsys.readouterr().out
-    row = next(line.split() for line in said.splitlines() if line.startswith("together"))
+    output = capsys.readouterr().out
+    row = next(line.split() for line in output.splitlines() if line.startswith("together"))
     assert row[5:] == ["4", "0", "0"], "backbone, two evaluations and a training, all measured"
     assert main(["run", path, *longer]) == 0
     ran = [

@@ -14,6 +14,17 @@ def stage(name: str, *parents: str) -> Stage:
     return Stage(name, "train", f"key-{name}", {}, parents)
 
 
+def take(queue: Queue, group: int) -> Stage:
+    """The stage that a group gets."""
+    taken = queue.next_stage(group)
+    assert isinstance(taken, Stage)
+    return taken
+
+
+def taken_id(queue: Queue, group: int) -> str:
+    return take(queue, group).id
+
+
 def test_the_deepest_stage_goes_first_and_a_chain_keeps_its_group() -> None:
     a, b, child = stage("a"), stage("b"), stage("child", "last")
     assert ReadyQueue([ReadyStage(1, a), ReadyStage(3, b), ReadyStage(2, child)]).take() is b
@@ -23,15 +34,15 @@ def test_the_deepest_stage_goes_first_and_a_chain_keeps_its_group() -> None:
 def test_each_stage_is_given_to_one_group() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a")), ReadyStage(0, stage("b"))])
-    assert {queue.next(0).id, queue.next(1).id} == {"a", "b"}
-    assert queue.next(2) is None
+    assert {taken_id(queue, 0), taken_id(queue, 1)} == {"a", "b"}
+    assert queue.next_stage(2) is None
 
 
 def test_a_group_that_asks_again_has_lost_what_it_held() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
-    queue.next(0)
-    assert queue.next(0) is None
+    queue.next_stage(0)
+    assert queue.next_stage(0) is None
     events, _ = queue.offer([])
     assert [(e.kind, e.stage) for e in events] == [("lost", "a")]
 
@@ -39,9 +50,9 @@ def test_a_group_that_asks_again_has_lost_what_it_held() -> None:
 def test_what_ended_is_not_lost() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
-    queue.next(0)
+    queue.next_stage(0)
     queue.post(0, Event(EventKind.DONE, "a"))
-    queue.next(0)
+    queue.next_stage(0)
     events, _ = queue.offer([])
     assert [e.kind for e in events] == ["done"]
 
@@ -49,7 +60,7 @@ def test_what_ended_is_not_lost() -> None:
 def test_of_several_ranks_that_fail_together_one_is_heard() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
-    queue.next(0)
+    queue.next_stage(0)
     queue.post(0, Event(EventKind.PROGRESS, "a"))
     queue.post(0, Event(EventKind.FAILED, "a", "rank 1"))
     queue.post(0, Event(EventKind.FAILED, "a", "rank 0"))
@@ -60,8 +71,8 @@ def test_of_several_ranks_that_fail_together_one_is_heard() -> None:
 def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
-    queue.joined(4, ["node-1"])
-    queue.next(4)
+    queue.join(4, ["node-1"])
+    queue.next_stage(4)
     assert queue.offer([])[1] == {4: ["node-1"]}
     queue.abandon(4, "node lost", True)
     events, up = queue.offer([])
@@ -74,9 +85,9 @@ def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up() -> Non
 def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_had() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
-    queue.joined(0, ["node-1", "node-2"])
-    queue.next(0)
-    queue.joined(0, ["node-2", "node-3"])
+    queue.join(0, ["node-1", "node-2"])
+    queue.next_stage(0)
+    queue.join(0, ["node-2", "node-3"])
     events, up = queue.offer([])
     assert [(e.kind, e.body) for e in events] == [
         ("lost", {"nodes": ["node-1", "node-2"], "moved": False})
@@ -87,7 +98,8 @@ def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_
 def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage(name)) for name in "abc"])
-    first, second = queue.next(0), queue.next(1)
+    first = take(queue, 0)
+    second = take(queue, 1)
     queue.dismiss([0], at_once=False)
     queue.dismiss([1], at_once=True)
     queue.dismiss([1], at_once=False)
@@ -95,20 +107,20 @@ def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once() -> None:
     assert queue.post(1, Event(EventKind.PROGRESS, second.id)) is True, "it was told so once"
     queue.post(0, Event(EventKind.DONE, first.id))
     queue.post(1, Event(EventKind.MOVED, second.id))
-    assert queue.next(0) == queue.next(1) == "stop"
+    assert queue.next_stage(0) == queue.next_stage(1) == "stop"
     queue.abandon(1, "")
-    assert queue.next(1) is None, "what is left of it gets nothing"
-    queue.joined(1, ["node-1"])
-    assert queue.next(1).id == "c", "started anew it is not dismissed"
+    assert queue.next_stage(1) is None, "what is left of it gets nothing"
+    queue.join(1, ["node-1"])
+    assert taken_id(queue, 1) == "c", "started anew it is not dismissed"
 
 
 def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard() -> None:
     queue = Queue()
     queue.offer([ReadyStage(1, stage("a")), ReadyStage(0, stage("b"))])
-    queue.next(0)
+    queue.next_stage(0)
     queue.abandon(0, "given up")
-    queue.joined(0, ["node-1"])
-    assert queue.next(0).id == "b"
+    queue.join(0, ["node-1"])
+    assert taken_id(queue, 0) == "b"
     for kind in (EventKind.DONE, EventKind.LOST, EventKind.FAILED):
         queue.post(0, Event(kind, "a"))
     queue.post(0, Event(EventKind.DONE, "b"))
@@ -118,8 +130,8 @@ def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard() -> 
 def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
-    queue.joined(0, ["node-1", "node-2"])
-    queue.next(0)
+    queue.join(0, ["node-1", "node-2"])
+    queue.next_stage(0)
     queue.post(0, Event(EventKind.LOST, "a", "a worker of its group is gone"))
     queue.post(0, Event(EventKind.LOST, "a", "a worker of its group is gone"))
     assert [(e.kind, e.body["nodes"]) for e in queue.offer([])[0]] == [
@@ -131,33 +143,33 @@ def test_a_closed_queue_stops_every_group() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.close()
-    assert queue.next(0) == "stop"
+    assert queue.next_stage(0) == "stop"
 
 
 def idle_after(queue: Queue, *groups: tuple[int, str]) -> None:
     """Groups that have run a stage each, and have asked for another one in vain."""
     for group, name in groups:
         queue.offer([ReadyStage(0, stage(name))])
-        assert queue.next(group).id == name
+        assert taken_id(queue, group) == name
         queue.post(group, Event(EventKind.DONE, name))
-    assert not any(queue.next(group) for group, _ in groups)
+    assert not any(queue.next_stage(group) for group, _ in groups)
 
 
 def test_a_child_is_kept_for_the_idle_group_of_its_parent_whoever_asks_first() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a")), ReadyStage(1, stage("evaluate-a", "a"))])
-    assert queue.next(1).id == "evaluate-a"
-    assert queue.next(0).id == "after-a"
+    assert taken_id(queue, 1) == "evaluate-a"
+    assert taken_id(queue, 0) == "after-a"
 
 
 def test_what_is_kept_for_a_group_that_asks_no_more_goes_to_another_one() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a"))])
-    taken = [queue.next(1) for _ in range(6)]
+    taken = [queue.next_stage(1) for _ in range(6)]
     assert taken[0] is None
-    assert [t.id for t in taken if t] == ["after-a"]
+    assert [t.id for t in taken if isinstance(t, Stage)] == ["after-a"]
 
 
 def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once() -> None:
@@ -165,7 +177,7 @@ def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once() -> None:
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a"))])
     queue.abandon(0, "node lost")
-    assert queue.next(1).id == "after-a"
+    assert taken_id(queue, 1) == "after-a"
 
 
 @pytest.mark.parametrize("seed", range(20))

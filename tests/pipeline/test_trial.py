@@ -14,7 +14,7 @@ from pipeline import config
 from pipeline.graph import build
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind, Walk
-from pipeline.launch import executor
+from pipeline.launch import local
 from pipeline.results.trials import Trial, TrialResult
 from pipeline.search import trial
 from pipeline.search.space import with_params
@@ -159,7 +159,7 @@ def test_a_trial_that_was_killed_goes_on(plan: trial.Plan, monkeypatch: pytest.M
             trained_tasks.append(job.task.name)
         return loop.run_stage(job, *rest)
 
-    monkeypatch.setattr(executor, "run_stage", note_and_run)
+    monkeypatch.setattr(local, "run_stage", note_and_run)
     run(plan)
     assert record(plan)["status"] == "finished"
     assert record(plan)["stages"] == {"run": 10, "reused": 0}, (

@@ -56,6 +56,13 @@ def launch_all(walk: Walk) -> list[str]:
     return [d.stage for d in decisions if d.kind is DecisionKind.LAUNCH]
 
 
+def reaction(walk: Walk, event: Event) -> DecisionKind:
+    """The kind of the decision that an event calls for."""
+    decision = walk.apply(event)
+    assert decision is not None
+    return decision.kind
+
+
 def test_a_star_runs_side_by_side_and_a_chain_in_order() -> None:
     star = Walk.over(graph(STAR), ["data", "base"], 0)
     assert sorted(launches(star)) == ["a", "b", "c"]
@@ -80,10 +87,10 @@ def test_a_lost_stage_is_tried_again_as_often_as_allowed_and_then_fails_with_its
     walk = Walk.over(graph(STAR), ["data"], 2)
     for attempt in range(3):
         assert launch_all(walk) == ["base"]
-        decision = walk.apply(Event(EventKind.LOST, "base", "its workers died"))
-        assert decision.kind == ("retry" if attempt < 2 else "fail")
+        expected = DecisionKind.RETRY if attempt < 2 else DecisionKind.FAIL
+        assert reaction(walk, Event(EventKind.LOST, "base", "its workers died")) is expected
     assert walk.states["base"] is State.FAILED
-    assert {d.kind for d in walk.decide()} == {"block"}
+    assert {d.kind for d in walk.decide()} == {DecisionKind.BLOCK}
     while not walk.ended:
         launch_all(walk)
     assert walk.count(State.BLOCKED) == 4
@@ -100,16 +107,14 @@ def test_a_stage_whose_node_is_lost_moves_and_has_used_no_try_unless_it_loses_no
             DecisionKind.MOVE, "base", "node n was lost"
         )
     assert launch_all(walk) == ["base"]
-    assert walk.apply(Event(EventKind.MOVED, "base", "node n was lost")).kind is DecisionKind.FAIL
+    assert reaction(walk, Event(EventKind.MOVED, "base", "node n was lost")) is DecisionKind.FAIL
 
 
 def test_an_error_that_cannot_pass_is_not_tried_again() -> None:
     walk = Walk.over(graph(STAR), ["data"], 5)
     launch_all(walk)
-    assert (
-        walk.apply(Event(EventKind.FAILED, "base", "bad config", final=True)).kind
-        is DecisionKind.FAIL
-    )
+    event = Event(EventKind.FAILED, "base", "bad config", final=True)
+    assert reaction(walk, event) is DecisionKind.FAIL
 
 
 def test_a_failure_in_one_branch_leaves_the_others_running() -> None:
@@ -129,7 +134,7 @@ def test_damage_found_late_recomputes_the_stage_that_wrote_it() -> None:
     walk = Walk.over(graph(CHAIN), ["data", "base", "a"], 1)
     assert "b" in launch_all(walk)
     decision = walk.apply(Event(EventKind.DAMAGED, "b", "state is damaged", key="key-a"))
-    assert (decision.kind, decision.stage) == ("recompute", "a")
+    assert decision == Decision(DecisionKind.RECOMPUTE, "a", "state is damaged")
     assert launch_all(walk) == ["a"]
     walk.apply(Event(EventKind.DONE, "a"))
     assert "b" in launch_all(walk)
@@ -294,15 +299,11 @@ def test_a_parent_that_is_named_twice_is_waited_for_once() -> None:
 def test_two_readers_of_one_damaged_result_have_it_computed_once() -> None:
     walk = Walk.over(graph(STAR), ["data", "base"], 3)
     launch_all(walk)
-    assert (
-        walk.apply(Event(EventKind.DAMAGED, "a", "base is damaged", key="key-base")).kind
-        is DecisionKind.RECOMPUTE
-    )
+    event = Event(EventKind.DAMAGED, "a", "base is damaged", key="key-base")
+    assert reaction(walk, event) is DecisionKind.RECOMPUTE
     assert launch_all(walk) == ["base"]
-    assert (
-        walk.apply(Event(EventKind.DAMAGED, "b", "base is damaged", key="key-base")).kind
-        is DecisionKind.RETRY
-    )
+    event = Event(EventKind.DAMAGED, "b", "base is damaged", key="key-base")
+    assert reaction(walk, event) is DecisionKind.RETRY
     assert walk.states["base"] is State.RUNNING
     walk.apply(Event(EventKind.DONE, "base"))
     assert sorted(launch_all(walk)) == ["a", "b"]

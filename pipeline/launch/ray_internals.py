@@ -1,0 +1,103 @@
+"""Every name of Ray that is not part of its public interface, and nothing else.
+
+Ray may rename or drop these in any release. tests/pipeline/test_ray_internals.py holds one contract
+test for each, so that an upgrade fails there with the name that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# What only the head node has, in the resources of an actor that has to live there.
+HEAD_NODE_RESOURCE = "node:__internal_head__"
+# Set by `ray job submit`: the job's runtime environment as JSON.
+JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+# "0": processes of Ray listen on 127.0.0.1 alone.
+OTHER_NODES_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# Requests without effect: one that the client server answers, and one that the head answers.
+CLIENT_SERVER_REQUEST = "/ray.rpc.RayletDriver/ClusterInfo"
+HEAD_REQUEST = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+
+
+@contextmanager
+def listen_on_loopback() -> Iterator[None]:
+    """Within it, Ray starts processes that listen on 127.0.0.1.
+
+    A private cluster has no other nodes, and its metrics pages ask for no token. Ray would bind the
+    rendezvous of torch.distributed to all addresses.
+    """
+    variable_before = os.environ.get(OTHER_NODES_VARIABLE)
+    constants: Any = sys.modules.get("ray._private.ray_constants")
+    constant_before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
+    os.environ[OTHER_NODES_VARIABLE] = "0"
+    if constants is not None:  # it has read the variable before
+        constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        os.environ.pop(OTHER_NODES_VARIABLE)
+        if variable_before is not None:
+            os.environ[OTHER_NODES_VARIABLE] = variable_before
+        if constants is not None:
+            constants.ENABLE_RAY_CLUSTER = constant_before
+
+
+def open_channel(address: str) -> Any:
+    """Open a gRPC channel to host:port that sends the token of this machine."""
+    from ray._private.grpc_utils import init_grpc_channel
+
+    return init_grpc_channel(address)
+
+
+def draining_node_ids() -> Iterable[str]:
+    """Return the ids of nodes whose end is announced: Ray tells it nowhere else."""
+    from ray._private.state import state
+
+    return state.get_draining_nodes()
+
+
+def trainer_class() -> Any:
+    """Return `TorchTrainer` without the actor that gives back what a killed controller reserved.
+
+    Where the cluster has no dashboard, that actor never hears of the end and stays for ever. Our
+    queue gives the placement group back instead.
+    """
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.callbacks.placement_group_callback import (
+        PlacementGroupCleanerCallback,
+    )
+
+    class Trainer(TorchTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            callbacks = super()._create_default_callbacks()  # type: ignore[misc]
+            return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
+
+    return Trainer
+
+
+def is_startup_timeout(error: Exception) -> bool:
+    """Whether Ray Train gave up because the workers of a group did not come up in time."""
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+    from ray.train.v2.api.exceptions import ControllerError
+
+    if not isinstance(error, ControllerError):
+        return False
+    return isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
+
+
+def run_config(name: str, location: dict[str, Any], restarts: int) -> Any:
+    """Return the `RunConfig` of a trainer that prints errors alone.
+
+    location: where Ray writes its own files. restarts: how often the workers of the group are
+    restarted. A failed controller ends the trainer at once.
+    """
+    from ray.train import FailureConfig, RunConfig
+    from ray.train.v2.api.config import LoggingConfig
+
+    failures = FailureConfig(max_failures=restarts, controller_failure_limit=0)  # type: ignore[call-arg]
+    logging = LoggingConfig("ERROR")
+    return RunConfig(name=name, failure_config=failures, logging_config=logging, **location)  # type: ignore[call-arg]

@@ -1,0 +1,118 @@
+"""How many workers fit into the cluster, and how many of them this driver may have.
+
+Every driver on a cluster has the same share of it. Trials of one search share what their search
+has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pipeline.config import ClusterSettings
+from pipeline.launch.cluster import ClusterState, Node, is_search_actor, job_of
+from workers.errors import UserError
+
+SLACK = 1e-9  # ten tenths of a GPU are one GPU, whatever the rounding
+
+
+def resources_per_worker(cluster: ClusterSettings) -> dict[str, float]:
+    """Return what one worker takes, under Ray's names."""
+    amounts = {
+        "CPU": cluster.cpus_per_worker,
+        "GPU": cluster.gpus_per_worker,
+        "memory": cluster.memory_gb_per_worker * 2**30,
+        **cluster.resources,
+    }
+    return {name: amount for name, amount in amounts.items() if amount}
+
+
+def min_group_size(cluster: ClusterSettings) -> int:
+    """Return the fewest workers that a group may have."""
+    return cluster.min_workers or cluster.workers
+
+
+def worker_slots(state: ClusterState, cluster: ClusterSettings) -> int:
+    """Return how many workers fit onto the nodes that are alive and not announced to go."""
+    usable = [node for node in state.nodes.values() if node.alive and not node.leaves]
+    slots = [slots_of(node, cluster) for node in usable]
+    group_size = min_group_size(cluster)
+    if cluster.placement == "STRICT_PACK":  # a group stands on one node
+        slots = [count for count in slots if count >= group_size]
+    if cluster.placement == "STRICT_SPREAD":  # each worker of a group has a node to itself
+        nodes_with_room = [count for count in slots if count]
+        if len(nodes_with_room) < group_size:
+            return 0
+    return sum(slots)
+
+
+def slots_of(node: Node, cluster: ClusterSettings) -> int:
+    """Return how many workers fit onto one node, if nothing else ran there."""
+    counts = []
+    for name, amount in resources_per_worker(cluster).items():
+        counts.append(int(node.resources.get(name, 0.0) / amount + SLACK))
+    return min(counts)
+
+
+def fair_share(total: int, name: str, names: Iterable[str]) -> int:
+    """Return the part of `total` that `name` gets among `names`.
+
+    Parts are equal. What is left over goes to the names that come first in the alphabet.
+    """
+    ordered = sorted({*names, name})
+    share, left_over = divmod(total, len(ordered))
+    if ordered.index(name) < left_over:
+        share += 1
+    return share
+
+
+def sizes_of_groups(
+    state: ClusterState, cluster: ClusterSettings, name: str, width: int
+) -> list[int]:
+    """Return the number of workers of each group that this driver may have now.
+
+    A driver has one group even where its share is less: that group waits for room. name: of this
+    driver's registered actor. width: most stages that can run side by side.
+    """
+    job = job_of(name)
+    of_job = fair_share(worker_slots(state, cluster), job, state.drivers)
+    trials = [actor for actor in state.drivers.get(job, ()) if not is_search_actor(actor)]
+    share = fair_share(of_job, name, trials)
+    group_size = min_group_size(cluster)
+    num_groups = max(1, min(width, cluster.groups or width, share // group_size))
+    workers = max(group_size, min(cluster.workers, share // num_groups))
+    return [workers] * num_groups
+
+
+def check_fits(state: ClusterState, cluster: ClusterSettings) -> None:
+    """Raise `UserError` when the cluster has no room for one group.
+
+    With `cluster.groups` set nothing is checked: nodes may then be started on demand.
+    """
+    group_size = min_group_size(cluster)
+    if cluster.groups or worker_slots(state, cluster) >= group_size:
+        return
+    per_worker = resources_per_worker(cluster)
+    alive = [node for node in state.nodes.values() if node.alive]
+    total: dict[str, float] = {}
+    if alive:
+        for name in per_worker:
+            total[name] = sum(node.resources.get(name, 0.0) for node in alive)
+    raise UserError(
+        f"{group_size} workers that take {in_words(per_worker)} each do not fit into this cluster "
+        f"({in_words(total) or 'no node'}); lower cluster.workers or what each takes, add nodes, "
+        "or, where nodes are started on demand, say how many groups to ask for with cluster.groups"
+    )
+
+
+def in_words(resources: Mapping[str, float]) -> str:
+    """Return resources as text: `2 CPUs, 1 GPUs, 4 GB of memory`."""
+    parts = []
+    for name, amount in resources.items():
+        match name:
+            case "CPU" | "GPU":
+                parts.append(f"{amount:g} {name}s")
+            case "memory":
+                parts.append(f"{amount / 2**30:.3g} GB of memory")
+            case _:
+                parts.append(f"{amount:g} x {name}")
+    return ", ".join(parts)

@@ -1,0 +1,160 @@
+"""One worker group on Ray Train: its trainer, and the loop that each of its ranks runs."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+from pipeline.config import ClusterSettings
+from pipeline.graph.retries import RetryPolicy
+from pipeline.graph.stage import Stage
+from pipeline.graph.walk import Event, EventKind
+from pipeline.launch import ray_internals
+from pipeline.launch.attempt import attempt_stage
+from pipeline.launch.cluster import where_ray_writes
+from pipeline.launch.queue import STOP
+from pipeline.launch.shares import resources_per_worker
+from workers import dist, preemption
+from workers.loop import run_stage
+from workers.storage.artifact import delete_dir, join, parent
+
+QUEUE_POLL_S = 0.02  # how often an idle group asks for a stage
+IDLE_S = 10.0  # how long the other ranks of an idle group wait in one collective
+NO_ROOM = "no room"
+
+
+# ---- the trainer ---------------------------------------------------------------------------------
+def run_segment(
+    queue: Any, group: int, cluster: ClusterSettings, workers: int, storage: str, name: str
+) -> str:
+    """Run one worker group until the queue is closed or dismisses it. Runs inside a Ray task.
+
+    workers: its number of ranks. name: of the folder below `storage` for Ray's own files. Returns
+    NO_ROOM where an elastic group did not come up.
+
+    A worker that dies while its group comes up leaves the group's resources reserved until the
+    trainer ends. Ray's own retries would wait for them for ever. So the first such failure ends the
+    trainer, and the next one is started. Ray never restarts an elastic group: the driver does, with
+    as many ranks as there is room for.
+    """
+    while True:
+        trainer = make_trainer(queue, group, cluster, workers, storage, name)
+        try:
+            trainer.fit()
+            return ""
+        except Exception as error:
+            if not ray_internals.is_startup_timeout(error):
+                raise
+            if cluster.min_workers:
+                return NO_ROOM
+        finally:
+            delete_dir(join(storage, name))  # results are in the store
+
+
+def make_trainer(
+    queue: Any, group: int, cluster: ClusterSettings, workers: int, storage: str, name: str
+) -> Any:
+    """Return the `TorchTrainer` of a worker group."""
+    from ray.train import ScalingConfig  # heavy: for this task's process alone
+    from ray.train.torch import TorchConfig
+
+    use_gpu = bool(cluster.gpus_per_worker)
+    shares_gpu = cluster.gpus_per_worker % 1 > 0  # nccl refuses two ranks on one GPU
+    return ray_internals.trainer_class()(
+        train_loop_per_worker,
+        train_loop_config={
+            "queue": queue,
+            "group": group,
+            "gpu": use_gpu,
+            "threads": cluster.cpus_per_worker,
+        },
+        torch_config=TorchConfig(backend="nccl" if use_gpu and not shares_gpu else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=workers,
+            use_gpu=use_gpu,
+            resources_per_worker=resources_per_worker(cluster),
+            placement_strategy=cluster.placement,
+        ),
+        run_config=ray_internals.run_config(
+            name, where_ray_writes(storage), RetryPolicy.of(cluster).restarts
+        ),
+    )
+
+
+# ---- each rank -----------------------------------------------------------------------------------
+def train_loop_per_worker(config: dict[str, Any]) -> None:
+    """What every rank runs: stages from the queue, until it is closed or dismisses the group."""
+    import ray  # heavy, and loaded already in a worker
+    import ray.train
+
+    context = ray.train.get_context()
+    device = torch.device("cpu")
+    if config["gpu"]:
+        from ray.train.torch import get_device
+
+        device = get_device()
+    torch.set_num_threads(config["threads"])
+    rank = dist.Group(context.get_world_rank(), context.get_world_size(), device)
+    queue = config["queue"]
+    group = config["group"]
+    nodes = rank.gather(ray.get_runtime_context().get_node_id())
+    if rank.rank == 0:
+        ray.get(queue.join.remote(group, nodes, ray.util.get_current_placement_group()))
+    while True:
+        stage = next_stage(ray, queue, group, rank)
+        if stage is None:
+            continue
+        if stage == STOP:
+            return
+        progress = ProgressReporter(ray, queue, group, stage)
+        run = partial(run_stage, stage.job, rank, progress)
+        event = attempt_stage(stage, run, parent(stage.job.root), rank)
+        # Rank 0 speaks for all. Of a failure the rank that failed knows more.
+        if rank.rank == 0 or event.kind not in (EventKind.DONE, EventKind.MOVED):
+            ray.get(queue.post.remote(group, event))
+        if event.kind is EventKind.MOVED:
+            return
+        if event.kind is not EventKind.DONE and rank.world > 1:
+            # The other ranks may wait inside a collective: the group is started anew.
+            raise RuntimeError(event.message)
+
+
+def next_stage(ray: Any, queue: Any, group: int, rank: dist.Group) -> Any:
+    """Return the next stage, on every rank alike; STOP; or None after IDLE_S without one.
+
+    The other ranks wait for rank 0 in a collective, which has a timeout.
+    """
+    stage: Any = None
+    deadline = time.monotonic() + IDLE_S
+    while rank.rank == 0 and stage is None and time.monotonic() < deadline:
+        stage = ray.get(queue.next_stage.remote(group))
+        if stage is None:
+            time.sleep(QUEUE_POLL_S)
+    return rank.share(stage)
+
+
+class ProgressReporter:
+    """Posts a stage's progress to the queue. The answer says whether the group is to leave at once;
+    it is read at the next report, so that no training step waits for it."""
+
+    def __init__(self, ray: Any, queue: Any, group: int, stage: Stage):
+        self.ray = ray
+        self.queue = queue
+        self.group = group
+        self.stage = stage
+        self.answer: Any = None
+
+    def __call__(self, body: dict[str, Any]) -> None:
+        if self._should_leave():
+            preemption.requested.set()
+        event = Event(EventKind.PROGRESS, self.stage.id, body=body)
+        self.answer = self.queue.post.remote(self.group, event)
+
+    def _should_leave(self) -> bool:
+        if self.answer is None:
+            return False
+        ready, _ = self.ray.wait([self.answer], timeout=0)
+        return bool(ready) and bool(self.ray.get(self.answer))

@@ -1,0 +1,106 @@
+"""Contracts of pipeline/launch/ray_internals.py: each private name of Ray exists and does what it
+is used for here."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from pipeline.launch import ray_internals
+
+
+def test_the_resource_of_the_head_node_has_the_name_that_ray_gives_it() -> None:
+    from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+
+    assert ray_internals.HEAD_NODE_RESOURCE == HEAD_NODE_RESOURCE_NAME
+
+
+def test_a_submitted_job_has_the_variable_that_ray_sets() -> None:
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    assert ray_internals.JOB_CONFIG_VARIABLE == RAY_JOB_CONFIG_JSON_ENV_VAR
+
+
+def test_ray_reads_where_it_listens_from_this_variable_and_constant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray._private import ray_constants, services
+
+    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == ray_internals.OTHER_NODES_VARIABLE
+    monkeypatch.setattr(services, "node_ip_address_from_perspective", lambda _: "192.0.2.1")
+    address: Any = services.get_node_ip_address
+    with ray_internals.listen_on_loopback():
+        assert ray_constants.ENABLE_RAY_CLUSTER is False
+        assert address() == "127.0.0.1"
+    assert ray_constants.ENABLE_RAY_CLUSTER is True
+    assert address() == "192.0.2.1"
+
+
+def test_a_channel_to_ray_takes_an_address_and_can_send_one_request() -> None:
+    channel = ray_internals.open_channel("127.0.0.1:1")
+    assert callable(channel.unary_unary(ray_internals.HEAD_REQUEST))
+    channel.close()
+
+
+def test_the_requests_without_effect_are_methods_of_rays_services() -> None:
+    from ray.core.generated import gcs_service_pb2_grpc, ray_client_pb2_grpc
+
+    for request, module in (
+        (ray_internals.HEAD_REQUEST, gcs_service_pb2_grpc),
+        (ray_internals.CLIENT_SERVER_REQUEST, ray_client_pb2_grpc),
+    ):
+        assert request in inspect.getsource(module)
+
+
+def test_ray_knows_which_nodes_are_announced_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private.state import state
+
+    monkeypatch.setattr(state, "get_draining_nodes", lambda: {"n1": 5})
+    assert "n1" in ray_internals.draining_node_ids()
+    assert list(inspect.signature(type(state).get_draining_nodes).parameters) == ["self"]
+
+
+def test_our_trainer_has_all_of_rays_default_callbacks_but_the_cleaner_of_placement_groups() -> (
+    None
+):
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    def names_of(trainer_class: Any) -> list[str]:
+        trainer = trainer_class(
+            lambda: None, scaling_config=ScalingConfig(num_workers=1), run_config=RunConfig()
+        )
+        return [type(callback).__name__ for callback in trainer._create_default_callbacks()]
+
+    usual = names_of(TorchTrainer)
+    assert "PlacementGroupCleanerCallback" in usual
+    usual.remove("PlacementGroupCleanerCallback")
+    assert names_of(ray_internals.trainer_class()) == usual
+
+
+def test_a_group_that_does_not_come_up_is_told_from_other_errors_of_the_controller() -> None:
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+    from ray.train.v2.api.exceptions import ControllerError
+
+    assert ray_internals.is_startup_timeout(ControllerError(WorkerGroupStartupTimeoutError(2)))
+    assert not ray_internals.is_startup_timeout(ControllerError(ValueError("x")))
+    assert not ray_internals.is_startup_timeout(ValueError("x"))
+
+
+def test_ray_train_takes_our_settings_of_failures_and_of_logging() -> None:
+    config = ray_internals.run_config("group", {"storage_path": "/tmp/x"}, restarts=3)
+    failures = config.failure_config
+    assert (failures.max_failures, failures.controller_failure_limit) == (3, 0)
+    assert (config.name, config.storage_path) == ("group", "/tmp/x")
+
+
+def test_an_error_of_a_remote_function_carries_its_cause_and_its_traceback_as_text() -> None:
+    """pipeline/graph/failures.py and RayMap read these."""
+    from ray.exceptions import RayTaskError
+
+    cause = ValueError("why")
+    error: Any = RayTaskError("f", "the text", cause)  # type: ignore[no-untyped-call]
+    assert error.cause is cause
+    assert error.traceback_str == "the text"

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-SMALL = {"object_store_memory": 100_000_000}
+SMALL: dict[str, Any] = {"object_store_memory": 100_000_000}
 
 
 class Nodes:
@@ -37,7 +37,7 @@ class Nodes:
                 "dashboard_port": dashboard_port,
                 "dashboard_agent_listen_port": 0,
             }
-        self.cluster = Cluster(
+        self.cluster: Any = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL, **more},
         )
@@ -78,11 +78,14 @@ class Nodes:
     def announce(self, node: Any, seconds: float = 120) -> None:
         """The machine is going to be taken away: what a cloud says of a spot instance some time
         before."""
-        from ray._raylet import GcsClient
+        import ray._raylet
         from ray.core.generated import autoscaler_pb2
 
-        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        taken, why = GcsClient(address=self.address).drain_node(
+        raylet: Any = ray._raylet
+        messages: Any = autoscaler_pb2
+
+        reason = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        taken, why = raylet.GcsClient(address=self.address).drain_node(
             node.node_id, reason, "spot", int((time.time() + seconds) * 1000)
         )
         assert taken, why

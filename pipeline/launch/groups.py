@@ -22,6 +22,7 @@ from typing import Any
 from pipeline.config import ClusterSettings
 from pipeline.graph import failures
 from pipeline.graph.retries import RetryPolicy
+from pipeline.graph.run import Executor
 from pipeline.graph.stage import IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
@@ -122,7 +123,7 @@ def start_ray_executor(
     return RayExecutor(store, cluster, run_on_driver, progress, width, session)
 
 
-class RayExecutor:
+class RayExecutor(Executor):
     """Training and evaluation run in worker groups, ingest in Ray tasks, the report here.
 
     When a group or a node is lost, its stage is offered again and goes on from its last checkpoint.

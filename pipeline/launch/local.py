@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pipeline.config import ClusterSettings
+from pipeline.graph.run import Executor
 from pipeline.graph.stage import IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
@@ -23,7 +24,7 @@ from workers.errors import UserError
 from workers.loop import run_stage
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """Runs one stage at each poll, the one with the longest path behind it first."""
 
     def __init__(

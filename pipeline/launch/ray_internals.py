@@ -95,9 +95,13 @@ def run_config(name: str, location: dict[str, Any], restarts: int) -> Any:
     location: where Ray writes its own files. restarts: how often the workers of the group are
     restarted. A failed controller ends the trainer at once.
     """
-    from ray.train import FailureConfig, RunConfig
-    from ray.train.v2.api.config import LoggingConfig
+    # The names in ray.train are typed as those of its version 1.
+    from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig
 
-    failures = FailureConfig(max_failures=restarts, controller_failure_limit=0)  # type: ignore[call-arg]
-    logging = LoggingConfig("ERROR")
-    return RunConfig(name=name, failure_config=failures, logging_config=logging, **location)  # type: ignore[call-arg]
+    failures = FailureConfig(max_failures=restarts, controller_failure_limit=0)
+    return RunConfig(
+        name=name,
+        failure_config=failures,
+        logging_config=LoggingConfig("ERROR"),
+        **location,
+    )

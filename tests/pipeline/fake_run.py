@@ -18,7 +18,7 @@ from pipeline.graph.stage import Stage
 from workers.storage.artifact import Artifact, Attempt, Manifest, join
 from workers.storage.taskstate import Carried, TaskState
 
-TASKS = [
+TASKS: list[dict[str, Any]] = [
     {
         "name": "shapes",
         "card": "shapes",
@@ -332,7 +332,9 @@ def _train(attempt: Attempt, stage: Stage) -> dict[str, Any]:
 
 def _evaluate(attempt: Attempt, stage: Stage) -> dict[str, Any]:
     after, label = _index(stage.task), str(stage.method)
-    rows, columns = [], {name: [] for name in ("task", "key", "label", "prediction", "confidence")}
+    rows: list[dict[str, Any]] = []
+    names = ("task", "key", "label", "prediction", "confidence")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
     for task in [after] if label == "meat" else range(after + 1):
         row = _row(label, after, task)
         rows.append(row)

@@ -134,7 +134,8 @@ def by_hand(model: Any, t: dict[str, Tensor], kind: str) -> Tensor:
             x = x + ffn + F.linear(F.gelu(F.linear(ffn, *down)), *up)
         else:
             x = x + ffn + 0.1 * F.linear(F.relu(F.linear(x, *down)), *up)
-    return model.forward_head(model.norm(x))
+    pooled: Tensor = model.forward_head(model.norm(x))
+    return pooled
 
 
 def spread(method: Adapter) -> Adapter:

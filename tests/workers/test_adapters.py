@@ -45,7 +45,8 @@ def by_hand(model: Any, tensors: dict[str, Tensor]) -> Tensor:
     for i, block in enumerate(model.blocks):
         x = x + adapt(block.attn(block.norm1(x)), 2 * i)
         x = x + adapt(block.mlp(block.norm2(x)), 2 * i + 1)
-    return model.forward_head(model.norm(x))
+    pooled: Tensor = model.forward_head(model.norm(x))
+    return pooled
 
 
 def test_an_adapter_sits_behind_attention_and_behind_the_ffn_inside_the_residual_branch() -> None:
@@ -117,7 +118,8 @@ def test_a_compiled_backbone_turns_too() -> None:
 
     def answer(task: int) -> Tensor:
         with sites.using(tasks[task]):
-            return model(IMAGES)
+            features: Tensor = model(IMAGES)
+        return features
 
     expected = {task: answer(task) for task in tasks}
     model.compile(backend="eager")

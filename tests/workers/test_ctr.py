@@ -52,7 +52,8 @@ def started(
 ) -> torch.optim.Optimizer:
     groups = begun(method, task, carried, rates=RATES)
     method.train()
-    return OPTIMIZERS[optimizer](groups)
+    made: torch.optim.Optimizer = OPTIMIZERS[optimizer](groups)
+    return made
 
 
 def stepped(method: CtrTsm, optimizer: torch.optim.Optimizer) -> None:
@@ -66,11 +67,12 @@ def stream(
     """Each task on a backbone of its own, as stages are."""
 
     def learn(task: Task, carried: Carried | None) -> Left:
-        method = ctr(cls, mask_lr=0.05)
+        method: CtrTsm = ctr(cls, mask_lr=0.05)
         stepped(method, started(method, task, carried, optimizer))
         return method.finish()
 
-    return in_turn(tasks, learn)
+    results: list[Left] = in_turn(tasks, learn)
+    return results
 
 
 def served(done: list[Left], cls: type[CtrTsm] = CtrTsm) -> Any:

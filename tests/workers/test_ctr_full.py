@@ -214,7 +214,8 @@ def test_gates_draw_noise_in_training_only() -> None:
 
     def features(step: int) -> Tensor:
         training.weight_overrides = training.training_weights(batch(step), Progress(0, 1, 1, STEPS))
-        return training.features(images()).detach()
+        features: Tensor = training.features(images())
+        return features.detach()
 
     assert torch.equal(features(1), features(1))
     assert not torch.equal(features(1), features(2))

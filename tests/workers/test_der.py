@@ -21,7 +21,7 @@ from workers.dist import Group
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings
 from workers.methods import METHODS
-from workers.methods.base import Method, Progress
+from workers.methods.base import Method, ParamGroup, Progress
 from workers.methods.der import DerSettings
 from workers.methods.der_p import DerPSettings
 from workers.methods.simple_der import SimpleDerSettings
@@ -87,18 +87,19 @@ def begun(
     for state in states:
         method.load_task(state)
     now = len(tasks) - (step == "train")
-    heads = {
+    tensors = {
         f"heads/{task.name}/weight": torch.randn(task.num_classes, D * now) for task in tasks[:now]
     }
-    handed = {
-        f"{kind}/{n}": t.detach()
-        for kind, tensors in (own or {}).items()
-        for n, t in tensors.items()
-    }
-    carried = Carried(heads | handed, {"memory": memory or {}}) if heads else None
-    method.groups = (
-        method.begin(step_context(tasks[-1], step, carried, RATES, tasks)) if step != "herd" else []
-    )  # type: ignore[assignment]
+    carried = None
+    if tensors:
+        for kind, parts_by_name in (own or {}).items():
+            for part_name, part in parts_by_name.items():
+                tensors[f"{kind}/{part_name}"] = part.detach()
+        carried = Carried(tensors, {"memory": memory or {}})
+    groups: list[ParamGroup] = []
+    if step != "herd":
+        groups = method.begin(step_context(tasks[-1], step, carried, RATES, tasks))
+    method.groups = groups  # type: ignore[assignment]
     learning(method)
     return method.train()
 

@@ -13,7 +13,7 @@ from step_contexts import step_context
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workers import loop, optim
+from workers import optim
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import BackboneSettings, Task
@@ -387,12 +387,13 @@ def test_a_sharpness_aware_step_is_two_gradients_and_one_move(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[float] = []
-    ascended = optim.ascend
-    monkeypatch.setattr(
-        loop.optim,
-        "ascend",
-        lambda parameters, rho: (calls.append(rho), ascended(parameters, rho))[1],
-    )
+    ascend = optim.ascend
+
+    def counted_ascend(parameters: Any, rho: float) -> Any:
+        calls.append(rho)
+        return ascend(parameters, rho)
+
+    monkeypatch.setattr(optim, "ascend", counted_ascend)
     run = lab.run_of("dytox", {**OPTIMIZERS["adamw"], "epochs": 1}, methods={"dytox": {"rho": 3.0}})
     run.carried(1)
     assert [job.step for job in run.stages(1)] == ["train", "herd", "finetune"]

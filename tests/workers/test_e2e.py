@@ -166,7 +166,7 @@ def test_the_teacher_of_fine_tuning_is_the_network_after_training(lab: Lab) -> N
     run = stream(lab, "e2e", memory=10)
     run.trained(1)
     trained = Carried.from_bytes(run.artifact(run.stages(1)[1]).read("carried.safetensors")).tensors
-    teacher = lab.live[run.stages(1)[2].key].teacher  # type: ignore[attr-defined]
+    teacher = lab.live[run.stages(1)[2].key].teacher
     assert all(
         torch.equal(t, trained[f"backbone/{name}"])
         for name, t in teacher.backbone.state_dict().items()

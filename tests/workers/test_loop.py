@@ -396,9 +396,7 @@ def test_blocks_run_compiled_whichever_way_a_method_runs_them(
 
 
 # ---- the notice itself ---------------------------------------------------------------------------
-def test_a_first_sigterm_is_a_notice_and_what_was_done_with_it_before_is_done_again_afterwards() -> (
-    None
-):
+def test_a_first_sigterm_requests_preemption_and_the_former_handler_is_restored() -> None:
     heard: list[int] = []
     usual = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     end = preemption.listen()

@@ -33,16 +33,16 @@ A, B, C = (
 LATER = Progress(0, 9, 1, 10)
 
 
-def lwf(*tasks: Task, scenario: str = "task", **settings: Any) -> Lwf:
+def lwf(*tasks: Task, scenario: str = "task", **settings: Any) -> Any:
     """A method that knows the heads of `tasks` but the last, which it is about to be trained on."""
     torch.manual_seed(0)
-    method = Lwf(build(TINY), LwfSettings(**settings), 0)
+    method: Any = Lwf(build(TINY), LwfSettings(**settings), 0)
     method.scenario, method.stream = scenario, tasks
     for task in tasks[:-1]:
         head = nn.Linear(32, task.num_classes)
         method.heads.restore(task.name, head.state_dict())
-    method.groups = begun(method, tasks[-1])  # type: ignore[assignment]
-    return method.train()  # type: ignore[return-value]
+    method.groups = begun(method, tasks[-1])
+    return method.train()
 
 
 def batch(classes: int, step: int = 0) -> Batch:
@@ -69,7 +69,8 @@ def divergence(z: Tensor, y: Tensor, tau: float) -> Tensor:
 def test_the_loss_is_cross_entropy_of_the_new_head_and_distillation_of_each_old_one(
     tau: float,
 ) -> None:
-    method = lwf(A, B, C, **{"lambda": 0.7, "tau": tau})
+    settings: dict[str, Any] = {"lambda": 0.7, "tau": tau}
+    method = lwf(A, B, C, **settings)
     taught = {name: method.heads[name](method.backbone(batch(2).images)).detach() for name in "ab"}
     moved(method)
     loss, terms = method.loss(batch(2), LATER)
@@ -125,34 +126,35 @@ def test_the_teacher_is_no_part_of_the_method() -> None:
     method = lwf(A, B)
     assert not any("teacher" in name for name in method.state_dict())
     assert method.train().teacher is not None
-    assert not method.teacher.backbone.training  # type: ignore[union-attr]
+    assert not method.teacher.backbone.training
     assert method.backbone.training
 
 
 def test_old_heads_are_trained_along_without_weight_decay_on_biases() -> None:
     method = lwf(A, B)
-    groups = {id(p): g for g in method.groups for p in g["params"]}  # type: ignore[union-attr]
+    groups = {id(p): g for g in method.groups for p in g["params"]}
     for name in "ab":
         assert groups[id(method.heads[name].weight)]["weight_decay"] == 0.05
         assert groups[id(method.heads[name].bias)]["weight_decay"] == 0
-    assert (
-        sum(len(g["params"]) for g in method.groups) == len(groups) == len([*method.parameters()])
-    )  # type: ignore[union-attr]
+    assert sum(len(g["params"]) for g in method.groups) == len(groups)
+    assert len(groups) == len([*method.parameters()])
     moved(method)
     method.loss(batch(3), LATER)[0].backward()
-    assert method.heads["a"].weight.grad.abs().max() > 1e-6  # type: ignore[union-attr]
+    assert method.heads["a"].weight.grad.abs().max() > 1e-6
 
 
 def test_distillation_keeps_the_old_answers_on_new_images() -> None:
     """How far the old head's softmax goes away from the teacher's in ten steps, with and
     without."""
-    train, apart = TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9), {}
+    train = TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9)
+    apart = {}
     for weight in (0.0, 1.0):
-        method = lwf(A, B, **{"lambda": weight})
+        settings: dict[str, Any] = {"lambda": weight}
+        method = lwf(A, B, **settings)
         assert method.teacher is not None
         pictures = batch(3).images
         taught = method.teacher.logits(pictures)["a"]
-        steps(method, train, range(10), optim.build(method.groups, train))  # type: ignore[arg-type]
+        steps(method, train, range(10), optim.build(method.groups, train))
         found = method.heads["a"](method.backbone(pictures)).detach()
         apart[weight] = float(divergence(found, taught, 1.0) - divergence(taught, taught, 1.0))
     assert 0 < apart[1.0] < 0.5 * apart[0.0]
@@ -181,7 +183,7 @@ def test_at_first_the_new_head_is_trained_alone_and_then_everything_is(
 ) -> None:
     """Neither weight decay nor momentum moves what waits."""
     method = lwf(A, B, head_first=0.4)
-    optimizer = optim.build(method.groups, train)  # type: ignore[arg-type]
+    optimizer = optim.build(method.groups, train)
     before = {n: p.detach().clone() for n, p in method.named_parameters()}
     new = {id(p) for p in method.heads["b"].parameters()}
     steps(method, train, range(4), optimizer)

@@ -116,7 +116,8 @@ class Adapter(Method[AdapterSettings]):
 
     def features(self, images: Tensor) -> Tensor:
         with self.sites.using(self.weight_overrides):
-            return self.backbone(images)
+            features: Tensor = self.backbone(images)
+        return features
 
     def finish(self) -> tuple[TaskState, Carried]:
         copies = {name: t.detach().clone() for name, t in self.adapters.tensors().items()}
@@ -173,8 +174,8 @@ def sites_of(backbone: Any, kind: Kind) -> AdapterSites:
 
 
 def tokens_of(backbone: Any) -> int:
-    """How many tokens a block sees."""
-    return backbone.num_prefix_tokens + backbone.patch_embed.num_patches
+    """Return the number of tokens that a block sees: of patches, class token and registers."""
+    return int(backbone.num_prefix_tokens + backbone.patch_embed.num_patches)
 
 
 def added_share(backbone: Any, weights: int) -> float:

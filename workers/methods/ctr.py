@@ -197,7 +197,8 @@ class CtrTsm(Method[S]):
 
     def features(self, images: Tensor) -> Tensor:
         with self.sites.using(self.weight_overrides):
-            return self.backbone(images)
+            features: Tensor = self.backbone(images)
+        return features
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         """CE + c R, R over the masks of the task in training, as they are in this step."""

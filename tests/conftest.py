@@ -14,12 +14,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 HELPERS = (
     "checks",
     "growing",
-    "hostile",
     "imprinting",
     "laboratory",
     "on_strict_device",
     "strict_device",
     "tabletop",
+    "tests.hostile",
     "tests.recovery",
     "two_domains",
 )
@@ -63,7 +63,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> object:
 def site(tmp_path: Path) -> Iterator[object]:
     """Give a test a folder, and check after it that nothing beside the folder has changed: see
     `hostile.Site`."""
-    from hostile import Site
+    from tests.hostile import Site
 
     folder = Site(tmp_path)
     yield folder

@@ -33,7 +33,7 @@ PRELOAD = [
     "pipeline.report.page",
     "tests.small_run",
 ]
-BACKBONE = {
+BACKBONE: dict[str, Any] = {
     "img_size": 16,
     "crop_pct": 1.0,
     "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2},

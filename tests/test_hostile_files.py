@@ -23,7 +23,6 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from hostile import BACKBONES, Site, backbones, costs, member, parquet, png, source
 from PIL import Image
 from test_bad_inputs import sentence
 
@@ -35,6 +34,7 @@ from pipeline.data.formats import tar as tar_format
 from pipeline.data.formats import torchvision as torchvision_format
 from pipeline.report import files as csv_files
 from tests import small_run
+from tests.hostile import BACKBONES, Site, backbones, costs, member, parquet, png, source
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import vit
@@ -198,11 +198,15 @@ def tiff(side: int, data: bytes = bytes(64), compression: int = 1, tile: int = 0
 
 def webp(side: int) -> bytes:
     """An animation on a canvas of side x side with one small frame."""
-    frame, three = saved("WEBP", 16, lossless=True)[12:], lambda n: struct.pack("<I", n)[:3]
+    frame = saved("WEBP", 16, lossless=True)[12:]
+
+    def three_bytes(number: int) -> bytes:
+        return struct.pack("<I", number)[:3]
+
     parts = [
-        (b"VP8X", b"\2\0\0\0" + three(side - 1) * 2),
+        (b"VP8X", b"\2\0\0\0" + three_bytes(side - 1) * 2),
         (b"ANIM", bytes(6)),
-        (b"ANMF", bytes(6) + three(15) * 2 + bytes(4) + frame),
+        (b"ANMF", bytes(6) + three_bytes(15) * 2 + bytes(4) + frame),
     ]
     body = b"WEBP" + b"".join(kind + struct.pack("<I", len(data)) + data for kind, data in parts)
     return b"RIFF" + struct.pack("<I", len(body)) + body

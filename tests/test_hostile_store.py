@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
-from hostile import BACKBONES, ROW, Site, backbones, costs, ingested, member, parquet, png, source
 from test_bad_inputs import sentence
 
 from pipeline import cli, yaml_files
@@ -23,6 +22,18 @@ from pipeline.data.listing import CARDS
 from pipeline.graph.store import Store
 from pipeline.report import page
 from tests import small_run
+from tests.hostile import (
+    BACKBONES,
+    ROW,
+    Site,
+    backbones,
+    costs,
+    ingested,
+    member,
+    parquet,
+    png,
+    source,
+)
 from tests.pipeline import fake_run
 from workers.data.shards import SCHEMA, Shards
 from workers.errors import DamagedArtifact, UserError
@@ -355,7 +366,7 @@ def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = {"bytes": 1, "sha256": "0"}
-    body = {
+    body: dict[str, Any] = {
         "format": 1,
         "method": "finetune",
         "settings": {},

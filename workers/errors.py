@@ -1,29 +1,34 @@
-"""The one error that people see: a sentence that says what, where, the rule, and the remedy."""
+"""The errors that people see: one sentence with the value, the rule and the remedy."""
+
+from __future__ import annotations
 
 import importlib.util
 import sys
 
 
 class UserError(ValueError):
-    """Bad input or a setting that cannot hold its promise. The command line prints its text alone
-    and exits with 2."""
+    """Bad input, or a setting that cannot be honoured.
+
+    The command line prints only its text and exits with 2.
+    """
 
 
 class DamagedArtifact(UserError):
-    """A persisted file differs from its digest. The stage that wrote it is run again."""
+    """A stored file differs from its digest. The stage that wrote it is run again."""
 
     def __init__(self, key: str, message: str):
         super().__init__(message)
         self.key = key
 
-    def __reduce__(self):  # keeps both arguments when Ray carries the error between processes
+    def __reduce__(self) -> tuple[type[DamagedArtifact], tuple[str, str]]:
+        # Keeps both arguments when Ray sends the error between processes.
         return type(self), (self.key, str(self))
 
 
 def require_package(name: str, user: str, remedy: str) -> None:
-    """Raises UserError where a package is not installed that `user`, a setting or a command, needs.
+    """Raise `UserError` when a package is not installed. user: the setting or command that needs it.
 
-    A bare machine has what training needs and may lack ray, mlflow and webdataset.
+    A bare GPU machine has what training needs and may lack ray, mlflow and webdataset.
     """
     if sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
         raise UserError(

@@ -104,15 +104,16 @@ class Deployment:
         return await asyncio.to_thread(answered, self.served, asked)
 
 
-def predict_of(handle: DeploymentHandle) -> Callable[[bytes], Awaitable[Reply]]:
+def predict_of(handle: DeploymentHandle[Any]) -> Callable[[bytes], Awaitable[Reply]]:
     """Asks the replica; one that died or has no room is no error of the server."""
 
     async def predict(data: bytes) -> Reply:
         response = handle.predict.remote(data)
         try:
-            return await response
+            reply: Reply = await response
+            return reply
         except asyncio.CancelledError:
-            response.cancel()
+            response.cancel()  # type: ignore[no-untyped-call]
             raise
         except (RayError, RayServeException) as error:
             return Reply(

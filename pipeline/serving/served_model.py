@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
-from mlflow.pyfunc import PythonModel
+from mlflow.pyfunc.model import PythonModel
 
 from workers.errors import UserError
 from workers.serving.images import Limits
@@ -44,7 +44,9 @@ class ServedModel(PythonModel):
     def load_context(self, context: Any) -> None:
         self.served = Predictor.open(context.artifacts["bundle"])
 
-    def predict(self, context, model_input, params=None):
+    def predict(
+        self, context: Any, model_input: Any, params: dict[str, Any] | None = None
+    ) -> pd.DataFrame:
         limits = Limits(self.served.bundle.body["max_pixels"], paths=os.environ.get(PATHS) == "1")
         given = {"rule": "refuse", "top": 0, **(params or {})}
         try:

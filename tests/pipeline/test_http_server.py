@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from serving import Finished, finished
+from starlette.requests import Request
 
 from pipeline.serving import http_server
 from pipeline.serving.http_server import Bounds, Front, Hosts, Reply, listening
@@ -29,7 +30,7 @@ from workers.serving.images import Limits, PixelBudget, pixels_of
 HALF_HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX-Half: "
 HALF_BODY = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{"
 MANY = 300
-SOON = {"head_s": 0.5, "body_s": 0.5, "answer_s": 0.5, "idle_s": 1}
+SOON = Bounds(head_s=0.5, body_s=0.5, answer_s=0.5, idle_s=1)
 PATIENCE_S = 60.0  # an upper bound where a test waits for a deadline
 
 
@@ -65,9 +66,11 @@ class Server:
 
 @contextmanager
 def serving(
-    predict: Any = echo, is_healthy: Callable[[], bool] = lambda: True, **bounds: Any
+    predict: Any = echo,
+    is_healthy: Callable[[], bool] = lambda: True,
+    bounds: Bounds | None = None,
 ) -> Iterator[Server]:
-    front = Front(predict, {"tasks": []}, Hosts("127.0.0.1"), is_healthy, Bounds(**bounds))
+    front = Front(predict, {"tasks": []}, Hosts("127.0.0.1"), is_healthy, bounds)
     with listening(front, "127.0.0.1", 0) as port:
         yield Server(front, port)
 
@@ -105,7 +108,7 @@ def trickle(client: socket.socket) -> bool:
 # ---- slow clients --------------------------------------------------------------------------------
 @pytest.mark.parametrize("half", [b"", HALF_HEAD, HALF_BODY], ids=["nothing", "head", "body"])
 def test_half_sent_requests_hold_up_nobody(half: bytes) -> None:
-    with serving(requests=4) as server, ExitStack() as stack:
+    with serving(bounds=Bounds(requests=4)) as server, ExitStack() as stack:
         for _ in range(MANY):
             stack.enter_context(server.opened(half))
         assert server.ask("GET", "/health") == (200, {"status": "ok"})
@@ -119,7 +122,7 @@ def test_half_sent_requests_hold_up_nobody(half: bytes) -> None:
     ids=["nothing", "head", "body"],
 )
 def test_a_half_sent_request_is_ended_at_its_deadline(half: bytes, status: bytes) -> None:
-    with serving(**SOON) as server, server.opened(half) as client:
+    with serving(bounds=SOON) as server, server.opened(half) as client:
         answer = received(client)
         assert answer.startswith(status)
         assert bool(answer) == bool(status)
@@ -129,14 +132,14 @@ def test_a_half_sent_request_is_ended_at_its_deadline(half: bytes, status: bytes
 
 @pytest.mark.parametrize("half", [HALF_HEAD, HALF_BODY], ids=["head", "body"])
 def test_a_request_that_trickles_in_is_ended_too(half: bytes) -> None:
-    with serving(**SOON) as server, server.opened(half) as client:
+    with serving(bounds=SOON) as server, server.opened(half) as client:
         assert trickle(client)
         assert server.ask("POST", "/predict", b"abc") == (200, {"bytes": 3})
 
 
 def test_a_second_head_on_the_same_connection_has_a_deadline_too() -> None:
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with serving(**SOON) as server, server.opened(whole + whole + HALF_HEAD) as client:
+    with serving(bounds=SOON) as server, server.opened(whole + whole + HALF_HEAD) as client:
         assert received(client).count(b"HTTP/1.1 200 ") == 2
 
 
@@ -144,7 +147,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut() -> None:
     async def much(body: bytes) -> Reply:
         return Reply(200, {"text": "x" * (32 << 20)})
 
-    with serving(much, **SOON) as server, socket.socket() as client:
+    with serving(much, bounds=SOON) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(PATIENCE_S)
         client.connect(("127.0.0.1", server.port))
@@ -155,7 +158,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut() -> None:
 
 
 def test_the_connection_that_waits_longest_makes_room_for_a_new_one() -> None:
-    with serving(connections=20) as server, ExitStack() as stack:
+    with serving(bounds=Bounds(connections=20)) as server, ExitStack() as stack:
         clients = [stack.enter_context(server.opened(HALF_HEAD)) for _ in range(60)]
         assert server.ask("POST", "/predict", b"abc") == (200, {"bytes": 3})
         assert received(clients[0]) == b""
@@ -165,7 +168,7 @@ def test_the_connection_that_waits_longest_makes_room_for_a_new_one() -> None:
 def test_a_stalled_body_makes_room_for_one_that_arrives() -> None:
     head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
     with (
-        serving(body_bytes=1 << 20, held_bytes=1 << 20) as server,
+        serving(bounds=Bounds(body_bytes=1 << 20, held_bytes=1 << 20)) as server,
         server.opened(head + b"x" * 900_000) as stalled,
     ):
         wait_for(lambda: server.front.held == 900_000)
@@ -196,7 +199,7 @@ def test_a_body_that_gave_way_takes_no_further_chunk() -> None:
             "headers": [(b"host", b"localhost")],
         }
         with pytest.raises(http_server.Refused) as refused:
-            await front.reply(http_server.Request(scope, receive))
+            await front.reply(Request(scope, receive))
         return refused.value.status, front.held
 
     assert asyncio.run(main()) == (408, 0)
@@ -230,7 +233,7 @@ class Stuck:
 
 def test_an_answer_has_a_deadline_and_what_is_late_is_cancelled() -> None:
     stuck = Stuck()
-    with serving(stuck, answer_s=0.2) as server:
+    with serving(stuck, bounds=Bounds(answer_s=0.2)) as server:
         status, body = server.ask("POST", "/predict", b"{}")
         assert (status, "no answer within 0.2 s" in body["error"]) == (504, True)
         assert stuck.cancelled.wait(PATIENCE_S)
@@ -251,7 +254,10 @@ def test_nothing_is_computed_for_a_client_that_left() -> None:
 
 def test_a_full_queue_refuses_predictions_and_nothing_else() -> None:
     stuck = Stuck()
-    with serving(stuck, requests=1) as server, server.opened(HALF_BODY.replace(b"100000", b"1")):
+    with (
+        serving(stuck, bounds=Bounds(requests=1)) as server,
+        server.opened(HALF_BODY.replace(b"100000", b"1")),
+    ):
         assert stuck.begun.wait(PATIENCE_S)
         status, body = server.ask("POST", "/predict", b"{}")
         assert (status, "send this one again later" in body["error"]) == (503, True)
@@ -289,7 +295,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(length: str) -> N
 
 
 def test_a_body_of_unknown_length_is_refused_once_it_is_too_large() -> None:
-    with serving(body_bytes=1000) as server:
+    with serving(bounds=Bounds(body_bytes=1000)) as server:
         status, body = server.ask("POST", "/predict", iter([b"x" * 600, b"x" * 600]))
         assert (status, "more than 1000 bytes" in body["error"]) == (413, True)
 
@@ -380,7 +386,7 @@ def model(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     """The deployment of a run's bundle in this process, behind HTTP."""
     from pipeline.serving.deployment import Deployment, answered
 
-    class Alone(Deployment.func_or_class):  # type: ignore[misc]
+    class Alone(Deployment.func_or_class):  # type: ignore[misc, name-defined]
         """Requests are answered one by one: what puts them into a batch needs a replica of Ray
         Serve."""
 
@@ -419,10 +425,13 @@ def test_images_with_too_many_pixels_together_are_refused_before_one_is_decoded(
     model: tuple[Server, Finished], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = model
-    decoded: list[Any] = []
-    monkeypatch.setattr(
-        "workers.serving.images.rgb", lambda image: decoded.append(image) or image.convert("RGB")
-    )
+    decoded: list[Image.Image] = []
+
+    def to_rgb(image: Image.Image) -> Image.Image:
+        decoded.append(image)
+        return image.convert("RGB")
+
+    monkeypatch.setattr("workers.serving.images.to_rgb", to_rgb)
     for images in ([one_bit(7000)], [one_bit(2000)] * 3, [one_bit(1000)] * 64):
         status, body = asked(server, images)
         assert (status, "pixels together, more than 10000000" in body["error"]) == (400, True)

@@ -41,8 +41,7 @@ class Silent:
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
     """The hub's address leads to a server that does not answer."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import close_session
+    from huggingface_hub import close_session, constants
 
     server = Silent()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)

@@ -321,11 +321,12 @@ def test_the_mlflow_model_loads_where_there_is_no_checkout(
 ) -> None:
     run, _ = loaded
     (tmp_path / "image").write_bytes(run.images("two")[0][0])
+    image = base64.b64encode(run.images("two")[0][0]).decode()
     code = f"""if True:
         import sys, mlflow
         mlflow.set_tracking_uri({tracking.uri!r})
         model = mlflow.pyfunc.load_model("models:/loaded@champion")
-        found = model.predict([{{"image": {base64.b64encode(run.images("two")[0][0]).decode()!r}, "task": "two"}}])
+        found = model.predict([{{"image": {image!r}, "task": "two"}}])
         assert "pipeline" not in sys.modules and "mlartifacts" in sys.modules["workers"].__file__
         print(found["probability"][0])"""
     done = subprocess.run(

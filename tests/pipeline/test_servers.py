@@ -16,7 +16,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from serving import Finished, finished
 
 from pipeline.tracking import publish, ui
 from workers.errors import UserError
+from workers.serving.server import Answer
 
 STORM, MORE_BYTES = 10_000, 1 << 30
 
@@ -161,7 +162,7 @@ def test_ray_serve_answers_mixed_requests_and_refuses_bad_ones(run: Any, ray_ser
     ):
         assert (found["class"], found["task"]) == (wanted.class_, wanted.task)
         assert found["probability"] == pytest.approx(wanted.probability, abs=1e-5)
-    bodies = {
+    bodies: dict[str, tuple[dict[str, Any], str]] = {
         name: ({"images": [image], "tasks": "two"}, said)
         for name, (image, said) in bad_images(run).items()
     }
@@ -351,19 +352,21 @@ def test_requests_that_meet_are_answered_together_each_its_own(
         Asked(pixels[4:], ["two"] * 2, "refuse", 1),
     ]
     alone = [run.served.answers(a.pixels, a.tasks, a.rule, a.top) for a in asked]
-    calls: list[int] = []
-    answers = run.served.answers
-    monkeypatch.setattr(
-        run.served,
-        "answers",
-        lambda pixels, *rest: calls.append(len(pixels)) or answers(pixels, *rest),
-    )
-    found = answered(run.served, asked)
-    assert calls == [4, 2]
-    for one, other in zip(found, alone, strict=True):
-        assert [(a.task, a.class_, len(a.probabilities)) for a in one] == [
-            (a.task, a.class_, len(a.probabilities)) for a in other
+    batch_sizes: list[int] = []
+    answers: Callable[..., list[Answer]] = run.served.answers
+
+    def counted(pixels: Any, *rest: Any) -> list[Answer]:
+        batch_sizes.append(len(pixels))
+        return answers(pixels, *rest)
+
+    monkeypatch.setattr(run.served, "answers", counted)
+    together = answered(run.served, asked)
+    assert batch_sizes == [4, 2]
+    for batched, single in zip(together, alone, strict=True):
+        assert not isinstance(batched, UserError)
+        assert [(a.task, a.class_, len(a.probabilities)) for a in batched] == [
+            (a.task, a.class_, len(a.probabilities)) for a in single
         ]
-        assert [a.probability for a in one] == pytest.approx(
-            [a.probability for a in other], abs=1e-5
+        assert [a.probability for a in batched] == pytest.approx(
+            [a.probability for a in single], abs=1e-5
         )

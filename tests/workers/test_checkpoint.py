@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workers.storage import checkpoint
+from workers.storage import artifact, checkpoint
 from workers.storage.checkpoint import Checkpoint, drop, load, save, trained_state
 
 KEY = "stage"
@@ -127,7 +127,7 @@ def test_one_that_was_broken_off_leaves_the_one_before(
 ) -> None:
     model, trainer = trained(1)
     save(root, KEY, model, trainer, {}, mark(0, 1))
-    write = checkpoint.write_bytes
+    write = artifact.write_bytes
 
     def killed(uri: str, data: bytes) -> None:
         if uri.endswith("latest.json"):

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from workers.storage import lock
 from workers.storage.lock import stage_lock
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -86,22 +85,23 @@ def test_whoever_does_not_wait_is_told(tmp_path: Path) -> None:
 def test_a_file_that_was_removed_meanwhile_is_no_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, real, others = str(tmp_path / "stages"), fcntl.flock, []
+    root = str(tmp_path / "stages")
     path = tmp_path / "claims" / "k"
+    real_flock = fcntl.flock
+    descriptors: list[int] = []  # of the process that removes and takes the file
 
     def flock(file: int, how: int) -> None:
-        if (
-            not others
-        ):  # between opening and locking, whoever had it removes it, and the next one takes it
+        if not descriptors:
+            # Between opening and locking, the holder removes the file and the next one takes it.
             path.unlink()
-            others.append(os.open(path, os.O_RDWR | os.O_CREAT))
-            real(others[0], fcntl.LOCK_EX)
-        real(file, how)
+            descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT))
+            real_flock(descriptors[0], fcntl.LOCK_EX)
+        real_flock(file, how)
 
-    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     got = taken(root)
     assert not got.wait(0.3)
-    os.close(others[0])
+    os.close(descriptors[0])
     assert got.wait(60)
 
 

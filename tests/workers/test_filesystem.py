@@ -16,6 +16,7 @@ from pyarrow import fs
 from pipeline import cli
 from pipeline.graph import store as store_module
 from pipeline.graph.store import Store
+from pipeline.tracking import ui
 from tests import s3
 from tests.s3 import Fault
 from workers.errors import UserError
@@ -308,7 +309,7 @@ def test_an_error_that_passes_is_known_however_long_the_name_before_it(clock: An
     assert len(str(caught.value)) < 500, "a sentence"
 
 
-def test_what_is_gone_after_a_try_that_failed_was_taken_away_by_it_and_only_who_deletes_believes_that(
+def test_a_path_that_is_gone_after_a_failed_try_is_taken_as_deleted_by_it_only_when_deleting(
     clock: Any,
 ) -> None:
     def call() -> Any:
@@ -327,7 +328,8 @@ class Stumbles:
     asked."""
 
     def __init__(self) -> None:
-        self.disk, self.failed = fs.LocalFileSystem(), []
+        self.disk = fs.LocalFileSystem()
+        self.failed: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **how: Any) -> Any:
@@ -337,6 +339,11 @@ class Stumbles:
             return getattr(self.disk, name)(*args, **how)
 
         return call
+
+
+def put_and_list(system: fs.FileSystem, folder: str) -> bool:
+    filesystem.put(system, f"{folder}/b", b"12")
+    return list_files(folder) == {"a": 4, "b": 2}
 
 
 @pytest.mark.parametrize(
@@ -359,9 +366,7 @@ class Stumbles:
         ),
         (
             "open_output_stream",
-            lambda system, place: (
-                filesystem.put(system, f"{place}/b", b"12") or list_files(place) == {"a": 4, "b": 2}
-            ),
+            put_and_list,
         ),
         (
             "create_dir",
@@ -541,12 +546,12 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket: Any) -> None:
 
 # ---- where it is, and who may --------------------------------------------------------------------
 def test_the_uri_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict] = []
-    monkeypatch.setattr(filesystem.fs, "S3FileSystem", lambda **options: made.append(options))
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(fs, "S3FileSystem", lambda **options: made.append(options))
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
 
-    def place(options: dict[str, str]) -> tuple:
+    def place(options: dict[str, str]) -> tuple[Any, ...]:
         filesystem.s3(options)
         return tuple(made[-1][name] for name in ("region", "scheme", "endpoint_override"))
 
@@ -588,11 +593,12 @@ def test_google_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert filesystem.TRANSIENT.search(text)
     assert not filesystem.TRANSIENT.search("google::cloud::Status(PERMISSION_DENIED: no)")
     made: list[str] = []
-    monkeypatch.setattr(
-        filesystem.fs,
-        "FileSystem",
-        SimpleNamespace(from_uri=lambda uri: (made.append(uri), (fs.LocalFileSystem(), ""))[1]),
-    )
+
+    def from_uri(uri: str) -> tuple[fs.FileSystem, str]:
+        made.append(uri)
+        return fs.LocalFileSystem(), ""
+
+    monkeypatch.setattr(fs, "FileSystem", SimpleNamespace(from_uri=from_uri))
     filesystem.open_filesystem.cache_clear()
     for uri in ("gs://one/", "gcs://two/?a=b", "gs://three/?retry_limit_seconds=3", "hdfs://four/"):
         filesystem.open_filesystem(uri)
@@ -742,7 +748,7 @@ def test_a_bucket_that_refuses_in_the_middle_is_no_file(
 ) -> None:
     bucket.faults[:] = [Fault("403")]
     write = [lambda *_: write_bytes(join(bucket.uri, "x"), b"1")]
-    monkeypatch.setattr(cli.browse, "serve", lambda *_: write[0]())
+    monkeypatch.setattr(ui, "serve", lambda *_: write[0]())
     assert cli.main(["ui", "--storage", bucket.uri]) == 2
     said = capsys.readouterr().err
     assert said.startswith("accrete: the storage refuses (")

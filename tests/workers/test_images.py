@@ -154,4 +154,4 @@ def test_a_request_is_bounded_as_a_whole() -> None:
     ):
         pixels_of([data] * 2, 6, Limits(body_bytes=len(data)))
     with pytest.raises(UserError, match="give a list of images"):
-        pixels_of(data, 6, Limits())  # type: ignore[arg-type]
+        pixels_of(data, 6, Limits())

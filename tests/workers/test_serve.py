@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +19,12 @@ from serving import Finished, exact, finished
 from workers.errors import UserError
 from workers.job import Neutral
 from workers.methods import METHODS
+from workers.methods.meat import MeatSettings
 from workers.serving import bundle as bundles
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
 from workers.serving.server import LruCache, Predictor
+from workers.storage.taskstate import load_tensors
 
 TOLD = {
     "meat": ("meat", ""),
@@ -96,13 +100,16 @@ def test_a_mixed_batch_is_answered_like_single_images(runs: Any, name: Any) -> N
 def test_each_group_is_one_forward(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runs("packnet")
     images, tasks = mixed(run)
-    seen: list[int] = []
-    forward = run.served.method.features
-    monkeypatch.setattr(
-        run.served.method, "features", lambda images: seen.append(len(images)) or forward(images)
-    )
+    batch_sizes: list[int] = []
+    forward: Callable[[torch.Tensor], torch.Tensor] = run.served.method.features
+
+    def features(images: torch.Tensor) -> torch.Tensor:
+        batch_sizes.append(len(images))
+        return forward(images)
+
+    monkeypatch.setattr(run.served.method, "features", features)
     run.served.predict(images, tasks)
-    assert sorted(seen) == [5, 5]
+    assert sorted(batch_sizes) == [5, 5]
 
 
 def test_what_tasks_share_is_computed_once(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +157,16 @@ def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs: Any, name:
 
 
 def test_what_was_used_longest_ago_goes_first() -> None:
-    made: list[str] = []
-    kept = LruCache(8, set())
+    computed: list[str] = []
+
+    def compute(task: str) -> dict[str, torch.Tensor]:
+        computed.append(task)
+        return {"w": torch.zeros(1)}
+
+    cache = LruCache(8, set())
     for task in ("a", "b", "a", "c", "a", "b"):
-        kept.get(task, lambda task: made.append(task) or {"w": torch.zeros(1)})
-    assert made == ["a", "b", "c", "b"]
+        cache.get(task, compute)
+    assert computed == ["a", "b", "c", "b"]
 
 
 def test_paths_bytes_arrays_and_pictures_are_one_image(runs: Any, tmp_path: Path) -> None:
@@ -274,7 +286,7 @@ def test_a_bundle_goes_into_a_new_folder_alone(folder: Any, runs: Any) -> None:
         runs("meat").bundle.write(folder("meat"))
 
 
-class Retuned(METHODS["meat"].Settings):
+class Retuned(MeatSettings):
     """A later version, in which a default changed, and which has a new setting."""
 
     alpha: float = 77.0
@@ -296,8 +308,8 @@ def test_a_task_whose_settings_are_written_less_fully_is_the_same_task(folder: A
     """An older version wrote only what a config had set."""
     place = folder("meat")
     bundle = Bundle.open(place)
-    bundle.body["settings"] = {}
-    data = bundles.export_task(bundle, "two")
+    older = replace(bundle, body={**bundle.body, "settings": {}})
+    data = bundles.export_task(older, "two")
     bundles.remove_task(place, "two")
     assert bundles.import_task(place, data, "two.task").name == "two"
 
@@ -317,9 +329,7 @@ def test_a_removed_task_is_not_served_and_the_others_answer_as_before(
     assert not Path(place, "tasks/two.safetensors").exists()
     assert ("stays, because later tasks stand on it" in said) == (name in [*CHAINS, "supsup_nn"])
     carried = [
-        t
-        for p in Path(place).glob("carried/*")
-        for t in bundles.load_tensors(p.read_bytes(), "")[0]
+        t for p in Path(place).glob("carried/*") for t in load_tensors(p.read_bytes(), "")[0]
     ]
     assert not [name for name in carried if name.startswith("heads/two/")]
 

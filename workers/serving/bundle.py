@@ -233,13 +233,15 @@ class Bundle:
 
     @property
     def nbytes(self) -> int:
-        return sum(info["bytes"] for info in self.body["files"].values())
+        """Bytes of all its files."""
+        sizes: list[int] = [info["bytes"] for info in self.body["files"].values()]
+        return sum(sizes)
 
     @property
     def most_task_bytes(self) -> int:
-        """The largest file of one task that is read for this model: twice its backbone, and a
-        gigabyte."""
-        return 2 * self.body["files"][BACKBONE]["bytes"] + (1 << 30)
+        """The largest exported task that is read for this model: twice its backbone plus 1 GiB."""
+        backbone_bytes = int(self.body["files"][BACKBONE]["bytes"])
+        return 2 * backbone_bytes + (1 << 30)
 
     def task(self, name: str) -> Task:
         """Raises UserError where there is no such task."""
@@ -534,14 +536,15 @@ def needs_of(data: bytes, where: str) -> dict[str, Any]:
     """What an exported task must find; nothing where the bytes are no exported task."""
     length = int.from_bytes(data[:8], "little")
     try:
-        found = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["accrete.needs"])
-        NeedsBody.model_validate(found)
+        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        needs: dict[str, Any] = json.loads(metadata["accrete.needs"])
+        NeedsBody.model_validate(needs)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
             f"{where}: it is no exported task; make one with `python -m pipeline tasks "
             "MODEL_DIR export NAME FILE`"
         ) from None
-    return found
+    return needs
 
 
 def carried_digests(bundle: Bundle) -> dict[str, str]:

@@ -8,7 +8,7 @@ import binascii
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +121,7 @@ def area(image: Any, limits: Limits) -> int:
         return image.width * image.height
     if isinstance(image, (list, tuple, np.ndarray)):
         height, width, _ = array_of(image, limits).shape
-        return height * width
+        return int(height * width)
     header = opened(encoded(image, limits), limits)
     return header.width * header.height
 
@@ -189,7 +189,7 @@ def opened(data: bytes, limits: Limits) -> Image.Image:
     return image
 
 
-def _decoded(load: Any) -> Image.Image:
+def _decoded(load: Callable[[], Image.Image]) -> Image.Image:
     try:
         return load()
     except Exception as error:

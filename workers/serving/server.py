@@ -19,7 +19,7 @@ from workers.data.feed import EVAL_BATCH
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.methods.bases.class_incremental import ClassIncremental
-from workers.methods.protocols import candidates_of, grouped_logits
+from workers.methods.protocols import InfersTask, candidates_of, grouped_logits
 from workers.rng import StepRng
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, pixels_of
@@ -287,6 +287,7 @@ class Predictor:
     def inferred(self, rows: Tensor, images: Tensor, owners: list[tuple[str, ...]]) -> list[Group]:
         """By the method's own choice among candidates; what several tasks share answers with the
         classes of the last of them."""
+        assert isinstance(self.method, InfersTask)
         places, sure = (t.cpu() for t in self.method.infer(images))
         found, wide = [], self.method.scenario == "class"
         logits = self.method.answer(images, places.to(self.device), None)
@@ -294,7 +295,7 @@ class Predictor:
             mine, name = places == place, owners[place][-1] if owners[place] else ""
             own = (
                 self.method.class_slices()[name]
-                if wide
+                if wide and isinstance(self.method, ClassIncremental)
                 else slice(len(self.classes.get(name, [])) or None)
             )
             cut = logits[mine.to(self.device), own]

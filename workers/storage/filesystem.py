@@ -285,7 +285,7 @@ class Reading:
         self.file.close()
 
 
-class RetryingFilesystem(fs.FileSystemHandler):
+class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
     """Every operation of a filesystem, made again where it failed for a reason that passes. Files
     are written whole, by `put` alone: a stream that is closed by an exception would publish what it
     has.
@@ -303,7 +303,7 @@ class RetryingFilesystem(fs.FileSystemHandler):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _do(self, call: Callable[[], Any], doing: str, may_be_gone: bool = False) -> Any:
+    def _do(self, call: Callable[[], T], doing: str, may_be_gone: bool = False) -> T:
         return retry(call, self.where, doing, may_be_gone=may_be_gone)
 
     def put(self, path: str, data: bytes) -> None:
@@ -319,16 +319,22 @@ class RetryingFilesystem(fs.FileSystemHandler):
             self._do(lambda: aside.submit(written).result(), f"writing {path}")
 
     def get_type_name(self) -> str:
-        return self.system.type_name
+        return str(self.system.type_name)
 
     def normalize_path(self, path: str) -> str:
-        return self.system.normalize_path(path)
+        return str(self.system.normalize_path(path))
 
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        return self._do(lambda: self.system.get_file_info(paths), f"looking for {paths[0]}")
+        infos: list[fs.FileInfo] = self._do(
+            lambda: self.system.get_file_info(paths), f"looking for {paths[0]}"
+        )
+        return infos
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        return self._do(lambda: self.system.get_file_info(selector), f"listing {selector.base_dir}")
+        infos: list[fs.FileInfo] = self._do(
+            lambda: self.system.get_file_info(selector), f"listing {selector.base_dir}"
+        )
+        return infos
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         return pa.PythonFile(

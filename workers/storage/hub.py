@@ -20,8 +20,7 @@ def connection_problem() -> str:
     The question is asked in a thread: a look-up of a host's name knows no timeout. Later requests
     of this process get one.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     outcome: list[str] = []
 

@@ -79,7 +79,7 @@ def rows_of(tasks: list[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def grouped(networks: Any, images: Tensor, tasks: list[str]) -> Tensor:
-    """As `Predictor.told` does it: a forward for each task over its own images."""
+    """As `Predictor.logits_with_task` does it: a forward for each task over its own images."""
     out = images.new_empty(len(images), CLASSES)
     for name, rows in rows_of(tasks).items():
         out[rows] = networks(name)(images[rows])

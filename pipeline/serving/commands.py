@@ -138,7 +138,7 @@ def predict(args: argparse.Namespace) -> int:
     from workers.serving.server import Predictor
 
     served = Predictor(chosen(args))
-    served.checked(len(args.images), args.task, args.rule, args.top)
+    served.check_request(len(args.images), args.task, args.rule, args.top)
     found: list[Answer] = []
     limits = limits_of(served.bundle)
     for start in range(0, len(args.images), limits.images):

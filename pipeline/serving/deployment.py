@@ -1,9 +1,12 @@
-"""A model folder behind Ray Serve: concurrent requests for many tasks meet in one batch, and a
-stranger's request costs little."""
+"""A model folder behind Ray Serve.
+
+Concurrent requests for many tasks share one batch, and limits bound what a request may cost.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,17 +28,19 @@ from workers.serving.server import Answer, Predictor, Rule
 
 APPLICATION = "accrete"
 ONGOING = 64  # requests that the replica works on
-TOGETHER, WAIT_S = 32, 0.005  # requests in a batch, and how long the first waits for others
-IMAGES, IMAGE_BYTES = 64, 16 << 20
-READERS = min(4, os.cpu_count() or 1)  # requests that are decoded side by side
-# lists and objects in a body: each takes memory before anything else is known of it
+BATCH_REQUESTS = 32
+BATCH_WAIT_S = 0.005  # how long the first request of a batch waits for others
+IMAGES = 64  # most in one request
+IMAGE_BYTES = 16 << 20
+READERS = min(4, os.cpu_count() or 1)  # requests that are decoded in parallel
+# Most lists and objects in a body: each takes memory before the body can be checked.
 PARTS = 1 << 22
 FIELDS = {"images", "tasks", "rule", "top"}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request, decoded."""
+class DecodedRequest:
+    """One request. pixels: uint8 (n, 3, S, S). tasks: a task or None for each image."""
 
     pixels: NDArray[np.uint8]
     tasks: list[str | None]
@@ -45,8 +50,11 @@ class Asked:
 
 @serve.deployment(max_ongoing_requests=ONGOING, max_queued_requests=Bounds.requests)
 class Deployment:
-    """One replica: one backbone. folder: of the bundle. total_pixels: most of all images of a
-    request, and of all decoded at the same moment."""
+    """One replica, which holds one backbone.
+
+    folder: of the bundle. total_pixels: the most pixels of one request's images, and of all images
+    that are decoded at the same moment.
+    """
 
     def __init__(self, folder: str, total_pixels: int):
         self.served = Predictor.open(folder)
@@ -61,12 +69,12 @@ class Deployment:
         self.readers = ThreadPoolExecutor(READERS, "read")
 
     def tasks(self) -> dict[str, Any]:
-        """What GET /tasks answers."""
+        """Return the body of the answer to GET /tasks."""
         body = self.served.bundle.body
         return {
             "method": body["method"],
             "scenario": body["scenario"],
-            "infers": self.served.infers,
+            "infers": self.served.infers_task,
             "tasks": [{"name": t.name, "classes": list(t.classes)} for t in self.served.tasks],
             "limits": {
                 "images": IMAGES,
@@ -76,36 +84,35 @@ class Deployment:
         }
 
     async def predict(self, data: bytes) -> Reply:
-        """The answer to the body of POST /predict."""
+        """Answer the body of POST /predict."""
         loop = asyncio.get_running_loop()
         try:
-            found = await self.together(await loop.run_in_executor(self.readers, self.read, data))
-            if isinstance(found, UserError):
-                raise found
+            request = await loop.run_in_executor(self.readers, self.decode, data)
+            answers = await self.answer_batch(request)
+            if isinstance(answers, UserError):
+                raise answers
         except UserError as error:
             return Reply(400, {"error": " ".join(str(error).split())})
-        return Reply(200, {"predictions": [answer.row() for answer in found]})
+        return Reply(200, {"predictions": [answer.row() for answer in answers]})
 
-    def read(self, data: bytes) -> Asked:
-        """Raises UserError where it is no request that can be answered."""
-        body = request_of(data)
-        rule, top = body.get("rule", "refuse"), body.get("top", 0)
-        tasks = self.served.checked(len(body["images"]), body.get("tasks"), rule, top)
-        return Asked(
-            pixels_of(body["images"], self.served.augment.size_in, self.limits, self.budget),
-            tasks,
-            rule,
-            self.served.bounded(top),
-        )
+    def decode(self, data: bytes) -> DecodedRequest:
+        """Decode the body of a request. Raise `UserError` when it cannot be answered."""
+        body = parse_request(data)
+        images = body["images"]
+        rule = body.get("rule", "refuse")
+        top = body.get("top", 0)
+        tasks = self.served.check_request(len(images), body.get("tasks"), rule, top)
+        pixels = pixels_of(images, self.served.augment.size_in, self.limits, self.budget)
+        return DecodedRequest(pixels, tasks, rule, self.served.limit_top(top))
 
-    @serve.batch(max_batch_size=TOGETHER, batch_wait_timeout_s=WAIT_S)
-    async def together(self, asked: list[Asked]) -> list[list[Answer] | UserError]:
-        """Requests of the same moment, whatever their tasks."""
-        return await asyncio.to_thread(answered, self.served, asked)
+    @serve.batch(max_batch_size=BATCH_REQUESTS, batch_wait_timeout_s=BATCH_WAIT_S)
+    async def answer_batch(self, requests: list[DecodedRequest]) -> list[list[Answer] | UserError]:
+        """Answer requests that arrived at the same moment, whatever their tasks."""
+        return await asyncio.to_thread(answer_requests, self.served, requests)
 
 
 def predict_of(handle: DeploymentHandle[Any]) -> Callable[[bytes], Awaitable[Reply]]:
-    """Asks the replica; one that died or has no room is no error of the server."""
+    """Return a function that asks the replica; status 503 when it died or has no room."""
 
     async def predict(data: bytes) -> Reply:
         response = handle.predict.remote(data)
@@ -128,40 +135,52 @@ def predict_of(handle: DeploymentHandle[Any]) -> Callable[[bytes], Awaitable[Rep
 
 
 def is_running() -> bool:
-    """Whether there is a replica that answers."""
+    """Return whether a replica answers."""
     application = serve.status().applications.get(APPLICATION)
     return application is not None and application.status == "RUNNING"
 
 
-def answered(served: Predictor, asked: Sequence[Asked]) -> list[list[Answer] | UserError]:
-    """The answers of each request, or why there are none. Requests with the same rule go through
-    the network together."""
-    found: list[list[Answer] | UserError] = [[] for _ in asked]
-    parts: dict[Any, list[int]] = {}
-    for place, one in enumerate(asked):
-        parts.setdefault((one.rule, one.top) if served.mixes else place, []).append(place)
-    for places in parts.values():
-        first = asked[places[0]]
+def answer_requests(
+    served: Predictor, requests: Sequence[DecodedRequest]
+) -> list[list[Answer] | UserError]:
+    """Return the answers of each request, or the error that explains why there are none.
+
+    Requests with the same rule go through the network together.
+    """
+    replies: list[list[Answer] | UserError] = [[] for _ in requests]
+    for indices in batches_of(served, requests):
+        batch = [requests[index] for index in indices]
+        pixels = np.concatenate([request.pixels for request in batch])
+        tasks = list(itertools.chain.from_iterable(request.tasks for request in batch))
         try:
-            answers = served.answers(
-                np.concatenate([asked[p].pixels for p in places]),
-                [t for p in places for t in asked[p].tasks],
-                first.rule,
-                first.top,
-            )
+            answers = served.answers(pixels, tasks, batch[0].rule, batch[0].top)
         except UserError as error:
-            for place in places:
-                found[place] = error
+            for index in indices:
+                replies[index] = error
             continue
         start = 0
-        for place in places:
-            found[place] = answers[start : start + len(asked[place].tasks)]
-            start += len(asked[place].tasks)
-    return found
+        for index in indices:
+            end = start + len(requests[index].tasks)
+            replies[index] = answers[start:end]
+            start = end
+    return replies
 
 
-def request_of(data: bytes) -> dict[str, Any]:
-    """JSON with `images`, and if wanted `tasks`, `rule`, `top`. Raises UserError."""
+def batches_of(served: Predictor, requests: Sequence[DecodedRequest]) -> list[list[int]]:
+    """Return the indices of the requests of each forward: those with equal rule and `top`.
+
+    Each request is alone if the method infers one task from several images.
+    """
+    if not served.is_per_image:
+        return [[index] for index in range(len(requests))]
+    batches: dict[tuple[str, int], list[int]] = {}
+    for index, request in enumerate(requests):
+        batches.setdefault((request.rule, request.top), []).append(index)
+    return list(batches.values())
+
+
+def parse_request(data: bytes) -> dict[str, Any]:
+    """Parse JSON with `images` and optionally `tasks`, `rule`, `top`. Raise `UserError` if not."""
     shape = '{"images": [BASE64, ...], "tasks": NAME or [NAME, ...]}'
     if data.count(b"[") + data.count(b"{") > PARTS:
         raise UserError(
@@ -184,12 +203,16 @@ def request_of(data: bytes) -> dict[str, Any]:
         raise UserError(
             f"the body has a field {unknown[0][:80]!r}; it may have {', '.join(sorted(FIELDS))}"
         )
-    tasks = body.get("tasks")
-    if not isinstance(tasks, (str, list, type(None))) or not all(
-        isinstance(t, (str, type(None))) for t in tasks or ()
-    ):
+    if not has_valid_tasks(body.get("tasks")):
         raise UserError("tasks must be a name, or a list with a name or null for each image")
     return body
+
+
+def has_valid_tasks(tasks: object) -> bool:
+    """Return whether `tasks` of a request is a name, null, or a list of these."""
+    if tasks is None or isinstance(tasks, str):
+        return True
+    return isinstance(tasks, list) and all(task is None or isinstance(task, str) for task in tasks)
 
 
 def _refuse_constant(name: str) -> Any:

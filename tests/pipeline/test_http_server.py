@@ -384,14 +384,15 @@ def one_bit(side: int) -> bytes:
 @pytest.fixture(scope="module")
 def model(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Finished]]:
     """The deployment of a run's bundle in this process, behind HTTP."""
-    from pipeline.serving.deployment import Deployment, answered
+    from pipeline.serving.deployment import Deployment, answer_requests
 
     class Alone(Deployment.func_or_class):  # type: ignore[misc, name-defined]
         """Requests are answered one by one: what puts them into a batch needs a replica of Ray
         Serve."""
 
-        async def together(self, asked: Any) -> Any:
-            return (await asyncio.to_thread(answered, self.served, [asked]))[0]
+        async def answer_batch(self, request: Any) -> Any:
+            replies = await asyncio.to_thread(answer_requests, self.served, [request])
+            return replies[0]
 
     run, folder = finished(lab, "meat", epochs=1), str(tmp_path_factory.mktemp("model") / "bundle")
     run.bundle.write(folder)
@@ -505,7 +506,7 @@ def test_a_field_that_is_no_such_value_gets_one_sentence(
 
 @pytest.mark.parametrize("part", ["[],", "{},"])
 def test_a_body_of_millions_of_parts_is_refused_before_it_is_parsed(part: str) -> None:
-    from pipeline.serving.deployment import PARTS, request_of
+    from pipeline.serving.deployment import PARTS, parse_request
 
     with pytest.raises(UserError, match="lists and objects"):
-        request_of(f'{{"images": [{part * PARTS}0]}}'.encode())
+        parse_request(f'{{"images": [{part * PARTS}0]}}'.encode())

@@ -334,24 +334,24 @@ def test_mlflow_outlives_a_storm(run: Any, mlflow_server: Any) -> None:
     ],
 )
 def test_a_malformed_request_gets_one_sentence(data: Any, said: str) -> None:
-    from pipeline.serving.deployment import request_of
+    from pipeline.serving.deployment import parse_request
 
     with pytest.raises(UserError, match=said):
-        request_of(data)
+        parse_request(data)
 
 
 def test_requests_that_meet_are_answered_together_each_its_own(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipeline.serving.deployment import Asked, answered
+    from pipeline.serving.deployment import DecodedRequest, answer_requests
 
     pixels = np.random.default_rng(0).integers(0, 255, (6, 3, 16, 16)).astype(np.uint8)
-    asked = [
-        Asked(pixels[:1], ["two"], "refuse", 0),
-        Asked(pixels[1:4], ["three", "two", "three"], "refuse", 0),
-        Asked(pixels[4:], ["two"] * 2, "refuse", 1),
+    batch = [
+        DecodedRequest(pixels[:1], ["two"], "refuse", 0),
+        DecodedRequest(pixels[1:4], ["three", "two", "three"], "refuse", 0),
+        DecodedRequest(pixels[4:], ["two"] * 2, "refuse", 1),
     ]
-    alone = [run.served.answers(a.pixels, a.tasks, a.rule, a.top) for a in asked]
+    alone = [run.served.answers(a.pixels, a.tasks, a.rule, a.top) for a in batch]
     batch_sizes: list[int] = []
     answers: Callable[..., list[Answer]] = run.served.answers
 
@@ -360,7 +360,7 @@ def test_requests_that_meet_are_answered_together_each_its_own(
         return answers(pixels, *rest)
 
     monkeypatch.setattr(run.served, "answers", counted)
-    together = answered(run.served, asked)
+    together = answer_requests(run.served, batch)
     assert batch_sizes == [4, 2]
     for batched, single in zip(together, alone, strict=True):
         assert not isinstance(batched, UserError)

@@ -135,7 +135,7 @@ def test_masked_tasks_are_served_compact(runs: Any) -> None:
     run = runs("meat")
     images, tasks = mixed(run)
     run.served.predict(images, tasks)
-    assert {type(made).__name__ for made, _ in run.served.kept.items.values()} == {"CompactVit"}
+    assert {type(made).__name__ for made, _ in run.served.cache.items.values()} == {"CompactVit"}
 
 
 @pytest.mark.parametrize("name", ["packnet", "meat"])
@@ -143,7 +143,7 @@ def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs: Any, name:
     run = runs(name)
     images, tasks = mixed(run)
     wanted = exact(run.served, images, tasks)
-    size = max(bytes_ for _, bytes_ in run.served.kept.items.values())
+    size = max(bytes_ for _, bytes_ in run.served.cache.items.values())
     assert size > 0
     small, none = (Predictor(run.bundle, limit) for limit in (size, 0))
     assert (
@@ -152,8 +152,8 @@ def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs: Any, name:
         == exact(none, images, tasks)
         == exact(small, images, tasks)
     )
-    assert none.kept.nbytes == 0
-    assert 0 < small.kept.nbytes <= size
+    assert none.cache.nbytes == 0
+    assert 0 < small.cache.nbytes <= size
 
 
 def test_what_was_used_longest_ago_goes_first() -> None:

@@ -1,5 +1,4 @@
-"""One model that serves every task of a finished run: images of many tasks in one call, grouped by
-task, one backbone in memory."""
+"""One loaded bundle answers images of all its tasks: grouped by task, one backbone in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -27,15 +26,19 @@ from workers.serving.images import Limits, pixels_of
 Rule = Literal["refuse", "confident"]
 RULES = ("refuse", "confident")
 CACHE_BYTES = 1 << 30
+MAX_LISTED_TASKS = 12  # in an error
 
 
 @dataclass(frozen=True)
 class Answer:
-    """class_: its name on the card. probability: of it. task: whose class it is, "" where a
-    discovered mask belongs to none. confidence: how sure it is of the task, in [0, 1]: 1 where the
-    task was told, what the method says where it finds out, the share of that task's classes where
-    all compete, the winning probability under the rule `confident`. probabilities: by class, the
-    largest first."""
+    """What the model says of one image.
+
+    class_: name of the class, as on the card. probability: of that class. task: the task of that
+    class; "" where an inferred mask belongs to no task. confidence: in [0, 1], how sure the task
+    is: 1 if the request named it; the method's own figure if it infers the task; the share of that
+    task's classes if all classes compete; the winning probability under the rule `confident`.
+    probabilities: by class, the largest first.
+    """
 
     class_: str
     probability: float
@@ -44,7 +47,7 @@ class Answer:
     probabilities: dict[str, float]
 
     def row(self) -> dict[str, Any]:
-        """As it goes into a table or JSON."""
+        """Return the answer as a row of a table or as JSON."""
         return {
             "class": self.class_,
             "probability": self.probability,
@@ -54,55 +57,76 @@ class Answer:
         }
 
 
-class LruCache:
-    """What was folded for each task, as long as all of it takes no more than `limit` bytes; what
-    was used longest ago goes first. own: storages that do not count, because the backbone holds
-    them anyway."""
+class CacheEntry(NamedTuple):
+    """What was computed for one task, and the bytes that it adds to the backbone's."""
 
-    def __init__(self, limit: int, own: set[int]):
-        self.limit, self.own = limit, own
-        self.items: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+    value: Any
+    nbytes: int
+
+
+class LruCache:
+    """What was computed for each task: a module, or tensors by name.
+
+    While all entries take more than `limit` bytes, the least recently used one is dropped.
+    excluded: addresses of storages that are not counted, because the backbone holds them anyway.
+    """
+
+    def __init__(self, limit: int, excluded: set[int]):
+        self.limit = limit
+        self.excluded = excluded
+        self.items: OrderedDict[str, CacheEntry] = OrderedDict()
 
     @property
     def nbytes(self) -> int:
-        return sum(size for _, size in self.items.values())
+        """Bytes of all entries together."""
+        return sum(entry.nbytes for entry in self.items.values())
 
     def get(self, task: str, make: Callable[[str], Any]) -> Any:
+        """Return the entry of a task; `make(task)` computes it if it is not cached."""
         if task not in self.items:
-            made = make(task)
-            self.items[task] = made, self.size(made)
+            value = make(task)
+            self.items[task] = CacheEntry(value, self.size(value))
         self.items.move_to_end(task)
-        found = self.items[task][0]
+        value = self.items[task].value
         while self.items and self.nbytes > self.limit:
             self.items.popitem(last=False)
-        return found
+        return value
 
-    def size(self, made: Any) -> int:
-        tensors = (
-            [*made.parameters(), *made.buffers()]
-            if isinstance(made, nn.Module)
-            else [*made.values()]
-        )
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(size for place, size in storages.items() if place not in self.own)
+    def size(self, value: Any) -> int:
+        """Return the bytes of a module or of tensors by name, each storage counted once."""
+        if isinstance(value, nn.Module):
+            tensors = [*value.parameters(), *value.buffers()]
+        else:
+            tensors = [*value.values()]
+        storages = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.excluded:
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
 
 
 @dataclass(frozen=True)
 class Group:
-    """Answers of some images that share an output space. classes: a (task, class) for each
-    column."""
+    """Logits of some images that share an output space.
+
+    rows: (b,), the images' positions in the batch. logits: (b, classes). classes: (task, class) of
+    each column.
+    """
 
     rows: Tensor
     logits: Tensor
     classes: list[tuple[str, str]]
     confidence: Tensor | None = None  # (b,); None: the probability of the class
-    by_task: bool = False  # confidence is the share of the winning task's classes
+    is_by_task: bool = False  # confidence is the share of the winning task's classes
 
 
 @dataclass
 class Predictor:
-    """A loaded bundle. Safe to call from several threads: decoding goes side by side, the network
-    serves one call after the other."""
+    """A loaded bundle. Safe to call from several threads.
+
+    Threads decode images in parallel; the network answers one call at a time.
+    """
 
     bundle: Bundle
     cache_bytes: int = CACHE_BYTES
@@ -111,41 +135,42 @@ class Predictor:
     def __post_init__(self) -> None:
         self.method = self.bundle.method(self.device)
         self.tasks = self.bundle.tasks
-        self.classes = {t.name: [(t.name, c) for c in t.classes] for t in self.tasks}
-        self.augment = Augment(
-            DataSettings(),
-            BackboneSettings.model_validate(self.bundle.body["backbone"]),
-            training=False,
-        )
-        self.kept = LruCache(
-            self.cache_bytes,
-            {
-                t.untyped_storage().data_ptr()
-                for t in (*self.method.parameters(), *self.method.buffers())
-            },
-        )
+        self.classes: dict[str, list[tuple[str, str]]] = {}  # task -> (task, class) by column
+        for task in self.tasks:
+            self.classes[task.name] = [(task.name, class_) for class_ in task.classes]
+        backbone_settings = BackboneSettings.model_validate(self.bundle.body["backbone"])
+        self.augment = Augment(DataSettings(), backbone_settings, training=False)
+        tensors = (*self.method.parameters(), *self.method.buffers())
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.cache = LruCache(self.cache_bytes, addresses)
         self.compact: Callable[[str], nn.Module] | None = getattr(self.method, "compact", None)
         if self.compact is None:
-            self.method.override_cache = lambda task: self.kept.get(
-                task, self.method.serving_weights
-            )
+            self.method.override_cache = self._cached_weights
         self.lock = threading.Lock()
+
+    def _cached_weights(self, task: str) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = self.cache.get(task, self.method.serving_weights)
+        return weights
 
     @classmethod
     def open(cls, uri: str, cache_bytes: int = CACHE_BYTES, device: str = "cpu") -> Predictor:
-        """Loads the bundle at `uri` (a folder, or a URI that pyarrow knows) and checks every
-        digest. Raises UserError."""
+        """Load the bundle at `uri`: a folder, or a URI that pyarrow knows.
+
+        Raise `UserError` when a digest differs or the bundle cannot be used.
+        """
         return cls(Bundle.open(uri), cache_bytes, torch.device(device))
 
     @property
-    def infers(self) -> bool:
-        """Whether images need no task."""
+    def infers_task(self) -> bool:
+        """Whether a request may leave out the task of an image."""
         return bool(candidates_of(self.method)) or self.method.scenario == "class"
 
     @property
-    def mixes(self) -> bool:
-        """Whether an image's answer is its own, whatever images come with it; else those that
-        follow each other are judged together."""
+    def is_per_image(self) -> bool:
+        """Whether the answer to an image does not depend on the other images of its batch.
+
+        Otherwise the method infers one task from several consecutive images.
+        """
         return getattr(self.method.settings, "infer_images", 1) == 1
 
     # ---- requests --------------------------------------------------------------------------------
@@ -157,177 +182,233 @@ class Predictor:
         top: int = 0,
         limits: Limits | None = None,
     ) -> list[Answer]:
-        """images: paths, bytes of JPEG, PNG or WebP files, base64, uint8 arrays (H, W, 3), or
-        Pillow's, mixed as you like. tasks: one for all, or one for each image; None where it is to
-        be found out. rule: what happens where the method cannot: `refuse`, or `confident`: the task
-        whose head answers with the highest probability. top: how many probabilities are given; 0:
-        all. Raises UserError."""
-        wanted = self.checked(len(images), tasks, rule, top)
-        limits = limits or Limits(self.bundle.body["max_pixels"], paths=True)
-        return self.answers(
-            pixels_of(images, self.augment.size_in, limits), wanted, rule, self.bounded(top)
-        )
+        """Return an answer for each image. Raise `UserError` when a request cannot be answered.
 
-    def bounded(self, top: int) -> int:
-        """As many probabilities as there can be: those of all classes of all tasks."""
+        images: paths, bytes of JPEG, PNG or WebP files, base64, uint8 arrays (H, W, 3), or Pillow
+        images, in any mixture. tasks: one for all images, or one for each; None: infer it.
+        rule: for images without a task, when the method cannot infer it. `refuse` raises,
+        `confident` takes the task whose head gives the highest probability.
+        top: how many probabilities an answer lists; 0: all.
+        """
+        image_tasks = self.check_request(len(images), tasks, rule, top)
+        limits = limits or Limits(self.bundle.body["max_pixels"], paths=True)
+        pixels = pixels_of(images, self.augment.size_in, limits)
+        return self.answers(pixels, image_tasks, rule, self.limit_top(top))
+
+    def limit_top(self, top: int) -> int:
+        """Return `top`, at most the number of classes of all tasks."""
         return min(top, sum(len(task.classes) for task in self.tasks))
 
-    def checked(
+    def check_request(
         self,
         count: int,
         tasks: Sequence[str | None] | str | None,
         rule: str = "refuse",
         top: int = 0,
     ) -> list[str | None]:
-        """A task or None for each of `count` images. Raises UserError where a task is not served,
-        or is missing and needed."""
+        """Return a task or None for each of `count` images.
+
+        Raise `UserError` when a task is not served, or when it is needed and not named.
+        """
         if rule not in RULES:
             raise UserError(f"rule is {rule!r:.80}; give one of {', '.join(RULES)}")
         if isinstance(top, bool) or not isinstance(top, int) or top < 0:
             raise UserError(f"top is {top!r:.80}; give how many probabilities you want, 0 for all")
-        wanted = [tasks] * count if tasks is None or isinstance(tasks, str) else list(tasks)
-        if len(wanted) != count:
+        if tasks is None or isinstance(tasks, str):
+            image_tasks = [tasks] * count
+        else:
+            image_tasks = list(tasks)
+        if len(image_tasks) != count:
             raise UserError(
-                f"there are {count} images and {len(wanted)} tasks; give a task, or none, for "
-                "each image"
+                f"there are {count} images and {len(image_tasks)} tasks; give a task, or none, "
+                "for each image"
             )
-        for name in dict.fromkeys(wanted):
+        for name in dict.fromkeys(image_tasks):
             if name is not None and name not in self.classes:
-                close = (
-                    difflib.get_close_matches(str(name), self.classes, 3, 0.5)
-                    or [*self.classes][:12]
-                )
-                raise UserError(
-                    f"task {str(name)[:80]!r} is not served; "
-                    + ("did you mean " if len(close) < len(self.classes) else "there are ")
-                    + ", ".join(close)
-                )
-        if None in wanted and not self.infers and rule == "refuse":
+                raise self._unknown_task(name)
+        if None in image_tasks and not self.infers_task and rule == "refuse":
             raise UserError(
                 f"method {self.method.name!r} needs to be told the task of each image; there "
                 f"are {', '.join(self.classes)}; or set rule=confident, "
                 "which takes the task that answers with the highest probability"
             )
-        return wanted
+        return image_tasks
+
+    def _unknown_task(self, name: Any) -> UserError:
+        similar = difflib.get_close_matches(str(name), self.classes, 3, 0.5)
+        names = similar or [*self.classes][:MAX_LISTED_TASKS]
+        is_suggestion = len(names) < len(self.classes)
+        introduction = "did you mean" if is_suggestion else "there are"
+        return UserError(
+            f"task {str(name)[:80]!r} is not served; {introduction} {', '.join(names)}"
+        )
 
     # ---- answers ---------------------------------------------------------------------------------
     @torch.no_grad()
     def answers(
         self, pixels: NDArray[Any], tasks: Sequence[str | None], rule: Rule = "refuse", top: int = 0
     ) -> list[Answer]:
-        """pixels: uint8 (n, 3, S, S) as evaluation decodes them. tasks: as `checked` gives them."""
-        found: list[Answer | None] = [None] * len(tasks)
+        """Return an answer for each image.
+
+        pixels: uint8 (n, 3, S, S), decoded as for evaluation. tasks: as `check_request` returns
+        them.
+        """
+        answers: list[Answer | None] = [None] * len(tasks)
         for start in range(0, len(tasks), EVAL_BATCH):
-            part = slice(start, start + EVAL_BATCH)
+            batch = slice(start, start + EVAL_BATCH)
             with self.lock:
-                groups = self.groups(self.images_of(pixels[part]), tasks[part], rule)
+                images = self.network_input(pixels[batch])
+                groups = self.group_logits(images, tasks[batch], rule)
             for group in groups:
-                for row, answer in zip(
-                    (group.rows + start).tolist(), self.worded(group, top), strict=True
-                ):
-                    found[row] = answer
-        return [answer for answer in found if answer is not None]
+                rows = (group.rows + start).tolist()
+                for row, answer in zip(rows, self.to_answers(group, top), strict=True):
+                    answers[row] = answer
+        return [answer for answer in answers if answer is not None]
 
-    def images_of(self, pixels: NDArray[Any]) -> Tensor:
-        """What the network gets: as the feed gives it to evaluation."""
-        here = torch.from_numpy(pixels).to(self.device)
-        rows = torch.arange(len(here))
-        return self.augment(here, rows, None, StepRng(0, 0, 0, rows, len(here), self.device))[0]
+    def network_input(self, pixels: NDArray[Any]) -> Tensor:
+        """Return pixels uint8 (n, 3, S, S) as the images (n, 3, H, W) that evaluation uses."""
+        batch = torch.from_numpy(pixels).to(self.device)
+        rows = torch.arange(len(batch))
+        rng = StepRng(0, 0, 0, rows, len(batch), self.device)
+        return self.augment(batch, rows, None, rng)[0]
 
-    def groups(self, images: Tensor, tasks: Sequence[str | None], rule: Rule) -> list[Group]:
-        """Images of one task together, each group one forward."""
-        rows: dict[str | None, list[int]] = {}
+    def group_logits(self, images: Tensor, tasks: Sequence[str | None], rule: Rule) -> list[Group]:
+        """Return the logits of a batch, grouped by task, or by output space for unknown tasks."""
+        rows_by_task: dict[str, list[int]] = {}
+        unknown: list[int] = []
         for row, task in enumerate(tasks):
-            rows.setdefault(task, []).append(row)
-        places = {task: torch.tensor(mine) for task, mine in rows.items()}
-        unknown = places.pop(None, None)
-        told = {task: mine for task, mine in places.items() if task is not None}
-        found = (
-            [] if unknown is None else self.untold(unknown, images[unknown.to(self.device)], rule)
-        )
-        return found + [
-            Group(told[task], logits, self.classes[task], torch.ones(len(told[task])))
-            for task, logits in self.told(images, told).items()
-        ]
+            if task is None:
+                unknown.append(row)
+            else:
+                rows_by_task.setdefault(task, []).append(row)
+        groups: list[Group] = []
+        if unknown:
+            rows = torch.tensor(unknown)
+            groups += self.logits_without_task(rows, images[rows.to(self.device)], rule)
+        task_rows = {task: torch.tensor(rows) for task, rows in rows_by_task.items()}
+        for task, logits in self.logits_with_task(images, task_rows).items():
+            rows = task_rows[task]
+            groups.append(Group(rows, logits, self.classes[task], torch.ones(len(rows))))
+        return groups
 
-    def told(self, images: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Logits over the classes of each task for its rows of images, by what its masks leave
-        where the method can cut the rest."""
-        here = {task: mine.to(self.device) for task, mine in rows.items()}
-        if self.compact is not None:
-            return {
-                task: self.kept.get(task, self.compact)(images[mine]) for task, mine in here.items()
-            }
-        return grouped_logits(self.method, images, here) if here else {}
+    def logits_with_task(self, images: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return task -> logits (b, classes of the task) of its rows of images.
 
-    def untold(self, rows: Tensor, images: Tensor, rule: Rule) -> list[Group]:
-        """Images whose task is not told. rows: their places in the batch."""
+        A method that has `compact` answers with a network that its masks have made smaller.
+        """
+        if not rows:
+            return {}
+        device_rows = {task: index.to(self.device) for task, index in rows.items()}
+        if self.compact is None:
+            return grouped_logits(self.method, images, device_rows)
+        logits: dict[str, Tensor] = {}
+        for task, index in device_rows.items():
+            network = self.cache.get(task, self.compact)
+            logits[task] = network(images[index])
+        return logits
+
+    def logits_without_task(self, rows: Tensor, images: Tensor, rule: Rule) -> list[Group]:
+        """Return the logits of images whose task is unknown. rows: their positions in the batch."""
         candidates = candidates_of(self.method)
         if candidates:
-            return self.inferred(rows, images, [*candidates.values()])
+            return self.infer_task(rows, images, [*candidates.values()])
         if isinstance(self.method, ClassIncremental) and self.method.scenario == "class":
-            classes = [pair for name in self.method.class_slices() for pair in self.classes[name]]
-            return [Group(rows, self.method.logits(images, None), classes, by_task=True)]
-        every = self.told(images, dict.fromkeys(self.classes, torch.arange(len(rows))))
-        best = (
-            torch.stack([logits.float().softmax(1).amax(1) for logits in every.values()])
-            .argmax(0)
-            .cpu()
-        )
-        names = [*every]
-        return [
-            Group(
-                rows[best == place],
-                every[names[place]][(best == place).to(self.device)],
-                self.classes[names[place]],
-            )
-            for place in best.unique().tolist()
-        ]
+            classes: list[tuple[str, str]] = []
+            for name in self.method.class_slices():
+                classes += self.classes[name]
+            return [Group(rows, self.method.logits(images, None), classes, is_by_task=True)]
+        return self.take_most_confident(rows, images)
 
-    def inferred(self, rows: Tensor, images: Tensor, owners: list[tuple[str, ...]]) -> list[Group]:
-        """By the method's own choice among candidates; what several tasks share answers with the
-        classes of the last of them."""
+    def take_most_confident(self, rows: Tensor, images: Tensor) -> list[Group]:
+        """Answer each image with the task whose head gives the highest probability."""
+        all_rows = torch.arange(len(rows))
+        logits = self.logits_with_task(images, dict.fromkeys(self.classes, all_rows))
+        names = [*logits]
+        highest = torch.stack([each.float().softmax(1).amax(1) for each in logits.values()])
+        winners = highest.argmax(0).cpu()  # (b,): index among names
+        groups = []
+        for index in winners.unique().tolist():
+            name = names[index]
+            is_winner = winners == index
+            task_logits = logits[name][is_winner.to(self.device)]
+            groups.append(Group(rows[is_winner], task_logits, self.classes[name]))
+        return groups
+
+    def infer_task(
+        self, rows: Tensor, images: Tensor, candidate_tasks: list[tuple[str, ...]]
+    ) -> list[Group]:
+        """Return the logits of images whose task the method infers.
+
+        candidate_tasks: the tasks of each candidate. A candidate that several tasks share answers
+        with the classes of the last of them.
+        """
         assert isinstance(self.method, InfersTask)
-        places, sure = (t.cpu() for t in self.method.infer(images))
-        found, wide = [], self.method.scenario == "class"
-        logits = self.method.answer(images, places.to(self.device), None)
-        for place in places.unique().tolist():
-            mine, name = places == place, owners[place][-1] if owners[place] else ""
-            own = (
-                self.method.class_slices()[name]
-                if wide and isinstance(self.method, ClassIncremental)
-                else slice(len(self.classes.get(name, [])) or None)
+        inferred, confidence = self.method.infer(images)
+        choices = inferred.cpu()
+        confidence = confidence.cpu()
+        logits = self.method.answer(images, choices.to(self.device), None)
+        groups = []
+        for choice in choices.unique().tolist():
+            tasks = candidate_tasks[choice]
+            name = tasks[-1] if tasks else ""
+            is_chosen = choices == choice
+            task_logits = logits[is_chosen.to(self.device), self._columns(name)]
+            num_outputs = task_logits.shape[1]
+            classes = self.classes.get(name) or [("", f"output {i}") for i in range(num_outputs)]
+            groups.append(
+                Group(rows[is_chosen], task_logits, classes, confidence[is_chosen].float())
             )
-            cut = logits[mine.to(self.device), own]
-            classes = self.classes.get(name) or [("", f"output {i}") for i in range(cut.shape[1])]
-            found.append(Group(rows[mine], cut, classes, sure[mine].float()))
-        return found
+        return groups
 
-    def worded(self, group: Group, top: int) -> list[Answer]:
-        """Numbers become names. A class name that several tasks have is given as TASK/CLASS where
-        they compete."""
-        probabilities = group.logits.float().softmax(1).cpu()
-        counts = Counter(name for _, name in group.classes)
-        labels = [name if counts[name] == 1 else f"{task}/{name}" for task, name in group.classes]
+    def _columns(self, name: str) -> slice:
+        """Return the columns of an inferred task's classes; all where it belongs to no task."""
+        if self.method.scenario == "class":
+            assert isinstance(self.method, ClassIncremental)
+            return self.method.class_slices()[name]
+        return slice(len(self.classes.get(name, [])) or None)
+
+    def to_answers(self, group: Group, top: int) -> list[Answer]:
+        """Return an answer for each row of a group, with names instead of numbers.
+
+        A class name that several competing tasks have is listed as TASK/CLASS.
+        """
+        probabilities = group.logits.float().softmax(1).cpu()  # (b, classes)
         best = probabilities.max(1)
-        sure = group.confidence if group.confidence is not None else best.values
-        if group.by_task:
-            names = [*dict.fromkeys(task for task, _ in group.classes)]
-            owner = torch.tensor([names.index(task) for task, _ in group.classes])
-            shares = torch.zeros(len(probabilities), len(names)).index_add_(1, owner, probabilities)
-            sure = shares.gather(1, owner[best.indices][:, None])[:, 0].clamp(max=1)
-        shown = probabilities.sort(dim=1, descending=True, stable=True)
-        values, places = (t[:, : top or None].tolist() for t in (shown.values, shown.indices))
-        rows = zip(
-            best.indices.tolist(), best.values.tolist(), sure.tolist(), places, values, strict=True
-        )
-        return [
-            Answer(
-                group.classes[winner][1],
-                probability,
-                group.classes[winner][0],
-                confidence,
-                {labels[i]: p for i, p in zip(where, what, strict=True)},
-            )
-            for winner, probability, confidence, where, what in rows
-        ]
+        confidence = best.values if group.confidence is None else group.confidence
+        if group.is_by_task:
+            confidence = task_shares(probabilities, best.indices, group.classes)
+        ranked = probabilities.sort(dim=1, descending=True, stable=True)
+        end = top or None
+        ranked_columns = ranked.indices[:, :end].tolist()
+        ranked_values = ranked.values[:, :end].tolist()
+        labels = class_labels(group.classes)
+        probability = best.values.tolist()
+        certainty = confidence.tolist()
+        answers = []
+        for row, winner in enumerate(best.indices.tolist()):
+            task, class_ = group.classes[winner]
+            names = [labels[column] for column in ranked_columns[row]]
+            listed = dict(zip(names, ranked_values[row], strict=True))
+            answers.append(Answer(class_, probability[row], task, certainty[row], listed))
+        return answers
+
+
+def class_labels(classes: list[tuple[str, str]]) -> list[str]:
+    """Return the class name of each (task, class), as TASK/CLASS where the name is not unique."""
+    counts = Counter(name for _, name in classes)
+    labels = []
+    for task, name in classes:
+        is_unique = counts[name] == 1
+        labels.append(name if is_unique else f"{task}/{name}")
+    return labels
+
+
+def task_shares(probabilities: Tensor, winners: Tensor, classes: list[tuple[str, str]]) -> Tensor:
+    """Return (b,): the total probability of the classes of each winner's task.
+
+    probabilities: (b, classes). winners: (b,), the winning columns.
+    """
+    tasks = [*dict.fromkeys(task for task, _ in classes)]
+    owner = torch.tensor([tasks.index(task) for task, _ in classes])  # (classes,)
+    shares = torch.zeros(len(probabilities), len(tasks)).index_add_(1, owner, probabilities)
+    return shares.gather(1, owner[winners][:, None])[:, 0].clamp(max=1)

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def make_body(
         {"name": name, "card": card, "role": "base" if name == "base" else "task"}
         for name, card in cards.items()
     ]
-    body = {
+    body: dict[str, Any] = {
         "name": "small",
         "seed": 5,
         "storage": str(folder / "storage"),
@@ -172,7 +172,8 @@ def doom(calls: int, by: int, within: str) -> None:
     file, within a stage if one is named."""
     from pipeline.launch import local
 
-    left, counted, run_stage = itertools.count(calls, -1), [not within], local.run_stage
+    left, counted = itertools.count(calls, -1), [not within]
+    run_stage: Callable[..., Any] = vars(local)["run_stage"]
 
     def deadly(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +193,7 @@ def doom(calls: int, by: int, within: str) -> None:
         finally:
             counted[0] = not within
 
-    local.run_stage = watched
+    vars(local)["run_stage"] = watched
 
 
 def run(argv: list[str], out: Path, timeout: float = 240) -> str:
@@ -247,4 +248,4 @@ def attempts(storage: Path | str, name: str = "small") -> dict[str, str]:
 
 def artifact(storage: Path | str, stage_id: str, file: str, name: str = "small") -> Path:
     manifest = manifests(storage, name)[stage_id]
-    return Path(storage) / "stages" / manifest["key"] / manifest["attempt"] / file
+    return Path(storage) / "stages" / str(manifest["key"]) / str(manifest["attempt"]) / file

@@ -20,7 +20,7 @@ from pipeline import cli, yaml_files
 from pipeline.data import cards
 from pipeline.data.listing import CARDS
 from pipeline.graph.store import Store
-from pipeline.report import page
+from pipeline.report import html_parts, page
 from tests import small_run
 from tests.hostile import (
     BACKBONES,
@@ -358,8 +358,8 @@ def test_names_of_tasks_and_classes_are_no_markup_in_a_report(
 
 def test_cells_of_tables_are_text() -> None:
     for evil in EVIL[:4]:
-        assert evil not in page.render_table(["x"], [[evil]], 1) or "<" not in evil
-    assert page.SOFT in page.render_table(["x"], [[page.SOFT]], 1)
+        assert evil not in html_parts.render_table(["x"], [[evil]], 1) or "<" not in evil
+    assert html_parts.NO_VALUE in html_parts.render_table(["x"], [[html_parts.NO_VALUE]], 1)
 
 
 def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(

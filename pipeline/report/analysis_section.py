@@ -1,5 +1,7 @@
-"""What `analyse` found, in the report: a section of the page, shown only while the results that it
-was made of stand."""
+"""The section of the report on what `analyse` measured.
+
+It is shown only while the evaluations that it was made from are those of the run.
+"""
 
 from __future__ import annotations
 
@@ -11,146 +13,149 @@ from typing import Any
 
 from pipeline.graph.store import Store
 from pipeline.report.figures import Picture
-from pipeline.report.page import render_picture, render_table
+from pipeline.report.html_parts import render_picture, render_table
 from workers.storage.artifact import join, read_bytes, read_json
 
 NAME = "analysis.json"
 ORDER = ("attention", "heads", "robustness", "shifted", "maps")  # of the parts on the page
-BEFORE = ('<a href="#sizes">', '<h2 id="sizes">')  # where the link and the section go
+BEFORE = (
+    '<a href="#sizes">',
+    '<h2 id="sizes">',
+)  # the link and the section are inserted before these
 Table = tuple[list[str], list[list[str]]]  # heading, rows
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an analysis: pictures, files beside them by name, and small tables for people."""
+    """A part of an analysis: pictures, files beside them by name, and small tables."""
 
     pictures: Sequence[Picture]
     files: Mapping[str, bytes] = field(default_factory=dict)
     tables: Sequence[Table] = ()
 
     def all_files(self) -> dict[str, bytes]:
-        return {**self.files, **{p.name: p.png for p in self.pictures}}
+        """Return the files and the pictures by name."""
+        return {**self.files, **{picture.name: picture.png for picture in self.pictures}}
 
 
 def evaluation_keys(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What an analysis of a run looked at: its name, and the keys of its evaluations, which stand
-    for all that is behind them."""
-    return {
-        "run": record["name"],
-        "evaluations": {s["id"]: s["key"] for s in record["stages"] if s["step"] == "evaluate"},
-    }
+    """Return what identifies the analysed results of a run: its name and its evaluations' keys."""
+    keys = {}
+    for stage in record["stages"]:
+        if stage["step"] == "evaluate":
+            keys[stage["id"]] = stage["key"]
+    return {"run": record["name"], "evaluations": keys}
 
 
 def analysis_files(
     parts: Mapping[str, Part], records: Sequence[Mapping[str, Any]], store: Store
 ) -> dict[str, bytes]:
-    """The files of an analysis of the runs that `records` describe, for the folder of the first,
-    with a list of them. Earlier parts stay listed while what they were made of stands."""
-    found = {
-        name: part
-        for name, part in load_parts(store, records[0]["name"]).items()
-        if is_current(part, records[0], store)
-    }
-    of = [evaluation_keys(record) for record in records]
-    found |= {
-        name: {
-            "analysis-of": of,
+    """Return the files of an analysis for the folder of the first run, with a list of its parts.
+
+    records: of the analysed runs. Earlier parts stay listed while their results are current.
+    """
+    earlier = load_parts(store, records[0]["name"])
+    entries = {n: part for n, part in earlier.items() if is_current(part, records[0], store)}
+    analysis_of = [evaluation_keys(record) for record in records]
+    files: dict[str, bytes] = {}
+    for name, part in parts.items():
+        files |= part.all_files()
+        pictures = [{"name": p.name, "title": p.title, "says": p.caption} for p in part.pictures]
+        entries[name] = {
+            "analysis-of": analysis_of,
             "files": sorted(part.all_files()),
             "tables": [list(table) for table in part.tables],
-            "pictures": [{"name": p.name, "title": p.title, "says": p.says} for p in part.pictures],
+            "pictures": pictures,
         }
-        for name, part in parts.items()
-    }
-    found = {name: found[name] for name in ORDER if name in found}
-    return {name: data for part in parts.values() for name, data in part.all_files().items()} | {
-        NAME: json.dumps(found, indent=1).encode()
-    }
+    ordered = {name: entries[name] for name in ORDER if name in entries}
+    files[NAME] = json.dumps(ordered, indent=1).encode()
+    return files
 
 
 def load_parts(store: Store, run: str) -> dict[str, Any]:
-    """The parts that stand in the folder of a run; none where the list is absent or damaged."""
+    """Return the listed parts of a run's analysis; none when the list is absent or damaged."""
     try:
-        found = read_json(join(store.storage, "runs", run, NAME))
+        parts = read_json(join(store.storage, "runs", run, NAME))
     except (OSError, ValueError):
         return {}
-    return (
-        {
-            name: part
-            for name, part in found.items()
-            if isinstance(part, dict) and part.get("analysis-of")
-        }
-        if isinstance(found, dict)
-        else {}
-    )
+    if not isinstance(parts, dict):
+        return {}
+    return {name: part for name, part in parts.items() if _is_valid(part)}
+
+
+def _is_valid(part: Any) -> bool:
+    return isinstance(part, dict) and bool(part.get("analysis-of"))
 
 
 def is_current(part: Mapping[str, Any], record: Mapping[str, Any], store: Store) -> bool:
-    """Whether the run of `record`, whatever its name, and every other that it was compared with and
-    whose record is there, is still what was looked at."""
-    own, *others = part["analysis-of"]
-    return own["evaluations"] == evaluation_keys(record)["evaluations"] and all(
-        (now := store.record(other["run"])) is None or evaluation_keys(now) == other
-        for other in others
-    )
+    """Return whether a part was made from the present evaluations of all its runs.
+
+    The first run may have been renamed since. Other runs without a record are not checked.
+    """
+    first, *compared = part["analysis-of"]
+    if first["evaluations"] != evaluation_keys(record)["evaluations"]:
+        return False
+    for keys in compared:
+        other_record = store.record(keys["run"])
+        if other_record is not None and evaluation_keys(other_record) != keys:
+            return False
+    return True
 
 
 def add_section(
     files: Mapping[str, bytes], record: Mapping[str, Any], store: Store
 ) -> dict[str, bytes]:
-    """The files of a report, its page with the section in it where the run was analysed."""
+    """Return the files of a report, with the section in its page when the run was analysed."""
     parts = load_parts(store, record["name"])
     page = files.get("report.html", b"").decode()
-    if not parts or not all(place in page for place in BEFORE):
+    if not parts or not all(marker in page for marker in BEFORE):
         return dict(files)
-    for place, text in zip(
-        BEFORE,
-        ('<a href="#attention">Inside attention</a>', render_section(parts, record, store)),
-        strict=True,
-    ):
-        page = page.replace(place, text + place, 1)
+    link = '<a href="#attention">Attention</a>'
+    for marker, html in zip(BEFORE, (link, render_section(parts, record, store)), strict=True):
+        page = page.replace(marker, html + marker, 1)
     return {**files, "report.html": page.encode()}
 
 
 def render_section(parts: Mapping[str, Any], record: Mapping[str, Any], store: Store) -> str:
-    standing = [part for part in parts.values() if is_current(part, record, store)]
-    body = "".join(_part(part, join(store.storage, "runs", record["name"])) for part in standing)
-    runs = list(dict.fromkeys(run["run"] for part in standing for run in part["analysis-of"]))
-    says = [
-        "What finished models look at on test images, and how they do on images that are "
-        "harder. Nothing here was used for training."
-    ] * bool(standing)
-    says += [f"Compared: {escape(', '.join(runs))}."] * (len(runs) > 1)
-    says += [
-        "An analysis that stands beside this page is left out, because the results that it "
-        "looked at have changed since; <code>python -m pipeline "
-        "analyse</code> makes it anew."
-    ] * (len(standing) < len(parts))
-    return f'<h2 id="attention">Inside attention</h2><p>{" ".join(says)}</p>{body}'
+    """Return the section as HTML, with the parts that are current."""
+    folder = join(store.storage, "runs", record["name"])
+    text = ""
+    body = ""
+    runs: dict[str, None] = {}
+    num_outdated = 0
+    for part in parts.values():
+        if is_current(part, record, store):
+            body += _render_part(part, folder)
+            runs |= dict.fromkeys(run["run"] for run in part["analysis-of"])
+        else:
+            num_outdated += 1
+    if body:
+        text += (
+            "Attention of finished models on test images, and their accuracy on harder images. "
+            "Nothing here was used for training. "
+        )
+    if len(runs) > 1:
+        text += f"Compared: {escape(', '.join(runs))}. "
+    if num_outdated:
+        text += (
+            "An analysis in the folder of this page is left out, because the results that it "
+            "measured have changed; <code>python -m pipeline analyse</code> makes it again."
+        )
+    return f'<h2 id="attention">Attention and robustness</h2><p>{text.strip()}</p>{body}'
 
 
-def _part(part: Mapping[str, Any], folder: str) -> str:
-    """Pictures, tables, and the names of the files; a picture that is gone is left out."""
-    figures = []
-    for about in part["pictures"]:
+def _render_part(part: Mapping[str, Any], folder: str) -> str:
+    """Return pictures, tables and names of files; a missing picture is left out."""
+    html = ""
+    for entry in part["pictures"]:
         try:
-            figures.append(
-                render_picture(
-                    Picture(
-                        about["name"],
-                        about["title"],
-                        about["says"],
-                        read_bytes(join(folder, about["name"])),
-                    )
-                )
-            )
+            png = read_bytes(join(folder, entry["name"]))
         except OSError:
             continue
-    tables = "".join(render_table(heading, rows, 1) for heading, rows in part["tables"])
-    names = ", ".join(
-        f"<code>{escape(name)}</code>" for name in part["files"] if not name.endswith(".png")
-    )
-    return (
-        "".join(figures)
-        + tables
-        + (f"<p class=soft>As files beside this page: {names}.</p>" if names else "")
-    )
+        html += render_picture(Picture(entry["name"], entry["title"], entry["says"], png))
+    for heading, rows in part["tables"]:
+        html += render_table(heading, rows, 1)
+    names = [f"<code>{escape(name)}</code>" for name in part["files"] if not name.endswith(".png")]
+    if names:
+        html += f"<p class=soft>As files beside this page: {', '.join(names)}.</p>"
+    return html

@@ -1,4 +1,7 @@
-"""`compare`: runs side by side, from the store alone, as a page, as CSV and as a short table."""
+"""The `compare` command: runs side by side, from the store, as a page, as CSV and in the terminal.
+
+Imports that load matplotlib or torch stand inside functions, so that mistakes are reported at once.
+"""
 
 from __future__ import annotations
 
@@ -17,123 +20,130 @@ if TYPE_CHECKING:
     from pipeline.report.comparison import Comparison, Spread
     from pipeline.results.tables import RunTables
 
-LONGEST = 120  # characters of a folder's name
+MOST_CHARACTERS = 120  # of a folder's name
 PRINTED = ("average_accuracy", "forgetting", "bytes_per_task")
 
 
 def compare(args: Namespace) -> int:
-    """Writes the page and its tables, and prints a short table."""
+    """Write the page and its tables, and print a short table. Return the exit code."""
     if len(args.run) < 2:
         raise UserError(f"compare: {args.run[0]!r} is one run; give two or more")
     from pipeline.yaml_files import absolute
 
     runs = [load_run(run, absolute(args.storage)) for run in args.run]
-    names = [str(run.record["name"]) for run in runs]
-    for index, run in enumerate(runs):
-        if any(
-            (run.record["name"], run.storage) == (other.record["name"], other.storage)
-            for other in runs[:index]
-        ):
-            raise UserError(f"compare: run {names[index]!r} is named twice; name each run once")
-    from pipeline.report import comparison, comparison_page, files
+    names = _check_distinct(runs)
+    from pipeline.report import comparison_page, files
+    from pipeline.report.comparison import compare_runs
 
-    found = comparison.compare_runs(runs)
+    comparison = compare_runs(runs)
     folder = join(runs[0].storage, "compare", folder_name(names))
-    page = comparison_page.render_page(found).encode()
-    for name, rows in found.tables().items():
+    page = comparison_page.render_page(comparison).encode()
+    for name, rows in comparison.tables().items():
         write_bytes(join(folder, f"{name}.csv"), files.as_csv(rows))
-    write_bytes(join(folder, "compare.html"), page)
+    page_path = join(folder, "compare.html")
+    write_bytes(page_path, page)
     if args.out:
-        try:
-            with open(args.out, "wb") as stream:
-                stream.write(page)
-        except OSError as error:
-            raise UserError(
-                f"--out {args.out!r} cannot be written ({error.strerror}); name a file in a "
-                "folder that is there"
-            ) from None
-    print(
-        f"{format_comparison(found)}\n\npage: {args.out or join(folder, 'compare.html')}\ntables: {folder}"
-    )
+        _write_copy(args.out, page)
+        page_path = args.out
+    print(f"{format_comparison(comparison)}\n\npage: {page_path}\ntables: {folder}")
     return 0
 
 
+def _check_distinct(runs: Sequence[RunTables]) -> list[str]:
+    """Return the names of the runs. Raise UserError when a run is given twice."""
+    seen = set()
+    for run in runs:
+        name = run.record["name"]
+        if (name, run.storage) in seen:
+            raise UserError(f"compare: run {name!r} is named twice; name each run once")
+        seen.add((name, run.storage))
+    return [str(run.record["name"]) for run in runs]
+
+
+def _write_copy(path: str, page: bytes) -> None:
+    try:
+        with open(path, "wb") as stream:
+            stream.write(page)
+    except OSError as error:
+        raise UserError(
+            f"--out {path!r} cannot be written ({error.strerror}); name a file in an existing "
+            "folder"
+        ) from None
+
+
 def load_run(run: str, storage: str) -> RunTables:
-    """A run by its name in the storage, or by the path of its config, whose storage then counts.
-    Raises UserError where there is no record of it."""
+    """Return the tables of a run, named by its name in `storage` or by the path of its config.
+
+    The storage of a config replaces `storage`. Raise UserError when the run has no record.
+    """
     from pipeline import config
     from pipeline.graph.store import Store
     from pipeline.results.tables import RunTables
     from pipeline.yaml_files import absolute
 
-    name, place = run, storage
+    name = run
     if run.endswith((".yaml", ".yml")) or os.path.isfile(run):
         settings = config.load(run)
-        name, place = settings.name, absolute(settings.storage)
-    store = Store(place)
+        name = settings.name
+        storage = absolute(settings.storage)
+    store = Store(storage)
     record = store.record(name)
-    if record is None:
-        names = [other for other in store.run_names() if other != name]
-        if exists(store.record_path(name)):
-            raise UserError(
-                f"compare: the record of run {name!r} in {place!r} is not as it was written; "
-                "start the run again"
-            )
-        near = difflib.get_close_matches(name, names, 1)
-        remedy = (
-            f"did you mean {near[0]!r}?"
-            if near
-            else f"there are: {', '.join(names[:8])}"
-            if names
-            else "name its storage with --storage, or run it first"
+    if record is not None:
+        return RunTables.load(storage, record)
+    if exists(store.record_path(name)):
+        raise UserError(
+            f"compare: the record of run {name!r} in {storage!r} is damaged; start the run again"
         )
-        raise UserError(f"compare: storage {place!r} has no record of a run {name!r}; {remedy}")
-    return RunTables.load(place, record)
+    other_names = [other for other in store.run_names() if other != name]
+    close_names = difflib.get_close_matches(name, other_names, 1)
+    remedy = "name its storage with --storage, or run it first"
+    if close_names:
+        remedy = f"did you mean {close_names[0]!r}?"
+    elif other_names:
+        remedy = f"there are: {', '.join(other_names[:8])}"
+    raise UserError(f"compare: storage {storage!r} has no record of a run {name!r}; {remedy}")
 
 
 def folder_name(names: Sequence[str]) -> str:
-    """`A~B`; cut where it is too long for a file system, and then told apart by a hash."""
-    whole = "~".join(names)
-    return (
-        whole
-        if len(whole) <= LONGEST
-        else f"{whole[:LONGEST]}~{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
-    )
+    """Return `A~B`; a name that is too long for a file system ends in a hash instead."""
+    full_name = "~".join(names)
+    if len(full_name) <= MOST_CHARACTERS:
+        return full_name
+    digest = hashlib.sha256(full_name.encode()).hexdigest()
+    return f"{full_name[:MOST_CHARACTERS]}~{digest[:8]}"
 
 
-def format_comparison(found: Comparison) -> str:
-    """The short table for a terminal: means over seeds, and the difference of the average accuracy
-    from the first."""
+def format_comparison(comparison: Comparison) -> str:
+    """Return the tables for the terminal: means, difference of accuracy, differing settings."""
     from pipeline.console import table_text
-    from pipeline.report.comparison import NUMBERS
+    from pipeline.report.comparison import METRICS
 
     body = []
-    for e in found.entries:
-        base = found.base(e)
-        less = format_plain(e.against(base, "average_accuracy"), "rate", sign=True) if base else ""
-        body.append(
-            [
-                e.name,
-                str(len(e.group.runs)),
-                *(format_plain(e.spread(name), NUMBERS[name][1]) for name in PRINTED),
-                less,
-            ]
-        )
-    head = ["run", "n", *(name.replace("_", " ") for name in PRINTED), "accuracy minus the first"]
-    rows = found.setting_rows()
-    tables = [table_text(head, body)]
-    if rows:
-        titles = [g.name for g in found.groups]
-        tables.append(
-            table_text(
-                ["setting", *titles],
-                [[row["name"], *(row[t][:40] for t in titles)] for row in rows],
-            )
-        )
-    return "\n\n".join([*found.notes, *tables])
+    for entry in comparison.entries:
+        cells = [entry.name, str(len(entry.group.runs))]
+        cells += [format_plain(entry.spread(name), METRICS[name].kind) for name in PRINTED]
+        base = comparison.base(entry)
+        difference = ""
+        if base is not None:
+            spread = entry.difference(base, "average_accuracy")
+            difference = format_plain(spread, "rate", is_difference=True)
+        body.append([*cells, difference])
+    heading = ["run", "n", *(metric.replace("_", " ") for metric in PRINTED)]
+    tables = [table_text([*heading, "accuracy minus the first"], body)]
+    setting_rows = comparison.setting_rows()
+    if setting_rows:
+        titles = [group.name for group in comparison.groups]
+        lines = []
+        for row in setting_rows:
+            cells = [row["name"]]
+            cells += [row[title][:40] for title in titles]
+            lines.append(cells)
+        tables.append(table_text(["setting", *titles], lines))
+    return "\n\n".join([*comparison.notes, *tables])
 
 
-def format_plain(spread: Spread, kind: str, sign: bool = False) -> str:
-    from pipeline.report.comparison_page import SOFT, format_spread
+def format_plain(spread: Spread, kind: str, is_difference: bool = False) -> str:
+    """Return a spread as plain text; `-` for no value."""
+    from pipeline.report.comparison_page import format_spread
 
-    return "-" if math.isnan(spread.mean) else format_spread(spread, kind, sign).replace(SOFT, "-")
+    return "-" if math.isnan(spread.mean) else format_spread(spread, kind, is_difference)

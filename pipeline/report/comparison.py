@@ -1,5 +1,7 @@
-"""Runs side by side: groups of runs that differ in their seed alone, numbers on the tasks that all
-have, and what else differs."""
+"""Runs side by side: groups of seeds, metrics on the tasks that all runs share, differing settings.
+
+A group holds runs that differ in nothing but their seed and name.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,38 +20,44 @@ from pipeline.report.files import Row
 from pipeline.results.tables import Matrix, RunTables
 from workers.errors import UserError
 
-# settings that make no other run, or change no result but in its rounding number: what it says, how
-# it is written, which end is best
-ELSEWHERE = (
-    "name",
-    "seed",
-    "storage",
-    "cluster",
-    "tracking",
-)
-NUMBERS: dict[str, tuple[str, str, Callable[..., float] | None]] = {
-    "average_accuracy": ("accuracy, averaged over the tasks, after the last one", "rate", max),
-    "average_incremental_accuracy": (
-        "accuracy over all images so far, averaged over the way",
-        "rate",
-        max,
+# Settings that do not separate runs: identity and seed, and those that change only rounding.
+IGNORED_SETTINGS = ("name", "seed", "storage", "cluster", "tracking")
+
+
+class Metric(NamedTuple):
+    """A number of a run.
+
+    kind: unit, as in `format_value`. pick_best: the function that picks the best value, or None.
+    """
+
+    meaning: str
+    kind: str
+    pick_best: Callable[..., float] | None
+
+
+METRICS = {
+    "average_accuracy": Metric("mean accuracy over the tasks, after the last one", "rate", max),
+    "average_incremental_accuracy": Metric(
+        "accuracy on all test images so far, averaged over the tasks of the stream", "rate", max
     ),
-    "forgetting": ("accuracy that old tasks have lost since their best moment", "rate", min),
-    "learning_accuracy": ("accuracy of each task when it was new", "rate", max),
-    "bytes_per_task": ("masks, tokens, head and copies of one task", "bytes", min),
-    "total_bytes": ("everything kept at the end, with the backbone", "bytes", min),
-    "growth": ("that, divided by the backbone", "times", None),
-    "trained_parameters": (
-        "numbers that the optimizer changes for one task, at most",
-        "count",
-        None,
+    "forgetting": Metric(
+        "mean drop of accuracy on earlier tasks from their best to the end", "rate", min
+    ),
+    "learning_accuracy": Metric(
+        "mean accuracy on each task just after it was learned", "rate", max
+    ),
+    "bytes_per_task": Metric("masks, tokens, head and copies of one task", "bytes", min),
+    "total_bytes": Metric("all bytes stored at the end, with the backbone", "bytes", min),
+    "growth": Metric("total bytes divided by those of the backbone", "times", None),
+    "trained_parameters": Metric(
+        "parameters that the optimizer trains for one task, at most", "count", None
     ),
 }
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation (NaN for fewer than two) of n values."""
+    """Mean and sample standard deviation of n values; the deviation of fewer than two is NaN."""
 
     mean: float
     deviation: float
@@ -58,42 +66,39 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        there = [v for v in values if not math.isnan(v)]
-        if (
-            len(there) < len(values) or not there
-        ):  # never a mean over fewer runs than one was asked for
-            return cls(math.nan, math.nan, len(there))
-        return cls(
-            statistics.fmean(there),
-            statistics.stdev(there) if len(there) > 1 else math.nan,
-            len(there),
-        )
+        """Return the spread of the values; NaN when one is NaN or there is none."""
+        known = [value for value in values if not math.isnan(value)]
+        if len(known) < len(values) or not known:  # never a mean over fewer runs than requested
+            return cls(math.nan, math.nan, len(known))
+        deviation = statistics.stdev(known) if len(known) > 1 else math.nan
+        return cls(statistics.fmean(known), deviation, len(known))
 
 
 @dataclass
 class Group:
-    """Runs that differ in nothing but seed and name, by seed."""
+    """Runs by seed that differ in nothing but seed and name."""
 
     name: str
     runs: dict[Any, RunTables]
 
     @property
     def first(self) -> RunTables:
+        """The first run; all others have its settings."""
         return next(iter(self.runs.values()))
 
     @property
     def settings(self) -> dict[str, Any]:
-        found = flatten(
-            index_lists(
-                {k: v for k, v in self.first.record["config"].items() if k not in ELSEWHERE}
-            )
-        )
-        return {name: value for name, value in found.items() if value != {}}
+        """Settings by dotted key, without IGNORED_SETTINGS."""
+        config = dict(self.first.record["config"])
+        for name in IGNORED_SETTINGS:
+            config.pop(name, None)
+        settings = flatten(index_lists(config))
+        return {name: value for name, value in settings.items() if value != {}}
 
 
 @dataclass
 class Entry:
-    """A method of a group. tasks: those that all entries have."""
+    """A method of a group, on the tasks that all entries share."""
 
     name: str
     group: Group
@@ -102,64 +107,79 @@ class Entry:
 
     @cached_property
     def matrices(self) -> dict[Any, Matrix]:
-        """By seed, on the common tasks alone, in the order of this stream."""
-        return {
-            seed: restrict_matrix(run.matrix(self.label), self.tasks)
-            for seed, run in self.group.runs.items()
-        }
+        """Accuracy matrices by seed on the shared tasks, in the order of this stream."""
+        matrices = {}
+        for seed, run in self.group.runs.items():
+            matrices[seed] = restrict_matrix(run.matrix(self.label), self.tasks)
+        return matrices
 
     @cached_property
     def numbers(self) -> dict[str, dict[Any, float]]:
-        """Each of NUMBERS by seed; NaN where a run is not finished."""
-        found: dict[str, dict[Any, float]] = {name: {} for name in NUMBERS}
+        """The values of METRICS by seed; NaN when a run is not finished."""
+        numbers: dict[str, dict[Any, float]] = {name: {} for name in METRICS}
         for seed, run in self.group.runs.items():
-            matrix, sizes = self.matrices[seed], run.sizes(self.label)
-            own = [r for r in sizes if r["after"] in self.tasks and r["role"] != "base"]
-            last = sizes[-1] if sizes else {}
-            values = {
-                **(matrix.final if matrix.finished == len(matrix.tasks) else {}),
-                "bytes_per_task": mean([r["task_bytes"] for r in own]),
-                "total_bytes": last.get("total"),
-                "growth": last.get("growth"),
-                "trained_parameters": max((r["trained_parameters"] or 0 for r in own), default=0)
-                or None,
-            }
-            for name, column in found.items():
+            values = self._values(self.matrices[seed], run.sizes(self.label))
+            for name, by_seed in numbers.items():
                 value = values.get(name)
-                column[seed] = math.nan if value is None else float(value)
-        return found
+                by_seed[seed] = math.nan if value is None else float(value)
+        return numbers
 
-    def spread(self, name: str) -> Spread:
-        return Spread.of(list(self.numbers[name].values()))
+    def _values(self, matrix: Matrix, sizes: list[Row]) -> dict[str, float | None]:
+        """Return the values of METRICS of one run; without accuracies when it is not finished."""
+        values: dict[str, float | None] = {}
+        if matrix.finished == len(matrix.tasks):
+            values |= matrix.final
+        last_sizes = sizes[-1] if sizes else {}
+        values["total_bytes"] = last_sizes.get("total")
+        values["growth"] = last_sizes.get("growth")
+        task_bytes = []
+        trained = 0
+        for row in sizes:
+            if row["after"] in self.tasks and row["role"] != "base":
+                task_bytes.append(row["task_bytes"])
+                trained = max(trained, row["trained_parameters"] or 0)
+        values["bytes_per_task"] = statistics.fmean(task_bytes) if task_bytes else None
+        values["trained_parameters"] = trained or None
+        return values
 
-    def against(self, base: Entry, name: str) -> Spread:
-        """Differences from `base`: of runs with the same seed where there are such, else of the
-        means, whose spreads add up as those of independent runs."""
-        own, other = self.numbers[name], base.numbers[name]
-        if pairs := [seed for seed in own if seed in other]:
-            return Spread.of([own[seed] - other[seed] for seed in pairs])
-        here, there = self.spread(name), base.spread(name)
-        return Spread(
-            here.mean - there.mean,
-            math.hypot(here.deviation, there.deviation),
-            min(here.n, there.n),
-            paired=False,
-        )
+    def spread(self, metric: str) -> Spread:
+        """Return the spread of a metric over the seeds."""
+        return Spread.of(list(self.numbers[metric].values()))
+
+    def difference(self, base: Entry, metric: str) -> Spread:
+        """Return a metric minus that of `base`.
+
+        Runs with the same seed are subtracted in pairs. Without common seeds the means are
+        subtracted, and their deviations add up as those of independent runs.
+        """
+        values = self.numbers[metric]
+        base_values = base.numbers[metric]
+        seeds = [seed for seed in values if seed in base_values]
+        if seeds:
+            return Spread.of([values[seed] - base_values[seed] for seed in seeds])
+        spread = self.spread(metric)
+        base_spread = base.spread(metric)
+        deviation = math.hypot(spread.deviation, base_spread.deviation)
+        n = min(spread.n, base_spread.n)
+        return Spread(spread.mean - base_spread.mean, deviation, n, paired=False)
 
     def rates(self, order: Sequence[str]) -> NDArray[np.float64]:
-        """Mean accuracy over the seeds, (T, T), rows and columns in the given order; NaN where one
-        has none."""
-        found = []
+        """Return the mean accuracy over seeds, (T, T), tasks in `order`; NaN if a run has none."""
+        matrices = []
         for matrix in self.matrices.values():
-            at = [matrix.tasks.index(task) for task in order]
-            found.append(matrix.rates[np.ix_(at, at)])
-        return np.mean(found, axis=0)
+            index = [matrix.tasks.index(task) for task in order]
+            matrices.append(matrix.rates[np.ix_(index, index)])
+        mean: NDArray[np.float64] = np.mean(matrices, axis=0)
+        return mean
 
 
 @dataclass
 class Comparison:
-    """groups in the order in which they were named; entries: their methods. notes: what a reader
-    has to know before the numbers."""
+    """Runs side by side.
+
+    groups: in the order of the command line. entries: their methods. tasks: shared by all runs.
+    notes: sentences to read before the numbers.
+    """
 
     groups: list[Group]
     entries: list[Entry]
@@ -167,115 +187,145 @@ class Comparison:
     notes: list[str]
 
     @property
-    def one_order(self) -> bool:
-        """Whether all runs learn the common tasks in the same order."""
-        return all(list(m.tasks) == self.tasks for e in self.entries for m in e.matrices.values())
+    def runs(self) -> list[RunTables]:
+        """All runs, group by group."""
+        runs: list[RunTables] = []
+        for group in self.groups:
+            runs += group.runs.values()
+        return runs
+
+    @property
+    def has_one_order(self) -> bool:
+        """Whether all runs learn the shared tasks in the same order."""
+        for entry in self.entries:
+            for matrix in entry.matrices.values():
+                if list(matrix.tasks) != self.tasks:
+                    return False
+        return True
 
     def base(self, entry: Entry) -> Entry | None:
-        """What an entry is compared with: the same method of the first group, or its only method;
-        None for those of the first group."""
+        """Return the entry that `entry` is compared with.
+
+        It is the same method of the first group, or the first group's only method. None for
+        entries of the first group, and when the first group has other methods only.
+        """
         if entry.group is self.groups[0]:
             return None
-        first = [e for e in self.entries if e.group is self.groups[0]]
-        same = [e for e in first if e.label == entry.label]
-        return same[0] if same else first[0] if len(first) == 1 else None
+        first_entries = [e for e in self.entries if e.group is self.groups[0]]
+        for candidate in first_entries:
+            if candidate.label == entry.label:
+                return candidate
+        return first_entries[0] if len(first_entries) == 1 else None
 
     # ---- tables ----------------------------------------------------------------------------------
     def summary_rows(self) -> list[Row]:
-        return [
-            {
-                "entry": e.name,
-                "run": e.group.name,
-                "label": e.label,
-                "number": name,
-                "n": s.n,
-                "mean": s.mean,
-                "deviation": s.deviation,
-                "seeds": ", ".join(map(str, e.group.runs)),
-            }
-            for e in self.entries
-            for name in NUMBERS
-            for s in [e.spread(name)]
-        ]
+        """Return mean and deviation of each metric of each entry."""
+        rows = []
+        for entry in self.entries:
+            for metric in METRICS:
+                spread = entry.spread(metric)
+                rows.append(
+                    {
+                        "entry": entry.name,
+                        "run": entry.group.name,
+                        "label": entry.label,
+                        "number": metric,
+                        "n": spread.n,
+                        "mean": spread.mean,
+                        "deviation": spread.deviation,
+                        "seeds": ", ".join(map(str, entry.group.runs)),
+                    }
+                )
+        return rows
 
     def difference_rows(self) -> list[Row]:
-        return [
-            {
-                "entry": e.name,
-                "against": base.name,
-                "number": name,
-                "n": s.n,
-                "mean": s.mean,
-                "deviation": s.deviation,
-                "paired": s.paired,
-            }
-            for e in self.entries
-            if (base := self.base(e))
-            for name in NUMBERS
-            for s in [e.against(base, name)]
-        ]
+        """Return the difference of each metric of each entry from the first group."""
+        rows = []
+        for entry in self.entries:
+            base = self.base(entry)
+            if base is None:
+                continue
+            for metric in METRICS:
+                spread = entry.difference(base, metric)
+                rows.append(
+                    {
+                        "entry": entry.name,
+                        "against": base.name,
+                        "number": metric,
+                        "n": spread.n,
+                        "mean": spread.mean,
+                        "deviation": spread.deviation,
+                        "paired": spread.paired,
+                    }
+                )
+        return rows
 
     def matrix_rows(self) -> list[Row]:
+        """Return the mean accuracy matrices in long format, with differences."""
         rows = []
-        for e in self.entries:
-            rates = e.rates(self.tasks)
-            base = self.base(e)
-            less = rates - base.rates(self.tasks) if base else np.full_like(rates, np.nan)
-            rows += [
-                {
-                    "entry": e.name,
-                    "after": after,
-                    "task": task,
-                    "accuracy": float(rates[t, i]),
-                    "difference": float(less[t, i]),
-                }
-                for t, after in enumerate(self.tasks)
-                for i, task in enumerate(self.tasks)
-                if not math.isnan(rates[t, i])
-            ]
+        for entry in self.entries:
+            rates = entry.rates(self.tasks)
+            base = self.base(entry)
+            difference = np.full_like(rates, np.nan)
+            if base is not None:
+                difference = rates - base.rates(self.tasks)
+            for t, i in zip(*np.nonzero(~np.isnan(rates)), strict=True):
+                rows.append(
+                    {
+                        "entry": entry.name,
+                        "after": self.tasks[t],
+                        "task": self.tasks[i],
+                        "accuracy": float(rates[t, i]),
+                        "difference": float(difference[t, i]),
+                    }
+                )
         return rows
 
     def curve_rows(self) -> list[Row]:
-        """Averages after each common task, by run."""
-        return [
-            {
-                "entry": e.name,
-                "seed": seed,
-                "after_index": t,
-                "after": m.tasks[t],
-                **{name: m.over_time[t][name] for name in ("average_accuracy", "forgetting")},
-            }
-            for e in self.entries
-            for seed, m in e.matrices.items()
-            for t in range(m.finished)
-        ]
+        """Return the averages after each shared task, by run."""
+        rows = []
+        for entry in self.entries:
+            for seed, matrix in entry.matrices.items():
+                for t in range(matrix.finished):
+                    averages = matrix.over_time[t]
+                    rows.append(
+                        {
+                            "entry": entry.name,
+                            "seed": seed,
+                            "after_index": t,
+                            "after": matrix.tasks[t],
+                            "average_accuracy": averages["average_accuracy"],
+                            "forgetting": averages["forgetting"],
+                        }
+                    )
+        return rows
 
     def setting_rows(self) -> list[Row]:
-        """Settings that are not the same in all groups: one row for each, a column for each
-        group."""
-        return differing_rows({g.name: g.settings for g in self.groups})
+        """Return one row per setting that differs between groups, with a column per group."""
+        return differing_rows({group.name: group.settings for group in self.groups})
 
     def provenance_rows(self) -> list[Row]:
-        """The same of what the stages of the groups were made with."""
-        return differing_rows({g.name: environment(g) for g in self.groups})
+        """Return one row per fact of the stages' environment that differs between groups."""
+        return differing_rows({group.name: environment(group) for group in self.groups})
 
     def stage_rows(self) -> list[Row]:
-        """Stage results that more than one run uses, with the runs."""
-        users: dict[str, list[str]] = {}
-        ids: dict[str, str] = {}
-        for run in (run for group in self.groups for run in group.runs.values()):
+        """Return the stage results that more than one run uses, with the runs."""
+        run_names: dict[str, list[str]] = {}
+        stage_ids: dict[str, str] = {}
+        for run in self.runs:
             for stage in run.record["stages"]:
                 if stage["step"] != "report":
-                    users.setdefault(stage["key"], []).append(run.record["name"])
-                    ids.setdefault(stage["key"], stage["id"])
-        return [
-            {"stage": ids[key], "key": key, "runs": ", ".join(names)}
-            for key, names in users.items()
-            if len(names) > 1
-        ]
+                    run_names.setdefault(stage["key"], []).append(run.record["name"])
+                    stage_ids.setdefault(stage["key"], stage["id"])
+        rows = []
+        for key, names in run_names.items():
+            if len(names) > 1:
+                rows.append({"stage": stage_ids[key], "key": key, "runs": ", ".join(names)})
+        return rows
 
     def tables(self) -> dict[str, list[Row]]:
-        found = {
+        """Return all tables by name, without empty ones."""
+        tables = {
             "summary": self.summary_rows(),
             "differences": self.difference_rows(),
             "matrices": self.matrix_rows(),
@@ -284,45 +334,46 @@ class Comparison:
             "provenance": self.provenance_rows(),
             "stages": self.stage_rows(),
         }
-        return {name: rows for name, rows in found.items() if rows}
+        return {name: rows for name, rows in tables.items() if rows}
 
 
-# ---- how runs become a comparison ----------------------------------------------------------------
+# ---- from runs to a comparison -------------------------------------------------------------------
 def compare_runs(runs: Sequence[RunTables]) -> Comparison:
-    """Raises UserError where the runs have no task in common."""
+    """Return the comparison of runs. Raise UserError when they have no task in common."""
     groups = group_runs(runs)
-    shared, notes = common_tasks(runs)
-    entries = [
-        Entry(f"{g.name}: {label}" if len(g.first.labels) > 1 else g.name, g, label, shared)
-        for g in groups
-        for label in g.first.labels
-    ]
+    tasks, notes = common_tasks(runs)
+    entries = []
+    for group in groups:
+        labels = group.first.labels
+        for label in labels:
+            name = f"{group.name}: {label}" if len(labels) > 1 else group.name
+            entries.append(Entry(name, group, label, tasks))
     for entry in entries:
         for seed, matrix in entry.matrices.items():
             if matrix.finished < len(matrix.tasks):
                 name = entry.group.runs[seed].record["name"]
                 notes.append(
-                    f"{entry.label} of run {name} is finished up to {matrix.finished} of these "
-                    f"{len(matrix.tasks)} tasks, so its averages are left "
-                    "out."
+                    f"{entry.label} of run {name} has finished {matrix.finished} of these "
+                    f"{len(matrix.tasks)} tasks, so its averages are left out."
                 )
-    return Comparison(groups, entries, shared, notes)
+    return Comparison(groups, entries, tasks, notes)
 
 
 def group_runs(runs: Sequence[RunTables]) -> list[Group]:
-    """Runs with the same settings are one group, unless they have the same seed too: then something
-    else differs."""
+    """Group runs with the same settings and different seeds.
+
+    Runs with the same settings and the same seed differ in something else, and stay apart.
+    """
     groups: list[Group] = []
     for run in runs:
-        name, seed = run.record["name"], run.record["config"].get("seed", 0)
-        alone = Group(name, {seed: run})
-        home = next(
-            (g for g in groups if g.settings == alone.settings and seed not in g.runs), None
-        )
-        if home is None:
-            groups.append(alone)
+        seed = run.record["config"].get("seed", 0)
+        new_group = Group(run.record["name"], {seed: run})
+        for group in groups:
+            if group.settings == new_group.settings and seed not in group.runs:
+                group.runs[seed] = run
+                break
         else:
-            home.runs[seed] = run
+            groups.append(new_group)
     for group in groups:
         if len(group.runs) > 1:
             group.name = f"{group.name} ({len(group.runs)} seeds)"
@@ -330,49 +381,59 @@ def group_runs(runs: Sequence[RunTables]) -> list[Group]:
 
 
 def common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:
-    """Tasks with the same name and classes that every method of every run is measured on, in the
-    order of the first; and what there is to say."""
-    streams = [
-        {
-            t["name"]: frozenset(t["classes"])
-            for t in run.record["tasks"]
-            if all(t["name"] in run.tasks(label) for label in run.labels)
-        }
-        for run in runs
-    ]
-    shared = [
-        name for name, classes in streams[0].items() if all(s.get(name) == classes for s in streams)
-    ]
-    names = " and ".join(dict.fromkeys(str(run.record["name"]) for run in runs))
-    if not shared:
+    """Return the tasks with the same name and classes in all runs, and notes about the others.
+
+    Every method must be evaluated on a common task. The order is that of the first run. Raise
+    UserError when there is none.
+    """
+    streams = [_evaluated_tasks(run) for run in runs]
+    tasks = []
+    for name, classes in streams[0].items():
+        if all(stream.get(name) == classes for stream in streams):
+            tasks.append(name)
+    if not tasks:
+        run_names = dict.fromkeys(str(run.record["name"]) for run in runs)
         raise UserError(
-            f"runs {names} have no task in common (the first has "
+            f"runs {' and '.join(run_names)} have no task in common (the first has "
             f"{', '.join(streams[0]) or 'none'}); compare runs on the same tasks"
         )
     notes = []
-    left = list(dict.fromkeys(name for s in streams for name in s if name not in shared))
-    if left:
+    left_out: dict[str, None] = {}
+    has_one_order = True
+    for stream in streams:
+        left_out |= dict.fromkeys(name for name in stream if name not in tasks)
+        has_one_order = has_one_order and [name for name in stream if name in tasks] == tasks
+    if left_out:
         notes.append(
-            f"Only {', '.join(shared)} {'is a task' if len(shared) == 1 else 'are tasks'} of "
-            "all runs, so everything is compared on "
-            f"{'this one' if len(shared) == 1 else 'these'}; left out: {', '.join(left)}. What "
-            "a run learned in between counts all the same: total "
+            f"Only tasks that all runs share are compared: {', '.join(tasks)}. Left out: "
+            f"{', '.join(left_out)}. The tasks that are left out still influence a run: total "
             "bytes and growth are those of its whole stream."
         )
-    if any([name for name in s if name in shared] != shared for s in streams):
+    if not has_one_order:
         notes.append(
-            "The runs learn these tasks in different orders: a cell of the matrices stands for "
-            "the same pair of tasks, not for the same moment."
+            "The runs learn these tasks in different orders. A cell of the matrices compares the "
+            "same pair of tasks, not the same number of tasks learned."
         )
-    return shared, notes
+    return tasks, notes
+
+
+def _evaluated_tasks(run: RunTables) -> dict[str, frozenset[str]]:
+    """Return the classes of each task on which every method of the run is evaluated."""
+    tasks_by_method = [run.tasks(label) for label in run.labels]
+    classes = {}
+    for task in run.record["tasks"]:
+        if all(task["name"] in tasks for tasks in tasks_by_method):
+            classes[task["name"]] = frozenset(task["classes"])
+    return classes
 
 
 def restrict_matrix(matrix: Matrix, tasks: Sequence[str]) -> Matrix:
-    at = [i for i, task in enumerate(matrix.tasks) if task in tasks]
-    part = np.ix_(at, at)
+    """Return the rows and columns of `tasks`, in the order of the matrix."""
+    index = [i for i, task in enumerate(matrix.tasks) if task in tasks]
+    part = np.ix_(index, index)
     return Matrix(
         matrix.label,
-        tuple(matrix.tasks[i] for i in at),
+        tuple(matrix.tasks[i] for i in index),
         matrix.correct[part],
         matrix.total[part],
         matrix.source[part],
@@ -380,46 +441,39 @@ def restrict_matrix(matrix: Matrix, tasks: Sequence[str]) -> Matrix:
 
 
 def environment(group: Group) -> dict[str, Any]:
-    """What the stages of a group were made with; several values where they differ."""
-    found: dict[str, list[str]] = {}
+    """Return commit, packages, device, Python and platform of a group; all values of each."""
+    values: dict[str, dict[str, None]] = {}
     for run in group.runs.values():
-        own = {name: values for name, values in run.environment().items() if name != "seed"}
-        own |= {
-            name: [str(value)]
-            for name in ("python", "platform")
-            if (value := (run.record.get("provenance") or {}).get(name))
-        }
-        for name, values in own.items():
-            found[name] = list(dict.fromkeys([*found.get(name, []), *values]))
-    return {name: ", ".join(values) for name, values in found.items()}
+        facts = run.environment()
+        facts.pop("seed", None)
+        provenance = run.record.get("provenance") or {}
+        for name in ("python", "platform"):
+            if provenance.get(name):
+                facts[name] = [str(provenance[name])]
+        for name, fact_values in facts.items():
+            values.setdefault(name, {}).update(dict.fromkeys(fact_values))
+    return {name: ", ".join(some_values) for name, some_values in values.items()}
 
 
 def differing_rows(columns: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """One row for each name whose value is not the same in all columns."""
-    names = dict.fromkeys(name for column in columns.values() for name in column)
-    rows = [
-        {
-            "name": name,
-            **{
-                title: "absent" if name not in column else str(column[name])
-                for title, column in columns.items()
-            },
-        }
-        for name in names
-    ]
-    return [row for row in rows if len({row[title] for title in columns}) > 1]
+    """Return one row for each name whose value is not the same in all columns."""
+    names: dict[str, None] = {}
+    for column in columns.values():
+        names |= dict.fromkeys(column)
+    rows = []
+    for name in names:
+        row = {"name": name}
+        for title, column in columns.items():
+            row[title] = str(column[name]) if name in column else "absent"
+        if len({row[title] for title in columns}) > 1:
+            rows.append(row)
+    return rows
 
 
 def index_lists(value: Any) -> Any:
-    """Lists of mappings as mappings by position, so that they are flattened too."""
+    """Return lists of mappings as mappings by index, so that `flatten` reaches inside them."""
     if isinstance(value, Mapping):
-        return {name: index_lists(sub) for name, sub in value.items()}
-    return (
-        {str(i): sub for i, sub in enumerate(value)}
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping)
-        else value
-    )
-
-
-def mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+        return {name: index_lists(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
+        return {str(index): item for index, item in enumerate(value)}
+    return value

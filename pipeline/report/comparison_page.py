@@ -1,240 +1,243 @@
-"""The page that lays runs side by side: one HTML file that needs nothing else."""
+"""The page of `compare`: runs side by side, one self-contained HTML file."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
 from pipeline.report import plots
-from pipeline.report.comparison import NUMBERS, Comparison, Entry, Spread
+from pipeline.report.comparison import METRICS, Comparison, Entry, Spread
 from pipeline.report.figures import Picture
-from pipeline.report.page import SOFT, STYLE, format_value, render_picture, render_table
+from pipeline.report.files import Row
+from pipeline.report.html_parts import (
+    NO_VALUE,
+    format_value,
+    plural,
+    render_document,
+    render_links,
+    render_picture,
+    render_table,
+)
 
 SIDE_BY_SIDE = 4  # matrices in one row of a picture
-DIVERGING = "RdBu"  # red: worse than the first, blue: better
+LINKS = (
+    ("summary", "Summary"),
+    ("differences", "Differences"),
+    ("tasks", "Over the tasks"),
+    ("matrices", "Matrices"),
+    ("settings", "Settings"),
+    ("provenance", "Environment"),
+    ("stages", "Shared stages"),
+)
 
 
-def render_page(found: Comparison) -> str:
-    """The page as text."""
-    names = escape(" ~ ".join(g.name for g in found.groups))
-    notes = "".join(f"<li>{escape(note)}</li>" for note in found.notes)
-    sections = [
-        render_head(found),
-        f'<div class="note"><ul>{notes}</ul></div>' if notes else "",
-        render_summary(found),
-        render_differences(found),
-        '<h2 id="tasks">Over the tasks</h2>',
-        render_picture(draw_curves(found)),
-        '<h2 id="matrices">Accuracy matrices</h2>',
-        *map(render_picture, matrix_pictures(found)),
-        render_settings(found),
-        render_provenance(found),
-        render_stages(found),
-    ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        'content="width=device-width, initial-scale=1">'
-        f"<title>{names} · "
-        f"Accrete</title><style>{STYLE}</style></head><body><main>{''.join(sections)}</main></body></html>"
-    )
+def render_page(comparison: Comparison) -> str:
+    """Return the page as HTML."""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
+    sections = [render_head(comparison)]
+    if notes:
+        sections.append(f'<div class="note"><ul>{notes}</ul></div>')
+    sections.append(render_summary(comparison))
+    sections.append(render_differences(comparison))
+    sections.append('<h2 id="tasks">Over the tasks</h2>')
+    sections.append(render_picture(curves_picture(comparison)))
+    sections.append('<h2 id="matrices">Accuracy matrices</h2>')
+    sections += map(render_picture, matrix_pictures(comparison))
+    sections.append(render_settings(comparison))
+    sections.append(render_provenance(comparison))
+    sections.append(render_stages(comparison))
+    title = escape(" ~ ".join(group.name for group in comparison.groups))
+    return render_document(title, sections)
 
 
-def render_head(found: Comparison) -> str:
-    runs = [run for g in found.groups for run in g.runs.values()]
-    links = "".join(
-        f'<a href="#{anchor}">{text}</a>'
-        for anchor, text in (
-            ("summary", "Summary"),
-            ("differences", "Differences"),
-            ("tasks", "Over the tasks"),
-            ("matrices", "Matrices"),
-            ("settings", "Settings"),
-            ("provenance", "Made with"),
-            ("stages", "Shared stages"),
+def render_head(comparison: Comparison) -> str:
+    """Return title, introduction, the table of groups, and links."""
+    body = []
+    for group in comparison.groups:
+        run_names = ", ".join(str(run.record["name"]) for run in group.runs.values())
+        body.append(
+            [
+                f"<b>{escape(group.name)}</b>",
+                escape(run_names),
+                escape(", ".join(map(str, group.runs))),
+                escape(", ".join(group.first.labels)),
+            ]
         )
-    )
-    body = [
-        [
-            f"<b>{escape(g.name)}</b>",
-            escape(", ".join(str(run.record["name"]) for run in g.runs.values())),
-            escape(", ".join(map(str, g.runs))),
-            escape(", ".join(g.first.labels)),
-        ]
-        for g in found.groups
-    ]
-    several = any(len(g.runs) > 1 for g in found.groups)
-    says = (
-        "Runs that differ in nothing but their seed (and name) are one line below, and their "
-        "numbers are given as mean ± standard deviation."
-        if several
-        else "Each run is one line below."
-    )
+    introduction = "Each run is one line below."
+    if any(len(group.runs) > 1 for group in comparison.groups):
+        introduction = (
+            "Runs that differ only in seed and name are one line below; their numbers are mean ± "
+            "standard deviation."
+        )
+    table = render_table(["settings of", "runs", "seeds", "methods"], body, 4, is_html=True)
     return (
-        f"<h1>Comparison of {len(runs)} runs</h1><div class=soft>{len(found.groups)} different "
-        f"settings · {len(found.tasks)} common tasks: "
-        f"{escape(', '.join(found.tasks))}</div><p style='margin-top:14px'>{says} Everything is "
-        "read from the results in the store; nothing was trained "
-        "for this "
-        f"page.</p>{render_table(['settings of', 'runs', 'seeds', 'methods'], body, 4, safe=True)}<nav>{links}</nav>"
+        f"<h1>Comparison of {len(comparison.runs)} runs</h1>"
+        f"<div class=soft>{len(comparison.groups)} different settings · "
+        f"{len(comparison.tasks)} common tasks: {escape(', '.join(comparison.tasks))}</div>"
+        f"<p style='margin-top:14px'>{introduction} All numbers are read from stored results; "
+        f"nothing was trained for this page.</p>{table}{render_links(LINKS)}"
     )
 
 
 # ---- numbers -------------------------------------------------------------------------------------
-def number_title(name: str) -> str:
-    return name.replace("_", " ")
+def metric_title(metric: str) -> str:
+    """`bytes_per_task` -> `bytes per task`."""
+    return metric.replace("_", " ")
 
 
-def column_head(name: str) -> str:
-    """The head of a column, a word to a line."""
-    return (
-        "<th "
-        f'title="{escape(NUMBERS[name][0])}">{number_title(name).replace(" per ", " per_").replace(" ", "<br>").replace("_", " ")}</th>'
-    )
+def column_head(metric: str) -> str:
+    """Return the head of a column, one word per line."""
+    text = metric_title(metric).replace(" per ", " per_").replace(" ", "<br>").replace("_", " ")
+    return f'<th title="{escape(METRICS[metric].meaning)}">{text}</th>'
 
 
-def format_spread(spread: Spread, kind: str, sign: bool = False) -> str:
-    """`61.2 ± 0.4 %` in HTML; with `sign`, a difference, of accuracies in points."""
+def format_spread(spread: Spread, kind: str, is_difference: bool = False) -> str:
+    """Return `61.2 ± 0.4 %` as HTML; a difference has a sign, of accuracies in points (pp)."""
     if math.isnan(spread.mean):
-        return SOFT
-    plus = "+" if sign and spread.mean >= 0 else ""
-    if kind == "rate":
-        spread_of = "" if math.isnan(spread.deviation) else f" ± {100 * spread.deviation:.1f}"
-        return f"{plus}{100 * spread.mean:.1f}{spread_of} {'pp' if sign else '%'}".replace(
-            "+-0.0", "+0.0"
-        ).replace("-0.0 ", "0.0 ")
-    text = f"{plus}{format_value(spread.mean, kind)}"
-    return (
-        text
-        if math.isnan(spread.deviation) or spread.deviation == 0
-        else f"{text} ± {format_value(spread.deviation, kind)}"
-    )
+        return NO_VALUE
+    sign = "+" if is_difference and spread.mean >= 0 else ""
+    if kind != "rate":
+        text = f"{sign}{format_value(spread.mean, kind)}"
+        if math.isnan(spread.deviation) or spread.deviation == 0:
+            return text
+        return f"{text} ± {format_value(spread.deviation, kind)}"
+    text = f"{sign}{100 * spread.mean:.1f}"
+    if not math.isnan(spread.deviation):
+        text += f" ± {100 * spread.deviation:.1f}"
+    text += " pp" if is_difference else " %"
+    return text.replace("+-0.0", "+0.0").replace("-0.0 ", "0.0 ")
 
 
-def measured_numbers(entries: Sequence[Entry]) -> list[str]:
-    return [name for name in NUMBERS if any(not math.isnan(e.spread(name).mean) for e in entries)]
+def known_metrics(entries: Sequence[Entry]) -> list[str]:
+    """Return the metrics that at least one entry has."""
+    return [metric for metric in METRICS if _has_mean(entries, metric)]
 
 
-def render_summary(found: Comparison) -> str:
-    names = measured_numbers(found.entries)
-    means = {name: [e.spread(name).mean for e in found.entries] for name in names}
-    best = {
-        name: pick([v for v in means[name] if not math.isnan(v)])
-        for name in names
-        if (pick := NUMBERS[name][2]) and len(found.entries) > 1
-    }
+def _has_mean(entries: Sequence[Entry], metric: str) -> bool:
+    return any(not math.isnan(entry.spread(metric).mean) for entry in entries)
+
+
+def render_summary(comparison: Comparison) -> str:
+    """Return the table of means and deviations."""
+    metrics = known_metrics(comparison.entries)
+    best = _best_means(comparison.entries, metrics)
     body = ""
-    for e in found.entries:
-        cells = "".join(
-            f"<td{' class=best' if best.get(name) == e.spread(name).mean else ''}>{format_spread(e.spread(name), NUMBERS[name][1])}</td>"
-            for name in names
-        )
-        body += (
-            "<tr><td "
-            f"class=left><b>{escape(e.name)}</b></td><td>{len(e.group.runs)}</td>{cells}</tr>"
-        )
-    titles = "".join(column_head(name) for name in names)
-    words = "; ".join(f"<b>{number_title(name)}</b>: {NUMBERS[name][0]}" for name in names)
+    for entry in comparison.entries:
+        body += f"<tr><td class=left><b>{escape(entry.name)}</b></td>"
+        body += f"<td>{len(entry.group.runs)}</td>"
+        for metric in metrics:
+            spread = entry.spread(metric)
+            start = "<td class=best>" if best.get(metric) == spread.mean else "<td>"
+            body += f"{start}{format_spread(spread, METRICS[metric].kind)}</td>"
+        body += "</tr>"
+    titles = "".join(map(column_head, metrics))
+    meanings = [f"<b>{metric_title(metric)}</b>: {METRICS[metric].meaning}" for metric in metrics]
     return (
-        '<h2 id="summary">Summary</h2><p>n: runs with different seeds. The number after ± is '
-        "the sample standard deviation over them; where there is "
-        "none, one run says nothing about the spread. The best mean of a column is bold, "
-        'however small its lead.</p><div class="scroll">'
-        '<table class="summary"><tr><th '
-        f"class=left>run</th><th>n</th>{titles}</tr>{body}</table></div>"
-        f"<details><summary>What the columns mean</summary><p>{words}.</p></details>"
+        '<h2 id="summary">Summary</h2><p>n is the number of runs with different seeds. The number '
+        "after ± is their sample standard deviation; one run has none. The best mean of a column "
+        'is bold, however small its lead.</p><div class="scroll"><table class="summary">'
+        f"<tr><th class=left>run</th><th>n</th>{titles}</tr>{body}</table></div>"
+        f"<details><summary>What the columns mean</summary><p>{'; '.join(meanings)}.</p></details>"
     )
 
 
-def render_differences(found: Comparison) -> str:
-    pairs = [(e, base) for e in found.entries if (base := found.base(e))]
+def _best_means(entries: Sequence[Entry], metrics: Sequence[str]) -> dict[str, float]:
+    """Return the best mean of each metric; empty for a single entry."""
+    if len(entries) < 2:
+        return {}
+    best = {}
+    for metric in metrics:
+        pick_best = METRICS[metric].pick_best
+        if pick_best is not None:
+            means = [entry.spread(metric).mean for entry in entries]
+            best[metric] = pick_best([mean for mean in means if not math.isnan(mean)])
+    return best
+
+
+def render_differences(comparison: Comparison) -> str:
+    """Return the table of differences from the first group."""
+    pairs = []
+    for entry in comparison.entries:
+        base = comparison.base(entry)
+        if base is not None:
+            pairs.append((entry, base))
     if not pairs:
-        what = (
-            "All runs differ in their seed alone"
-            if len(found.groups) == 1
-            else "The first run has several methods, none of which the others have"
-        )
+        reason = "All runs differ only in their seed"
+        if len(comparison.groups) > 1:
+            reason = "The first run has several methods, and the other runs have none of them"
         return (
-            f'<h2 id="differences">Differences</h2><p>{what}, so there is nothing to subtract.</p>'
+            '<h2 id="differences">Differences</h2>'
+            f"<p>{reason}, so there is nothing to subtract.</p>"
         )
-    names = measured_numbers([e for pair in pairs for e in pair])
-    body = []
-    for e, base in pairs:
-        spread = e.against(base, "average_accuracy")
-        how = f"{spread.n} pair{'s' * (spread.n != 1)}" if spread.paired else "means"
-        cells = [
-            how,
-            *(format_spread(e.against(base, name), NUMBERS[name][1], sign=True) for name in names),
-        ]
-        body.append(
-            f"<tr><td class=left><b>{escape(e.name)}</b><br><span class=soft>minus "
-            f"{escape(base.name)}</span></td>"
-            + "".join(f"<td>{cell}</td>" for cell in cells)
-            + "</tr>"
+    metrics = known_metrics([entry for pair in pairs for entry in pair])
+    body = ""
+    for entry, base in pairs:
+        body += (
+            f"<tr><td class=left><b>{escape(entry.name)}</b><br>"
+            f"<span class=soft>minus {escape(base.name)}</span></td>"
         )
-    first = escape(found.groups[0].name)
+        accuracy = entry.difference(base, "average_accuracy")
+        how = f"{accuracy.n} pair{plural(accuracy.n)}" if accuracy.paired else "means"
+        body += f"<td>{how}</td>"
+        for metric in metrics:
+            spread = entry.difference(base, metric)
+            body += f"<td>{format_spread(spread, METRICS[metric].kind, is_difference=True)}</td>"
+        body += "</tr>"
+    titles = "".join(map(column_head, metrics))
+    first = escape(comparison.groups[0].name)
     return (
         f'<h2 id="differences">Differences from {first}</h2><p>Each number minus that of '
-        f"<b>{first}</b>, in percentage points (pp) for accuracies. "
-        "<b>pairs</b>: runs with the same seed were subtracted from each other, and ± is the "
-        "standard deviation of these differences. <b>means</b>: no "
-        "seed is common, so the means were subtracted. A difference that is not clearly larger "
-        "than its ± may be chance.</p>"
-        '<div class="scroll"><table class="summary"><tr><th '
-        f"class=left>run</th><th>how</th>{''.join(map(column_head, names))}</tr>{''.join(body)}"
-        "</table></div>"
+        f"<b>{first}</b>, for accuracies in percentage points (pp). <b>pairs</b>: runs with the "
+        "same seed were subtracted from each other, and ± is the standard deviation of these "
+        "differences. <b>means</b>: the runs have no common seed, so their means were subtracted. "
+        "A difference that is not clearly larger than its ± may be chance.</p>"
+        '<div class="scroll"><table class="summary">'
+        f"<tr><th class=left>run</th><th>how</th>{titles}</tr>{body}</table></div>"
     )
 
 
 # ---- pictures ------------------------------------------------------------------------------------
-def draw_curves(found: Comparison) -> Picture:
+def curves_picture(comparison: Comparison) -> Picture:
+    """Return the averages after each task, one line per entry."""
+    caption = (
+        "Lines: means over the seeds. Bands: from the lowest to the highest run. On the left, a "
+        "falling line means that new tasks are harder or earlier ones are forgotten. On the right, "
+        "a rising line means forgetting."
+    )
+    figure = draw_curves(comparison)
+    return Picture("curves.png", "Averages after each task", caption, plots.to_png(figure))
+
+
+def draw_curves(comparison: Comparison) -> Figure:
+    """Draw average accuracy and forgetting after each task, one line per entry."""
     figure, (left, right) = plots.new_figure(10.4, 3.9, 1, 2)
-    for axes, number, name in (
+    x_label = "after learning"
+    ticks = list(comparison.tasks)
+    if not comparison.has_one_order:
+        x_label = "number of common tasks learned"
+        ticks = [str(t + 1) for t in range(len(ticks))]
+    panels = (
         (left, "average_accuracy", "Average accuracy so far"),
         (right, "forgetting", "Forgetting so far"),
-    ):
-        plots.style_axes(
-            axes,
-            name,
-            "after learning" if found.one_order else "tasks learned, of those that are compared",
-        )
-        for index, e in enumerate(found.entries):
-            steps = min(m.finished for m in e.matrices.values())
-            values = np.array(
-                [[m.over_time[t][number] for t in range(steps)] for m in e.matrices.values()]
-            )
-            if steps:
-                axes.plot(
-                    range(steps),
-                    values.mean(0),
-                    label=e.name,
-                    linewidth=max(1.3, 3.2 - 0.5 * index),
-                    markersize=max(4.5, 8 - index),
-                    **plots.method_style(index),
-                )
-                axes.fill_between(
-                    range(steps),
-                    values.min(0),
-                    values.max(0),
-                    color=plots.method_style(index)["color"],
-                    alpha=0.15,
-                    linewidth=0,
-                )
+    )
+    for axes, metric, title in panels:
+        plots.style_axes(axes, title, x_label)
+        for index, entry in enumerate(comparison.entries):
+            _draw_curve(axes, entry, metric, index)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.set_xlim(-0.25, max(len(found.tasks) - 0.75, 0.25))
-        plots.label_tasks(
-            axes,
-            found.tasks if found.one_order else [str(t + 1) for t in range(len(found.tasks))],
-            "x",
-        )
+        axes.set_xlim(-0.25, max(len(ticks) - 0.75, 0.25))
+        plots.label_tasks(axes, ticks, "x")
     left.set_ylim(0, 1.02)
-    if right.get_ylim()[1] - right.get_ylim()[0] < 0.1:
+    low, high = right.get_ylim()
+    if high - low < 0.1:
         right.set_ylim(-0.01, 0.1)
     handles, names = left.get_legend_handles_labels()
     figure.legend(
@@ -245,183 +248,163 @@ def draw_curves(found: Comparison) -> Picture:
         fontsize=9,
         frameon=False,
     )
-    return Picture(
-        "curves.png",
-        "Averages after each task",
-        "Lines: means over the seeds. Bands: from the lowest to the highest run. A line that "
-        "falls on the "
-        "left means that new tasks are harder or old ones are lost; one that rises on the right "
-        "means forgetting.",
-        plots.to_png(figure),
-    )
-
-
-def matrix_pictures(found: Comparison) -> list[Picture]:
-    """Heat maps of entries that are compared with the same one, and below them their differences
-    from it."""
-    families: dict[str, list[Entry]] = {}
-    for e in found.entries:
-        families.setdefault((found.base(e) or e).name, []).append(e)
-    pictures: list[Picture] = []
-    for some in families.values():
-        base, rest = some[0], some[1:]
-        for start in range(0, max(len(rest), 1), SIDE_BY_SIDE - 1):
-            part = [base, *rest[start : start + SIDE_BY_SIDE - 1]]
-            says = (
-                "Row: after learning a task; column: accuracy on a task, in per cent, a mean "
-                "over the seeds."
-            )
-            says += (
-                f" Below: minus that of {base.name}, in percentage points; blue is better, red "
-                "is worse." * (len(part) > 1)
-            )
-            names = " beside ".join(e.name for e in part)
-            pictures.append(
-                Picture(
-                    f"matrices-{len(pictures)}.png",
-                    names,
-                    says,
-                    plots.to_png(draw_matrices(part, found.tasks)),
-                )
-            )
-    return pictures
-
-
-def draw_matrices(entries: Sequence[Entry], tasks: Sequence[str]) -> Figure:
-    rows = 1 if len(entries) == 1 else 2
-    side = min(max(2.6, 0.5 * len(tasks)), 4.2 if len(entries) <= 2 else 3.2)
-    figure, axes = plots.new_figure(
-        side * len(entries) + 1.2, rows * (side + 0.9), rows, len(entries)
-    )
-    base = entries[0].rates(tasks)
-    less = [e.rates(tasks) - base for e in entries[1:]]
-    most = max([0.05, *(float(np.nanmax(np.abs(d))) for d in less if not np.isnan(d).all())])
-    for index, e in enumerate(entries):
-        draw_heat_map(
-            axes[index], e.rates(tasks), tasks, e.name, plots.SEQUENTIAL, 0.0, 1.0, "{:.0f}"
-        )
-        if rows == 2 and index:
-            draw_heat_map(
-                axes[len(entries) + index],
-                less[index - 1],
-                tasks,
-                "minus the first",
-                DIVERGING,
-                -most,
-                most,
-                "{:+.1f}",
-            )
-    if rows == 2:
-        axes[len(entries)].set_visible(False)
     return figure
 
 
-def draw_heat_map(
-    axes: Any,
-    values: NDArray[np.float64],
-    tasks: Sequence[str],
-    name: str,
-    cmap: str,
-    low: float,
-    high: float,
-    text: str,
-) -> None:
-    plots.draw_cells(axes, values, cmap, low, high)
-    for t, i in np.ndindex(values.shape):
-        if not math.isnan(values[t, i]) and len(tasks) <= 12:
-            dark = abs(values[t, i]) > 0.65 * max(abs(low), abs(high))
-            axes.text(
-                i,
-                t,
-                text.format(100 * values[t, i]),
-                ha="center",
-                va="center",
-                fontsize=plots.text_size(len(tasks)) - 1,
-                color="white" if dark else plots.INK,
+def _draw_curve(axes: Axes, entry: Entry, metric: str, index: int) -> None:
+    """Draw the mean of a metric over the seeds, and the band from the lowest to the highest."""
+    num_steps = min(matrix.finished for matrix in entry.matrices.values())
+    if num_steps == 0:
+        return
+    values = np.empty((len(entry.matrices), num_steps))
+    for row, matrix in zip(values, entry.matrices.values(), strict=True):
+        row[:] = [averages[metric] for averages in matrix.over_time[:num_steps]]
+    style = plots.method_style(index)
+    style["linewidth"] = max(1.3, 3.2 - 0.5 * index)
+    style["markersize"] = max(4.5, 8 - index)
+    steps = range(num_steps)
+    axes.plot(steps, values.mean(0), label=entry.name, **style)
+    band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
+    axes.fill_between(steps, values.min(0), values.max(0), **band)
+
+
+def matrix_pictures(comparison: Comparison) -> list[Picture]:
+    """Return heat maps of entries with the same base, and below them the differences from it."""
+    families: dict[str, list[Entry]] = {}
+    for entry in comparison.entries:
+        base = comparison.base(entry) or entry
+        families.setdefault(base.name, []).append(entry)
+    pictures: list[Picture] = []
+    for base, *compared in families.values():
+        for start in range(0, max(len(compared), 1), SIDE_BY_SIDE - 1):
+            entries = [base, *compared[start : start + SIDE_BY_SIDE - 1]]
+            caption = (
+                "Row: after learning a task. Column: accuracy on a task in per cent, mean over the "
+                "seeds."
             )
-    plots.style_axes(
-        axes,
-        name if len(name) <= 26 else name[:25] + "…",
-        "accuracy on task",
-        "after learning",
-        grid=None,
-    )
+            if len(entries) > 1:
+                caption += (
+                    f" Below: the difference from {base.name} in percentage points; blue is "
+                    "better, red is worse."
+                )
+            title = " beside ".join(entry.name for entry in entries)
+            png = plots.to_png(draw_matrices(entries, comparison.tasks))
+            pictures.append(Picture(f"matrices-{len(pictures)}.png", title, caption, png))
+    return pictures
+
+
+class HeatScale(NamedTuple):
+    """Colours of a heat map, the ends of their scale, and the format of numbers in cells."""
+
+    cmap: str
+    low: float
+    high: float
+    text: str
+
+
+ACCURACY_SCALE = HeatScale(plots.SEQUENTIAL, 0.0, 1.0, "{:.0f}")
+
+
+def draw_matrices(entries: Sequence[Entry], tasks: Sequence[str]) -> Figure:
+    """Draw the matrices of all entries, and below them their differences from the first."""
+    columns = len(entries)
+    rows = 1 if columns == 1 else 2
+    side = min(max(2.6, 0.5 * len(tasks)), 4.2 if columns <= 2 else 3.2)
+    figure, axes = plots.new_figure(side * columns + 1.2, rows * (side + 0.9), rows, columns)
+    base_rates = entries[0].rates(tasks)
+    differences = [entry.rates(tasks) - base_rates for entry in entries[1:]]
+    limit = 0.05
+    for difference in differences:
+        if not np.isnan(difference).all():
+            limit = max(limit, float(np.nanmax(np.abs(difference))))
+    for panel, entry in zip(axes, entries, strict=False):
+        _draw_heat_map(panel, entry.rates(tasks), tasks, entry.name, ACCURACY_SCALE)
+    if differences:
+        # Red: worse than the first. Blue: better.
+        scale = HeatScale("RdBu", -limit, limit, "{:+.1f}")
+        for panel, difference in zip(axes[columns + 1 :], differences, strict=True):
+            _draw_heat_map(panel, difference, tasks, "minus the first", scale)
+        axes[columns].set_visible(False)
+    return figure
+
+
+def _draw_heat_map(
+    axes: Axes, values: NDArray[np.float64], tasks: Sequence[str], title: str, scale: HeatScale
+) -> None:
+    plots.draw_cells(axes, values, scale.cmap, scale.low, scale.high)
+    most = max(abs(scale.low), abs(scale.high))
+    size = plots.text_size(len(tasks)) - 1
+    for t, i in np.ndindex(values.shape):
+        value = float(values[t, i])
+        if not math.isnan(value) and len(tasks) <= 12:
+            text = scale.text.format(100 * value)
+            plots.write_in_cell(axes, t, i, text, abs(value) > 0.65 * most, fontsize=size)
+    short_title = title if len(title) <= 26 else title[:25] + "…"
+    plots.style_axes(axes, short_title, "accuracy on task", "after learning", grid=None)
     axes.spines[:].set_visible(False)
     plots.label_tasks(axes, tasks)
 
 
-# ---- what else differs ---------------------------------------------------------------------------
-def render_settings(found: Comparison) -> str:
-    return render_differing(
-        "settings",
-        "Settings that differ",
-        found.setting_rows(),
-        "Settings that are the same in all runs are left out, as are seed, name, "
-        "storage, cluster and tracking, which are listed above or change no result but in its "
-        "rounding.",
-        "All settings are the same.",
-    )
+# ---- settings, environment, stages ---------------------------------------------------------------
+def render_settings(comparison: Comparison) -> str:
+    """Return the table of settings that differ."""
+    rows = comparison.setting_rows()
+    text = "All settings are the same."
+    if rows:
+        text = (
+            "Settings that are the same in all runs are left out. So are seed and name, which are "
+            "listed above, and storage, cluster and tracking, which change results at most in "
+            "their rounding."
+        )
+    return f'<h2 id="settings">Settings that differ</h2><p>{text}</p>{_render_differing(rows)}'
 
 
-def render_provenance(found: Comparison) -> str:
-    return render_differing(
-        "provenance",
-        "Made with",
-        found.provenance_rows(),
-        "What the results were made with, where it is not the same: a difference in "
-        "the numbers may come from here.",
-        "All results were made with the same git commit, package versions and kind of device.",
-    )
+def render_provenance(comparison: Comparison) -> str:
+    """Return the table of commits, versions and devices that differ."""
+    rows = comparison.provenance_rows()
+    text = "All results were made with the same git commit, package versions and kind of device."
+    if rows:
+        text = (
+            "Commit, versions and devices that differ between the runs. They may explain a "
+            "difference in the numbers."
+        )
+    return f'<h2 id="provenance">Environment</h2><p>{text}</p>{_render_differing(rows)}'
 
 
-def render_differing(
-    anchor: str, about: str, rows: Sequence[dict[str, Any]], says: str, none: str
-) -> str:
+def _render_differing(rows: Sequence[Row]) -> str:
+    """Return a table with one column per group; empty without rows."""
     if not rows:
-        return f'<h2 id="{anchor}">{about}</h2><p>{none}</p>'
-    titles = [name for name in rows[0] if name != "name"]
-    body = [
-        [
-            f"<code>{escape(row['name'])}</code>",
-            *(SOFT if row[t] == "absent" else escape(row[t][:120]) for t in titles),
-        ]
-        for row in rows
-    ]
-    return (
-        "<h2 "
-        f'id="{anchor}">{about}</h2><p>{says}</p>{render_table(["", *titles], body, len(titles) + 1, safe=True)}'
-    )
+        return ""
+    titles = [title for title in rows[0] if title != "name"]
+    body = []
+    for row in rows:
+        cells = [f"<code>{escape(row['name'])}</code>"]
+        for title in titles:
+            is_absent = row[title] == "absent"
+            cells.append(NO_VALUE if is_absent else escape(row[title][:120]))
+        body.append(cells)
+    return render_table(["", *titles], body, len(titles) + 1, is_html=True)
 
 
-def render_stages(found: Comparison) -> str:
-    rows = found.stage_rows()
-    total = len(
-        {
-            s["key"]
-            for g in found.groups
-            for run in g.runs.values()
-            for s in run.record["stages"]
-            if s["step"] != "report"
-        }
-    )
+def render_stages(comparison: Comparison) -> str:
+    """Return the table of stage results that several runs use."""
+    rows = comparison.stage_rows()
+    keys = set()
+    for run in comparison.runs:
+        keys |= {stage["key"] for stage in run.record["stages"] if stage["step"] != "report"}
     if not rows:
         return (
-            f'<h2 id="stages">Shared stages</h2><p>None of the {total} stage results is used by '
-            "more than one of these runs.</p>"
+            f'<h2 id="stages">Shared stages</h2><p>None of the {len(keys)} stage results is used '
+            "by more than one of these runs.</p>"
         )
-    body = [
-        [
-            f"<code>{escape(row['stage'])}</code>",
-            f"<code>{row['key'][:12]}</code>",
-            escape(row["runs"]),
-        ]
-        for row in rows
-    ]
+    body = []
+    for row in rows:
+        stage = f"<code>{escape(row['stage'])}</code>"
+        body.append([stage, f"<code>{row['key'][:12]}</code>", escape(row["runs"])])
+    details = "<details open>" if len(rows) <= 12 else "<details>"
     return (
-        f'<h2 id="stages">Shared stages</h2><p>{len(rows)} of the {total} stage results are '
-        "used by more than one of these runs: they were computed once, "
-        "and cannot be what makes the runs "
-        f"differ.</p><details{' open' if len(rows) <= 12 else ''}><summary>{len(rows)} "
-        "stages</summary>"
-        f"{render_table(['stage', 'key', 'runs'], body, 3, safe=True)}</details>"
+        f'<h2 id="stages">Shared stages</h2><p>{len(rows)} of the {len(keys)} stage results are '
+        "used by more than one of these runs. They were computed once, so they cannot explain a "
+        f"difference between the runs.</p>{details}<summary>{len(rows)} stages</summary>"
+        f"{render_table(['stage', 'key', 'runs'], body, 3, is_html=True)}</details>"
     )

@@ -1,234 +1,323 @@
-"""Every figure of a run by file name, each with the sentence that explains it."""
+"""The pictures of a run: which figures its report shows, with file name, title and caption.
+
+A new figure is one function, and one line in RUN_FIGURES or METHOD_FIGURES. The report and MLflow
+show what these two list.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from pipeline.report import mask_plots, plots
 from pipeline.report.samples import sample_image
 from pipeline.results.masks import MaskView
-from pipeline.results.tables import RunTables
+from pipeline.results.tables import PickCounts, Row, RunTables
 from workers.methods import METHODS
 from workers.methods.base import Method
 
-# tasks in one mask picture; a longer stream shows some of them, the first and the last among them
+# tasks in one mask picture; a longer stream shows some of them, with the first and the last
 MOST_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG and what it says."""
+    """A PNG with file name, title and caption."""
 
     name: str
     title: str
-    says: str
+    caption: str
     png: bytes
 
     @property
     def width(self) -> int:
-        """Pixels on the page: 100 for an inch of the figure."""
+        """Pixels on the page: 100 per inch of the figure."""
         return int.from_bytes(self.png[16:20], "big") * 100 // plots.DPI
 
 
-def run_pictures(tables: RunTables) -> list[Picture]:
-    """Methods side by side. Empty while no row of any matrix is complete."""
+class CaptionedFigure(NamedTuple):
+    """A figure with its title and caption."""
+
+    title: str
+    caption: str
+    figure: Figure
+
+
+# ---- figures of a run: all methods together ------------------------------------------------------
+def comparison_figure(tables: RunTables) -> CaptionedFigure:
+    """Final metrics, method by method."""
+    caption = (
+        "Final average accuracy, average incremental accuracy (the mean over all tasks so far, "
+        "after each task), and forgetting (the accuracy that earlier tasks have lost since their "
+        "best)."
+    )
+    figure = plots.draw_comparison(tables.summary())
+    return CaptionedFigure("Methods side by side", caption, figure)
+
+
+def averages_figure(tables: RunTables) -> CaptionedFigure:
+    """Average accuracy and forgetting after each task."""
+    caption = (
+        "Average accuracy and forgetting over the tasks learned so far, after each task. On the "
+        "left, a falling line means that new tasks are harder or earlier ones are forgotten. On "
+        "the right, a rising line means forgetting."
+    )
     matrices = [tables.matrix(label) for label in tables.labels]
-    if not any(m.finished for m in matrices):
-        return []
+    return CaptionedFigure("Along the stream", caption, plots.draw_averages(matrices))
+
+
+def size_accuracy_figure(tables: RunTables) -> CaptionedFigure | None:
+    """Stored bytes against average accuracy; None when no size is known."""
     summary = tables.summary()
-    found = [
-        Picture(
-            "comparison.png",
-            "Methods side by side",
-            "Three numbers per method after its last finished task: accuracy averaged over "
-            "tasks, the same averaged over the whole way there, "
-            "and how much accuracy old tasks have lost since their best moment.",
-            plots.to_png(plots.draw_comparison(summary)),
-        ),
-        Picture(
-            "averages.png",
-            "Along the stream",
-            "What the averages were after each task: a falling line on the left means that new "
-            "tasks are harder or old ones are lost; a line that "
-            "rises on the right means forgetting.",
-            plots.to_png(plots.draw_averages(matrices)),
-        ),
-    ]
-    if any(row["growth"] for row in summary):
-        found.append(
-            Picture(
-                "size_accuracy.png",
-                "Size against accuracy",
-                "What a method keeps besides the shared backbone (masks as packed bits, tokens, "
-                "heads, copies, and what it carries to the next "
-                "task) against its average accuracy; the best place is top left.",
-                plots.to_png(plots.draw_size_accuracy(summary)),
-            )
+    if not any(row["growth"] for row in summary):
+        return None
+    caption = (
+        "What a method stores besides the shared backbone (masks as packed bits, tokens, heads, "
+        "copies, and the state carried to the next task) against its average accuracy. Best is "
+        "top left."
+    )
+    return CaptionedFigure("Size against accuracy", caption, plots.draw_size_accuracy(summary))
+
+
+RunFigure = Callable[[RunTables], CaptionedFigure | None]
+RUN_FIGURES: dict[str, RunFigure] = {
+    "comparison.png": comparison_figure,
+    "averages.png": averages_figure,
+    "size_accuracy.png": size_accuracy_figure,
+}
+
+
+def run_pictures(tables: RunTables) -> list[Picture]:
+    """Return the pictures of all methods together; empty until a row of a matrix is complete."""
+    if not any(tables.matrix(label).finished for label in tables.labels):
+        return []
+    pictures = []
+    for name, make_figure in RUN_FIGURES.items():
+        captioned = make_figure(tables)
+        if captioned is not None:
+            pictures.append(_to_picture(name, captioned))
+    return pictures
+
+
+def _to_picture(name: str, captioned: CaptionedFigure) -> Picture:
+    return Picture(name, captioned.title, captioned.caption, plots.to_png(captioned.figure))
+
+
+# ---- figures of one method -----------------------------------------------------------------------
+def matrix_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure:
+    """The accuracy matrix."""
+    matrix = tables.matrix(label)
+    caption = (
+        "Row: the model after learning one more task. Column: the task it is tested on. Read down "
+        "a column to see whether a task is forgotten."
+    )
+    if "follows" in matrix.source:
+        caption += (
+            " Bold numbers were measured. The others equal the diagonal, because nothing that "
+            "this method learns later can change its predictions on an earlier task."
         )
-    return found
+    if "missing" in matrix.source:
+        caption += " Hatched cells are not finished yet."
+    return CaptionedFigure("Accuracy matrix", caption, plots.draw_matrix(matrix))
+
+
+def task_aware_matrix_figure(
+    tables: RunTables, label: str, views: list[MaskView]
+) -> CaptionedFigure | None:
+    """The second matrix of scenario `class`; None when it was not measured."""
+    matrix = tables.matrix(label, "correct_task_aware")
+    if "measured" not in matrix.source:
+        return None
+    caption = (
+        "The same model when the task of each image is given: it chooses among the classes of "
+        "that task only."
+    )
+    return CaptionedFigure("Accuracy matrix, task given", caption, plots.draw_matrix(matrix))
+
+
+def picks_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
+    """Inferred tasks; None for methods that do not infer the task."""
+    picks = tables.pick_counts(label)
+    if picks is None:
+        return None
+    caption = (
+        "Row: the task that images belong to. Column: the task that the method inferred before it "
+        "chose a class."
+    )
+    return CaptionedFigure("Inferred tasks", caption, draw_picks(label, picks))
+
+
+def draw_picks(label: str, picks: PickCounts) -> Figure:
+    """Draw the confusion of true and inferred tasks."""
+    return plots.draw_confusion(
+        picks.counts,
+        picks.tasks,
+        f"{label}: inferred task",
+        picks.candidates,
+        ("inferred task", "images of"),
+    )
+
+
+def curves_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
+    """Training curves; None when no stage has a history."""
+    figure = plots.draw_curves(training_histories(tables, label))
+    if figure is None:
+        return None
+    caption = (
+        "Loss, and accuracy on held-out validation images, over the epochs of all tasks in order. "
+        "Grey bands separate the tasks."
+    )
+    return CaptionedFigure("Training", caption, figure)
+
+
+def token_masks_figure(
+    tables: RunTables, label: str, views: list[MaskView]
+) -> CaptionedFigure | None:
+    """Token masks over a test image of each task; None when no task has token masks."""
+    masked_views = [view for view in views if view.tokens is not None]
+    if not masked_views:
+        return None
+    indices = mask_plots.spaced_indices(len(masked_views), MOST_ROWS)
+    caption = (
+        "Patches that a block attends to, over one test image per task. Dark patches are masked "
+        "out for every image of the task, in this block only."
+    )
+    figure = draw_token_masks(tables, [masked_views[i] for i in indices])
+    return CaptionedFigure("Patches each block attends to", caption, figure)
+
+
+def density_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
+    """Kept share of each mask by depth; None when no mask belongs to a block."""
+    figure = mask_plots.draw_density(views)
+    if figure is None:
+        return None
+    caption = "Share of entries that each mask keeps, from the first block to the last."
+    return CaptionedFigure("Mask density by depth", caption, figure)
+
+
+def overlap_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
+    """Jaccard index of masks between tasks; None for fewer than two tasks with masks."""
+    figure = mask_plots.draw_overlaps(views)
+    if figure is None:
+        return None
+    caption = (
+        "Jaccard index of each pair of tasks: entries that both masks keep, divided by entries "
+        "that at least one keeps. 1 means the same mask."
+    )
+    return CaptionedFigure("Mask overlap between tasks", caption, figure)
+
+
+def capacity_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
+    """Share of entries in use after each task; None without masks."""
+    figure = mask_plots.draw_capacity(views)
+    if figure is None:
+        return None
+    caption = (
+        "Share of all maskable entries: those that the task reuses from earlier tasks, those that "
+        "it is the first to use, and, as a line, those that any task uses so far."
+    )
+    return CaptionedFigure("Capacity used", caption, figure)
+
+
+def layers_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
+    """Kept share of each unit in the newest mask; None without masks."""
+    if not views:
+        return None
+    figure = mask_plots.draw_layers(views[-1])
+    if figure is None:
+        return None
+    caption = "Row: a block. Column: an output unit of its layer. Dark is kept, light is masked."
+    return CaptionedFigure(f"Units kept by the mask of {views[-1].task}", caption, figure)
+
+
+def tokens_figure(tables: RunTables, label: str, views: list[MaskView]) -> CaptionedFigure | None:
+    """Learned tokens and their similarity; None without tokens."""
+    figure = mask_plots.draw_prompts(views)
+    if figure is None:
+        return None
+    caption = (
+        "Left: values of the learned tokens of the newest task. Right: cosine similarity between "
+        "the tokens of all tasks."
+    )
+    return CaptionedFigure("Learned tokens", caption, figure)
+
+
+MethodFigure = Callable[[RunTables, str, list[MaskView]], CaptionedFigure | None]
+METHOD_FIGURES: dict[str, MethodFigure] = {  # in the order of the report
+    "matrix-{label}.png": matrix_figure,
+    "matrix-{label}-task-aware.png": task_aware_matrix_figure,
+    "picked-{label}.png": picks_figure,
+    "curves-{label}.png": curves_figure,
+    "masks-{label}.png": token_masks_figure,
+    "density-{label}.png": density_figure,
+    "overlap-{label}.png": overlap_figure,
+    "capacity-{label}.png": capacity_figure,
+    "layers-{label}.png": layers_figure,
+    "tokens-{label}.png": tokens_figure,
+}
 
 
 def method_pictures(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
-    """One method: matrix, training curves, masks, tokens. views: the masks of its finished
-    tasks."""
-    matrix = tables.matrix(label)
-    says = (
-        "Each row is the model after learning one more task, each column is a task it is tested "
-        "on; read down a column to see whether that task "
-        "is kept."
-    )
-    if "follows" in matrix.source:
-        says += (
-            " Bold numbers were measured; plain ones follow from them, since nothing that this "
-            "method does later can change the answers "
-            "on an earlier task."
-        )
-    if "missing" in matrix.source:
-        says += " Hatched cells are not finished yet."
-    found = [
-        Picture(
-            f"matrix-{label}.png", "Accuracy matrix", says, plots.to_png(plots.draw_matrix(matrix))
-        )
-    ]
-    aware = tables.matrix(label, "correct_task_aware")
-    if "measured" in aware.source:
-        found.append(
-            Picture(
-                f"matrix-{label}-task-aware.png",
-                "Accuracy matrix, task given",
-                "The same model, when it is told which task an image belongs to and answers "
-                "among that task's classes only.",
-                plots.to_png(plots.draw_matrix(aware)),
-            )
-        )
-    picked = tables.pick_counts(label)
-    if picked is not None:
-        found.append(
-            Picture(
-                f"picked-{label}.png",
-                "What images were taken for",
-                "Rows: the task that images are of. Columns: what the method, which was not "
-                "told, took them for before it answered.",
-                plots.to_png(draw_picks(label, *picked)),
-            )
-        )
-    curves = plots.draw_curves(training_histories(tables, label))
-    if curves is not None:
-        found.append(
-            Picture(
-                f"curves-{label}.png",
-                "Training",
-                "Loss and accuracy on held-out validation images over the epochs of one task "
-                "after the other; grey bands tell the tasks apart.",
-                plots.to_png(curves),
-            )
-        )
-    return found + mask_pictures(tables, label, views)
+    """Return the pictures of one method. views: the masks of its finished tasks."""
+    pictures = []
+    for name, make_figure in METHOD_FIGURES.items():
+        captioned = make_figure(tables, label, views)
+        if captioned is not None:
+            pictures.append(_to_picture(name.format(label=label), captioned))
+    return pictures
 
 
-def draw_picks(
-    label: str, counts: NDArray[np.int64], tasks: list[str], candidates: list[str]
-) -> Figure:
-    return plots.draw_confusion(
-        counts, tasks, f"{label}: taken for", candidates, ("taken for", "images of")
-    )
-
-
-def mask_pictures(tables: RunTables, label: str, views: list[MaskView]) -> list[Picture]:
-    found = []
-    sighted = [v for v in views if v.tokens is not None]
-    if sighted:
-        chosen = [sighted[i] for i in mask_plots.spaced_indices(len(sighted), MOST_ROWS)]
-        found.append(
-            Picture(
-                f"masks-{label}.png",
-                "What each block looks at",
-                "Patches that a block may attend to, over one test image of each task; darkened "
-                "patches are masked out for every image of "
-                "that task, in this block only.",
-                token_mask_png(tables, chosen),
-            )
-        )
-    for name, title, figure, says in (
-        (
-            "density",
-            "How much is kept, by depth",
-            mask_plots.draw_density(views),
-            "Share of entries that each mask keeps, from the first block to the last.",
-        ),
-        (
-            "overlap",
-            "What tasks have in common",
-            mask_plots.draw_overlaps(views),
-            "Jaccard index of each pair of tasks: entries that both keep, divided by entries "
-            "that at least one keeps; 1 means the same mask.",
-        ),
-        (
-            "capacity",
-            "Capacity used",
-            mask_plots.draw_capacity(views),
-            "Of all entries that can be masked: those that a task uses and earlier ones used "
-            "already, those it is the first to use, and the line "
-            "of all that some task uses by then.",
-        ),
-        (
-            "layers",
-            f"Where the mask of {views[-1].task if views else ''} keeps what",
-            mask_plots.draw_layers(views[-1]) if views else None,
-            "Each line is a block, each column an output unit of its layer: dark is kept, light "
-            "is masked.",
-        ),
-        (
-            "tokens",
-            "Learned tokens",
-            mask_plots.draw_prompts(views),
-            "Left: the token values of the newest task. Right: how much the tokens of all tasks "
-            "point the same way.",
-        ),
-    ):
-        if figure is not None:
-            found.append(Picture(f"{name}-{label}.png", title, says, plots.to_png(figure)))
-    return found
-
-
-def token_mask_png(tables: RunTables, views: list[MaskView], most_blocks: int = 6) -> bytes:
-    entries = [(v.task, np.asarray(v.tokens), sample_image(tables, v.task)) for v in views]
-    return plots.to_png(mask_plots.draw_token_masks(entries, most_blocks))
+# ---- what figures are made of --------------------------------------------------------------------
+def draw_token_masks(tables: RunTables, views: Sequence[MaskView], most_blocks: int = 6) -> Figure:
+    """Draw token masks over a test image of each task."""
+    entries = []
+    for view in views:
+        image = sample_image(tables, view.task)
+        entries.append(mask_plots.TokenMasks(view.task, np.asarray(view.tokens), image))
+    return mask_plots.draw_token_masks(entries, most_blocks)
 
 
 def load_mask_views(tables: RunTables, label: str) -> list[MaskView]:
-    """The masks and tokens of every finished task of a method that has any, in stream order."""
-    return [
-        view
-        for task in tables.tasks(label)
-        if (view := load_mask_view(tables, label, task)) is not None
-    ]
+    """Return the masks and tokens of every finished task of a method, in stream order."""
+    views = []
+    for task in tables.tasks(label):
+        view = load_mask_view(tables, label, task)
+        if view is not None:
+            views.append(view)
+    return views
 
 
 def load_mask_view(tables: RunTables, label: str, task: str) -> MaskView | None:
-    """None where the task is not finished or has neither masks nor tokens. What a mask is, the
-    method says."""
+    """Return the masks and tokens of a task, as its method displays them.
+
+    None when the task is not finished, or has neither masks nor tokens.
+    """
     state = tables.state(label, task)
     if state is None:
         return None
-    masks = METHODS.get(state.method, Method).display_masks(state, tables.carried(label, task))
+    method = METHODS.get(state.method, Method)
+    masks = method.display_masks(state, tables.carried(label, task))
     view = MaskView.of(label, state, masks)
     return view if view.bits or view.prompts else None
 
 
-def training_histories(tables: RunTables, label: str) -> list[tuple[str, list[dict[str, object]]]]:
-    """(name, epochs) of every training stage of a method, in order; the step is named where a task
-    has several."""
-    found = []
+def training_histories(tables: RunTables, label: str) -> list[tuple[str, list[Row]]]:
+    """Return (name, epochs) of every training stage of a method, in order.
+
+    The name is the task, and also the step for a task with several training stages.
+    """
+    histories = []
     for task in tables.tasks(label):
-        stages = [
-            (s, rows)
-            for s in tables.stages(label, task)
-            if s["label"] and (rows := tables.history(s["id"]))
-        ]
-        found += [(task if len(stages) == 1 else f"{task}/{s['step']}", rows) for s, rows in stages]
-    return found
+        stage_histories = []
+        for stage in tables.stages(label, task):
+            epochs = tables.history(stage["id"]) if stage["label"] else []
+            if epochs:
+                stage_histories.append((stage["step"], epochs))
+        for step, epochs in stage_histories:
+            name = task if len(stage_histories) == 1 else f"{task}/{step}"
+            histories.append((name, epochs))
+    return histories

@@ -1,4 +1,4 @@
-"""Tables as files: CSV for people, Parquet for machines."""
+"""Tables as files: CSV for people, Parquet for programs."""
 
 from __future__ import annotations
 
@@ -16,35 +16,43 @@ Row = dict[str, Any]
 
 
 def as_parquet(rows: list[Row], first: Sequence[str] = ()) -> bytes:
-    """Rows -> Parquet; columns are `first` and the union of all keys, an absent value or NaN is
-    null."""
-    columns = _columns(rows, first)
+    """Return rows as Parquet; an absent value or NaN is null.
+
+    Columns are `first`, then all other keys in order of appearance.
+    """
+    columns = {}
+    for name in _column_names(rows, first):
+        columns[name] = pa.array([_nan_to_none(row.get(name)) for row in rows])
     sink = io.BytesIO()
-    pq.write_table(
-        pa.table({name: pa.array([_plain(row.get(name)) for row in rows]) for name in columns}),
-        sink,
-    )
+    pq.write_table(pa.table(columns), sink)
     return sink.getvalue()
 
 
 def as_csv(rows: list[Row], first: Sequence[str] = ()) -> bytes:
-    """Rows -> CSV with a header, columns as in `as_parquet`; absent values and NaN are empty."""
-    columns = _columns(rows, first)
-    return to_csv(columns, ([_plain(row.get(name)) for name in columns] for row in rows))
+    """Return rows as CSV with a header; absent values and NaN are empty. Columns: `as_parquet`."""
+    names = _column_names(rows, first)
+    return to_csv(names, (_cells(row, names) for row in rows))
 
 
 def csv_and_parquet(tables: Mapping[str, list[Row]]) -> dict[str, bytes]:
-    """`NAME.csv` for people and `NAME.parquet` for machines, for every table."""
-    return {
-        f"{name}.{ending}": write(rows)
-        for name, rows in tables.items()
-        for ending, write in (("csv", as_csv), ("parquet", as_parquet))
-    }
+    """Return `NAME.csv` and `NAME.parquet` of every table."""
+    files = {}
+    for name, rows in tables.items():
+        files[f"{name}.csv"] = as_csv(rows)
+        files[f"{name}.parquet"] = as_parquet(rows)
+    return files
 
 
-def _columns(rows: list[Row], first: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
+def _column_names(rows: list[Row], first: Sequence[str]) -> list[str]:
+    names = dict.fromkeys(first)
+    for row in rows:
+        names |= dict.fromkeys(row)
+    return list(names)
 
 
-def _plain(value: Any) -> Any:
+def _cells(row: Row, names: Sequence[str]) -> list[Any]:
+    return [_nan_to_none(row.get(name)) for name in names]
+
+
+def _nan_to_none(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -159,21 +159,25 @@ def _task(
 def blend_map(
     image: NDArray[np.float32], values: torch.Tensor, cmap: str, top: float
 ) -> NDArray[np.float32]:
-    """image (H, W, 3), values (h, w) -> the image in grey under the map, which is resampled to it;
-    low values let more of it through."""
+    """Return the image (H, W, 3) in grey under a map (h, w), resized to the image.
+
+    Low values are more transparent. top: the value at the end of the colour scale.
+    """
     levels = (_sized(values[None].float())[..., 0] / top).clip(0, 1)
     opaque = (OPAQUE[0] + (OPAQUE[1] - OPAQUE[0]) * levels)[..., None]
     grey = image.mean(-1, keepdims=True)
-    return ((1 - opaque) * grey + opaque * matplotlib.colormaps[cmap](levels)[..., :3]).clip(0, 1)
+    colours = matplotlib.colormaps[cmap](levels)[..., :3]
+    blended: NDArray[np.float32] = ((1 - opaque) * grey + opaque * colours).clip(0, 1)
+    return blended
 
 
 def _sized(values: torch.Tensor) -> NDArray[np.float32]:
     """(c, h, w) -> (CELL, CELL, c), bilinear."""
-    return (
-        F.interpolate(values[None].float(), (CELL, CELL), mode="bilinear", align_corners=False)[0]
-        .permute(1, 2, 0)
-        .numpy()
+    resized = F.interpolate(
+        values[None].float(), (CELL, CELL), mode="bilinear", align_corners=False
     )
+    array: NDArray[np.float32] = resized[0].permute(1, 2, 0).numpy()
+    return array
 
 
 def _scale(sheet: Sheet, x: float, y: float, kind: str, top: float) -> None:

@@ -1,10 +1,10 @@
-"""Pictures of masks and tokens: over a sample image, per layer, and between tasks."""
+"""Figures of masks and learned tokens: over a test image, per layer, and between tasks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -24,6 +24,7 @@ from pipeline.report.plots import (
     style_axes,
     task_colours,
     text_size,
+    write_in_cell,
 )
 from pipeline.results.masks import (
     MaskView,
@@ -36,105 +37,115 @@ from pipeline.results.masks import (
 )
 
 MOST_KINDS = 5  # panels side by side
-KEPT, DROPPED = "#56B4E9", "#22303c"  # of a bare grid
+KEPT, DROPPED = "#56B4E9", "#22303c"  # colours of patches when there is no image
+SHARES = PercentFormatter(1, decimals=0)
+
+
+class TokenMasks(NamedTuple):
+    """The token masks of a task, (blocks, patches), and a test image, (H, W, 3)."""
+
+    task: str
+    masks: NDArray[np.bool_]
+    image: NDArray[np.uint8] | None
 
 
 def spaced_indices(count: int, most: int) -> list[int]:
-    """At most `most` of `count` positions, the first and the last among them."""
-    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, most))}) if count else []
+    """Return at most `most` of `count` indices, evenly spaced, with the first and the last."""
+    if count == 0:
+        return []
+    return sorted({round(index) for index in np.linspace(0, count - 1, min(count, most))})
 
 
-def darken_patches(image: NDArray[np.uint8], kept: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """image (H, W, 3), kept (gh, gw) -> the image with dropped patches darkened; H and W need not
-    divide by the grid."""
-    rows = np.arange(image.shape[0]) * kept.shape[0] // image.shape[0]
-    columns = np.arange(image.shape[1]) * kept.shape[1] // image.shape[1]
-    factor = np.where(kept[np.ix_(rows, columns)], 1.0, 0.18)[..., None]
+def darken_patches(image: NDArray[np.uint8], kept_patches: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Return the image (H, W, 3) with dropped patches darkened.
+
+    kept_patches: (rows, columns) of the grid; H and W need not be multiples of them.
+    """
+    height, width = image.shape[:2]
+    grid_height, grid_width = kept_patches.shape
+    rows = np.arange(height) * grid_height // height
+    columns = np.arange(width) * grid_width // width
+    factor = np.where(kept_patches[np.ix_(rows, columns)], 1.0, 0.18)[..., None]
     return (image * factor).astype(np.uint8)
 
 
-def draw_token_masks(
-    entries: Sequence[tuple[str, NDArray[np.bool_], NDArray[np.uint8] | None]], most_blocks: int = 6
-) -> Figure:
-    """One line per (task, token masks (blocks, patches), image or None): the image, then what each
-    block still sees. A single task has its blocks in lines of six."""
-    blocks = spaced_indices(max(len(masks) for _, masks, _ in entries), most_blocks)
+def draw_token_masks(entries: Sequence[TokenMasks], most_blocks: int = 6) -> Figure:
+    """Draw one line per task: the image, then the patches that each block attends to.
+
+    The blocks of a single task are drawn in lines of six panels.
+    """
+    blocks = spaced_indices(max(len(entry.masks) for entry in entries), most_blocks)
     panels = 1 + len(blocks)
     columns = panels if len(entries) > 1 else min(panels, 6)
     lines = -(-panels // columns)
-    figure, axes = new_figure(
-        1.5 * columns + 0.4, 1.72 * len(entries) * lines + 0.2, len(entries) * lines, columns
-    )
-    for ax in axes:
-        ax.set_axis_off()
-    for row, (task, masks, image) in enumerate(entries):
-        first, *others = axes[row * lines * columns :]
-        if image is None:
-            first.text(
-                0.5,
-                0.4,
-                "no sample\nimage here",
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=FAINT,
-                transform=first.transAxes,
-            )
-        else:
-            first.imshow(image)
-        first.set_title(task, fontsize=9, color=INK, fontweight="bold")
-        for ax, block in zip(others, blocks, strict=False):
-            _masked(ax, masks, block, image)
+    rows = len(entries) * lines
+    figure, axes = new_figure(1.5 * columns + 0.4, 1.72 * rows + 0.2, rows, columns)
+    for panel in axes:
+        panel.set_axis_off()
+    for row, entry in enumerate(entries):
+        start = row * lines * columns
+        _draw_image(axes[start], entry)
+        for panel, block in zip(axes[start + 1 :], blocks, strict=False):
+            _draw_token_mask(panel, entry, block)
     return figure
 
 
-def _masked(
-    axes: Axes, masks: NDArray[np.bool_], block: int, image: NDArray[np.uint8] | None
-) -> None:
-    """What one block sees; nothing where the task has no such block or the patches form no
-    square."""
-    side = math.isqrt(masks.shape[1])
-    if block >= len(masks) or side * side != masks.shape[1]:
-        return
-    kept = masks[block].reshape(side, side)
-    if image is None:
-        axes.imshow(
-            kept, cmap=ListedColormap([DROPPED, KEPT]), vmin=0, vmax=1, interpolation="nearest"
-        )
+def _draw_image(axes: Axes, entry: TokenMasks) -> None:
+    if entry.image is not None:
+        axes.imshow(entry.image)
     else:
-        axes.imshow(darken_patches(image, kept), interpolation="nearest")
-    axes.set_title(f"block {block}: {100 * kept.mean():.0f} % kept", fontsize=8, color=INK)
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": FAINT}
+        axes.text(0.5, 0.4, "no test\nimage", transform=axes.transAxes, **style)
+    axes.set_title(entry.task, fontsize=9, color=INK, fontweight="bold")
+
+
+def _draw_token_mask(axes: Axes, entry: TokenMasks, block: int) -> None:
+    """Draw the mask of a block; nothing without that block or when patches form no square."""
+    side = math.isqrt(entry.masks.shape[1])
+    if block >= len(entry.masks) or side * side != entry.masks.shape[1]:
+        return
+    mask = entry.masks[block].reshape(side, side)
+    if entry.image is None:
+        colours = ListedColormap([DROPPED, KEPT])
+        axes.imshow(mask, cmap=colours, vmin=0, vmax=1, interpolation="nearest")
+    else:
+        axes.imshow(darken_patches(entry.image, mask), interpolation="nearest")
+    axes.set_title(f"block {block}: {100 * mask.mean():.0f} % kept", fontsize=8, color=INK)
 
 
 def draw_density(views: Sequence[MaskView]) -> Figure | None:
-    """Kept share of every mask over depth, one line per task, one panel per kind of mask."""
-    rows = [row for view in views for row in view.rows() if row["block"] is not None]
-    wanted = list(dict.fromkeys(row["kind"] for row in rows))[:MOST_KINDS]
-    if not wanted:
+    """Draw the kept share of every mask by depth, one line per task, one panel per kind of mask.
+
+    None when no mask belongs to a block.
+    """
+    rows_by_kind: dict[str, list[list[tuple[int, float]]]] = {}
+    for index, view in enumerate(views):
+        for row in view.rows():
+            if row["block"] is not None:
+                lines = rows_by_kind.setdefault(row["kind"], [[] for _ in views])
+                lines[index].append((row["block"], row["share"]))
+    panel_kinds = list(rows_by_kind)[:MOST_KINDS]
+    if not panel_kinds:
         return None
-    figure, axes = new_figure(max(2.9 * len(wanted), 4.2) + 1.6, 3.0, 1, len(wanted), sharey=True)
+    width = max(2.9 * len(panel_kinds), 4.2) + 1.6
+    figure, axes = new_figure(width, 3.0, 1, len(panel_kinds), sharey=True)
     colours = task_colours(len(views))
-    for ax, kind in zip(axes, wanted, strict=True):
-        style_axes(ax, kind, "block", "kept" if ax is axes[0] else "")
-        for index, view in enumerate(views):
-            line = [(r["block"], r["share"]) for r in view.rows() if r["kind"] == kind]
-            if line:
-                ax.plot(
-                    *zip(*line, strict=True),
-                    marker=".",
-                    linewidth=1.6,
-                    color=colours[index],
-                    label=view.task,
-                )
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        ax.set_ylim(0, 1.03)
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    handles, names = max(
-        (ax.get_legend_handles_labels() for ax in axes), key=lambda pair: len(pair[1])
-    )
+    handles: list[Any] = []
+    for panel, kind in zip(axes, panel_kinds, strict=True):
+        style_axes(panel, kind, "block", "kept" if panel is axes[0] else "")
+        for view, colour, points in zip(views, colours, rows_by_kind[kind], strict=True):
+            if points:
+                blocks, shares = zip(*points, strict=True)
+                style: dict[str, Any] = {"marker": ".", "linewidth": 1.6, "color": colour}
+                panel.plot(blocks, shares, label=view.task, **style)
+        panel.yaxis.set_major_formatter(SHARES)
+        panel.set_ylim(0, 1.03)
+        panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        panel_handles = panel.get_legend_handles_labels()[0]
+        if len(panel_handles) > len(handles):
+            handles = panel_handles
     figure.legend(
-        handles,
-        names,
+        handles=handles,
         loc="outside right upper",
         fontsize=8.5,
         frameon=False,
@@ -145,86 +156,69 @@ def draw_density(views: Sequence[MaskView]) -> Figure | None:
 
 
 def draw_layers(view: MaskView) -> Figure | None:
-    """One panel per kind of mask: blocks downwards, output units to the right, coloured by the
-    share of each unit's entries that the task keeps (units side by side share a pixel where there
-    are many)."""
-    wanted = [
-        k
-        for k in kinds([view])
-        if any(mask_kind(n) == k and mask_block(n) is not None for n in view.profile)
-    ][:MOST_KINDS]
-    if not wanted:
+    """Draw the kept share of each output unit: one panel per kind of mask, one row per block.
+
+    Adjacent units share a pixel when there are many. None when no mask belongs to a block.
+    """
+    profiles: dict[str, list[tuple[int, NDArray[np.float32]]]] = {}
+    for kind in kinds([view]):
+        for name, profile in view.profile.items():
+            block = mask_block(name)
+            if mask_kind(name) == kind and block is not None:
+                profiles.setdefault(kind, []).append((block, profile))
+    panel_kinds = list(profiles)[:MOST_KINDS]
+    if not panel_kinds:
         return None
-    figure, axes = new_figure(10.4, 0.55 + 1.55 * len(wanted), len(wanted), 1)
-    panels: list[Any] = []
-    for ax, kind in zip(axes, wanted, strict=True):
-        lines = [
-            view.profile[n]
-            for n in sorted(
-                (n for n in view.profile if mask_kind(n) == kind), key=lambda n: mask_block(n) or 0
-            )
-        ]
+    height = 0.55 + 1.55 * len(panel_kinds)
+    figure, axes = new_figure(10.4, height, len(panel_kinds), 1)
+    images: list[Any] = []
+    lowest = 1.0
+    for panel, kind in zip(axes, panel_kinds, strict=True):
+        lines = [profile for _, profile in sorted(profiles[kind], key=lambda pair: pair[0])]
         values = np.full((len(lines), max(map(len, lines))), np.nan)
         for row, line in zip(values, lines, strict=True):
             row[: len(line)] = line
-        panels.append(
-            ax.imshow(
-                np.ma.masked_invalid(values),
-                cmap=SEQUENTIAL,
-                vmax=1,
-                aspect="auto",
-                interpolation="nearest",
-            )
-        )
-        style_axes(ax, kind, "unit" if ax is axes[-1] else "", "block", grid=None)
-        ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        ax.set_xticks([])
-    least = min(float(p.get_array().min()) for p in panels)
-    for panel in panels:
-        # masks that keep nearly all would else be one dark field
-        panel.set_clim(min(math.floor(10 * least) / 10, 0.9), 1)
-    bar = figure.colorbar(
-        panels[0], ax=axes, fraction=0.02, pad=0.01, format=PercentFormatter(1, decimals=0)
-    )
+        lowest = min(lowest, float(np.nanmin(values)))
+        masked = np.ma.masked_invalid(values)
+        style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
+        images.append(panel.imshow(masked, cmap=SEQUENTIAL, vmax=1, **style))
+        style_axes(panel, kind, "unit" if panel is axes[-1] else "", "block", grid=None)
+        panel.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        panel.set_xticks([])
+    for image in images:
+        # The scale ends above the lowest share: masks that keep nearly all would be all dark.
+        image.set_clim(min(math.floor(10 * lowest) / 10, 0.9), 1)
+    bar = figure.colorbar(images[0], ax=axes, fraction=0.02, pad=0.01, format=SHARES)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
     return figure
 
 
 def draw_capacity(views: Sequence[MaskView]) -> Figure | None:
-    """Capacity used, one panel per kind of mask: for each task what it uses anew and again, and the
-    line of all that is used."""
-    wanted = kinds(list(views))[:MOST_KINDS]
-    if not wanted:
+    """Draw the share of entries that each task uses again and first, and that are used so far.
+
+    One panel per kind of mask. None without masks.
+    """
+    panel_kinds = kinds(list(views))[:MOST_KINDS]
+    if not panel_kinds:
         return None
-    figure, axes = new_figure(max(2.5 * len(wanted), 4.2) + 1.2, 3.1, 1, len(wanted), sharey=True)
-    for ax, kind in zip(axes, wanted, strict=True):
+    width = max(2.5 * len(panel_kinds), 4.2) + 1.2
+    figure, axes = new_figure(width, 3.1, 1, len(panel_kinds), sharey=True)
+    for panel, kind in zip(axes, panel_kinds, strict=True):
         rows = capacity(list(views), kind)
-        places = np.arange(len(rows))
-        again, fresh, total = (
-            np.array([r[name] / r["size"] for r in rows]) for name in ("again", "fresh", "used")
-        )
-        ax.bar(places, again, color=COLOURS[4], width=0.7, label="used again")
-        ax.bar(
-            places,
-            fresh,
-            bottom=again,
-            color=COLOURS[0],
-            width=0.7,
-            label="used for the first time",
-        )
-        ax.plot(
-            places,
-            total,
-            color=COLOURS[1],
-            marker=".",
-            linewidth=1.6,
-            label="used by any task so far",
-        )
-        style_axes(ax, kind, "", "share of entries" if ax is axes[0] else "")
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        ax.set_ylim(0, 1.03)
-        ax.set_xticks(places, [r["task"] for r in rows], rotation=55, ha="right", fontsize=8)
+        xs = np.arange(len(rows))
+        again = np.array([row["again"] / row["size"] for row in rows])
+        fresh = np.array([row["fresh"] / row["size"] for row in rows])
+        total = np.array([row["used"] / row["size"] for row in rows])
+        panel.bar(xs, again, color=COLOURS[4], width=0.7, label="used again")
+        first_use: dict[str, Any] = {"color": COLOURS[0], "label": "used for the first time"}
+        panel.bar(xs, fresh, bottom=again, width=0.7, **first_use)
+        any_use: dict[str, Any] = {"color": COLOURS[1], "label": "used by any task so far"}
+        panel.plot(xs, total, marker=".", linewidth=1.6, **any_use)
+        style_axes(panel, kind, "", "share of entries" if panel is axes[0] else "")
+        panel.yaxis.set_major_formatter(SHARES)
+        panel.set_ylim(0, 1.03)
+        panel.set_xticks(xs, [row["task"] for row in rows], rotation=55, ha="right", fontsize=8)
     figure.legend(
         *axes[0].get_legend_handles_labels(),
         loc="outside upper center",
@@ -236,30 +230,27 @@ def draw_capacity(views: Sequence[MaskView]) -> Figure | None:
 
 
 def draw_overlaps(views: Sequence[MaskView]) -> Figure | None:
-    """Jaccard index between the masks of each pair of tasks, one panel per kind of mask."""
-    wanted = kinds(list(views))[:MOST_KINDS]
-    if not wanted or len(views) < 2:
+    """Draw the Jaccard index between the masks of each pair of tasks, one panel per kind of mask.
+
+    None without masks or with fewer than two tasks.
+    """
+    panel_kinds = kinds(list(views))[:MOST_KINDS]
+    if not panel_kinds or len(views) < 2:
         return None
     side = min(max(2.3, 0.42 * len(views)), 5.0)
-    figure, axes = new_figure((side + 1.0) * len(wanted) + 0.6, side + 0.9, 1, len(wanted))
-    for ax, kind in zip(axes, wanted, strict=True):
+    width = (side + 1.0) * len(panel_kinds) + 0.6
+    figure, axes = new_figure(width, side + 0.9, 1, len(panel_kinds))
+    for panel, kind in zip(axes, panel_kinds, strict=True):
         values = overlap(list(views), kind)
-        image = draw_cells(ax, values)
-        if len(views) <= 12:
-            for i, j in np.ndindex(values.shape):
-                if not np.isnan(values[i, j]):
-                    ax.text(
-                        j,
-                        i,
-                        f"{values[i, j]:.2f}",
-                        ha="center",
-                        va="center",
-                        fontsize=text_size(len(views)) - 1,
-                        color="white" if values[i, j] > 0.55 else INK,
-                    )
-        style_axes(ax, kind, grid=None)
-        ax.spines[:].set_visible(False)
-        label_tasks(ax, [v.task for v in views])
+        image = draw_cells(panel, values)
+        for i, j in np.ndindex(values.shape):
+            jaccard = float(values[i, j])
+            if len(views) <= 12 and not math.isnan(jaccard):
+                size = text_size(len(views)) - 1
+                write_in_cell(panel, i, j, f"{jaccard:.2f}", jaccard > 0.55, fontsize=size)
+        style_axes(panel, kind, grid=None)
+        panel.spines[:].set_visible(False)
+        label_tasks(panel, [view.task for view in views])
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
@@ -267,32 +258,41 @@ def draw_overlaps(views: Sequence[MaskView]) -> Figure | None:
 
 
 def draw_prompts(views: Sequence[MaskView]) -> Figure | None:
-    """Learned tokens of the last task, and the cosine similarity between the tokens of all
-    tasks."""
-    names = list(views[-1].prompts if views else {})[:2]
+    """Draw the learned tokens of the last task, and cosine similarities between those of all tasks.
+
+    None without learned tokens.
+    """
+    names = list(views[-1].prompts)[:2] if views else []
     if not names:
         return None
     figure, axes = new_figure(10.4, 3.6 * len(names), len(names), 2)
     for left, right, name in zip(axes[::2], axes[1::2], names, strict=True):
         values = views[-1].prompts[name]
-        far = float(np.abs(values).max()) or 1.0
-        image = left.imshow(
-            values, cmap="RdBu", vmin=-far, vmax=far, aspect="auto", interpolation="nearest"
-        )
-        style_axes(
-            left, f"{name}: values of task {views[-1].task}", "dimension", "token", grid=None
-        )
+        limit = float(np.abs(values).max()) or 1.0
+        style: dict[str, Any] = {"cmap": "RdBu", "interpolation": "nearest"}
+        image = left.imshow(values, vmin=-limit, vmax=limit, aspect="auto", **style)
+        title = f"{name}: values of task {views[-1].task}"
+        style_axes(left, title, "dimension", "token", grid=None)
         left.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
         figure.colorbar(image, ax=left, fraction=0.04, pad=0.02).ax.tick_params(labelsize=8)
-        cosine, owners = similarity(list(views), name)
-        image = right.imshow(cosine, cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
+        cosine, row_tasks = similarity(list(views), name)
+        image = right.imshow(cosine, vmin=-1, vmax=1, **style)
         style_axes(right, f"{name}: cosine similarity", grid=None)
-        starts = [i for i, o in enumerate(owners) if i == 0 or owners[i - 1] != o]
-        middles = [(a + b - 1) / 2 for a, b in zip(starts, [*starts[1:], len(owners)], strict=True)]
-        right.set_yticks(middles, [owners[s] for s in starts])
-        right.set_xticks([])
-        for start in starts[1:]:
-            right.axhline(start - 0.5, color="white", linewidth=1.2)
-            right.axvline(start - 0.5, color="white", linewidth=1.2)
+        _separate_tasks(right, row_tasks)
         figure.colorbar(image, ax=right, fraction=0.04, pad=0.02).ax.tick_params(labelsize=8)
     return figure
+
+
+def _separate_tasks(axes: Axes, row_tasks: Sequence[str]) -> None:
+    """Draw lines between tasks, and write each task beside the middle of its rows."""
+    starts = []
+    for row, task in enumerate(row_tasks):
+        if row == 0 or row_tasks[row - 1] != task:
+            starts.append(row)
+    ends = [*starts[1:], len(row_tasks)]
+    middles = [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)]
+    axes.set_yticks(middles, [row_tasks[start] for start in starts])
+    axes.set_xticks([])
+    for start in starts[1:]:
+        axes.axhline(start - 0.5, color="white", linewidth=1.2)
+        axes.axvline(start - 0.5, color="white", linewidth=1.2)

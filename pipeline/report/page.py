@@ -1,262 +1,236 @@
-"""The report of a run: one HTML page that needs nothing else, and its tables and plots as files."""
+"""The report of a run: one self-contained HTML page, and its tables and plots as files."""
 
 from __future__ import annotations
 
-import base64
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.report import figures, files
 from pipeline.report.figures import Picture
+from pipeline.report.html_parts import (
+    format_seconds,
+    format_value,
+    format_yaml,
+    plural,
+    render_document,
+    render_facts,
+    render_links,
+    render_picture,
+    render_table,
+)
 from pipeline.report.plots import format_bytes
-from pipeline.results.masks import capacity, kinds, overlap_rows
-from pipeline.results.tables import RunTables
-from pipeline.yaml_files import dump_yaml
+from pipeline.results.masks import MaskView, capacity, kinds, overlap_rows
+from pipeline.results.tables import Row, RunTables
 
 # a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
 FITS = 1500
-SOFT = "<span class=soft>-</span>"  # no value
-STYLE = """
-:root { color-scheme: light; --ink: #1f2328; --soft: #59636e; --line: #d8dee4; --band: #f6f8fa; --blue: #0072B2; }
-* { box-sizing: border-box; }
-body { margin: 0; font: 15px/1.55 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; color: var(--ink); background: white; }
-main { max-width: 1120px; margin: 0 auto; padding: 28px 32px 64px; }
-h1 { font-size: 28px; margin: 0 0 2px; letter-spacing: -0.01em; }
-h2 { font-size: 20px; margin: 44px 0 6px; padding-top: 18px; border-top: 1px solid var(--line); }
-h3 { font-size: 16px; margin: 26px 0 2px; }
-p { margin: 4px 0 10px; max-width: 86ch; }
-.soft, figcaption { color: var(--soft); }
-nav { margin: 14px 0 0; font-size: 14px; } nav a { margin-right: 16px; }
-a { color: var(--blue); text-decoration: none; } a:hover { text-decoration: underline; }
-figure { margin: 22px 0 8px; } figure img { max-width: 100%; height: auto; display: block; margin-top: 8px; }
-figcaption b { color: var(--ink); } figcaption { max-width: 96ch; }
-.scroll { overflow-x: auto; margin: 12px 0; }
-table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
-th, td { padding: 6px 12px 6px 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; vertical-align: bottom; }
-th { font-weight: 600; color: var(--soft); font-size: 13px; } th.left, td.left { text-align: left; }
-table.summary { width: 100%; } table.summary td { padding-top: 9px; padding-bottom: 9px; }
-td .soft { font-size: 13px; } td.best { font-weight: 650; }
-.note { border-left: 4px solid #E69F00; background: #fff8e8; padding: 8px 14px; margin: 14px 0; } .note ul { margin: 4px 0; padding-left: 20px; }
-pre { background: var(--band); border: 1px solid var(--line); border-radius: 6px; padding: 12px 14px; overflow-x: auto; font-size: 12.5px; line-height: 1.45; }
-code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 12.5px; }
-details { margin: 12px 0; } summary { cursor: pointer; font-weight: 600; }
-dl { columns: 2; margin: 8px 0; } dt { float: left; color: var(--soft); margin-right: 8px; }
-dd { margin: 0 0 3px; break-inside: avoid; overflow-wrap: anywhere; } .done { color: #1a7f37; } .pending { color: #9a6700; } .bad { color: #b3261e; }
-@media print { details { display: block; } main { max-width: none; padding: 0; } figure { break-inside: avoid; } }
-"""
+MOST_TASKS = 12  # named in the head of the page
 
 
 def build(storage: str, record: Mapping[str, Any], graph_svg: str = "") -> dict[str, bytes]:
-    """All files of the report, by name: `report.html`, the tables as CSV and Parquet, the plots as
-    PNG."""
+    """Return all files of the report by name: `report.html`, tables as CSV and Parquet, PNGs."""
     tables = RunTables.load(storage, record)
     views = {label: figures.load_mask_views(tables, label) for label in tables.labels}
-    shared = figures.run_pictures(tables)
-    own = {label: figures.method_pictures(tables, label, views[label]) for label in tables.labels}
-    rows = tables.tables()
-    rows |= {
-        name: found
-        for name, found in (
-            ("masks", [row for some in views.values() for view in some for row in view.rows()]),
-            ("overlap", [row for some in views.values() for row in overlap_rows(some)]),
-            (
-                "capacity",
-                [
-                    row
-                    for some in views.values()
-                    for kind in kinds(some)
-                    for row in capacity(some, kind)
-                ],
-            ),
-        )
-        if found
+    run_pictures = figures.run_pictures(tables)
+    method_pictures = {
+        label: figures.method_pictures(tables, label, views[label]) for label in tables.labels
     }
-    pictures = {p.name: p.png for p in [*shared, *(p for some in own.values() for p in some)]}
-    return {
-        "report.html": render_page(tables, shared, own, graph_svg).encode(),
-        **files.csv_and_parquet(rows),
-        **pictures,
-    }
+    rows = tables.tables() | mask_tables(views.values())
+    report_files = {}
+    for picture in run_pictures:
+        report_files[picture.name] = picture.png
+    for pictures in method_pictures.values():
+        report_files |= {picture.name: picture.png for picture in pictures}
+    page = render_page(tables, run_pictures, method_pictures, graph_svg)
+    report_files["report.html"] = page.encode()
+    return report_files | files.csv_and_parquet(rows)
+
+
+def mask_tables(views_by_method: Iterable[list[MaskView]]) -> dict[str, list[Row]]:
+    """Return the tables of masks by name, without empty ones."""
+    tables: dict[str, list[Row]] = {"masks": [], "overlap": [], "capacity": []}
+    for views in views_by_method:
+        for view in views:
+            tables["masks"] += view.rows()
+        tables["overlap"] += overlap_rows(views)
+        for kind in kinds(views):
+            tables["capacity"] += capacity(views, kind)
+    return {name: rows for name, rows in tables.items() if rows}
 
 
 def render_page(
     tables: RunTables,
-    shared: Sequence[Picture],
-    own: Mapping[str, Sequence[Picture]],
+    run_pictures: Sequence[Picture],
+    method_pictures: Mapping[str, Sequence[Picture]],
     graph_svg: str,
 ) -> str:
-    """The page as text."""
-    name = escape(str(tables.record["name"]))
-    sections = [
-        render_head(tables),
-        render_warnings(tables),
-        render_summary(tables),
-        *map(render_picture, shared),
-    ]
-    for label, pictures in own.items():
-        sections.append(
-            f'<h2 id="method-{escape(label)}">Method {escape(label)}</h2>{render_method(tables, label)}'
-        )
-        sections += [*map(render_picture, pictures), render_picks(tables, label)]
-    sections += [
-        render_sizes(tables),
-        render_graph(graph_svg),
-        render_stages(tables),
-        render_settings(tables),
-    ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        'content="width=device-width, initial-scale=1">'
-        f"<title>{name} · "
-        f"Accrete</title><style>{STYLE}</style></head><body><main>{''.join(sections)}</main></body></html>"
-    )
+    """Return the page as HTML. method_pictures: by label."""
+    sections = [render_head(tables), render_warnings(tables), render_summary(tables)]
+    sections += map(render_picture, run_pictures)
+    for label, pictures in method_pictures.items():
+        sections.append(f'<h2 id="method-{escape(label)}">Method {escape(label)}</h2>')
+        sections.append(render_method(tables, label))
+        sections += map(render_picture, pictures)
+        sections.append(render_picks(tables, label))
+    sections.append(render_sizes(tables))
+    sections.append(render_graph(graph_svg))
+    sections.append(render_stages(tables))
+    sections.append(render_settings(tables))
+    return render_document(escape(str(tables.record["name"])), sections)
 
 
+# ---- head ----------------------------------------------------------------------------------------
 def render_head(tables: RunTables) -> str:
-    record, config = tables.record, tables.record["config"]
-    done = sum(s["id"] in tables.artifacts for s in record["stages"] if s["step"] != "report")
-    total = sum(s["step"] != "report" for s in record["stages"])
-    state = (
-        "finished"
-        if done == total
-        else f'<span class="pending">{done} of {total} stages finished so far</span>'
-    )
-    tasks = [t["name"] for t in record["tasks"]]
-    shown = ", ".join(map(escape, tasks[:12])) + (
-        f" and {len(tasks) - 12} more" if len(tasks) > 12 else ""
-    )
-    base = next((t["name"] for t in record["tasks"] if t["role"] == "base"), None)
-    grew = (
-        f"its first version was trained on <b>{escape(base)}</b>"
-        if base
-        else "its weights: "
-        f"{escape(str(config.get('backbone', {}).get('weights', 'none')).rsplit('/', 1)[-1])}"
-    )
-    given = (
-        "At test time the model is told which task an image belongs to."
-        if tables.scenario == "task"
-        else "At test time the model is not told which task an image belongs to: it chooses "
-        "among all classes seen so far."
-    )
-    links = "".join(
-        f'<a href="#{anchor}">{escape(text)}</a>'
-        for anchor, text in [
-            ("summary", "Summary"),
-            *((f"method-{label}", label) for label in tables.labels),
-            ("sizes", "Sizes"),
-            ("graph", "Graph"),
-            ("stages", "Stages"),
-            ("settings", "Settings"),
-        ]
-    )
+    """Return title, state, introduction and links."""
+    record = tables.record
+    config = record["config"]
+    backbone = config.get("backbone", {})
+    tasks = [task["name"] for task in record["tasks"]]
+    task_names = ", ".join(map(escape, tasks[:MOST_TASKS]))
+    if len(tasks) > MOST_TASKS:
+        task_names += f" and {len(tasks) - MOST_TASKS} more"
+    test_protocol = "At test time the task of each image is given."
+    if tables.scenario != "task":
+        test_protocol = (
+            "At test time the task of an image is not given: the model chooses among all classes "
+            "learned so far."
+        )
+    links = [("summary", "Summary")]
+    links += [(f"method-{label}", label) for label in tables.labels]
+    links += [("sizes", "Sizes"), ("graph", "Graph"), ("stages", "Stages")]
+    links.append(("settings", "Settings"))
     return (
-        f"<h1>{escape(str(record['name']))}</h1><div class=soft>{len(tables.labels)} "
-        f"method{'s' * (len(tables.labels) != 1)} · {len(tasks)} tasks · "
-        f"scenario {escape(tables.scenario)} · seed {config.get('seed', 0)} · started "
-        f"{escape(str(record.get('created', '')))} · {state}</div>"
+        f"<h1>{escape(str(record['name']))}</h1>"
+        f"<div class=soft>{len(tables.labels)} method{plural(len(tables.labels))} · "
+        f"{len(tasks)} tasks · scenario {escape(tables.scenario)} · seed {config.get('seed', 0)} · "
+        f"started {escape(str(record.get('created', '')))} · {_progress(tables)}</div>"
         "<p style='margin-top:14px'>One vision transformer "
-        f"(<code>{escape(str(config.get('backbone', {}).get('name', '')))}</code>; {grew}) "
-        "meets "
-        f"these tasks one after the other: {shown}. Each method below adds the tasks in its own "
-        "way. After every task the model is tested on all "
-        f"tasks so far, with test images that training never sees. {given}</p><nav>{links}</nav>"
+        f"(<code>{escape(str(backbone.get('name', '')))}</code>; {_origin(tables)}) learns these "
+        f"tasks one after the other: {task_names}. Each method below learns them in its own way. "
+        "After every task the model is tested on all tasks learned so far, with test images that "
+        f"are never used for training. {test_protocol}</p>{render_links(links)}"
     )
+
+
+def _progress(tables: RunTables) -> str:
+    stages = [stage["id"] for stage in tables.record["stages"] if stage["step"] != "report"]
+    num_done = len([stage_id for stage_id in stages if stage_id in tables.artifacts])
+    if num_done == len(stages):
+        return "finished"
+    return f'<span class="pending">{num_done} of {len(stages)} stages finished so far</span>'
+
+
+def _origin(tables: RunTables) -> str:
+    """Return where the backbone's weights come from."""
+    for task in tables.record["tasks"]:
+        if task["role"] == "base":
+            return f"pretrained on <b>{escape(task['name'])}</b>"
+    weights = str(tables.record["config"].get("backbone", {}).get("weights", "none"))
+    return f"weights: {escape(weights.rsplit('/', 1)[-1])}"
 
 
 def render_warnings(tables: RunTables) -> str:
+    """Return the warnings of all stages; empty without warnings."""
     rows = tables.warnings()
     if not rows:
         return ""
-    items = "".join(
-        f"<li>{escape(r['warning'])} <span "
-        f"class=soft>({escape(r['stage'])}{f' and {more} more' if (more := r['stages'] - 1) else ''})"
-        "</span></li>"
-        for r in rows
-    )
-    return (
-        f'<div class="note"><b>{len(rows)} '
-        f"warning{'s' * (len(rows) != 1)}</b><ul>{items}</ul></div>"
-    )
+    items = ""
+    for row in rows:
+        stages = escape(row["stage"])
+        if row["stages"] > 1:
+            stages += f" and {row['stages'] - 1} more"
+        items += f"<li>{escape(row['warning'])} <span class=soft>({stages})</span></li>"
+    return f'<div class="note"><b>{len(rows)} warning{plural(len(rows))}</b><ul>{items}</ul></div>'
 
 
-# column of the summary: key, heading, what it says, how it is written, which end is best
-COLUMNS: tuple[tuple[str, str, str, Any, Any], ...] = (
-    (
+# ---- summary -------------------------------------------------------------------------------------
+class Column(NamedTuple):
+    """A column of the summary.
+
+    kind: unit, as in `format_value`. pick_best: the function that picks the best value, or None.
+    """
+
+    key: str
+    heading: str
+    meaning: str
+    kind: str
+    pick_best: Callable[..., float] | None = None
+
+
+COLUMNS = (
+    Column(
         "average_accuracy",
         "average<br>accuracy",
         "mean accuracy over all tasks, after the last one",
         "rate",
         max,
     ),
-    (
+    Column(
         "last_accuracy",
         "last<br>accuracy",
-        "share of right answers over all test images together, after the last task",
+        "accuracy on the test images of all tasks together, after the last task",
         "rate",
         max,
     ),
-    (
+    Column(
         "average_incremental_accuracy",
-        "average<br>on the way",
+        "average<br>incremental",
         "mean of the last accuracy after the first, second, ... task",
         "rate",
         max,
     ),
-    (
+    Column(
         "top5_last_accuracy",
         "top-5<br>last",
-        "the same, where it is enough that the right class is among the first five",
+        "last accuracy when the right class is among the five best",
         "rate",
         max,
     ),
-    (
+    Column(
         "task_aware_average_accuracy",
         "average,<br>task given",
-        "mean accuracy over all tasks, choosing among the task's own classes",
+        "mean accuracy over all tasks when the model chooses among the task's own classes",
         "rate",
         max,
     ),
-    (
+    Column(
         "forgetting",
         "forgetting",
-        "mean loss of accuracy on old tasks since their best moment",
+        "mean drop of accuracy on earlier tasks from their best to the end",
         "rate",
         min,
     ),
-    (
+    Column(
         "bytes_per_task",
         "bytes<br>per task",
         "masks, tokens, head and copies of one task, on average",
         "bytes",
         min,
     ),
-    (
+    Column(
         "carried_bytes",
         "carried<br>bytes",
-        "what the last task would hand to a next one",
+        "state that the last task would carry to a next one",
         "bytes",
-        None,
     ),
-    ("growth", "growth", "all bytes kept, divided by those of the backbone", "times", None),
-    (
+    Column("growth", "growth", "all stored bytes divided by those of the backbone", "times"),
+    Column(
         "trained_parameters",
         "trained<br>parameters",
-        "numbers that the optimizer changes for one task",
+        "parameters that the optimizer trains for one task",
         "count",
-        None,
     ),
-    (
+    Column(
         "flops_share",
-        "work per<br>image",
-        "operations of one image with masks applied, relative to the plain backbone",
+        "FLOPs per<br>image",
+        "FLOPs of one image with masks applied, relative to the plain backbone",
         "rate",
-        None,
     ),
 )
-ANSWERS = {
+VERDICTS = {
     "identical": '<span class="done">identical</span>',
     "changed": '<span class="bad">changed</span>',
     "not measured again": "-",
@@ -264,205 +238,159 @@ ANSWERS = {
 
 
 def render_summary(tables: RunTables) -> str:
+    """Return the table with one row per method."""
     rows = tables.summary()
-    columns = [column for column in COLUMNS if any(column[0] in row for row in rows)]
-    # else the methods are not at the same point
-    even = len({(r["tasks_finished"], r["tasks"]) for r in rows}) == 1
-    best = {
-        key: pick(values)
-        for key, _, _, _, pick in columns
-        if even
-        and pick
-        and len(values := [v for r in rows if (v := r.get(key)) is not None and not math.isnan(v)])
-        > 1
-    }
-    heading = "".join(f'<th title="{escape(says)}">{text}</th>' for _, text, says, _, _ in columns)
-    body = ""
-    for row in rows:
-        other = (
-            ""
-            if row["method"] == row["label"]
-            else f" <span class=soft>{escape(row['method'])}</span>"
-        )
-        unfinished = (
-            ""
-            if row["tasks_finished"] == row["tasks"]
-            else f'<br><span class="pending">after {row["tasks_finished"]} of {row["tasks"]} '
-            "tasks</span>"
-        )
-        cells = "".join(
-            f"<td{' class=best' if key in best and row.get(key) == best[key] else ''}>{format_value(row.get(key), kind)}</td>"
-            for key, _, _, kind, _ in columns
-        )
-        body += (
-            "<tr><td class=left><a "
-            f'href="#method-{escape(row["label"])}"><b>{escape(row["label"])}</b></a>{other}{unfinished}</td>{cells}'
-            f"<td>{ANSWERS[row['answers']]}</td></tr>"
-        )
-    hint = (
-        "; the best value of a column is bold"
-        if best
-        else "; not all are at the same point of the stream yet"
-        if not even
-        else ""
-    )
-    words = "; ".join(
-        f"<b>{text.replace('<br>', ' ')}</b>: {says}" for _, text, says, _, _ in columns
+    columns = [column for column in COLUMNS if any(column.key in row for row in rows)]
+    is_comparable = len({(row["tasks_finished"], row["tasks"]) for row in rows}) == 1
+    best = _best_values(rows, columns) if is_comparable else {}
+    heading = "<th class=left>method</th>"
+    for column in columns:
+        heading += f'<th title="{escape(column.meaning)}">{column.heading}</th>'
+    logits_meaning = "whether the logits on earlier tasks stayed bit-identical"
+    heading += f'<th title="{logits_meaning}">earlier<br>logits</th>'
+    body = "".join(_render_summary_row(row, columns, best) for row in rows)
+    hint = ""
+    if best:
+        hint = "; the best value of a column is bold"
+    elif not is_comparable:
+        hint = "; the methods have not finished the same number of tasks yet"
+    meanings = [f"<b>{c.heading.replace('<br>', ' ')}</b>: {c.meaning}" for c in columns]
+    meanings.append(
+        f"<b>earlier logits</b>: {logits_meaning}, for tasks that were tested again later "
+        "(compared by sha256)"
     )
     return (
-        f'<h2 id="summary">Summary</h2><p>One row per method{hint}.</p><div '
-        'class="scroll"><table class="summary">'
-        f'<tr><th class=left>method</th>{heading}<th title="whether the logits on old tasks '
-        f'stayed the same, bit by bit">old<br>answers</th></tr>{body}'
-        f"</table></div><details><summary>What the columns mean</summary><p>{words}; <b>old "
-        "answers</b>: whether the logits on tasks that were tested "
-        "again later are the same, bit by bit (compared by sha256).</p></details>"
+        f'<h2 id="summary">Summary</h2><p>One row per method{hint}.</p>'
+        f'<div class="scroll"><table class="summary"><tr>{heading}</tr>{body}</table></div>'
+        f"<details><summary>What the columns mean</summary><p>{'; '.join(meanings)}.</p></details>"
     )
 
 
-def format_value(value: Any, kind: str) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return SOFT
-    if kind == "rate":
-        return f"{100 * value:z.1f} %"
-    return {
-        "bytes": format_bytes,
-        "times": lambda v: f"{v:.2f}x",
-        "count": lambda v: f"{v:,.0f}",
-        "seconds": format_seconds,
-    }[kind](value)
+def _best_values(rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, float]:
+    """Return the best value of each column that has at least two values."""
+    best = {}
+    for column in columns:
+        values = [row[column.key] for row in rows if row.get(column.key) is not None]
+        values = [value for value in values if not math.isnan(value)]
+        if column.pick_best is not None and len(values) > 1:
+            best[column.key] = column.pick_best(values)
+    return best
 
 
-def format_seconds(value: float) -> str:
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    return (
-        f"{minutes} min {rest:02d} s"
-        if minutes < 60
-        else f"{minutes // 60} h {minutes % 60:02d} min"
-    )
+def _render_summary_row(row: Row, columns: Sequence[Column], best: Mapping[str, float]) -> str:
+    label = escape(row["label"])
+    name = f'<a href="#method-{label}"><b>{label}</b></a>'
+    if row["method"] != row["label"]:
+        name += f" <span class=soft>{escape(row['method'])}</span>"
+    if row["tasks_finished"] != row["tasks"]:
+        progress = f"after {row['tasks_finished']} of {row['tasks']} tasks"
+        name += f'<br><span class="pending">{progress}</span>'
+    cells = f"<td class=left>{name}</td>"
+    for column in columns:
+        value = row.get(column.key)
+        is_best = column.key in best and value == best[column.key]
+        start = "<td class=best>" if is_best else "<td>"
+        cells += f"{start}{format_value(value, column.kind)}</td>"
+    return f"<tr>{cells}<td>{VERDICTS[row['answers']]}</td></tr>"
 
 
-def render_picture(p: Picture) -> str:
-    data = base64.b64encode(p.png).decode()
-    return (
-        f"<figure><figcaption><b>{escape(p.title)}.</b> {escape(p.says)}</figcaption>"
-        f'<img alt="{escape(p.title)}" style="width:{p.width}px" '
-        f'src="data:image/png;base64,{data}"></figure>'
-    )
-
-
+# ---- one method ----------------------------------------------------------------------------------
 def render_method(tables: RunTables, label: str) -> str:
-    """What the registry says about the method; nothing where this installation does not know it."""
-    from workers.methods import METHODS
+    """Return the description of a method; empty when this installation does not have it."""
+    from workers.methods import METHODS  # heavy: imports torch
 
     method = METHODS.get(tables.method(label))
     if method is None:
         return ""
-    says = (method.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
-    order = (
-        "Its tasks do not depend on each other (a star)."
-        if not method.carries
-        else f"Each task starts from what the one before handed on: {', '.join(method.carries)} "
-        "(a chain)."
-    )
-    told = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(" ".join(says.split())))
-    return f"<p>{told} {escape(order)} <span class=soft>{escape(method.paper)}</span></p>"
+    first_paragraph = (method.__doc__ or "").strip().split("\n\n")[0]
+    text = escape(" ".join(first_paragraph.split()))
+    text = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", text)
+    order = "Its tasks do not depend on each other (a star)."
+    if method.carries:
+        carried = ", ".join(method.carries)
+        order = f"Each task starts from what the previous task carries: {carried} (a chain)."
+    return f"<p>{text} {escape(order)} <span class=soft>{escape(method.paper)}</span></p>"
 
 
 def render_picks(tables: RunTables, label: str) -> str:
-    """How a method that was not told the task found it, after the last finished one."""
-    rows, picked = tables.picks(label), tables.pick_counts(label)
-    if picked is None:
+    """Return how well a method infers the task after the last finished one; empty for others."""
+    picks = tables.pick_counts(label)
+    if picks is None:
         return ""
-    counts, tasks, candidates = picked
-    last = {row["task"]: row for row in rows if row["after_index"] == rows[-1]["after_index"]}
-    body = [
-        [
-            task,
-            row["images"],
-            format_value(row["share_right"], "rate"),
-            *(format_value(row[f"confidence_{kind}"], "rate") for kind in ("right", "wrong")),
-            candidates[int(line.argmax())],
-        ]
-        for task, line in zip(tasks, counts, strict=True)
-        for row in [last[task]]
+    rows = tables.picks(label)
+    last_rows = {row["task"]: row for row in rows if row["after_index"] == rows[-1]["after_index"]}
+    body = []
+    for task, counts in zip(picks.tasks, picks.counts, strict=True):
+        row = last_rows[task]
+        body.append(
+            [
+                task,
+                row["images"],
+                format_value(row["share_right"], "rate"),
+                format_value(row["confidence_right"], "rate"),
+                format_value(row["confidence_wrong"], "rate"),
+                picks.candidates[int(counts.argmax())],
+            ]
+        )
+    heading = [
+        "images of",
+        "images",
+        "inferred right",
+        "confidence when right",
+        "when wrong",
+        "most often inferred",
     ]
-    table = render_table(
-        [
-            "images of",
-            "images",
-            "taken for it",
-            "how sure when right",
-            "when wrong",
-            "most often taken for",
-        ],
-        body,
-        1,
-    )
     return (
-        f"<h3>Finding out the task</h3><p>After {escape(rows[-1]['after'])}: the method is not "
-        f"told what an image belongs to and picks by itself.</p>{table}"
+        f"<h3>Task inference</h3><p>After {escape(rows[-1]['after'])}: the task of an image is not "
+        f"given; the method infers it.</p>{render_table(heading, body, 1)}"
     )
+
+
+# ---- sizes, graph, stages, settings --------------------------------------------------------------
+SIZE_COLUMNS = {  # of a row of sizes that are no kind of stored bytes
+    "label",
+    "after_index",
+    "after",
+    "role",
+    "total",
+    "growth",
+    "trained_parameters",
+    "flops_share",
+    "task_bytes",
+}
 
 
 def render_sizes(tables: RunTables) -> str:
-    rows = [row for label in tables.labels for row in tables.sizes(label)]
+    """Return the table of stored bytes after each task; empty before the first one."""
+    rows: list[Row] = []
+    for label in tables.labels:
+        rows += tables.sizes(label)
     if not rows:
         return ""
-    fixed = {
-        "label",
-        "after_index",
-        "after",
-        "role",
-        "total",
-        "growth",
-        "trained_parameters",
-        "flops_share",
-        "task_bytes",
-    }
-    kinds = [
-        k
-        for k in dict.fromkeys(k for row in rows for k in row)
-        if k not in fixed and any(row.get(k) for row in rows)
-    ]
-    table = render_table(
-        [
-            "method",
-            "after task",
-            "this task",
-            *kinds,
-            "total",
-            "growth",
-            "trained parameters",
-            "work per image",
-        ],
-        [
-            [
-                row["label"],
-                row["after"],
-                format_bytes(row["task_bytes"]),
-                *(format_bytes(row.get(k)) for k in kinds),
-                format_bytes(row["total"]),
-                format_value(row["growth"], "times"),
-                format_value(row["trained_parameters"], "count"),
-                format_value(row["flops_share"], "rate"),
-            ]
-            for row in rows
-        ],
-        2,
-    )
+    names = dict.fromkeys(name for row in rows for name in row if name not in SIZE_COLUMNS)
+    byte_kinds = [kind for kind in names if any(row.get(kind) for row in rows)]
+    heading = ["method", "after task", "this task", *byte_kinds]
+    heading += ["total", "growth", "trained parameters", "FLOPs per image"]
+    body = []
+    for row in rows:
+        cells = [row["label"], row["after"], format_bytes(row["task_bytes"])]
+        cells += [format_bytes(row.get(kind)) for kind in byte_kinds]
+        cells.append(format_bytes(row["total"]))
+        cells.append(format_value(row["growth"], "times"))
+        cells.append(format_value(row["trained_parameters"], "count"))
+        cells.append(format_value(row["flops_share"], "rate"))
+        body.append(cells)
     return (
-        '<h2 id="sizes">Sizes</h2><p>What has to be kept after each task, summed over the '
-        "tasks so far: masks as packed bits, everything else as stored. "
-        "<b>carried</b> is what is handed to the next task; a method that retrains the whole "
-        "backbone carries a changed copy of it. <b>growth</b> "
-        f"is the total divided by the backbone.</p>{table}"
+        '<h2 id="sizes">Sizes</h2><p>What has to be stored after each task, summed over the tasks '
+        "so far: masks as packed bits, everything else as it is in the store. <b>carried</b> is "
+        "the state carried to the next task; a method that retrains the whole backbone carries a "
+        "changed copy of it. <b>growth</b> is the total divided by the backbone.</p>"
+        f"{render_table(heading, body, 2)}"
     )
 
 
 def render_graph(svg: str) -> str:
+    """Return the picture of the graph; empty without one."""
     if not svg:
         return ""
     body = svg[svg.index("<svg") :] if "<svg" in svg else ""
@@ -470,78 +398,44 @@ def render_graph(svg: str) -> str:
     if width and float(width.group(1)) < FITS:
         body = body.replace("<svg", '<svg style="max-width:100%;height:auto"', 1)
     return (
-        '<h2 id="graph">Graph</h2><p>Every box is a stage whose result is stored on its own; a '
-        "line means that the right one needs the left one. Boxes "
-        f'without a path between them can run at the same time.</p><div class="scroll">{body}</div>'
+        '<h2 id="graph">Graph</h2><p>Each box is a stage with a stored result of its own. A line '
+        "means that the stage on the right needs the one on the left. Stages without a path "
+        f'between them can run at the same time.</p><div class="scroll">{body}</div>'
     )
 
 
 def render_stages(tables: RunTables) -> str:
+    """Return the table of stages."""
     rows = tables.stage_rows()
-    spent = sum(r["wall_s"] or 0 for r in rows)
-    body = [
-        [
-            f"<code>{escape(r['stage'])}</code>",
-            f'<span class="{r["state"]}">{r["state"]}</span>',
-            format_value(r["wall_s"], "seconds"),
-            format_bytes(r["bytes"]),
-            escape(str(r["device"] or "-")),
-            f"<code>{r['key'][:12]}</code>",
-        ]
-        for r in rows
-    ]
-    table = render_table(
-        ["stage", "state", "wall time", "stored", "device", "key"], body, 1, safe=True
-    )
+    wall_s = sum(row["wall_s"] or 0 for row in rows)
+    body = [_stage_cells(row) for row in rows]
+    heading = ["stage", "state", "wall time", "stored", "device", "key"]
+    details = "<details open>" if len(rows) <= 40 else "<details>"
     return (
-        '<h2 id="stages">Stages</h2><p>The steps of the run and how long each took when it was '
-        f"computed, {format_seconds(spent)} in all; a stage that is "
-        "done is never run again while its inputs stay the "
-        f"same.</p><details{' open' if len(rows) <= 40 else ''}><summary>{len(rows)} "
-        "stages</summary>"
-        f"{table}</details>"
+        '<h2 id="stages">Stages</h2><p>The steps of the run, and how long each took when it was '
+        f"computed: {format_seconds(wall_s)} in all. A finished stage is not run again while its "
+        f"inputs stay the same.</p>{details}<summary>{len(rows)} stages</summary>"
+        f"{render_table(heading, body, 1, is_html=True)}</details>"
     )
+
+
+def _stage_cells(row: Row) -> list[str]:
+    return [
+        f"<code>{escape(row['stage'])}</code>",
+        f'<span class="{row["state"]}">{row["state"]}</span>',
+        format_value(row["wall_s"], "seconds"),
+        format_bytes(row["bytes"]),
+        escape(str(row["device"] or "-")),
+        f"<code>{row['key'][:12]}</code>",
+    ]
 
 
 def render_settings(tables: RunTables) -> str:
-    text = dump_yaml(to_plain(tables.record["config"]), default_flow_style=None, width=110)
-    facts = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(', '.join(values))}</dd>"
-        for name, values in tables.environment().items()
-    )
+    """Return the config of the run, and commit, device and package versions of its stages."""
+    config = format_yaml(tables.record["config"])
+    facts = [(name, ", ".join(values)) for name, values in tables.environment().items()]
     return (
-        '<h2 id="settings">Settings and environment</h2><p>The complete config: saved as a '
-        f"file, it runs this again.</p><pre><code>{escape(text)}"
-        f"</code></pre><p>What the stages ran on:</p><dl>{facts}</dl>"
-    )
-
-
-def to_plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): to_plain(v) for k, v in value.items()}
-    return [to_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def render_table(
-    heading: Sequence[str], rows: Sequence[Sequence[Any]], left: int, safe: bool = False
-) -> str:
-    """A table whose first `left` columns are aligned to the left. safe: cells are HTML already;
-    else only what stands for no value is."""
-
-    def line(cells: Sequence[Any], tag: str) -> str:
-        return (
-            "<tr>"
-            + "".join(
-                f"<{tag}{' class=left' if i < left else ''}>{cell}</{tag}>"
-                for i, cell in enumerate(cells)
-            )
-            + "</tr>"
-        )
-
-    body = "".join(
-        line([cell if safe or cell == SOFT else escape(str(cell)) for cell in row], "td")
-        for row in rows
-    )
-    return (
-        f'<div class="scroll"><table>{line([escape(h) for h in heading], "th")}{body}</table></div>'
+        '<h2 id="settings">Settings and environment</h2><p>The complete config. Save it as a file '
+        f"to run it again.</p><pre><code>{config}</code></pre>"
+        f"<p>Environment of the stages:</p>{render_facts(facts)}"
     )

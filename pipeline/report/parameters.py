@@ -1,20 +1,20 @@
-"""What a search varied: each parameter with its axis and its distribution in words, and how much of
-the accuracy each explains."""
+"""The parameters of a search: their axis, their distribution in words, and their importance."""
 
 from __future__ import annotations
 
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.results.trials import Search, Trial, as_number
 
-FEWEST = 4  # finished trials, below which nothing is said about importance
+FEWEST = 4  # finished trials for which importance is measured
 CONDITIONS = ("when", "if")
-# the key that chooses one of several methods; settings of the others do not apply
+# the key that chooses one of several methods; settings of the other methods do not apply
 METHOD = "method"
 KNOWN = {"dist", "values", "low", "high", "q", "step", "points", *CONDITIONS}
 
@@ -23,9 +23,9 @@ KNOWN = {"dist", "values", "low", "high", "q", "step", "points", *CONDITIONS}
 class Parameter:
     """One dimension of the search space.
 
-    key: the dotted setting. name: the key without what all have in common. dist: as in the space,
-    "" where the space does not have it. says: what values it could take, in words. categories: in
-    order, empty for numbers. low, high: ends of the axis of numbers.
+    key: the dotted setting. name: the key without the prefix that all keys share. dist: as in the
+    space, "" when the space does not have it. says: the values it could take, in words. categories:
+    in order, empty for numbers. low, high: ends of the axis of numbers.
     """
 
     key: str
@@ -37,93 +37,95 @@ class Parameter:
     low: float = 0.0
     high: float = 1.0
 
-    def place(self, trial: Trial) -> float:
-        """Where the trial lies on the axis: the number itself, or the index of the category; NaN
-        where it does not have the parameter."""
+    def position(self, trial: Trial) -> float:
+        """Return the number, or the index of the category; NaN when the trial does not have it."""
         if self.key not in trial["params"]:
             return math.nan
         value = trial["params"][self.key]
-        return (
-            float(self.categories.index(format_setting(value)))
-            if self.categories
-            else as_number(value)
-        )
+        if self.categories:
+            return float(self.categories.index(format_setting(value)))
+        return as_number(value)
+
+    def axis_share(self, position: float) -> float:
+        """Return a position as a share of the axis, from 0 to 1."""
+        if self.categories:
+            return (position + 0.5) / len(self.categories)
+        if self.log:
+            return math.log(position / self.low) / math.log(self.high / self.low)
+        return (position - self.low) / (self.high - self.low)
 
     def at_end(self, value: Any) -> bool:
-        """Whether a number lies at an end of what was searched, so that a wider range may hold
-        something better."""
-        if self.categories:
-            try:
-                order = sorted(self.categories, key=float)
-            except ValueError:  # not numbers: no end
-                return False
-            return len(order) > 2 and format_setting(value) in (order[0], order[-1])
-        low, high, at = (math.log(v) if self.log else v for v in (self.low, self.high, value))
-        return min(at - low, high - at) <= 0.02 * (high - low)
+        """Return whether a number lies at an end of the axis, so that a wider range may help."""
+        if not self.categories:
+            return not 0.02 < self.axis_share(value) < 0.98
+        try:
+            order = sorted(self.categories, key=float)
+        except ValueError:  # not numbers: no end
+            return False
+        return len(order) > 2 and format_setting(value) in (order[0], order[-1])
 
 
 def format_setting(value: Any) -> str:
-    """How a value is written: 0.00123456 -> `0.001235`, [3, 6] -> `[3, 6]`."""
+    """0.00123456 -> `0.001235`, [3, 6] -> `[3, 6]`."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def search_parameters(search: Search) -> list[Parameter]:
-    """All parameters, in the order of the space; then those that trials have and the space has
-    not."""
+    """Return all parameters: those of the space in its order, then those that only trials have."""
     space = search.record["space"]
-    keys = list(dict.fromkeys([*space, *(key for t in search.trials for key in t["params"])]))
-    names = short_names(keys)
-    return [
-        _parameter(
-            key,
-            names,
-            space.get(key),
-            [t["params"][key] for t in search.trials if key in t["params"]],
-        )
-        for key in keys
-    ]
+    keys = dict.fromkeys(space)
+    for trial in search.trials:
+        keys |= dict.fromkeys(trial["params"])
+    names = short_names(list(keys))
+    parameters = []
+    for key in keys:
+        values = [trial["params"][key] for trial in search.trials if key in trial["params"]]
+        parameters.append(_parameter(key, names, space.get(key), values))
+    return parameters
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Keys without `methods.LABEL.`, or `methods.` where several methods are searched; the whole
-    key where that is not clear."""
-    labels = {
-        key.split(".")[1] for key in keys if key.startswith("methods.") and key.count(".") > 1
-    }
-    start = f"methods.{next(iter(labels))}." if len(labels) == 1 else "methods."
-    short = {key: key.removeprefix(start) for key in keys}
-    return {
-        key: name if list(short.values()).count(name) == 1 else key for key, name in short.items()
-    }
+    """Return keys without `methods.LABEL.`, or without `methods.` for several methods.
+
+    A name that two keys would share stays the whole key.
+    """
+    labels = set()
+    for key in keys:
+        if key.startswith("methods.") and key.count(".") > 1:
+            labels.add(key.split(".")[1])
+    prefix = f"methods.{labels.pop()}." if len(labels) == 1 else "methods."
+    short = {key: key.removeprefix(prefix) for key in keys}
+    counts = Counter(short.values())
+    return {key: name if counts[name] == 1 else key for key, name in short.items()}
 
 
-def _parameter(key: str, names: Mapping[str, str], dimension: Any, met: Sequence[Any]) -> Parameter:
-    if not isinstance(dimension, Mapping):
-        dimension = (
-            {}
-            if dimension is None
-            else {
-                "dist": "choice",
-                "values": dimension if isinstance(dimension, list) else [dimension],
-            }
-        )
-    dist, says = str(dimension.get("dist", "")), describe_dimension(dimension, names)
+def _parameter(
+    key: str, names: Mapping[str, str], dimension: Any, values: Sequence[Any]
+) -> Parameter:
+    """Return a parameter. dimension: its entry in the space. values: those of the trials."""
+    if dimension is None:
+        dimension = {}
+    elif isinstance(dimension, list):
+        dimension = {"dist": "choice", "values": dimension}
+    elif not isinstance(dimension, Mapping):
+        dimension = {"dist": "choice", "values": [dimension]}
+    dist = str(dimension.get("dist", ""))
+    says = describe_dimension(dimension, names)
     if METHOD in names and key.startswith("methods."):
         says += f"; only where {METHOD} is {key.split('.')[1]}"
-    numbers = [v for v in map(as_number, met) if not math.isnan(v)]
-    if "values" in dimension or len(numbers) < len(met):
-        offered = dimension["values"] if isinstance(dimension.get("values"), list) else []
-        return Parameter(
-            key, names[key], dist, says, tuple(dict.fromkeys(map(format_setting, [*offered, *met])))
-        )
-    ends = [
-        v
-        for v in (as_number(dimension.get("low")), as_number(dimension.get("high")), *numbers)
-        if not math.isnan(v)
-    ]
-    low, high = min(ends, default=0.0), max(ends, default=1.0)
+    numbers = [value for value in map(as_number, values) if not math.isnan(value)]
+    if "values" in dimension or len(numbers) < len(values):
+        offered = dimension.get("values")
+        if not isinstance(offered, list):
+            offered = []
+        categories = dict.fromkeys(map(format_setting, [*offered, *values]))
+        return Parameter(key, names[key], dist, says, tuple(categories))
+    ends = [as_number(dimension.get("low")), as_number(dimension.get("high"))]
+    numbers += [end for end in ends if not math.isnan(end)]
+    low = min(numbers, default=0.0)
+    high = max(numbers, default=1.0)
     log = "log" in dist and low > 0
     if low == high:
         low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
@@ -131,112 +133,130 @@ def _parameter(key: str, names: Mapping[str, str], dimension: Any, met: Sequence
 
 
 def describe_dimension(dimension: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """What values a dimension of the space allows, and where it applies."""
-    dist, says = str(dimension.get("dist", "")), []
+    """Return in words which values a dimension allows, and under which conditions it applies."""
+    parts = []
     if isinstance(dimension.get("values"), list):
-        says.append("one of " + ", ".join(map(format_setting, dimension["values"])))
+        parts.append("one of " + ", ".join(map(format_setting, dimension["values"])))
     elif "low" in dimension and "high" in dimension:
-        whole, step = (
-            "whole numbers " if "int" in dist else "",
-            dimension.get("q", dimension.get("step")),
-        )
-        says.append(
-            f"{whole}from {format_setting(dimension['low'])} to {format_setting(dimension['high'])}"
-            + (f" in steps of {format_setting(step)}" if step is not None else "")
-            + (", each order of magnitude equally likely" if "log" in dist else "")
-        )
+        parts.append(_describe_range(dimension))
     for word in CONDITIONS:
-        if isinstance(condition := dimension.get(word), Mapping):
-            says += [
-                f"only where {names.get(k, k)} is "
-                f"{' or '.join(map(format_setting, v)) if isinstance(v, list) else format_setting(v)}"
-                for k, v in condition.items()
-            ]
+        condition = dimension.get(word)
+        if isinstance(condition, Mapping):
+            for key, value in condition.items():
+                options = value if isinstance(value, list) else [value]
+                text = " or ".join(map(format_setting, options))
+                parts.append(f"only where {names.get(key, key)} is {text}")
         elif condition is not None:
-            says.append(f"only where {format_setting(condition)}")
-    return (
-        "; ".join(
-            says + [f"{k}: {format_setting(v)}" for k, v in dimension.items() if k not in KNOWN]
-        )
-        or "not in the space any more"
-    )
+            parts.append(f"only where {format_setting(condition)}")
+    for key, value in dimension.items():
+        if key not in KNOWN:
+            parts.append(f"{key}: {format_setting(value)}")
+    return "; ".join(parts) or "not in the space any more"
+
+
+def _describe_range(dimension: Mapping[str, Any]) -> str:
+    dist = str(dimension.get("dist", ""))
+    text = f"from {format_setting(dimension['low'])} to {format_setting(dimension['high'])}"
+    if "int" in dist:
+        text = f"whole numbers {text}"
+    step = dimension.get("q", dimension.get("step"))
+    if step is not None:
+        text += f" in steps of {format_setting(step)}"
+    if "log" in dist:
+        text += ", each order of magnitude equally likely"
+    return text
 
 
 def measure_importance(search: Search, varied: Sequence[Parameter]) -> tuple[dict[str, float], str]:
-    """Share of the variance of accuracy among finished trials that each parameter explains by
-    itself or with others, by key, largest first (fANOVA, Hutter et al., ICML 2014); or nothing, and
-    the sentence why.
+    """Return the importance of parameters by key, largest first; or nothing and a reason.
 
-    Of Optuna's measures this one agreed best with known functions at 12 to 40 trials. A parameter
-    that a trial does not have is set to the middle of its axis, or for categories to one more
-    category, as is usual for conditional spaces.
+    Importance is the share of the variance of accuracy between finished trials that a parameter
+    explains, alone or with others (fANOVA, Hutter et al., ICML 2014). Of Optuna's measures this
+    one agreed best with known functions at 12 to 40 trials.
     """
     standing = search.standing()
-    trials = [t for t in search.trials if t["status"] == "finished" and t["number"] in standing]
+    scores = {}
+    trials = []
+    for trial in search.trials:
+        if trial["status"] == "finished" and trial["number"] in standing:
+            trials.append(trial)
+            scores[trial["number"]] = standing[trial["number"]]
     if len(trials) < FEWEST:
-        return {}, f"Which setting matters most is not said before {FEWEST} trials have finished."
-    moving = [
-        p
-        for p in varied
-        if len(
-            {p.place(t) for t in trials if p.key in t["params"]}
-            | {None for t in trials if p.key not in t["params"]}
-        )
-        > 1
-    ]
-    if (
-        not moving
-        or max(standing[t["number"]] for t in trials) - min(standing[t["number"]] for t in trials)
-        < 1e-6
-    ):
-        return (
-            {},
-            "Which setting matters most cannot be said: all finished trials have the same "
-            "accuracy or the same settings.",
+        return {}, f"Importance of settings is measured once {FEWEST} trials have finished."
+    moving = [parameter for parameter in varied if _is_moving(parameter, trials)]
+    if not moving or max(scores.values()) - min(scores.values()) < 1e-6:
+        return {}, (
+            "Importance of settings cannot be measured: all finished trials have the same accuracy "
+            "or the same settings."
         )
     try:
-        import optuna
-        from optuna import distributions as d
-        from optuna.importance import FanovaImportanceEvaluator, get_param_importances
+        import optuna  # an extra
     except ImportError:
-        return (
-            {},
-            "Which setting matters most is not said, because optuna is not installed here; pip "
-            "install optuna, and write the report again.",
+        return {}, (
+            "Importance of settings is not measured, because optuna is not installed; pip install "
+            "optuna, and write the report again."
         )
-    axes: dict[str, Any] = {
-        p.key: d.CategoricalDistribution(tuple(range(len(p.categories) + 1)))
-        if p.categories
-        else d.FloatDistribution(p.low, p.high, log=p.log)
-        for p in moving
-    }
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            study = optuna.create_study(direction="maximize")
-            study.add_trials(
-                [
-                    optuna.trial.create_trial(
-                        params={p.key: _imputed(p, t) for p in moving},
-                        distributions=axes,
-                        value=standing[t["number"]],
-                    )
-                    for t in trials
-                ]
-            )
-            found = get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
+            shares = _fanova(moving, trials, scores)
     finally:
         optuna.logging.set_verbosity(level)
-    return {
-        key: float(share) for key, share in sorted(found.items(), key=lambda kv: (-kv[1], kv[0]))
-    }, ""
+    keys = sorted(shares, key=lambda key: (-shares[key], key))
+    return {key: float(shares[key]) for key in keys}, ""
 
 
-def _imputed(p: Parameter, trial: Trial) -> float:
-    place = p.place(trial)
-    if p.categories:
-        return len(p.categories) if math.isnan(place) else int(place)
-    middle = math.sqrt(p.low * p.high) if p.log else (p.low + p.high) / 2
-    return middle if math.isnan(place) else place
+def _is_moving(parameter: Parameter, trials: Sequence[Trial]) -> bool:
+    """Return whether trials differ in a parameter, or only some of them have it."""
+    positions: set[float | None] = set()
+    for trial in trials:
+        has_parameter = parameter.key in trial["params"]
+        positions.add(parameter.position(trial) if has_parameter else None)
+    return len(positions) > 1
+
+
+def _fanova(
+    parameters: Sequence[Parameter], trials: Sequence[Trial], scores: Mapping[int, float]
+) -> dict[str, float]:
+    """Return importances by key, from Optuna. scores: by trial number."""
+    import optuna
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+    from optuna.importance import FanovaImportanceEvaluator, get_param_importances
+
+    distributions: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.categories:
+            categories = tuple(range(len(parameter.categories) + 1))
+            distributions[parameter.key] = CategoricalDistribution(categories)
+        else:
+            distributions[parameter.key] = FloatDistribution(
+                parameter.low, parameter.high, log=parameter.log
+            )
+    study = optuna.create_study(direction="maximize")
+    for trial in trials:
+        study.add_trial(
+            optuna.trial.create_trial(
+                params={parameter.key: _imputed(parameter, trial) for parameter in parameters},
+                distributions=distributions,
+                value=scores[trial["number"]],
+            )
+        )
+    return get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0))
+
+
+def _imputed(parameter: Parameter, trial: Trial) -> float:
+    """Return the position of a trial.
+
+    A trial without the parameter is in the middle of the axis, or in one more category, as is usual
+    for conditional spaces.
+    """
+    position = parameter.position(trial)
+    if parameter.categories:
+        return len(parameter.categories) if math.isnan(position) else int(position)
+    if not math.isnan(position):
+        return position
+    if parameter.log:
+        return math.sqrt(parameter.low * parameter.high)
+    return (parameter.low + parameter.high) / 2

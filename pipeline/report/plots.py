@@ -1,5 +1,7 @@
-"""Figures of a run as PNG bytes: one look, colours that colour-blind people can tell apart, no
-global state."""
+"""Figures of accuracies, sizes and training, and the style that all figures share.
+
+Colours are safe for colour-blind readers. Nothing here keeps global state.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import io
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -20,20 +22,20 @@ from numpy.typing import NDArray
 
 from pipeline.results.tables import Matrix, Row
 
-# Okabe and Ito's palette without yellow, which is too pale on white; marker and dash repeat what
-# the colour says.
+# Okabe and Ito's palette without yellow, which is too pale on white. Markers and dashes carry the
+# same information as colours.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
 INK, FAINT, EMPTY = "#222222", "#9aa0a6", "#f1f3f4"
 SEQUENTIAL = "YlGnBu"
 DPI = 150
-# matplotlib draws in one thread at a time; the record and the report draw in two
+# matplotlib is not thread-safe; MLflow recording and the report draw in two threads
 DRAWING = threading.Lock()
 
 
 def to_png(figure: Figure) -> bytes:
-    """The figure as PNG; the same figure always gives the same bytes."""
+    """Return the figure as PNG; equal figures give equal bytes."""
     FigureCanvasAgg(figure)
     sink = io.BytesIO()
     with DRAWING:
@@ -44,7 +46,7 @@ def to_png(figure: Figure) -> bytes:
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure (inches) and its axes, row by row."""
+    """Return a figure (size in inches) and its axes, row by row."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(axes.reshape(-1))
@@ -53,6 +55,7 @@ def new_figure(
 def style_axes(
     axes: Axes, title: str = "", x: str = "", y: str = "", grid: str | None = "y"
 ) -> None:
+    """Give axes the common style. x, y: labels of the axes. grid: `x`, `y`, `both` or None."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(labelsize=8.5, colors=INK, length=2.5)
@@ -65,7 +68,7 @@ def style_axes(
 
 
 def method_style(index: int) -> dict[str, Any]:
-    """Colour, marker and dash of the index-th method."""
+    """Return colour, marker and dashes of the index-th method."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "marker": MARKERS[index % len(MARKERS)],
@@ -74,29 +77,38 @@ def method_style(index: int) -> dict[str, Any]:
 
 
 def task_colours(count: int) -> NDArray[np.float64]:
-    """One colour per task, dark to light in stream order, (count, 4)."""
+    """Return one colour per task, dark to light in stream order, (count, 4)."""
     return matplotlib.colormaps["viridis"](np.linspace(0, 0.85, count))
 
 
 def text_size(cells: int) -> float:
-    return 9.5 if cells <= 6 else 8.5 if cells <= 12 else 7.5
+    """Return the font size of numbers in a heat map with `cells` rows."""
+    if cells <= 6:
+        return 9.5
+    return 8.5 if cells <= 12 else 7.5
 
 
 def label_tasks(axes: Axes, tasks: Sequence[str], which: str = "xy") -> None:
+    """Label the ticks of the axes in `which` with task names."""
     size = 9 if len(tasks) <= 12 else 7.5
-    short = [t if len(t) <= 18 else t[:16] + "…" for t in tasks]
+    names = [task if len(task) <= 18 else task[:16] + "…" for task in tasks]
     if "x" in which:
-        long = len(tasks) > 6 or max(map(len, short)) > 9
-        axes.set_xticks(
-            range(len(tasks)),
-            short,
-            fontsize=size,
-            rotation=40 if long else 0,
-            ha="right" if long else "center",
-            rotation_mode="anchor",
-        )
+        is_long = len(tasks) > 6 or max(map(len, names)) > 9
+        rotate_x_ticks(axes, names, 40 if is_long else 0, fontsize=size)
     if "y" in which:
-        axes.set_yticks(range(len(tasks)), short, fontsize=size)
+        axes.set_yticks(range(len(tasks)), names, fontsize=size)
+
+
+def rotate_x_ticks(axes: Axes, names: Sequence[str], angle: float, **style: Any) -> None:
+    """Label the ticks of the x axis; rotated labels end at their tick."""
+    axes.set_xticks(
+        range(len(names)),
+        names,
+        rotation=angle,
+        ha="right" if angle else "center",
+        rotation_mode="anchor",
+        **style,
+    )
 
 
 def draw_cells(
@@ -106,7 +118,7 @@ def draw_cells(
     low: float = 0.0,
     high: float = 1.0,
 ) -> Any:
-    """A heat map on white gaps; NaN is left blank."""
+    """Draw a heat map with white gaps; NaN is left blank. Return the image."""
     image = axes.imshow(
         np.ma.masked_invalid(values),
         cmap=cmap,
@@ -123,100 +135,97 @@ def draw_cells(
     return image
 
 
-# ---- accuracy ------------------------------------------------------------------------------------
-def draw_matrix(m: Matrix) -> Figure:
-    """Rows: after learning a task. Columns: accuracy on a task. Bold: measured. Hatched: not
-    finished."""
-    count = max(len(m.tasks), 1)
-    side = min(max(2.2, 0.62 * count), 9.5)
-    figure, (axes,) = new_figure(side + 2.6, side + 1.2)
-    image = draw_cells(axes, np.where(m.source == "ahead", np.nan, m.rates))
-    size = text_size(count)
-    for t, i in np.ndindex(m.source.shape):
-        if m.source[t, i] == "missing":
-            axes.add_patch(
-                Rectangle(
-                    (i - 0.47, t - 0.47),
-                    0.94,
-                    0.94,
-                    facecolor="white",
-                    edgecolor=FAINT,
-                    hatch="////",
-                    linewidth=0,
-                )
-            )
-        elif m.source[t, i] == "ahead":
-            axes.add_patch(
-                Rectangle((i - 0.47, t - 0.47), 0.94, 0.94, facecolor=EMPTY, linewidth=0)
-            )
-        elif not math.isnan(m.rates[t, i]):
-            text = f"{100 * m.rates[t, i]:.1f}" if count <= 12 else f"{100 * m.rates[t, i]:.0f}"
-            axes.text(
-                i,
-                t,
-                text,
-                ha="center",
-                va="center",
-                fontsize=size,
-                color="white" if m.rates[t, i] > 0.55 else INK,
-                fontweight="bold" if m.source[t, i] == "measured" else "normal",
-                alpha=1 if m.source[t, i] == "measured" else 0.8,
-            )
-    style_axes(axes, f"{m.label}: accuracy in %", "accuracy on task", "after learning", grid=None)
-    axes.spines[:].set_visible(False)
-    label_tasks(axes, m.tasks)
-    bar = figure.colorbar(
-        image, ax=axes, fraction=0.046, pad=0.02, format=PercentFormatter(1, decimals=0)
-    )
+def add_share_bar(figure: Figure, image: Any, axes: Axes) -> None:
+    """Add the colour bar of a heat map of shares."""
+    percent = PercentFormatter(1, decimals=0)
+    bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.02, format=percent)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
+
+
+def write_in_cell(
+    axes: Axes, row: int, column: int, text: str, is_dark: bool, **style: Any
+) -> None:
+    """Write a number into a cell of a heat map, in white on dark cells."""
+    color = "white" if is_dark else INK
+    axes.text(column, row, text, ha="center", va="center", color=color, **style)
+
+
+# ---- accuracy ------------------------------------------------------------------------------------
+def draw_matrix(matrix: Matrix) -> Figure:
+    """Draw an accuracy matrix. Bold: measured. Hatched: not finished."""
+    count = max(len(matrix.tasks), 1)
+    side = min(max(2.2, 0.62 * count), 9.5)
+    figure, (axes,) = new_figure(side + 2.6, side + 1.2)
+    image = draw_cells(axes, np.where(matrix.source == "ahead", np.nan, matrix.rates))
+    for t, i in np.ndindex(matrix.source.shape):
+        _fill_matrix_cell(axes, matrix, t, i)
+    title = f"{matrix.label}: accuracy in %"
+    style_axes(axes, title, "accuracy on task", "after learning", grid=None)
+    axes.spines[:].set_visible(False)
+    label_tasks(axes, matrix.tasks)
+    add_share_bar(figure, image, axes)
     return figure
 
 
+def _fill_matrix_cell(axes: Axes, matrix: Matrix, t: int, i: int) -> None:
+    """Write an accuracy, or fill the cell of an accuracy that does not exist."""
+    source = matrix.source[t, i]
+    rate = float(matrix.rates[t, i])
+    corner = (i - 0.47, t - 0.47)
+    if source == "missing":
+        style: dict[str, Any] = {"facecolor": "white", "edgecolor": FAINT, "hatch": "////"}
+        axes.add_patch(Rectangle(corner, 0.94, 0.94, linewidth=0, **style))
+    elif source == "ahead":
+        axes.add_patch(Rectangle(corner, 0.94, 0.94, linewidth=0, facecolor=EMPTY))
+    elif not math.isnan(rate):
+        style = {"fontweight": "bold", "alpha": 1.0}
+        if source != "measured":
+            style = {"fontweight": "normal", "alpha": 0.8}
+        count = len(matrix.tasks)
+        text = f"{100 * rate:.1f}" if count <= 12 else f"{100 * rate:.0f}"
+        write_in_cell(axes, t, i, text, rate > 0.55, fontsize=text_size(count), **style)
+
+
 def draw_averages(matrices: Sequence[Matrix]) -> Figure:
-    """Average accuracy over the tasks so far, and forgetting, after each task, one line per
-    method."""
+    """Draw average accuracy and forgetting so far after each task, one line per method."""
     figure, (left, right) = new_figure(10.4, 3.7, 1, 2)
-    tasks = max((m.tasks for m in matrices), key=len, default=())
-    for axes, name, title in (
+    tasks = max((matrix.tasks for matrix in matrices), key=len, default=())
+    panels = (
         (left, "average_accuracy", "Average accuracy so far"),
         (right, "forgetting", "Forgetting so far"),
-    ):
+    )
+    for axes, metric, title in panels:
         style_axes(axes, title, "after learning")
-        for index, m in enumerate(matrices):
-            values = [row[name] for row in m.over_time[: m.finished]]
-            at = [tasks.index(t) if t in tasks else k for k, t in enumerate(m.tasks)][: m.finished]
-            # Thinner and smaller from line to line, so that one that lies under another can still
-            # be seen.
-            axes.plot(
-                at,
-                values,
-                label=m.label,
-                linewidth=max(1.3, 3.2 - 0.5 * index),
-                markersize=max(4.5, 8.5 - index),
-                **method_style(index),
-            )
+        for index, matrix in enumerate(matrices):
+            values = [row[metric] for row in matrix.over_time[: matrix.finished]]
+            positions = []
+            for t, task in enumerate(matrix.tasks[: matrix.finished]):
+                positions.append(tasks.index(task) if task in tasks else t)
+            axes.plot(positions, values, label=matrix.label, **nested_line_style(index))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlim(-0.25, max(len(tasks) - 0.75, 0.25))
         label_tasks(axes, tasks, "x")
     left.set_ylim(0, 1.02)
-    top = max(
-        [
-            0.1,
-            *(
-                row["forgetting"]
-                for m in matrices
-                for row in m.over_time[: m.finished]
-                if not math.isnan(row["forgetting"])
-            ),
-        ]
-    )
-    right.set_ylim(min(-0.01, right.get_ylim()[0]), 1.1 * top)
-    _legend(figure, left, len(matrices))
+    highest = 0.1
+    for matrix in matrices:
+        for row in matrix.over_time[: matrix.finished]:
+            if row["forgetting"] > highest:  # false for NaN
+                highest = row["forgetting"]
+    right.set_ylim(min(-0.01, right.get_ylim()[0]), 1.1 * highest)
+    _add_method_legend(figure, left, len(matrices))
     return figure
 
 
-def _legend(figure: Figure, axes: Axes, count: int) -> None:
+def nested_line_style(index: int) -> dict[str, Any]:
+    """Return the style of the index-th line: thinner than the last, to show lines below others."""
+    style = method_style(index)
+    style["linewidth"] = max(1.3, 3.2 - 0.5 * index)
+    style["markersize"] = max(4.5, 8.5 - index)
+    return style
+
+
+def _add_method_legend(figure: Figure, axes: Axes, count: int) -> None:
     handles, names = axes.get_legend_handles_labels()
     if count > 1:
         figure.legend(
@@ -230,131 +239,148 @@ def _legend(figure: Figure, axes: Axes, count: int) -> None:
 
 
 def draw_comparison(summary: Sequence[Row]) -> Figure:
-    """Bars: methods side by side, best average accuracy on top."""
-    rows = sorted(
-        summary, key=lambda r: (not math.isnan(r["average_accuracy"]), r["average_accuracy"])
-    )
+    """Draw final metrics as bars, the method with the best average accuracy on top."""
+
+    def accuracy_rank(row: Row) -> tuple[bool, float]:
+        accuracy = row["average_accuracy"]
+        return not math.isnan(accuracy), accuracy
+
+    rows = sorted(summary, key=accuracy_rank)
+    labels = [row["label"] for row in summary]
+    colours = [COLOURS[labels.index(row["label"]) % len(COLOURS)] for row in rows]
     panels = (
         ("average_accuracy", "Average accuracy", "higher is better"),
         ("average_incremental_accuracy", "Average incremental accuracy", "higher is better"),
         ("forgetting", "Forgetting", "lower is better"),
     )
     figure, all_axes = new_figure(10.4, 1.1 + 0.38 * max(len(rows), 2), 1, 3, sharey=True)
-    order = {r["label"]: i for i, r in enumerate(summary)}
-    for axes, (name, title, hint) in zip(all_axes, panels, strict=True):
+    for axes, (metric, title, hint) in zip(all_axes, panels, strict=True):
         style_axes(axes, title, hint, grid="x")
-        values = [r[name] for r in rows]
-        axes.barh(
-            range(len(rows)),
-            np.nan_to_num(values),
-            height=0.62,
-            color=[COLOURS[order[r["label"]] % len(COLOURS)] for r in rows],
-        )
+        values = [row[metric] for row in rows]
+        axes.barh(range(len(rows)), np.nan_to_num(values), height=0.62, color=colours)
         for y, value in enumerate(values):
-            text = "not finished" if math.isnan(value) else f"{100 * value:.1f}"
-            axes.text(
-                max(0 if math.isnan(value) else value, 0),
-                y,
-                f" {text}",
-                va="center",
-                fontsize=9,
-                color=FAINT if math.isnan(value) else INK,
-            )
-        high = max([0.05, *(v for v in values if not math.isnan(v))])
-        axes.set_xlim(min([0, *(v for v in values if not math.isnan(v))]), 1.18 * high)
+            _write_bar_value(axes, y, value)
+        finished = [value for value in values if not math.isnan(value)]
+        axes.set_xlim(min([0, *finished]), 1.18 * max([0.05, *finished]))
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.set_yticks(range(len(rows)), [method_label(r) for r in rows], fontsize=9.5)
+        axes.set_yticks(range(len(rows)), list(map(method_label, rows)), fontsize=9.5)
         axes.tick_params(axis="y", length=0)
     return figure
 
 
+def _write_bar_value(axes: Axes, y: int, value: float) -> None:
+    """Write a share in per cent behind its bar."""
+    x, text, color = max(value, 0), f" {100 * value:.1f}", INK
+    if math.isnan(value):
+        x, text, color = 0, " not finished", FAINT
+    axes.text(x, y, text, va="center", fontsize=9, color=color)
+
+
 def method_label(row: Row) -> str:
-    """The method, and how far it is where it is not finished: its numbers then do not compare with
-    the others'."""
-    return (
-        row["label"]
-        if row["tasks_finished"] == row["tasks"]
-        else f"{row['label']}\n({row['tasks_finished']} of {row['tasks']} tasks)"
-    )
+    """Return the method, and its progress when it is unfinished and so not comparable."""
+    label: str = row["label"]
+    if row["tasks_finished"] == row["tasks"]:
+        return label
+    return f"{label}\n({row['tasks_finished']} of {row['tasks']} tasks)"
 
 
 def format_bytes(count: float | None) -> str:
     """1234567 -> `1.23 MB`; powers of 1000."""
     if count is None or math.isnan(count):
         return "-"
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.5 or unit == "GB":
-            return (
-                f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.3g} {unit}"
-            )
-        count /= 1000
-    raise AssertionError
+    if abs(count) < 999.5:
+        return f"{count:.0f} B"
+    power = 1
+    while power < 3 and abs(count) / 1000**power >= 999.5:
+        power += 1
+    value = count / 1000**power
+    unit = ("B", "kB", "MB", "GB")[power]
+    return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
+
+
+class LabelledPoint(NamedTuple):
+    """A method in a scatter plot."""
+
+    x: float
+    y: float
+    method_index: int
+    label: str
 
 
 def draw_size_accuracy(summary: Sequence[Row]) -> Figure:
-    """What is kept beside the backbone (log scale) against average accuracy, one point per
-    method."""
+    """Draw bytes stored besides the backbone (log scale) against average accuracy, by method."""
     figure, (axes,) = new_figure(7.2, 4.2)
     style_axes(
         axes,
         "Size against accuracy",
-        "bytes kept beside the shared backbone, all tasks (log scale)",
+        "bytes stored besides the shared backbone, all tasks (log scale)",
         "average accuracy",
         grid="both",
     )
-    points = [
-        (max(r["total_bytes"] * (1 - 1 / r["growth"]), 1), r["average_accuracy"], i, r["label"])
-        for i, r in enumerate(summary)
-        if r["growth"] and not math.isnan(r["average_accuracy"])
-    ]
+    points = []
+    for index, row in enumerate(summary):
+        if row["growth"] and not math.isnan(row["average_accuracy"]):
+            added_bytes = max(row["total_bytes"] * (1 - 1 / row["growth"]), 1)
+            points.append(LabelledPoint(added_bytes, row["average_accuracy"], index, row["label"]))
     axes.set_xscale("log")
-    for x, y, index, label in points:
+    for point in points:
+        style = method_style(point.method_index)
         axes.scatter(
-            x,
-            y,
+            point.x,
+            point.y,
             s=70,
-            color=method_style(index)["color"],
-            marker=method_style(index)["marker"],
+            color=style["color"],
+            marker=style["marker"],
             zorder=3,
-            label=label,
+            label=point.label,
         )
     if points:
-        xs, ys = [p[0] for p in points], [p[1] for p in points]
+        xs = [point.x for point in points]
+        ys = [point.y for point in points]
         axes.set_xlim(min(xs) / 3, max(xs) * 6)
-        spread = max(max(ys) - min(ys), 0.1)
-        axes.set_ylim(max(min(ys) - 0.25 * spread, 0), min(max(ys) + 0.25 * spread, 1.02))
-        _labels(axes, points)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: format_bytes(v)))
+        margin = 0.25 * max(max(ys) - min(ys), 0.1)
+        axes.set_ylim(max(min(ys) - margin, 0), min(max(ys) + margin, 1.02))
+        _label_points(axes, points)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return figure
 
 
-def _labels(axes: Axes, points: Sequence[tuple[float, float, int, str]]) -> None:
-    """A name to the right of each point, moved up or down where it would touch a point or another
-    name. Boxes are (left, right, bottom, top) in shares of the axes."""
-    (left, right), (low, high) = np.log10(axes.get_xlim()), axes.get_ylim()
-    at = [
-        ((math.log10(x) - left) / (right - left), (y - low) / (high - low)) for x, y, _, _ in points
-    ]
-    taken = [(px - 0.014, px + 0.014, py - 0.02, py + 0.02) for px, py in at]
-    for (px, py), (_, _, _, label) in zip(at, points, strict=True):
-        for move in (0.0, 0.045, -0.045, 0.08, -0.08, 0.12, -0.12, 0.16, -0.16):
-            box = (
-                px + 0.02,
-                px + 0.022 + 0.0115 * len(label),
-                py + move - 0.022,
-                py + move + 0.022,
-            )
-            if not any(
-                box[0] < t[1] and t[0] < box[1] and box[2] < t[3] and t[2] < box[3] for t in taken
-            ):
+class Box(NamedTuple):
+    """A rectangle in shares of the axes."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+
+    def overlaps(self, other: Box) -> bool:
+        """Return whether the two rectangles have a common point inside."""
+        overlaps_in_x = self.left < other.right and other.left < self.right
+        return overlaps_in_x and self.bottom < other.top and other.bottom < self.top
+
+
+def _label_points(axes: Axes, points: Sequence[LabelledPoint]) -> None:
+    """Write a name to the right of each point, moved up or down to avoid points and other names."""
+    left, right = np.log10(axes.get_xlim())
+    low, high = axes.get_ylim()
+    positions = []
+    for point in points:
+        x = (math.log10(point.x) - left) / (right - left)
+        positions.append((x, (point.y - low) / (high - low)))
+    taken = [Box(x - 0.014, x + 0.014, y - 0.02, y + 0.02) for x, y in positions]
+    for (x, y), point in zip(positions, points, strict=True):
+        for shift in (0.0, 0.045, -0.045, 0.08, -0.08, 0.12, -0.12, 0.16, -0.16):
+            text_right = x + 0.022 + 0.0115 * len(point.label)
+            box = Box(x + 0.02, text_right, y + shift - 0.022, y + shift + 0.022)
+            if not any(box.overlaps(other) for other in taken):
                 break
         taken.append(box)
         axes.text(
-            box[0],
-            (box[2] + box[3]) / 2,
-            label,
+            box.left,
+            (box.bottom + box.top) / 2,
+            point.label,
             fontsize=9,
             va="center",
             color=INK,
@@ -363,75 +389,84 @@ def _labels(axes: Axes, points: Sequence[tuple[float, float, int, str]]) -> None
 
 
 # ---- training ------------------------------------------------------------------------------------
-FIXED = {"epoch", "seconds", "images", "lr", "loss", "val_correct", "val_total"}
+FIXED_COLUMNS = {"epoch", "seconds", "images", "lr", "loss", "val_correct", "val_total"}
+History = Sequence[tuple[str, Sequence[Row]]]  # (task or step, epochs), one after the other
 
 
-def draw_curves(histories: Sequence[tuple[str, Sequence[Row]]], title: str = "") -> Figure | None:
-    """Loss, validation accuracy and the method's own measures over epochs; `histories` are (task or
-    step, rows) one after the other. None where there is nothing to draw."""
+def draw_curves(histories: History, title: str = "") -> Figure | None:
+    """Draw loss, validation accuracy and the method's metrics over epochs; None without epochs."""
     histories = [(name, rows) for name, rows in histories if rows]
     if not histories:
         return None
-    terms, measures = split_columns([row for _, rows in histories for row in rows])
-    panels = [
-        ("Loss", ["loss", *terms] if len(terms) > 1 else ["loss"]),
-        ("Validation accuracy", ["val"]),
-    ]
-    if measures:
-        panels.append((measures[0] if len(measures) == 1 else "Measures", measures))
-    figure, axes = new_figure(10.4, 3.1, 1, len(panels))
-    for ax, (name, wanted) in zip(axes, panels, strict=True):
-        style_axes(ax, f"{title}: {name}" if title else name, "epoch")
-        start, ends = 0, []
-        for which, (task, rows) in enumerate(histories):
-            epochs = np.arange(start, start + len(rows)) + 1
-            for index, column in enumerate(wanted):
-                values = [_value(row, column) for row in rows]
-                ax.plot(
-                    epochs,
-                    values,
-                    linewidth=1.8 if index == 0 else 1.2,
-                    marker="." if len(rows) < 15 else None,
-                    color=COLOURS[index % len(COLOURS)],
-                    linestyle=DASHES[index % len(DASHES)],
-                    label=column if which == 0 and len(wanted) > 1 else None,
-                )
-            start += len(rows)
-            ends.append((start - len(rows) + 0.5, start + 0.5, task))
-        mark_spans(ax, ends)
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        if wanted == ["val"]:
-            ax.set_ylim(0, 1.02)
-            ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        if len(wanted) > 1:
-            ax.legend(
+    all_rows: list[Row] = []
+    for _, rows in histories:
+        all_rows += rows
+    loss_terms, metrics = split_columns(all_rows)
+    loss_columns = ["loss", *loss_terms] if len(loss_terms) > 1 else ["loss"]
+    panels = [("Loss", loss_columns), ("Validation accuracy", ["val"])]
+    if metrics:
+        panels.append((metrics[0] if len(metrics) == 1 else "Measures", metrics))
+    figure, all_axes = new_figure(10.4, 3.1, 1, len(panels))
+    for axes, (name, columns) in zip(all_axes, panels, strict=True):
+        style_axes(axes, f"{title}: {name}" if title else name, "epoch")
+        _plot_columns(axes, histories, columns)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if columns == ["val"]:
+            axes.set_ylim(0, 1.02)
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        if len(columns) > 1:
+            axes.legend(
                 fontsize=8,
                 frameon=False,
                 loc="upper center",
                 bbox_to_anchor=(0.5, -0.2),
-                ncols=min(len(wanted), 4),
+                ncols=min(len(columns), 4),
             )
     return figure
 
 
+def _plot_columns(axes: Axes, histories: History, columns: Sequence[str]) -> None:
+    """Plot columns over the epochs of all histories, with a band per history."""
+    start = 0
+    bands = []
+    has_legend = len(columns) > 1
+    for name, rows in histories:
+        epochs = np.arange(start, start + len(rows)) + 1
+        for index, column in enumerate(columns):
+            axes.plot(
+                epochs,
+                [_history_value(row, column) for row in rows],
+                linewidth=1.8 if index == 0 else 1.2,
+                marker="." if len(rows) < 15 else None,
+                color=COLOURS[index % len(COLOURS)],
+                linestyle=DASHES[index % len(DASHES)],
+                label=column if has_legend and start == 0 else None,
+            )
+        bands.append((start + 0.5, start + len(rows) + 0.5, name))
+        start += len(rows)
+    mark_spans(axes, bands)
+
+
 def split_columns(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """Which columns of a history are loss terms and which are the method's measures: measures stand
-    after `images`, which the train loop writes behind the loss terms, or after `val_total`."""
-    columns = list(dict.fromkeys(c for row in rows for c in row))
-    if (
-        "images" in columns
-        and "loss" in columns
-        and columns.index("images") > columns.index("loss")
-    ):
-        end = columns.index("images")
-    else:
-        end = columns.index("val_total") if "val_total" in columns else len(columns)
-    return [c for c in columns[:end] if c not in FIXED], [
-        c for c in columns[end:] if c not in FIXED
-    ]
+    """Return the loss terms and the method's metrics among the columns of a history.
+
+    Metrics follow `images`, which the train loop writes after the loss terms, or `val_total`.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    end = len(columns)
+    if "val_total" in columns:
+        end = columns.index("val_total")
+    if "images" in columns and "loss" in columns:
+        images = columns.index("images")
+        if images > columns.index("loss"):
+            end = images
+    loss_terms = [name for name in columns[:end] if name not in FIXED_COLUMNS]
+    metrics = [name for name in columns[end:] if name not in FIXED_COLUMNS]
+    return loss_terms, metrics
 
 
-def _value(row: Row, column: str) -> float:
+def _history_value(row: Row, column: str) -> float:
+    """Return a value of an epoch, NaN when absent. column: `val` is validation accuracy."""
     if column == "val":
         total = row.get("val_total") or 0
         return row["val_correct"] / total if total else math.nan
@@ -439,68 +474,54 @@ def _value(row: Row, column: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def mark_spans(axes: Axes, parts: Sequence[tuple[float, float, str]]) -> None:
-    """Grey bands that say which task the epochs, or the trials, belong to."""
-    if len(parts) < 2:
+def mark_spans(axes: Axes, spans: Sequence[tuple[float, float, str]]) -> None:
+    """Mark the task of each span of epochs or trials by grey bands. spans: (left, right, task)."""
+    if len(spans) < 2:
         return
-    for index, (left, right, task) in enumerate(parts):
+    for index, (left, right, task) in enumerate(spans):
         if index % 2:
             axes.axvspan(left, right, color=EMPTY, zorder=0, linewidth=0)
         axes.text(
             (left + right) / 2,
             0.99,
-            task if len(parts) <= 6 else str(index),
+            task if len(spans) <= 6 else str(index),
             transform=axes.get_xaxis_transform(),
             fontsize=7.5,
             color="#5f6368",
             ha="center",
             va="top",
         )
-    axes.set_xlim(parts[0][0], parts[-1][1])
+    axes.set_xlim(spans[0][0], spans[-1][1])
 
 
 def draw_confusion(
     counts: NDArray[np.int64],
     names: Sequence[str],
     title: str,
-    answers: Sequence[str] | None = None,
-    axes_say: tuple[str, str] = ("answer", "true class"),
+    columns: Sequence[str] | None = None,
+    axis_titles: tuple[str, str] = ("prediction", "true class"),
 ) -> Figure:
-    """Share of each true class (row) that was answered as each class (column). answers: names of
-    the columns, where they are not those of the rows."""
-    answers = names if answers is None else answers
-    count = max(len(names), len(answers))
-    side = min(max(2.6, 0.34 * count), 8.5)
+    """Draw the share of each true class (row) that was predicted as each class (column).
+
+    columns: names of the columns; None when they are those of the rows. axis_titles: of x and y.
+    """
+    columns = names if columns is None else columns
+    size = max(len(names), len(columns))
+    side = min(max(2.6, 0.34 * size), 8.5)
     figure, (axes,) = new_figure(side + 2.2, side + 1.1)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     image = draw_cells(axes, shares)
-    if count <= 12:
-        for t, p in zip(*np.nonzero(counts), strict=True):
-            axes.text(
-                p,
-                t,
-                str(counts[t, p]),
-                ha="center",
-                va="center",
-                fontsize=text_size(count),
-                color="white" if shares[t, p] > 0.55 else INK,
-            )
-    style_axes(axes, title, *axes_say, grid=None)
+    if size <= 12:
+        for row, column in zip(*np.nonzero(counts), strict=True):
+            is_dark = bool(shares[row, column] > 0.55)
+            number = str(counts[row, column])
+            write_in_cell(axes, row, column, number, is_dark, fontsize=text_size(size))
+    style_axes(axes, title, *axis_titles, grid=None)
     axes.spines[:].set_visible(False)
-    if count <= 40:
-        long = count > 4 or max(map(len, answers)) > 12
-        axes.set_xticks(
-            range(len(answers)),
-            answers,
-            rotation=60 if long else 0,
-            ha="right" if long else "center",
-            rotation_mode="anchor",
-        )
+    if size <= 40:
+        is_long = size > 4 or max(map(len, columns)) > 12
+        rotate_x_ticks(axes, columns, 60 if is_long else 0)
         axes.set_yticks(range(len(names)), names)
-        axes.tick_params(labelsize=9 if count <= 20 else 7)
-    bar = figure.colorbar(
-        image, ax=axes, fraction=0.046, pad=0.02, format=PercentFormatter(1, decimals=0)
-    )
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=8)
+        axes.tick_params(labelsize=9 if size <= 20 else 7)
+    add_share_bar(figure, image, axes)
     return figure

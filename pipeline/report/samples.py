@@ -1,4 +1,4 @@
-"""One test image per task, for pictures of masks; none where the shards are gone."""
+"""One test image per task for pictures of masks."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ SIDE = 192  # pixels of a picture
 
 
 def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
-    """The first test image of `task` as evaluation sees it, (SIDE, SIDE, 3); None where it cannot
-    be read."""
-    from workers.data.shards import Shards, decode
+    """Return the first test image of `task` as evaluation crops it, (SIDE, SIDE, 3).
 
-    about = tables.task(task)
-    key = next(
-        (s["key"] for s in tables.record["stages"] if s["id"] == f"data/{about['card']}"), None
-    )
-    if key is None:
+    None when the shards are gone or damaged.
+    """
+    from workers.data.shards import Shards, decode  # heavy: imports torch
+
+    task_record = tables.task(task)
+    ingest_id = f"data/{task_record['card']}"
+    keys = [stage["key"] for stage in tables.record["stages"] if stage["id"] == ingest_id]
+    if not keys:
         return None
     try:
-        shards = Shards.open(tables.root, key)
-        rows = shards.select("test", about["classes"])
+        shards = Shards.open(tables.root, keys[0])
+        rows = shards.select("test", task_record["classes"])
         if not rows.num_rows:
             return None
         row: dict[str, Any] = rows.slice(0, 1).to_pylist()[0]
-        image = decode(
-            shards.read(row["shard"], row["offset"], row["bytes"]), SIDE, shards.max_pixels
-        )
-    except (UserError, OSError, KeyError):  # gone or damaged: the grid is drawn bare
+        data = shards.read(row["shard"], row["offset"], row["bytes"])
+        image = decode(data, SIDE, shards.max_pixels)
+    except (UserError, OSError, KeyError):
         return None
-    return _cropped(image, float(tables.record["config"].get("backbone", {}).get("crop_pct", 1.0)))
+    crop_share = float(tables.record["config"].get("backbone", {}).get("crop_pct", 1.0))
+    return _crop_center(image, crop_share)
 
 
-def _cropped(image: NDArray[np.uint8], share: float) -> NDArray[np.uint8]:
-    """The middle that evaluation crops, enlarged back to the same size, nearest neighbour."""
+def _crop_center(image: NDArray[np.uint8], share: float) -> NDArray[np.uint8]:
+    """Return the center crop that evaluation uses, resized to SIDE by nearest neighbour."""
     inner = max(1, round(SIDE * share))
     start = (SIDE - inner) // 2
     index = start + np.arange(SIDE) * inner // SIDE

@@ -1,5 +1,7 @@
-"""The report of a search: one HTML page that needs nothing else, the table of its trials and its
-plots as files, from its records alone."""
+"""The report of a search: one self-contained HTML page, the table of its trials, and its plots.
+
+Everything is read from the records of the search, finished or not.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,19 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from pipeline.report import files, plots, search_plots
+from pipeline.report import files, plots, search_pictures, search_plots
 from pipeline.report.figures import Picture
-from pipeline.report.page import (
-    STYLE,
+from pipeline.report.html_parts import (
+    NO_VALUE,
     format_seconds,
     format_value,
+    format_yaml,
+    plural,
+    render_document,
+    render_facts,
+    render_links,
     render_picture,
     render_table,
-    to_plain,
 )
 from pipeline.report.parameters import (
     Parameter,
@@ -29,7 +35,6 @@ from pipeline.results.trials import (
     SLACK,
     Search,
     Trial,
-    as_number,
     best,
     completed,
     load,
@@ -37,9 +42,7 @@ from pipeline.results.trials import (
     score,
     size,
 )
-from pipeline.yaml_files import dump_yaml
 
-MOST_DRAWN = 12  # parameters side by side in one picture; of more, those that matter most
 COLUMNS = (
     "number",
     "phase",
@@ -52,28 +55,29 @@ COLUMNS = (
     "device_s",
     "message",
 )
-STATES = {"finished": "done", "stopped": "soft", "running": "pending", "failed": "bad"}
+STATUS_STYLES = {"finished": "done", "stopped": "soft", "running": "pending", "failed": "bad"}
+STATUS_TEXTS = {
+    "finished": "finished",
+    "stopped": "stopped early",
+    "running": "running or interrupted",
+    "failed": "failed",
+}
 PROTOCOLS = {
-    "end_of_stream": "Every trial learns the whole stream with settings of its own; trials are "
-    "compared by their average validation accuracy after the last "
-    "task. This chooses with hindsight: whoever meets the tasks one by one could not have tried "
-    "the later ones first.",
-    "first_k_tasks": "Every trial learns the first {tasks} of the stream with settings of its own "
-    "and is compared by its average validation accuracy there. "
-    "The winner's settings then serve the whole stream, so tasks that come later had no part in "
-    "the choice.",
+    "end_of_stream": "Every trial learns the whole stream with its own settings. Trials are "
+    "compared by their average validation accuracy after the last task. The choice uses "
+    "hindsight: with tasks that arrive one by one, later tasks could not have been tried first.",
+    "first_k_tasks": "Every trial learns the first {tasks} of the stream with its own settings, "
+    "and is compared by its average validation accuracy there. The winner's settings are then "
+    "used for the whole stream, so later tasks had no part in the choice.",
     "per_task": "Settings are chosen task by task, in the order of the stream. Several trials "
-    "learn the next task, each with other settings for it; all "
-    "tasks before keep the settings chosen for them. The best trial is kept and the search goes "
-    "on to the next task. Such a choice is greedy: it "
-    "never looks at later tasks and is never taken back, so that it can be made while tasks "
-    "arrive, and need not be the best for the stream as "
-    "a whole. Accuracies of trials for different tasks are averages over different tasks and do "
-    "not compare.",
-    "two_streams": "Every trial learns a stream made for the search with settings of its own; "
-    "trials are compared by their average validation accuracy "
-    "after its last task. The winner's settings are then tested on the other stream, which had "
-    "no part in the choice.",
+    "learn the next task, each with other settings for it; all earlier tasks keep the settings "
+    "chosen for them. The search continues from the best trial. The choice is greedy: it never "
+    "uses later tasks and is never revised, so it can be made while tasks arrive, but may not be "
+    "the best for the whole stream. Accuracies of trials for different tasks average over "
+    "different tasks, so they cannot be compared.",
+    "two_streams": "Every trial learns a stream made for the search, with its own settings. "
+    "Trials are compared by their average validation accuracy after its last task. The winner's "
+    "settings are then tested on the other stream, which had no part in the choice.",
 }
 ALGORITHMS = {
     "random": "Settings were drawn at random",
@@ -82,707 +86,563 @@ ALGORITHMS = {
 }
 SCHEDULERS = {
     "none": "every trial ran to its end",
-    "asha": "trials that were behind the others after the same number of tasks were stopped early "
+    "asha": "trials that were behind others after the same number of tasks were stopped early "
     "(ASHA)",
-    "pbt": "trials that fell behind went on from changed settings of better ones (population based "
-    "training)",
+    "pbt": "trials that fell behind continued from changed settings of better ones (population "
+    "based training)",
 }
 
 
 def build(storage: str, name: str) -> dict[str, bytes]:
-    """All files of the report, by name: `search.html`, `trials.csv`, `trials.parquet`, the plots as
-    PNG. Works on finished and on unfinished searches. Raises UserError where there is no such
-    search."""
+    """Return all files of the report by name: `search.html`, `trials.csv`, `trials.parquet`, PNGs.
+
+    Raise UserError when there is no such search.
+    """
     search = load(storage, name)
     varied = search_parameters(search)
     shares, reason = measure_importance(search, varied)
-    pictures = search_pictures(search, varied, shares)
+    pictures = search_pictures.search_pictures(search, varied, shares)
     rows = trial_rows(search, varied)
-    first = [*COLUMNS[:3], *(p.key for p in varied), *COLUMNS[3:]]
-    return {
+    columns = [*COLUMNS[:3], *(parameter.key for parameter in varied), *COLUMNS[3:]]
+    report_files = {
         "search.html": render_page(search, varied, pictures, reason).encode(),
-        "trials.csv": files.as_csv(rows, first),
-        "trials.parquet": files.as_parquet(rows, first),
-        **{p.name: p.png for p in pictures},
+        "trials.csv": files.as_csv(rows, columns),
+        "trials.parquet": files.as_parquet(rows, columns),
     }
+    return report_files | {picture.name: picture.png for picture in pictures}
 
 
 def trial_rows(search: Search, varied: Sequence[Parameter]) -> list[files.Row]:
-    """One row per trial; settings as columns, as text where a column would mix kinds."""
-    as_text = {
-        p.key
-        for p in varied
-        if len(
-            {_kind(t["params"][p.key]) for t in search.trials if p.key in t["params"]} - {"number"}
-        )
-        > 0
-    }
+    """Return one row per trial with a column per setting.
+
+    A setting is a text column when one of its values is no number.
+    """
+    text_keys = set()
+    for parameter in varied:
+        values = [t["params"][parameter.key] for t in search.trials if parameter.key in t["params"]]
+        if any(math.isnan(as_number(value)) for value in values):
+            text_keys.add(parameter.key)
     rows = []
-    for t in search.trials:
-        settings = {
-            key: format_setting(value) if key in as_text else value
-            for key, value in t["params"].items()
-        }
+    for trial in search.trials:
+        settings = dict(trial["params"])
+        for key in text_keys & settings.keys():
+            settings[key] = format_setting(settings[key])
         rows.append(
             {
-                "number": t["number"],
-                "phase": t["phase"],
-                "status": t["status"],
+                "number": trial["number"],
+                "phase": trial["phase"],
+                "status": trial["status"],
                 **settings,
-                "accuracy": score(t),
-                "bytes": size(t),
-                "tasks_completed": completed(t),
-                "stages_run": t["stages"]["run"],
-                "stages_reused": t["stages"]["reused"],
-                "device_s": float(t["device_s"]),
-                "message": t["message"],
+                "accuracy": score(trial),
+                "bytes": size(trial),
+                "tasks_completed": completed(trial),
+                "stages_run": trial["stages"]["run"],
+                "stages_reused": trial["stages"]["reused"],
+                "device_s": float(trial["device_s"]),
+                "message": trial["message"],
             }
         )
     return rows
-
-
-def _kind(value: Any) -> str:
-    return "text" if math.isnan(as_number(value)) else "number"
-
-
-def search_pictures(
-    search: Search, varied: Sequence[Parameter], shares: Mapping[str, float]
-) -> list[Picture]:
-    """The figures that the trials so far allow, each with the sentence that explains it."""
-    compared, drawn = search.standing(), list(varied)
-    if len(drawn) > MOST_DRAWN:
-        keys = [*shares, *(p.key for p in drawn if p.key not in shares)][:MOST_DRAWN]
-        drawn = [p for p in drawn if p.key in keys]
-    several, finished, stopped, failed = (
-        len(search.phases) > 1,
-        *(sum(t["status"] == s for t in search.trials) for s in ("finished", "stopped", "failed")),
-    )
-    absent = any(p.key not in t["params"] for p in drawn for t in search.trials)
-    spoken = (
-        "trial that was chosen for each task"
-        if several
-        else "winner"
-        if search.winner
-        else "leading trial"
-    )
-    left_out = (
-        f" The {len(drawn)} settings that matter most are drawn, of {len(varied)}."
-        if len(drawn) < len(varied)
-        else ""
-    )
-    found = []
-    if search.trials:
-        found.append(
-            Picture(
-                "history.png",
-                "How the search went",
-                "Every trial by its number. The line is the highest accuracy of the trials "
-                "finished so far: where it stays flat for "
-                "long, more trials would hardly help."
-                + (" Crosses at the bottom are failed trials." if failed else "")
-                + (
-                    " Each task starts anew, on a band of its own, in the order of the stream."
-                    if several
-                    else ""
-                ),
-                plots.to_png(search_plots.draw_history(search)),
-            )
-        )
-    if len(compared) > 1 and drawn:
-        found.append(
-            Picture(
-                "parallel.png",
-                "Trials and their settings",
-                "Every line is a trial and runs from left to right through its settings to its "
-                "accuracy. Dark lines did well: where they run "
-                f"close together on an axis, that setting matters. The thick line is the {spoken}."
-                + (
-                    " Trials that did not learn all tasks are dashed, failed ones dotted."
-                    if finished < len(search.trials)
-                    else ""
-                )
-                + (
-                    " A trial that does not have a setting passes through the '-' below its axis."
-                    if absent
-                    else ""
-                )
-                + left_out,
-                plots.to_png(search_plots.draw_parallel(search, drawn)),
-            )
-        )
-    if shares:
-        found.append(
-            Picture(
-                "importance.png",
-                "Which settings matter",
-                f"How much of the differences in accuracy between the {finished} finished "
-                "trials goes back to each setting, by itself or together "
-                "with others (fANOVA, from Optuna). A setting near 0 % can be left as it is. Of "
-                "few trials this is a hint, no proof."
-                + (
-                    " A setting whose bad values were all stopped early looks less important "
-                    "here than it is."
-                    if stopped
-                    else ""
-                ),
-                plots.to_png(
-                    search_plots.draw_importance(
-                        dict(list(shares.items())[:MOST_DRAWN]), {p.key: p.name for p in varied}
-                    )
-                ),
-            )
-        )
-    if compared and drawn:
-        found.append(
-            Picture(
-                "slices.png",
-                "Accuracy against each setting",
-                "The same trials, one setting at a time. Points that rise or fall together show "
-                "what to change; a best point at the edge of its "
-                "panel says that a wider range may hold something better." + left_out,
-                plots.to_png(search_plots.draw_slices(search, drawn)),
-            )
-        )
-    if any(len(t["results"]) > 1 for t in search.trials):
-        found.append(
-            Picture(
-                "curves.png",
-                "Trials along the stream",
-                "Average validation accuracy over the tasks so far, after each task."
-                + (
-                    " A line that ends early is a trial that was stopped, and its further cost "
-                    "saved, or that failed or still runs."
-                    if finished < len(search.trials)
-                    else ""
-                ),
-                plots.to_png(search_plots.draw_curves(search)),
-            )
-        )
-    if search_plots.sizes_differ(search):
-        found.append(
-            Picture(
-                "pareto.png",
-                "Accuracy against size",
-                "Finished trials by what they keep per task. The front joins those than which "
-                "none is both smaller and better, with their "
-                f"numbers; the star is the {spoken}. Best is top left.",
-                plots.to_png(search_plots.draw_front(search)),
-            )
-        )
-    return found
 
 
 # ---- the page ------------------------------------------------------------------------------------
 def render_page(
     search: Search, varied: Sequence[Parameter], pictures: Sequence[Picture], reason: str
 ) -> str:
-    """The page as text. reason: why nothing is said about importance, else empty."""
-    by_name = {p.name: render_picture(p) for p in pictures}
+    """Return the page as HTML. reason: why importance is not measured, empty if it is."""
+    figures = {picture.name: render_picture(picture) for picture in pictures}
     if reason and search.trials:
-        by_name["importance.png"] = f'<p class="soft">{escape(reason)}</p>'
-    name = escape(str(search.name))
+        figures["importance.png"] = f'<p class="soft">{escape(reason)}</p>'
     sections = [
         render_head(search),
         render_problems(search),
         render_winner(search, varied),
         render_choices(search, varied),
-        *(
-            by_name.get(f"{which}.png", "")
-            for which in ("history", "parallel", "importance", "slices", "curves", "pareto")
-        ),
-        render_space(search, varied),
-        render_cost(search),
-        render_trials(search, varied),
-        render_failures(search),
-        render_settings(search),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        'content="width=device-width, initial-scale=1">'
-        f"<title>{name} · search · "
-        f"Accrete</title><style>{STYLE}</style></head><body><main>{''.join(sections)}</main></body></html>"
-    )
+    sections += [figures.get(name, "") for name in search_pictures.SEARCH_FIGURES]
+    sections.append(render_space(search, varied))
+    sections.append(render_cost(search))
+    sections.append(render_trials(search, varied))
+    sections.append(render_failures(search))
+    sections.append(render_settings(search))
+    return render_document(f"{escape(str(search.name))} · search", sections)
 
 
-def count_text(number: float, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+def count_text(count: float, noun: str) -> str:
+    """(2, `trial`) -> `2 trials`."""
+    return f"{count:,} {noun}{plural(count)}"
 
 
 def render_head(search: Search) -> str:
-    said = {status: sum(t["status"] == status for t in search.trials) for status in STATES}
+    """Return title, state, introduction and links."""
     protocol = str(search.settings.get("protocol", "end_of_stream"))
-    state = (
-        "finished"
-        if search.winner
-        else '<span class="pending">not finished: no winner has been written yet</span>'
-    )
-    wanted = (search.settings.get("budget") or {}).get("trials")
-    of = f" of {wanted} planned" if wanted and not search.winner and protocol != "per_task" else ""
-    words = {
-        "finished": "finished",
-        "stopped": "stopped early",
-        "running": "running or cut off",
-        "failed": "failed",
-    }
-    shares = ", ".join(f"{said[s]} {words[s]}" for s in STATES if said[s]) or "none has started"
-    how = (
-        f"{ALGORITHMS.get(str(search.settings.get('algorithm')), 'Settings were drawn')}; "
-        f"{SCHEDULERS.get(str(search.settings.get('scheduler')), '')}"
-    )
-    if "bytes" in (search.settings.get("objectives") or []):
-        how = how.rstrip("; ") + ". High accuracy and few bytes are both sought"
-    if search.record.get("note"):
-        how = f"{how} ({escape(str(search.record['note']))})"
-    told = PROTOCOLS.get(protocol, "").replace(
-        "{tasks}",
-        count_text(
-            search.settings.get("first_tasks") or max(map(completed, search.trials), default=0),
-            "task",
-        ),
-    )
-    links = "".join(
-        f'<a href="#{anchor}">{shown}</a>'
-        for anchor, shown in [
-            ("winner", "Winner"),
-            *([("choices", "Task by task")] if len(search.phases) > 1 else []),
-            ("space", "What was searched"),
-            ("cost", "Cost"),
-            ("trials", "All trials"),
-            *([("failures", "Failures")] if said["failed"] else []),
-            ("settings", "Settings"),
-        ]
-    )
+    state = "finished"
+    if not search.winner:
+        state = '<span class="pending">not finished: there is no winner yet</span>'
+    trials = count_text(len(search.trials), "trial")
+    budget = (search.settings.get("budget") or {}).get("trials")
+    if budget and not search.winner and protocol != "per_task":
+        trials += f" of {budget} planned"
+    statuses = [trial["status"] for trial in search.trials]
+    counts = []
+    for status, text in STATUS_TEXTS.items():
+        if status in statuses:
+            counts.append(f"{statuses.count(status)} {text}")
+    num_tasks = search.settings.get("first_tasks")
+    if not num_tasks:
+        num_tasks = max(map(completed, search.trials), default=0)
+    protocol_text = PROTOCOLS.get(protocol, "").replace("{tasks}", count_text(num_tasks, "task"))
     return (
-        f"<h1>{escape(str(search.name))}</h1><div class=soft>search · protocol "
-        f"{escape(protocol)} · {count_text(len(search.trials), 'trial')}{of} · "
-        f"seed {escape(str(search.settings.get('seed', 0)))} · started "
-        f"{escape(str(search.record.get('created', '')))} · {state}</div>"
+        f"<h1>{escape(str(search.name))}</h1>"
+        f"<div class=soft>search · protocol {escape(protocol)} · {trials} · "
+        f"seed {escape(str(search.settings.get('seed', 0)))} · "
+        f"started {escape(str(search.record.get('created', '')))} · {state}</div>"
         "<p style='margin-top:14px'>A search tries many settings and keeps the best. A "
-        "<b>trial</b> is one choice of settings, trained and then judged on "
-        "<b>validation images</b>: images that are held out of training. Test images are not "
-        "looked at until the winner is chosen. "
-        f"{escape(told)}</p><p>{escape(how.rstrip('; '))}. Trials: {shares}.</p><nav>{links}</nav>"
+        "<b>trial</b> is one choice of settings, trained and then evaluated on "
+        "<b>validation images</b>, which are held out of training. Test images are not read until "
+        f"the winner is chosen. {escape(protocol_text)}</p>"
+        f"<p>{escape(_describe_algorithm(search))}. "
+        f"Trials: {', '.join(counts) or 'none has started'}.</p>"
+        f"{render_links(_links(search))}"
     )
+
+
+def _links(search: Search) -> list[tuple[str, str]]:
+    links = [("winner", "Winner")]
+    if len(search.phases) > 1:
+        links.append(("choices", "Task by task"))
+    links += [("space", "Search space"), ("cost", "Cost"), ("trials", "All trials")]
+    if any(trial["status"] == "failed" for trial in search.trials):
+        links.append(("failures", "Failures"))
+    links.append(("settings", "Settings"))
+    return links
+
+
+def _describe_algorithm(search: Search) -> str:
+    """Return how settings were drawn and trials were stopped, without the last full stop."""
+    algorithm = ALGORITHMS.get(str(search.settings.get("algorithm")), "Settings were drawn")
+    scheduler = SCHEDULERS.get(str(search.settings.get("scheduler")))
+    text = f"{algorithm}; {scheduler}" if scheduler else algorithm
+    if "bytes" in (search.settings.get("objectives") or []):
+        text += ". The search optimizes both accuracy and bytes"
+    if search.record.get("note"):
+        text += f" ({search.record['note']})"
+    return text
 
 
 def render_problems(search: Search) -> str:
+    """Return the list of files that could not be read; empty without any."""
     if not search.problems:
         return ""
-    return (
-        f'<div class="note"><b>{count_text(len(search.problems), "file")} could not be used</b><ul>'
-        + "".join(f"<li>{escape(p)}</li>" for p in search.problems[:20])
-        + (f"<li>and {len(search.problems) - 20} more</li>" if len(search.problems) > 20 else "")
-        + "</ul></div>"
-    )
+    items = "".join(f"<li>{escape(problem)}</li>" for problem in search.problems[:20])
+    if len(search.problems) > 20:
+        items += f"<li>and {len(search.problems) - 20} more</li>"
+    title = f"{count_text(len(search.problems), 'file')} could not be used"
+    return f'<div class="note"><b>{title}</b><ul>{items}</ul></div>'
 
 
+# ---- the winner ----------------------------------------------------------------------------------
 def render_winner(search: Search, varied: Sequence[Parameter]) -> str:
-    """Who won, why, with which settings, and how it did on test data."""
-    chosen = search.chosen()
-    phase = next((p for p in reversed(search.phases) if p in chosen), None)
-    if search.winner and (named := search.trial(search.winner["trial"])):
-        phase = named["phase"]
-    if phase is None:
-        missing = (
-            f"winner.json names trial {search.winner['trial']}, whose record is missing"
-            if search.winner
-            else "no trial has finished yet"
-        )
-        return f'<h2 id="winner">Winner</h2><p>There is none to show: {missing}.</p>'
-    trial = search.trial(chosen[phase])
-    assert trial is not None
+    """Return the winner, why it was chosen, its settings, and its accuracy on test images."""
+    trial = _winner_trial(search)
+    if trial is None:
+        reason = "no trial has finished yet"
+        if search.winner:
+            reason = f"the record of trial {search.winner['trial']} of winner.json is missing"
+        return f'<h2 id="winner">Winner</h2><p>There is no winner to show: {reason}.</p>'
     title = "Winner" if search.winner else "Leading so far"
-    several = (
-        "<p>The settings are those chosen for each task, one after the other (<a "
-        "href='#choices'>task by task</a>); this trial holds the last choice "
-        "and all before it.</p>"
-        if len(search.phases) > 1
-        else ""
-    )
+    hint = ""
+    if len(search.phases) > 1:
+        hint = (
+            "<p>Settings are chosen for each task, one after the other (<a "
+            "href='#choices'>task by task</a>). This trial holds the last choice and all earlier "
+            "ones.</p>"
+        )
     return (
-        f'<h2 id="winner">{title}: trial '
-        f"{trial['number']}</h2>{several}<p>{escape(explain_choice(search, trial))}</p>{render_chosen_settings(search, trial, varied)}"
-        f"{render_tests(search, trial)}"
+        f'<h2 id="winner">{title}: trial {trial["number"]}</h2>{hint}'
+        f"<p>{escape(explain_choice(search, trial))}</p>"
+        f"{render_chosen_settings(search, trial, varied)}{render_tests(search, trial)}"
     )
+
+
+def _winner_trial(search: Search) -> Trial | None:
+    """Return the winner, or the leading trial of the last phase that has one."""
+    if search.winner:
+        trial = search.trial(search.winner["trial"])
+        if trial is not None:
+            return trial
+    chosen = search.chosen()
+    for phase in reversed(search.phases):
+        if phase in chosen:
+            return search.trial(chosen[phase])
+    return None
 
 
 def explain_choice(search: Search, trial: Trial) -> str:
-    """Why this trial and no other, by the rule of tolerance."""
-    among = [
-        t
-        for t in search.of(trial["phase"])
-        if t["status"] == "finished" and not math.isnan(score(t))
-    ]
-    where = f" of those for {trial['phase']}" if len(search.phases) > 1 else ""
-    top = next((t for t in among if t["number"] == best(among)), trial)
-    line = score(top) - search.tolerance
-    near = [t for t in among if score(t) >= line - SLACK]
-    ruled = best(among, search.tolerance)
+    """Return why this trial was chosen, by the rule of tolerance."""
+    finished = [candidate for candidate in search.of(trial["phase"]) if _has_finished(candidate)]
+    ruled = best(finished, search.tolerance)
+    accuracy = format_rate(score(trial))
     if ruled != trial["number"]:
         return (
-            f"The search's record names trial {trial['number']} ({format_rate(score(trial))}). By the "
-            f"rule of this page it would be trial {ruled}: trials may "
-            "have finished after the choice was made."
+            f"The record of the search names trial {trial['number']} ({accuracy}). The rule of "
+            f"this page gives trial {ruled}: trials may have finished after the choice was made."
         )
+    top = search.trial(best(finished)) or trial
+    threshold = score(top) - search.tolerance
+    near = [candidate for candidate in finished if score(candidate) >= threshold - SLACK]
+    trials = count_text(len(finished), "finished trial")
+    if len(search.phases) > 1:
+        trials += f" of those for {trial['phase']}"
+    tolerance = format_points(search.tolerance)
     if len(near) == 1:
-        return (
-            f"It has the highest validation accuracy, {format_rate(score(trial))}, of "
-            f"{count_text(len(among), 'finished trial')}{where}"
-            + (
-                f"; no other comes within the tolerance of {format_points(search.tolerance)}."
-                if search.tolerance
-                else "."
-            )
-        )
-    equal = (
-        f"The highest validation accuracy of {count_text(len(among), 'finished trial')}{where} is "
-        f"{format_rate(score(top))} (trial {top['number']}). "
-        + (
-            f"Differences up to the tolerance of {format_points(search.tolerance)} count as equal, and "
-            f"{len(near)} trials reach {format_rate(line)} or more. "
-            if search.tolerance
-            else f"{len(near)} trials reach it. "
-        )
+        text = f"It has the highest validation accuracy, {accuracy}, of {trials}"
+        if search.tolerance:
+            text += f"; no other comes within the tolerance of {tolerance}"
+        return f"{text}."
+    text = (
+        f"The highest validation accuracy of {trials} is {format_rate(score(top))} "
+        f"(trial {top['number']}). "
     )
-    smallest = min(near, key=lambda t: size(t) if not math.isnan(size(t)) else math.inf)
-    if sum(size(t) == size(smallest) for t in near) > 1 or math.isnan(size(trial)):
-        return (
-            equal
-            + f"Of these trial {trial['number']}, with {format_rate(score(trial))}, comes first "
-            "among those that keep the fewest bytes per task."
+    if search.tolerance:
+        text += (
+            f"Differences up to the tolerance of {tolerance} count as equal, and {len(near)} "
+            f"trials reach {format_rate(threshold)} or more. "
         )
-    return (
-        equal
-        + f"Of these trial {trial['number']}, with {format_rate(score(trial))}, keeps the fewest "
-        f"bytes per task: {plots.format_bytes(size(trial))}."
-    )
+    else:
+        text += f"{len(near)} trials reach it. "
+    text += f"Of these trial {trial['number']}, with {accuracy}, "
+    sizes = [size(candidate) for candidate in near]
+    if math.isnan(size(trial)) or sizes.count(size(trial)) > 1:
+        return f"{text}comes first among those that store the fewest bytes per task."
+    return f"{text}stores the fewest bytes per task: {plots.format_bytes(size(trial))}."
+
+
+def _has_finished(trial: Trial) -> bool:
+    return trial["status"] == "finished" and not math.isnan(score(trial))
 
 
 def render_chosen_settings(search: Search, trial: Trial, varied: Sequence[Parameter]) -> str:
-    """The settings of a trial, and whether they lie at an end of what was searched."""
-    rows = [
-        [
-            f"<b>{escape(p.name)}</b>",
-            f"<b>{escape(format_setting(value))}</b>",
-            escape(p.says),
-            '<span class="pending">at an end: try a wider range</span>' if p.at_end(value) else "",
-        ]
-        for p in varied
-        if p.key in trial["params"]
-        for value in [trial["params"][p.key]]
-    ]
-    use = ""
+    """Return the settings of a trial, marked when they lie at an end of the search space."""
+    rows = []
+    for parameter in varied:
+        if parameter.key in trial["params"]:
+            value = trial["params"][parameter.key]
+            hint = ""
+            if parameter.at_end(value):
+                hint = '<span class="pending">at an end: try a wider range</span>'
+            name = f"<b>{escape(parameter.name)}</b>"
+            chosen = f"<b>{escape(format_setting(value))}</b>"
+            rows.append([name, chosen, escape(parameter.says), hint])
+    html = ""
+    if rows:
+        html = render_table(["setting", "chosen", "searched", ""], rows, 4, is_html=True)
     if search.winner and search.winner.get("config"):
-        use = (
-            f"<p>All its settings stand in <code>{escape(str(search.winner['config']))}</code> "
-            "in the folder of this search, a config that "
-            "<code>run</code> accepts.</p>"
+        path = escape(str(search.winner["config"]))
+        html += (
+            f"<p>All its settings are in <code>{path}</code> in the folder of this search, a "
+            "config that <code>run</code> accepts.</p>"
         )
-    return (
-        render_table(["setting", "chosen", "searched", ""], rows, 4, safe=True) if rows else ""
-    ) + use
+    return html
 
 
 def render_tests(search: Search, trial: Trial) -> str:
-    """The winner on test data, beside its validation score."""
+    """Return the accuracy of the winner on test images; empty while there is no winner."""
     if search.winner is None:
         return ""
     tests = [
         t for t in search.winner["tests"] if not math.isnan(as_number(t.get("average_accuracy")))
     ]
-    wanted = search.settings.get("seeds")
-    wanted = len(wanted) if isinstance(wanted, list) else wanted if isinstance(wanted, int) else 0
     if not tests:
         return "<h3>On test images</h3><p>The winner has not been tested yet.</p>"
-    values = [as_number(t["average_accuracy"]) for t in tests]
-    mean, spread = (
-        statistics.mean(values),
-        f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else "",
+    accuracies = [as_number(test["average_accuracy"]) for test in tests]
+    mean = statistics.mean(accuracies)
+    mean_text = f"{100 * mean:.1f}"
+    if len(accuracies) > 1:
+        mean_text += f" ± {100 * statistics.stdev(accuracies):.1f}"
+    text = (
+        f"The winner was trained again with {count_text(len(tests), 'seed')} and tested on test "
+        "images, which were not read before the choice was made: "
+        f"<b>{mean_text}\u00a0%</b> on average"
     )
-    rows: list[list[Any]] = [
-        [
-            t.get("seed", "-"),
-            t.get("run", "-"),
-            format_rate(v),
-            format_value(as_number(t.get("forgetting")), "rate"),
-            plots.format_bytes(as_number(t.get("bytes_per_task"))),
-        ]
-        for t, v in zip(tests, values, strict=True)
-    ]
-    if len(values) > 1:
+    if len(accuracies) > 1:
+        text += f", from {format_rate(min(accuracies))} to {format_rate(max(accuracies))}"
+    text += f". {_compare_with_validation(search, trial, mean)}"
+    num_seeds = search.settings.get("seeds")
+    if isinstance(num_seeds, list):
+        num_seeds = len(num_seeds)
+    if isinstance(num_seeds, int) and num_seeds > len(tests):
+        missing = count_text(num_seeds - len(tests), "seed")
+        text += f" {missing} of {num_seeds} not tested yet."
+    heading = ["seed", "run", "average accuracy", "forgetting", "bytes per task"]
+    table = render_table(heading, _test_cells(tests, mean_text), 2)
+    return f"<h3>On test images</h3><p>{text}</p>{table}"
+
+
+def _test_cells(tests: Sequence[Mapping[str, Any]], mean_text: str) -> list[list[Any]]:
+    """Return one row per test, and for several tests a row of means."""
+    rows = [_render_test(test) for test in tests]
+    if len(tests) > 1:
+        forgetting = _mean_of(tests, "forgetting")
+        mean_bytes = _mean_of(tests, "bytes_per_task")
         rows.append(
             [
                 "all",
                 "mean ± standard deviation",
-                f"{100 * mean:.1f}{spread} %",
-                *(
-                    write(statistics.mean(v))
-                    if (v := [x for t in tests if not math.isnan(x := as_number(t.get(key)))])
-                    else "-"
-                    for key, write in (
-                        ("forgetting", format_rate),
-                        ("bytes_per_task", plots.format_bytes),
-                    )
-                ),
+                f"{mean_text} %",
+                "-" if math.isnan(forgetting) else format_rate(forgetting),
+                plots.format_bytes(mean_bytes),
             ]
         )
-    same = search.settings.get("protocol") not in ("two_streams", "first_k_tasks")
-    beside = (
-        f"Its validation accuracy in the search was {format_rate(score(trial))}, "
-        f"{format_points(abs(mean - score(trial)))} "
-        f"{'above' if mean < score(trial) else 'below'} that. Some loss is usual: the best of "
-        "many trials is in part the luckiest."
-        if same
-        else f"Its validation accuracy in the search, {format_rate(score(trial))}, was measured on "
-        "other tasks, so the two do not compare."
-    )
-    left = (
-        f" {count_text(wanted - len(tests), 'seed')} of {wanted} not tested yet."
-        if wanted > len(tests)
-        else ""
-    )
+    return rows
+
+
+def _render_test(test: Mapping[str, Any]) -> list[Any]:
+    return [
+        test.get("seed", "-"),
+        test.get("run", "-"),
+        format_rate(as_number(test["average_accuracy"])),
+        format_value(as_number(test.get("forgetting")), "rate"),
+        plots.format_bytes(as_number(test.get("bytes_per_task"))),
+    ]
+
+
+def _mean_of(tests: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Return the mean of the tests that have a value; NaN when none has."""
+    values = [as_number(test.get(key)) for test in tests]
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.mean(known) if known else math.nan
+
+
+def _compare_with_validation(search: Search, trial: Trial, mean: float) -> str:
+    """Return a sentence on the winner's validation accuracy beside its test accuracy."""
+    accuracy = score(trial)
+    if search.settings.get("protocol") in ("two_streams", "first_k_tasks"):
+        return (
+            f"Its validation accuracy in the search, {format_rate(accuracy)}, was measured on "
+            "other tasks, so the two cannot be compared."
+        )
+    side = "above" if mean < accuracy else "below"
     return (
-        "<h3>On test images</h3><p>The winner was trained anew with "
-        f"{count_text(len(tests), 'seed')} and tested on test images, which were not read before the "
-        f"choice was made: <b>{100 * mean:.1f}{spread}\u00a0%</b> on average"
-        + (f", from {format_rate(min(values))} to {format_rate(max(values))}" if spread else "")
-        + ". "
-        f"{beside}{left}</p>{render_table(['seed', 'run', 'average accuracy', 'forgetting', 'bytes per task'], rows, 2)}"
+        f"Its validation accuracy in the search was {format_rate(accuracy)}, "
+        f"{format_points(abs(mean - accuracy))} {side} that. Some loss is usual: the best of many "
+        "trials is partly the luckiest."
     )
 
 
 def render_choices(search: Search, varied: Sequence[Parameter]) -> str:
-    """Protocol `per_task`: what was chosen for each task, in stream order."""
+    """Return the choice for each task, in stream order; empty without several phases."""
     if len(search.phases) < 2:
         return ""
-    chosen, rows = search.chosen(), []
+    chosen = search.chosen()
+    rows = []
     for phase in search.phases:
-        members, trial = search.of(phase), search.trial(chosen.get(phase))
-        done = sum(t["status"] == "finished" for t in members)
-        says = (
-            ", ".join(
-                f"{p.name} {format_setting(trial['params'][p.key])}"
-                for p in varied
-                if p.key in trial["params"]
-            )
-            if trial
-            else "not chosen yet"
-        )
-        rows.append(
-            [
-                phase,
-                says,
-                trial["number"] if trial else "-",
-                f"{done} of {len(members)}",
-                format_value(score(trial) if trial else None, "rate"),
-                plots.format_bytes(size(trial)) if trial else "-",
-            ]
-        )
+        trials = search.of(phase)
+        num_finished = len([trial for trial in trials if trial["status"] == "finished"])
+        progress = f"{num_finished} of {len(trials)}"
+        trial = search.trial(chosen.get(phase))
+        if trial is None:
+            rows.append([phase, "not chosen yet", "-", progress, NO_VALUE, "-"])
+            continue
+        settings = []
+        for parameter in varied:
+            if parameter.key in trial["params"]:
+                value = format_setting(trial["params"][parameter.key])
+                settings.append(f"{parameter.name} {value}")
+        accuracy = format_value(score(trial), "rate")
+        cells = [phase, ", ".join(settings), trial["number"], progress, accuracy]
+        rows.append([*cells, plots.format_bytes(size(trial))])
+    heading = ["task", "chosen settings", "trial", "trials finished", "accuracy", "bytes per task"]
     return (
-        '<h2 id="choices">Task by task</h2><p>What was chosen for each task, in the order of '
-        "the stream. The accuracy is the average over the tasks so "
-        "far, with the settings chosen for each of them; it falls where a harder task joins.</p>"
-        + render_table(
-            ["task", "chosen settings", "trial", "trials finished", "accuracy", "bytes per task"],
-            rows,
-            2,
-        )
+        '<h2 id="choices">Task by task</h2><p>The settings chosen for each task, in the order of '
+        "the stream. The accuracy is the average over the tasks so far, with the settings chosen "
+        "for each of them. It falls where a harder task follows.</p>"
+        f"{render_table(heading, rows, 2)}"
     )
 
 
+# ---- space and cost ------------------------------------------------------------------------------
 def render_space(search: Search, varied: Sequence[Parameter]) -> str:
+    """Return the table of the settings that differ between trials."""
     rows = [[p.name, p.dist or "-", p.says, p.key] for p in varied]
-    table = (
-        render_table(["setting", "distribution", "values", "key in the config"], rows, 4)
-        if rows
-        else "<p>The record names no settings.</p>"
-    )
-    base = (
-        f"All other settings are those of <code>{escape(str(search.record['base']))}</code>."
-        if search.record.get("base")
-        else ""
-    )
+    table = "<p>The record names no settings.</p>"
+    if rows:
+        table = render_table(["setting", "distribution", "values", "key in the config"], rows, 4)
+    base = ""
+    if search.record.get("base"):
+        base = f"All other settings are those of <code>{escape(str(search.record['base']))}</code>."
     return (
-        '<h2 id="space">What was searched</h2><p>The settings that differ between trials. '
+        '<h2 id="space">Search space</h2><p>The settings that differ between trials. '
         f"{base}</p>{table}"
     )
 
 
 def render_cost(search: Search) -> str:
-    """Budget, device time, and what was saved because trials share stages."""
-    run, reused = (sum(t["stages"][kind] for t in search.trials) for kind in ("run", "reused"))
-    device, walls = (
-        sum(t["device_s"] for t in search.trials),
-        [as_number(s.get("wall_s")) for s in search.record["sessions"] if isinstance(s, dict)],
-    )
-    wall = sum(w for w in walls if not math.isnan(w))
-    saved = (
-        "<p>Trials whose settings agree up to some stage share the results up to there: "
-        f"<b>{100 * reused / (run + reused):.0f} %</b> of the stages that "
-        "trials needed were reused and not computed again, about "
-        f"{format_seconds(device / run * reused)} of device time at the average of the stages "
-        "that "
-        "ran.</p>"
-        if run and reused
-        else ""
-    )
-    budget = search.settings.get("budget") or {}
-    used = {"trials": len(search.trials), "hours": wall / 3600, "stages": run}
-    each = " for each task" if search.settings.get("protocol") == "per_task" else ""
-    if each:
-        used["trials"] = max((len(search.of(phase)) for phase in search.phases), default=0)
+    """Return device time, budget, and what was saved because trials share stages."""
+    num_run = sum(trial["stages"]["run"] for trial in search.trials)
+    num_reused = sum(trial["stages"]["reused"] for trial in search.trials)
+    device_s = sum(trial["device_s"] for trial in search.trials)
+    sessions = search.record["sessions"]
+    walls = [as_number(session.get("wall_s")) for session in sessions if isinstance(session, dict)]
+    wall_s = sum(wall for wall in walls if not math.isnan(wall))
+    wall_text = "-"
+    if sessions:
+        wall_text = f"{format_seconds(wall_s)} in {count_text(len(sessions), 'session')}"
     rows = [
-        ["device time", format_device_hours(device)],
-        ["stages computed", f"{run:,}"],
-        ["stages reused", f"{reused:,}"],
-        [
-            "time on the clock",
-            f"{format_seconds(wall)} in {count_text(len(search.record['sessions']), 'session')}"
-            if search.record["sessions"]
-            else "-",
-        ],
-        *(
-            [
-                f"budget of {name}{each if name == 'trials' else ''}",
-                f"{used[name]:.3g} of {budget[name]:,} used",
-            ]
-            for name in used
-            if not math.isnan(as_number(budget.get(name)))
-        ),
+        ["device time", f"{format_seconds(device_s)} ({device_s / 3600:.3g} device-hours)"],
+        ["stages computed", f"{num_run:,}"],
+        ["stages reused", f"{num_reused:,}"],
+        ["wall time", wall_text],
     ]
+    rows += _budget_cells(search, {"hours": wall_s / 3600, "stages": num_run})
+    saved = ""
+    if num_run and num_reused:
+        share = 100 * num_reused / (num_run + num_reused)
+        saved_s = device_s / num_run * num_reused
+        saved = (
+            "<p>Trials with the same settings up to some stage share the results up to there. "
+            f"<b>{share:.0f} %</b> of the stages that trials needed were reused and not computed "
+            f"again. That saved about {format_seconds(saved_s)} of device time, at the average of "
+            "the stages that ran.</p>"
+        )
     return (
-        '<h2 id="cost">Cost</h2><p>A stage is one step of one task, such as its training; its '
+        '<h2 id="cost">Cost</h2><p>A stage is one step of one task, such as its training. Its '
         "result is stored and never computed twice.</p>"
         f"{render_table(['what', 'how much'], rows, 1)}{saved}"
     )
 
 
-def format_device_hours(seconds: float) -> str:
-    return f"{format_seconds(seconds)} ({seconds / 3600:.3g} device-hours)"
+def _budget_cells(search: Search, used: Mapping[str, float]) -> list[list[str]]:
+    """Return one row for each limit of the budget. used: all but the number of trials."""
+    trials_name = "trials"
+    num_trials = len(search.trials)
+    if search.settings.get("protocol") == "per_task":
+        trials_name = "trials for each task"
+        num_trials = max((len(search.of(phase)) for phase in search.phases), default=0)
+    budget = search.settings.get("budget") or {}
+    rows = []
+    for name, value in {"trials": num_trials, **used}.items():
+        if not math.isnan(as_number(budget.get(name))):
+            title = trials_name if name == "trials" else name
+            rows.append([f"budget of {title}", f"{value:.3g} of {budget[name]:,} used"])
+    return rows
 
 
+# ---- trials --------------------------------------------------------------------------------------
 def rank_trials(search: Search) -> list[Trial]:
-    """Best first, phase by phase: finished trials by accuracy, then those that were stopped by how
-    far they came, running and failed ones."""
+    """Sort trials by phase and status; finished ones by accuracy, stopped ones by progress."""
+    statuses = list(STATUS_STYLES)
 
-    def key(t: Trial) -> tuple[Any, ...]:
-        value = score(t)
+    def rank(trial: Trial) -> tuple[Any, ...]:
+        accuracy = score(trial)
+        num_bytes = size(trial)
         return (
-            search.phases.index(t["phase"]),
-            list(STATES).index(t["status"]),
-            -completed(t) if t["status"] == "stopped" else 0,
-            math.isnan(value),
-            -value if not math.isnan(value) else 0,
-            size(t) if not math.isnan(size(t)) else math.inf,
-            t["number"],
+            search.phases.index(trial["phase"]),
+            statuses.index(trial["status"]),
+            -completed(trial) if trial["status"] == "stopped" else 0,
+            math.inf if math.isnan(accuracy) else -accuracy,
+            math.inf if math.isnan(num_bytes) else num_bytes,
+            trial["number"],
         )
 
-    return sorted(search.trials, key=key)
+    return sorted(search.trials, key=rank)
 
 
 def render_trials(search: Search, varied: Sequence[Parameter]) -> str:
+    """Return the table of all trials."""
     if not search.trials:
         return '<h2 id="trials">All trials</h2><p>No trial has started yet.</p>'
-    several, chosen = len(search.phases) > 1, set(search.chosen().values())
-    on_front = (
-        {n for phase in search.phases for n in pareto(search.of(phase))}
-        if search_plots.sizes_differ(search)
-        else set()
-    )
+    has_phases = len(search.phases) > 1
+    marks = _trial_marks(search)
     rows = []
-    for t in rank_trials(search):
-        mark = (
-            f"<b>{search_plots.chosen_label(search)}</b>"
-            if t["number"] in chosen
-            else '<span class="soft">front</span>'
-            if t["number"] in on_front
-            else ""
-        )
-        rows.append(
-            [
-                str(t["number"]),
-                *([escape(t["phase"])] if several else []),
-                mark,
-                f'<span class="{STATES[t["status"]]}">{t["status"]}</span>',
-                format_value(score(t), "rate"),
-                plots.format_bytes(size(t)),
-                str(completed(t)),
-                *(
-                    f"{escape(format_setting(t['params'][p.key]))}"
-                    if p.key in t["params"]
-                    else '<span class="soft">-</span>'
-                    for p in varied
-                ),
-                f"{t['stages']['run']} / {t['stages']['reused']}",
-                format_seconds(float(t["device_s"])),
-            ]
-        )
-    heading = [
-        "trial",
-        *(["for task"] if several else []),
-        "",
-        "status",
-        "accuracy",
-        "bytes",
-        "tasks",
-        *(p.name for p in varied),
-        "stages run / reused",
-        "device time",
-    ]
-    first = "task by task, the best first" if several else "the best first"
-    legend = "; <b>front</b>: no other trial is both smaller and better" if on_front else ""
+    for trial in rank_trials(search):
+        cells = [str(trial["number"])]
+        if has_phases:
+            cells.append(escape(trial["phase"]))
+        status = trial["status"]
+        cells.append(marks.get(trial["number"], ""))
+        cells.append(f'<span class="{STATUS_STYLES[status]}">{status}</span>')
+        cells.append(format_value(score(trial), "rate"))
+        cells.append(plots.format_bytes(size(trial)))
+        cells.append(str(completed(trial)))
+        for parameter in varied:
+            cell = '<span class="soft">-</span>'
+            if parameter.key in trial["params"]:
+                cell = escape(format_setting(trial["params"][parameter.key]))
+            cells.append(cell)
+        cells.append(f"{trial['stages']['run']} / {trial['stages']['reused']}")
+        cells.append(format_seconds(float(trial["device_s"])))
+        rows.append(cells)
+    heading = ["trial", "", "status", "accuracy", "bytes", "tasks"]
+    order = "the best first"
+    if has_phases:
+        heading.insert(1, "for task")
+        order = "task by task, the best first"
+    heading += [parameter.name for parameter in varied]
+    heading += ["stages run / reused", "device time"]
+    legend = ""
+    if any("front" in mark for mark in marks.values()):
+        legend = "; <b>front</b>: no other trial is both smaller and better"
+    table = render_table(heading, rows, 4 if has_phases else 3, is_html=True)
     return (
-        f'<h2 id="trials">All trials</h2><p>In this order: {first}, then those stopped early by '
-        "how many tasks they completed, running and failed ones. "
-        "Accuracy: average on validation images over the tasks that the trial completed; "
-        f"bytes: what is kept per task{legend}. The same as files: "
-        "<code>trials.csv</code>, "
-        f"<code>trials.parquet</code>.</p>{render_table(heading, rows, 4 if several else 3, safe=True)}"
+        f'<h2 id="trials">All trials</h2><p>Order: {order}, then trials stopped early by how many '
+        "tasks they completed, then running and failed ones. Accuracy: average on validation "
+        f"images over the completed tasks; bytes: what is stored per task{legend}. The same table "
+        f"as files: <code>trials.csv</code>, <code>trials.parquet</code>.</p>{table}"
     )
+
+
+def _trial_marks(search: Search) -> dict[int, str]:
+    """Return the marks of the chosen trials and of those on the front, by number."""
+    marks: dict[int, str] = {}
+    if search_plots.sizes_differ(search):
+        for phase in search.phases:
+            marks |= dict.fromkeys(pareto(search.of(phase)), '<span class="soft">front</span>')
+    label = f"<b>{search_plots.chosen_label(search)}</b>"
+    return marks | dict.fromkeys(search.chosen().values(), label)
 
 
 def render_failures(search: Search) -> str:
-    said: dict[str, list[int]] = {}
-    for t in search.trials:
-        if t["status"] == "failed":
-            said.setdefault(" ".join(t["message"].split()) or "no reason was recorded", []).append(
-                t["number"]
-            )
-    if not said:
+    """Return the messages of failed trials, each once; empty when none failed."""
+    numbers_by_message: dict[str, list[int]] = {}
+    for trial in search.trials:
+        if trial["status"] == "failed":
+            message = " ".join(trial["message"].split()) or "no reason was recorded"
+            numbers_by_message.setdefault(message, []).append(trial["number"])
+    if not numbers_by_message:
         return ""
-    items = "".join(
-        f"<li>{escape(message if len(message) <= 600 else message[:599] + '…')} <span "
-        f"class=soft>(trial{'s' * (len(numbers) > 1)} "
-        f"{', '.join(map(str, numbers))})</span></li>"
-        for message, numbers in said.items()
-    )
+    items = ""
+    for message, numbers in numbers_by_message.items():
+        short_message = message if len(message) <= 600 else message[:599] + "…"
+        trials = f"trial{plural(len(numbers))} {', '.join(map(str, numbers))}"
+        items += f"<li>{escape(short_message)} <span class=soft>({trials})</span></li>"
     return (
-        '<h2 id="failures">Failed trials</h2><p>They cannot win and do not end the '
-        f'search.</p><div class="note"><ul>{items}</ul></div>'
+        '<h2 id="failures">Failed trials</h2><p>They cannot win, and they do not end the search.'
+        f'</p><div class="note"><ul>{items}</ul></div>'
     )
 
 
 def render_settings(search: Search) -> str:
-    def dumped(value: Any) -> str:
-        return escape(dump_yaml(to_plain(value), default_flow_style=None, width=110))
-
-    facts = "".join(
-        f"<dt>{escape(str(k))}</dt><dd>{escape(format_setting(v))}</dd>"
-        for k, v in search.record["provenance"].items()
-    )
+    """Return space, settings, base config and environment."""
+    settings = {"space": search.record["space"], "set": search.record.get("set") or {}}
+    settings |= search.settings
+    provenance = search.record["provenance"]
+    facts = [(str(name), format_setting(value)) for name, value in provenance.items()]
     return (
         '<h2 id="settings">Settings and environment</h2><p>Space and settings of the search:</p>'
-        f"<pre><code>{dumped({'space': search.record['space'], 'set': search.record.get('set') or {}, **search.settings})}</code></pre>"
-        "<details><summary>The base "
-        f"config</summary><pre><code>{dumped(search.record['config'])}</code></pre></details>"
-        + (f"<dl>{facts}</dl>" if facts else "")
+        f"<pre><code>{format_yaml(settings)}</code></pre>"
+        "<details><summary>The base config</summary>"
+        f"<pre><code>{format_yaml(search.record['config'])}</code></pre></details>"
+        f"{render_facts(facts) if facts else ''}"
     )
 
 
 def format_rate(value: float) -> str:
+    """0.612 -> `61.2 %`."""
     return f"{100 * value:.1f}\u00a0%"
 
 
 def format_points(difference: float) -> str:
-    """A difference of accuracies in percentage points."""
-    return f"{100 * difference:.2g} point{'s' * (f'{100 * difference:.2g}' != '1')}"
+    """Return a difference of accuracies in percentage points: 0.005 -> `0.5 points`."""
+    text = f"{100 * difference:.2g}"
+    return f"{text} point" if text == "1" else f"{text} points"

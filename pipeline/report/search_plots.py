@@ -1,12 +1,11 @@
-"""Figures of a search: trials as lines over all parameters, what matters, how it went, accuracy
-against size, against tasks, against each parameter."""
+"""Figures of a search: trials as lines over parameters, importance, progress, accuracy and size."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -39,14 +38,15 @@ from pipeline.report.plots import (
 from pipeline.results.trials import Search, Trial, as_number, pareto, score, size
 
 WINNER, FINISHED, STOPPED = COLOURS[1], COLOURS[0], "#7a8087"
-# where an axis shows trials that do not have its parameter; its values lie from 0 to 1
+# where an axis shows trials without its parameter; its values lie from 0 to 1
 ABSENT = -0.16
-# pale lines would be lost on white
+# without the palest colours, which would be lost on white
 DARK = LinearSegmentedColormap.from_list(
     "dark", matplotlib.colormaps[SEQUENTIAL](np.linspace(0.3, 1, 64))
 )
 PER_CENT = FuncFormatter(lambda share, _: f"{100 * share:.4g}%")
-LOOKS: dict[str, dict[str, Any]] = {  # of a point, by status
+Style = dict[str, Any]
+STATUS_STYLES: dict[str, Style] = {  # of points
     "finished": {"marker": "o", "color": FINISHED, "markersize": 6, "label": "finished"},
     "stopped": {
         "marker": "o",
@@ -64,7 +64,7 @@ LOOKS: dict[str, dict[str, Any]] = {  # of a point, by status
     },
     "failed": {"marker": "x", "color": INK, "markersize": 6, "label": "failed"},
 }
-STAR: dict[str, Any] = {
+STAR: Style = {
     "marker": "*",
     "color": WINNER,
     "markeredgecolor": "white",
@@ -74,6 +74,7 @@ STAR: dict[str, Any] = {
 
 
 def add_legend(figure: Figure, handles: Sequence[Any], columns: int = 6) -> None:
+    """Add a legend below the figure; nothing without handles."""
     if handles:
         figure.legend(
             handles=list(handles),
@@ -85,191 +86,143 @@ def add_legend(figure: Figure, handles: Sequence[Any], columns: int = 6) -> None
 
 
 def legend_entry(label: str, **style: Any) -> Line2D:
-    """An entry of a legend."""
-    return Line2D([], [], linestyle=style.pop("linestyle", "none"), label=label, **style)
+    """Return an entry of a legend; a point unless `style` names a line style."""
+    return Line2D([], [], label=label, **{"linestyle": "none", **style})
 
 
-def group_by_style(
-    trials: Sequence[Trial], chosen: Collection[int]
-) -> list[tuple[dict[str, Any], list[Trial]]]:
-    """(look of their points, trials) by status, of those that there are; trials that stand out come
-    last, on top."""
-    found = [
-        (look, [t for t in trials if t["status"] == status and t["number"] not in chosen])
-        for status, look in LOOKS.items()
-    ]
-    return [
-        (look, members)
-        for look, members in [*found, (STAR, [t for t in trials if t["number"] in chosen])]
-        if members
-    ]
+class StyledTrials(NamedTuple):
+    """Trials whose points look the same."""
+
+    style: Style
+    trials: list[Trial]
 
 
-def draw_points(axes: Axes, x: Any, y: Any, look: Mapping[str, Any]) -> None:
-    """A point, or several that look the same."""
-    axes.plot(
-        x,
-        y,
-        linestyle="none",
-        clip_on=False,
-        **{"zorder": 4, **{k: v for k, v in look.items() if k != "label"}},
-    )
+def group_by_style(trials: Sequence[Trial], chosen: Collection[int]) -> list[StyledTrials]:
+    """Return the trials by style; chosen ones come last, on top."""
+    groups = []
+    for status, style in STATUS_STYLES.items():
+        members = [t for t in trials if t["status"] == status and t["number"] not in chosen]
+        groups.append(StyledTrials(style, members))
+    groups.append(StyledTrials(STAR, [t for t in trials if t["number"] in chosen]))
+    return [group for group in groups if group.trials]
+
+
+def draw_points(axes: Axes, x: Any, y: Any, style: Mapping[str, Any]) -> None:
+    """Draw one or several points of one style."""
+    point_style = {"zorder": 4, **style}
+    point_style.pop("label", None)
+    axes.plot(x, y, linestyle="none", clip_on=False, **point_style)
 
 
 def chosen_label(search: Search) -> str:
-    """What the trials are that stand out."""
-    return "chosen" if len(search.phases) > 1 else "winner" if search.winner else "leading"
+    """Return what the highlighted trials are called."""
+    if len(search.phases) > 1:
+        return "chosen"
+    return "winner" if search.winner else "leading"
 
 
 def legend_entries(search: Search, trials: Sequence[Trial]) -> list[Line2D]:
-    met = {t["status"] for t in trials}
-    found = [legend_entry(**look) for status, look in LOOKS.items() if status in met]
-    return found + ([legend_entry(chosen_label(search), **STAR)] if search.chosen() else [])
+    """Return one entry per status of the trials, and one for the chosen trials."""
+    statuses = {trial["status"] for trial in trials}
+    entries = []
+    for status, style in STATUS_STYLES.items():
+        if status in statuses:
+            entries.append(legend_entry(**style))
+    if search.chosen():
+        entries.append(legend_entry(chosen_label(search), **STAR))
+    return entries
 
 
-def format_accuracy_axis(axes: Axes, search: Search, which: str = "y") -> str:
-    """Writes shares as per cent, or where trials stand in their phase as points. Returns what the
-    axis shows."""
-    axis = axes.yaxis if which == "y" else axes.xaxis
+def format_accuracy_axis(axes: Axes, search: Search) -> str:
+    """Format the y axis in per cent, or in points when trials belong to phases.
+
+    Return what the axis shows.
+    """
     if len(search.phases) > 1:
-        axis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.3g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}"))
         return "points behind the best of the task"
-    axis.set_major_formatter(PER_CENT)
+    axes.yaxis.set_major_formatter(PER_CENT)
     return "validation accuracy"
 
 
 # ---- parameters ----------------------------------------------------------------------------------
-def axis_share(p: Parameter, place: float) -> float:
-    """A place on the axis of a parameter as a share of its length."""
-    if p.categories:
-        return (place + 0.5) / len(p.categories)
-    low, high, at = (math.log(v) if p.log else v for v in (p.low, p.high, place))
-    return (at - low) / (high - low)
+def spread_positions(parameter: Parameter, trials: Sequence[Trial], width: float) -> list[float]:
+    """Return the positions of trials on the axis of a parameter.
+
+    Trials of one category are spread over `width` around it, so that none hides another.
+    """
+    positions = [parameter.position(trial) for trial in trials]
+    if not parameter.categories:
+        return positions
+    indices_by_position: dict[float, list[int]] = {}
+    for index, position in enumerate(positions):
+        indices_by_position.setdefault(position, []).append(index)
+    for indices in indices_by_position.values():
+        if len(indices) > 1:
+            for order, index in enumerate(indices):
+                positions[index] += width * (order / (len(indices) - 1) - 0.5)
+    return positions
 
 
-def spread_positions(p: Parameter, trials: Sequence[Trial], width: float) -> list[float]:
-    """Places of trials. Those of one category are spread over `width` around it in the given order,
-    so that none hides another."""
-    places = [p.place(t) for t in trials]
-    if not p.categories:
-        return places
-    members: dict[float, list[int]] = {}
-    for i, place in enumerate(places):
-        members.setdefault(place, []).append(i)
-    for together in members.values():
-        for order, i in enumerate(together):
-            places[i] += (
-                width * (order / max(len(together) - 1, 1) - 0.5) if len(together) > 1 else 0
-            )
-    return places
-
-
-def axis_ticks(p: Parameter) -> list[tuple[float, str]]:
-    """(place, label) along the axis of a parameter: the categories, or both ends and round numbers
-    between them."""
-    if p.categories:
-        return [(i, c if len(c) <= 14 else c[:13] + "…") for i, c in enumerate(p.categories)]
-    inner = (
-        LogLocator(numticks=6).tick_values(p.low, p.high)
-        if p.log
-        else MaxNLocator(4).tick_values(p.low, p.high)
-    )
-    found = [p.low, p.high]
-    found += [
-        v
-        for v in map(float, inner)
-        if p.low < v < p.high
-        and all(abs(axis_share(p, v) - axis_share(p, end)) > 0.09 for end in (p.low, p.high))
-    ]
-    return [(v, f"{v:.3g}") for v in sorted(found)]
+def axis_ticks(parameter: Parameter) -> list[tuple[float, str]]:
+    """Return (position, label) along an axis: categories, or both ends and round numbers."""
+    if parameter.categories:
+        labels = [name if len(name) <= 14 else name[:13] + "…" for name in parameter.categories]
+        return list(enumerate(labels))
+    low, high = parameter.low, parameter.high
+    if parameter.log:
+        candidates = LogLocator(numticks=6).tick_values(low, high)
+    else:
+        candidates = MaxNLocator(4).tick_values(low, high)
+    inner = [float(value) for value in candidates if low < value < high]
+    # Labels closer to an end would overlap its label.
+    values = [value for value in inner if 0.09 < parameter.axis_share(value) < 0.91]
+    values += [low, high]
+    return [(value, f"{value:.3g}") for value in sorted(values)]
 
 
 def wrap_name(name: str, width: int) -> str:
-    """A dotted name on several lines, broken behind dots and underlines."""
-    return "\n".join(
-        line.replace(". ", ".").replace("_ ", "_")
-        for line in textwrap.wrap(name.replace(".", ". ").replace("_", "_ "), width)
-    )
+    """Return a dotted name on several lines, broken after dots and underscores."""
+    lines = textwrap.wrap(name.replace(".", ". ").replace("_", "_ "), width)
+    return "\n".join(line.replace(". ", ".").replace("_ ", "_") for line in lines)
 
 
 def draw_parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
-    """One line per trial through its settings to its accuracy, dark where that is high; the chosen
-    ones in the winner's colour on top."""
-    standing, chosen = search.standing(), set(search.chosen().values())
-    trials = sorted(
-        search.trials,
-        key=lambda t: (
-            t["number"] in standing,
-            t["number"] in chosen,
-            standing.get(t["number"], 0),
-            t["number"],
-        ),
-    )
-    done = (
-        [
-            standing[t["number"]]
-            for t in trials
-            if t["status"] == "finished" and t["number"] in standing
-        ]
-        or list(standing.values())
-        or [0.0]
-    )
-    low, high = min(done), max(max(done), min(done) + 0.01)
-    scale = Normalize(low, high, clip=True)
-    last = Parameter(
-        "",
-        "accuracy",
-        "",
-        "",
-        (),
-        low=min([*standing.values(), low]),
-        high=max([*standing.values(), high]),
-    )
-    absent = any(p.key not in t["params"] for p in varied for t in trials)
+    """Draw one line per trial through its settings to its accuracy; chosen ones on top."""
+    standing = search.standing()
+    chosen = set(search.chosen().values())
+
+    def drawing_order(trial: Trial) -> tuple[bool, bool, float, int]:
+        trial_id = trial["number"]
+        return trial_id in standing, trial_id in chosen, standing.get(trial_id, 0), trial_id
+
+    trials = sorted(search.trials, key=drawing_order)
+    scale = _accuracy_scale(trials, standing)
+    low = min([*standing.values(), scale.vmin or 0.0])
+    high = max([*standing.values(), scale.vmax or 0.0])
+    accuracy = Parameter("", "accuracy", "", "", (), low=low, high=high)
     figure, (axes,) = new_figure(10.4, 4.6)
-    heights = [
-        [
-            ABSENT if math.isnan(place) else axis_share(p, place)
-            for place in spread_positions(p, trials, 0.5)
-        ]
-        for p in varied
-    ]
-    faded = 0.85 if len(trials) <= 50 else 0.5 if len(trials) <= 150 else 0.3
-    for index, t in enumerate(trials):
-        line = [h[index] for h in heights]
-        style: dict[str, Any] = {"color": FAINT, "linewidth": 0.9, "linestyle": ":", "alpha": 0.8}
-        if t["number"] in standing:
-            line.append(axis_share(last, standing[t["number"]]))
-            style = {
-                "color": DARK(scale(standing[t["number"]])),
-                "linewidth": 1.5,
-                "linestyle": "-",
-                "alpha": faded,
-            }
-            if t["status"] != "finished":
-                style |= {"linewidth": 1.0, "linestyle": "--"}
-            if t["number"] in chosen:
-                style |= {"color": WINNER, "linewidth": 3.2, "alpha": 1, "zorder": 4}
-        axes.plot(range(len(line)), line, solid_capstyle="round", **style)
-    for x, p in enumerate([*varied, last]):
-        draw_axis(
-            axes,
-            x,
-            p,
-            absent and any(p.key and p.key not in t["params"] for t in trials),
-            len(search.phases) > 1,
-        )
+    lines = _line_heights(varied, trials)
+    for trial, heights in zip(trials, lines, strict=True):
+        style = _line_style(trial, standing, chosen, scale, len(trials))
+        if trial["number"] in standing:
+            heights.append(accuracy.axis_share(standing[trial["number"]]))
+        axes.plot(range(len(heights)), heights, solid_capstyle="round", **style)
+    has_absent = False
+    for x, parameter in enumerate(varied):
+        is_absent = any(parameter.key not in trial["params"] for trial in trials)
+        has_absent = has_absent or is_absent
+        _draw_axis(axes, x, axis_ticks(parameter), parameter, is_absent)
+    unit = "" if len(search.phases) > 1 else " %"
+    ticks = [(value, f"{100 * value:.3g}{unit}") for value, _ in axis_ticks(accuracy)]
+    _draw_axis(axes, len(varied), ticks, accuracy, is_absent=False)
     axes.set_xlim(-0.15, len(varied) + 0.45)
-    axes.set_ylim((ABSENT if absent else 0) - 0.06, 1.06)
-    names = ["behind the best" if len(search.phases) > 1 else "accuracy"]  # of the last axis
-    axes.set_xticks(
-        range(len(varied) + 1),
-        [
-            wrap_name(name, 15 if len(varied) < 8 else 11)
-            for name in [*(p.name for p in varied), *names]
-        ],
-        fontsize=9 if len(varied) < 8 else 7.5,
-    )
+    axes.set_ylim((ABSENT if has_absent else 0) - 0.06, 1.06)
+    names = [parameter.name for parameter in varied]
+    names.append("behind the best" if len(search.phases) > 1 else "accuracy")
+    is_wide = len(varied) < 8
+    wrapped_names = [wrap_name(name, 15 if is_wide else 11) for name in names]
+    axes.set_xticks(range(len(names)), wrapped_names, fontsize=9 if is_wide else 7.5)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.set_yticks([])
@@ -278,297 +231,347 @@ def draw_parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
     bar.set_label(format_accuracy_axis(bar.ax, search), fontsize=8.5)
-    met = {t["status"] for t in trials if t["number"] in standing}
-    add_legend(
-        figure,
-        [
-            *(
-                [legend_entry(chosen_label(search), color=WINNER, linewidth=3.2, linestyle="-")]
-                if chosen
-                else []
-            ),
-            *(
-                [legend_entry("finished", color=DARK(0.7), linewidth=1.5, linestyle="-")]
-                if "finished" in met
-                else []
-            ),
-            *(
-                [legend_entry("not all tasks", color=DARK(0.7), linewidth=1.0, linestyle="--")]
-                if met - {"finished"}
-                else []
-            ),
-            *(
-                [legend_entry("failed, or no accuracy", color=FAINT, linewidth=0.9, linestyle=":")]
-                if len(standing) < len(trials)
-                else []
-            ),
-        ],
-    )
+    add_legend(figure, _line_legend(search, standing))
     return figure
 
 
-def draw_axis(axes: Axes, x: float, p: Parameter, absent: bool, points: bool) -> None:
-    """One upright axis with its ticks; `absent`: it also shows a place for trials without the
-    parameter."""
+def _accuracy_scale(trials: Sequence[Trial], standing: Mapping[int, float]) -> Normalize:
+    """Return the colour scale of accuracies, from those of finished trials when there are any."""
+    numbers = [trial["number"] for trial in trials if trial["status"] == "finished"]
+    finished = [standing[trial_id] for trial_id in numbers if trial_id in standing]
+    accuracies = finished or list(standing.values()) or [0.0]
+    low = min(accuracies)
+    return Normalize(low, max(max(accuracies), low + 0.01), clip=True)
+
+
+def _line_heights(varied: Sequence[Parameter], trials: Sequence[Trial]) -> list[list[float]]:
+    """Return for each trial its height on the axis of each parameter."""
+    lines: list[list[float]] = [[] for _ in trials]
+    for parameter in varied:
+        positions = spread_positions(parameter, trials, 0.5)
+        for heights, position in zip(lines, positions, strict=True):
+            is_absent = math.isnan(position)
+            heights.append(ABSENT if is_absent else parameter.axis_share(position))
+    return lines
+
+
+def _line_style(
+    trial: Trial,
+    standing: Mapping[int, float],
+    chosen: Collection[int],
+    scale: Normalize,
+    num_trials: int,
+) -> Style:
+    """Return the style of a trial's line; lines are fainter the more trials there are."""
+    if trial["number"] not in standing:
+        return {"color": FAINT, "linewidth": 0.9, "linestyle": ":", "alpha": 0.8}
+    style: Style = {
+        "color": DARK(scale(standing[trial["number"]])),
+        "linewidth": 1.5,
+        "linestyle": "-",
+        "alpha": 0.85,
+    }
+    if num_trials > 50:
+        style["alpha"] = 0.5 if num_trials <= 150 else 0.3
+    if trial["status"] != "finished":
+        style |= {"linewidth": 1.0, "linestyle": "--"}
+    if trial["number"] in chosen:
+        style |= {"color": WINNER, "linewidth": 3.2, "alpha": 1, "zorder": 4}
+    return style
+
+
+def _line_legend(search: Search, standing: Mapping[int, float]) -> list[Line2D]:
+    """Return the legend of lines."""
+    statuses = {trial["status"] for trial in search.trials if trial["number"] in standing}
+    dark = DARK(0.7)
+    entries = []
+    if search.chosen():
+        label = chosen_label(search)
+        entries.append(legend_entry(label, color=WINNER, linewidth=3.2, linestyle="-"))
+    if "finished" in statuses:
+        entries.append(legend_entry("finished", color=dark, linewidth=1.5, linestyle="-"))
+    if statuses - {"finished"}:
+        entries.append(legend_entry("not all tasks", color=dark, linewidth=1.0, linestyle="--"))
+    if len(standing) < len(search.trials):
+        label = "failed, or no accuracy"
+        entries.append(legend_entry(label, color=FAINT, linewidth=0.9, linestyle=":"))
+    return entries
+
+
+def _draw_axis(
+    axes: Axes,
+    x: float,
+    ticks: Sequence[tuple[float, str]],
+    parameter: Parameter,
+    is_absent: bool,
+) -> None:
+    """Draw a vertical axis with ticks. is_absent: a trial does not have the parameter."""
     axes.plot([x, x], [0, 1], color=INK, linewidth=0.9, zorder=3)
     box = {"boxstyle": "square,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
-    places = [
-        (axis_share(p, place), label if p.key else f"{100 * place:.3g}{'' if points else ' %'}")
-        for place, label in axis_ticks(p)
-    ]
-    for y, label in [*places, *([(ABSENT, "- (none)")] if absent else [])]:
+    labels = [(parameter.axis_share(position), label) for position, label in ticks]
+    if is_absent:
+        labels.append((ABSENT, "- (none)"))
+    for y, label in labels:
         axes.plot([x - 0.012, x + 0.012], [y, y], color=INK, linewidth=0.9, zorder=3)
         axes.text(x + 0.03, y, label, fontsize=8, va="center", color=INK, zorder=5, bbox=box)
 
 
 def draw_importance(shares: Mapping[str, float], names: Mapping[str, str]) -> Figure:
-    """Bars: what share of the differences in accuracy each parameter explains, the largest on
-    top."""
+    """Draw the share of the variance in accuracy that each parameter explains, largest on top."""
     keys = list(shares)[::-1]
     figure, (axes,) = new_figure(7.2, 0.9 + 0.36 * max(len(keys), 2))
-    style_axes(
-        axes,
-        "Importance of parameters",
-        "share of the differences in accuracy that it explains",
-        grid="x",
-    )
-    axes.barh(range(len(keys)), [shares[k] for k in keys], height=0.62, color=FINISHED)
+    title = "Importance of parameters"
+    style_axes(axes, title, "share of the variance in accuracy that it explains", grid="x")
+    axes.barh(range(len(keys)), [shares[key] for key in keys], height=0.62, color=FINISHED)
     for y, key in enumerate(keys):
-        axes.text(shares[key], y, f" {100 * shares[key]:.0f} %", va="center", fontsize=9, color=INK)
+        share = shares[key]
+        axes.text(share, y, f" {100 * share:.0f} %", va="center", fontsize=9, color=INK)
     axes.set_xlim(0, 1.15 * max(shares.values()))
-    axes.set_yticks(range(len(keys)), [names[k] for k in keys], fontsize=9.5)
+    axes.set_yticks(range(len(keys)), [names[key] for key in keys], fontsize=9.5)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return figure
 
 
 def draw_slices(search: Search, varied: Sequence[Parameter]) -> Figure:
-    """Accuracy against each parameter by itself."""
-    standing, chosen = search.standing(), set(search.chosen().values())
-    trials = [t for t in search.trials if t["number"] in standing]
+    """Draw accuracy against each parameter, one panel per parameter."""
+    trials = [trial for trial in search.trials if trial["number"] in search.standing()]
     columns = min(3, len(varied))
     rows = -(-len(varied) // columns)
-    figure, panels = new_figure(
-        max(4.6, 3.45 * columns), 0.6 + 2.5 * rows, rows, columns, sharey=True
-    )
-    for index, (axes, p) in enumerate(zip(panels, varied, strict=False)):
-        style_axes(axes, p.name if len(p.name) <= 34 else "…" + p.name[-33:], grid="both")
-        said = format_accuracy_axis(axes, search)
-        axes.set_ylabel(said if index % columns == 0 else "", fontsize=9, color=INK)
-        at = {
-            t["number"]: x
-            for x, t in zip(spread_positions(p, trials, 0.5), trials, strict=True)
-            if not math.isnan(x)
-        }
-        for look, members in group_by_style([t for t in trials if t["number"] in at], chosen):
-            draw_points(
-                axes,
-                [at[t["number"]] for t in members],
-                [standing[t["number"]] for t in members],
-                look,
-            )
-        if p.categories:
-            axes.set_xlim(-0.6, len(p.categories) - 0.4)
-            label_tasks(axes, p.categories, "x")
-            continue
-        if p.log:
-            axes.set_xscale("log")
-            axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xticks([v for v, _ in axis_ticks(p)], [label for _, label in axis_ticks(p)])
-        margin = (p.high / p.low) ** 0.05 if p.log else 0.05 * (p.high - p.low)
-        axes.set_xlim(
-            *((p.low / margin, p.high * margin) if p.log else (p.low - margin, p.high + margin))
-        )
+    width = max(4.6, 3.45 * columns)
+    figure, panels = new_figure(width, 0.6 + 2.5 * rows, rows, columns, sharey=True)
+    for index, (axes, parameter) in enumerate(zip(panels, varied, strict=False)):
+        name = parameter.name
+        style_axes(axes, name if len(name) <= 34 else "…" + name[-33:], grid="both")
+        y_label = format_accuracy_axis(axes, search)
+        if index % columns == 0:
+            axes.set_ylabel(y_label, fontsize=9, color=INK)
+        _draw_slice(axes, parameter, search, trials)
+        _scale_slice(axes, parameter)
     for axes in panels[len(varied) :]:
         axes.set_visible(False)
     add_legend(figure, legend_entries(search, trials))
     return figure
 
 
-# ---- the search over time ------------------------------------------------------------------------
+def _draw_slice(axes: Axes, parameter: Parameter, search: Search, trials: Sequence[Trial]) -> None:
+    """Draw the points of trials that have the parameter."""
+    standing = search.standing()
+    positions = {}
+    for trial, x in zip(trials, spread_positions(parameter, trials, 0.5), strict=True):
+        if not math.isnan(x):
+            positions[trial["number"]] = x
+    members = [trial for trial in trials if trial["number"] in positions]
+    for group in group_by_style(members, set(search.chosen().values())):
+        numbers = [trial["number"] for trial in group.trials]
+        xs = [positions[trial_id] for trial_id in numbers]
+        draw_points(axes, xs, [standing[trial_id] for trial_id in numbers], group.style)
+
+
+def _scale_slice(axes: Axes, parameter: Parameter) -> None:
+    """Set limits and ticks of the x axis."""
+    if parameter.categories:
+        axes.set_xlim(-0.6, len(parameter.categories) - 0.4)
+        label_tasks(axes, parameter.categories, "x")
+        return
+    if parameter.log:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    ticks = axis_ticks(parameter)
+    axes.set_xticks([value for value, _ in ticks], [label for _, label in ticks])
+    if parameter.log:
+        factor = (parameter.high / parameter.low) ** 0.05
+        axes.set_xlim(parameter.low / factor, parameter.high * factor)
+    else:
+        margin = 0.05 * (parameter.high - parameter.low)
+        axes.set_xlim(parameter.low - margin, parameter.high + margin)
+
+
+# ---- progress ------------------------------------------------------------------------------------
 def draw_history(search: Search) -> Figure:
-    """Accuracy by number of the trial, the highest so far among finished ones; failed trials and
-    those without accuracy at the bottom."""
-    compared, chosen = search.standing(), set(search.chosen().values())
+    """Draw accuracy by trial number, and the highest so far among finished trials.
+
+    Failed trials and those without an accuracy are at the bottom.
+    """
+    standing = search.standing()
     figure, (axes,) = new_figure(10.4, 3.6)
     style_axes(axes, "", "trial", "validation accuracy")
-    scores = [score(t) for t in search.trials if t["number"] in compared] or [0.0, 1.0]
-    floor = min(scores) - 0.12 * max(max(scores) - min(scores), 0.02)
+    scores = [score(trial) for trial in search.trials if trial["number"] in standing]
+    scores = scores or [0.0, 1.0]
+    highest = max(scores)
+    floor = min(scores) - 0.12 * max(highest - min(scores), 0.02)
+    spans = []
     for phase in search.phases:
-        finished = [
-            t for t in search.of(phase) if t["status"] == "finished" and not math.isnan(score(t))
-        ]
-        if finished:
-            at = [*(t["number"] for t in finished), search.of(phase)[-1]["number"]]
-            tops = np.maximum.accumulate([score(t) for t in finished])
-            axes.step(at, [*tops, tops[-1]], where="post", color=FINISHED, linewidth=1.6, alpha=0.6)
-    for look, members in group_by_style(search.trials, chosen):
-        draw_points(
-            axes,
-            [t["number"] for t in members],
-            [score(t) if t["number"] in compared else floor for t in members],
-            look,
-        )
-    parts = [
-        (min(numbers) - 0.5, max(numbers) + 0.5, phase)
-        for phase in search.phases
-        if (numbers := [t["number"] for t in search.of(phase)])
-    ]
-    if len(parts) > 1:
-        mark_spans(axes, parts)
-    axes.set_ylim(floor, max(scores) + 0.14 * max(max(scores) - floor, 0.02))
+        members = search.of(phase)
+        _draw_highest(axes, members)
+        if members:
+            numbers = [trial["number"] for trial in members]
+            spans.append((min(numbers) - 0.5, max(numbers) + 0.5, phase))
+    for group in group_by_style(search.trials, set(search.chosen().values())):
+        xs = [trial["number"] for trial in group.trials]
+        ys = np.full(len(xs), floor)
+        for index, trial in enumerate(group.trials):
+            if trial["number"] in standing:
+                ys[index] = score(trial)
+        draw_points(axes, xs, ys, group.style)
+    if len(spans) > 1:
+        mark_spans(axes, spans)
+    axes.set_ylim(floor, highest + 0.14 * max(highest - floor, 0.02))
     axes.set_xlim(search.trials[0]["number"] - 0.6, search.trials[-1]["number"] + 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     axes.yaxis.set_major_formatter(PER_CENT)
-    add_legend(
-        figure,
-        [
-            *legend_entries(search, search.trials),
-            legend_entry("highest so far", color=FINISHED, linewidth=1.6, alpha=0.6, linestyle="-"),
-        ],
-    )
+    line: Style = {"color": FINISHED, "linewidth": 1.6, "alpha": 0.6, "linestyle": "-"}
+    entries = legend_entries(search, search.trials)
+    add_legend(figure, [*entries, legend_entry("highest so far", **line)])
     return figure
+
+
+def _draw_highest(axes: Axes, trials: Sequence[Trial]) -> None:
+    """Draw the highest accuracy of finished trials so far; nothing without finished ones."""
+    finished = [trial for trial in trials if _has_finished(trial)]
+    if finished:
+        xs = [trial["number"] for trial in finished]
+        highest = np.maximum.accumulate([score(trial) for trial in finished])
+        xs.append(trials[-1]["number"])
+        ys = [*highest, highest[-1]]
+        axes.step(xs, ys, where="post", color=FINISHED, linewidth=1.6, alpha=0.6)
+
+
+def _has_finished(trial: Trial) -> bool:
+    return trial["status"] == "finished" and not math.isnan(score(trial))
 
 
 def draw_curves(search: Search) -> Figure:
-    """Average validation accuracy after each task, one line per trial; those that were stopped end
-    early."""
+    """Draw average validation accuracy after each task, one line per trial."""
     chosen = set(search.chosen().values())
-    names = {
-        r["position"]: str(r.get("task", r["position"]))
-        for t in search.trials
-        for r in t["results"]
-    }
-    places = {position: x for x, position in enumerate(sorted(names))}
+    names: dict[int, str] = {}
+    for trial in search.trials:
+        for result in trial["results"]:
+            names[result["position"]] = str(result.get("task", result["position"]))
+    positions = sorted(names)
     figure, (axes,) = new_figure(10.4, 3.9)
     style_axes(axes, "", "after learning", "average validation accuracy so far")
-    shown = [t for t in search.trials if t["results"]]
-    faded = 0.7 if len(shown) <= 50 else 0.3
-    for t in sorted(shown, key=lambda t: (t["number"] in chosen, t["status"] == "finished")):
-        xs, ys = (
-            [places[r["position"]] for r in t["results"]],
-            [as_number(r.get("accuracy")) for r in t["results"]],
-        )
-        look = LOOKS[t["status"]]
-        if t["number"] in chosen:
+    trials = [trial for trial in search.trials if trial["results"]]
+    trials.sort(key=lambda trial: (trial["number"] in chosen, trial["status"] == "finished"))
+    faint: Style = {"linewidth": 1.3, "alpha": 0.7 if len(trials) <= 50 else 0.3}
+    for trial in trials:
+        xs = [positions.index(result["position"]) for result in trial["results"]]
+        ys = [as_number(result.get("accuracy")) for result in trial["results"]]
+        style = STATUS_STYLES[trial["status"]]
+        if trial["number"] in chosen:
             axes.plot(xs, ys, color=WINNER, linewidth=3, zorder=5)
         else:
-            axes.plot(xs, ys, color=look["color"], linewidth=1.3, alpha=faded)
-        if t["status"] != "finished":
-            draw_points(axes, xs[-1], ys[-1], look)
+            axes.plot(xs, ys, color=style["color"], **faint)
+        if trial["status"] != "finished":
+            draw_points(axes, xs[-1], ys[-1], style)
     axes.yaxis.set_major_formatter(PER_CENT)
-    axes.set_xlim(-0.2, max(len(places) - 0.8, 0.2))
-    label_tasks(axes, [names[position] for position in places], "x")
-    met = {t["status"] for t in shown}
-    handles = [
-        legend_entry(
-            **(
-                look
-                | ({"marker": "", "linestyle": "-"} if status == "finished" else {"linestyle": "-"})
-            )
-        )
-        for status, look in LOOKS.items()
-        if status in met
-    ]
-    add_legend(
-        figure,
-        handles
-        + (
-            [legend_entry(chosen_label(search), color=WINNER, linewidth=3, linestyle="-")]
-            if chosen
-            else []
-        ),
-    )
+    axes.set_xlim(-0.2, max(len(positions) - 0.8, 0.2))
+    label_tasks(axes, [names[position] for position in positions], "x")
+    statuses = {trial["status"] for trial in trials}
+    entries = []
+    for status, style in STATUS_STYLES.items():
+        if status in statuses:
+            marker = "" if status == "finished" else style["marker"]
+            entries.append(legend_entry(**{**style, "marker": marker, "linestyle": "-"}))
+    if chosen:
+        label = chosen_label(search)
+        entries.append(legend_entry(label, color=WINNER, linewidth=3, linestyle="-"))
+    add_legend(figure, entries)
     return figure
 
 
+# ---- size ----------------------------------------------------------------------------------------
 def sizes_differ(search: Search) -> bool:
-    """Whether finished trials keep different numbers of bytes."""
-    return (
-        len(
-            {
-                size(t)
-                for t in search.trials
-                if t["status"] == "finished" and not math.isnan(size(t) + score(t))
-            }
-        )
-        > 1
-    )
+    """Return whether finished trials store different numbers of bytes."""
+    sizes = {size(trial) for trial in search.trials if _has_finished(trial)}
+    return len({num_bytes for num_bytes in sizes if not math.isnan(num_bytes)}) > 1
 
 
 def draw_front(search: Search) -> Figure:
-    """Accuracy against bytes of finished trials (log scale); those that nothing beats in both are
-    joined, phase by phase."""
+    """Draw accuracy against bytes of finished trials (log scale), with the Pareto front.
+
+    Each phase has its own front.
+    """
     figure, (axes,) = new_figure(7.2, 4.4)
-    phases, chosen = search.phases, search.chosen()
-    style_axes(axes, "", "bytes kept per task (log scale)", "validation accuracy", grid="both")
+    style_axes(axes, "", "bytes stored per task (log scale)", "validation accuracy", grid="both")
     axes.set_xscale("log")
-    named, everything = [], []
-    for phase, colour in zip(
-        phases, task_colours(len(phases)) if len(phases) > 1 else [FINISHED], strict=True
-    ):
-        trials = [
-            t
-            for t in search.of(phase)
-            if t["status"] == "finished" and not math.isnan(score(t)) and size(t) > 0
-        ]
-        on = set(pareto(trials))
-        line = sorted((size(t), score(t), t["number"]) for t in trials if t["number"] in on)
-        others = [(size(t), score(t)) for t in trials if t["number"] not in on]
-        if others:
-            axes.plot(
-                *zip(*others, strict=True),
-                linestyle="none",
-                marker="o",
-                markersize=5,
-                color=colour if len(phases) > 1 else FAINT,
-                alpha=0.45,
-            )
-        if line:
-            axes.plot(
-                [x for x, _, _ in line],
-                [y for _, y, _ in line],
-                marker="o",
-                markersize=6.5,
-                color=colour,
-                linewidth=1.6,
-                drawstyle="steps-post",
-                label=phase or "front: nothing is better in both",
-            )
-        if (best := search.trial(chosen.get(phase))) is not None and size(best) > 0:
-            draw_points(axes, size(best), score(best), STAR)
-        named += line
-        everything += [(x, y) for x, y, _ in line] + others
-    if everything:
-        xs, ys = zip(*everything, strict=True)
-        axes.set_xlim(min(xs) / 1.25, max(xs) * 1.35)
-        margin = 0.12 * max(max(ys) - min(ys), 0.02)
-        axes.set_ylim(min(ys) - margin, max(ys) + margin)
-    for x, y, which in (
-        named if len(named) <= 15 else []
-    ):  # top left of its point: the front passes below and to the right
-        axes.annotate(
-            str(which),
-            (x, y),
-            (-5, 5),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9,
-            color=INK,
-        )
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: format_bytes(v)))
-    decades = axes.get_xlim()[1] / axes.get_xlim()[0] > 30
-    axes.xaxis.set_minor_formatter(
-        NullFormatter()
-        if decades
-        else FuncFormatter(lambda v, _: format_bytes(v) if f"{v:.0e}"[0] in "235" else "")
-    )
+    chosen = search.chosen()
+    colours: Sequence[Any] = [FINISHED]
+    if len(search.phases) > 1:
+        colours = list(task_colours(len(search.phases)))
+    front: list[Trial] = []
+    drawn: list[Trial] = []
+    for phase, colour in zip(search.phases, colours, strict=True):
+        trials = [t for t in search.of(phase) if _has_finished(t) and size(t) > 0]
+        front_numbers = pareto(trials)
+        phase_front = [trial for trial in trials if trial["number"] in front_numbers]
+        phase_front.sort(key=lambda trial: (size(trial), score(trial), trial["number"]))
+        dominated = [trial for trial in trials if trial["number"] not in front_numbers]
+        _draw_dominated(axes, dominated, colour if len(search.phases) > 1 else FAINT)
+        _draw_phase_front(axes, phase_front, colour, phase)
+        best_trial = search.trial(chosen.get(phase))
+        if best_trial is not None and size(best_trial) > 0:
+            draw_points(axes, size(best_trial), score(best_trial), STAR)
+        front += phase_front
+        drawn += trials
+    if drawn:
+        _fit_front(axes, drawn)
+    if len(front) <= 15:
+        for trial in front:
+            _write_number(axes, trial)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    left, right = axes.get_xlim()
+    if right / left > 30:
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_minor_formatter(FuncFormatter(_format_minor_bytes))
     axes.tick_params(which="minor", labelsize=8, colors=INK, length=2)
     axes.yaxis.set_major_formatter(PER_CENT)
     handles, _ = axes.get_legend_handles_labels()
-    add_legend(
-        figure,
-        handles + ([legend_entry(chosen_label(search), **STAR)] if chosen else []),
-        columns=4,
-    )
+    if chosen:
+        handles.append(legend_entry(chosen_label(search), **STAR))
+    add_legend(figure, handles, columns=4)
     return figure
+
+
+def _draw_dominated(axes: Axes, trials: Sequence[Trial], colour: Any) -> None:
+    """Draw trials that another one beats in accuracy or size."""
+    if trials:
+        style: Style = {"marker": "o", "markersize": 5, "color": colour, "alpha": 0.45}
+        ys = [score(trial) for trial in trials]
+        axes.plot([size(trial) for trial in trials], ys, linestyle="none", **style)
+
+
+def _draw_phase_front(axes: Axes, front: Sequence[Trial], colour: Any, phase: str) -> None:
+    if front:
+        style: Style = {"marker": "o", "markersize": 6.5, "color": colour, "linewidth": 1.6}
+        style["drawstyle"] = "steps-post"
+        style["label"] = phase or "front: nothing is better in both"
+        axes.plot([size(trial) for trial in front], [score(trial) for trial in front], **style)
+
+
+def _fit_front(axes: Axes, trials: Sequence[Trial]) -> None:
+    """Set the limits of both axes."""
+    xs = [size(trial) for trial in trials]
+    ys = [score(trial) for trial in trials]
+    axes.set_xlim(min(xs) / 1.25, max(xs) * 1.35)
+    margin = 0.12 * max(max(ys) - min(ys), 0.02)
+    axes.set_ylim(min(ys) - margin, max(ys) + margin)
+
+
+def _write_number(axes: Axes, trial: Trial) -> None:
+    """Write a trial's number top left of its point: the front passes below and to the right."""
+    axes.annotate(
+        str(trial["number"]),
+        (size(trial), score(trial)),
+        (-5, 5),
+        textcoords="offset points",
+        ha="right",
+        fontsize=9,
+        color=INK,
+    )
+
+
+def _format_minor_bytes(value: float, _: int | None) -> str:
+    """Return a label for minor ticks that start with 2, 3 or 5; none for others."""
+    return format_bytes(value) if f"{value:.0e}"[0] in "235" else ""

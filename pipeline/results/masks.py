@@ -1,8 +1,8 @@
-"""What the masks of finished tasks look like: kept shares per layer, overlap between tasks,
-capacity used so far."""
+"""Statistics of the masks of finished tasks: density per layer, overlap of tasks, capacity used.
 
-# Packed bits are compared byte by byte; a mask that grew (wider layers for later tasks) keeps its
-# old entries in front.
+Packed bits are compared byte by byte. A mask that grew, because later tasks have wider layers,
+keeps its old entries in front.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from torch import Tensor
 
 from workers.storage.taskstate import TaskState
 
-BINS = 192
+BINS = 192  # at most, of a mask's profile
+
+Bits = NDArray[np.uint8]
 
 
 @dataclass
 class MaskView:
     """The masks of one task, small enough to hold those of a whole stream.
 
-    tokens: (blocks, patches) boolean, or None. bits: every mask as packed bits by name. kept,
-    sizes: set and all entries. profile: kept share of each output unit of a mask, by name, in at
-    most BINS bins. prompts: learned tokens, (tokens, width) each, by name.
+    tokens: (blocks, patches) boolean, or None. bits: every mask as packed bits, by name. num_kept,
+    sizes: number of set and of all entries, by name. profile: kept share of each output unit, by
+    name, averaged into at most BINS bins. prompts: learned tokens by name, (tokens, width) each.
     """
 
     label: str
     task: str
     tokens: NDArray[np.bool_] | None = None
-    bits: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
+    bits: dict[str, Bits] = field(default_factory=dict)
+    num_kept: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     profile: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     prompts: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -43,54 +45,58 @@ class MaskView:
     def of(
         cls, label: str, state: TaskState, masks: Mapping[str, Tensor] | None = None
     ) -> MaskView:
-        """masks: those to show, where they are not simply the state's."""
+        """Return the view of a task state. masks: shown instead of the masks of the state."""
         view = cls(label, state.task)
-        for name, mask in sorted(
-            (state.masks if masks is None else masks).items(), key=lambda item: _place(item[0])
-        ):
-            values = mask.numpy()
-            if name == "tokens":
-                view.tokens = values
-            else:
-                units = values.reshape(len(values), -1).mean(1, dtype=np.float32)
-                view.profile[name] = np.array(
-                    [part.mean() for part in np.array_split(units, min(BINS, len(units)))],
-                    np.float32,
-                )
-            view.bits[name], view.kept[name], view.sizes[name] = (
-                np.packbits(values.reshape(-1)),
-                int(values.sum()),
-                values.size,
-            )
+        if masks is None:
+            masks = state.masks
+        for name in sorted(masks, key=_sort_key):
+            view._add_mask(name, masks[name].numpy())
         for name, tokens in state.tokens.items():
             if tokens.ndim and tokens.numel():
-                view.prompts[name] = tokens.to(torch.float32).reshape(-1, tokens.shape[-1]).numpy()
+                rows = tokens.to(torch.float32).reshape(-1, tokens.shape[-1])
+                view.prompts[name] = rows.numpy()
         return view
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Per mask (token masks: per block) how many entries it keeps."""
-        found = []
-        if self.tokens is not None:
-            found = [
-                self._row("tokens", block, int(row.sum()), row.size)
-                for block, row in enumerate(self.tokens)
-            ]
-        return found + [
-            self._row(mask_kind(n), mask_block(n), self.kept[n], self.sizes[n])
-            for n in self.bits
-            if n != "tokens"
-        ]
+    def _add_mask(self, name: str, mask: NDArray[np.bool_]) -> None:
+        if name == "tokens":
+            self.tokens = mask
+        else:
+            self.profile[name] = _profile(mask)
+        self.bits[name] = np.packbits(mask.reshape(-1))
+        self.num_kept[name] = int(mask.sum())
+        self.sizes[name] = mask.size
 
-    def _row(self, kind: str, block: int | None, kept: int, size: int) -> dict[str, Any]:
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per mask, and per block of token masks: how many entries it keeps."""
+        rows = []
+        if self.tokens is not None:
+            for block, mask in enumerate(self.tokens):
+                rows.append(self._row("tokens", block, int(mask.sum()), mask.size))
+        for name in self.bits:
+            if name != "tokens":
+                kind = mask_kind(name)
+                rows.append(
+                    self._row(kind, mask_block(name), self.num_kept[name], self.sizes[name])
+                )
+        return rows
+
+    def _row(self, kind: str, block: int | None, kept_entries: int, size: int) -> dict[str, Any]:
         return {
             "label": self.label,
             "task": self.task,
             "kind": kind,
             "block": block,
-            "kept": kept,
+            "kept": kept_entries,
             "size": size,
-            "share": kept / size if size else 1.0,
+            "share": kept_entries / size if size else 1.0,
         }
+
+
+def _profile(mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Return the kept share of each output unit (row), averaged into at most BINS bins."""
+    units = mask.reshape(len(mask), -1).mean(1, dtype=np.float32)
+    bins = np.array_split(units, min(BINS, len(units)))
+    return np.array([values.mean() for values in bins], np.float32)
 
 
 def mask_kind(name: str) -> str:
@@ -99,82 +105,95 @@ def mask_kind(name: str) -> str:
 
 
 def mask_block(name: str) -> int | None:
-    found = re.match(r"blocks\.(\d+)\.", name)
-    return int(found.group(1)) if found else None
+    """`blocks.3.fc1` -> 3; None for a name without a block."""
+    match = re.match(r"blocks\.(\d+)\.", name)
+    return int(match.group(1)) if match else None
 
 
-def _place(name: str) -> tuple[bool, str, int, str]:
-    """Order of masks: tokens first, then kind by kind, block by block."""
-    return (
-        name != "tokens",
-        mask_kind(name),
-        -1 if (block := mask_block(name)) is None else block,
-        name,
-    )
+def _sort_key(name: str) -> tuple[bool, str, int, str]:
+    """Sort token masks first, then by kind, then by block."""
+    block = mask_block(name)
+    return name != "tokens", mask_kind(name), -1 if block is None else block, name
 
 
 def kinds(views: list[MaskView]) -> list[str]:
-    return list(dict.fromkeys(mask_kind(name) for view in views for name in view.bits))
+    """Return the kinds of all masks, in order of first appearance."""
+    names = dict.fromkeys(name for view in views for name in view.bits)
+    return list(dict.fromkeys(map(mask_kind, names)))
 
 
 def overlap(views: list[MaskView], kind: str) -> NDArray[np.float64]:
-    """Jaccard index |A and B| / |A or B| of each pair of tasks over all blocks, shape (tasks,
-    tasks); NaN where the two have no mask of this kind and shape in common, 1 where both keep
-    nothing."""
+    """Return the Jaccard index |A and B| / |A or B| of each pair of tasks over all blocks.
+
+    Shape (tasks, tasks). NaN when two tasks share no mask of this kind and shape; 1 when both keep
+    nothing.
+    """
     result = np.full((len(views), len(views)), np.nan)
-    for a, first in enumerate(views):
-        for b in range(a, len(views)):
-            second = views[b]
-            names = [
-                n
-                for n in first.bits
-                if mask_kind(n) == kind and first.sizes[n] == second.sizes.get(n)
-            ]
-            if names:
-                both = sum(
-                    int(np.bitwise_count(first.bits[n] & second.bits[n]).sum()) for n in names
-                )
-                either = sum(
-                    int(np.bitwise_count(first.bits[n] | second.bits[n]).sum()) for n in names
-                )
-                result[a, b] = result[b, a] = both / either if either else 1.0
+    for i, first in enumerate(views):
+        for j in range(i, len(views)):
+            jaccard = _jaccard(first, views[j], kind)
+            result[i, j] = jaccard
+            result[j, i] = jaccard
     return result
 
 
+def _jaccard(first: MaskView, second: MaskView, kind: str) -> float:
+    """Return the Jaccard index of two tasks; NaN when they share no mask of this kind and shape."""
+    has_common_mask = False
+    intersection = 0
+    union = 0
+    for name, bits in first.bits.items():
+        if mask_kind(name) == kind and first.sizes[name] == second.sizes.get(name):
+            has_common_mask = True
+            intersection += _count_set(bits & second.bits[name])
+            union += _count_set(bits | second.bits[name])
+    if not has_common_mask:
+        return np.nan
+    return intersection / union if union else 1.0
+
+
 def overlap_rows(views: list[MaskView]) -> list[dict[str, Any]]:
-    """One row per kind and pair of tasks."""
+    """Return one row per kind of mask and pair of tasks, without pairs that share no mask."""
     rows = []
     for kind in kinds(views):
         values = overlap(views, kind)
-        rows += [
-            {
-                "label": a.label,
-                "kind": kind,
-                "task": a.task,
-                "other": b.task,
-                "jaccard": float(values[i, j]),
-            }
-            for i, a in enumerate(views)
-            for j, b in enumerate(views)
-            if i < j and not np.isnan(values[i, j])
-        ]
+        for i, j in zip(*np.triu_indices(len(views), 1), strict=True):
+            if not np.isnan(values[i, j]):
+                rows.append(
+                    {
+                        "label": views[i].label,
+                        "kind": kind,
+                        "task": views[i].task,
+                        "other": views[j].task,
+                        "jaccard": float(values[i, j]),
+                    }
+                )
     return rows
 
 
 def capacity(views: list[MaskView], kind: str) -> list[dict[str, Any]]:
-    """Per task, of all entries of a kind: those it is the first to use, those it uses again, and
-    all that are used by now."""
-    rows, used = [], dict[str, NDArray[np.uint8]]()
+    """Return one row per task: of all entries of a kind, how many it uses first and uses again.
+
+    fresh: entries that no earlier task uses. again: entries that an earlier task uses too. used:
+    entries that any task uses so far.
+    """
+    rows = []
+    used_bits: dict[str, Bits] = {}
     for view in views:
-        fresh = again = 0
-        for name in (n for n in view.bits if mask_kind(n) == kind):
-            bits, before = view.bits[name], used.get(name, view.bits[name][:0])
+        fresh = 0
+        again = 0
+        size = 0
+        for name, bits in view.bits.items():
+            if mask_kind(name) != kind:
+                continue
+            before = used_bits.get(name, bits[:0])
             length = max(len(bits), len(before))
-            bits, before = (np.pad(b, (0, length - len(b))) for b in (bits, before))
-            fresh += int(np.bitwise_count(bits & ~before).sum())
-            again += int(np.bitwise_count(bits & before).sum())
-            used[name] = bits | before
-        size = sum(n for name, n in view.sizes.items() if mask_kind(name) == kind)
+            bits = np.pad(bits, (0, length - len(bits)))
+            before = np.pad(before, (0, length - len(before)))
+            fresh += _count_set(bits & ~before)
+            again += _count_set(bits & before)
+            used_bits[name] = bits | before
+            size += view.sizes[name]
         if size:
             rows.append(
                 {
@@ -183,19 +202,32 @@ def capacity(views: list[MaskView], kind: str) -> list[dict[str, Any]]:
                     "kind": kind,
                     "fresh": fresh,
                     "again": again,
-                    "used": sum(int(np.bitwise_count(b).sum()) for b in used.values()),
+                    "used": sum(map(_count_set, used_bits.values())),
                     "size": size,
                 }
             )
     return rows
 
 
+def _count_set(bits: Bits) -> int:
+    """Return the number of set bits."""
+    return int(np.bitwise_count(bits).sum())
+
+
 def similarity(views: list[MaskView], name: str) -> tuple[NDArray[np.float64], list[str]]:
-    """Cosine similarity between the learned tokens `name` of all tasks, (all tokens, all tokens),
-    and who owns each row."""
-    stacks = [(v.task, v.prompts[name]) for v in views if name in v.prompts]
+    """Return cosine similarities of the learned tokens `name`, and the task of each row.
+
+    Shape (tokens of all tasks, tokens of all tasks). Tasks whose tokens have another width than
+    those of the last task are left out.
+    """
+    stacks = [(view.task, view.prompts[name]) for view in views if name in view.prompts]
     width = stacks[-1][1].shape[1]
-    stacks = [(task, rows) for task, rows in stacks if rows.shape[1] == width]
-    rows = np.concatenate([r for _, r in stacks]).astype(float)
+    arrays = []
+    row_tasks: list[str] = []
+    for task, tokens in stacks:
+        if tokens.shape[1] == width:
+            arrays.append(tokens)
+            row_tasks += [task] * len(tokens)
+    rows = np.concatenate(arrays).astype(np.float64)
     rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-    return rows @ rows.T, [task for task, r in stacks for _ in r]
+    return rows @ rows.T, row_tasks

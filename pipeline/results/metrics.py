@@ -1,15 +1,14 @@
-"""The field's metrics as pure functions of one accuracy matrix; each formula has one name.
+"""Continual-learning metrics as pure functions of one accuracy matrix; each formula has one name.
 
-R[t, i] is the accuracy on task i after stage t, T x T, given as integer counts `correct` and
-`total` of the same shape (or as rates, with `total` left at 1: all tasks then count the same).
-Entries above the diagonal are tasks not seen yet, and no metric looks at them. Forward transfer
-(GEM) is left out: a task that is still to come has no head of its own, and in scenario `class` no
-outputs, so that there is nothing that could be measured on it.
+R[t, i] is the accuracy on task i after stage t, shape (T, T). It is passed as integer counts
+`correct` and `total` of that shape, or as rates with `total` left at 1; all tasks then count the
+same. Entries above the diagonal are tasks not learned yet; no metric reads them. Forward transfer
+(GEM) is left out: a future task has no head, and no outputs in scenario `class`, so nothing can be
+measured on it.
 
-Missing entries (`correct` is NaN, or `total` is NaN or not positive) follow one rule: a metric that
-needs a missing entry is NaN, never a mean over fewer entries. `over_time` gives each metric after
-each stage, so that a run of which only the first rows exist still has its numbers so far. Inputs
-are never changed.
+An entry is missing when `correct` is NaN, or `total` is NaN or not positive. A metric that needs a
+missing entry is NaN, never a mean over fewer entries. `over_time` returns each metric after each
+stage, so an unfinished run has its metrics so far. Inputs are never changed.
 """
 
 from __future__ import annotations
@@ -25,10 +24,14 @@ NAN = float("nan")
 
 
 def rates(correct: ArrayLike, total: ArrayLike = 1) -> NDArray[np.float64]:
-    """correct / total, shape (T, T), NaN where missing. Raises UserError where the shape is not
-    square."""
+    """Return correct / total, shape (T, T), NaN where missing.
+
+    Raise UserError when the shape is not square.
+    """
     hits, counts = _counts(correct, total)
-    return np.divide(hits, counts, out=np.full(hits.shape, NAN), where=counts > 0)
+    shares = np.full(hits.shape, NAN)
+    np.divide(hits, counts, out=shares, where=counts > 0)
+    return shares
 
 
 def average_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
@@ -45,8 +48,10 @@ def micro_average_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
 def pooled_accuracies(correct: ArrayLike, total: ArrayLike = 1) -> NDArray[np.float64]:
     """acc_t, shape (T,): accuracy after stage t over the pooled test images of tasks 0..t."""
     hits, counts = _counts(correct, total)
-    seen = np.tril(np.ones(hits.shape, bool))
-    return np.where(seen, hits, 0).sum(1) / np.where(seen, counts, 0).sum(1)
+    is_learned = np.tril(np.ones(hits.shape, bool))
+    learned_hits: NDArray[np.float64] = np.where(is_learned, hits, 0).sum(1)
+    learned_counts: NDArray[np.float64] = np.where(is_learned, counts, 0).sum(1)
+    return learned_hits / learned_counts
 
 
 def average_incremental_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
@@ -62,14 +67,15 @@ def last_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
 
 
 def forgetting(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """1/(T-1) sum_{j<T-1} (max_{l=j..T-2} R[l, j] - R[T-1, j]); 0 for one task (Chaudhry et al.
-    2018, the default)."""
+    """1/(T-1) sum_{j<T-1} (max_{l=j..T-2} R[l, j] - R[T-1, j]); 0 for one task.
+
+    This is the forgetting of Chaudhry et al. 2018, and the default.
+    """
     return _lost(rates(correct, total), lambda r, j: r[j:-1, j].max())
 
 
 def forgetting_first(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """1/(T-1) sum_{j<T-1} (R[j, j] - R[T-1, j]); 0 for one task. Equals minus
-    `backward_transfer`."""
+    """1/(T-1) sum_{j<T-1} (R[j, j] - R[T-1, j]); 0 for one task. Equals -backward_transfer."""
     return _lost(rates(correct, total), lambda r, j: r[j, j])
 
 
@@ -79,45 +85,52 @@ def backward_transfer(correct: ArrayLike, total: ArrayLike = 1) -> float:
 
 
 def backward_transfer_all_pairs(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """2/(T(T-1)) sum_{i>j} (R[i, j] - R[j, j]); 0 for one task: after every later task, not after
-    the last one alone (continuum since May 2022)."""
+    """2/(T(T-1)) sum_{i>j} (R[i, j] - R[j, j]); 0 for one task.
+
+    It averages over every later task, not over the last one alone (continuum since May 2022).
+    """
     r = rates(correct, total)
     if len(r) < 2:
-        return 0.0 if r.size and not np.isnan(r).any() else NAN
+        return _zero_if_measured(r)
     return float((r - np.diagonal(r))[np.tril_indices(len(r), -1)].mean())
 
 
 def learning_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """mean_j R[j, j]: how well each task was learned when it was new (plasticity)."""
+    """mean_j R[j, j]: accuracy on each task just after it was learned (plasticity)."""
     r = rates(correct, total)
     return float(np.diagonal(r).mean()) if len(r) else NAN
 
 
 def forgetting_continuum_pre_2022_05(correct: ArrayLike, total: ArrayLike = 1) -> float:
-    """1/(T-1) sum_{j<T-2} (max_{l=j..T-3} R[l, j] - R[T-1, j]): what `continuum` computed before
-    May 2022.
+    """1/(T-1) sum_{j<T-2} (max_{l=j..T-3} R[l, j] - R[T-1, j]), as `continuum` before May 2022.
 
-    It leaves out task T-2 and the model after it while still dividing by T-1; only for comparing
-    with DyTox's paper.
+    It leaves out task T-2 and the model after it, but still divides by T-1. Use it only to compare
+    with the paper of DyTox.
     """
     r = rates(correct, total)
     count = len(r)
     if count < 3:
         return 0.0 if count else NAN
-    return float(sum(r[j : count - 2, j].max() - r[-1, j] for j in range(count - 2)) / (count - 1))
+    drops = [r[j : count - 2, j].max() - r[-1, j] for j in range(count - 2)]
+    return float(sum(drops) / (count - 1))
 
 
 def order_disparity(accuracies: ArrayLike) -> NDArray[np.float64]:
-    """max - min over orders of what each task ends with, shape (T,): APD's order robustness, of
-    which max and mean are reported. accuracies: R[T-1] of streams of the same tasks in different
-    orders, (orders, T), columns by task and not by place."""
-    r = np.asarray(accuracies, float)
+    """Return max - min over orders of each task's final accuracy, shape (T,).
+
+    APD reports its max and mean as order robustness. accuracies: R[T-1] of streams of the same
+    tasks in different orders, (orders, T); a column is a task, not a position in the stream.
+    Raise UserError for any other shape.
+    """
+    r: NDArray[np.float64] = np.asarray(accuracies, np.float64)
     if r.ndim != 2 or not len(r):
         raise UserError(
             f"order_disparity: accuracies have shape {r.shape}; give a row for each order with "
             "a column for each task"
         )
-    return r.max(0) - r.min(0)
+    highest: NDArray[np.float64] = r.max(0)
+    lowest: NDArray[np.float64] = r.min(0)
+    return highest - lowest
 
 
 METRICS: dict[str, Callable[..., float]] = {
@@ -151,7 +164,7 @@ def over_time(correct: ArrayLike, total: ArrayLike = 1) -> list[dict[str, float]
 def _counts(
     correct: ArrayLike, total: ArrayLike
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Both as new float arrays (T, T), NaN where either says that the entry is missing."""
+    """Return both as new float arrays (T, T), with NaN where an entry is missing in either."""
     hits = np.array(correct, float)
     if hits.size == 0:
         hits = hits.reshape(0, 0)
@@ -168,12 +181,18 @@ def _counts(
             "the same entries"
         ) from None
     missing = np.isnan(hits) | ~(counts > 0)
-    hits[missing] = counts[missing] = NAN
+    hits[missing] = NAN
+    counts[missing] = NAN
     return hits, counts
 
 
 def _lost(r: NDArray[np.float64], best: Callable[[NDArray[np.float64], int], float]) -> float:
-    """Mean over all tasks but the last of (what it once had - what it has at the end)."""
+    """Return the mean over all tasks but the last of `best(r, task)` - final accuracy."""
     if len(r) < 2:
-        return 0.0 if r.size and not np.isnan(r).any() else NAN
+        return _zero_if_measured(r)
     return float(np.mean([best(r, j) - r[-1, j] for j in range(len(r) - 1)]))
+
+
+def _zero_if_measured(r: NDArray[np.float64]) -> float:
+    """Return 0 for the matrix of one measured task, NaN when the matrix is empty or missing."""
+    return NAN if r.size == 0 or np.isnan(r).any() else 0.0

@@ -1,18 +1,17 @@
-"""Every number of a run, read from its stage results: matrices, metrics over time, sizes,
-histories, confusions.
+"""The results of a run as tables: matrices, metrics over time, sizes, histories, confusions.
 
-A run that is not finished gives what is there. Nothing here is computed from a live run, so a
-report can be made anew from the store alone.
+Everything is read from stage results in the store, never from a live run, so a report can be made
+again at any time. An unfinished run yields the results that exist.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,22 +26,31 @@ from workers.storage.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
 AVERAGES = ("average_accuracy", "average_incremental_accuracy", "last_accuracy")
-EXTRA_COUNTS = {
-    "top5": "correct_top5",
-    "task_aware": "correct_task_aware",
-}  # in scenario `class`: right among the first five; the task given
+# In scenario `class`: correct within the five best logits; correct when the task is given.
+EXTRA_COUNTS = {"top5": "correct_top5", "task_aware": "correct_task_aware"}
 STATE_KINDS = ("masks", "tokens", "head", "copies")
+
+
+class PickCounts(NamedTuple):
+    """How often images of a task were assigned to each candidate task by task inference.
+
+    counts: (tasks, candidates).
+    """
+
+    counts: NDArray[np.int64]
+    tasks: list[str]
+    candidates: list[str]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """R of one method: integer counts, NaN where there are none; both (T, T), rows = after task,
-    columns = on task.
+    """The accuracy matrix R of one method: integer counts, NaN when missing, both (T, T).
 
-    source (T, T): `measured`; `follows` (equals the diagonal, because the method cannot change an
-    earlier task's answers, so it was not measured again); `missing` (not finished yet); `ahead` (a
-    task that was not learned yet). extra: other counts of the same answers, by name; their
-    averages stand among the metrics as `NAME_average_accuracy` and so on.
+    Row: after learning a task. Column: on a task. source (T, T) is one of `measured`; `follows`
+    (equals the diagonal, because the method cannot change its predictions on earlier tasks, so
+    they were not measured again); `missing` (not finished yet); `ahead` (task not learned yet).
+    extra: other counts of the same predictions by name; their averages appear among the metrics as
+    `NAME_average_accuracy` and so on.
     """
 
     label: str
@@ -54,35 +62,37 @@ class Matrix:
 
     @cached_property
     def rates(self) -> NDArray[np.float64]:
+        """Accuracies, (T, T); NaN when missing."""
         return metrics.rates(self.correct, self.total)
 
     @cached_property
     def over_time(self) -> list[dict[str, float]]:
+        """All metrics by name after each task."""
         rows = metrics.over_time(self.correct, self.total)
-        for prefix, other in self.extra.items():
-            rows = [
-                row | {f"{prefix}_{name}": values[name] for name in AVERAGES}
-                for row, values in zip(rows, other.over_time, strict=True)
-            ]
+        for prefix, matrix in self.extra.items():
+            for row, values in zip(rows, matrix.over_time, strict=True):
+                row.update({f"{prefix}_{name}": values[name] for name in AVERAGES})
         return rows
 
     @property
     def finished(self) -> int:
-        """How many leading rows are complete."""
-        whole = [not np.isin(row[: t + 1], ("missing",)).any() for t, row in enumerate(self.source)]
-        return whole.index(False) if False in whole else len(whole)
+        """The number of leading rows that are complete."""
+        for t, row in enumerate(self.source):
+            if "missing" in row[: t + 1]:
+                return t
+        return len(self.source)
 
     @property
     def final(self) -> dict[str, float]:
-        """The metrics after the last complete row; empty before the first one."""
+        """The metrics after the last complete row; empty when no row is complete."""
         return self.over_time[self.finished - 1] if self.finished else {}
 
 
 @dataclass
 class RunTables:
-    """What the store holds of the run that `record` (its run.json) describes.
+    """The stored results of the run that `record`, its run.json, describes.
 
-    artifacts: finished stages by id. problems: sentences on what could not be read.
+    artifacts: finished stages by id. problems: sentences about what could not be read.
     """
 
     storage: str
@@ -97,84 +107,101 @@ class RunTables:
         record: Mapping[str, Any],
         known: Mapping[str, Manifest] | None = None,
     ) -> RunTables:
-        """Reads the manifests of all stages; those in `known` (by stage id) are taken as they
-        are."""
-        root, found = join(storage, "stages"), {}
+        """Read the manifests of all stages. known: manifests by stage id, which are not read."""
+        root = join(storage, "stages")
+        known = known or {}
+        artifacts = {}
         for stage in record["stages"]:
-            if known and stage["id"] in known:
-                found[stage["id"]] = Artifact(root, stage["key"], known[stage["id"]])
-            elif (artifact := Artifact.open(root, stage["key"])) is not None:
-                found[stage["id"]] = artifact
-        return cls(storage, record, found)
+            stage_id = stage["id"]
+            if stage_id in known:
+                artifacts[stage_id] = Artifact(root, stage["key"], known[stage_id])
+                continue
+            artifact = Artifact.open(root, stage["key"])
+            if artifact is not None:
+                artifacts[stage_id] = artifact
+        return cls(storage, record, artifacts)
 
-    # ---- who is who ------------------------------------------------------------------------------
+    # ---- stages, methods and tasks ---------------------------------------------------------------
     @property
     def root(self) -> str:
+        """The folder of all stage results."""
         return join(self.storage, "stages")
 
     @property
     def labels(self) -> list[str]:
+        """The labels of all methods, in order."""
         return list(dict.fromkeys(s["label"] for s in self.record["stages"] if s["label"]))
 
     @property
     def scenario(self) -> str:
-        return self.record["config"].get("stream", {}).get("scenario", "task")
+        """`task` or `class`."""
+        return str(self.record["config"].get("stream", {}).get("scenario", "task"))
 
     def method(self, label: str) -> str:
-        return next(
-            (s["method"] or label for s in self.record["stages"] if s["label"] == label), label
-        )
+        """Return the name of the method that `label` configures."""
+        for stage in self.record["stages"]:
+            if stage["label"] == label:
+                return str(stage["method"] or label)
+        return label
 
     def tasks(self, label: str) -> list[str]:
-        """Tasks that this method is measured on, in stream order."""
-        judged = {
-            s["task"]
-            for s in self.record["stages"]
-            if s["label"] == label and s["step"] == "evaluate"
-        }
-        return [t["name"] for t in self.record["tasks"] if t["name"] in judged]
+        """Return the tasks on which this method is evaluated, in stream order."""
+        evaluated = set()
+        for stage in self.record["stages"]:
+            if stage["label"] == label and stage["step"] == "evaluate":
+                evaluated.add(stage["task"])
+        return [task["name"] for task in self.record["tasks"] if task["name"] in evaluated]
 
     def task(self, name: str) -> Mapping[str, Any]:
-        return next(t for t in self.record["tasks"] if t["name"] == name)
+        """Return the record of a task."""
+        task: Mapping[str, Any] = next(t for t in self.record["tasks"] if t["name"] == name)
+        return task
 
     def stages(self, label: str, task: str) -> list[Mapping[str, Any]]:
-        """The stages that learned `task`, in order, without `evaluate`; for a base task that the
-        method leaves as it is, the backbone stage."""
-        own = [
-            s
-            for s in self.record["stages"]
-            if s["label"] == label and s["task"] == task and s["step"] != "evaluate"
-        ]
-        return own or [
-            s
-            for s in self.record["stages"]
-            if s["step"] == "backbone" and self.task(task)["role"] == "base"
-        ]
+        """Return the stages that learned `task`, in order, without `evaluate`.
+
+        A method that does not train on the base task has only the backbone stage there.
+        """
+        learning = []
+        backbone = []
+        for stage in self.record["stages"]:
+            if stage["label"] == label and stage["task"] == task and stage["step"] != "evaluate":
+                learning.append(stage)
+            elif stage["step"] == "backbone":
+                backbone.append(stage)
+        if not learning and self.task(task)["role"] == "base":
+            return backbone
+        return learning
 
     def result(self, label: str, task: str) -> dict[str, Any] | None:
-        found = self.artifacts.get(f"{label}/{task}/evaluate")
-        return found.manifest["result"] if found else None
+        """Return the result of `evaluate` after learning `task`; None when not finished."""
+        artifact = self.artifacts.get(f"{label}/{task}/evaluate")
+        return artifact.manifest["result"] if artifact else None
 
     def state_stage(self, label: str, task: str) -> Artifact | None:
-        """The finished stage whose `task.safetensors` is what serves `task`: the one `evaluate`
-        waits for."""
-        judge: Mapping[str, Any] = next(
-            (s for s in self.record["stages"] if s["id"] == f"{label}/{task}/evaluate"), {}
-        )
+        """Return the finished stage whose `task.safetensors` serves `task`.
+
+        It is the stage that `evaluate` depends on; None when it is not finished.
+        """
+        evaluate_id = f"{label}/{task}/evaluate"
+        parents: Sequence[str] = ()
+        for stage in self.record["stages"]:
+            if stage["id"] == evaluate_id:
+                parents = stage["parents"]
         for stage in reversed(self.stages(label, task)):
-            found = self.artifacts.get(stage["id"])
-            if (
-                found
-                and stage["id"] in judge.get("parents", ())
-                and "task.safetensors" in found.manifest["files"]
-            ):
-                return found
+            artifact = self.artifacts.get(stage["id"])
+            if artifact is None or stage["id"] not in parents:
+                continue
+            if "task.safetensors" in artifact.manifest["files"]:
+                return artifact
         return None
 
     # ---- files of stages -------------------------------------------------------------------------
     def read(self, artifact: Artifact | None, name: str) -> bytes | None:
-        """A file of a stage; None, with a sentence among the problems, where it is absent or
-        damaged."""
+        """Return a file of a stage; None when it is absent or damaged.
+
+        A damaged file adds a sentence to `problems`.
+        """
         if artifact is None or name not in artifact.manifest["files"]:
             return None
         try:
@@ -184,215 +211,248 @@ class RunTables:
             return None
 
     def add_problem(self, sentence: str) -> None:
+        """Add a sentence to `problems` once."""
         if sentence not in self.problems:
             self.problems.append(sentence)
 
     def table(self, artifact: Artifact | None, name: str) -> pa.Table | None:
+        """Return a Parquet file of a stage as a table; None when it cannot be read."""
         data = self.read(artifact, name)
         return None if data is None else pq.read_table(io.BytesIO(data))
 
     def history(self, stage_id: str) -> list[Row]:
-        """One row per epoch, in the columns of the stage's own history."""
+        """Return one row per epoch, in the columns of the stage's history."""
         table = self.table(self.artifacts.get(stage_id), "history.parquet")
-        return [] if table is None else table.to_pylist()
+        if table is None:
+            return []
+        rows: list[Row] = table.to_pylist()
+        return rows
 
     def state(self, label: str, task: str) -> TaskState | None:
+        """Return the state of a task; None when it cannot be read."""
         data = self.read(self.state_stage(label, task), "task.safetensors")
+        if data is None:
+            return None
         try:
-            return (
-                None
-                if data is None
-                else TaskState.from_bytes(data, f"task state of {label}/{task}")
-            )
+            return TaskState.from_bytes(data, f"task state of {label}/{task}")
         except UserError as error:
             self.add_problem(str(error))
             return None
 
     def carried(self, label: str, task: str) -> Carried:
-        """What the step that left the task's state handed on; empty where that cannot be read."""
+        """Return the state that the task's last step carries to the next task.
+
+        It is empty when it cannot be read.
+        """
         data = self.read(self.state_stage(label, task), "carried.safetensors")
+        if data is None:
+            return Carried()
         try:
-            return (
-                Carried()
-                if data is None
-                else Carried.from_bytes(data, f"carried state of {label}/{task}")
-            )
+            return Carried.from_bytes(data, f"carried state of {label}/{task}")
         except UserError as error:
             self.add_problem(str(error))
             return Carried()
 
-    # ---- numbers ---------------------------------------------------------------------------------
+    # ---- accuracy and sizes ----------------------------------------------------------------------
     def matrix(self, label: str, correct: str = "correct") -> Matrix:
-        """R of one method. correct: which count of a result row; `correct_task_aware` gives the
-        second matrix of scenario `class` (logits masked to the task's classes), all missing where
-        `evaluate` did not write it."""
+        """Return the accuracy matrix of one method.
+
+        correct: the count of an evaluation row to use. `correct_task_aware` gives the second matrix
+        of scenario `class`, with logits masked to the classes of the task; every entry is missing
+        when `evaluate` did not write it.
+        """
         tasks = self.tasks(label)
         size = len(tasks)
-        hits, totals = np.full((size, size), np.nan), np.full((size, size), np.nan)
-        source = np.where(np.tril(np.ones((size, size), bool)), "missing", "ahead").astype("U8")
+        hits = np.full((size, size), np.nan)
+        totals = np.full((size, size), np.nan)
+        is_learned = np.tril(np.ones((size, size), bool))
+        source = np.where(is_learned, "missing", "ahead").astype("U8")
         for t, after in enumerate(tasks):
-            rows = [
-                r
-                for r in self.evaluation_rows(label, after)
-                if r["task"] in tasks and r.get(correct) is not None
-            ]
-            for row in rows:
-                i = tasks.index(row["task"])
-                hits[t, i], totals[t, i], source[t, i] = row[correct], row["total"], "measured"
-            if (
-                rows and not (self.result(label, after) or {})["rewrites"]
-            ):  # nothing can change the answers on other tasks
+            is_measured = False
+            for row in self.evaluation_rows(label, after):
+                if row["task"] in tasks and row.get(correct) is not None:
+                    i = tasks.index(row["task"])
+                    hits[t, i] = row[correct]
+                    totals[t, i] = row["total"]
+                    source[t, i] = "measured"
+                    is_measured = True
+            result = self.result(label, after)
+            if is_measured and result is not None and not result["rewrites"]:
+                # No later task can change the predictions on earlier tasks.
                 for i in range(t):
                     if source[t, i] == "missing" and source[i, i] == "measured":
-                        hits[t, i], totals[t, i], source[t, i] = hits[i, i], totals[i, i], "follows"
-        beside = (
-            {name: self.matrix(label, count) for name, count in EXTRA_COUNTS.items()}
-            if self.scenario == "class" and correct == "correct"
-            else {}
-        )
-        return Matrix(label, tuple(tasks), hits, totals, source, beside)
+                        hits[t, i] = hits[i, i]
+                        totals[t, i] = totals[i, i]
+                        source[t, i] = "follows"
+        extra = {}
+        if self.scenario == "class" and correct == "correct":
+            extra = {name: self.matrix(label, count) for name, count in EXTRA_COUNTS.items()}
+        return Matrix(label, tuple(tasks), hits, totals, source, extra)
 
     def sizes(self, label: str) -> list[Row]:
-        """After each finished task: bytes of everything that has to be kept, the growth ratio, and
-        what the task cost.
+        """Return one row per finished task: all bytes to keep, the growth ratio, the task's cost.
 
-        A chain that retrains the backbone carries a changed copy of it; that copy is counted under
-        `carried`, beside the backbone that all methods share. What a base task hands to every task
-        of a star stays there.
+        A chain that retrains the backbone carries a changed copy of it. That copy counts as
+        `carried`, beside the backbone that all methods share. A star keeps what its base task
+        carries to every task.
         """
-        base = self.artifacts.get("backbone")
-        shared = int(base.manifest.get("bytes", 0)) if base else 0
-        rows, sums, carried = [], dict.fromkeys(STATE_KINDS, 0), 0
+        backbone = self.artifacts.get("backbone")
+        backbone_bytes = int(backbone.manifest.get("bytes", 0)) if backbone else 0
+        sums = dict.fromkeys(STATE_KINDS, 0)
+        carried_bytes = 0
+        rows = []
         for index, task in enumerate(self.tasks(label)):
-            own = self._own_sizes(label, task)
-            if own is None:
+            task_sizes = self._task_sizes(label, task)
+            if task_sizes is None:
                 continue
-            for kind, count in own["sizes"].items():
+            for kind, count in task_sizes.bytes_by_kind.items():
                 sums[kind] = sums.get(kind, 0) + count
-            carried = own["carried"] or carried
-            total = shared + sum(sums.values()) + carried
+            carried_bytes = task_sizes.carried_bytes or carried_bytes
+            total = backbone_bytes + sum(sums.values()) + carried_bytes
             rows.append(
                 {
                     "label": label,
                     "after_index": index,
                     "after": task,
                     "role": self.task(task)["role"],
-                    "backbone": shared,
+                    "backbone": backbone_bytes,
                     **sums,
-                    "carried": carried,
+                    "carried": carried_bytes,
                     "total": total,
-                    "growth": total / shared if shared else None,
-                    "task_bytes": sum(own["sizes"].values()),
-                    "trained_parameters": own["trained"],
-                    "flops_share": own["flops"],
+                    "growth": total / backbone_bytes if backbone_bytes else None,
+                    "task_bytes": sum(task_sizes.bytes_by_kind.values()),
+                    "trained_parameters": task_sizes.trained_parameters,
+                    "flops_share": task_sizes.flops_share,
                 }
             )
         return rows
 
-    def _own_sizes(self, label: str, task: str) -> Row | None:
+    def _task_sizes(self, label: str, task: str) -> TaskSizes | None:
+        """Return what one task adds; None when its state is not finished."""
         serving = self.state_stage(label, task)
         if serving is None:
             return None
-        manifest = serving.manifest
-        if "sizes" in manifest:
-            sizes = manifest["sizes"]
-        else:
+        sizes = serving.manifest.get("sizes")
+        if sizes is None:
             state = self.state(label, task)
             sizes = state.sizes() if state else {}
-        ids = [s["id"] for s in self.stages(label, task)]
-        inner = {p for s in self.stages(label, task) for p in s["parents"]}
-        ends = [self.artifacts[i].manifest for i in ids if i not in inner and i in self.artifacts]
-        steps = [self.artifacts[i].manifest for i in ids if i in self.artifacts]
-        return {
-            "sizes": sizes,
-            "carried": max((m.get("carried_bytes") or 0 for m in ends), default=0),
-            "flops": manifest.get("flops_share"),
-            "trained": max((m.get("trained_parameters") or 0 for m in steps), default=0) or None,
-        }
+        stages = self.stages(label, task)
+        inner_ids = {parent for stage in stages for parent in stage["parents"]}
+        carried_bytes = 0
+        trained_parameters = 0
+        for stage in stages:
+            artifact = self.artifacts.get(stage["id"])
+            if artifact is None:
+                continue
+            trained = artifact.manifest.get("trained_parameters") or 0
+            trained_parameters = max(trained_parameters, trained)
+            if stage["id"] not in inner_ids:
+                carried_bytes = max(carried_bytes, artifact.manifest.get("carried_bytes") or 0)
+        return TaskSizes(
+            sizes, carried_bytes, serving.manifest.get("flops_share"), trained_parameters or None
+        )
 
     def summary(self) -> list[Row]:
-        """One row per method: its metrics after the last complete row, its sizes, and what its
-        logits say."""
+        """Return one row per method: final metrics, sizes, and whether its logits changed."""
+        return [self._summary_row(label) for label in self.labels]
+
+    def _summary_row(self, label: str) -> Row:
+        matrix = self.matrix(label)
+        sizes = self.sizes(label)
+        last_sizes = sizes[-1] if sizes else {}
+        task_sizes = [row for row in sizes if row["role"] != "base"]
+        trained = [row["trained_parameters"] or 0 for row in task_sizes]
+        wall_s = 0
+        for stage_id, artifact in self.artifacts.items():
+            if stage_id.startswith(f"{label}/"):
+                wall_s += artifact.manifest.get("wall_s") or 0
+        return {
+            "label": label,
+            "method": self.method(label),
+            "tasks_finished": matrix.finished,
+            "tasks": len(matrix.tasks),
+            **(matrix.final or dict.fromkeys(metrics.METRICS, math.nan)),
+            "bytes_per_task": _mean([row["task_bytes"] for row in task_sizes]),
+            "carried_bytes": last_sizes.get("carried", math.nan),
+            "total_bytes": last_sizes.get("total", math.nan),
+            "growth": last_sizes.get("growth"),
+            "trained_parameters": max(trained, default=0) or None,
+            "flops_share": _mean([row["flops_share"] for row in task_sizes]),
+            "answers": self.logits_verdict(label),
+            "wall_s": wall_s,
+        }
+
+    # ---- evaluations -----------------------------------------------------------------------------
+    def evaluation_rows(self, label: str, after: str) -> list[Row]:
+        """Return the evaluation rows measured after learning `after`.
+
+        For a chain it is a row of the matrix. For a star it is the new task and its canary: the
+        previous task, which is measured again.
+        """
+        result = self.result(label, after)
+        if result is None:
+            return []
+        rows = list(result["rows"])
+        if result.get("canary"):
+            rows.append(result["canary"])
+        return rows
+
+    def logits_rows(self, label: str) -> list[Row]:
+        """Return one row per task: how often it was measured, and whether its logits were equal.
+
+        Only measurements on the same kind of device with the same number of threads are compared
+        by sha256; others sum in another order.
+        """
+        digests: dict[str, dict[str, list[str]]] = {}  # task -> device -> sha256 of logits
+        for after in self.tasks(label):
+            device = self._device_of_evaluation(label, after)
+            for row in self.evaluation_rows(label, after):
+                by_device = digests.setdefault(row["task"], {})
+                by_device.setdefault(device, []).append(row.get("logits_sha256") or "")
         rows = []
-        for label in self.labels:
-            matrix, sizes = self.matrix(label), self.sizes(label)
-            tasks, last = [r for r in sizes if r["role"] != "base"], (sizes or [{}])[-1]
+        for task, by_device in digests.items():
+            logits_equal = None
+            for hashes in by_device.values():
+                if len(hashes) > 1 and all(hashes):
+                    logits_equal = logits_equal is not False and len(set(hashes)) == 1
             rows.append(
                 {
                     "label": label,
-                    "method": self.method(label),
-                    "tasks_finished": matrix.finished,
-                    "tasks": len(matrix.tasks),
-                    **(matrix.final or dict.fromkeys(metrics.METRICS, math.nan)),
-                    "bytes_per_task": sum(r["task_bytes"] for r in tasks) / len(tasks)
-                    if tasks
-                    else math.nan,
-                    "carried_bytes": last.get("carried", math.nan),
-                    "total_bytes": last.get("total", math.nan),
-                    "growth": last.get("growth"),
-                    "trained_parameters": max(
-                        (r["trained_parameters"] or 0 for r in tasks), default=0
-                    )
-                    or None,
-                    "flops_share": _mean([r["flops_share"] for r in tasks]),
-                    "answers": self.logits_verdict(label),
-                    "wall_s": sum(
-                        a.manifest.get("wall_s") or 0
-                        for i, a in self.artifacts.items()
-                        if i.startswith(f"{label}/")
-                    ),
+                    "task": task,
+                    "measured": sum(map(len, by_device.values())),
+                    "distinct_logits": max(len(set(hashes)) for hashes in by_device.values()),
+                    "logits_equal": logits_equal,
                 }
             )
         return rows
 
-    def logits_rows(self, label: str) -> list[Row]:
-        """Per task: how often it was measured, and whether its logits had the same sha256 each
-        time. Only what was measured on one kind of device with one number of threads is compared:
-        others sum in another order."""
-        seen: dict[str, dict[str, list[str]]] = {}
-        for after in self.tasks(label):
-            for row in self.evaluation_rows(label, after):
-                places = seen.setdefault(row["task"], {})
-                places.setdefault(self._place(label, after), []).append(
-                    row.get("logits_sha256") or ""
-                )
-        found = []
-        for task, places in seen.items():
-            again = [hashes for hashes in places.values() if len(hashes) > 1 and all(hashes)]
-            found.append(
-                {
-                    "label": label,
-                    "task": task,
-                    "measured": sum(map(len, places.values())),
-                    "distinct_logits": max(len(set(hashes)) for hashes in places.values()),
-                    "logits_equal": all(len(set(hashes)) == 1 for hashes in again)
-                    if again
-                    else None,
-                }
-            )
-        return found
-
-    def _place(self, label: str, after: str) -> str:
-        """What decides the last bits of what was measured after learning `after`."""
+    def _device_of_evaluation(self, label: str, after: str) -> str:
+        """Return the device and the number of threads, which decide the last bits of logits."""
         artifact = self.artifacts.get(f"{label}/{after}/evaluate")
-        provenance = artifact.manifest.get("provenance") or {} if artifact else {}
+        provenance = (artifact.manifest.get("provenance") or {}) if artifact else {}
         return f"{provenance.get('device')} {provenance.get('threads')}"
 
-    def evaluation_rows(self, label: str, after: str) -> list[Row]:
-        """What was measured after learning `after`: the row of the matrix, or of a star the new
-        task and its canary, the task before, which is measured again beside the new one."""
-        result = self.result(label, after) or {"rows": []}
-        return [*result["rows"], *([result["canary"]] if result.get("canary") else [])]
+    def logits_verdict(self, label: str) -> str:
+        """Return `identical` or `changed` for earlier tasks, or `not measured again`."""
+        verdicts = {row["logits_equal"] for row in self.logits_rows(label)} - {None}
+        if not verdicts:
+            return "not measured again"
+        return "changed" if False in verdicts else "identical"
 
     def picks(self, label: str) -> list[Row]:
-        """Of a method that finds out by itself what an image belongs to: after each task, for each
-        task measured then, how many images it judged right, and how sure it was of right and of
-        wrong ones on average. Of other methods nothing."""
-        found = []
+        """Return how well a method infers the task; empty for methods that do not infer it.
+
+        One row per task measured after each task: how many images were assigned to the right task,
+        and the mean confidence of right and of wrong assignments.
+        """
+        rows = []
         for index, after in enumerate(self.tasks(label)):
-            for row in (r for r in self.evaluation_rows(label, after) if "picks" in r):
+            for row in self.evaluation_rows(label, after):
+                if "picks" not in row:
+                    continue
                 picks = row["picks"]
-                found.append(
+                share_right = picks["right"] / row["total"] if row["total"] else math.nan
+                rows.append(
                     {
                         "label": label,
                         "after_index": index,
@@ -400,174 +460,192 @@ class RunTables:
                         "task": row["task"],
                         "images": row["total"],
                         "right": picks["right"],
-                        "share_right": picks["right"] / row["total"] if row["total"] else math.nan,
+                        "share_right": share_right,
                         "confidence_right": picks["confidence_right"],
                         "confidence_wrong": picks["confidence_wrong"],
                     }
                 )
-        return found
+        return rows
 
-    def pick_counts(
-        self, label: str, after: str | None = None
-    ) -> tuple[NDArray[np.int64], list[str], list[str]] | None:
-        """Counts (task, candidate) of what images were taken for after learning `after`, by default
-        the last finished task; names of both axes."""
-        stages = [
-            t
-            for t in self.tasks(label)
-            if any("picks" in r for r in self.evaluation_rows(label, t)) and after in (None, t)
-        ]
-        rows = (
-            [r for r in self.evaluation_rows(label, stages[-1]) if "picks" in r] if stages else []
-        )
-        if not rows:
+    def pick_counts(self, label: str, after: str | None = None) -> PickCounts | None:
+        """Return how often images of each task were assigned to each candidate task.
+
+        after: the last task learned; None for the last finished one. None when the method does not
+        infer the task.
+        """
+        last_rows: list[Row] = []
+        for task in self.tasks(label):
+            if after in (None, task):
+                rows = [row for row in self.evaluation_rows(label, task) if "picks" in row]
+                last_rows = rows or last_rows
+        if not last_rows:
             return None
-        return (
-            np.array([r["picks"]["picked"] for r in rows]),
-            [r["task"] for r in rows],
-            rows[0]["picks"]["candidates"],
+        return PickCounts(
+            np.array([row["picks"]["picked"] for row in last_rows]),
+            [row["task"] for row in last_rows],
+            last_rows[0]["picks"]["candidates"],
         )
-
-    def logits_verdict(self, label: str) -> str:
-        """`identical` or `changed` where earlier tasks were measured again, else `not measured
-        again`."""
-        said = [r["logits_equal"] for r in self.logits_rows(label) if r["logits_equal"] is not None]
-        return "not measured again" if not said else "identical" if all(said) else "changed"
 
     def confusion(
         self, label: str, after: str, task: str
     ) -> tuple[NDArray[np.int64], list[str]] | None:
-        """Counts (true, predicted) on `task` after learning `after`, and the class names of both
-        axes."""
+        """Return counts (true, predicted) on `task` after learning `after`, and the class names.
+
+        None when there are no predictions that fit the classes.
+        """
         table = self.table(self.artifacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
         if table is None:
             return None
         rows = table.filter(pc.equal(table["task"], task))
         if not len(rows):
             return None
+        labels = rows["label"].to_numpy()
+        predictions = rows["prediction"].to_numpy()
+        highest = max(labels.max(), predictions.max())
         names = list(self.task(task)["classes"])
-        truth, guess = rows["label"].to_numpy(), rows["prediction"].to_numpy()
-        if max(truth.max(), guess.max()) >= len(
-            names
-        ):  # positions in the output space of all tasks learned so far
+        if highest >= len(names):  # labels index the classes of all tasks learned so far
             order = self.tasks(label)
-            names = [c for t in order[: order.index(after) + 1] for c in self.task(t)["classes"]]
-        if max(truth.max(), guess.max()) >= len(names):
+            names = []
+            for learned in order[: order.index(after) + 1]:
+                names += self.task(learned)["classes"]
+        if highest >= len(names):
             return None
         counts = np.zeros((len(names), len(names)), np.int64)
-        np.add.at(counts, (truth, guess), 1)
+        np.add.at(counts, (labels, predictions), 1)
         return counts, names
 
     # ---- the run as a whole ----------------------------------------------------------------------
     def stage_rows(self) -> list[Row]:
+        """Return one row per stage: its state, wall time, bytes and device."""
         rows = []
         for stage in self.record["stages"]:
-            manifest = (
-                self.artifacts[stage["id"]].manifest if stage["id"] in self.artifacts else None
-            )
-            rows.append(
-                {
-                    "stage": stage["id"],
-                    "step": stage["step"],
-                    "label": stage["label"],
-                    "task": stage["task"],
-                    "key": stage["key"],
-                    "state": "done" if manifest else "pending",
-                    "wall_s": manifest.get("wall_s") if manifest else None,
-                    "bytes": sum(f["bytes"] for f in manifest["files"].values())
-                    if manifest
-                    else None,
-                    "device": (manifest.get("provenance") or {}).get("device")
-                    if manifest
-                    else None,
-                }
-            )
+            row = {
+                "stage": stage["id"],
+                "step": stage["step"],
+                "label": stage["label"],
+                "task": stage["task"],
+                "key": stage["key"],
+                "state": "pending",
+                "wall_s": None,
+                "bytes": None,
+                "device": None,
+            }
+            artifact = self.artifacts.get(stage["id"])
+            if artifact is not None:
+                manifest = artifact.manifest
+                row["state"] = "done"
+                row["wall_s"] = manifest.get("wall_s")
+                row["bytes"] = sum(file["bytes"] for file in manifest["files"].values())
+                row["device"] = (manifest.get("provenance") or {}).get("device")
+            rows.append(row)
         return rows
 
     def warnings(self) -> list[Row]:
-        """Sentences of the stages, equal ones once with the number of stages that said them, then
-        what could not be read."""
-        said: dict[str, list[str]] = {}
+        """Return the warnings of all stages, then `problems`; each sentence once.
+
+        stages: the number of stages with that warning.
+        """
+        stage_ids: dict[str, list[str]] = {}
         for stage_id, artifact in self.artifacts.items():
             for sentence in artifact.manifest.get("warnings") or []:
-                said.setdefault(str(sentence), []).append(stage_id)
-        rows = [
-            {"stage": stages[0], "stages": len(stages), "warning": sentence}
-            for sentence, stages in said.items()
-        ]
-        return rows + [{"stage": "report", "stages": 1, "warning": p} for p in self.problems]
+                stage_ids.setdefault(str(sentence), []).append(stage_id)
+        rows: list[Row] = []
+        for sentence, ids in stage_ids.items():
+            rows.append({"stage": ids[0], "stages": len(ids), "warning": sentence})
+        rows += [{"stage": "report", "stages": 1, "warning": text} for text in self.problems]
+        return rows
 
     def environment(self) -> dict[str, list[str]]:
-        """What the stages ran on: each name with all values met, in order."""
-        found: dict[str, list[str]] = {}
-        for body in [
-            self.record.get("provenance") or {},
-            *(a.manifest.get("provenance") or {} for a in self.artifacts.values()),
-        ]:
-            flat = {
-                name: body[name]
-                for name in ("git_commit", "seed", "device")
-                if body.get(name) is not None
-            } | (body.get("packages") or {})
-            for name, value in flat.items():
-                if str(value) not in found.setdefault(name, []):
-                    found[name].append(str(value))
-        return found
+        """Return commit, seed, device and package versions of the stages, all values of each."""
+        provenances = [self.record.get("provenance") or {}]
+        provenances += [a.manifest.get("provenance") or {} for a in self.artifacts.values()]
+        values: dict[str, list[str]] = {}
+        for provenance in provenances:
+            facts = {}
+            for name in ("git_commit", "seed", "device"):
+                if provenance.get(name) is not None:
+                    facts[name] = provenance[name]
+            facts |= provenance.get("packages") or {}
+            for name, value in facts.items():
+                known = values.setdefault(name, [])
+                if str(value) not in known:
+                    known.append(str(value))
+        return values
 
     def tables(self) -> dict[str, list[Row]]:
-        """All tables by name, in long format; empty ones left out."""
-        matrices = [self.matrix(label) for label in self.labels]
-        entries = [entry for m in matrices for entry in matrix_rows(m)]
-        averages = [
-            {"label": m.label, "after_index": t, "after": m.tasks[t], **m.over_time[t]}
-            for m in matrices
-            for t in range(m.finished)
-        ]
-        histories = [
-            {"stage": s["id"], "label": s["label"], "task": s["task"], "step": s["step"], **row}
-            for s in self.record["stages"]
-            if s["step"] not in ("ingest", "evaluate", "report")
-            for row in self.history(s["id"])
-        ]
-        found = {
+        """Return all tables by name, in long format, without empty ones."""
+        tables: dict[str, list[Row]] = {
             "summary": self.summary(),
-            "matrix": entries,
-            "averages": averages,
-            "sizes": [r for lb in self.labels for r in self.sizes(lb)],
-            "histories": histories,
-            "logits": [r for lb in self.labels for r in self.logits_rows(lb)],
-            "picks": [r for lb in self.labels for r in self.picks(lb)],
+            "matrix": [],
+            "averages": [],
+            "sizes": [],
+            "histories": [],
+            "logits": [],
+            "picks": [],
             "stages": self.stage_rows(),
-            "warnings": self.warnings(),
         }
-        return {name: rows for name, rows in found.items() if rows}
+        for label in self.labels:
+            matrix = self.matrix(label)
+            tables["matrix"] += matrix_rows(matrix)
+            tables["averages"] += average_rows(matrix)
+            tables["sizes"] += self.sizes(label)
+            tables["logits"] += self.logits_rows(label)
+            tables["picks"] += self.picks(label)
+        for stage in self.record["stages"]:
+            if stage["step"] not in ("ingest", "evaluate", "report"):
+                columns = {"stage": stage["id"]}
+                columns |= {name: stage[name] for name in ("label", "task", "step")}
+                tables["histories"] += [columns | row for row in self.history(stage["id"])]
+        # Last: reading the tables above may add problems.
+        tables["warnings"] = self.warnings()
+        return {name: rows for name, rows in tables.items() if rows}
+
+
+class TaskSizes(NamedTuple):
+    """What one task adds to what has to be kept, and what it cost."""
+
+    bytes_by_kind: Mapping[str, int]
+    carried_bytes: int
+    flops_share: float | None
+    trained_parameters: int | None
 
 
 def matrix_rows(matrix: Matrix) -> list[Row]:
-    """A matrix in long format, one row per entry; entries of tasks not learned yet only where they
-    were measured."""
-    return [
-        {
-            "label": matrix.label,
-            "after_index": t,
-            "after": matrix.tasks[t],
-            "task_index": i,
-            "task": matrix.tasks[i],
-            "correct": _whole(matrix.correct[t, i]),
-            "total": _whole(matrix.total[t, i]),
-            "rate": float(matrix.rates[t, i]),
-            "source": str(matrix.source[t, i]),
-        }
-        for t in range(len(matrix.tasks))
-        for i in range(len(matrix.tasks))
-        if matrix.source[t, i] != "ahead"
-    ]
+    """Return a matrix in long format, one row per entry, without tasks not learned yet."""
+    rows = []
+    for t, i in np.ndindex(matrix.source.shape):
+        if matrix.source[t, i] == "ahead":
+            continue
+        rows.append(
+            {
+                "label": matrix.label,
+                "after_index": t,
+                "after": matrix.tasks[t],
+                "task_index": i,
+                "task": matrix.tasks[i],
+                "correct": _whole(float(matrix.correct[t, i])),
+                "total": _whole(float(matrix.total[t, i])),
+                "rate": float(matrix.rates[t, i]),
+                "source": str(matrix.source[t, i]),
+            }
+        )
+    return rows
+
+
+def average_rows(matrix: Matrix) -> list[Row]:
+    """Return one row per finished task with all metrics so far."""
+    rows = []
+    for t in range(matrix.finished):
+        columns = {"label": matrix.label, "after_index": t, "after": matrix.tasks[t]}
+        rows.append(columns | matrix.over_time[t])
+    return rows
 
 
 def _whole(value: float) -> int | None:
     return None if math.isnan(value) else int(value)
 
 
-def _mean(values: list[Any]) -> float:
-    there = [v for v in values if v is not None]
-    return sum(there) / len(there) if there else math.nan
+def _mean(values: Sequence[float | None]) -> float:
+    """Return the mean of the values that are known; NaN when none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else math.nan

@@ -25,19 +25,6 @@ MATRIX_METRICS = (
     "learning_accuracy",
     *(f"{prefix}_{name}" for prefix in EXTRA_COUNTS for name in AVERAGES),
 )
-# kinds of report pictures that belong to one method
-METHOD_PICTURES = (
-    "matrix",
-    "picked",
-    "curves",
-    "masks",
-    "density",
-    "overlap",
-    "capacity",
-    "layers",
-    "tokens",
-)
-RUN_FILES = ("comparison.png", "averages.png", "size_accuracy.png", "report.html")
 # columns of a training history that are no curves
 NOT_CURVES = ("epoch", "val_correct", "val_total", "images")
 # columns of a table of sizes that are no sizes in bytes
@@ -197,7 +184,7 @@ def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
         picked_rows = []
         for task, row in zip(tasks, counts.tolist(), strict=True):
             picked_rows.append({"images of": task, **dict(zip(candidates, row, strict=True))})
-        contents["picked.png"] = plots.to_png(figures.draw_picks(label, *picked))
+        contents["picked.png"] = plots.to_png(figures.draw_picks(label, picked))
         contents["picked.csv"] = files.as_csv(picked_rows)
     return contents
 
@@ -250,7 +237,8 @@ def task_files(
     }
     contents: dict[str, bytes] = {}
     if view.tokens is not None:
-        contents["token_masks.png"] = figures.token_mask_png(tables, [view], most_blocks=12)
+        tokens = figures.draw_token_masks(tables, [view], most_blocks=12)
+        contents["token_masks.png"] = plots.to_png(tokens)
     if view.bits:
         contents["masks.csv"] = files.as_csv(view.rows())
     for name, figure in pictures.items():
@@ -283,10 +271,10 @@ def method_report_files(report: Mapping[str, bytes], label: str) -> dict[str, by
     """Return the pictures of a finished report that belong to one method, without its label in
     their names."""
     contents = {}
-    for kind in METHOD_PICTURES:
-        picture = report.get(f"{kind}-{label}.png")
+    for template in figures.METHOD_FIGURES:
+        picture = report.get(template.format(label=label))
         if picture is not None:
-            contents[f"report/{kind}.png"] = picture
+            contents[f"report/{template.replace('-{label}', '')}"] = picture
     return contents
 
 
@@ -294,7 +282,7 @@ def run_report_files(report: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the page and the comparisons of a finished report, and its tables below `tables/`."""
     contents = {}
     for name, data in report.items():
-        if name in RUN_FILES:
+        if name in (*figures.RUN_FIGURES, "report.html"):
             contents[name] = data
         elif name.endswith((".csv", ".parquet")):
             contents[f"tables/{name}"] = data

@@ -68,10 +68,9 @@ def _faint_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page without pictures, but with the places that a page has."""
     from pipeline.report import page
 
-    monkeypatch.setattr(
-        page, "build", lambda *_: {"report.html": "".join(analysis_section.BEFORE).encode()}
-    )
-    monkeypatch.setattr(app, "report_files_or_build", lambda *_: page.build())
+    report_files = {"report.html": "".join(analysis_section.BEFORE).encode()}
+    monkeypatch.setattr(page, "build", lambda *_: report_files)
+    monkeypatch.setattr(app, "report_files_or_build", lambda *_: report_files)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
@@ -93,7 +92,8 @@ def out(configs: dict[str, str], name: str) -> Path:
 
 
 def rows_of(configs: dict[str, str], name: str, table: str) -> list[dict[str, Any]]:
-    return pq.read_table(out(configs, name) / f"{table}.parquet").to_pylist()
+    rows: list[dict[str, Any]] = pq.read_table(out(configs, name) / f"{table}.parquet").to_pylist()
+    return rows
 
 
 def page_of(configs: dict[str, str], name: str) -> str:
@@ -376,7 +376,7 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     }
     without = analysis_section.add_section(page, changed, store)["report.html"].decode()
     assert "data:image" not in without
-    assert "is left out, because the results that it looked at have changed since" in without
+    assert "is left out, because the results that it measured have changed" in without
     renamed = {**record, "name": "moved"}
     assert analysis_section.add_section(page, renamed, store) == page, (
         "there is none in that folder"

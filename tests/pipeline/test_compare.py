@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.graph.store import Store
-from pipeline.report.comparison import NUMBERS, Spread, compare_runs, group_runs
+from pipeline.report.comparison import METRICS, Spread, compare_runs, group_runs
 from pipeline.report.comparison_page import render_page
 from pipeline.results.tables import RunTables
 from workers.errors import UserError
@@ -94,11 +94,9 @@ def test_means_and_deviations_are_those_of_the_sample(storage: Any) -> None:
     found = compare_runs(runs)
     values = [accuracy(r) for r in runs]
     spread = found.entries[0].spread("average_accuracy")
-    assert (spread.mean, spread.deviation, spread.n) == (
-        pytest.approx(statistics.fmean(values)),
-        pytest.approx(statistics.stdev(values)),
-        3,
-    )
+    assert spread.n == 3
+    assert spread.mean == pytest.approx(statistics.fmean(values))
+    assert spread.deviation == pytest.approx(statistics.stdev(values))
     assert math.isnan(
         compare_runs([runs[0], run_of(storage, "x", 0, train={})])
         .entries[0]
@@ -117,7 +115,7 @@ def test_differences_are_paired_by_seed_where_seeds_match(storage: Any) -> None:
     ]
     found = compare_runs([*first, *second])
     pairs = [accuracy(second[1]) - accuracy(first[0]), accuracy(second[0]) - accuracy(first[1])]
-    spread = found.entries[1].against(found.entries[0], "average_accuracy")
+    spread = found.entries[1].difference(found.entries[0], "average_accuracy")
     assert (spread.n, spread.paired) == (2, True)
     assert spread.mean == pytest.approx(statistics.fmean(pairs))
     assert spread.deviation == pytest.approx(statistics.stdev(pairs))
@@ -133,12 +131,10 @@ def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storag
         ]
     )
     own, base = (found.entries[i].spread("average_accuracy") for i in (1, 0))
-    spread = found.entries[1].against(found.entries[0], "average_accuracy")
+    spread = found.entries[1].difference(found.entries[0], "average_accuracy")
     assert not spread.paired
-    assert (spread.mean, spread.deviation) == (
-        pytest.approx(own.mean - base.mean),
-        pytest.approx(math.hypot(own.deviation, base.deviation)),
-    )
+    assert spread.mean == pytest.approx(own.mean - base.mean)
+    assert spread.deviation == pytest.approx(math.hypot(own.deviation, base.deviation))
 
 
 def test_a_mean_is_never_one_over_fewer_runs() -> None:
@@ -171,7 +167,7 @@ def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage: Any) -
     whole, part = run_of(storage, "a"), run_of(storage, "b", tasks=["shapes", "birds", "roots"])
     found = compare_runs([whole, part])
     assert found.tasks == ["shapes", "birds", "roots"]
-    assert "left out: leaves" in found.notes[0]
+    assert "Left out: leaves" in found.notes[0]
     rates = [whole.matrix("meat").rates[i, i] for i in (0, 1, 3)]
     assert found.entries[0].spread("average_accuracy").mean == pytest.approx(
         statistics.fmean(rates)
@@ -219,8 +215,8 @@ def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage: An
     del run.artifacts["meat/roots/evaluate"]
     found = compare_runs([run_of(storage, "a"), run])
     assert math.isnan(found.entries[1].spread("average_accuracy").mean)
-    assert any("meat of run b is finished up to 3 of these 4 tasks" in note for note in found.notes)
-    assert "finished up to 3 of these 4" in text_of(render_page(found))
+    assert any("meat of run b has finished 3 of these 4 tasks" in note for note in found.notes)
+    assert "finished 3 of these 4" in text_of(render_page(found))
 
 
 # ---- what else differs ---------------------------------------------------------------------------
@@ -279,7 +275,8 @@ def test_the_page_needs_nothing_else_and_says_what_it_shows(storage: Any) -> Non
         assert words in text
     assert html.count("<img") == 2
     assert all(
-        NUMBERS[name][0] in text for name in ("average_accuracy", "forgetting", "bytes_per_task")
+        METRICS[name].meaning in text
+        for name in ("average_accuracy", "forgetting", "bytes_per_task")
     )
 
 

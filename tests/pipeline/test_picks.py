@@ -10,7 +10,7 @@ import fake_run
 import pytest
 
 from pipeline.report import figures, files, page, plots
-from pipeline.results.tables import RunTables
+from pipeline.results.tables import PickCounts, RunTables
 from pipeline.tracking.points import method_files, method_report_files, pick_points
 
 NAMES = [t["name"] for t in fake_run.TASKS]
@@ -81,9 +81,10 @@ def test_the_picture_shows_the_last_finished_task_in_stream_order(tables: RunTab
         )
         > 1000
     )
-    assert len(plots.to_png(figures.draw_picks("x", counts[:2], tasks[:2], candidates))) > 1000, (
-        "as many columns as there are"
-    )
+    assert (
+        len(plots.to_png(figures.draw_picks("x", PickCounts(counts[:2], tasks[:2], candidates))))
+        > 1000
+    ), "as many columns as there are"
 
 
 def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables) -> None:

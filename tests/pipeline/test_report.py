@@ -1,12 +1,14 @@
 """Promises of the report: it tells what the store holds, finished or not, and its page needs
 nothing else."""
 
+import inspect
 import io
 import json
 import math
 import re
 import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fake_run
@@ -16,12 +18,24 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline import console
-from pipeline.report import analysis_section, figures, mask_plots, page, plots
+from pipeline import cli, console
+from pipeline.report import (
+    analysis_section,
+    attention,
+    figures,
+    html_parts,
+    maps,
+    mask_plots,
+    page,
+    plots,
+    samples,
+    search_pictures,
+    search_plots,
+)
 from pipeline.results import metrics
 from pipeline.results.masks import BINS, MaskView, capacity, kinds, overlap
-from pipeline.results.tables import RunTables
-from pipeline.tracking.points import history_points, matrix_points, method_files
+from pipeline.results.tables import RunTables, TaskSizes
+from pipeline.tracking.points import history_points, matrix_points, method_files, of_label
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.storage.artifact import Artifact, withdraw
@@ -177,12 +191,14 @@ def test_what_a_chain_carries_counts_once_and_not_once_per_task(tables: Any) -> 
 def test_what_a_base_task_hands_to_every_task_of_a_star_is_needed_to_the_end(
     tables: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = tables._own_sizes
-    monkeypatch.setattr(
-        tables,
-        "_own_sizes",
-        lambda label, task: own(label, task) | {"carried": 1000 * (task == "shapes")},
-    )
+    task_sizes = tables._task_sizes
+
+    def carry_from_base(label: str, task: str) -> TaskSizes:
+        carried_bytes = 1000 if task == "shapes" else 0
+        sizes: TaskSizes = task_sizes(label, task)
+        return sizes._replace(carried_bytes=carried_bytes)
+
+    monkeypatch.setattr(tables, "_task_sizes", carry_from_base)
     rows = tables.sizes("meat")
     assert [r["carried"] for r in rows] == [1000] * 4
     assert (
@@ -288,9 +304,7 @@ def test_masks_are_listed_tokens_first_then_block_by_block() -> None:
     ]
 
 
-def test_dropped_patches_are_darkened_and_kept_ones_untouched_where_the_grid_does_not_divide_the_image() -> (
-    None
-):
+def test_dropped_patches_are_darkened_also_when_the_grid_does_not_divide_the_image() -> None:
     image = np.full((10, 10, 3), 200, np.uint8)
     shown = mask_plots.darken_patches(image, np.array([[True, False, True]] * 3))
     assert (shown[:, 0] == 200).all()
@@ -302,12 +316,14 @@ def test_the_sample_image_is_a_test_image_and_its_absence_leaves_the_bare_grid(
     tmp_path: Path,
 ) -> None:
     tables = half(tmp_path)
-    image = figures.sample_image(tables, "birds")
+    image = samples.sample_image(tables, "birds")
+    assert image is not None
     assert image.shape == (192, 192, 3)
-    with_image = figures.token_mask_png(tables, figures.load_mask_views(tables, "meat"))
+    views = figures.load_mask_views(tables, "meat")
+    with_image = plots.to_png(figures.draw_token_masks(tables, views))
     withdraw(tables.root, tables.artifacts["data/birds"].key)
-    assert figures.sample_image(tables, "birds") is None
-    assert figures.token_mask_png(tables, figures.load_mask_views(tables, "meat")) != with_image
+    assert samples.sample_image(tables, "birds") is None
+    assert plots.to_png(figures.draw_token_masks(tables, views)) != with_image
 
 
 # ---- files and page ------------------------------------------------------------------------------
@@ -374,7 +390,7 @@ def test_the_page_names_what_the_run_was(report: Any) -> None:
     text = report["report.html"].decode()
     for part in (
         "85.0 %",
-        "old<br>answers",
+        "earlier<br>logits",
         "identical",
         "0123456789abcdef",
         "img_size: 32",
@@ -410,7 +426,7 @@ def test_bytes_are_written_with_three_digits(value: Any, text: str) -> None:
 
 
 def test_nothing_is_written_as_less_than_nothing() -> None:
-    assert [page.format_value(value, "rate") for value in (-1e-6, 0.0, -0.0155)] == [
+    assert [html_parts.format_value(value, "rate") for value in (-1e-6, 0.0, -0.0155)] == [
         "0.0 %",
         "0.0 %",
         "-1.6 %",
@@ -511,4 +527,45 @@ def test_pictures_show_the_masks_that_the_method_says(
     )
     found = figures.load_mask_view(tables, "owners", "birds")
     assert found is not None
-    assert found.kept == {"blocks.0.fc1": 2}
+    assert found.num_kept == {"blocks.0.fc1": 2}
+
+
+# ---- new figures ---------------------------------------------------------------------------------
+def functions_returning(module: ModuleType, kinds: set[str]) -> dict[str, Any]:
+    """The functions that a module defines whose annotated return type is one of `kinds`."""
+    functions = {}
+    for name, function in vars(module).items():
+        is_defined_here = getattr(function, "__module__", "") == module.__name__
+        if is_defined_here and inspect.isfunction(function):
+            if function.__annotations__.get("return") not in kinds:
+                continue
+            functions[name] = function
+    return functions
+
+
+@pytest.mark.parametrize(
+    ("module", "registries"),
+    [
+        (figures, [figures.RUN_FIGURES, figures.METHOD_FIGURES]),
+        (search_pictures, [search_pictures.SEARCH_FIGURES]),
+    ],
+)
+def test_every_captioned_figure_is_listed(
+    module: ModuleType, registries: list[dict[str, Any]]
+) -> None:
+    kinds = {"CaptionedFigure", "CaptionedFigure | None"}
+    listed = [figure for registry in registries for figure in registry.values()]
+    assert set(functions_returning(module, kinds).values()) == set(listed)
+
+
+@pytest.mark.parametrize("module", [plots, mask_plots, search_plots, attention, maps])
+def test_every_drawing_function_is_used(module: ModuleType) -> None:
+    sources = [path.read_text() for path in Path(cli.__file__).parent.rglob("*.py")]
+    for name in functions_returning(module, {"Figure", "Figure | None"}):
+        uses = sum(len(re.findall(rf"\b{name}\(", source)) for source in sources)
+        assert uses > 1, f"{module.__name__}.{name} is in no report: list it in a registry"
+
+
+def test_every_picture_of_a_method_reaches_its_record(report: dict[str, bytes]) -> None:
+    names = [name for name in report if name.endswith("-finetune.png")]
+    assert len(of_label(report, "finetune")) == len(names)

@@ -17,6 +17,7 @@ import fake_search as fake
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from matplotlib.lines import Line2D
 from PIL import Image
 
 from pipeline.report import plots, search_page, search_plots
@@ -96,10 +97,18 @@ def words(found: Any) -> Any:
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", text)).replace("\u00a0", " ").split())
 
 
+def x_values(line: Line2D) -> list[float]:
+    return list(map(float, np.asarray(line.get_xdata())))
+
+
+def y_values(line: Line2D) -> list[float]:
+    return list(map(float, np.asarray(line.get_ydata())))
+
+
 class Balance(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.open = []
+        self.open: list[str] = []
 
     def handle_starttag(self, tag: Any, attrs: Any) -> None:
         if tag not in VOID:
@@ -180,7 +189,7 @@ def test_the_page_says_who_won_why_and_how_it_did_on_test_images(forty: Any) -> 
     assert f"is {100 * score(top):.1f} % (trial {top['number']})" in text
     assert "up to the tolerance of 0.5 points count as equal" in text
     assert (
-        f"Of these trial {won['number']}, with {100 * score(won):.1f} %, keeps the fewest bytes "
+        f"Of these trial {won['number']}, with {100 * score(won):.1f} %, stores the fewest bytes "
         "per task: " in text
     )
     assert f"{100 * score(won) - 0.7:.1f} ± 0.4 %" in text
@@ -209,7 +218,7 @@ def test_the_page_explains_space_protocol_budget_and_cost(forty: Any) -> None:
         "1 h 51 min in 2 sessions",
         "configs/methods/meat-real7.yaml",
         "git_commit",
-        "High accuracy and few bytes are both sought",
+        "The search optimizes both accuracy and bytes",
     ):
         assert says in text, says
     run, reused, device = (
@@ -232,13 +241,13 @@ def test_the_page_explains_space_protocol_budget_and_cost(forty: Any) -> None:
     [
         ("first_k_tasks", "learns the first 5 tasks of the stream"),
         ("two_streams", "tested on the other stream"),
-        ("per_task", "Such a choice is greedy"),
+        ("per_task", "The choice is greedy"),
     ],
 )
 def test_every_protocol_is_explained(tmp_path: Path, protocol: str, says: str) -> None:
     text = words(made(tmp_path, fake.trials(3, "none"), drawn=False, protocol=protocol))
     assert says in text
-    assert ("so the two do not compare" in text) == (protocol != "per_task")
+    assert ("so the two cannot be compared" in text) == (protocol != "per_task")
 
 
 def test_trials_stand_best_first_then_stopped_running_failed(forty: Any) -> None:
@@ -299,7 +308,7 @@ def test_nothing_from_a_record_becomes_markup(tmp_path: Path) -> None:
 def test_phases_of_a_greedy_search_stand_task_by_task(greedy: Any) -> None:
     text = words(greedy)
     at = [
-        text.index(f" {task} mask_lr ", text.index("What was chosen for each task"))
+        text.index(f" {task} mask_lr ", text.index("The settings chosen for each task"))
         for task in fake.TASKS[:4]
     ]
     assert at == sorted(at)
@@ -323,7 +332,7 @@ def test_phases_of_a_greedy_search_stand_task_by_task(greedy: Any) -> None:
 def test_an_unfinished_search_shows_what_is_there(tmp_path: Path) -> None:
     found = made(tmp_path, fake.trials(14), won=False, drawn=False)
     text = words(found)
-    assert "not finished: no winner has been written yet" in text
+    assert "not finished: there is no winner yet" in text
     assert "14 trials of 40 planned" in text
     assert "Leading so far: trial" in text
     assert "On test images" not in text
@@ -368,7 +377,7 @@ def test_damaged_records_are_named_on_the_page(tmp_path: Path) -> None:
 def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path: Path) -> None:
     fake.write(tmp_path, fake.record(), [], fake.winner(fake.trial(7)))
     found = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
-    assert "winner.json names trial 7, whose record is missing" in words(found)
+    assert "the record of trial 7 of winner.json is missing" in words(found)
     check_page(found)
 
 
@@ -377,7 +386,7 @@ def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path: Pat
     fake.write(tmp_path, fake.record(), some, fake.winner(some[0]))
     found = load(str(tmp_path), "meat-real")
     text = words((found, {"search.html": search_page.render_page(found, [], [], "").encode()}))
-    assert "record names trial 0 (80.0 %). By the rule of this page it would be trial 2" in text
+    assert "names trial 0 (80.0 %). The rule of this page gives trial 2" in text
 
 
 def test_a_search_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
@@ -414,7 +423,7 @@ def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path: Path) -> 
     body = fake.record()
     fake.write(tmp_path, body | {"space": space}, some)
     found = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
-    assert "The 12 settings that matter most are drawn, of 20" in words(found)
+    assert "Only the 12 most important settings of 20 are drawn" in words(found)
     check_page(found)
 
 
@@ -447,9 +456,9 @@ def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path: Path) -> N
     assert (lam.log, lam.low, lam.high) == (False, 0.5, 1)
     assert alpha.categories == ("0.5", "1", "2", "4")
     assert blocks.categories == ("all", "[3, 6, 9]")
-    assert math.isnan(keep.place({"params": {}}))
-    assert alpha.place({"params": {"methods.meat.alpha": 2.0}}) == 2
-    assert search_plots.axis_share(lr, math.sqrt(0.0025 * 0.025)) == pytest.approx(0.5)
+    assert math.isnan(keep.position({"params": {}}))
+    assert alpha.position({"params": {"methods.meat.alpha": 2.0}}) == 2
+    assert lr.axis_share(math.sqrt(0.0025 * 0.025)) == pytest.approx(0.5)
     assert [lr.at_end(v) for v in (0.0025, 0.00252, 0.008, 0.025)] == [True, True, False, True]
     assert [alpha.at_end(v) for v in (0.5, 1, 4)] == [True, False, True]
     assert not blocks.at_end("all")
@@ -523,7 +532,7 @@ def test_importance_counts_finished_trials_alone(tmp_path: Path) -> None:
 
 def test_too_few_or_equal_trials_say_so_instead_of_importance(tmp_path: Path) -> None:
     few = made(tmp_path / "few", fake.trials(3, "none"), drawn=False)
-    assert "not said before 4 trials have finished" in words(few)
+    assert "measured once 4 trials have finished" in words(few)
     equal = made(tmp_path / "equal", [fake.trial(n, accuracy=0.5) for n in range(6)])
     assert "all finished trials have the same accuracy" in words(equal)
     check_page(equal)
@@ -537,7 +546,7 @@ def test_without_optuna_everything_else_is_there(
     assert set(found[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES - {
         "importance.png"
     }
-    assert "optuna is not installed here; pip install optuna" in words(found)
+    assert "optuna is not installed; pip install optuna" in words(found)
     check_page(found)
 
 
@@ -545,23 +554,23 @@ def test_without_optuna_everything_else_is_there(
 def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty: Any) -> None:
     found: Search = forty[0]
     axes = search_plots.draw_parallel(found, search_parameters(found)).axes[0]
-    trials = [line for line in axes.lines if len(line.get_xdata()) >= len(fake.SPACE)]
+    trials = [line for line in axes.lines if len(x_values(line)) >= len(fake.SPACE)]
     assert len(trials) == len(found.trials)
     (winner,) = [line for line in trials if line.get_color() == search_plots.WINNER]
     assert winner.get_zorder() > max(line.get_zorder() for line in trials if line is not winner)
-    whole = [line for line in trials if len(line.get_xdata()) == len(fake.SPACE) + 1]
+    whole = [line for line in trials if len(x_values(line)) == len(fake.SPACE) + 1]
     assert len(whole) == len(found.standing())
-    heights = [line.get_ydata()[-1] for line in whole]
+    heights = [y_values(line)[-1] for line in whole]
     assert min(heights) >= 0
     assert max(heights) <= 1
-    absent = sum(line.get_ydata()[4] == search_plots.ABSENT for line in trials)
+    absent = sum(y_values(line)[4] == search_plots.ABSENT for line in trials)
     assert absent == sum("methods.meat.keep" not in t["params"] for t in found.trials)
-    assert all(0 <= y <= 1 for line in trials for y in line.get_ydata() if y != search_plots.ABSENT)
+    assert all(0 <= y <= 1 for line in trials for y in y_values(line) if y != search_plots.ABSENT)
 
 
 def test_curves_end_where_a_trial_was_stopped(forty: Any) -> None:
     axes = search_plots.draw_curves(forty[0]).axes[0]
-    drawn = sorted(len(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "-")
+    drawn = sorted(len(x_values(line)) for line in axes.lines if line.get_linestyle() == "-")
     assert drawn == sorted(len(t["results"]) for t in forty[0].trials if t["results"])
     assert [t.get_text() for t in axes.get_xticklabels()] == fake.TASKS
 
@@ -571,17 +580,17 @@ def test_the_line_of_the_history_never_falls_within_a_phase(greedy: Any) -> None
     steps = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert len(steps) == 4
     for line, phase in zip(steps, greedy[0].phases, strict=True):
-        assert (np.diff(line.get_ydata()) >= 0).all()
-        assert line.get_ydata()[-1] == max(score(t) for t in greedy[0].of(phase))
+        assert (np.diff(y_values(line)) >= 0).all()
+        assert y_values(line)[-1] == max(score(t) for t in greedy[0].of(phase))
 
 
 def test_failed_trials_lie_at_the_bottom_of_the_history(forty: Any) -> None:
     axes = search_plots.draw_history(forty[0]).axes[0]
     low = [line for line in axes.lines if line.get_marker() == "x"]
-    assert [int(n) for line in low for n in line.get_xdata()] == [
+    assert [int(n) for line in low for n in x_values(line)] == [
         t["number"] for t in forty[0].trials if t["status"] == "failed"
     ]
-    assert {y for line in low for y in line.get_ydata()} == {axes.get_ylim()[0]}
+    assert {y for line in low for y in y_values(line)} == {axes.get_ylim()[0]}
 
 
 def test_the_front_is_drawn_only_where_sizes_differ(tmp_path: Path) -> None:
@@ -598,8 +607,8 @@ def test_the_front_joins_what_pareto_names(forty: Any) -> None:
     axes = search_plots.draw_front(forty[0]).axes[0]
     (line,) = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert {int(t.get_text()) for t in axes.texts} == set(pareto(forty[0].trials))
-    assert (np.diff(line.get_xdata()) > 0).all()
-    assert (np.diff(line.get_ydata()) > 0).all()
+    assert (np.diff(x_values(line)) > 0).all()
+    assert (np.diff(y_values(line)) > 0).all()
     assert axes.get_xscale() == "log"
 
 
@@ -609,6 +618,6 @@ def test_slices_show_each_parameter_on_its_own_scale(forty: Any) -> None:
     assert [a.get_title(loc="left") for a in axes] == [p.name for p in varied]
     assert [a.get_xscale() for a in axes] == ["log", "linear", "linear", "linear", "linear"]
     shown = [t for t in forty[0].trials if t["number"] in forty[0].standing()]
-    points = [sum(len(line.get_xdata()) for line in a.lines) for a in axes]
+    points = [sum(len(x_values(line)) for line in a.lines) for a in axes]
     assert points == [len(shown)] * 4 + [sum("methods.meat.keep" in t["params"] for t in shown)]
     assert axes[1].get_xlim()[0] < 0.5 < 1 < axes[1].get_xlim()[1]

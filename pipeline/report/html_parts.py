@@ -1,0 +1,176 @@
+"""The building blocks of all pages: the document with its style, tables, pictures, values."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from pipeline.report.figures import Picture
+from pipeline.report.plots import format_bytes
+from pipeline.yaml_files import dump_yaml
+
+NO_VALUE = "<span class=soft>-</span>"
+STYLE = """
+:root {
+  color-scheme: light;
+  --ink: #1f2328; --soft: #59636e; --line: #d8dee4; --band: #f6f8fa; --blue: #0072B2;
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; color: var(--ink); background: white;
+  font: 15px/1.55 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+}
+main { max-width: 1120px; margin: 0 auto; padding: 28px 32px 64px; }
+h1 { font-size: 28px; margin: 0 0 2px; letter-spacing: -0.01em; }
+h2 { font-size: 20px; margin: 44px 0 6px; padding-top: 18px; border-top: 1px solid var(--line); }
+h3 { font-size: 16px; margin: 26px 0 2px; }
+p { margin: 4px 0 10px; max-width: 86ch; }
+.soft, figcaption { color: var(--soft); }
+nav { margin: 14px 0 0; font-size: 14px; }
+nav a { margin-right: 16px; }
+a { color: var(--blue); text-decoration: none; }
+a:hover { text-decoration: underline; }
+figure { margin: 22px 0 8px; }
+figure img { max-width: 100%; height: auto; display: block; margin-top: 8px; }
+figcaption b { color: var(--ink); }
+figcaption { max-width: 96ch; }
+.scroll { overflow-x: auto; margin: 12px 0; }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td {
+  padding: 6px 12px 6px 0; text-align: right; border-bottom: 1px solid var(--line);
+  white-space: nowrap; vertical-align: bottom;
+}
+th { font-weight: 600; color: var(--soft); font-size: 13px; }
+th.left, td.left { text-align: left; }
+table.summary { width: 100%; }
+table.summary td { padding-top: 9px; padding-bottom: 9px; }
+td .soft { font-size: 13px; }
+td.best { font-weight: 650; }
+.note { border-left: 4px solid #E69F00; background: #fff8e8; padding: 8px 14px; margin: 14px 0; }
+.note ul { margin: 4px 0; padding-left: 20px; }
+pre {
+  background: var(--band); border: 1px solid var(--line); border-radius: 6px;
+  padding: 12px 14px; overflow-x: auto; font-size: 12.5px; line-height: 1.45;
+}
+code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 12.5px; }
+details { margin: 12px 0; }
+summary { cursor: pointer; font-weight: 600; }
+dl { columns: 2; margin: 8px 0; }
+dt { float: left; color: var(--soft); margin-right: 8px; }
+dd { margin: 0 0 3px; break-inside: avoid; overflow-wrap: anywhere; }
+.done { color: #1a7f37; }
+.pending { color: #9a6700; }
+.bad { color: #b3261e; }
+@media print {
+  details { display: block; }
+  main { max-width: none; padding: 0; }
+  figure { break-inside: avoid; }
+}
+"""
+
+
+def render_document(title: str, sections: Iterable[str]) -> str:
+    """Return the whole page. title: HTML of the browser's title, without the project's name."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title} · Accrete</title><style>{STYLE}</style></head>"
+        f"<body><main>{''.join(sections)}</main></body></html>"
+    )
+
+
+def render_links(links: Iterable[tuple[str, str]]) -> str:
+    """Return the navigation bar. links: (anchor, text)."""
+    items = [f'<a href="#{escape(anchor)}">{escape(text)}</a>' for anchor, text in links]
+    return f"<nav>{''.join(items)}</nav>"
+
+
+def render_table(
+    heading: Sequence[str], rows: Sequence[Sequence[Any]], left: int, is_html: bool = False
+) -> str:
+    """Return a table whose first `left` columns are aligned to the left.
+
+    is_html: the cells are HTML; otherwise every cell but NO_VALUE is escaped.
+    """
+    lines = [_render_row(list(map(escape, heading)), "th", left)]
+    for row in rows:
+        cells = row if is_html else [_escape_cell(cell) for cell in row]
+        lines.append(_render_row(cells, "td", left))
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
+def _escape_cell(cell: Any) -> str:
+    return NO_VALUE if cell == NO_VALUE else escape(str(cell))
+
+
+def _render_row(cells: Sequence[Any], tag: str, left: int) -> str:
+    html = [f"<{tag} class=left>{cell}</{tag}>" for cell in cells[:left]]
+    html += [f"<{tag}>{cell}</{tag}>" for cell in cells[left:]]
+    return f"<tr>{''.join(html)}</tr>"
+
+
+def render_picture(picture: Picture) -> str:
+    """Return a picture with its caption; the PNG is embedded."""
+    data = base64.b64encode(picture.png).decode()
+    title = escape(picture.title)
+    return (
+        f"<figure><figcaption><b>{title}.</b> {escape(picture.caption)}</figcaption>"
+        f'<img alt="{title}" style="width:{picture.width}px" '
+        f'src="data:image/png;base64,{data}"></figure>'
+    )
+
+
+def render_facts(facts: Iterable[tuple[str, str]]) -> str:
+    """Return a definition list of names and values."""
+    items = [f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts]
+    return f"<dl>{''.join(items)}</dl>"
+
+
+def format_value(value: Any, kind: str) -> str:
+    """Return a number in its unit as HTML. kind: rate, bytes, times, count or seconds."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return NO_VALUE
+    match kind:
+        case "rate":
+            return f"{100 * value:z.1f} %"
+        case "bytes":
+            return format_bytes(value)
+        case "times":
+            return f"{value:.2f}x"
+        case "count":
+            return f"{value:,.0f}"
+        case "seconds":
+            return format_seconds(value)
+    raise ValueError(f"kind {kind!r} is none of rate, bytes, times, count, seconds")
+
+
+def format_seconds(value: float) -> str:
+    """75 -> `1 min 15 s`."""
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, seconds = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_yaml(value: Any) -> str:
+    """Return plain values as YAML in HTML."""
+    return escape(dump_yaml(_to_plain(value), default_flow_style=None, width=110))
+
+
+def plural(count: float) -> str:
+    """Return the `s` of a noun that follows `count`; empty for one."""
+    return "" if count == 1 else "s"
+
+
+def _to_plain(value: Any) -> Any:
+    """Return the value with dicts and lists in place of other mappings and sequences."""
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(item) for item in value]
+    return value

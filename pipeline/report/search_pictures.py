@@ -1,0 +1,186 @@
+"""The pictures of a search: which figures its report shows, with file name, title and caption.
+
+A new figure is one function, and one line in SEARCH_FIGURES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.report import plots, search_plots
+from pipeline.report.figures import CaptionedFigure, Picture
+from pipeline.report.parameters import Parameter
+from pipeline.results.trials import Search
+
+MOST_DRAWN = 12  # parameters in one picture; of more, the most important ones
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What the figures of a search are made of.
+
+    parameters: those that are drawn. num_varied: of all parameters. shares: importance by key, the
+    largest first.
+    """
+
+    search: Search
+    parameters: list[Parameter]
+    num_varied: int
+    shares: Mapping[str, float]
+
+    def count(self, status: str) -> int:
+        """Return the number of trials with this status."""
+        return len([trial for trial in self.search.trials if trial["status"] == status])
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether some trials did not finish."""
+        return self.count("finished") < len(self.search.trials)
+
+    @property
+    def has_absent(self) -> bool:
+        """Whether a trial does not have one of the drawn parameters."""
+        for trial in self.search.trials:
+            if any(parameter.key not in trial["params"] for parameter in self.parameters):
+                return True
+        return False
+
+    @property
+    def chosen_text(self) -> str:
+        """What the highlighted trials are called in captions."""
+        if len(self.search.phases) > 1:
+            return "trial that was chosen for each task"
+        return "winner" if self.search.winner else "leading trial"
+
+    @property
+    def left_out_text(self) -> str:
+        """A sentence about parameters that are not drawn; empty when all are."""
+        if len(self.parameters) == self.num_varied:
+            return ""
+        return (
+            f" Only the {len(self.parameters)} most important settings of {self.num_varied} are "
+            "drawn."
+        )
+
+
+def history_figure(drawn: Drawn) -> CaptionedFigure | None:
+    """Accuracy of every trial; None without trials."""
+    if not drawn.search.trials:
+        return None
+    caption = (
+        "Every trial by its number. The line is the highest accuracy of the trials finished so "
+        "far. Where it stays flat for long, more trials would hardly help."
+    )
+    if drawn.count("failed"):
+        caption += " Crosses at the bottom are failed trials."
+    if len(drawn.search.phases) > 1:
+        caption += " Each task starts anew, on its own band, in the order of the stream."
+    figure = search_plots.draw_history(drawn.search)
+    return CaptionedFigure("Accuracy of all trials", caption, figure)
+
+
+def parallel_figure(drawn: Drawn) -> CaptionedFigure | None:
+    """Trials as lines through their settings; None for fewer than two trials."""
+    if len(drawn.search.standing()) < 2 or not drawn.parameters:
+        return None
+    caption = (
+        "Each line is a trial, from left to right through its settings to its accuracy. Dark lines "
+        "have high accuracy. Where they run close together on an axis, that setting matters. The "
+        f"thick line is the {drawn.chosen_text}."
+    )
+    if drawn.has_unfinished:
+        caption += " Trials that did not learn all tasks are dashed, failed ones dotted."
+    if drawn.has_absent:
+        caption += " A trial without a setting passes through the '-' below its axis."
+    caption += drawn.left_out_text
+    figure = search_plots.draw_parallel(drawn.search, drawn.parameters)
+    return CaptionedFigure("Trials and their settings", caption, figure)
+
+
+def importance_figure(drawn: Drawn) -> CaptionedFigure | None:
+    """Importance of settings; None when it cannot be measured."""
+    if not drawn.shares:
+        return None
+    caption = (
+        f"Share of the variance in accuracy between the {drawn.count('finished')} finished trials "
+        "that each setting explains, alone or together with others (fANOVA, from Optuna). A "
+        "setting near 0 % can be left as it is. With few trials this is only a hint."
+    )
+    if drawn.count("stopped"):
+        caption += (
+            " A setting whose bad values were all stopped early looks less important here than it "
+            "is."
+        )
+    shares = dict(list(drawn.shares.items())[:MOST_DRAWN])
+    names = {parameter.key: parameter.name for parameter in drawn.parameters}
+    figure = search_plots.draw_importance(shares, names)
+    return CaptionedFigure("Which settings matter", caption, figure)
+
+
+def slices_figure(drawn: Drawn) -> CaptionedFigure | None:
+    """Accuracy against each setting; None without trials that have an accuracy."""
+    if not drawn.search.standing() or not drawn.parameters:
+        return None
+    caption = (
+        "The same trials, one setting per panel. Points that rise or fall together show which way "
+        "to change a setting. A best point at the edge of its panel means that a wider range may "
+        f"be better.{drawn.left_out_text}"
+    )
+    figure = search_plots.draw_slices(drawn.search, drawn.parameters)
+    return CaptionedFigure("Accuracy against each setting", caption, figure)
+
+
+def curves_figure(drawn: Drawn) -> CaptionedFigure | None:
+    """Accuracy of trials after each task; None when no trial has learned two tasks."""
+    if not any(len(trial["results"]) > 1 for trial in drawn.search.trials):
+        return None
+    caption = "Average validation accuracy over the tasks so far, after each task."
+    if drawn.has_unfinished:
+        caption += (
+            " A line that ends early is a trial that was stopped to save its further cost, that "
+            "failed, or that still runs."
+        )
+    figure = search_plots.draw_curves(drawn.search)
+    return CaptionedFigure("Trials along the stream", caption, figure)
+
+
+def pareto_figure(drawn: Drawn) -> CaptionedFigure | None:
+    """Accuracy against size; None when all finished trials have the same size."""
+    if not search_plots.sizes_differ(drawn.search):
+        return None
+    caption = (
+        "Finished trials by the bytes they store per task. The front, with trial numbers, joins "
+        "the trials that no other trial beats in both accuracy and size. The star is the "
+        f"{drawn.chosen_text}. Best is top left."
+    )
+    return CaptionedFigure("Accuracy against size", caption, search_plots.draw_front(drawn.search))
+
+
+SearchFigure = Callable[[Drawn], CaptionedFigure | None]
+SEARCH_FIGURES: dict[str, SearchFigure] = {  # in the order of the page
+    "history.png": history_figure,
+    "parallel.png": parallel_figure,
+    "importance.png": importance_figure,
+    "slices.png": slices_figure,
+    "curves.png": curves_figure,
+    "pareto.png": pareto_figure,
+}
+
+
+def search_pictures(
+    search: Search, varied: Sequence[Parameter], shares: Mapping[str, float]
+) -> list[Picture]:
+    """Return the figures that the trials so far allow. shares: importance by key."""
+    parameters = list(varied)
+    if len(parameters) > MOST_DRAWN:
+        keys = list(dict.fromkeys([*shares, *(parameter.key for parameter in varied)]))
+        parameters = [parameter for parameter in varied if parameter.key in keys[:MOST_DRAWN]]
+    drawn = Drawn(search, parameters, len(varied), shares)
+    pictures = []
+    for name, make_figure in SEARCH_FIGURES.items():
+        captioned = make_figure(drawn)
+        if captioned is not None:
+            png = plots.to_png(captioned.figure)
+            pictures.append(Picture(name, captioned.title, captioned.caption, png))
+    return pictures

@@ -1,5 +1,4 @@
-"""Figures of attention, of heads and of robustness: one line per method of a run, faint ones for
-its tasks."""
+"""Figures of attention, heads and robustness: one line per method, faint lines for its tasks."""
 
 from __future__ import annotations
 
@@ -11,14 +10,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipeline.report.files import Row
-from pipeline.report.plots import FAINT, INK, method_style, new_figure, style_axes
+from pipeline.report.plots import (
+    FAINT,
+    INK,
+    method_style,
+    nested_line_style,
+    new_figure,
+    style_axes,
+)
 
 
 def draw_attention(rows: Sequence[Row]) -> Figure:
-    """Per block, over heads and images: entropy, distance, and the scales of context where there
-    are any."""
-    scaled, names = any(row["scale"] is not None for row in rows), _names(rows)
-    figure, axes = new_figure(10.4 if scaled else 8.6, 3.9, 1, 3 if scaled else 2)
+    """Draw entropy and distance by block, means over heads and images, and scales of context."""
+    names = _names(rows)
+    has_scale = any(row["scale"] is not None for row in rows)
+    width, columns = (10.4, 3) if has_scale else (8.6, 2)
+    figure, axes = new_figure(width, 3.9, 1, columns)
     panels = (
         ("entropy", "Entropy of attention", "nats"),
         ("distance", "Distance of attention", "relative to uniform"),
@@ -52,16 +59,15 @@ def draw_attention(rows: Sequence[Row]) -> Figure:
 
 
 def draw_robustness(rows: Sequence[Row]) -> Figure:
-    """Accuracy against the hidden share of the image, against the strength of the attack, and on
-    images of other cards; what there is."""
-    kinds = [
-        kind
-        for kind in ("occlusion", "fgsm", "shifted")
-        if any(row["kind"] == kind for row in rows)
-    ]
+    """Draw accuracy by hidden share of the image, by strength of the attack, and on other cards.
+
+    Kinds without rows are left out.
+    """
+    measured_kinds = {row["kind"] for row in rows}
+    kinds = [kind for kind in ("occlusion", "fgsm", "shifted") if kind in measured_kinds]
     figure, axes = new_figure(max(4.3 * len(kinds), 5.4), 3.9, 1, len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        own = [row for row in rows if row["kind"] == kind]
+        kind_rows = [row for row in rows if row["kind"] == kind]
         title, x = {
             "occlusion": ("Hidden centre", "share of the image"),
             "fgsm": ("FGSM", "epsilon, in 255ths"),
@@ -69,9 +75,9 @@ def draw_robustness(rows: Sequence[Row]) -> Figure:
         }[kind]
         style_axes(ax, title, x, "accuracy" if ax is axes[0] else "")
         if kind == "shifted":
-            _bars(ax, _names(rows), own)
+            _bars(ax, _names(rows), kind_rows)
         else:
-            _lines(ax, _names(rows), own, lambda row: row["level"], "accuracy")
+            _lines(ax, _names(rows), kind_rows, lambda row: row["level"], "accuracy")
         ax.set_ylim(0, 1.02)
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         if kind == "occlusion":
@@ -81,30 +87,32 @@ def draw_robustness(rows: Sequence[Row]) -> Figure:
 
 
 def level_text(row: Row) -> str:
-    """What a row of robustness was measured at, in words."""
+    """Return the level of a robustness row in words: a strength, or the images of a card."""
     if row["kind"] != "shifted":
         return f"{row['level']:g}"
-    return row["images"] if row["images"] == row["card"] else f"own ({row['card']})"
+    if row["images"] == row["card"]:
+        return str(row["images"])
+    return f"own ({row['card']})"
 
 
 def draw_heads(rows: Sequence[Row]) -> Figure:
-    """Accuracy against the number of heads: a point for each run, a line through the means of a
-    family."""
+    """Draw accuracy by number of heads: a point per run, a line through the means of a family."""
     figure, (axes,) = new_figure(5.4, 3.9)
     style_axes(axes, "Heads against accuracy", "heads", "average accuracy")
     families = list(dict.fromkeys(row["family"] for row in rows))
     for index, family in enumerate(families):
-        own, style = [row for row in rows if row["family"] == family], method_style(index)
+        style = method_style(index)
+        members = [row for row in rows if row["family"] == family]
         axes.scatter(
-            [row["heads"] for row in own],
-            [row["accuracy"] for row in own],
+            [row["heads"] for row in members],
+            [row["accuracy"] for row in members],
             s=14,
             color=style["color"],
             alpha=0.5,
             linewidths=0,
         )
         axes.plot(
-            *_means(own, lambda row: row["heads"], "accuracy"),
+            *_means(members, lambda row: row["heads"], "accuracy"),
             label=family,
             linewidth=1.8,
             markersize=6,
@@ -117,27 +125,20 @@ def draw_heads(rows: Sequence[Row]) -> Figure:
 
 
 def _bars(axes: Axes, names: Sequence[str], rows: Sequence[Row]) -> None:
-    """A group for each set of images, in it a bar for each method."""
-    places = list(dict.fromkeys(map(level_text, rows)))
-    wide = 0.8 / len(names)
+    """Draw a group of bars per set of images, with one bar per method."""
+    levels = list(dict.fromkeys(map(level_text, rows)))
+    width = 0.8 / len(names)
     for index, name in enumerate(names):
-        own = [
-            [row["accuracy"] for row in rows if row["name"] == name and level_text(row) == place]
-            for place in places
-        ]
-        at = [
-            place + (index - (len(names) - 1) / 2) * wide
-            for place, found in enumerate(own)
-            if found
-        ]
-        axes.bar(
-            at,
-            [float(np.mean(found)) for found in own if found],
-            width=0.9 * wide,
-            color=method_style(index)["color"],
-            label=name,
-        )
-    axes.set_xticks(range(len(places)), places)
+        xs = []
+        heights = []
+        for x, level in enumerate(levels):
+            members = [row for row in rows if row["name"] == name and level_text(row) == level]
+            values = [row["accuracy"] for row in members]
+            if values:
+                xs.append(x + (index - (len(names) - 1) / 2) * width)
+                heights.append(float(np.mean(values)))
+        axes.bar(xs, heights, width=0.9 * width, color=method_style(index)["color"], label=name)
+    axes.set_xticks(range(len(levels)), levels)
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -147,35 +148,29 @@ def _names(rows: Sequence[Row]) -> list[str]:
 def _lines(
     axes: Axes, names: Sequence[str], rows: Sequence[Row], x: Callable[[Row], float], value: str
 ) -> None:
-    """A name has the same colour in all panels, also where some have nothing to show."""
+    """Draw the mean of `value` by `x`; a name has the same colour in all panels."""
     for index, name in enumerate(names):
-        own, style = [row for row in rows if row["name"] == name], method_style(index)
-        tasks = list(dict.fromkeys(row["task"] for row in own))
-        for task in tasks if len(tasks) > 1 else ():
-            axes.plot(
-                *_means([row for row in own if row["task"] == task], x, value),
-                color=style["color"],
-                linewidth=0.8,
-                alpha=0.3,
-            )
-        # Thinner from line to line, so that one that lies under another can still be seen.
-        axes.plot(
-            *_means(own, x, value),
-            label=name,
-            linewidth=max(1.3, 3.2 - 0.5 * index),
-            markersize=max(4.5, 8.5 - index),
-            **style,
-        )
+        style = nested_line_style(index)
+        method_rows = [row for row in rows if row["name"] == name]
+        tasks = list(dict.fromkeys(row["task"] for row in method_rows))
+        if len(tasks) > 1:
+            for task in tasks:
+                task_rows = [row for row in method_rows if row["task"] == task]
+                xs, means = _means(task_rows, x, value)
+                axes.plot(xs, means, color=style["color"], linewidth=0.8, alpha=0.3)
+        xs, means = _means(method_rows, x, value)
+        axes.plot(xs, means, label=name, **style)
 
 
 def _means(
     rows: Sequence[Row], x: Callable[[Row], float], value: str
 ) -> tuple[list[float], list[float]]:
-    """The mean value at each place."""
-    places = sorted({x(row) for row in rows})
-    return places, [
-        float(np.mean([row[value] for row in rows if x(row) == place])) for place in places
-    ]
+    """Return the values of `x` in order, and the mean of `value` at each."""
+    values: dict[float, list[float]] = {}
+    for row in rows:
+        values.setdefault(x(row), []).append(row[value])
+    xs = sorted(values)
+    return xs, [float(np.mean(values[position])) for position in xs]
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

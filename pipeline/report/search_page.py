@@ -35,6 +35,7 @@ from pipeline.results.trials import (
     SLACK,
     Search,
     Trial,
+    as_number,
     best,
     completed,
     load,
@@ -450,8 +451,9 @@ def render_choices(search: Search, varied: Sequence[Parameter]) -> str:
                 value = format_setting(trial["params"][parameter.key])
                 settings.append(f"{parameter.name} {value}")
         accuracy = format_value(score(trial), "rate")
-        cells = [phase, ", ".join(settings), trial["number"], progress, accuracy]
-        rows.append([*cells, plots.format_bytes(size(trial))])
+        cells: list[object] = [phase, ", ".join(settings), trial["number"], progress, accuracy]
+        cells.append(plots.format_bytes(size(trial)))
+        rows.append(cells)
     heading = ["task", "chosen settings", "trial", "trials finished", "accuracy", "bytes per task"]
     return (
         '<h2 id="choices">Task by task</h2><p>The settings chosen for each task, in the order of '

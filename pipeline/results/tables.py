@@ -362,7 +362,7 @@ class RunTables:
         last_sizes = sizes[-1] if sizes else {}
         task_sizes = [row for row in sizes if row["role"] != "base"]
         trained = [row["trained_parameters"] or 0 for row in task_sizes]
-        wall_s = 0
+        wall_s: float = 0
         for stage_id, artifact in self.artifacts.items():
             if stage_id.startswith(f"{label}/"):
                 wall_s += artifact.manifest.get("wall_s") or 0

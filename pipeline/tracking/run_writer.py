@@ -305,8 +305,9 @@ class RunWriter:
         for kind, size in (manifest.get("sizes") or {}).items():
             points.append(Point(f"size/{kind}", float(size), 0, 0))
         for name in ("trained_parameters", "flops_share", "wall_s"):
-            if manifest.get(name) is not None:
-                points.append(Point(name, float(manifest[name]), 0, 0))
+            value = manifest.get(name)
+            if isinstance(value, (int, float)):
+                points.append(Point(name, float(value), 0, 0))
         if self.identity.pictures:
             points += self._record_task_files(run, stage, artifact, tables)
         self.inputs(run, stage["parents"], "train")

@@ -35,7 +35,12 @@ from pipeline.report import (
 from pipeline.results import metrics
 from pipeline.results.masks import BINS, MaskView, capacity, kinds, overlap
 from pipeline.results.tables import RunTables, TaskSizes
-from pipeline.tracking.points import history_points, matrix_points, method_files, of_label
+from pipeline.tracking.points import (
+    history_points,
+    matrix_points,
+    method_files,
+    method_report_files,
+)
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.storage.artifact import Artifact, withdraw
@@ -568,4 +573,4 @@ def test_every_drawing_function_is_used(module: ModuleType) -> None:
 
 def test_every_picture_of_a_method_reaches_its_record(report: dict[str, bytes]) -> None:
     names = [name for name in report if name.endswith("-finetune.png")]
-    assert len(of_label(report, "finetune")) == len(names)
+    assert len(method_report_files(report, "finetune")) == len(names)

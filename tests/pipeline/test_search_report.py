@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fake_search as fake
 import numpy as np
@@ -22,7 +22,7 @@ from PIL import Image
 
 from pipeline.report import plots, search_page, search_plots
 from pipeline.report.parameters import measure_importance, search_parameters, short_names
-from pipeline.results.trials import Search, best, load, pareto, score
+from pipeline.results.trials import Search, Trial, best, load, pareto, score
 from workers.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
@@ -456,8 +456,8 @@ def test_axes_have_the_kind_and_the_ends_of_their_dimension(tmp_path: Path) -> N
     assert (lam.log, lam.low, lam.high) == (False, 0.5, 1)
     assert alpha.categories == ("0.5", "1", "2", "4")
     assert blocks.categories == ("all", "[3, 6, 9]")
-    assert math.isnan(keep.position({"params": {}}))
-    assert alpha.position({"params": {"methods.meat.alpha": 2.0}}) == 2
+    assert math.isnan(keep.position(cast(Trial, {"params": {}})))
+    assert alpha.position(cast(Trial, {"params": {"methods.meat.alpha": 2.0}})) == 2
     assert lr.axis_share(math.sqrt(0.0025 * 0.025)) == pytest.approx(0.5)
     assert [lr.at_end(v) for v in (0.0025, 0.00252, 0.008, 0.025)] == [True, True, False, True]
     assert [alpha.at_end(v) for v in (0.5, 1, 4)] == [True, False, True]

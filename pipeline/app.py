@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import config as configs
 from pipeline.config import Config
-from pipeline.graph import diagram
+from pipeline.graph import diagram, graph_cache, raw_data
+from pipeline.graph.raw_data import Source
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import (
     Outcome,
@@ -30,6 +32,9 @@ from pipeline.graph.run import (
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, record_of, version_notes
 from pipeline.launch.cluster import is_submitted_job
+from pipeline.results.tables import RunTables
+from pipeline.tracking import complete
+from pipeline.tracking.database import sqlite_path
 from pipeline.tracking.ui import this_python
 from pipeline.yaml_files import absolute
 from workers.errors import UserError
@@ -39,6 +44,7 @@ from workers.storage.artifact import (
     Attempt,
     cached_artifacts,
     delete_dir,
+    exists,
     join,
     write_bytes,
 )
@@ -48,9 +54,10 @@ if TYPE_CHECKING:
     from pipeline.graph.run import Executor
     from pipeline.graph.walk import Event
     from pipeline.report.analyse import Analysis, FinishedRun
-    from pipeline.results.tables import RunTables
 
 LOG = logging.getLogger("accrete.app")
+BUILD_MODULE = "pipeline.graph.build"
+ANALYSIS_FILE = "analysis.json"
 MAX_MAP_IMAGES = 32  # test images of a task over which maps are drawn; a page shows no more
 PACKAGES = (
     "torch",
@@ -80,12 +87,21 @@ OpenScreen = Callable[[Graph, dict[str, Lookup]], Screen]
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A checked config with its store and its graph of stages; nothing has been run yet."""
+    """A checked config with its store and its graph of stages; nothing has been run yet.
+
+    has_jobs: False for a graph from the cache, whose stages cannot be run; see `with_jobs`.
+    """
 
     config: Config
     store: Store
     graph: Graph
     tasks: list[Task]
+    has_jobs: bool = True
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Stage id -> key."""
+        return {stage.id: stage.key for stage in self.graph}
 
 
 @dataclass(frozen=True)
@@ -150,30 +166,60 @@ def prepare(
     overrides: Sequence[str] = (),
     to_run: bool = False,
     say: Callable[[str], None] = LOG.info,
+    with_jobs: bool = True,
 ) -> PreparedRun:
     """Read a config, open its storage and build its graph.
 
     to_run: raw data that was written again in place is read first; without it, a source on another
     machine whose ingested result stands is not asked. say: is given a line about such raw data.
-    Raise `UserError` when the config or its storage cannot be used.
+    with_jobs: False takes the graph from the cache where its config is unchanged, without jobs and
+    without importing torch. Raise `UserError` when the config or its storage cannot be used.
     """
-    config = configs.load(config_path, list(overrides))
+    # Where the builder is imported already there is nothing to save.
+    may_use_cache = BUILD_MODULE not in sys.modules
+    config = configs.load(config_path, list(overrides), with_methods=not may_use_cache)
     if is_submitted_job() and not (os.path.isabs(config.storage) or "://" in config.storage):
         raise UserError(
             f"storage {config.storage!r} is a relative path, and the folder of a submitted job is "
             "deleted when the job ends; name a folder that all nodes share, with "
             "--set storage=FOLDER"
         )
-    store = Store(absolute(config.storage))
+    storage = absolute(config.storage)
+    if may_use_cache and "://" not in storage and not os.path.isdir(storage):
+        config = configs.load(config_path, list(overrides))  # a bad config makes no storage folder
+    store = Store(storage)
     store.check_writable()
     store.sweep()
-    from pipeline.graph import build  # import torch and timm
-    from pipeline.graph import tasks as stream_tasks
-
     if to_run:
-        stream_tasks.read_sources_again(config, store, say)
-    graph, tasks = build.graph_of(config, store, provenance(), ask_sources=to_run)
+        raw_data.read_sources_again(config, store, say)
+    inputs = graph_cache.collect_inputs(config, store, to_run) if may_use_cache else None
+    if inputs is not None and not with_jobs:
+        cached = graph_cache.read(store, inputs, config.name)
+        if cached is not None:
+            return PreparedRun(config, store, cached.graph, cached.tasks, has_jobs=False)
+    if may_use_cache:
+        config = configs.load(config_path, list(overrides))
+    sources = inputs.sources if inputs is not None else {}
+    graph, tasks = _build(config, store, to_run, sources)
+    if inputs is not None:
+        graph_cache.write(store, inputs, graph, tasks)
     return PreparedRun(config, store, graph, tasks)
+
+
+def with_jobs(run: PreparedRun) -> PreparedRun:
+    """Return the same run with a graph whose stages can be run; it may have been cached."""
+    if run.has_jobs:
+        return run
+    graph, tasks = _build(run.config, run.store, True, {})
+    return PreparedRun(run.config, run.store, graph, tasks)
+
+
+def _build(
+    config: Config, store: Store, ask_sources: bool, sources: Mapping[str, Source]
+) -> tuple[Graph, list[Task]]:
+    from pipeline.graph import build  # start-up time: imports torch and timm
+
+    return build.graph_of(config, store, provenance(), ask_sources=ask_sources, sources=sources)
 
 
 def provenance() -> dict[str, Any]:
@@ -238,12 +284,6 @@ def execute(
     resume_command, report_command: what a person types to go on with the run, or to write its
     record again; error messages name them. Raise `UserError` when a stage fails.
     """
-    # They import torch, timm and matplotlib.
-    from pipeline.launch import executor as launch
-    from pipeline.report import analysis_section
-    from pipeline.results.tables import RunTables
-    from pipeline.tracking.recorder import Recorder, RecordingObserver
-
     config = run.config
     store = run.store
     graph = run.graph
@@ -252,6 +292,40 @@ def execute(
     store.save_record(record)  # before the look-up: from now on `gc` keeps what this run needs
     lookups = look_up_all(graph, store, previous)
     screen = open_screen(graph, lookups)
+    if not stages_to_run(graph, lookups):
+        files = _add_analysis(report_files(run), record, store)
+        manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
+        state = complete.state_of(config.tracking, store.storage, record, manifests, files)
+        links = complete.links_of(state) if config.tracking.enabled else []
+        if links is not None:
+            outcome = run_graph(graph, store, _no_executor, 0, [screen], lookups)
+            return _finish(run, record, outcome, files, [], links)
+    elif not run.has_jobs:
+        full = with_jobs(run)
+        if full.keys != run.keys:  # raw data has changed since the graph was read from the cache
+            return execute(full, open_screen, resume_command, report_command)
+        run = full
+        graph = full.graph
+    return _run_and_record(run, record, lookups, screen, resume_command, report_command)
+
+
+def _run_and_record(
+    run: PreparedRun,
+    record: dict[str, Any],
+    lookups: dict[str, Lookup],
+    screen: Screen,
+    resume_command: str,
+    report_command: str,
+) -> RunResult:
+    """Run the stages that are missing, and record the run while it goes on."""
+    # start-up time: they import torch and matplotlib
+    from pipeline.launch import executor as launch
+    from pipeline.tracking.recorder import Recorder, RecordingObserver
+
+    run = with_jobs(run)
+    config = run.config
+    store = run.store
+    graph = run.graph
     recorder = Recorder(config.tracking, store.storage, screen.say, report_command)
     recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
 
@@ -278,17 +352,54 @@ def execute(
         )
         status = "FAILED" if outcome.failures else "FINISHED"
         raise_failures(outcome, resume_command)
-        files = analysis_section.add_section(report_files(run), record, store)
+        files = _add_analysis(report_files(run), record, store)
         recorder.models(graph, lambda label, folder: write_bundle(run, label, folder))
     finally:
         recording.finish(files, status)
         if status != "FINISHED":
             for warning in recorder.warnings:
                 LOG.warning(warning)
-    page = export(store, config.name, files)
-    tables = RunTables.load(store.storage, record)
-    published = Published(page, recorder.warnings, recorder.links())
-    return RunResult(tables, outcome, published)
+    links = recorder.links()
+    location = recorder.writer.location
+    if location is not None and not recorder.warnings:
+        # What an executor reports of a stage may lack the name of the attempt; the store has it.
+        stored = look_up_all(graph, store, None, verify=False)
+        manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
+        state = complete.state_of(config.tracking, store.storage, record, manifests, files)
+        path = sqlite_path(location.uri)
+        complete.write(
+            state, links, "" if path is None else str(path), [location.run, *location.methods]
+        )
+    return _finish(run, record, outcome, files, recorder.warnings, links)
+
+
+def _finish(
+    run: PreparedRun,
+    record: dict[str, Any],
+    outcome: Outcome,
+    files: Mapping[str, bytes],
+    warnings: list[str],
+    links: list[str],
+) -> RunResult:
+    """Copy the report to where people look for it, and return what came out."""
+    page = export(run.store, run.config.name, files)
+    tables = RunTables.load(run.store.storage, record)
+    return RunResult(tables, outcome, Published(page, warnings, links))
+
+
+def _no_executor(stages_to_run: set[str]) -> Executor:
+    raise AssertionError(f"nothing is to be run, and {stages_to_run} are")
+
+
+def _add_analysis(
+    files: dict[str, bytes], record: Mapping[str, Any], store: Store
+) -> dict[str, bytes]:
+    """Add the section on attention to the page of a report, where the run was analysed."""
+    if not exists(join(store.storage, "runs", record["name"], ANALYSIS_FILE)):
+        return files
+    from pipeline.report import analysis_section  # start-up time: imports torch and matplotlib
+
+    return analysis_section.add_section(files, record, store)
 
 
 def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> Graph:

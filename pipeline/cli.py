@@ -222,7 +222,7 @@ def run(args: argparse.Namespace) -> int:
     """Run what is missing of a config's graph, and print what came out."""
     from pipeline import app, console  # imports torch
 
-    prepared = app.prepare(args.config, args.overrides, to_run=True, say=print)
+    prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, with_jobs=False)
     config = prepared.config
     if config.name != config.base_name:
         print(
@@ -246,7 +246,7 @@ def plan(args: argparse.Namespace) -> int:
     """Print every stage as hit or miss, with the reason of each miss; run nothing."""
     from pipeline import app
 
-    prepared = app.prepare(args.config, args.overrides)
+    prepared = app.prepare(args.config, args.overrides, with_jobs=args.cost)
     run_plan = app.plan(prepared)
     graph = prepared.graph
     status = run_plan.status

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import cli
-from pipeline.graph import run as walk
+from pipeline import app, cli
 from tests import small_run
 from tests.recovery import spoil
 
@@ -56,7 +55,7 @@ def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
 
 @pytest.mark.parametrize(("stage_id", "file"), DATA)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
-def test_damaged_data_is_named_left_alone_while_nothing_needs_it_and_ingested_anew_when_something_does(
+def test_damaged_data_is_named_left_alone_while_unneeded_and_ingested_anew_when_needed(
     harm: str,
     stage_id: Any,
     file: Any,
@@ -128,14 +127,14 @@ def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
     for stage in ("finetune/b/train", "finetune/b/evaluate"):
         shutil.rmtree(storage / "stages" / small_run.manifests(storage)[stage]["key"])
     shutil.rmtree(storage / "cache")
-    before, look_up_all = small_run.attempts(storage), walk.look_up_all
+    before, look_up_all = small_run.attempts(storage), app.look_up_all
 
     def then_it_goes_bad(*arguments: Any) -> Any:
         found = look_up_all(*arguments)
         spoil(small_run.artifact(storage, stage_id, file), "flip")
         return found
 
-    monkeypatch.setattr(walk, "look_up_all", then_it_goes_bad)
+    monkeypatch.setattr(app, "look_up_all", then_it_goes_bad)
     assert cli.main(["run", config]) == 0
     after = small_run.attempts(storage)
     assert {i for i in after if after[i] != before.get(i)} == {

@@ -23,7 +23,6 @@ from pipeline.data.formats import fingerprint, units
 from pipeline.data.formats.base import Item, MapFn, Unit, read_at
 from pipeline.data.image_checks import problem_of, to_stored
 from pipeline.data.listing import SPLITS, Split, describe_left_out, nfc, printable
-from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA
 from workers.errors import UserError
 from workers.storage.artifact import (
@@ -378,6 +377,8 @@ def _with_keys(card: Card, records: list[Record]) -> list[Record]:
     if card.test_fraction and not any(record.split == "test" for record in records):
         keys = [record.key for record in records]
         table = pa.table({"key": keys, "class": [record.label for record in records]})
+        from workers.data.rows import hold_out  # start-up time: imports torch
+
         test_keys = set(hold_out(table, card.test_fraction)[1]["key"].to_pylist())
         records = [
             replace(record, split="test" if record.key in test_keys else "train")

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import copy
 import difflib
-import hashlib
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from pipeline.config import Config, place_of
-from pipeline.graph.builder import Builder, weights_path
+from pipeline.graph.builder import Builder
+from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.tasks import add_tasks
+from pipeline.graph.weights import weights_digest
 from workers import evaluate, loop
 from workers.data import sources
 from workers.errors import UserError
@@ -26,7 +26,6 @@ from workers.methods import METHODS
 from workers.methods.base import Step
 from workers.model import vit
 from workers.storage.artifact import Artifact
-from workers.storage.regular_file import open_regular
 
 REPORT_REVISION = 2  # raise it when the report shows other things
 # raise it when other weights come out of the same settings: building, loading, resampling
@@ -41,15 +40,16 @@ def graph_of(
     provenance: dict[str, Any] | None = None,
     split: Literal["test", "val"] = "test",
     ask_sources: bool = True,
+    sources: Mapping[str, Source] | None = None,
 ) -> tuple[Graph, list[Task]]:
     """Return the stages of a run in topological order, and its tasks, the base task first.
 
     split: with `val`, for a search, methods are evaluated on validation images, and there is no
     report; training stages have the same keys. ask_sources: False opens no connection to a source
-    on another machine whose ingested result stands. Raise `UserError` when a method cannot be
-    trained on this stream.
+    on another machine whose ingested result stands. sources: raw data that was looked at before, by
+    card. Raise `UserError` when a method cannot be trained on this stream.
     """
-    builder = Builder(config, store, provenance or {}, split, ask_sources)
+    builder = Builder(config, store, provenance or {}, split, ask_sources, sources or {})
     all_tasks = add_tasks(builder)
     tasks = [task for task in all_tasks if task.role != "unlabelled"]
     if not tasks:
@@ -120,7 +120,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
             )
         except UserError as error:
             raise UserError(f"methods.{label}: {error}") from None
-    weights = _weights_digest(config, builder.store, vit.most_bytes(backbone))
+    weights = weights_digest(config, builder.store, vit.most_bytes(backbone))
     inputs: dict[str, Any] = {
         "backbone": {**key_inputs(config.backbone), "weights": weights},
         "seed": config.seed,
@@ -145,39 +145,6 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
 def shared_revisions() -> dict[str, int]:
     """Return the revisions of the code that every training step runs, whatever its method."""
     return {"training": loop.TRAIN_REVISION, "decoding": sources.DECODING}
-
-
-def _weights_digest(config: Config, store: Store, max_bytes: int) -> str:
-    """Return the digest of the weights file; `none` or `hub` where there is no file.
-
-    The digest of a file that is gone is the one that it had last.
-    """
-    path = weights_path(config)
-    if path in ("none", "hub"):
-        return path
-    identity = "weights-" + hashlib.sha256(path.encode()).hexdigest()[:24]
-    if os.path.isdir(path):
-        raise UserError(
-            f"backbone.weights is {path!r}, a folder; give a .safetensors file, `hub` or `none`"
-        )
-    if not os.path.exists(path):
-        digest = store.remembered(identity)
-        if digest is None:
-            raise UserError(
-                f"backbone.weights is {path!r}, which does not exist; give a .safetensors file, "
-                "`hub` or `none`"
-            )
-        return str(digest)
-    try:
-        with open_regular(path, max_bytes) as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(
-            f"backbone.weights is {path!r}, which cannot be read ({error.strerror}); give a "
-            ".safetensors file, `hub` or `none`"
-        ) from None
-    store.remember(identity, digest)
-    return digest
 
 
 # ---- chains and stars ----------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline.config import Config
-from pipeline.data.listing import CARDS
+from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store, key_of
-from pipeline.yaml_files import expand
+from pipeline.graph.weights import weights_path
 from workers.job import DataSettings, StageJob, Task, TrainSettings
 from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
@@ -24,7 +24,7 @@ class Builder:
 
     keys: stage id -> key. cards_without_data: names of cards whose source and shards are both gone.
     split: what evaluations read. ask_sources: whether a source on another machine is asked for its
-    fingerprint although its result stands.
+    fingerprint although its result stands. sources: raw data that was looked at before, by card.
     """
 
     config: Config
@@ -32,6 +32,7 @@ class Builder:
     provenance: dict[str, Any]
     split: Literal["test", "val"] = "test"
     ask_sources: bool = True
+    sources: Mapping[str, Source] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=dict)
     cards_without_data: set[str] = field(default_factory=set)
@@ -149,17 +150,6 @@ class Builder:
             cache_gb=config.cluster.cache_gb,
             **rest,
         )
-
-
-def weights_path(config: Config) -> str:
-    """Return `none`, `hub`, or the absolute path of the weights file.
-
-    A relative path starts at the checkout, as on cards.
-    """
-    weights = config.backbone.weights
-    if weights in ("none", "hub"):
-        return weights
-    return os.path.normpath(CARDS.parent / expand(weights))
 
 
 def cache_folder(configured: str, storage: str) -> str:

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data import ingest
+from pipeline.config import Config
+from pipeline.data import cards, ingest
 from pipeline.data.cards import Card
 from pipeline.data.formats import list_source, source_state
 from pipeline.data.listing import describe_left_out
@@ -95,6 +96,12 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
         known["modified"] = listed[1]
         _remember(store, card, known)
     return Source(**known, note=REWRITTEN if known["modified"] != listed[1] else "")
+
+
+def read_sources_again(config: Config, store: Store, say: Callable[[str], None]) -> None:
+    """Before a run, read the raw data of its cards that was written again in place."""
+    for name in dict.fromkeys(entry.card for entry in config.stream.tasks):
+        read_again(store, cards.load(name, store), say)
 
 
 def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:

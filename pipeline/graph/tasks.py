@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pipeline.config import Config, TaskEntry
 from pipeline.data import cards
@@ -37,13 +37,6 @@ def add_tasks(builder: Builder) -> list[Task]:
     _check_roles(tasks)
     base_tasks = [task for task in tasks if task.role == "base"]
     return base_tasks + [task for task in tasks if task.role != "base"]
-
-
-def read_sources_again(config: Config, store: Store, say: Callable[[str], None]) -> None:
-    """Before a run, read raw data that was written again in place; `raw_data` says why."""
-    card_names = dict.fromkeys(entry.card for entry in config.stream.tasks)
-    for name in card_names:
-        raw_data.read_again(store, cards.load(name, store), say)
 
 
 def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Graph, list[Task]]:
@@ -89,7 +82,9 @@ def _check_roles(tasks: list[Task]) -> None:
 
 def _add_card(builder: Builder, card: cards.Card) -> None:
     """Add the ingest stage of a card."""
-    source = raw_data.source_of(builder.store, card, builder.ask_sources)
+    source = builder.sources.get(card.name)
+    if source is None:
+        source = raw_data.source_of(builder.store, card, builder.ask_sources)
     inputs = raw_data.stage_inputs(card, source)
     step = inputs.pop("step")
     stage = builder.add(

@@ -436,7 +436,7 @@ def render_choices(search: Search, varied: Sequence[Parameter]) -> str:
     if len(search.phases) < 2:
         return ""
     chosen = search.chosen()
-    rows = []
+    rows: list[list[object]] = []
     for phase in search.phases:
         trials = search.of(phase)
         num_finished = len([trial for trial in trials if trial["status"] == "finished"])

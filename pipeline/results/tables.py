@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from pipeline.results import metrics
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, Manifest, join
-from workers.storage.taskstate import Carried, TaskState
+
+if TYPE_CHECKING:
+    from workers.storage.taskstate import Carried, TaskState
 
 Row = dict[str, Any]
 AVERAGES = ("average_accuracy", "average_incremental_accuracy", "last_accuracy")
@@ -230,6 +232,8 @@ class RunTables:
 
     def state(self, label: str, task: str) -> TaskState | None:
         """Return the state of a task; None when it cannot be read."""
+        from workers.storage.taskstate import TaskState  # start-up time: imports torch
+
         data = self.read(self.state_stage(label, task), "task.safetensors")
         if data is None:
             return None
@@ -244,6 +248,8 @@ class RunTables:
 
         It is empty when it cannot be read.
         """
+        from workers.storage.taskstate import Carried  # start-up time: imports torch
+
         data = self.read(self.state_stage(label, task), "carried.safetensors")
         if data is None:
             return Carried()

@@ -285,8 +285,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Search:
     """Checks all that can be checked before anything runs. Raises UserError."""
-    from pipeline.graph import build
-    from pipeline.graph import tasks as stream_tasks
+    from pipeline.graph import build, raw_data
     from pipeline.graph.store import Store
 
     settings, body, report_body = load(path, overrides)
@@ -319,7 +318,7 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
     store = Store(storage)
     store.check_writable()
     for plain in [body] if settings.stream is None else [body, report_body]:
-        stream_tasks.read_sources_again(
+        raw_data.read_sources_again(
             configs.check(spaces.with_params(plain, points[0]), path), store, print
         )
     graph, tasks = build.graph_of(config, store, provenance, "val")

@@ -8,9 +8,12 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
-from workers import dist
 from workers.storage.artifact import join, make_dirs, share_file
+
+if TYPE_CHECKING:
+    from workers import dist  # start-up time: imports torch
 
 POLL_S = 0.02
 TOGETHER_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives have a timeout
@@ -33,15 +36,18 @@ def stage_lock(
     if "://" in root and not root.startswith("file://"):
         yield
         return
-    group = group or dist.Group()
+    is_first = group is None or group.rank == 0
     path = join(os.path.dirname(root.removeprefix("file://").rstrip("/")), "claims", key)
     held: int | None = None
     try:
         while True:
             until = time.monotonic() + (TOGETHER_S if wait else 0.0)
-            while group.rank == 0 and (held := _take(path)) is None and time.monotonic() < until:
+            while is_first and (held := _take(path)) is None and time.monotonic() < until:
                 time.sleep(POLL_S)
-            if group.share(held is not None):
+            is_held = held is not None
+            if group is not None:
+                is_held = group.share(is_held)
+            if is_held:
                 break
             if not wait:
                 raise BlockingIOError(f"another process has the claim on {key!r}")

@@ -1,0 +1,192 @@
+"""The graph of an unchanged config, kept in the storage: where all stands, a start needs no torch.
+
+Building a graph imports torch, timm and every method, which takes seconds; all the rest takes
+tenths. So a built graph is written to `<storage>/graphs/<digest>.json`. The digest covers all that
+a graph is built from: the config, the cards, the state of the raw data and of the weights file, the
+code of this project, and the versions of Python and of packages. A file that is damaged, or is not
+ours, is ignored. Jobs are not in it: who runs stages builds the graph anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pyarrow import fs
+
+from pipeline.config import Config, dump
+from pipeline.data import cards
+from pipeline.graph import raw_data, store
+from pipeline.graph.raw_data import Source
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import Store
+from pipeline.graph.weights import weights_state
+from workers.errors import UserError
+from workers.job import Task
+from workers.storage.artifact import join, read_json, resolve, write_bytes
+
+LOG = logging.getLogger("accrete.graph")
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = "graphs"
+MAX_FILES = 64  # the oldest beyond these are deleted
+PACKAGES = ("torch", "torchvision", "timm", "numpy", "pydantic", "pillow", "PyYAML", "safetensors")
+
+
+@dataclass(frozen=True)
+class BuildInputs:
+    """All that a graph is built from. sources: name of a card -> state of its raw data."""
+
+    digest: str
+    sources: dict[str, Source]
+
+
+@dataclass(frozen=True)
+class CachedGraph:
+    """A graph whose stages have no jobs, and the tasks of the run."""
+
+    graph: Graph
+    tasks: list[Task]
+
+
+def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> BuildInputs | None:
+    """Return what the graph of a config is built from.
+
+    None where the cache cannot serve: the build itself shall refuse a config that is not valid, and
+    where raw data is gone, a graph also depends on which results stand.
+    """
+    loaded: dict[str, cards.Card] = {}
+    sources: dict[str, Source] = {}
+    class_orders: list[Sequence[str]] = []
+    try:
+        for entry in config.stream.tasks:
+            card = loaded.get(entry.card)
+            if card is None:
+                card = cards.load(entry.card, run_store)
+                loaded[entry.card] = card
+                sources[card.name] = raw_data.source_of(run_store, card, ask_sources)
+            if entry.order:
+                class_orders.append(cards.in_order(entry.order, card.classes))
+        weights = weights_state(config, run_store)
+    except UserError:
+        return None
+    if not all(source.present for source in sources.values()):
+        return None
+    inputs = {
+        "config": dump(config),
+        "base_name": config.base_name,
+        "cards": {name: card.model_dump(mode="json") for name, card in loaded.items()},
+        "sources": {name: [source.text, source.note] for name, source in sources.items()},
+        "class_orders": class_orders,
+        "weights": weights,
+        "key_version": store.KEY_VERSION,
+        "code": code_digest(),
+        "versions": package_versions(),
+    }
+    return BuildInputs(_digest(inputs), sources)
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a digest of all Python files of this project that can decide a key."""
+    digest = hashlib.sha256()
+    for folder in ("pipeline", "workers"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            data = path.read_bytes()
+            name = path.relative_to(REPOSITORY).as_posix()
+            digest.update(f"{name}\n{len(data)}\n".encode())
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that settings and backbones come from."""
+    versions = {"python": sys.version}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None:
+    """Return the graph that was built from these inputs for the run `name`; None without one."""
+    try:
+        body = read_json(_path(run_store, inputs))
+        content = body["content"]
+        if body["sha256"] != _digest(content) or content["inputs"] != inputs.digest:
+            return None
+        if content["name"] != name:
+            return None
+        return _from_json(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+        return None
+
+
+def write(run_store: Store, inputs: BuildInputs, graph: Graph, tasks: Sequence[Task]) -> None:
+    """Keep a graph that was built from these inputs, and delete the oldest of too many.
+
+    The cache saves time and decides nothing: where it cannot be written, nothing is lost.
+    """
+    content = {
+        "inputs": inputs.digest,
+        "name": graph.name,
+        "stages": [_stage_json(stage) for stage in graph],
+        "tasks": [asdict(task) for task in tasks],
+    }
+    data = json.dumps({"sha256": _digest(content), "content": content}).encode()
+    try:
+        write_bytes(_path(run_store, inputs), data)
+        _delete_oldest(run_store)
+    except OSError as error:
+        LOG.info("the graph was not cached: %s", error)
+
+
+def _stage_json(stage: Stage) -> dict[str, Any]:
+    return {
+        "id": stage.id,
+        "step": stage.step,
+        "key": stage.key,
+        "inputs": stage.inputs,
+        "parents": stage.parents,
+        "method": stage.method,
+        "task": stage.task,
+        "note": stage.note,
+    }
+
+
+def _from_json(content: Mapping[str, Any]) -> CachedGraph:
+    stages = []
+    for entry in content["stages"]:
+        if not store.is_stage(entry):
+            raise ValueError("an entry is no stage")
+        stages.append(Stage(**{**entry, "parents": tuple(entry["parents"])}))
+    tasks = [Task(**{**entry, "classes": tuple(entry["classes"])}) for entry in content["tasks"]]
+    return CachedGraph(Graph.of(content["name"], stages), tasks)
+
+
+def _digest(value: Any) -> str:
+    """Return the digest of plain values; the order of keys counts, as the order of methods does."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _path(run_store: Store, inputs: BuildInputs) -> str:
+    return join(run_store.storage, FOLDER, f"{inputs.digest[:32]}.json")
+
+
+def _delete_oldest(run_store: Store) -> None:
+    system, folder = resolve(join(run_store.storage, FOLDER))
+    files = system.get_file_info(fs.FileSelector(folder))
+    if len(files) <= MAX_FILES:
+        return
+    newest_first = sorted(files, key=lambda file: -(file.mtime_ns or 0))
+    for file in newest_first[MAX_FILES:]:
+        with suppress(FileNotFoundError):  # another driver deletes too
+            system.delete_file(file.path)

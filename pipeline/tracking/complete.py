@@ -1,0 +1,99 @@
+"""Whether the record of a run in MLflow is complete, so that it need not be written again.
+
+MLflow takes seconds to import. After a record was written whole, a note of what was recorded stays
+beside the run's own record; a run with nothing to do compares it and imports nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from pipeline.config import TrackingSettings
+from workers.storage.artifact import join, read_json, write_bytes
+
+FILE = "recorded.json"
+
+
+@dataclass(frozen=True)
+class RecordState:
+    """What a record in MLflow is made of. Two records of equal digest are the same."""
+
+    storage: str
+    name: str
+    digest: str
+
+
+def state_of(
+    settings: TrackingSettings,
+    storage: str,
+    record: Mapping[str, Any],
+    manifests: Mapping[str, Mapping[str, Any] | None],
+    files: Mapping[str, bytes],
+) -> RecordState:
+    """Return the state of a record. manifests: of the results that stand, by stage; files: of the
+    report."""
+    content = {
+        "settings": settings.model_dump(mode="json"),
+        "server": os.environ.get("MLFLOW_TRACKING_URI", ""),
+        "config": record["config"],
+        "stages": {stage["id"]: stage["key"] for stage in record["stages"]},
+        "attempts": {
+            stage_id: (manifest or {}).get("attempt") for stage_id, manifest in manifests.items()
+        },
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+    }
+    text = json.dumps(content, sort_keys=True)
+    return RecordState(storage, record["name"], hashlib.sha256(text.encode()).hexdigest())
+
+
+def links_of(state: RecordState) -> list[str] | None:
+    """Return the lines that name where the record is; None where it has to be written again."""
+    try:
+        body = read_json(_path(state))
+        if body["digest"] != state.digest or not _runs_stand(body["database"], body["runs"]):
+            return None
+        return [str(line) for line in body["links"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write(state: RecordState, links: Iterable[str], database: str, runs: Iterable[str]) -> None:
+    """Note that a record was written whole.
+
+    database: path of MLflow's SQLite file; empty for a server. runs: ids of its runs in MLflow.
+    """
+    body = {
+        "digest": state.digest,
+        "links": list(links),
+        "database": database,
+        "runs": list(runs),
+    }
+    write_bytes(_path(state), json.dumps(body, indent=1).encode())
+
+
+def _path(state: RecordState) -> str:
+    return join(state.storage, "runs", state.name, FILE)
+
+
+def _runs_stand(database: str, runs: list[str]) -> bool:
+    """Return whether no run was deleted in MLflow's database. A server is not asked."""
+    if not database:
+        return True
+    uri = f"file:{quote(database)}?mode=ro"
+    query = "SELECT lifecycle_stage FROM runs WHERE run_uuid = ?"
+    try:
+        with closing(sqlite3.connect(uri, uri=True)) as connection:
+            for run in runs:
+                if connection.execute(query, (run,)).fetchone() != ("active",):
+                    return False
+    except sqlite3.Error:
+        return False
+    return True

@@ -319,10 +319,10 @@ def test_what_a_first_rung_cannot_say_of_independent_tasks_is_said(tmp_path: Pat
 
 def test_room_in_the_cluster() -> None:
     def room(resources: dict[str, float], *other_jobs: str, **cluster: Any) -> int:
-        drivers: dict[str, Any] = {"01": ("01-search",)}
+        drivers = {"01": ("01-search",)}
         for job in other_jobs:
             drivers[job] = (f"{job}-x",)
-        cluster_state = nodes_of([resources], **drivers)
+        cluster_state = nodes_of([resources], drivers=drivers)
         return tune.room_for(cluster_state, config.ClusterSettings(**cluster), "01-search")
 
     assert room({"CPU": 8.0}, workers=0) == 8

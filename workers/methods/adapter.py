@@ -1,5 +1,6 @@
-"""Bottleneck adapters in every block of a frozen backbone, trained per task: Houlsby's two,
-Pfeiffer's one, or AdaptFormer's beside the FFN.
+"""Bottleneck adapters in every block of a frozen backbone, trained per task.
+
+Three kinds: Houlsby's two per block, Pfeiffer's one, or AdaptFormer's one parallel to the FFN.
 
 Houlsby et al.: Parameter-Efficient Transfer Learning for NLP, ICML 2019 (MEAT's Table 1, column
 Adaptor-B). Pfeiffer et al.: AdapterFusion, EACL 2021. Chen et al.: AdaptFormer: Adapting Vision
@@ -51,14 +52,20 @@ class AdapterSettings(MethodSettings):
 
 
 class Adapter(Method[AdapterSettings]):
-    """A star. `houlsby`: a(x) = x + W_up gelu(W_down x), behind attention and behind the FFN,
-    inside the residual branch; `pfeiffer`: behind the FFN alone; `adaptformer`: x' + FFN(LN x') +
-    0.1 W_up relu(W_down x'), x' the residual stream before the FFN. Stored per task: 2 d m + d + m
-    floats for each adapter (2 L of Houlsby's, L of the others) and a head.
+    """A star: every task trains its own adapters.
 
-    Where it differs from the papers: W_up starts at zero for every kind, so that a task starts as
-    the backbone itself (never W_down too: neither would get a gradient); layer norms stay frozen
-    with the rest. Learning rate and weight decay are those of the head.
+    - `houlsby`: a(x) = x + W_up gelu(W_down x), behind attention and behind the FFN, inside the
+      residual branch;
+    - `pfeiffer`: the same behind the FFN alone;
+    - `adaptformer`: x' + FFN(LN x') + 0.1 W_up relu(W_down x'), where x' is the residual stream
+      before the FFN.
+
+    Stored per task: 2 d m + d + m floats for each adapter (2 L of Houlsby's, L of the others) and a
+    head.
+
+    Where it differs from the papers: W_up starts at zero for every kind, so that a task starts from
+    the backbone's features. (W_down does not: if both were zero, neither would get a gradient.)
+    Layer norms stay frozen with the rest. Learning rate and weight decay are those of the head.
     """
 
     name = "adapter"
@@ -92,27 +99,26 @@ class Adapter(Method[AdapterSettings]):
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         self.loaded.pop(context.task.name, None)
-        device = self.device
         self.adapters = Bottlenecks(
-            len(self.sites), self.sites.width, self.settings.width, device=device
+            len(self.sites), self.sites.width, self.settings.width, device=self.device
         )
         return groups + self.adapters.groups(context.optim.weight_decay)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        """The adapters' tensors, not parameters of the backbone: `features` puts them in place."""
-        return self.adapters.tensors() | self.dropped(batch)
+        """Return the adapters' tensors, which `features` hands to the hooks of the backbone."""
+        return self.adapters.tensors() | self.dropout_factors(batch)
 
-    def dropped(self, batch: Batch) -> dict[str, Tensor]:
-        """Dropout's factors, 0 or 1 / (1 - rate): (S, b, N, m), drawn for each sample."""
-        if not self.settings.dropout:
+    def dropout_factors(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the factors of dropout, 0 or 1 / (1 - rate): (S, b, N, m), drawn per sample."""
+        rate = self.settings.dropout
+        if not rate:
             return {}
+        # (b, N, S, m)
         uniform = batch.draw.per_sample(
             "adapter.dropout", tokens_of(self.backbone), len(self.sites), self.settings.width
         )
-        return {
-            "kept": (uniform >= self.settings.dropout).float().permute(2, 0, 1, 3)
-            / (1 - self.settings.dropout)
-        }
+        factors = (uniform >= rate).float().permute(2, 0, 1, 3) / (1 - rate)
+        return {"kept": factors}
 
     def features(self, images: Tensor) -> Tensor:
         with self.sites.using(self.weight_overrides):
@@ -121,49 +127,56 @@ class Adapter(Method[AdapterSettings]):
 
     def finish(self) -> tuple[TaskState, Carried]:
         copies = {name: t.detach().clone() for name, t in self.adapters.tensors().items()}
-        kind = key_inputs(self.settings).get("kind")
-        return self.state(copies=copies, meta={"kind": kind} if kind else {}), Carried()
+        meta = {}
+        kind = key_inputs(self.settings).get("kind")  # absent where it is the default
+        if kind:
+            meta["kind"] = kind
+        return self.state(copies=copies, meta=meta), Carried()
 
     def load_task(self, state: TaskState) -> None:
-        """Keeps the task's adapters beside those of other tasks. A base task has none."""
+        """Load the task's adapters beside those of other tasks. A base task has none."""
         super().load_task(state)
-        found, sites = (
-            state.copies.get("down"),
-            (len(self.sites), self.settings.width, self.sites.width),
-        )
-        if found is not None and tuple(found.shape) != sites:
+        if "down" in state.copies:
+            self.check_adapters(state)
+        self.loaded[state.task] = dict(state.copies)
+
+    def check_adapters(self, state: TaskState) -> None:
+        """Raise `UserError` when the state's adapters are not of these settings."""
+        stored_shape = tuple(state.copies["down"].shape)
+        expected_shape = (len(self.sites), self.settings.width, self.sites.width)
+        if stored_shape != expected_shape:
             raise UserError(
-                f"task {state.task!r}: its state has adapters of shape {tuple(found.shape)}, "
-                f"these settings have {sites}; use the backbone "
+                f"task {state.task!r}: its state has adapters of shape {stored_shape}, "
+                f"these settings have {expected_shape}; use the backbone "
                 "and the method's settings of its run"
             )
         kind = state.meta.get("kind", "houlsby")
-        if found is not None and kind != self.settings.kind:
+        if kind != self.settings.kind:
             raise UserError(
                 f"task {state.task!r}: its state has adapters of kind {kind!r}, these settings "
                 f"have {self.settings.kind!r}; use the method's "
                 "settings of its run"
             )
-        self.loaded[state.task] = dict(state.copies)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         device = self.device
-        return {
-            name: t.to(device)
-            for name, t in (
-                self.loaded[task] if task in self.loaded else self.adapters.tensors()
-            ).items()
-        }
+        tensors = self.loaded[task] if task in self.loaded else self.adapters.tensors()
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def flops_share(self, state: TaskState) -> float:
         return 1 + added_share(self.backbone, 2 * state.copies["down"].numel())
 
 
 def sites_of(backbone: Any, kind: Kind) -> AdapterSites:
-    """Where adapters of a kind sit. AdaptFormer's is added behind the block, which is behind the
-    FFN's residual add."""
-    if kind != "adaptformer":
-        return AdapterSites(backbone, houlsby, HOULSBY if kind == "houlsby" else ("mlp",))
+    """Hook the sites of adapters of a kind into the backbone.
+
+    AdaptFormer's adapter is hooked behind the block, and so behind the FFN's residual add. Raise
+    `UserError` when the backbone has no such sites.
+    """
+    if kind == "houlsby":
+        return AdapterSites(backbone, houlsby, HOULSBY)
+    if kind == "pfeiffer":
+        return AdapterSites(backbone, houlsby, ("mlp",))
     if any(isinstance(block, ResPostBlock) for block in backbone.blocks):
         raise UserError(
             "kind is 'adaptformer' on blocks that have their norms behind attention and FFN, "
@@ -179,10 +192,9 @@ def tokens_of(backbone: Any) -> int:
 
 
 def added_share(backbone: Any, weights: int) -> float:
-    """Multiply-adds of layers with `weights` entries in all that see every token, relative to those
-    of the plain backbone."""
-    return (
-        tokens_of(backbone)
-        * weights
-        / flops(backbone, plan_blocks(backbone, [BlockMasks()] * len(backbone.blocks)))
-    )
+    """Return the multiply-adds of added layers, relative to those of the plain backbone.
+
+    weights: number of entries of the added layers in all, each of which is used for every token.
+    """
+    whole_blocks = plan_blocks(backbone, [BlockMasks()] * len(backbone.blocks))
+    return tokens_of(backbone) * weights / flops(backbone, whole_blocks)

@@ -1,9 +1,11 @@
-"""Sequential fine-tuning: everything is trained on each task in turn, nothing is protected. The
-lower bound: it forgets."""
+"""Sequential fine-tuning: all weights are trained on each task in turn, and nothing is protected.
+
+It forgets, and so is the lower bound of continual learning.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from torch import Tensor, nn
 
 from workers.methods.base import Method, MethodSettings, OptimPlan, ParamGroup, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
@@ -11,9 +13,10 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class FineTune(ClassIncremental[MethodSettings]):
-    """All backbone weights and the task's own head; old heads stay as they were while the backbone
-    moves under them. In scenario `class` the old heads go on training too: their outputs compete
-    with the new ones, and get no sample of their own.
+    """Trains the backbone and the task's head. Old heads stay while the backbone changes.
+
+    In scenario `class` the old heads are trained too: their outputs compete with the new ones, but
+    no sample has one of their classes.
     """
 
     name = "finetune"
@@ -28,11 +31,9 @@ class FineTune(ClassIncremental[MethodSettings]):
         return super().begin(context) + weight_groups(self.backbone, context.optim)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(), Carried(
-            network_of(self, list(self.class_slices()))
-            if self.scenario == "class"
-            else tensors_of(self.backbone)
-        )
+        if self.scenario == "class":
+            return self.state(), Carried(network_of(self, list(self.class_slices())))
+        return self.state(), Carried(tensors_of(self.backbone))
 
     def load_carried(self, carried: Carried) -> None:
         if self.scenario == "class":
@@ -41,48 +42,61 @@ class FineTune(ClassIncremental[MethodSettings]):
             self.backbone.load_state_dict(carried.tensors)
 
 
-def weight_groups(module: Any, optim: OptimPlan) -> list[ParamGroup]:
-    """Parameter groups as DeiT has them: no weight decay on biases, norms, class token and position
-    embedding."""
-    plain = [
-        p
-        for n, p in module.named_parameters()
-        if p.ndim > 1 and n not in ("cls_token", "pos_embed")
-    ]
-    exempt = [
-        p for n, p in module.named_parameters() if p.ndim <= 1 or n in ("cls_token", "pos_embed")
-    ]
+def weight_groups(module: nn.Module, optim: OptimPlan) -> list[ParamGroup]:
+    """Return the parameters in two groups, as DeiT has them.
+
+    Biases, norms, class token and position embedding have no weight decay.
+    """
+    decayed = []
+    exempt = []
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1 and name not in ("cls_token", "pos_embed"):
+            decayed.append(parameter)
+        else:
+            exempt.append(parameter)
     return [
-        {"name": "backbone", "params": plain, "weight_decay": optim.weight_decay},
+        {"name": "backbone", "params": decayed, "weight_decay": optim.weight_decay},
         {"name": "backbone.exempt", "params": exempt, "weight_decay": 0.0},
     ]
 
 
-def tensors_of(module: Any) -> dict[str, Any]:
-    return {name: t.detach().clone() for name, t in module.state_dict().items()}
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's parameters and buffers, by name."""
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-def network_of(method: Method, tasks: list[str]) -> dict[str, Any]:
-    """Copies of the backbone's tensors and of the heads of `tasks`: `backbone/NAME`,
-    `heads/TASK/NAME`."""
-    return {f"backbone/{name}": t for name, t in tensors_of(method.backbone).items()} | heads_of(
-        method, tasks
-    )
+def network_of(method: Method, tasks: list[str]) -> dict[str, Tensor]:
+    """Return copies of the backbone's tensors and of the heads of `tasks`.
+
+    Their names are `backbone/NAME` and `heads/TASK/NAME`.
+    """
+    tensors = {}
+    for name, tensor in tensors_of(method.backbone).items():
+        tensors[f"backbone/{name}"] = tensor
+    return tensors | heads_of(method, tasks)
 
 
-def heads_of(method: Method, tasks: list[str]) -> dict[str, Any]:
-    return {
-        f"heads/{task}/{name}": t for task in tasks for name, t in method.heads.export(task).items()
-    }
+def heads_of(method: Method, tasks: list[str]) -> dict[str, Tensor]:
+    """Return copies of the heads of `tasks`, named `heads/TASK/NAME`."""
+    tensors = {}
+    for task in tasks:
+        for name, tensor in method.heads.export(task).items():
+            tensors[f"heads/{task}/{name}"] = tensor
+    return tensors
 
 
-def restore_network(method: Method, tensors: dict[str, Any]) -> None:
-    """The inverse of `network_of`, or of `heads_of`: what is not named stays."""
-    parts: dict[str, dict[str, Any]] = {}
+def restore_network(method: Method, tensors: dict[str, Tensor]) -> None:
+    """Load what `network_of` or `heads_of` returned; what has no tensor here stays as it is."""
+    backbone = {}
+    heads: dict[str, dict[str, Tensor]] = {}  # task -> tensors of its head
     for name, tensor in tensors.items():
-        owner, leaf = name.split("/", 1) if name.startswith("backbone/") else name.rsplit("/", 1)
-        parts.setdefault(owner, {})[leaf] = tensor
-    if "backbone" in parts:
-        method.backbone.load_state_dict(parts.pop("backbone"))
-    for owner, head in parts.items():
-        method.heads.restore(owner.split("/", 1)[1], head)
+        owner, rest = name.split("/", 1)
+        if owner == "backbone":
+            backbone[rest] = tensor
+        else:
+            task, head_name = rest.rsplit("/", 1)
+            heads.setdefault(task, {})[head_name] = tensor
+    if backbone:
+        method.backbone.load_state_dict(backbone)
+    for task, head in heads.items():
+        method.heads.restore(task, head)

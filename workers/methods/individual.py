@@ -1,11 +1,11 @@
-"""One fully fine-tuned network per task: the upper bound without sharing, at the price of a
-backbone for each task."""
+"""One fully fine-tuned network per task: the upper bound for methods that share no weights.
+
+It stores a whole backbone for each task.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers.methods.base import Method, MethodSettings, ParamGroup, StepContext
 from workers.methods.finetune import tensors_of, weight_groups
@@ -13,14 +13,14 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class Individual(Method[MethodSettings]):
-    """Starts every task from the common backbone and stores all trained weights in the task's
-    state."""
+    """Every task starts from the common backbone, and its state has all trained weights."""
 
     name = "individual"
     freezes_backbone = False
 
-    def __init__(self, backbone: Any, settings: MethodSettings, seed: int):
+    def __init__(self, backbone: nn.Module, settings: MethodSettings, seed: int):
         super().__init__(backbone, settings, seed)
+        # task -> parameters and buffers by name
         self.weights: dict[str, dict[str, Tensor]] = {}
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -31,9 +31,10 @@ class Individual(Method[MethodSettings]):
 
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
-        # none for the base task, which was trained into the common backbone
+        # Empty for the base task, whose weights are those of the common backbone.
         self.weights[state.task] = state.copies
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         device = self.device
-        return {name: t.to(device) for name, t in self.weights.get(task, {}).items()}
+        weights = self.weights.get(task, {})
+        return {name: tensor.to(device) for name, tensor in weights.items()}

@@ -1,5 +1,7 @@
-"""Joint training on all tasks seen so far, from the common backbone: the upper bound with sharing,
-which keeps all data."""
+"""Joint training on the data of all tasks so far, from the common backbone.
+
+It keeps all data, and is the upper bound for methods that share weights between tasks.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,23 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class Joint(ClassIncremental[MethodSettings]):
-    """Each stage trains one network and one head per task on the union of the data of all tasks so
-    far."""
+    """Each stage trains one network, with a head per task, on the data of all tasks so far."""
 
     name = "joint"
     trains_on = "seen"
     freezes_backbone = False
-    revision = 2  # mixes and smooths in scenario `class`
+    # 2: mixup and label smoothing also in scenario `class`
+    revision = 2
     scenarios = frozenset({"task", "class"})
-    may_forget = True  # a later stage is another network: nothing binds its answers on old tasks
+    # A later stage trains another network: its answers on old tasks may differ.
+    may_forget = True
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         return super().begin(context) + weight_groups(self.backbone, context.optim)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(), Carried(network_of(self, [t.name for t in self.training_tasks]))
+        names = [task.name for task in self.training_tasks]
+        return self.state(), Carried(network_of(self, names))
 
     def load_carried(self, carried: Carried) -> None:
         restore_network(self, carried.tensors)

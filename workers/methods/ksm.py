@@ -1,5 +1,6 @@
-"""KSM: per task one mask value for every kernel of a frozen backbone: 1, or a soft value below one
-half instead of 0.
+"""KSM: per task one mask value for every kernel of a frozen backbone.
+
+The value is 1, or a soft coefficient of at most one half where a binary mask has 0.
 
 Yang, He, Zhang, Fan: KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR
 2021.
@@ -31,7 +32,7 @@ class KsmSettings(ThresholdSettings):
     norms: bool = Field(
         True, description="each task trains its own copies of norm weights and biases"
     )
-    # farther than Piggyback's: a kernel that is off keeps a part of its weights
+    # Farther than Piggyback's: a kernel that is off keeps a part of its weights.
     mask_travel: PositiveFloat = Field(
         2.0,
         description="for mask_lr auto: how far steps in random directions carry a value, in "
@@ -45,16 +46,18 @@ class KsmSettings(ThresholdSettings):
 
 
 class Ksm(ThresholdMasks[KsmSettings]):
-    """W' = (b + 0.5 a) .* W, one b and a per kernel, see `SoftBinary`. All real values start above
-    theta, so that training starts from the backbone itself. Stored: the bits b, the coefficients
-    0.5 a of kernels that are off (as `SITE.soft`, in order), copies of norms. The real values are
-    not: a is relative to the least and the largest of its layer, so that only the final mask
-    counts.
+    """W' = (b + 0.5 a) .* W, with one b and one a per kernel, see `SoftBinary`.
 
-    Where it differs from the paper: a Linear has no kernels, so `group` consecutive input columns
-    of an output row are one; true kernels for the patch embedding. The rate of real values follows
-    from the number of steps (see `rate`), copies of norms train at the rate of heads. A kernel that
-    is on counts exactly as 0 for the range of a, where the released code has a rounding error.
+    All real values start above theta, so that training starts from the backbone itself. Stored: the
+    bits b, the coefficients 0.5 a of kernels that are off (as `SITE.soft`, in order), and copies of
+    norms. The real values are not stored: a is relative to the smallest and the largest of its
+    layer, so that only the final mask matters.
+
+    Where it differs from the paper: a Linear has no kernels, so that `group` consecutive input
+    columns of an output row form one; the patch embedding has true kernels. The learning rate of
+    real values follows from the number of steps (see `rate`); copies of norms have that of heads. A
+    kernel that is on counts exactly as 0 for the range of a, where the released code has a rounding
+    error.
     """
 
     name = "ksm"
@@ -64,14 +67,12 @@ class Ksm(ThresholdMasks[KsmSettings]):
 
     def __init__(self, backbone: nn.Module, settings: KsmSettings, seed: int):
         super().__init__(backbone, settings, seed)
+        if settings.granularity != "kernel":
+            return
         for site, weight in self.sites.items():
-            if (
-                self.settings.granularity == "kernel"
-                and weight.ndim == 2
-                and weight.shape[1] % self.settings.group
-            ):
+            if weight.ndim == 2 and weight.shape[1] % settings.group:
                 raise UserError(
-                    f"group is {self.settings.group}, but {site} has {weight.shape[1]} input "
+                    f"group is {settings.group}, but {site} has {weight.shape[1]} input "
                     "columns, which do not fall into such groups; "
                     "choose a divisor, or granularity=element"
                 )
@@ -83,17 +84,14 @@ class Ksm(ThresholdMasks[KsmSettings]):
             return shape
         if self.settings.granularity == "channel":
             return shape[:1]
-        return shape[:2] if len(shape) > 2 else (shape[0], shape[1] // self.settings.group)
+        if len(shape) > 2:
+            return shape[:2]
+        return (shape[0], shape[1] // self.settings.group)
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         s = self.settings
-        return SoftBinary(
-            torch.full(self.mask_shape(site), s.start, device=weight.device),
-            s.theta,
-            s.beta,
-            s.temperature,
-            s.soft,
-        )
+        start = torch.full(self.mask_shape(site), s.start, device=weight.device)
+        return SoftBinary(start, s.theta, s.beta, s.temperature, s.soft)
 
     def copied(self) -> list[str]:
         return norm_names(self.backbone) if self.settings.norms else []
@@ -104,23 +102,28 @@ class Ksm(ThresholdMasks[KsmSettings]):
     # ---- what is stored --------------------------------------------------------------------------
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         on = {site: self.in_use(mask) for site, mask in masks.items()}
-        soft = {
-            f"{site}.soft": mask[~on[site]] for site, mask in masks.items() if self.settings.soft
-        }
-        return on, {name: values for name, values in soft.items() if len(values)}
+        if not self.settings.soft:
+            return on, {}
+        coefficients = {}
+        for site, mask in masks.items():
+            off_values = mask[~on[site]]
+            if len(off_values):
+                coefficients[f"{site}.soft"] = off_values
+        return on, coefficients
 
     def unpacked(self, state: TaskState) -> dict[str, Tensor]:
-        """A state says itself whether it is soft."""
-        return {site: self._with_soft(site, on, state) for site, on in state.masks.items()}
+        """Return the masks of a state, with coefficients where the state has them."""
+        return {site: self._soft_mask(site, on, state) for site, on in state.masks.items()}
 
-    def _with_soft(self, site: str, on: Tensor, state: TaskState) -> Tensor:
+    def _soft_mask(self, site: str, on: Tensor, state: TaskState) -> Tensor:
         values = state.copies.get(f"{site}.soft")
         if values is None:
             return on
-        if len(values) != int((~on).sum()):
+        num_off = int((~on).sum())
+        if len(values) != num_off:
             raise UserError(
                 f"task {state.task!r}: its state has {len(values)} soft values for the "
-                f"{int((~on).sum())} kernels of {site} that are off; "
+                f"{num_off} kernels of {site} that are off; "
                 "the file is damaged, remove it and run the same command again"
             )
         return on.to(values.dtype).masked_scatter_(~on, values)

@@ -1,5 +1,7 @@
-"""Linear probe: the backbone is frozen, each task trains only its head. MEAT's `Classifier`
-column."""
+"""Linear probe: the backbone is frozen and each task trains only its head.
+
+It is column `Classifier` of the tables in MEAT's paper.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,23 @@ from workers.methods.base import Method, MethodSettings
 
 
 class Linear(Method[MethodSettings]):
-    """A frozen backbone and one head per task (a star, zero forgetting).
+    """A frozen backbone and one head per task: a star, so nothing is forgotten.
 
-    Where augmentation leaves images as they are, so are their features in every epoch: they are
-    computed once per stage and the head is trained on them, with the same batches and, up to the
-    order of summation, the same numbers.
+    Without augmentation an image has the same features in every epoch. They are computed once per
+    stage, and the head is trained on them: with the same batches, and the same numbers up to the
+    order of summation.
     """
 
     name = "linear"
     revision = 2
 
     def precompute(self, feed: Feed) -> None:
+        """Let the feed cache the features of the frozen backbone."""
         if not any(p.requires_grad for p in self.backbone.parameters()):
             feed.cache_features(super().features)
 
     def features(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W), or what a feed holds in their place (b, d), -> (b, d)."""
-        return images if images.ndim == 2 else super().features(images)
+        """images (b, 3, H, W), or features that the feed has cached (b, d), -> features (b, d)."""
+        if images.ndim == 2:
+            return images
+        return super().features(images)

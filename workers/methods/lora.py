@@ -1,5 +1,6 @@
-"""LoRA: a low-rank update of the attention's projections in every block of a frozen backbone,
-trained per task, merged where it is served.
+"""LoRA: low-rank updates of the attention's projections in every block of a frozen backbone.
+
+Each task trains its own updates; a served task has them merged into the weights.
 
 Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022.
 """
@@ -44,13 +45,13 @@ class LoraSettings(MethodSettings):
 
 
 class Lora(Method[LoraSettings]):
-    """A star: W x + (alpha / r) B A x, with B zero at the start, so that a task starts as the
-    backbone itself. Stored per task: A and B, unmerged, 4 r d floats a block for either target, and
-    a head.
+    """A star: W x + (alpha / r) B A x. B starts at zero, so a task starts from the backbone.
 
-    While training, B A x is a branch beside W x: forming W + s B A first would cost the gradient of
-    a whole weight matrix in every block. A served task has the merged weights in effect, and does
-    the backbone's work and no more.
+    Stored per task: A and B, unmerged, 4 r d floats a block for either target, and a head.
+
+    While training, B A x is a branch parallel to W x: W + s B A would cost the gradient of a whole
+    weight matrix in every block. A served task uses the merged weights, and costs no more than the
+    backbone.
 
     Where it differs from the paper: no dropout before A; biases and norms stay frozen; learning
     rate and weight decay are the head's.
@@ -79,54 +80,55 @@ class Lora(Method[LoraSettings]):
         self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
         self.rows, width = weight_of(backbone.blocks[0]).shape  # type: ignore[index]
         self.shapes = shapes(len(self.sites), self.rows, width, settings.rank, settings.target)
-        self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> a and b; nothing for the base task
+        # task -> `a` and `b`; empty for the base task
+        self.loaded: dict[str, dict[str, Tensor]] = {}
 
     def factors(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return A and s B of an update for the sites of the backbone."""
         return factors(**update, rows=self.rows, scale=self.settings.alpha / self.settings.rank)
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         self.loaded.pop(context.task.name, None)
         self.update = LowRank(**self.shapes).to(self.device)
-        return [
-            *groups,
-            {
-                "name": "lora",
-                "params": [*self.update.parameters()],
-                "weight_decay": context.optim.weight_decay,
-            },
-        ]
+        group = {
+            "name": "lora",
+            "params": list(self.update.parameters()),
+            "weight_decay": context.optim.weight_decay,
+        }
+        return [*groups, group]
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         with self.sites.using(self.factors(self.update.tensors())):
             return super().loss(batch, progress)
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(
-            copies={name: t.detach().clone() for name, t in self.update.tensors().items()},
-            meta={"alpha": self.settings.alpha},
-        ), Carried()
+        copies = {name: t.detach().clone() for name, t in self.update.tensors().items()}
+        return self.state(copies=copies, meta={"alpha": self.settings.alpha}), Carried()
 
     def load_task(self, state: TaskState) -> None:
-        """Keeps the task's update beside those of other tasks. A base task has none."""
+        """Load the task's update beside those of other tasks. A base task has none."""
         super().load_task(state)
-        found = {name: tuple(t.shape) for name, t in state.copies.items()}, state.meta.get("alpha")
-        wanted = self.shapes, self.settings.alpha
-        if state.method == self.name and found != wanted:
-            raise UserError(
-                f"task {state.task!r}: its state has updates of shapes {found[0]} with alpha "
-                f"{found[1]}, these settings have {wanted[0]} with "
-                f"alpha {wanted[1]}; use the backbone and the method's settings of its run"
-            )
+        if state.method == self.name:
+            self.check_update(state)
         self.loaded[state.task] = dict(state.copies)
+
+    def check_update(self, state: TaskState) -> None:
+        """Raise `UserError` when the state's update is not of these settings."""
+        stored_shapes = {name: tuple(tensor.shape) for name, tensor in state.copies.items()}
+        stored_alpha = state.meta.get("alpha")
+        if stored_shapes != self.shapes or stored_alpha != self.settings.alpha:
+            raise UserError(
+                f"task {state.task!r}: its state has updates of shapes {stored_shapes} with alpha "
+                f"{stored_alpha}, these settings have {self.shapes} with "
+                f"alpha {self.settings.alpha}; use the backbone and the method's settings of its "
+                "run"
+            )
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         update = self.loaded[task] if task in self.loaded else self.update.tensors()
+        if not update:
+            return {}
         device = self.device
-        return (
-            merged_weights(
-                self.backbone, **self.factors({name: t.to(device) for name, t in update.items()})
-            )
-            if update
-            else {}
-        )
+        on_device = {name: tensor.to(device) for name, tensor in update.items()}
+        return merged_weights(self.backbone, **self.factors(on_device))

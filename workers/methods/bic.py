@@ -1,5 +1,6 @@
-"""BiC: after training with distillation, two scalars on the outputs of new classes are fitted on
-images that were held out for it.
+"""BiC: training with distillation, then a bias correction of the outputs of new classes.
+
+The correction has two scalars, fitted on images that were held out of training.
 
 Wu, Chen, Wang, Ye, Liu, Guo, Fu: Large Scale Incremental Learning, CVPR 2019.
 """
@@ -7,6 +8,7 @@ Wu, Chen, Wang, Ye, Liu, Guo, Fu: Large Scale Incremental Learning, CVPR 2019.
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -24,7 +26,8 @@ from workers.model.exemplars import quota
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-VALIDATION, BIAS = "validation", "bias/"
+VALIDATION = "validation"
+BIAS = "bias/"
 
 
 class BicSettings(RehearsalSettings):
@@ -48,17 +51,21 @@ class BicSettings(RehearsalSettings):
 
 
 class Bic(Rehearsal[BicSettings]):
-    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t, on raw
-    outputs z; the teacher's for the classes of the task before are corrected first by that task's
-    bias. Then `calibrate` fits z' = alpha z + beta for the new classes alone, on held-out images of
-    every class: cross-entropy + beta_decay beta^2 / 2 of outputs in evaluation mode, which stand
-    still, in fp64. It answers with z' for the last task and z for older ones. `bias_mode: all`
-    corrects every task's classes by its own bias, in student, teacher and answers.
+    """L = (1 - a) CE over all classes + a KD_ce(tau) over the old ones, a = O_t / A_t.
 
-    Of each class's share of the memory floor(val_share share) images, at least one, fit the bias
-    and are never trained on. Those of new classes, as many as old ones have left, are drawn before
-    `train` by a hash of seed and key; `herd` chooses from the others. `calibrate` and `herd` both
-    need `train` alone, and stand side by side: the one hands on biases, the other the network and
+    Both terms are on raw outputs z. The teacher's outputs for the classes of the previous task are
+    first corrected by that task's bias.
+
+    `calibrate` then fits z' = alpha z + beta for the new classes alone, on held-out images of every
+    class. It minimises cross-entropy + beta_decay beta^2 / 2 in fp64; the network is fixed, in
+    evaluation mode. The logits that are served are z' for the last task and z for older ones.
+    `bias_mode: all` corrects every task's classes by the task's bias, in student, teacher and
+    served logits.
+
+    Of each class's share of the memory, floor(val_share share) images, at least one, fit the bias
+    and are never trained on. Those of new classes, as many as each old class still has, are drawn
+    before `train` by a hash of seed and key; `herd` chooses from the rest. `calibrate` and `herd`
+    both follow `train` and run in parallel: the first hands on biases, the second the network and
     the memory.
 
     Where it differs from the paper: old lists are shortened and not chosen anew; weight decay does
@@ -92,52 +99,62 @@ class Bic(Rehearsal[BicSettings]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """None: how many are held out of training follows from the memory."""
+        """Return no setting: the memory decides how many images are held out of training."""
         return frozenset()
 
     def __init__(self, backbone: nn.Module, settings: BicSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.validation: Memory = {}
-        self.biases: dict[str, Tensor] = {}  # task -> (alpha, beta), fp64
+        # task -> (alpha, beta), fp64
+        self.biases: dict[str, Tensor] = {}
 
-    # ---- who is trained on what ------------------------------------------------------------------
+    # ---- which images are trained on -------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """To `calibrate` what was held out of every class; else all but that."""
+        """For `calibrate` the held-out images of every class, for other steps all but those."""
         keys = context.data.keys(context.task)
-        held = self.held_out(context.task, keys)
+        held_out = self.held_out(context.task, keys)
         if context.step == "calibrate":
-            kept: Memory = context.carried.meta[VALIDATION] if context.carried is not None else {}
-            return {
-                name: [key for keys in classes.values() for key in keys]
-                for name, classes in (kept | {context.task.name: held}).items()
-            }
-        return super().memory(context) | {
-            context.task.name: [key for name in keys for key in keys[name] if key not in held[name]]
-        }
+            return self.validation_keys(context, held_out)
+        training_keys = []
+        for name, class_keys in keys.items():
+            training_keys += [key for key in class_keys if key not in held_out[name]]
+        return super().memory(context) | {context.task.name: training_keys}
+
+    def validation_keys(
+        self, context: StepContext, held_out: dict[str, list[str]]
+    ) -> dict[str, list[str]]:
+        """Return task -> keys of its held-out images; held_out: those of the current task."""
+        validation: Memory = {}
+        if context.carried is not None:
+            validation = context.carried.meta[VALIDATION]
+        by_task = {}
+        for name, classes in (validation | {context.task.name: held_out}).items():
+            by_task[name] = list(chain.from_iterable(classes.values()))
+        return by_task
 
     def held_out(self, task: Task, keys: dict[str, list[str]]) -> dict[str, list[str]]:
-        """Class -> keys that only fit the bias, as many as old classes have by then (under the
-        first task: as it keeps itself)."""
-        old = sum(t.num_classes for t in self.stream[: self.stream.index(task)])
-        most = super().share(old or task.num_classes)
-        counts = {
-            name: min(self.reserved(min(most, len(own))), len(own) - 1)
-            for name, own in keys.items()
-        }
-        return {
-            name: sorted(own, key=lambda key: derive_seed(self.seed, "validation", key))[
-                : counts[name]
-            ]
-            for name, own in keys.items()
-        }
+        """Return class -> keys that only fit the bias; keys: class -> all keys of the task.
 
-    def reserved(self, share: int) -> int:
-        """How many of so many exemplars of a class fit the bias."""
+        Each class has as many as an old class has at this task; in the first task, as many as it
+        keeps afterwards. At least one image of a class stays for training.
+        """
+        num_old_classes = sum(t.num_classes for t in self.stream[: self.stream.index(task)])
+        max_share = super().share(num_old_classes or task.num_classes)
+        held_out = {}
+        for name, class_keys in keys.items():
+            share = min(max_share, len(class_keys))
+            count = min(self.num_held_out(share), len(class_keys) - 1)
+            shuffled = sorted(class_keys, key=lambda key: derive_seed(self.seed, "validation", key))
+            held_out[name] = shuffled[:count]
+        return held_out
+
+    def num_held_out(self, share: int) -> int:
+        """Return how many of the `share` exemplars of a class fit the bias."""
         return max(1, math.floor(self.settings.val_share * share + 1e-9))
 
     def share(self, classes: int) -> int:
-        whole = super().share(classes)
-        return whole - self.reserved(whole)
+        share = super().share(classes)
+        return share - self.num_held_out(share)
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -151,73 +168,78 @@ class Bic(Rehearsal[BicSettings]):
         ce = self.classification_loss(features, batch)
         if self.teacher is None:
             return ce, {"ce": ce.detach()}
-        taught, a = self.corrected(self.teacher.joined(batch.images), self.old), self.old_share
-        kd = kd_ce(self.all_logits(features)[:, : taught.shape[1]], taught, self.settings.tau)
+        teacher_logits = self.corrected(self.teacher.joined(batch.images), self.old)
+        student_logits = self.all_logits(features)[:, : teacher_logits.shape[1]]
+        kd = kd_ce(student_logits, teacher_logits, self.settings.tau)
+        a = self.old_share
         return (1 - a) * ce + a * kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     @torch.no_grad()
     def calibrate(self, task: Task) -> None:
-        """Every rank looks at its share of the images, all fit the bias on all."""
+        """Fit the task's bias on the held-out images of all ranks, the same on every rank."""
         features, labels, tasks, _ = self.extract_features()
-        columns = self.class_slices()
-        first = torch.tensor([columns[t.name].start for t in self.training_tasks])
+        slices = self.class_slices()
+        starts = torch.tensor([slices[t.name].start for t in self.training_tasks])
         logits = self.all_logits(features.to(self.heads[task.name].weight.device)).cpu()
         self.biases[task.name] = fit_bias(
-            logits, labels + first[tasks], columns[task.name], self.settings.beta_decay
+            logits, labels + starts[tasks], slices[task.name], self.settings.beta_decay
         )
 
     def herd(self, task: Task, sharers: int = 0) -> None:
+        """Also shorten the lists of held-out images of older classes."""
         super().herd(task, sharers)
-        count = self.reserved(
-            super().share(sharers or max(own.stop for own in self.class_slices().values()))
-        )
-        held = self.validation | {task.name: self.held_out(task, self.context.data.keys(task))}
-        self.validation = {
-            name: {c: keys[:count] for c, keys in classes.items()} for name, classes in held.items()
-        }
+        num_classes = max(task_slice.stop for task_slice in self.class_slices().values())
+        count = self.num_held_out(super().share(sharers or num_classes))
+        held_out = self.held_out(task, self.context.data.keys(task))
+        shortened: Memory = {}
+        for name, classes in (self.validation | {task.name: held_out}).items():
+            shortened[name] = {c: keys[:count] for c, keys in classes.items()}
+        self.validation = shortened
 
     def metrics(self) -> dict[str, float]:
-        """alpha, beta: below 1 and 0, outputs of the new classes had grown above those of old
-        ones."""
-        found = (
-            self.biases[self.task.name].tolist()
-            if self.task is not None and self.task.name in self.biases
-            else ()
-        )
-        return dict(zip(("alpha", "beta"), found, strict=False))
+        """alpha and beta; below 1 and below 0, the outputs of new classes had been too large."""
+        if self.task is None or self.task.name not in self.biases:
+            return {}
+        alpha, beta = self.biases[self.task.name].tolist()
+        return {"alpha": alpha, "beta": beta}
 
     def finish(self) -> tuple[TaskState, Carried]:
         biases = {f"{BIAS}{name}": bias.clone() for name, bias in self.biases.items()}
         if self.step == "calibrate":
             return self.state(), Carried(biases)
         state, carried = super().finish()
-        carried.tensors |= biases if self.step == "train" else {}
-        carried.meta |= {VALIDATION: self.validation} if self.validation else {}
+        if self.step == "train":
+            carried.tensors |= biases
+        if self.validation:
+            carried.meta[VALIDATION] = self.validation
         return state, carried
 
-    # ---- answers ---------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
     def corrected(self, logits: Tensor, names: list[str]) -> Tensor:
-        """Logits (b, classes) of so many tasks in order, with the biases that are in effect: that
-        of the last task, or of all. A task that is in training has none yet."""
-        columns = self.class_slices()
-        for name in names if self.settings.bias_mode == "all" else names[-1:]:
+        """Correct logits (b, classes) by the biases in effect; names: their tasks, in order.
+
+        In effect is the bias of the last task, with `bias_mode: all` that of every task. A task
+        that has not been calibrated has none.
+        """
+        slices = self.class_slices()
+        corrected_names = names if self.settings.bias_mode == "all" else names[-1:]
+        for name in corrected_names:
             if name in self.biases:
-                logits = apply_bias(
-                    logits.float(),
-                    columns[name],
-                    self.biases[name].to(logits.device, torch.float32),
-                )
+                bias = self.biases[name].to(logits.device, torch.float32)
+                logits = apply_bias(logits.float(), slices[name], bias)
         return logits
 
     def all_logits(self, features: Tensor) -> Tensor:
-        return self.corrected(super().all_logits(features), [*self.class_slices()])
+        return self.corrected(super().all_logits(features), list(self.class_slices()))
 
     def load_carried(self, carried: Carried) -> None:
-        tensors = {name: t for name, t in carried.tensors.items() if not name.startswith(BIAS)}
-        super().load_carried(Carried(tensors, carried.meta))
-        self.biases = {
-            name.removeprefix(BIAS): t
-            for name, t in carried.tensors.items()
-            if name.startswith(BIAS)
-        }
+        biases = {}
+        network = {}
+        for name, tensor in carried.tensors.items():
+            if name.startswith(BIAS):
+                biases[name.removeprefix(BIAS)] = tensor
+            else:
+                network[name] = tensor
+        super().load_carried(Carried(network, carried.meta))
+        self.biases = biases
         self.validation = carried.meta.get(VALIDATION, {})

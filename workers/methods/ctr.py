@@ -1,5 +1,4 @@
-"""CTR's task-specific module: adapters that all tasks share and train on, with HAT's hard masks on
-their units.
+"""CTR's task-specific module: adapters that all tasks share, with HAT's masks on their units.
 
 Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning,
 NeurIPS 2021. HAT: see `hat`.
@@ -37,7 +36,8 @@ from workers.model.protect import Protector
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-FEW = 0.01  # share of free units below which a task learns little but its head
+# Share of free units below which a task learns little but its head.
+FEW = 0.01
 
 
 class CtrSettings(MethodSettings):
@@ -66,23 +66,29 @@ class CtrSettings(MethodSettings):
 def masked_bottleneck(
     x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor
 ) -> Tensor:
-    """x + z2 with z1 = relu(fc1 x) and z2 = relu(fc2 z1). The masks are in the weights: m relu(v) =
-    relu(m v) for m >= 0."""
-    return x + F.linear(F.linear(x, down, down_bias).relu_(), up, up_bias).relu_()
+    """Return x + z2 with z1 = relu(fc1 x), z2 = relu(fc2 z1); x: (B, N, d).
+
+    The weights are masked already: m relu(v) = relu(m v) for m >= 0.
+    """
+    z1 = F.linear(x, down, down_bias).relu_()
+    z2 = F.linear(z1, up, up_bias).relu_()
+    return x + z2
 
 
 S = TypeVar("S", bound=CtrSettings, default=Any)
 
 
 class CtrTsm(Method[S]):
-    """A chain: z1 = m1 .* relu(fc1 x), z2 = m2 .* relu(fc2 z1), x + z2, behind attention and behind
-    the FFN of every block of a frozen ViT. The linears are shared and trained on by every task; m =
-    sigmoid(s e) per task as in HAT, stored as 1[e > 0]. What earlier tasks use is locked: rows of
-    fc1 and its bias by m1, entries of fc2 by the smaller of m2 (out) and m1 (in), the bias of fc2
-    by m2. Stored per task: (A + d) 2 L bits and a head.
+    """A chain: x + z2 with z1 = m1 .* relu(fc1 x), z2 = m2 .* relu(fc2 z1).
+
+    Such an adapter is behind attention and behind the FFN of every block of a frozen ViT. The
+    linear layers are shared, and every task trains them further. m = sigmoid(s e) per task as in
+    HAT, stored as 1[e > 0]. Entries that earlier tasks use are locked: rows of fc1 and its bias by
+    m1, entries of fc2 by the smaller of m2 (out) and m1 (in), the bias of fc2 by m2. Stored per
+    task: (A + d) 2 L bits and a head.
 
     Where it differs from the released code: all layer norms are frozen, masks are hard when served
-    and locked, and locked entries are put back after each step, so that nothing is forgotten. A
+    and locked, and locked entries are restored after each step, so that nothing is forgotten. A
     base task is served by the backbone alone.
     """
 
@@ -116,16 +122,19 @@ class CtrTsm(Method[S]):
             settings.width,
             up_std=1 / math.sqrt(3 * settings.width),
         )
-        self.shared = nn.ModuleDict({"adapters": self.adapters})  # what tasks hand on
-        # (S, A + d), by earlier tasks
+        # The modules that each task hands on to the next one.
+        self.shared = nn.ModuleDict({"adapters": self.adapters})
+        # (S, A + d), the units that earlier tasks use.
         self.used = torch.zeros(
             len(self.sites), settings.width + self.sites.width, dtype=torch.bool
         )
-        self.position = 0  # number of earlier tasks
-        self.loaded: dict[str, dict[str, Tensor]] = {}  # task -> masks by kind
+        # Number of earlier tasks.
+        self.position = 0
+        # task -> its masks `inner` (S, A) and `outer` (S, d)
+        self.loaded: dict[str, dict[str, Tensor]] = {}
 
     def split(self, units: Tensor) -> tuple[Tensor, Tensor]:
-        """(S, A + d) -> those of the bottleneck (S, A), those of the output (S, d)."""
+        """units (S, A + d) -> those of the bottleneck (S, A), those of the output (S, d)."""
         inner, outer = units.split([self.settings.width, self.sites.width], 1)
         return inner, outer
 
@@ -135,34 +144,34 @@ class CtrTsm(Method[S]):
             self.load_carried(context.carried)
         groups = super().begin(context)
         self.loaded.pop(context.task.name, None)
-        device, s = self.device, self.settings
+        device = self.device
+        s = self.settings
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "ctr", context.task.name))
-        self.mask = AnnealedSigmoid(
-            initial_embedding(tuple(self.used.shape), s.start, generator, s.expected_tasks).to(
-                device
-            ),
-            s.s_max,
-        )
+        embedding = initial_embedding(
+            tuple(self.used.shape), s.start, generator, s.expected_tasks
+        )  # (S, A + d)
+        self.mask = AnnealedSigmoid(embedding.to(device), s.s_max)
         self.shared.to(device)
         self.used = self.used.to(device)
         self.protector = Protector(self.locks())
-        mask_lr = (
-            s.mask_travel / max(context.optim.mean_rate_steps, 1e-9)
-            if s.mask_lr == "auto"
-            else s.mask_lr
-        )
-        return [
-            *groups,
-            *self.shared_groups(context.optim),
-            {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0},
-        ]
+        mask_group = {
+            "name": "masks",
+            "params": [self.mask.embedding],
+            "lr": context.optim.mask_lr(s.mask_lr, s.mask_travel),
+            "weight_decay": 0.0,
+        }
+        return [*groups, *self.shared_groups(context.optim), mask_group]
 
     def shared_groups(self, optim: OptimPlan) -> list[ParamGroup]:
+        """Return the parameter groups of the shared modules."""
         return self.adapters.groups(optim.weight_decay)
 
     def locks(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Entries that an earlier task may use, by HAT's rule: both its output and its input are
-        used; inputs of fc1 always are."""
+        """Return the shared parameters by name, each with a mask of its locked entries.
+
+        By HAT's rule an entry is locked when its output and its input are both used by earlier
+        tasks. Inputs of fc1 always are.
+        """
         inner, outer = self.split(self.used)
         a = self.adapters
         return {
@@ -173,8 +182,10 @@ class CtrTsm(Method[S]):
         }
 
     def masked(self, inner: Tensor, outer: Tensor) -> dict[str, Tensor]:
-        """The adapters' tensors with m1 (S, A) and m2 (S, d) multiplied in, boolean or in [0,
-        1]."""
+        """Return the adapters' tensors, multiplied by m1 (S, A) and m2 (S, d).
+
+        The masks are boolean or in [0, 1].
+        """
         a = self.adapters
         return {
             "down": a.down * inner[:, :, None],
@@ -190,9 +201,8 @@ class CtrTsm(Method[S]):
                 "hardened from step to step of an epoch; lower "
                 "train.batch_size until an epoch has several"
             )
-        self.soft = self.mask.sample(
-            annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
-        )
+        scale = annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
+        self.soft = self.mask.sample(scale)
         return self.masked(*self.split(self.soft))
 
     def features(self, images: Tensor) -> Tensor:
@@ -201,10 +211,10 @@ class CtrTsm(Method[S]):
         return features
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """CE + c R, R over the masks of the task in training, as they are in this step."""
+        """CE + c R, with R over the soft masks of this step."""
         ce, terms = super().loss(batch, progress)
-        taken = newly_used([self.soft], [self.used])
-        return ce + self.settings.c * taken, terms | {"newly_used": taken.detach()}
+        r = newly_used([self.soft], [self.used])
+        return ce + self.settings.c * r, terms | {"newly_used": r.detach()}
 
     def after_backward(self) -> None:
         self.protector.gate()
@@ -214,67 +224,81 @@ class CtrTsm(Method[S]):
         self.mask.clamp()
 
     def metrics(self) -> dict[str, float]:
-        """Shares of units: this task's, and those that no task uses so far."""
-        own = self.mask.hard()
+        """Share of units that this task uses, and share that no task uses so far."""
+        task_units = self.mask.hard()
         return {
-            "density": float(own.float().mean()),
-            "free": 1 - float((own | self.used).float().mean()),
+            "density": float(task_units.float().mean()),
+            "free": 1 - float((task_units | self.used).float().mean()),
         }
 
     def warnings(self) -> list[str]:
         assert self.task is not None
-        free, left = 1 - float(self.used.float().mean()), self.metrics()["free"]
-        if free < FEW:
+        free_before = 1 - float(self.used.float().mean())
+        free_after = self.metrics()["free"]
+        if free_before < FEW:
             return [
-                f"task {self.task.name!r}: only {free:.2%} of the adapters' units were free, so "
-                "it learned little but its head and the choice of "
-                "units; raise width, or c so that tasks use fewer units"
+                f"task {self.task.name!r}: only {free_before:.2%} of the adapters' units were "
+                "free, so it learned little but its head and the choice of units; raise width, or "
+                "c so that tasks use fewer units"
             ]
-        if left < FEW:
+        if free_after < FEW:
             return [
-                f"task {self.task.name!r}: {left:.2%} of the adapters' units are left for later "
-                "tasks; raise width or c, or set start: sparse"
+                f"task {self.task.name!r}: {free_after:.2%} of the adapters' units are left for "
+                "later tasks; raise width or c, or set start: sparse"
             ]
         return []
 
     def finish(self) -> tuple[TaskState, Carried]:
-        own = self.mask.hard()
-        shared = {name: t.detach().clone() for name, t in self.shared.named_parameters()}
-        inner, outer = (m.cpu().clone() for m in self.split(own))
-        return self.state(masks={"inner": inner, "outer": outer}), Carried(
-            shared | {"used": self.used | own}, {"tasks": self.position + 1}
-        )
+        task_units = self.mask.hard()
+        inner, outer = self.split(task_units)
+        masks = {"inner": inner.cpu().clone(), "outer": outer.cpu().clone()}
+        tensors = {name: t.detach().clone() for name, t in self.shared.named_parameters()}
+        tensors["used"] = self.used | task_units
+        return self.state(masks=masks), Carried(tensors, {"tasks": self.position + 1})
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
         super().load_carried(carried)
-        self.shared.load_state_dict(
-            {name: t for name, t in carried.tensors.items() if name != "used"}
-        )
+        shared = {name: tensor for name, tensor in carried.tensors.items() if name != "used"}
+        self.shared.load_state_dict(shared)
         self.used = carried.tensors["used"].to(self.used.device, copy=True)
         self.position = carried.meta["tasks"]
 
     def load_task(self, state: TaskState) -> None:
-        """Keeps the task's masks beside those of other tasks. A base task has none: the backbone
-        alone serves it."""
+        """Load the task's masks beside those of other tasks.
+
+        A base task has no masks: the backbone alone serves it.
+        """
         super().load_task(state)
-        for name, size in (("inner", self.settings.width), ("outer", self.sites.width)):
-            found, fits = state.masks.get(name), (len(self.sites), size)
-            if state.masks and (found is None or tuple(found.shape) != fits):
-                raise UserError(
-                    f"task {state.task!r}: its state has {name} masks of shape "
-                    f"{None if found is None else tuple(found.shape)}, these settings "
-                    f"have {fits}; use the backbone and the method's settings of its run"
-                )
+        if state.masks:
+            self.check_masks(state)
         self.loaded[state.task] = dict(state.masks)
+
+    def check_masks(self, state: TaskState) -> None:
+        """Raise `UserError` when the state's masks are not of these settings."""
+        for name, size in (("inner", self.settings.width), ("outer", self.sites.width)):
+            mask = state.masks.get(name)
+            stored_shape = None if mask is None else tuple(mask.shape)
+            expected_shape = (len(self.sites), size)
+            if stored_shape != expected_shape:
+                raise UserError(
+                    f"task {state.task!r}: its state has {name} masks of shape {stored_shape}, "
+                    f"these settings have {expected_shape}; use the backbone and the method's "
+                    "settings of its run"
+                )
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         if task not in self.loaded:
             return self.masked(*self.split(self.mask.hard()))
-        device, masks = self.adapters.down.device, self.loaded[task]
-        return self.masked(masks["inner"].to(device), masks["outer"].to(device)) if masks else {}
+        masks = self.loaded[task]
+        if not masks:
+            return {}
+        device = self.adapters.down.device
+        return self.masked(masks["inner"].to(device), masks["outer"].to(device))
 
     def flops_share(self, state: TaskState) -> float:
-        """With units cut that the task does not use."""
-        inner, outer = (state.masks[name].sum(1) for name in ("inner", "outer"))
-        return 1 + added_share(self.backbone, int((inner * (self.sites.width + outer)).sum()))
+        """Units that the task does not use are counted as cut."""
+        inner = state.masks["inner"].sum(1)  # (S,)
+        outer = state.masks["outer"].sum(1)  # (S,)
+        weights = int((inner * (self.sites.width + outer)).sum())
+        return 1 + added_share(self.backbone, weights)

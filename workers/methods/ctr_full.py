@@ -1,10 +1,13 @@
-"""CTR whole: before the task-specific module, capsules of earlier tasks share what they know, gated
-by how similar tasks are.
+"""CTR as a whole: a knowledge-sharing module in front of the task-specific module of `ctr`.
+
+The module routes capsules of all tasks so far, gated by how similar tasks are.
 
 Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning,
-NeurIPS 2021. Axes: S sites, B images, N tokens, T tasks up to the current one (which is the last),
-d width, J x P transfer capsules, R filters of each kernel size. "Transfer capsules" are flattened
-to J P channels.
+NeurIPS 2021.
+
+Axes: S sites, B images, N tokens, T tasks up to the current one (which is the last), d width,
+J x P transfer capsules, R filters of each kernel size. Transfer capsules are flattened to J P
+channels.
 """
 
 from __future__ import annotations
@@ -27,8 +30,11 @@ from workers.model.masks import HardSample
 from workers.model.vit import geometry
 from workers.storage.taskstate import TaskState
 
-KERNELS = (3, 4, 5)  # tokens that a routing filter sees
-TRANSFER = 3  # J, transfer capsules per task
+# Kernel sizes of the routing filters, in tokens.
+KERNELS = (3, 4, 5)
+# J, transfer capsules per task.
+TRANSFER = 3
+# Tensors with an axis of tasks.
 PER_TASK = ("p", "p_bias", "transfer")
 
 
@@ -47,29 +53,34 @@ def squash(z: Tensor) -> Tensor:
 
 
 def strongest(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Maximum over positions of a convolution over tokens. u: (b, N, channels), weight: (R, K,
-    channels) -> (b, R).
+    """Return the maximum over positions of a convolution over tokens, (b, R).
 
-    Only the winning window has a gradient, so the search for it goes without one, and the winner is
-    computed again."""
-    (batch, tokens, _), (count, size, channels) = u.shape, weight.shape
-    flat = weight.flatten(1)
+    u: (b, N, channels); weight: (R, K, channels); bias: (R,).
+
+    Only the window of the maximum has a gradient. It is therefore searched for without one, and
+    computed once more with it.
+    """
+    batch, tokens, _ = u.shape
+    count, size, channels = weight.shape
+    filters = weight.flatten(1)  # (R, K channels)
     with torch.no_grad():
         windows = u.unfold(1, size, 1).transpose(2, 3).flatten(2)  # (b, N - K + 1, K channels)
-        # (b, R)
-        first = torch.bmm(flat.expand(batch, -1, -1), windows.transpose(1, 2)).max(2).indices
-        at = (
-            first[:, :, None]
-            + torch.arange(size, device=u.device)
-            + tokens * torch.arange(batch, device=u.device)[:, None, None]
-        )
-    winners = u.flatten(0, 1).index_select(0, at.flatten()).view(batch, count, size * channels)
-    return (winners * flat).sum(2) + bias
+        scores = torch.bmm(filters.expand(batch, -1, -1), windows.transpose(1, 2))
+        window_starts = scores.max(2).indices  # (b, R), a token of the image
+        window_tokens = torch.arange(size, device=u.device)
+        image_starts = tokens * torch.arange(batch, device=u.device)
+        # (b, R, K), positions in u flattened over images and tokens
+        positions = window_starts[:, :, None] + window_tokens + image_starts[:, None, None]
+    flat_u = u.flatten(0, 1)
+    winners = flat_u.index_select(0, positions.flatten()).view(batch, count, size * channels)
+    return (winners * filters).sum(2) + bias
 
 
 def capsules(x: Tensor, p: Tensor, p_bias: Tensor, transfer: Tensor) -> Tensor:
-    """Transfer capsules u_c = W_c squash(F_c x) of each task c. x: (B, N, d), p: (T, P, d),
-    transfer: (T, J P, P) -> (B, T, N, J P)."""
+    """Return the transfer capsules u_c = W_c squash(F_c x) of each task c, (B, T, N, J P).
+
+    x: (B, N, d); p: (T, P, d); p_bias: (T, P); transfer: (T, J P, P).
+    """
     tasks, size, width = p.shape
     votes = F.linear(x, p.reshape(tasks * size, width), p_bias.reshape(-1))
     votes = squash(votes.unflatten(2, (tasks, size)))  # over the capsule, never over tasks
@@ -92,30 +103,33 @@ def knowledge(
     noise: Tensor | None = None,
     **filters: Tensor,
 ) -> Tensor:
-    """h = x + spread(v), v_j = sum over c <= t of delta_c a_c,j .* u_c,j: what the capsules of
-    tasks so far say about x (B, N, d).
+    """Return h = x + spread(v), v_j = sum over c <= t of delta_c a_c,j .* u_c,j, (B, N, d).
 
-    noise: (B, T) uniform numbers, while training: delta is then sampled, with the gradient of a
-    Gumbel softmax; else its mode."""
+    v is the knowledge of the tasks so far about x (B, N, d).
+
+    noise: (B, T) uniform numbers while training: delta is then sampled, with the gradient of a
+    Gumbel softmax. None: delta is its mode.
+    """
     u = capsules(x, p, p_bias, transfer)  # (B, T, N, J P)
     tasks = u.shape[1]
-    query = torch.cat(
-        [strongest(u[:, -1], filters[f"query{k}"], filters[f"query{k}_bias"]) for k in KERNELS], 1
-    ).relu()
-    asked = F.linear(query, mix, mix_bias).repeat_interleave(tasks, 0)  # (B T, R)
-    # The maximum over tokens of relu(conv + asked) is relu(maximum of conv + asked): asked is the
-    # same for all tokens.
-    routes = torch.cat(
-        [
-            (strongest(u.flatten(0, 1), filters[f"key{k}"], filters[f"key{k}_bias"]) + asked).relu()
-            for k in KERNELS
-        ],
-        1,
-    )
-    routes = routes.unflatten(0, (-1, tasks))  # (B, T, 3 R)
+    queries = [
+        strongest(u[:, -1], filters[f"query{k}"], filters[f"query{k}_bias"]) for k in KERNELS
+    ]
+    query = F.linear(torch.cat(queries, 1).relu(), mix, mix_bias)  # (B, R)
+    query = query.repeat_interleave(tasks, 0)  # (B T, R)
+    # The maximum over tokens of relu(conv + query) is relu(maximum of conv + query): the query is
+    # the same for all tokens.
+    keys = []
+    for k in KERNELS:
+        key = strongest(u.flatten(0, 1), filters[f"key{k}"], filters[f"key{k}_bias"])  # (B T, R)
+        keys.append((key + query).relu())
+    routes = torch.cat(keys, 1).unflatten(0, (-1, tasks))  # (B, T, 3 R)
     # (B, T), the difference of the two logits of a gate
     score = F.linear(routes, gate, gate_bias).squeeze(2).float()
-    delta = (score > 0).to(score.dtype) if noise is None else HardSample.apply(score, noise, 1.0)
+    if noise is None:
+        delta = (score > 0).to(score.dtype)
+    else:
+        delta = HardSample.apply(score, noise, 1.0)
     share = F.linear(routes, similar, similar_bias) * delta[:, :, None]  # delta a: (B, T, J P)
     v = (share[:, :, None] * u).sum(1)  # (B, N, J P)
     return x + F.linear(v, spread, spread_bias)
@@ -124,20 +138,28 @@ def knowledge(
 def capsule_bottleneck(
     x: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor, **shared: Tensor
 ) -> Tensor:
-    """x + z2, where z1 = relu(fc1 h) sees what is known, h, and z2 = relu(fc2 z1); the masks are in
-    the weights."""
+    """Return x + z2 with z1 = relu(fc1 h), z2 = relu(fc2 z1), h from `knowledge`; x: (B, N, d).
+
+    The weights are masked already.
+    """
     h = knowledge(x, **shared)
-    return x + F.linear(F.linear(h, down, down_bias).relu_(), up, up_bias).relu_()
+    z1 = F.linear(h, down, down_bias).relu_()
+    z2 = F.linear(z1, up, up_bias).relu_()
+    return x + z2
 
 
 class Capsules(nn.Module):
-    """The tensors of all knowledge-sharing modules, stacked over sites (S, ...), as PyTorch's
-    Linear and Conv1d start; the capsules of each task (S, T, ...) are independent of each other's.
-    transfer ~ N(0, 1)."""
+    """The tensors of all knowledge-sharing modules, stacked over sites (S, ...).
+
+    Capsules of a task (S, T, ...) depend on no other task. They start as PyTorch's Linear and
+    Conv1d do; transfer ~ N(0, 1).
+    """
 
     def __init__(self, sites: int, width: int, tasks: int, size: int, filters: int):
         super().__init__()
-        self.sites, channels, routes = sites, TRANSFER * size, len(KERNELS) * filters
+        self.sites = sites
+        channels = TRANSFER * size
+        routes = len(KERNELS) * filters
         self.layer("p", (tasks, size, width), width, bias=(tasks, size))
         self.transfer = nn.Parameter(torch.randn(sites, tasks, channels, size))
         for k in KERNELS:
@@ -151,41 +173,47 @@ class Capsules(nn.Module):
     def layer(
         self, name: str, shape: tuple[int, ...], inputs: int, bias: tuple[int, ...] | None = None
     ) -> None:
-        """A weight of `shape` per site, and its bias, by default one per output."""
-        for full, dims in ((name, shape), (f"{name}_bias", bias or shape[:1])):
-            self.register_parameter(
-                full,
-                nn.Parameter(torch.empty(self.sites, *dims).uniform_(-1, 1) / math.sqrt(inputs)),
-            )
+        """Register a weight of `shape` per site and its bias, by default one per output."""
+        bias_shape = bias or shape[:1]
+        for full_name, dims in ((name, shape), (f"{name}_bias", bias_shape)):
+            start = torch.empty(self.sites, *dims).uniform_(-1, 1) / math.sqrt(inputs)
+            self.register_parameter(full_name, nn.Parameter(start))
 
     def tensors(self, tasks: int) -> dict[str, Tensor]:
-        """All tensors by name; of those per task only the first `tasks`: later ones take no part,
-        and get no gradient."""
-        return {
-            name: t[:, :tasks] if name in PER_TASK else t for name, t in self.named_parameters()
-        }
+        """Return all tensors by name, with the capsules of the first `tasks` tasks alone.
+
+        Those of later tasks are not used, and get no gradient.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters():
+            tensors[name] = parameter[:, :tasks] if name in PER_TASK else parameter
+        return tensors
 
     def locks(self, tasks: int) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Capsules of tasks after the first `tasks`: decay must not move them before their task
-        comes."""
-        later = torch.arange(self.transfer.shape[1], device=self.transfer.device) >= tasks
-        return {
-            name: (t, later.view(1, -1, *[1] * (t.ndim - 2)))
-            for name, t in self.named_parameters()
-            if name in PER_TASK
-        }
+        """Return locks of the capsules after the first `tasks`, which weight decay must not move.
+
+        A lock (1, T, 1, ...) broadcasts to its parameter.
+        """
+        is_later = torch.arange(self.transfer.shape[1], device=self.transfer.device) >= tasks
+        locks = {}
+        for name, parameter in self.named_parameters():
+            if name in PER_TASK:
+                shape = (1, -1, *[1] * (parameter.ndim - 2))
+                locks[name] = (parameter, is_later.view(shape))
+        return locks
 
 
 class CtrFull(CtrTsm[CtrFullSettings]):
-    """CTR's TSM behind a knowledge-sharing module: h = x + v, where v sums the capsules of tasks so
-    far that a gate lets through, and the bottleneck sees h. Tasks hand on capsules and routing
-    beside the adapters; all of that is shared and not protected (only the TSM is), so later tasks
-    can change the answers of earlier ones: for better, the paper hopes, or worse.
+    """CTR's TSM behind a knowledge-sharing module: the bottleneck gets h = x + v instead of x.
+
+    v sums the capsules of the tasks so far that a gate lets through. Tasks hand on capsules and
+    routing together with the adapters. Capsules and routing are shared and not protected (only the
+    TSM is), so later tasks can change the answers on earlier ones.
 
     Where it differs from the released code: a capsule's tasks and channels are not mixed up, squash
     runs over a capsule and not over tasks, gates draw noise in training only, and R is that of the
-    task in training. One logit per gate, the difference of the pair: same law. The number of tasks
-    must be known: `max_tasks`.
+    task in training. A gate has one logit, the difference of the pair, which has the same
+    distribution. The largest number of tasks must be known: `max_tasks`.
     """
 
     name = "ctr_full"
@@ -222,41 +250,38 @@ class CtrFull(CtrTsm[CtrFullSettings]):
             settings.filters,
         )
         self.shared["capsules"] = self.capsules
-        self.positions: dict[str, int] = {}  # task -> its place among the capsules
+        # task -> the index of its capsules
+        self.positions: dict[str, int] = {}
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
-        self.steps_for(self.settings, self.position)  # raises where there is no capsule left
+        self.steps_for(self.settings, self.position)  # raises where the capsules are used up
         self.positions[context.task.name] = self.position
         return groups
 
     def shared_groups(self, optim: OptimPlan) -> list[ParamGroup]:
-        named = list(self.capsules.named_parameters())
+        weights = []
+        biases = []
+        for name, parameter in self.capsules.named_parameters():
+            if name.endswith("bias"):
+                biases.append(parameter)
+            else:
+                weights.append(parameter)
         return [
             *super().shared_groups(optim),
-            {
-                "name": "capsules",
-                "params": [p for n, p in named if not n.endswith("bias")],
-                "weight_decay": optim.weight_decay,
-            },
-            {
-                "name": "capsules.bias",
-                "params": [p for n, p in named if n.endswith("bias")],
-                "weight_decay": 0.0,
-            },
+            {"name": "capsules", "params": weights, "weight_decay": optim.weight_decay},
+            {"name": "capsules.bias", "params": biases, "weight_decay": 0.0},
         ]
 
     def locks(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
         return super().locks() | self.capsules.locks(self.position + 1)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        # (B, S, T)
-        uniform = batch.draw.per_sample("ctr.gates", len(self.sites), self.position + 1)
-        return (
-            super().training_weights(batch, progress)
-            | self.capsules.tensors(self.position + 1)
-            | {"noise": uniform.transpose(0, 1)}
-        )
+        num_tasks = self.position + 1
+        uniform = batch.draw.per_sample("ctr.gates", len(self.sites), num_tasks)  # (B, S, T)
+        adapters = super().training_weights(batch, progress)
+        noise = {"noise": uniform.transpose(0, 1)}
+        return adapters | self.capsules.tensors(num_tasks) | noise
 
     def state(self, **parts: Any) -> TaskState:
         return super().state(**parts, meta={"position": self.position})
@@ -268,14 +293,16 @@ class CtrFull(CtrTsm[CtrFullSettings]):
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         adapters = super().serving_weights(task)
-        return adapters | self.capsules.tensors(self.positions[task] + 1) if adapters else {}
+        if not adapters:
+            return {}
+        return adapters | self.capsules.tensors(self.positions[task] + 1)
 
     def flops_share(self, state: TaskState) -> float:
-        tasks, channels = state.meta["position"] + 1, self.capsules.transfer.shape[2]
-        each = tasks * self.capsules.transfer[0, 0].numel() + self.sites.width * (
-            tasks * self.settings.capsule + channels
-        )
+        tasks = state.meta["position"] + 1
+        channels = self.capsules.transfer.shape[2]  # J P
+        # weights that a token meets at one site
+        projections = self.sites.width * (tasks * self.settings.capsule + channels)
+        transfers = tasks * self.capsules.transfer[0, 0].numel()
         routing = (tasks + 1) * self.settings.filters * sum(KERNELS) * channels
-        return super().flops_share(state) + added_share(
-            self.backbone, len(self.sites) * (each + routing)
-        )
+        weights = len(self.sites) * (projections + transfers + routing)
+        return super().flops_share(state) + added_share(self.backbone, weights)

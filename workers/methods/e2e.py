@@ -1,5 +1,6 @@
-"""E2E: distillation per earlier task while training, then all weights once more on as many images
-of new classes as of old ones.
+"""E2E: distillation from every earlier task, then fine-tuning on a balanced set of images.
+
+The balanced set has as many images of each new class as of each old one.
 
 Castro, Marin-Jimenez, Guil, Schmid, Alahari: End-to-End Incremental Learning, ECCV 2018.
 """
@@ -37,16 +38,21 @@ class E2eSettings(RehearsalSettings):
 
 
 class E2e(Rehearsal[E2eSettings]):
-    """L = CE over all classes + mean over tasks s of KD_s, the distance of softmax(z_s / tau) to
-    softmax(y_s / tau) over the classes of s alone. In `train` the teacher is the network before the
-    task, and s runs over earlier tasks. `balance` chooses as many images of each new class as there
-    are of each old one, floor(M / O_t), and on these and the old exemplars `finetune` trains all
-    weights again. There the teacher is the network after `train`, and s runs over all tasks. `herd`
-    makes the memory that stays: floor(M / A_t) of each class, chosen anew for the new classes by
-    the network as it is then.
+    """L = CE over all classes + mean over tasks s of KD_s.
 
-    Both train alike unless the config says otherwise; a tenth of the rate is what the fine-tuning
-    is meant for: `steps: {finetune: {epochs: 40, lr: 0.01}}` beside `train: {epochs: 60, lr: 0.1}`.
+    KD_s is the distance of softmax(z_s / tau) to the teacher's softmax(y_s / tau), over the classes
+    of s alone.
+
+    - `train`: the teacher is the network before the task, and s runs over earlier tasks.
+    - `balance` chooses as many images of each new class as there are exemplars of each old one,
+      floor(M / O_t).
+    - `finetune` trains all weights again on these and the old exemplars. The teacher is the network
+      after `train`, and s runs over all tasks.
+    - `herd` makes the memory that is handed on: floor(M / A_t) exemplars of each class. Those of
+      new classes are chosen anew, by the network after `finetune`.
+
+    `finetune` has the learning rate of `train` unless the config says otherwise. The paper gives it
+    a tenth: `steps: {finetune: {epochs: 40, lr: 0.01}}` with `train: {epochs: 60, lr: 0.1}`.
 
     Where it differs from the paper: KD_s is a mean, over tasks and with `kd: bce` over classes too,
     where the paper sums cross-entropies; gradients are noisy only under `noise`; images are
@@ -66,46 +72,47 @@ class E2e(Rehearsal[E2eSettings]):
     per_task = Rehearsal.per_task | {"tau", "kd", "noise"}
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        return {} if context.step == "balance" else super().memory(context)
+        if context.step == "balance":
+            return {}
+        return super().memory(context)
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         if context.step == "balance":
-            self.herd(context.task, sharers=self.class_slices()[context.task.name].start)
+            num_old_classes = self.class_slices()[context.task.name].start
+            self.herd(context.task, sharers=num_old_classes)
         if context.step == "finetune":
-            self.teacher = Teacher(
-                self.backbone, {name: self.heads[name] for name in self.class_slices()}
-            )
+            heads = {name: self.heads[name] for name in self.class_slices()}
+            self.teacher = Teacher(self.backbone, heads)
         return groups
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        self.now = batch.draw, progress.global_step
+        self.draw = batch.draw
+        self.global_step = progress.global_step
         features = self.features(batch.images)
         ce = self.classification_loss(features, batch)
         if self.teacher is None:
             return ce, {"ce": ce.detach()}
-        held = kd_bce if self.settings.kd == "bce" else kd_ce
-        kd = torch.stack(
-            [
-                held(self.heads[name](features), taught, self.settings.tau)
-                for name, taught in self.teacher.logits(batch.images).items()
-            ]
-        ).mean()
+        distance = kd_bce if self.settings.kd == "bce" else kd_ce
+        distances = []
+        for name, teacher_logits in self.teacher.logits(batch.images).items():
+            student_logits = self.heads[name](features)
+            distances.append(distance(student_logits, teacher_logits, self.settings.tau))
+        kd = torch.stack(distances).mean()
         return ce + kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def after_backward(self) -> None:
-        """g <- g + N(0, 0.3 / (1 + iteration)^0.55), the same on all ranks, which have summed their
-        gradients by now."""
-        if self.settings.noise:
-            draw, iteration = self.now
-            deviation = (0.3 / (1 + iteration) ** 0.55) ** 0.5
-            for name, p in self.named_parameters():
-                if p.grad is not None:
-                    p.grad.add_(
-                        torch.randn(
-                            p.shape,
-                            generator=draw.generator(f"gradient.{name}", p.device),
-                            device=p.device,
-                        ),
-                        alpha=deviation,
-                    )
+        """g <- g + N(0, 0.3 / (1 + iteration)^0.55).
+
+        The noise is the same on all ranks, whose gradients have been summed before.
+        """
+        if not self.settings.noise:
+            return
+        deviation = (0.3 / (1 + self.global_step) ** 0.55) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.grad is None:
+                continue
+            device = parameter.device
+            generator = self.draw.generator(f"gradient.{name}", device)
+            noise = torch.randn(parameter.shape, generator=generator, device=device)
+            parameter.grad.add_(noise, alpha=deviation)

@@ -33,6 +33,7 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, record_of, version_notes
 from pipeline.launch.cluster import is_submitted_job
 from pipeline.results.tables import RunTables
+from pipeline.results.trials import keys_of_searches
 from pipeline.tracking import complete
 from pipeline.tracking.database import sqlite_path
 from pipeline.tracking.ui import this_python
@@ -620,6 +621,15 @@ def _record_analysis(
 
 
 # ---- garbage collection --------------------------------------------------------------------------
+def find_garbage(store: Store, earlier: bool = False) -> list[tuple[str, int]]:
+    """Return what no named run and no search needs: folders below the storage, with their bytes.
+
+    earlier: also what runs needed only before their configs were changed. Raise `UserError` when a
+    record cannot be read.
+    """
+    return store.garbage(keys_of_searches(store.storage), earlier)
+
+
 def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[str], list[str]]:
     """Delete the garbage in `paths` that is garbage still.
 
@@ -628,7 +638,7 @@ def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[
     needed_again: list[str] = []
     busy: list[str] = []
     with store.claimed_by_gc():
-        garbage = {path for path, _ in store.garbage(earlier)}
+        garbage = {path for path, _ in find_garbage(store, earlier)}
         for path in paths:
             if path not in garbage:
                 needed_again.append(path)

@@ -374,7 +374,7 @@ def collect_garbage(args: argparse.Namespace) -> int:
     from pipeline.yaml_files import absolute
 
     store = Store(absolute(args.storage))
-    garbage = store.garbage(args.earlier)
+    garbage = app.find_garbage(store, args.earlier)
     changed = [] if args.earlier else store.earlier_names()
     if changed:
         print(

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -458,7 +458,14 @@ def _check_own(settings: dict[str, Any], cls: Any, place: str, label: str, where
             )
 
 
-def checked(model: type[Any], body: Any, prefix: str, where: str = "") -> Any:
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> Settings:
+    """Return the checked settings. Raise `UserError` with one sentence per mistake.
+
+    prefix: path of the settings in a config. where: the file that they come from.
+    """
     try:
         return model.model_validate(body)
     except ValidationError as error:

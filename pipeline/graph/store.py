@@ -253,15 +253,15 @@ class Store:
         found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
         return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
 
-    def garbage(self, earlier: bool = False) -> list[tuple[str, int]]:
+    def garbage(self, search_keys: set[str], earlier: bool = False) -> list[tuple[str, int]]:
         """Folders below the storage, with their bytes, that no named run needs: results of no named
         run, what interrupted attempts left beside a result that stands, its checkpoints and
         failures.
 
-        earlier: also what runs needed only before their configs were changed. Raises UserError
-        where a record cannot be read.
+        search_keys: keys of the stages that searches need. earlier: also what runs needed only
+        before their configs were changed. Raise `UserError` when a record cannot be read.
         """
-        needed: set[str] = set()
+        needed = set(search_keys)
         for name in self.run_names():
             record = self.record(name)
             if record is None and exists(self.record_path(name)):
@@ -278,7 +278,6 @@ class Store:
                         "was changed is not known; remove that file"
                     )
                 needed |= needed_keys(kept)
-        needed |= self._searched()
         there = {
             place: list_files(join(self.storage, place))
             for place in ("stages", "checkpoints", failures.FOLDER)
@@ -301,27 +300,6 @@ class Store:
                     continue
                 sizes[f"{place}/{folder}"] = sizes.get(f"{place}/{folder}", 0) + size
         return sorted(sizes.items())
-
-    def _searched(self) -> set[str]:
-        """Keys of all stages that trials of searches consist of. Raises UserError where a record
-        cannot be read."""
-        from pipeline.results import trials
-
-        keys: set[str] = set()
-        for name in self.folders("searches"):
-            found = trials.load(self.storage, name)
-            if found.problems:
-                raise UserError(
-                    f"search {name!r}: {found.problems[0]}; so what it needs is not known: "
-                    "start the search again, or remove "
-                    f"{join(self.storage, 'searches', name)}"
-                )
-            keys |= {
-                stage["key"]
-                for trial in found.trials
-                for stage in (trial.get("graph") or {"stages": []})["stages"]
-            }
-        return keys
 
     # ---- what a source looked like when it was last seen, so that results stand after the raw data
     # is gone

@@ -273,7 +273,7 @@ def get_cluster_state() -> ClusterState:
 
     draining = ray_internals.draining_node_ids()
     nodes = {}
-    for info in ray.nodes():  # type: ignore[no-untyped-call]
+    for info in ray.nodes():
         node_id = info["NodeID"]
         nodes[node_id] = Node(
             node_id,

@@ -443,7 +443,7 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
         "look_up_all",
         lambda *rest, **more: order.append("look up") or look_up_all(*rest, **more),
     )
-    app.delete_garbage(here, [path for path, _ in here.garbage()], False)
+    app.delete_garbage(here, [path for path, _ in app.find_garbage(here)], False)
     assert order == ["delete"] * 5
     begun.join(120)
     assert order[5] == "look up"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
+from pipeline import app
 from pipeline.graph.run import look_up_all
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, key_of, why
@@ -204,8 +205,8 @@ def test_garbage_is_what_no_named_run_needs(tmp_path: Path) -> None:
         }
     )
     Attempt(store.root, "unfinished").write("a", b"1")  # may be under way
-    assert [path for path, _ in store.garbage()] == ["stages/lost"]
-    assert store.garbage()[0][1] > 5
+    assert [path for path, _ in app.find_garbage(store)] == ["stages/lost"]
+    assert app.find_garbage(store)[0][1] > 5
 
 
 def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result_stands(
@@ -219,13 +220,13 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
     store.withdraw("k")
     write_bytes(join(str(tmp_path), "checkpoints", "k", "latest.json"), b"{}")
     store.save_record({"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]})
-    assert store.garbage() == []
+    assert app.find_garbage(store) == []
     publish(store, "k", {"a": b"1"})
     assert not {interrupted.name, damaged.name} & {
         path.name for path in (tmp_path / "stages" / "k").iterdir()
     }, "on a disk they go with it"
     interrupted.write("a", b"half")  # it was not dead, and is dropped when it would commit
-    assert {path for path, _ in store.garbage()} == {
+    assert {path for path, _ in app.find_garbage(store)} == {
         "checkpoints/k",
         f"stages/k/{interrupted.name}",
     }
@@ -238,7 +239,7 @@ def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path: Path) -> Non
     store.save_record({"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]})
     (tmp_path / "runs" / "r" / "run.json").write_text("{")
     with pytest.raises(UserError, match="what run 'r' needs is not known"):
-        store.garbage()
+        app.find_garbage(store)
 
 
 def test_places_below_a_uri_keep_its_query_at_the_end() -> None:

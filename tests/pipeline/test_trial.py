@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline import config
+from pipeline import app, config
 from pipeline.graph import build
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind, Walk
@@ -272,10 +272,10 @@ def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.Plan, tmp_path: 
         "sessions": [],
     }
     (search_folder / "search.json").write_text(json.dumps(state))
-    assert store.garbage() == []
+    assert app.find_garbage(store) == []
     search_folder.rename(tmp_path / "elsewhere")
-    assert {name.split("/")[1] for name, _ in store.garbage()} == keys
+    assert {name.split("/")[1] for name, _ in app.find_garbage(store)} == keys
     (tmp_path / "elsewhere").rename(search_folder)
     Path(trial.record_path(plan.storage, plan.name, 0)).write_text("{")
     with pytest.raises(UserError, match="what it needs is not known"):
-        store.garbage()
+        app.find_garbage(store)

@@ -48,7 +48,7 @@ def start_of(
     if number in ranked[:quarter]:
         parent = rng.choice(ranked[-quarter:])
         if last_rounds[parent]["accuracy"] > last_rounds[number]["accuracy"] + SLACK:
-            return Start(space.near(last_rounds[parent]["params"], rng), parent)
+            return Start(space.perturb(last_rounds[parent]["params"], rng), parent)
     return Start(dict(last_rounds[number]["params"]), number)
 
 

@@ -102,7 +102,7 @@ def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tupl
         search.body,
         search.provenance,
         search.tasks,
-        search.own,
+        search.method_tasks,
         each=settings.scheduler == "pbt",
     )
     if settings.protocol != "per_task":
@@ -111,7 +111,7 @@ def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tupl
     trials_per_task = settings.budget.trials or 0
     if settings.algorithm == "grid":
         trials_per_task = len(search.space.grid())
-    for index, task in enumerate(search.own):
+    for index, task in enumerate(search.method_tasks):
         task_count = search.tasks.index(task) + 1
         task_plan = replace(
             plan,

@@ -8,7 +8,8 @@ import difflib
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -24,22 +25,55 @@ if TYPE_CHECKING:
 
 # the one key of a space that is no setting: which of the base's methods a trial has
 METHOD = "method"
+# keys of the base that change no result, or change it only by chance
+NOT_LEARNED = ("name", "storage", "cluster", "tracking", "seed")
+REDRAW_PROBABILITY = 0.25  # of a value in `Space.perturb`
 Params = dict[str, Any]  # dotted key -> value
 
 
-class Conditional(Frozen):
+# ---- dimensions ----------------------------------------------------------------------------------
+class Conditional(Frozen, ABC):
+    """One dimension of a space. It applies only to points that fulfil its `when`."""
+
     when: dict[str, Any] = Field(
         default_factory=dict,
-        description="keys of the space with the value, or a list of values, for which this "
-        "dimension is there",
+        description="keys of the space, each with the value or the list of values for which this "
+        "dimension applies",
     )
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> Any:
+        """Return a random value."""
+
+    @abstractmethod
+    def suggest(self, trial: Trial, key: str) -> Any:
+        """Return the value that Optuna suggests."""
+
+    @abstractmethod
+    def grid(self) -> list[Any]:
+        """Return the values of a grid."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of values of a grid."""
+
+    @abstractmethod
+    def bounds(self) -> list[Any]:
+        """Return the values that are checked: both ends of a range, or all values of a choice."""
+
+    @abstractmethod
+    def perturb(self, value: Any, rng: random.Random) -> Any:
+        """Return a value near `value`, for population-based training."""
 
 
 class Uniform(Conditional):
+    """Real numbers from low to high, drawn uniformly."""
+
     dist: Literal["uniform"]
     low: float
     high: float
-    points: PositiveInt = Field(3, description="of a grid")
+    points: PositiveInt = Field(3, description="values of a grid")
 
     @model_validator(mode="after")
     def _ordered(self) -> Uniform:
@@ -53,37 +87,40 @@ class Uniform(Conditional):
         return trial.suggest_float(key, self.low, self.high)
 
     def grid(self) -> list[Any]:
-        return [
-            min(self.low + (self.high - self.low) * i / max(self.points - 1, 1), self.high)
-            for i in range(self.points)
-        ]
+        gaps = max(self.points - 1, 1)
+        values = [self.low + (self.high - self.low) * i / gaps for i in range(self.points)]
+        return [min(value, self.high) for value in values]
 
     @property
     def size(self) -> int:
         return self.points
 
-    def near(self, value: Any, rng: random.Random) -> Any:
-        """For population-based training: a fifth more or less, inside the bounds."""
+    def bounds(self) -> list[Any]:
+        return [self.low, self.high]
+
+    def perturb(self, value: Any, rng: random.Random) -> Any:
+        """Return a value that is a fifth smaller or larger, inside the bounds."""
         return min(max(value * rng.choice((0.8, 1.2)), self.low), self.high)
 
 
 class LogUniform(Uniform):
+    """Positive numbers from low to high, whose logarithm is drawn uniformly."""
+
     dist: Literal["loguniform"]  # type: ignore[assignment]
     low: PositiveFloat
 
     def draw(self, rng: random.Random) -> Any:
-        return min(
-            max(math.exp(rng.uniform(math.log(self.low), math.log(self.high))), self.low), self.high
-        )
+        value = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+        return min(max(value, self.low), self.high)
 
     def suggest(self, trial: Trial, key: str) -> Any:
         return trial.suggest_float(key, self.low, self.high, log=True)
 
     def grid(self) -> list[Any]:
-        return [
-            min(self.low * (self.high / self.low) ** (i / max(self.points - 1, 1)), self.high)
-            for i in range(self.points)
-        ]
+        ratio = self.high / self.low
+        gaps = max(self.points - 1, 1)
+        values = [self.low * ratio ** (i / gaps) for i in range(self.points)]
+        return [min(value, self.high) for value in values]
 
 
 class Int(Conditional):
@@ -111,30 +148,36 @@ class Int(Conditional):
     def size(self) -> int:
         return self.high - self.low + 1
 
-    def near(self, value: Any, rng: random.Random) -> Any:
-        step = max(1, round(abs(value) / 5))  # a fifth, as for other ranges
+    def bounds(self) -> list[Any]:
+        return [self.low, self.high]
+
+    def perturb(self, value: Any, rng: random.Random) -> Any:
+        """Return a value that is a fifth, and at least 1, smaller or larger, inside the bounds."""
+        step = max(1, round(abs(value) / 5))
         return min(max(value + rng.choice((-step, step)), self.low), self.high)
 
 
 class Choice(Conditional):
+    """One of the listed values, each with the same probability."""
+
     dist: Literal["choice"]
     values: tuple[Any, ...] = Field(min_length=1)
 
     @field_validator("values")
     @classmethod
     def _different(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        twice = next((v for i, v in enumerate(values) if v in values[:i]), None)
-        if twice is not None:
-            raise ValueError(f"{twice!r} stands twice among them")
+        for index, value in enumerate(values):
+            if value in values[:index]:
+                raise ValueError(f"{value!r} stands twice among them")
         return values
 
     def draw(self, rng: random.Random) -> Any:
         return self.values[rng.randrange(len(self.values))]
 
     def suggest(self, trial: Trial, key: str) -> Any:
-        return self.values[
-            trial.suggest_categorical(key, list(range(len(self.values))))
-        ]  # values may be lists, Optuna's may not
+        # Optuna is given indices: its own categories cannot be lists
+        indices = list(range(len(self.values)))
+        return self.values[trial.suggest_categorical(key, indices)]
 
     def grid(self) -> list[Any]:
         return list(self.values)
@@ -143,10 +186,13 @@ class Choice(Conditional):
     def size(self) -> int:
         return len(self.values)
 
-    def near(self, value: Any, rng: random.Random) -> Any:
-        """A neighbour in the list."""
-        place = self.values.index(value) + rng.choice((-1, 1))
-        return self.values[min(max(place, 0), len(self.values) - 1)]
+    def bounds(self) -> list[Any]:
+        return list(self.values)
+
+    def perturb(self, value: Any, rng: random.Random) -> Any:
+        """Return a neighbour in the list."""
+        index = self.values.index(value) + rng.choice((-1, 1))
+        return self.values[min(max(index, 0), len(self.values) - 1)]
 
 
 Dimension = Annotated[Uniform | LogUniform | Int | Choice, Field(discriminator="dist")]
@@ -157,88 +203,66 @@ def _check_order(low: float, high: float) -> None:
         raise ValueError(f"low {low} is not below high {high}")
 
 
+# ---- the space -----------------------------------------------------------------------------------
 class Space:
-    """Dimensions by dotted key. A dimension `methods.LABEL...` is there only where a trial has that
-    method, and one with `when` only where that holds; so a point has just the keys that mean
-    something for it."""
+    """Dimensions by dotted key.
 
-    def __init__(self, dimensions: Mapping[str, Any]):
-        for key, dimension in dimensions.items():
-            unknown = next((other for other in dimension.when if other not in dimensions), None)
-            if unknown is not None:
-                near = difflib.get_close_matches(unknown, [k for k in dimensions if k != key], 1)
-                raise UserError(
-                    f"space.{key}.when names {unknown!r}, which is not a key of the space; "
-                    + (f"did you mean {near[0]!r}?" if near else "add it")
-                )
-            for other, wanted in dimension.when.items():
-                if not isinstance(dimensions[other], Choice):
-                    raise UserError(
-                        f"space.{key}.when asks for a value of {other!r}, which is no choice; "
-                        "make that a choice, or take it out"
-                    )
-                strange = next(
-                    (value for value in _listed(wanted) if value not in dimensions[other].values),
-                    None,
-                )
-                if strange is not None:
-                    raise UserError(
-                        f"space.{key}.when waits for {other}={strange!r}, which is not among "
-                        f"its values {list(dimensions[other].values)}; mend it"
-                    )
-        self.dimensions = dict(_sorted(dimensions))
+    A dimension `methods.LABEL...` applies only to points with that method, and one with `when` only
+    where that is fulfilled. So a point has only the keys that change something for it.
+    """
+
+    def __init__(self, dimensions: Mapping[str, Dimension]):
+        for key in dimensions:
+            _check_when(dimensions, key)
+        self.dimensions = _sorted(dimensions)
 
     def applies(self, key: str, params: Mapping[str, Any]) -> bool:
-        """Whether `key` is there, given those that come before it."""
-        if (
-            METHOD in params
-            and key.startswith("methods.")
-            and not key.startswith(f"methods.{params[METHOD]}.")
-        ):
+        """Return whether a point has `key`. params: its values of the dimensions before `key`."""
+        is_of_a_method = METHOD in params and key.startswith("methods.")
+        if is_of_a_method and not key.startswith(f"methods.{params[METHOD]}."):
             return False
-        return all(
-            other in params and params[other] in _listed(wanted)
-            for other, wanted in self.dimensions[key].when.items()
-        )
+        for other, condition in self.dimensions[key].when.items():
+            if other not in params or params[other] not in _as_list(condition):
+                return False
+        return True
 
     @property
     def size(self) -> int:
-        """Points of the grid, before those that are the same are taken together."""
+        """Number of points of the grid, where equal points are counted several times."""
         return math.prod(dimension.size for dimension in self.dimensions.values())
 
-    def drawn(self, seed: int, number: int) -> Params:
-        """Point `number` of a random search: a function of these two alone."""
+    def draw_point(self, seed: int, number: int) -> Params:
+        """Return point `number` of a random search. It depends on nothing else but the seed."""
         params: Params = {}
         for key, dimension in self.dimensions.items():
             if self.applies(key, params):
-                params[key] = dimension.draw(
-                    random.Random(derive_seed(seed, "search", number, key))
-                )
+                rng = random.Random(derive_seed(seed, "search", number, key))
+                params[key] = dimension.draw(rng)
         return params
 
     def suggest(self, trial: Trial) -> Params:
-        """A point as Optuna has it."""
+        """Return the point that Optuna suggests."""
         params: Params = {}
         for key, dimension in self.dimensions.items():
             if self.applies(key, params):
                 params[key] = dimension.suggest(trial, key)
         return params
 
-    def asked(self, params: Mapping[str, Any]) -> Params:
-        """The same point in Optuna's own values."""
-        return {
-            key: self.dimensions[key].values.index(value)
-            if isinstance(self.dimensions[key], Choice)
-            else value
-            for key, value in params.items()
-        }
+    def to_optuna(self, params: Mapping[str, Any]) -> Params:
+        """Return a point as Optuna stores it: with the index of a choice instead of its value."""
+        stored: Params = {}
+        for key, value in params.items():
+            dimension = self.dimensions[key]
+            stored[key] = value
+            if isinstance(dimension, Choice):
+                stored[key] = dimension.values.index(value)
+        return stored
 
     def grid(self) -> list[Params]:
-        """Every point of the grid once, the last dimension the fastest."""
+        """Return every point of the grid once. The last dimension changes fastest."""
         points: dict[str, Params] = {}
-        for values in itertools.product(
-            *(dimension.grid() for dimension in self.dimensions.values())
-        ):
+        grids = [dimension.grid() for dimension in self.dimensions.values()]
+        for values in itertools.product(*grids):
             params: Params = {}
             for key, value in zip(self.dimensions, values, strict=True):
                 if self.applies(key, params):
@@ -246,142 +270,197 @@ class Space:
             points.setdefault(repr(params), params)
         return list(points.values())
 
-    def near(self, params: Mapping[str, Any], rng: random.Random) -> Params:
-        """A point beside this one, or in each dimension with a chance of a quarter anywhere."""
-        found: Params = {}
+    def perturb(self, params: Mapping[str, Any], rng: random.Random) -> Params:
+        """Return a point near `params`. Each of its values is drawn anew with a probability of
+        a quarter."""
+        point: Params = {}
         for key, dimension in self.dimensions.items():
-            if self.applies(key, found):
-                anew = key not in params or rng.random() < 0.25
-                found[key] = dimension.draw(rng) if anew else dimension.near(params[key], rng)
-        return found
+            if not self.applies(key, point):
+                continue
+            if key not in params or rng.random() < REDRAW_PROBABILITY:
+                point[key] = dimension.draw(rng)
+            else:
+                point[key] = dimension.perturb(params[key], rng)
+        return point
 
     def corners(self) -> Iterator[Params]:
-        """Points that together have both ends of every range and every value of every choice; the
-        others stand at the first value for which it is there."""
-        for label in self.dimensions[METHOD].grid() if METHOD in self.dimensions else [None]:
-            seen: dict[str, Params] = {}
-            for key in self.dimensions:
-                for value in _ends(self.dimensions[key]):
-                    forced = {
-                        **self._reached(key),
-                        key: value,
-                        **({METHOD: label} if label is not None else {}),
-                    }
-                    point: Params = {}
-                    for other, dimension in self.dimensions.items():
-                        if self.applies(other, point):
-                            point[other] = forced.get(other, _ends(dimension)[0])
-                    seen.setdefault(repr(point), point)
-            yield from seen.values()
+        """Yield points that together have both ends of every range and every value of every choice.
 
-    def _reached(self, key: str) -> Params:
-        """Values of other dimensions for which `key` is there."""
-        found: Params = {}
-        for other, wanted in self.dimensions[key].when.items():
-            found |= {**self._reached(other), other: _listed(wanted)[0]}
-        return found
+        In each of them, the other dimensions have the first value for which that one applies.
+        """
+        labels: list[Any] = [None]
+        if METHOD in self.dimensions:
+            labels = self.dimensions[METHOD].grid()
+        for label in labels:
+            points: dict[str, Params] = {}
+            for key, dimension in self.dimensions.items():
+                for value in dimension.bounds():
+                    fixed = {**self._condition_of(key), key: value}
+                    if label is not None:
+                        fixed[METHOD] = label
+                    point = self._corner_with(fixed)
+                    points.setdefault(repr(point), point)
+            yield from points.values()
+
+    def _corner_with(self, fixed: Params) -> Params:
+        """Return a point with the `fixed` values that apply; the first value elsewhere."""
+        point: Params = {}
+        for key, dimension in self.dimensions.items():
+            if self.applies(key, point):
+                point[key] = fixed.get(key, dimension.bounds()[0])
+        return point
+
+    def _condition_of(self, key: str) -> Params:
+        """Return values of other dimensions for which `key` applies."""
+        params: Params = {}
+        for other, condition in self.dimensions[key].when.items():
+            params |= self._condition_of(other)
+            params[other] = _as_list(condition)[0]
+        return params
 
 
-def _listed(wanted: Any) -> list[Any]:
-    return list(wanted) if isinstance(wanted, (list, tuple)) else [wanted]
+def _as_list(condition: Any) -> list[Any]:
+    """Return the values that a `when` names for a key: one value, or a list of them."""
+    return list(condition) if isinstance(condition, (list, tuple)) else [condition]
 
 
-def _ends(dimension: Any) -> list[Any]:
-    return (
-        list(dimension.values) if isinstance(dimension, Choice) else [dimension.low, dimension.high]
-    )
-
-
-def _sorted(dimensions: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The method first, and a dimension after those that its `when` names."""
-    done: dict[str, Any] = {key: dimensions[key] for key in (METHOD,) if key in dimensions}
-    while len(done) < len(dimensions):
-        ready = [
-            key
-            for key in dimensions
-            if key not in done and all(other in done for other in dimensions[key].when)
-        ]
-        if not ready:
-            stuck = next(key for key in dimensions if key not in done)
+def _check_when(dimensions: Mapping[str, Dimension], key: str) -> None:
+    """Raise `UserError` when the `when` of a dimension is not about values of choices."""
+    conditions = dimensions[key].when
+    for other in conditions:
+        if other not in dimensions:
+            remedy = did_you_mean(other, [name for name in dimensions if name != key], "add it")
             raise UserError(
-                f"space.{stuck}.when: these dimensions wait for each other in a circle; take "
+                f"space.{key}.when names {other!r}, which is not a key of the space; {remedy}"
+            )
+    for other, condition in conditions.items():
+        dimension = dimensions[other]
+        if not isinstance(dimension, Choice):
+            raise UserError(
+                f"space.{key}.when asks for a value of {other!r}, which is no choice; "
+                "make that a choice, or take it out"
+            )
+        for value in _as_list(condition):
+            if value not in dimension.values:
+                raise UserError(
+                    f"space.{key}.when asks for {other}={value!r}, which is not among "
+                    f"its values {list(dimension.values)}; use one of them"
+                )
+
+
+def _sorted(dimensions: Mapping[str, Dimension]) -> dict[str, Dimension]:
+    """Return the dimensions with the method first, and each after those that its `when` names."""
+    ordered: dict[str, Dimension] = {}
+    if METHOD in dimensions:
+        ordered[METHOD] = dimensions[METHOD]
+    while len(ordered) < len(dimensions):
+        waiting = [key for key in dimensions if key not in ordered]
+        ready = [key for key in waiting if ordered.keys() >= dimensions[key].when.keys()]
+        if not ready:
+            raise UserError(
+                f"space.{waiting[0]}.when: these dimensions wait for each other in a circle; take "
                 "one `when` out"
             )
-        done |= {key: dimensions[key] for key in ready}
-    return list(done.items())
+        for key in ready:
+            ordered[key] = dimensions[key]
+    return ordered
 
 
 # ---- points and configs --------------------------------------------------------------------------
 def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's plain values with those of a point in place."""
-    found = copy.deepcopy(dict(body))
+    """Return a config's plain values with the values of a point in them."""
+    config_body = copy.deepcopy(dict(body))
     if METHOD in params:
-        found["methods"] = {params[METHOD]: (found.get("methods") or {}).get(params[METHOD])}
+        label = params[METHOD]
+        methods = config_body.get("methods") or {}
+        config_body["methods"] = {label: methods.get(label)}
     for key, value in params.items():
         if key != METHOD:
-            put(found, key, copy.deepcopy(value), f"space.{key}")
-    return found
+            put(config_body, key, copy.deepcopy(value), f"space.{key}")
+    return config_body
 
 
-def check(space: Space, body: Mapping[str, Any], where: str) -> None:
-    """Raises UserError where a key is no setting of the config, where an end of a range or a value
-    is none that it takes, or where a trial would have several methods."""
-    labels = [str(label) for label in body.get("methods") or {}]
-    if METHOD in space.dimensions:
-        dimension = space.dimensions[METHOD]
-        if not isinstance(dimension, Choice):
-            raise UserError(
-                f"{where}: space.method must be a choice; write {{dist: choice, values: "
-                f"[{', '.join(labels)}]}}"
-            )
-        unknown = next((label for label in dimension.values if label not in labels), None)
-        if unknown is not None:
-            raise UserError(
-                f"{where}: space.method has {unknown!r}, which is not among the base's methods "
-                f"{', '.join(labels)}; take it out or add the method"
-            )
-        labels = [label for label in labels if label in dimension.values]
-    elif len(labels) != 1:
-        raise UserError(
-            f"{where}: the base has {len(labels)} methods, a trial one; add to the space "
-            f"`method: {{dist: choice, values: [{', '.join(labels)}]}}`"
-        )
+def check(space: Space, body: Mapping[str, Any], path: str) -> None:
+    """Raise `UserError` when no trial, or not every trial, could run.
+
+    That is so when a key is no setting of the config, when the config refuses an end of a range or
+    a value, or when a trial would have several methods. path: of the search file.
+    """
+    labels = _searched_labels(space, body, path)
     for key in space.dimensions:
-        if key == METHOD:
-            continue
-        top, _, rest = key.partition(".")
-        if top == "stream":
-            raise UserError(
-                f"{where}: space.{key} cannot be searched, as trials on different streams do "
-                "not compare; take it out"
-            )
-        if top in ("name", "storage", "cluster", "tracking", "seed"):
-            raise UserError(
-                f"{where}: space.{key} cannot be searched, as it does not change what is "
-                "learned (or only by chance); take it out"
-            )
-        if top == "methods" and (label := rest.partition(".")[0]) not in labels:
-            near = difflib.get_close_matches(label, labels, 1)
-            raise UserError(
-                f"{where}: space.{key} is about method {label!r}, which no trial has; "
-                + (f"did you mean {near[0]!r}?" if near else "take it out")
-            )
+        if key != METHOD:
+            _check_key(key, labels, path)
     for params in space.corners():
         try:
             configs.check(with_params(body, params), "this point")
         except UserError as error:
-            shown = ", ".join(f"{key}={value!r}" for key, value in params.items())
+            point_text = ", ".join(f"{key}={value!r}" for key, value in params.items())
             raise UserError(
-                f"{where}: the space has points that no run accepts: {shown}: {error}"
+                f"{path}: the space has points that no run accepts: {point_text}: {error}"
             ) from None
 
 
-def searched_per_task(keys: Sequence[str], where: str) -> None:
-    """Raises UserError where a key is not a setting of a method, as only these may differ from task
-    to task."""
-    bad = next((key for key in keys if not key.startswith("methods.")), None)
-    if bad is not None:
+def _searched_labels(space: Space, body: Mapping[str, Any], path: str) -> list[str]:
+    """Return the labels of the methods that trials have. Raise `UserError` when a trial would have
+    none or several."""
+    labels = [str(label) for label in body.get("methods") or {}]
+    labels_text = ", ".join(labels)
+    dimension = space.dimensions.get(METHOD)
+    if dimension is None:
+        if len(labels) != 1:
+            raise UserError(
+                f"{path}: the base has {len(labels)} methods, a trial one; add to the space "
+                f"`method: {{dist: choice, values: [{labels_text}]}}`"
+            )
+        return labels
+    if not isinstance(dimension, Choice):
         raise UserError(
-            f"{where}: space.{bad} cannot differ from task to task; search it with another "
-            "protocol, or give keys `methods.LABEL...` alone"
+            f"{path}: space.method must be a choice; write {{dist: choice, values: "
+            f"[{labels_text}]}}"
         )
+    for label in dimension.values:
+        if label not in labels:
+            raise UserError(
+                f"{path}: space.method has {label!r}, which is not among the base's methods "
+                f"{labels_text}; take it out or add the method"
+            )
+    return [label for label in labels if label in dimension.values]
+
+
+def _check_key(key: str, labels: Sequence[str], path: str) -> None:
+    """Raise `UserError` when a key is of no method with one of `labels`, or of a setting that
+    cannot be searched."""
+    top, _, rest = key.partition(".")
+    if top == "stream":
+        raise UserError(
+            f"{path}: space.{key} cannot be searched, because trials on different streams cannot "
+            "be compared; take it out"
+        )
+    if top in NOT_LEARNED:
+        raise UserError(
+            f"{path}: space.{key} cannot be searched, because it does not change what is "
+            "learned (or only by chance); take it out"
+        )
+    label = rest.partition(".")[0]
+    if top == "methods" and label not in labels:
+        remedy = did_you_mean(label, labels, "take it out")
+        raise UserError(
+            f"{path}: space.{key} is about method {label!r}, which no trial has; {remedy}"
+        )
+
+
+def did_you_mean(name: str, known: Sequence[str], otherwise: str) -> str:
+    """Return a question about the known name that is most like `name`; `otherwise` when none is."""
+    matches = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {matches[0]!r}?" if matches else otherwise
+
+
+def check_per_task(keys: Iterable[str], path: str) -> None:
+    """Raise `UserError` when a key is not a setting of a method: no other may differ from task to
+    task."""
+    for key in keys:
+        if not key.startswith("methods."):
+            raise UserError(
+                f"{path}: space.{key} cannot differ from task to task; search it with another "
+                "protocol, or give only keys `methods.LABEL...`"
+            )

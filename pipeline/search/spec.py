@@ -1,5 +1,5 @@
-"""A search as it is asked for: its YAML file, the checks before anything runs, and what is written
-of it for going on."""
+"""The specification of a search: its YAML file, the checks before anything runs, and search.json,
+from which it continues."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from pipeline import config as configs
 from pipeline import yaml_files
+from pipeline.graph import build, raw_data
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Store
 from pipeline.results.trials import Trial
 from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
@@ -22,29 +25,26 @@ from pipeline.search.space import Params, Space
 from pipeline.search.trial import folder, now, with_history
 from workers.errors import UserError
 from workers.job import Frozen, key_inputs
+from workers.methods import METHODS
 from workers.storage.artifact import exists, join, read_json, write_bytes
 
-MOST_POINTS = 10_000  # of a grid
-FREE = ("budget", "seeds", "tolerance", "concurrent")  # what may change when a search goes on
-# the same of the base: it changes no result
-FREE_OF_BASE = (
-    "name",
-    "storage",
-    "cluster",
-    "tracking",
-)
+MAX_GRID_POINTS = 10_000
+# settings that may change when a search continues
+FREE = ("budget", "seeds", "tolerance", "concurrent")
+# keys of the base that may change then, because they change no result
+FREE_OF_BASE = ("name", "storage", "cluster", "tracking")
 
 
 class Budget(Frozen):
-    """When no further trial begins; at least one of them. The hours are of the clock, over all
-    sessions of the search."""
+    """Bounds after which no further trial begins; at least one. hours: wall-clock time, summed over
+    all sessions of the search."""
 
     trials: PositiveInt | None = None
     hours: float | None = Field(
-        None, gt=0, le=1e6, description="at their end trials under way are stopped, too"
+        None, gt=0, le=1e6, description="when they are over, running trials are stopped, too"
     )
     stages: PositiveInt | None = Field(
-        None, description="stages that were run, and not found in the store"
+        None, description="stages that were run, not counting those found in the store"
     )
 
     @model_validator(mode="after")
@@ -55,59 +55,77 @@ class Budget(Frozen):
 
 
 class SearchSettings(Frozen):
-    """A search: where to look, how, for how long, and on what the winner is measured."""
+    """The search file: what is searched, how and for how long, and how the winner is measured."""
 
     name: str = Field(pattern=configs.NAME)
-    base: str = Field(description="config that is searched, relative to this file")
+    base: str = Field(description="config to search, relative to this file")
     set: dict[str, Any] = Field(
-        default_factory=dict, description="changes of the base, by dotted key"
+        default_factory=dict, description="changes to the base, by dotted key"
     )
     space: dict[str, spaces.Dimension] = Field(min_length=1)
     protocol: Literal["end_of_stream", "first_k_tasks", "per_task", "two_streams"] = "end_of_stream"
     first_tasks: PositiveInt | None = Field(
-        None, description="first_k_tasks: on how many tasks trials are judged"
+        None, description="first_k_tasks: number of tasks that trials are judged on"
     )
     stream: dict[str, Any] | None = Field(
-        None, description="two_streams: the stream that is searched on, in place of the base's"
+        None, description="two_streams: the stream that trials learn, instead of the base's"
     )
     algorithm: Literal["random", "grid", "tpe"] = "random"
     scheduler: Literal["none", "asha", "pbt"] = "none"
     grace: PositiveInt = Field(1, description="asha: tasks that every trial learns")
-    reduction: int = Field(2, ge=2, description="asha: of so many trials one goes on at each rung")
+    reduction: int = Field(2, ge=2, description="asha: one of this many trials passes each rung")
     objectives: tuple[Literal["accuracy", "bytes"], ...] = Field(("accuracy",), min_length=1)
     tolerance: NonNegativeFloat = Field(
         0.0,
-        description="accuracy (0 to 1) below the best that a trial may have and win with fewer "
+        description="how far below the best accuracy (0 to 1) a trial may be and win with fewer "
         "bytes",
     )
     budget: Budget = Budget(trials=16)
-    seed: NonNegativeInt = Field(
-        0, description="of the points; what is trained has the base's seed"
-    )
+    seed: NonNegativeInt = Field(0, description="draws the points; training uses the base's seed")
     seeds: tuple[NonNegativeInt, ...] = Field(
-        (0, 1, 2), description="with which the winner is trained and measured on test data"
+        (0, 1, 2), description="seeds to train the winner with, and to measure it on test data"
     )
     concurrent: NonNegativeInt = Field(
-        0, description="most trials side by side; 0 means as many as there is room for"
+        0, description="most trials at a time; 0: as many as fit into the cluster"
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> SearchSettings:
-        for name, wanted, protocol in (
-            ("first_tasks", self.first_tasks, "first_k_tasks"),
-            ("stream", self.stream, "two_streams"),
-        ):
-            if (wanted is not None) != (self.protocol == protocol):
-                remedy = "leave it out" if wanted is not None else f"give {name}"
-                raise ValueError(
-                    f"{name} belongs to protocol {protocol}, and the protocol is "
-                    f"{self.protocol}; {remedy}"
-                    + (" (set.stream changes that of the base)" if name == "stream" else "")
-                )
+    def _check_protocol(self) -> SearchSettings:
+        self._check_field_of("first_k_tasks", "first_tasks", self.first_tasks is not None)
+        self._check_field_of(
+            "two_streams",
+            "stream",
+            self.stream is not None,
+            hint=" (set.stream changes that of the base)",
+        )
+        if self.protocol == "per_task" and self.algorithm != "grid" and self.budget.trials is None:
+            raise ValueError(
+                "protocol per_task has a number of trials for each task; give budget.trials"
+            )
+        return self
+
+    def _check_field_of(self, protocol: str, name: str, is_set: bool, hint: str = "") -> None:
+        """Raise `ValueError` unless the field is set exactly when the protocol needs it."""
+        if is_set == (self.protocol == protocol):
+            return
+        remedy = "leave it out" if is_set else f"give {name}"
+        raise ValueError(
+            f"{name} belongs to protocol {protocol}, and the protocol is {self.protocol}; "
+            f"{remedy}{hint}"
+        )
+
+    @model_validator(mode="after")
+    def _check_objectives(self) -> SearchSettings:
         if self.objectives not in (("accuracy",), ("accuracy", "bytes")):
             raise ValueError(
                 f"objectives are {list(self.objectives)}; write [accuracy], or [accuracy, bytes]"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_scheduler(self) -> SearchSettings:
+        if self.scheduler == "none":
+            return self
         if self.scheduler == "pbt" and (self.algorithm != "random" or self.budget.trials is None):
             raise ValueError(
                 "scheduler pbt changes a population of random points, as many as budget.trials; "
@@ -118,111 +136,115 @@ class SearchSettings(Frozen):
                 "scheduler pbt lets trials take over from each other, and budget.trials is 1; "
                 "give 2 or more, or use scheduler none"
             )
-        if self.protocol == "per_task" and self.algorithm != "grid" and self.budget.trials is None:
-            raise ValueError(
-                "protocol per_task has a number of trials for each task; give budget.trials"
-            )
-        if self.protocol == "per_task" and self.scheduler != "none":
+        if self.protocol == "per_task":
             raise ValueError(
                 f"protocol per_task judges trials once, so scheduler {self.scheduler} has "
                 "nothing to stop; use scheduler none"
             )
-        if self.scheduler != "none" and len(self.objectives) > 1:
+        if len(self.objectives) > 1:
             raise ValueError(
                 f"scheduler {self.scheduler} judges by accuracy alone; use scheduler none, or "
                 "objectives [accuracy]"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> SearchSettings:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds are {list(self.seeds)}; list each once")
-        if (
-            self.algorithm == "grid"
-            and "budget" in self.model_fields_set
-            and self.budget.trials is not None
-        ):
+        has_trials = "budget" in self.model_fields_set and self.budget.trials is not None
+        if self.algorithm == "grid" and has_trials:
             raise ValueError(
                 "a grid has as many trials as points; leave budget.trials out (hours and stages "
                 "bound a grid), or use algorithm random"
             )
         return self
 
+    @property
+    def has_params_per_task(self) -> bool:
+        """Whether tasks of one stream may be trained with different parameters."""
+        return self.protocol == "per_task" or self.scheduler == "pbt"
+
 
 @dataclass
 class Search:
-    """A search that is set up: its settings, the base's values, and the space."""
+    """A search whose file was read and checked.
+
+    body: the base's plain values with `set`, as trials start from them.
+    report_body: the same with the base's own stream, for the winner.
+    tasks: tasks that trials learn, in stream order.
+    method_tasks: those of `tasks` for which the method has stages beside the evaluation. A base
+        task has none when the method leaves the backbone as it is.
+    note: a sentence on what the settings mean for this stream; "" when there is none.
+    digest: of everything that must not change when the search continues.
+    sessions: when each run of the search started, and how long it took.
+    """
 
     settings: SearchSettings
-    body: dict[str, Any]  # the base's plain values with `set`, as trials start from them
-    report_body: dict[str, Any]  # the same with the base's own stream
+    body: dict[str, Any]
+    report_body: dict[str, Any]
     space: Space
     storage: str
     provenance: dict[str, Any]
-    tasks: tuple[str, ...]  # of the stream that is searched on: those that trials learn
-    own: tuple[
-        str, ...
-    ]  # those of them that have steps of the method's own: not a base task that it leaves as it is
-    note: str = ""  # on what the settings mean for this stream
+    tasks: tuple[str, ...]
+    method_tasks: tuple[str, ...]
+    note: str = ""
     digest: str = ""
     sessions: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
+        """Name of the search."""
         return self.settings.name
 
     @property
     def cluster(self) -> configs.ClusterSettings:
+        """Cluster settings of the base."""
         return configs.ClusterSettings.model_validate(self.body.get("cluster") or {})
-
-    def records(self, phase: str | None = None) -> list[Trial]:
-        """Of all trials that began, in order; of one phase if asked."""
-        if not exists(join(folder(self.storage, self.name), "search.json")):
-            return []
-        return [
-            record
-            for record in load_trials(self.storage, self.name).trials
-            if phase is None or record["phase"] == phase
-        ]
 
     @property
     def tracking(self) -> configs.TrackingSettings:
-        return configs.check(
-            spaces.with_params(self.body, next(self.space.corners())), self.name
-        ).tracking
+        """Tracking settings of the base."""
+        params = next(self.space.corners())
+        return _config_of(self.body, params, self.name).tracking
+
+    def records(self, phase: str | None = None) -> list[Trial]:
+        """Return the records of the trials of a phase, sorted by number. phase: None means all."""
+        if not exists(join(folder(self.storage, self.name), "search.json")):
+            return []
+        stored = load_trials(self.storage, self.name)
+        return stored.trials if phase is None else stored.of(phase)
 
     @property
-    def worked_s(self) -> float:
+    def elapsed_s(self) -> float:
+        """Wall-clock time of all sessions."""
         return float(sum(session["wall_s"] for session in self.sessions))
 
     @property
-    def spent(self) -> bool:
-        """Whether the budget of stages or hours is used up."""
+    def is_budget_used(self) -> bool:
+        """Whether the budget of hours or stages is used up."""
         budget = self.settings.budget
-        if budget.hours is not None and self.worked_s >= 3600 * budget.hours:
+        if budget.hours is not None and self.elapsed_s >= 3600 * budget.hours:
             return True
-        return (
-            budget.stages is not None
-            and sum(record["stages"]["run"] for record in self.records()) >= budget.stages
-        )
+        if budget.stages is None:
+            return False
+        return sum(record["stages"]["run"] for record in self.records()) >= budget.stages
 
 
 # ---- reading -------------------------------------------------------------------------------------
-def load(path: str, overrides: list[str]) -> tuple[SearchSettings, dict[str, Any], dict[str, Any]]:
-    """Settings of a search, the plain values that its trials start from, and those that its winner
-    is measured with. Raises UserError."""
+class SearchFile(NamedTuple):
+    """A search file with its base. See `Search` for the bodies."""
+
+    settings: SearchSettings
+    body: dict[str, Any]
+    report_body: dict[str, Any]
+
+
+def load(path: str, overrides: list[str]) -> SearchFile:
+    """Read a search file and its base. Raise `UserError` when one of them is wrong."""
     file = Path(path)
     if not file.exists():
-        near = (
-            difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], 1)
-            if file.parent.exists()
-            else []
-        )
-        raise UserError(
-            f"search {path!r} does not exist"
-            + (
-                f"; did you mean {str(file.parent / near[0])!r}?"
-                if near
-                else "; give the path of a .yaml file"
-            )
-        )
+        raise UserError(f"search {path!r} does not exist; {_similar_file(file)}")
     raw = yaml_files.read_yaml(file, "a search")
     for override in overrides:
         apply_override(raw, override)
@@ -234,126 +256,104 @@ def load(path: str, overrides: list[str]) -> tuple[SearchSettings, dict[str, Any
     settings = configs.checked(SearchSettings, {"name": file.stem, **raw}, "", path)
     base = file.parent / settings.base
     if not base.exists():
-        raise UserError(f"{path}: base {settings.base!r} does not exist beside it; mend the path")
-    body = yaml_files.read_with_bases(base)
+        raise UserError(
+            f"{path}: base {settings.base!r} does not exist beside it; correct the path"
+        )
+    report_body = yaml_files.read_with_bases(base)
     for key, value in settings.set.items():
-        yaml_files.put(body, key, value, f"{path}: set.{key}")
-    own = body.get("stream")
-    searched = (
-        {**body, "stream": {**(own if isinstance(own, dict) else {}), **settings.stream}}
-        if settings.stream is not None
-        else body
-    )
-    return settings, searched, body
+        yaml_files.put(report_body, key, value, f"{path}: set.{key}")
+    body = report_body
+    if settings.stream is not None:
+        base_stream = body.get("stream")
+        if not isinstance(base_stream, dict):
+            base_stream = {}
+        body = {**body, "stream": {**base_stream, **settings.stream}}
+    return SearchFile(settings, body, report_body)
+
+
+def _similar_file(file: Path) -> str:
+    """Return a remedy for a path that does not exist."""
+    if file.parent.exists():
+        names = [path.name for path in file.parent.glob("*.yaml")]
+        matches = difflib.get_close_matches(file.name, names, 1)
+        if matches:
+            return f"did you mean {str(file.parent / matches[0])!r}?"
+    return "give the path of a .yaml file"
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """`key=value` into the plain values of a search file: a key of the file itself, else one of the
-    base config, which goes into its `set`.
+    """Apply `key=value` to the plain values of a search file.
 
-    `set.KEY` means the base's KEY too, also where the file has a key of that name (`name`, `seed`,
-    `stream`). Raises UserError.
+    A key of the search file is set there. A key that only the base config has goes into `set`.
+    `set.KEY` always means the base's KEY, also where both have such a key (`name`, `seed`,
+    `stream`). Raise `UserError` when there is no such key.
     """
     path, value = yaml_files.parse_override(override)
-    top, _, rest = path.partition(".")
-    if top in configs.Config.model_fields and top not in SearchSettings.model_fields:
-        rest = path
-    elif top not in SearchSettings.model_fields:
-        known = [*SearchSettings.model_fields, *configs.Config.model_fields]
-        near = difflib.get_close_matches(top, known, 1)
-        remedy = (
-            f"did you mean {near[0]!r}?" if near else f"there are {', '.join(dict.fromkeys(known))}"
-        )
-        raise UserError(
-            f"--set {override!r}: {top!r} is a key neither of a search nor of its base config; "
-            f"{remedy}"
-        )
-    elif top != "set" or not rest:
+    top, _, base_key = path.partition(".")
+    if top not in SearchSettings.model_fields:
+        _check_base_key(top, override)
+        base_key = path
+    elif top != "set" or not base_key:
         yaml_files.put(raw, path, value, f"--set {override!r}")
         return
     changes = raw.get("set") or {}
     if not isinstance(changes, dict):
         raise UserError(
             f"--set {override!r}: `set` of the search file is {changes!r:.80}, not a mapping; "
-            "mend the file"
+            "correct the file"
         )
-    raw["set"] = {
-        **{key: old for key, old in changes.items() if key != rest},
-        rest: value,
-    }  # the last one counts
+    changes = dict(changes)
+    changes.pop(base_key, None)  # the last one counts, also against keys below it
+    changes[base_key] = value
+    raw["set"] = changes
 
 
+def _check_base_key(key: str, override: str) -> None:
+    """Raise `UserError` when `key` is no top-level key of a base config."""
+    if key in configs.Config.model_fields:
+        return
+    known = list(dict.fromkeys([*SearchSettings.model_fields, *configs.Config.model_fields]))
+    remedy = spaces.did_you_mean(key, known, f"there are {', '.join(known)}")
+    raise UserError(
+        f"--set {override!r}: {key!r} is a key neither of a search nor of its base config; {remedy}"
+    )
+
+
+# ---- checks before anything runs -----------------------------------------------------------------
 def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Search:
-    """Checks all that can be checked before anything runs. Raises UserError."""
-    from pipeline.graph import build, raw_data
-    from pipeline.graph.store import Store
+    """Read a search and check all that can be checked before anything runs.
 
+    Raise `UserError` when it could not work, or when another search of its name is in the storage.
+    """
     settings, body, report_body = load(path, overrides)
     space = Space(settings.space)
-    spaces.check(space, body, path)
-    if settings.protocol == "per_task" or settings.scheduler == "pbt":
-        spaces.searched_per_task([key for key in settings.space if key != spaces.METHOD], path)
-        if spaces.METHOD in settings.space:
-            raise UserError(
-                f"{path}: space.method cannot change within a stream, as protocol per_task or "
-                "scheduler pbt would have it; search it end_of_stream"
-            )
-    if settings.algorithm == "grid" and space.size > MOST_POINTS:
-        raise UserError(
-            f"{path}: the grid has up to {space.size} points, more than {MOST_POINTS}; give "
-            "fewer values, or use algorithm random"
-        )
-    points = [*space.corners()]
-    config = configs.check(spaces.with_params(body, points[0]), path)
+    _check_space(settings, space, body, path)
+    points = list(space.corners())
+    point_configs = [_config_of(body, params, path) for params in points]
+    for point_config in point_configs:
+        _check_validation_images(point_config, path)
+    config = point_configs[0]
     storage = yaml_files.absolute(config.storage)
-    for params in points:
-        point = configs.check(spaces.with_params(body, params), path)
-        label = next(iter(point.methods))
-        if not point.data_of(label).val_fraction:
-            raise UserError(
-                f"{path}: a search is judged on validation images, and data.val_fraction of "
-                f"method {label!r} is 0; hold some out, as in "
-                "set: {data.val_fraction: 0.1}"
-            )
     store = Store(storage)
     store.check_writable()
-    for plain in [body] if settings.stream is None else [body, report_body]:
-        raw_data.read_sources_again(
-            configs.check(spaces.with_params(plain, points[0]), path), store, print
-        )
-    graph, tasks = build.graph_of(config, store, provenance, "val")
-    names = tuple(
-        task.name
-        for task in tasks
-        if f"{next(iter(config.methods))}/{task.name}/evaluate" in graph.stages
-    )
-    if settings.first_tasks is not None and settings.first_tasks >= len(names):
-        raise UserError(
-            f"{path}: first_tasks is {settings.first_tasks}, and the stream has {len(names)} "
-            "tasks; give fewer, or use protocol end_of_stream"
-        )
+    raw_data.read_sources_again(config, store, print)
+    report_config: configs.Config | None = None
     if settings.stream is not None:
-        build.graph_of(
-            configs.check(spaces.with_params(report_body, points[0]), path), store, provenance
-        )
-    _check_rungs(settings, min(settings.first_tasks or len(names), len(names)), path)
-    asked = key_inputs(settings, (*FREE, "set"))  # the body has what is set
-    if settings.protocol == "per_task":
-        # of each task: a number of a trial says which task it is for
-        asked["trials"] = settings.budget.trials
-    searched = {key: value for key, value in body.items() if key not in FREE_OF_BASE}
-    digest = hashlib.sha256(
-        json.dumps([asked, searched, [s.key for s in graph]], sort_keys=True, default=str).encode()
-    ).hexdigest()
-    names = names[: settings.first_tasks]
-    own = tuple(
-        name
-        for name in names
-        if any(s.task == name and s.method and s.step != "evaluate" for s in graph)
-    )
-    if settings.protocol == "per_task" or settings.scheduler == "pbt":
+        report_config = _config_of(report_body, points[0], path)
+        raw_data.read_sources_again(report_config, store, print)
+
+    graph, stream = build.graph_of(config, store, provenance, "val")
+    label = next(iter(config.methods))
+    names = [task.name for task in stream if f"{label}/{task.name}/evaluate" in graph.stages]
+    _check_first_tasks(settings, len(names), path)
+    if report_config is not None:
+        build.graph_of(report_config, store, provenance)
+    tasks = tuple(names[: settings.first_tasks])
+    _check_rungs(settings, len(tasks), path)
+    method_tasks = _method_tasks(graph, tasks)
+    if settings.has_params_per_task:
         for params in points:
-            configs.check(with_history(body, params, {own[0]: params}), path)
+            configs.check(with_history(body, params, {method_tasks[0]: params}), path)
     search = Search(
         settings,
         body,
@@ -361,23 +361,63 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
         space,
         storage,
         provenance,
-        names,
-        own,
-        _note(settings, points, body),
-        digest,
+        tasks,
+        method_tasks,
+        _note(settings, point_configs),
+        _digest(settings, body, graph),
     )
-    _check_same(search)
+    search.sessions = _earlier_sessions(search)
     return search
 
 
+def _config_of(body: dict[str, Any], params: Params, where: str) -> configs.Config:
+    """Return the config of a point. where: begins the sentence of an error."""
+    return configs.check(spaces.with_params(body, params), where)
+
+
+def _check_space(settings: SearchSettings, space: Space, body: dict[str, Any], path: str) -> None:
+    """Raise `UserError` when the space does not suit the base, the protocol or the algorithm."""
+    spaces.check(space, body, path)
+    if settings.has_params_per_task:
+        spaces.check_per_task([key for key in settings.space if key != spaces.METHOD], path)
+        if spaces.METHOD in settings.space:
+            raise UserError(
+                f"{path}: space.method cannot change within a stream, as protocol per_task or "
+                "scheduler pbt would have it; search it end_of_stream"
+            )
+    if settings.algorithm == "grid" and space.size > MAX_GRID_POINTS:
+        raise UserError(
+            f"{path}: the grid has up to {space.size} points, more than {MAX_GRID_POINTS}; give "
+            "fewer values, or use algorithm random"
+        )
+
+
+def _check_validation_images(config: configs.Config, path: str) -> None:
+    """Raise `UserError` when the method of a point has no validation images."""
+    label = next(iter(config.methods))
+    if not config.data_of(label).val_fraction:
+        raise UserError(
+            f"{path}: a search is judged on validation images, and data.val_fraction of "
+            f"method {label!r} is 0; hold some out, as in set: {{data.val_fraction: 0.1}}"
+        )
+
+
+def _check_first_tasks(settings: SearchSettings, count: int, path: str) -> None:
+    """Raise `UserError` when the first tasks are not fewer than the `count` tasks of the stream."""
+    if settings.first_tasks is not None and settings.first_tasks >= count:
+        raise UserError(
+            f"{path}: first_tasks is {settings.first_tasks}, and the stream has {count} "
+            "tasks; give fewer, or use protocol end_of_stream"
+        )
+
+
 def _check_rungs(settings: SearchSettings, count: int, path: str) -> None:
-    """Raises UserError where a scheduler has nothing to decide between the first and the last of
+    """Raise `UserError` when a scheduler has nothing to decide between the first and the last of
     `count` tasks."""
     if settings.scheduler == "asha" and settings.grace >= count:
         raise UserError(
             f"{path}: grace is {settings.grace}, and trials learn {count} tasks, so asha would "
-            "stop none of them early; "
-            "give a smaller grace, or use scheduler none"
+            "stop none of them early; give a smaller grace, or use scheduler none"
         )
     if settings.scheduler == "pbt" and count < 2:
         raise UserError(
@@ -386,59 +426,77 @@ def _check_rungs(settings: SearchSettings, count: int, path: str) -> None:
         )
 
 
-def _note(settings: SearchSettings, points: Sequence[Params], body: dict[str, Any]) -> str:
-    """What asha's first rung cannot say where tasks are learned independently of each other; empty
-    where it can."""
-    # imports torch, so it comes after what can be checked without
-    from workers.methods import METHODS
+def _method_tasks(graph: Graph, tasks: Sequence[str]) -> tuple[str, ...]:
+    """Return the tasks for which the method has stages beside the evaluation."""
+    changed = {stage.task for stage in graph if stage.method and stage.step != "evaluate"}
+    return tuple(task for task in tasks if task in changed)
 
+
+def _note(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> str:
+    """Return a sentence on what asha's first rung cannot compare; "" when it can compare all.
+
+    It compares too little when methods learn tasks independently of each other.
+    """
     if settings.scheduler != "asha":
         return ""
-    independent: set[str] = set()
-    for params in points:
-        entries = configs.check(spaces.with_params(body, params), settings.name).methods.values()
-        independent.update(entry.method for entry in entries if not METHODS[entry.method].carries)
+    methods: set[str] = set()
+    for config in point_configs:
+        methods.update(entry.method for entry in config.methods.values())
+    independent = sorted(method for method in methods if not METHODS[method].carries)
     if not independent:
         return ""
     verb = "learns" if len(independent) == 1 else "learn"
     first = "the first task" if settings.grace == 1 else f"the first {settings.grace} tasks"
     return (
-        f"{', '.join(sorted(independent))} {verb} every task by itself, so asha's first rung "
+        f"{', '.join(independent)} {verb} every task by itself, so asha's first rung "
         f"compares trials on {first} alone, "
         "which says nothing of the others; a larger `grace` compares them on more"
     )
 
 
-def _check_same(search: Search) -> None:
-    """Raises UserError where a search of this name stands in the storage that was another one."""
-    place = folder(search.storage, search.name)
+# ---- search.json ---------------------------------------------------------------------------------
+def _digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str:
+    """Return the SHA-256 of all that makes trials of an earlier session comparable with new ones:
+    settings, base, and the keys of the stages."""
+    search_inputs = key_inputs(settings, (*FREE, "set"))  # the body has what is set
+    if settings.protocol == "per_task":
+        # here the number of a trial tells which task it is for
+        search_inputs["trials"] = settings.budget.trials
+    base_inputs = {key: value for key, value in body.items() if key not in FREE_OF_BASE}
+    inputs = [search_inputs, base_inputs, [stage.key for stage in graph]]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _earlier_sessions(search: Search) -> list[dict[str, Any]]:
+    """Return the sessions of a search that continues. Raise `UserError` when the storage has
+    another search of this name."""
+    search_folder = folder(search.storage, search.name)
     try:
-        found = read_json(join(place, "search.json"))
+        state = read_json(join(search_folder, "search.json"))
     except (FileNotFoundError, ValueError):
-        return
-    if not isinstance(found, dict) or found.get("digest") != search.digest:
+        return []
+    if not isinstance(state, dict) or state.get("digest") != search.digest:
         raise UserError(
-            f"search {search.name!r} stands in {search.storage} with another space, base, data "
-            "or code, so its trials cannot be gone on with; "
-            f"give this one another name with --set name=NAME, or remove {place} (stages in the "
-            "store are reused all the same)"
+            f"search {search.name!r} is in {search.storage} with another space, base, data "
+            "or code, so it cannot be continued; give this one another name with --set "
+            f"name=NAME, or remove {search_folder} (stages in the store are reused all the same)"
         )
-    search.sessions = [session for session in found.get("sessions", []) if "wall_s" in session]
+    return [session for session in state.get("sessions", []) if "wall_s" in session]
 
 
 def write_state(search: Search) -> None:
-    """Writes search.json."""
-    write_bytes(
-        join(folder(search.storage, search.name), "search.json"),
-        json.dumps(state_of(search), indent=1, default=str).encode(),
-    )
+    """Write search.json."""
+    path = join(folder(search.storage, search.name), "search.json")
+    write_bytes(path, json.dumps(state_of(search), indent=1, default=str).encode())
 
 
 def state_of(search: Search) -> dict[str, Any]:
-    """search.json: what the search is, for whoever reads its trials, and for going on."""
+    """Return the content of search.json: what is needed to read the trials and to continue."""
     settings = search.settings.model_dump(mode="json", exclude={"space", "base", "set", "stream"})
     if search.settings.algorithm == "grid":
         settings["budget"]["trials"] = len(search.space.grid())
+    dimensions = search.settings.space
+    created = search.sessions[0]["started"] if search.sessions else now()
     return {
         "name": search.name,
         "digest": search.digest,
@@ -446,10 +504,10 @@ def state_of(search: Search) -> dict[str, Any]:
         "set": search.settings.set,
         "config": search.body,
         "tasks": list(search.tasks),
-        "space": {key: d.model_dump(mode="json") for key, d in search.settings.space.items()},
+        "space": {key: value.model_dump(mode="json") for key, value in dimensions.items()},
         "settings": settings,
         "provenance": search.provenance,
         "sessions": search.sessions,
         "note": search.note,
-        "created": search.sessions[0]["started"] if search.sessions else now(),
+        "created": created,
     }

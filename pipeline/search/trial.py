@@ -42,7 +42,7 @@ class Plan:
 
     body: the base config's plain values.
     tasks: those that a trial learns, in stream order.
-    own: those of them that have steps of the method's own.
+    method_tasks: those of them for which the method has stages beside the evaluation.
     only: a trial is judged after the last task alone.
     phase: the task that is searched now; "" in a search of one phase.
     chosen_so_far: task -> parameters that earlier phases have chosen for it.
@@ -55,7 +55,7 @@ class Plan:
     body: Mapping[str, Any]
     provenance: Mapping[str, Any]
     tasks: tuple[str, ...]
-    own: tuple[str, ...] = ()
+    method_tasks: tuple[str, ...] = ()
     only: bool = False
     phase: str = ""
     chosen_so_far: Mapping[str, Params] = field(default_factory=dict)
@@ -264,7 +264,9 @@ def _learn(plan: Plan, record: Trial, report: Report, started: float, count: Cou
     learned = len(record["results"])
     history = dict(record["history"])
     if plan.each:
-        history |= {task: dict(params) for task in plan.tasks[learned:] if task in plan.own}
+        history |= {
+            task: dict(params) for task in plan.tasks[learned:] if task in plan.method_tasks
+        }
     elif plan.phase:
         history[plan.phase] = dict(params)
     settings = plan.config(params, history, f"{plan.name}-{record['number']:04d}")

@@ -50,7 +50,7 @@ def points_of(search: Search, number: int, first: int) -> Params | None:
     """
     settings = search.settings
     if settings.algorithm != "grid":
-        return search.space.drawn(settings.seed, number)
+        return search.space.draw_point(settings.seed, number)
     grid = search.space.grid()
     return grid[number - first] if number - first < len(grid) else None
 
@@ -79,7 +79,7 @@ class Optuna:
         seed = derive_seed(self.search.settings.seed, "tpe", number) % 2**32
         self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
         if known is not None:
-            self.study.enqueue_trial(self.search.space.asked(known))
+            self.study.enqueue_trial(self.search.space.to_optuna(known))
         trial = self.study.ask()
         self.asked[number] = trial
         return self.search.space.suggest(trial)
@@ -127,7 +127,7 @@ def run_phase(search: Search, plan: Plan, first: int, notify: TrialObserver) -> 
     budget_s = None
     end = math.inf
     if settings.budget.hours is not None:
-        budget_s = max(1.0, 3600 * settings.budget.hours - search.worked_s)
+        budget_s = max(1.0, 3600 * settings.budget.hours - search.elapsed_s)
         end = time.monotonic() + budget_s - 1
     bookkeeping = join(search.storage, "ray", tune_name(search))
     delete_dir(bookkeeping)  # of a session that was killed
@@ -209,7 +209,7 @@ class AskingSearcher(Searcher):
         known = self.known.get(number)
         if self.max_trials is not None and number >= self.first + self.max_trials:
             return Searcher.FINISHED
-        if known is None and self.search.spent:
+        if known is None and self.search.is_budget_used:
             return Searcher.FINISHED
         if known is not None and _is_in_later_round(known, self.plan):
             self.next = number + 1

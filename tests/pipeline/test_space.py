@@ -39,9 +39,9 @@ WIDE: dict[str, dict[str, Any]] = {
 
 def test_a_point_is_a_function_of_seed_and_number_and_stays_inside_its_bounds() -> None:
     wide = space(**WIDE)
-    points = [wide.drawn(7, n) for n in range(300)]
-    assert points == [wide.drawn(7, n) for n in range(300)]
-    assert points[:20] != [wide.drawn(8, n) for n in range(20)]
+    points = [wide.draw_point(7, n) for n in range(300)]
+    assert points == [wide.draw_point(7, n) for n in range(300)]
+    assert points[:20] != [wide.draw_point(8, n) for n in range(20)]
     assert all(
         0.5 <= p["methods.meat.lambda"] <= 1 and 1e-4 <= p["methods.meat.mask_lr"] <= 1e-1
         for p in points
@@ -58,13 +58,13 @@ def test_dimensions_are_drawn_apart() -> None:
     two = space(
         a={"dist": "uniform", "low": 0, "high": 1}, b={"dist": "uniform", "low": 0, "high": 1}
     )
-    assert all(abs(p["a"] - p["b"]) > 1e-6 for p in (two.drawn(0, n) for n in range(20)))
+    assert all(abs(p["a"] - p["b"]) > 1e-6 for p in (two.draw_point(0, n) for n in range(20)))
 
 
 def test_a_dimension_more_does_not_move_the_others() -> None:
     few = space(**{k: v for k, v in WIDE.items() if k != "methods__meat__alpha"})
     for n in range(10):
-        assert few.drawn(0, n).items() <= space(**WIDE).drawn(0, n).items()
+        assert few.draw_point(0, n).items() <= space(**WIDE).draw_point(0, n).items()
 
 
 def test_a_grid_has_every_point_once() -> None:
@@ -91,7 +91,7 @@ def test_what_belongs_to_another_method_is_not_there() -> None:
     }
     assert len(both.grid()) == 5
     for n in range(20):
-        point = both.drawn(0, n)
+        point = both.draw_point(0, n)
         assert all(
             key == "method" or key.startswith(f"methods.{point['method']}.") for key in point
         )
@@ -108,7 +108,7 @@ def test_when_makes_a_dimension_conditional_whatever_the_order_of_lines() -> Non
         },
         methods__hat__start={"dist": "choice", "values": ["normal", "dense", "uniform"]},
     )
-    points = [one.drawn(0, n) for n in range(60)]
+    points = [one.draw_point(0, n) for n in range(60)]
     assert {p["methods.hat.start"] for p in points if "methods.hat.c" not in p} == {"normal"}
     assert {p["methods.hat.start"] for p in points if "methods.hat.c" in p} == {"dense", "uniform"}
 
@@ -121,17 +121,17 @@ def test_a_point_that_optuna_is_told_comes_back_as_it_was(algorithm: str) -> Non
     )
     study = optuna.create_study()
     for n in range(5):
-        point = one.drawn(3, n)
-        study.enqueue_trial(one.asked(point))
+        point = one.draw_point(3, n)
+        study.enqueue_trial(one.to_optuna(point))
         assert one.suggest(study.ask()) == point
 
 
 def test_near_stays_inside() -> None:
     wide, rng = space(**WIDE), random.Random(0)
-    point = wide.drawn(0, 0)
+    point = wide.draw_point(0, 0)
     seen = []
     for _ in range(200):
-        point = wide.near(point, rng)
+        point = wide.perturb(point, rng)
         seen.append(point)
         assert 0.5 <= point["methods.meat.lambda"] <= 1
         assert 1e-4 <= point["methods.meat.mask_lr"] <= 1e-1
@@ -179,7 +179,7 @@ BAD: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
     ({"methods__hat__c": CHOICE, **MEAT}, ["'hat'", "no trial has"]),
     ({"cluster__workers": CHOICE, **MEAT}, ["cluster.workers", "cannot be searched"]),
     ({"method": {"dist": "uniform", "low": 0, "high": 1}}, ["space.method must be a choice"]),
-    ({"stream__tasks__0__name": CHOICE, **MEAT}, ["stream.tasks.0.name", "do not compare"]),
+    ({"stream__tasks__0__name": CHOICE, **MEAT}, ["stream.tasks.0.name", "cannot be compared"]),
     (
         {
             "methods__meat__ffn_masks": {"dist": "choice", "values": ["weight", "neuron"]},
@@ -219,7 +219,7 @@ def test_when_must_name_a_key_and_not_go_round() -> None:
 
 def test_near_moves_as_far_in_whole_numbers_as_in_others() -> None:
     wide, rng = space(a={"dist": "int", "low": 1, "high": 1000}), random.Random(0)
-    found = {wide.near({"a": 500}, rng)["a"] for _ in range(100)}
+    found = {wide.perturb({"a": 500}, rng)["a"] for _ in range(100)}
     assert {400, 600} <= found
     assert not {499, 501} & found
 
@@ -231,6 +231,6 @@ def test_near_has_what_applies_there_and_nothing_else() -> None:
     )
     rng = random.Random(0)
     for start in ({"a": False}, {"a": True, "b": 0.5}):
-        found = [one.near(start, rng) for _ in range(40)]
+        found = [one.perturb(start, rng) for _ in range(40)]
         assert all(("b" in point) == point["a"] for point in found)
         assert {point["a"] for point in found} == {False, True}

@@ -216,7 +216,7 @@ def test_a_trial_that_is_stopped_after_its_last_task_is_finished(plan: trial.Pla
 def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
     plan: trial.Plan,
 ) -> None:
-    plan = replace(plan, each=True, own=plan.tasks)
+    plan = replace(plan, each=True, method_tasks=plan.tasks)
     points = [{"methods.meat.lambda": share} for share in (0.6, 0.9)]
     for number, params in enumerate(points):
         run(replace(plan, until=1), number, params)
@@ -243,7 +243,7 @@ def test_a_population_learns_in_rounds_and_keeps_what_each_trial_found_last(
 
 
 def test_a_round_that_was_killed_goes_on_from_the_same_parent(plan: trial.Plan) -> None:
-    plan = replace(plan, each=True, own=plan.tasks)
+    plan = replace(plan, each=True, method_tasks=plan.tasks)
     for number in (0, 1):
         run(replace(plan, until=1), number, {"methods.meat.lambda": 0.6 + 0.3 * number})
 

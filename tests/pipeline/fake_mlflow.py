@@ -61,10 +61,10 @@ class FakeMlflow:
                 raise Away(f"{name}: connection refused")
             if fault == "refuse":
                 raise Refused(f"{name}: bad request")
-            found = do(*args, **kwargs)
+            answer = do(*args, **kwargs)
             if fault == "after":
                 raise Away(f"{name}: connection reset")
-            return found
+            return answer
 
         return call
 
@@ -101,12 +101,12 @@ class FakeMlflow:
     def do_search_runs(
         self, experiments: list[str], text: str, max_results: int, page_token: None
     ) -> Page:
-        wanted = dict(re.findall(r"tags\.`([^`]+)` = '([^']*)'", text))
-        assert wanted
+        expected_tags = dict(re.findall(r"tags\.`([^`]+)` = '([^']*)'", text))
+        assert expected_tags
         return Page(
             self.view(k)
             for k, r in self.runs.items()
-            if all(r.tags.get(n) == v for n, v in wanted.items())
+            if all(r.tags.get(n) == v for n, v in expected_tags.items())
         )
 
     def do_log_batch(self, key: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
@@ -137,14 +137,14 @@ class FakeMlflow:
         self.runs[key].status = status
 
     def do_log_artifacts(self, key: str, folder: str) -> None:
-        for place, _, names in os.walk(folder):
+        for directory, _, names in os.walk(folder):
             for name in names:
-                path = os.path.join(place, name)
+                path = os.path.join(directory, name)
                 with open(path, "rb") as stream:
                     self.runs[key].files[os.path.relpath(path, folder)] = stream.read()
 
     # ---- what tests look at ----------------------------------------------------------------------
-    def found(self, name: str, **tags: str) -> Any:
+    def run_named(self, name: str, **tags: str) -> Any:
         """The one run with this name and these tags."""
         runs = [
             r

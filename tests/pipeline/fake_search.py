@@ -60,10 +60,10 @@ def results(
         1 - params["methods.meat.lambda"]
     )
     per_task: dict[str, float] = {}
-    found = []
+    results_so_far = []
     for position, task in enumerate(tasks, offset):
         per_task[task] = round(max(level - 0.02 * position + rng.gauss(0, 0.006), 0.05), 4)
-        found.append(
+        results_so_far.append(
             {
                 "task": task,
                 "position": position,
@@ -78,7 +78,7 @@ def results(
                 "per_task": dict(per_task),
             }
         )
-    return found
+    return results_so_far
 
 
 def trial(
@@ -89,7 +89,7 @@ def trial(
     rng = random.Random(number)
     params = draw(rng) if params is None else params
     if "accuracy" in other:
-        found = [
+        results_of_trial = [
             {
                 "task": "flowers",
                 "position": 0,
@@ -99,14 +99,14 @@ def trial(
             }
         ]
     else:
-        found = [] if "results" in other else results(params, TASKS, rng)
+        results_of_trial = [] if "results" in other else results(params, TASKS, rng)
     return {
         "number": number,
         "phase": "",
         "params": params,
         "status": status,
         "message": "",
-        "results": found,
+        "results": results_of_trial,
         "stages": {"run": 8, "reused": 8},
         "device_s": 340.0,
         "wall_s": 350.0,
@@ -119,7 +119,7 @@ def trial(
 
 def trials(count: int, scheduler: str = "asha") -> list[dict[str, Any]]:
     """A search over the stream: poor trials stopped early, some failed, the last one running."""
-    found = []
+    records = []
     for number in range(count):
         t = trial(
             number,
@@ -136,29 +136,31 @@ def trials(count: int, scheduler: str = "asha") -> list[dict[str, Any]]:
                 "status": "stopped",
                 "results": t["results"][: 2 if t["results"][1]["accuracy"] < 0.74 else 3],
             }
-        found.append(t)
+        records.append(t)
     if count > 4:
-        found[-1] |= {"status": "running", "results": found[-1]["results"][:2], "ended": None}
-    return found
+        records[-1] |= {"status": "running", "results": records[-1]["results"][:2], "ended": None}
+    return records
 
 
 def per_task(count: int, tasks: list[str] | None = None) -> list[dict[str, Any]]:
     """A greedy search: `count` trials for each task after the first one's best, and so on; each is
     judged after its last task alone."""
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     before: dict[str, float] = {}
     for position, task in enumerate(tasks or TASKS[:4]):
         for _ in range(count):
-            rng = random.Random(1000 + len(found))
-            t = trial(len(found), draw(rng), phase=task)
-            own = results(t["params"], [task], rng, position)[0]
-            own["per_task"] |= before
-            own["accuracy"] = sum(own["per_task"].values()) / (position + 1)
-            found.append(t | {"results": [own], "stages": {"run": 2, "reused": 2 * position + 2}})
+            rng = random.Random(1000 + len(records))
+            t = trial(len(records), draw(rng), phase=task)
+            result = results(t["params"], [task], rng, position)[0]
+            result["per_task"] |= before
+            result["accuracy"] = sum(result["per_task"].values()) / (position + 1)
+            records.append(
+                t | {"results": [result], "stages": {"run": 2, "reused": 2 * position + 2}}
+            )
         before = max(
-            (f for f in found if f["phase"] == task), key=lambda f: f["results"][-1]["accuracy"]
+            (f for f in records if f["phase"] == task), key=lambda f: f["results"][-1]["accuracy"]
         )["results"][0]["per_task"]
-    return found
+    return records
 
 
 def record(name: str = "meat-real", **settings: Any) -> dict[str, Any]:

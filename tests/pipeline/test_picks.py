@@ -38,13 +38,13 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunTables:
     """Of the fake run, whose chain `finetune` now says what it took images for."""
     monkeypatch.setattr(plots, "DPI", 40)
     fake_run.write(str(tmp_path))
-    found = RunTables.load(str(tmp_path), fake_run.record())
+    run_tables = RunTables.load(str(tmp_path), fake_run.record())
     for after, name in enumerate(NAMES):
         for task, row in enumerate(
-            found.artifacts[f"finetune/{name}/evaluate"].manifest["result"]["rows"]
+            run_tables.artifacts[f"finetune/{name}/evaluate"].manifest["result"]["rows"]
         ):
             row["picks"] = picks(after, task)
-    return found
+    return run_tables
 
 
 def test_there_is_a_row_for_every_task_after_every_task(tables: RunTables) -> None:
@@ -60,9 +60,9 @@ def test_there_is_a_row_for_every_task_after_every_task(tables: RunTables) -> No
 
 
 def test_the_picture_shows_the_last_finished_task_in_stream_order(tables: RunTables) -> None:
-    found = tables.pick_counts("finetune")
-    assert found is not None
-    counts, tasks, candidates = found
+    pick_counts = tables.pick_counts("finetune")
+    assert pick_counts is not None
+    counts, tasks, candidates = pick_counts
     assert tasks == candidates == NAMES
     assert counts.tolist() == [[200, 0, 0, 0], [30, 90, 0, 0], [38, 0, 112, 0], [16, 0, 0, 45]]
     earlier = tables.pick_counts("finetune", "birds")
@@ -111,9 +111,9 @@ def test_the_record_gets_curves_a_picture_and_tables(tables: RunTables) -> None:
         ("picked_right/birds", 1),
     ]
     assert points[2].value == 0.75
-    found = method_files(tables, "finetune")
-    assert {"picked.png", "picked.csv", "picks.csv"} <= found.keys()
-    assert found["picked.csv"].decode().splitlines()[2] == "birds,30,90,0,0"
+    bodies = method_files(tables, "finetune")
+    assert {"picked.png", "picked.csv", "picks.csv"} <= bodies.keys()
+    assert bodies["picked.csv"].decode().splitlines()[2] == "birds,30,90,0,0"
     assert method_report_files({"picked-finetune.png": b"x"}, "finetune") == {
         "report/picked.png": b"x"
     }

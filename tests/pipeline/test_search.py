@@ -108,14 +108,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("body", "said"), BAD)
+@pytest.mark.parametrize(("body", "sentences"), BAD)
 def test_a_search_that_cannot_work_is_refused_in_one_sentence(
-    tmp_path: Path, body: dict[str, Any], said: list[str]
+    tmp_path: Path, body: dict[str, Any], sentences: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
         prepared(tmp_path, **body)
     assert "\n" not in str(error.value)
-    for text in ("small.yaml", *said):
+    for text in ("small.yaml", *sentences):
         assert text in str(error.value)
     assert not (tmp_path / "storage" / "searches").exists()
 
@@ -138,19 +138,17 @@ def test_a_config_to_run_is_no_search(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_the_search_and_its_base(tmp_path: Path) -> None:
-    found = prepared(tmp_path, "budget.trials=9", "set={train.epochs: 1}", "name=other")
-    assert (found.name, found.settings.budget.trials, found.body["train"]["epochs"]) == (
-        "other",
-        9,
-        1,
-    )
+    search = prepared(tmp_path, "budget.trials=9", "set={train.epochs: 1}", "name=other")
+    assert search.name == "other"
+    assert search.settings.budget.trials == 9
+    assert search.body["train"]["epochs"] == 1
 
 
 def test_overrides_without_set_reach_the_base_where_the_search_has_no_such_key(
     tmp_path: Path,
 ) -> None:
     elsewhere = str(tmp_path / "elsewhere")
-    found = prepared(
+    search = prepared(
         tmp_path,
         f"storage={elsewhere}",
         "cluster.workers=2",
@@ -160,18 +158,18 @@ def test_overrides_without_set_reach_the_base_where_the_search_has_no_such_key(
         "set.seed=5",
         set={"train.epochs": 1, "cluster": {"workers": 4, "retries": 1}},
     )
-    assert found.storage == elsewhere
-    assert (found.cluster.workers, found.cluster.cpus_per_worker, found.cluster.retries) == (
-        2,
-        3,
-        1,
-    ), "one key by another, the last one counts"
-    assert (found.settings.seed, found.body["seed"]) == (7, 5), "the search's own key first"
-    assert (found.body["methods"]["meat"]["gamma"], found.body["train"]["epochs"]) == (3, 1)
+    assert search.storage == elsewhere
+    assert search.cluster.workers == 2, "one key by another, the last one counts"
+    assert search.cluster.cpus_per_worker == 3
+    assert search.cluster.retries == 1
+    assert search.settings.seed == 7, "the search's own key first"
+    assert search.body["seed"] == 5
+    assert search.body["methods"]["meat"]["gamma"] == 3
+    assert search.body["train"]["epochs"] == 1
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "sentence"),
     [
         ("storag=x", "did you mean 'storage'"),
         ("spce.x=1", "did you mean 'space'"),
@@ -184,11 +182,11 @@ def test_overrides_without_set_reach_the_base_where_the_search_has_no_such_key(
     ],
 )
 def test_an_override_that_means_nothing_is_refused_in_one_sentence(
-    tmp_path: Path, override: str, said: str
+    tmp_path: Path, override: str, sentence: str
 ) -> None:
     with pytest.raises(UserError) as error:
         prepared(tmp_path, override)
-    assert said in str(error.value)
+    assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -254,22 +252,26 @@ def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
 
 def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    found = prepared(tmp_path, algorithm="tpe")
+    search = prepared(tmp_path, algorithm="tpe")
 
-    def points(
+    def ask_for_points(
         asked: tune.Optuna, numbers: range, known: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
+        points = list(known)
         for n in numbers:
-            params = asked.ask(n, known[n] if n < len(known) else None)
-            assert n >= len(known) or params == known[n]
-            known = [*known[:n], params, *known[n + 1 :]]
-            asked.tell(
-                n, {"accuracy": params["methods.meat.lambda"], "bytes": 1.0} if n % 7 else None
-            )
-        return known
+            if n < len(points):
+                params = asked.ask(n, points[n])
+                assert params == points[n]
+            else:
+                params = asked.ask(n, None)
+                points.append(params)
+            has_failed = n % 7 == 0
+            result = {"accuracy": params["methods.meat.lambda"], "bytes": 1.0}
+            asked.tell(n, None if has_failed else result)
+        return points
 
-    whole = points(tune.Optuna(found), range(25), [])
-    assert points(tune.Optuna(found), range(25), whole[:14]) == whole
+    whole = ask_for_points(tune.Optuna(search), range(25), [])
+    assert ask_for_points(tune.Optuna(search), range(25), whole[:14]) == whole
     assert len({repr(point) for point in whole[:10]}) == 10, (
         "before it knows anything, each point is another one"
     )
@@ -306,15 +308,17 @@ def test_successive_halving_stops_no_trial_that_has_learned_all_tasks(count: int
 
 
 def test_what_a_first_rung_cannot_say_of_independent_tasks_is_said(tmp_path: Path) -> None:
-    for method, body, said in (
+    for method, body, note in (
         ("meat", {"scheduler": "asha"}, "meat learns every task by itself"),
         ("meat", {}, ""),
         ("hat", {"scheduler": "asha"}, ""),
     ):
         space = {f"methods.{method}.train.lr": {"dist": "uniform", "low": 1e-4, "high": 1e-3}}
-        found = prepared(tmp_path / f"{method}{len(body)}", method=method, space=space, **body)
-        assert (said in found.note, bool(found.note)) == (True, bool(said))
-        assert (f"note: {found.note}" in SearchScreen(found).head()) == bool(said)
+        search = prepared(tmp_path / f"{method}{len(body)}", method=method, space=space, **body)
+        assert note in search.note
+        has_note = bool(note)
+        assert bool(search.note) == has_note
+        assert (f"note: {search.note}" in SearchScreen(search).head()) == has_note
 
 
 def test_room_in_the_cluster() -> None:

@@ -223,11 +223,11 @@ def test_reading_the_records_loads_no_heavy_package() -> None:
         "print(json.dumps([m for m in ('matplotlib', 'ray', 'mlflow', 'optuna', 'torch', "
         "'numpy') if m in sys.modules]))"
     )
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
         cwd=Path(__file__).parents[2],
     ).stdout
-    assert set(json.loads(said)) <= {"numpy"}  # pyarrow may bring it
+    assert set(json.loads(output)) <= {"numpy"}  # pyarrow may bring it

@@ -148,12 +148,12 @@ def test_params_land_where_they_belong() -> None:
     assert body["methods"]["meat"]["lambda"] == 0.5
     assert body["train"] == {"epochs": 2}
     assert BODY["methods"]["meat"] == {"lambda": 0.9}, "the base stays as it is"
-    own = with_history(
+    body_per_task = with_history(
         BODY,
         {"methods.meat.lambda": 0.7},
         {"a.v1": {"methods.meat.lambda": 0.5, "methods.meat.train.lr": 1}},
     )
-    assert own["methods"]["meat"] == {
+    assert body_per_task["methods"]["meat"] == {
         "lambda": 0.9,
         "tasks": {"a.v1": {"lambda": 0.5, "train": {"lr": 1}}},
     }
@@ -195,14 +195,14 @@ BAD: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("dimensions", "said"), BAD)
+@pytest.mark.parametrize(("dimensions", "texts"), BAD)
 def test_a_space_that_no_run_accepts_is_refused_in_one_sentence(
-    dimensions: dict[str, dict[str, Any]], said: list[str]
+    dimensions: dict[str, dict[str, Any]], texts: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
         check(space(**dimensions), BODY, "s.yaml")
     assert "\n" not in str(error.value)
-    for text in ["s.yaml", *said]:
+    for text in ["s.yaml", *texts]:
         assert text in str(error.value)
 
 
@@ -219,9 +219,9 @@ def test_when_must_name_a_key_and_not_go_round() -> None:
 
 def test_near_moves_as_far_in_whole_numbers_as_in_others() -> None:
     wide, rng = space(a={"dist": "int", "low": 1, "high": 1000}), random.Random(0)
-    found = {wide.perturb({"a": 500}, rng)["a"] for _ in range(100)}
-    assert {400, 600} <= found
-    assert not {499, 501} & found
+    values = {wide.perturb({"a": 500}, rng)["a"] for _ in range(100)}
+    assert {400, 600} <= values
+    assert not {499, 501} & values
 
 
 def test_near_has_what_applies_there_and_nothing_else() -> None:
@@ -231,6 +231,6 @@ def test_near_has_what_applies_there_and_nothing_else() -> None:
     )
     rng = random.Random(0)
     for start in ({"a": False}, {"a": True, "b": 0.5}):
-        found = [one.perturb(start, rng) for _ in range(40)]
-        assert all(("b" in point) == point["a"] for point in found)
-        assert {point["a"] for point in found} == {False, True}
+        points = [one.perturb(start, rng) for _ in range(40)]
+        assert all(("b" in point) == point["a"] for point in points)
+        assert {point["a"] for point in points} == {False, True}

@@ -76,8 +76,8 @@ def contents(storage: Any) -> Any:
     )
 
 
-def artifacts(found: Any, label: Any, task: Any = "") -> Any:
-    return {f.path for f in found.client.list_artifacts(found.runs[label, task].info.run_id)}
+def artifacts(state: Any, label: Any, task: Any = "") -> Any:
+    return {f.path for f in state.client.list_artifacts(state.runs[label, task].info.run_id)}
 
 
 def test_there_is_one_run_per_graph_method_and_task_nested_in_each_other(recorded: Any) -> None:
@@ -126,7 +126,7 @@ def test_values_are_those_of_the_store(recorded: Any) -> None:
 
 
 def test_what_people_look_at_is_there_as_pictures_tables_and_page(recorded: Any) -> None:
-    found = recorded.after
+    state = recorded.after
     assert {
         "report.html",
         "graph.svg",
@@ -135,14 +135,14 @@ def test_what_people_look_at_is_there_as_pictures_tables_and_page(recorded: Any)
         "size_accuracy.png",
         "environment.json",
         "tables",
-    } <= artifacts(found, "")
+    } <= artifacts(state, "")
     assert {
         "accuracy_matrix.png",
         "accuracy_matrix.json",
         "accuracy_matrix.parquet",
         "sizes.csv",
         "report",
-    } <= artifacts(found, "meat")
+    } <= artifacts(state, "meat")
     assert {
         "token_masks.png",
         "density.png",
@@ -151,10 +151,10 @@ def test_what_people_look_at_is_there_as_pictures_tables_and_page(recorded: Any)
         "confusion.png",
         "confusion.csv",
         "task.safetensors",
-    } <= artifacts(found, "meat", "leaves")
-    assert "tokens.png" in artifacts(found, "hat-small", "leaves")
-    path = found.client.download_artifacts(
-        found.runs["finetune", ""].info.run_id, "accuracy_matrix.json"
+    } <= artifacts(state, "meat", "leaves")
+    assert "tokens.png" in artifacts(state, "hat-small", "leaves")
+    path = state.client.download_artifacts(
+        state.runs["finetune", ""].info.run_id, "accuracy_matrix.json"
     )
     assert len(json.loads(Path(path).read_text())["accuracy"]) == 4
 
@@ -210,17 +210,17 @@ def test_another_graph_of_the_same_name_gets_runs_of_its_own() -> None:
 
 # ---- when MLflow fails ---------------------------------------------------------------------------
 def test_a_tracking_server_that_does_not_answer_costs_two_sentences(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     settings = TrackingSettings(uri="http://127.0.0.1:9", experiment="x", patience_s=0)
-    recorder = Recorder(settings, str(tmp_path), said.append, "python -m pipeline report x.yaml")
+    recorder = Recorder(settings, str(tmp_path), lines.append, "python -m pipeline report x.yaml")
     recorder.start(fake_run.record())
     for stage, manifest in fake_run.write(str(tmp_path), {"data/shapes", "backbone"}):
         recorder.stage(stage, manifest)
-    while not said:  # it was tried
+    while not lines:  # it was tried
         time.sleep(0.01)
     recorder.finish({})
-    assert len(said) == 1
-    assert "does not answer" in said[0]
+    assert len(lines) == 1
+    assert "does not answer" in lines[0]
     assert recorder.warnings == [
         "MLflow did not answer for 0 s at the end: the record of run 'tiny' is incomplete; when "
         "MLflow is back, "

@@ -76,8 +76,8 @@ def test_a_new_database_is_moved_into_place_whole_and_leaves_nothing_beside(tmp_
 def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
     left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(filesystem, "notify", said.append)
+    lines: list[str] = []
+    monkeypatch.setattr(filesystem, "notify", lines.append)
     path = tmp_path / "mlflow.db"
     statements = {
         "empty": "",
@@ -93,8 +93,8 @@ def test_a_half_made_database_without_runs_is_moved_aside_and_made_anew(
     prepare_two_tables(path)
     assert is_whole(path, lambda: REVISION)
     aside = [entry for entry in tmp_path.iterdir() if "half-made" in entry.name]
-    assert len(aside) == len(said) == (left != "empty")
-    assert all("was left half-made" in line and aside[0].name in line for line in said)
+    assert len(aside) == len(lines) == (left != "empty")
+    assert all("was left half-made" in line and aside[0].name in line for line in lines)
 
 
 def test_a_database_with_runs_is_left_as_it_is(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_a_storage_with_a_question_mark_has_its_record_inside(tmp_path: Path) ->
 def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(
     statement: Any, where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(filesystem, "notify", said.append)
+    lines: list[str] = []
+    monkeypatch.setattr(filesystem, "notify", lines.append)
     killed = subprocess.run(
         [sys.executable, "-c", MAKE_AND_DIE, str(tmp_path), str(statement), where],
         timeout=300,
@@ -189,7 +189,7 @@ def test_whoever_is_killed_while_the_database_is_made_the_next_one_has_a_record(
     assert (tmp_path / "mlflow.db").exists() == (where != "beside")
     client, _, experiment = mlflow_client.open_store(str(tmp_path))
     assert client.create_run(experiment).info.status == "RUNNING"
-    assert len(said) == (where != "beside")
+    assert len(lines) == (where != "beside")
     Store(str(tmp_path)).sweep()
     left = [
         entry.name

@@ -39,17 +39,17 @@ def record_into(
     settings: Any = None,
 ) -> Any:
     """A whole run, recorded into the fake. Returns the recorder and the lines that a person saw."""
-    said: list[str] = []
+    lines: list[str] = []
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = Recorder(
         settings or TrackingSettings(),
         storage,
-        said.append,
+        lines.append,
         identity=RunIdentity(pictures=pictures),
     )
     recorder.start(fake_run.record(), "<svg>graph</svg>")
     recorder.finish(REPORT)
-    return recorder, said
+    return recorder, lines
 
 
 # ---- the outbox ----------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ def test_a_server_that_goes_away_at_any_call_has_everything_once_in_the_end(
     ]:  # at first, while runs are opened, each call
         # two probes fail as well
         fake = FakeMlflow(lambda n, name, at=number: how if at <= n < at + 3 else "")
-        recorder, said = record_into(fake, storage, monkeypatch)
+        recorder, lines = record_into(fake, storage, monkeypatch)
         assert recorder.warnings == []
-        assert len(said) == 2, f"call {number}"
+        assert len(lines) == 2, f"call {number}"
         assert fake.contents() == expected, f"call {number}"
         assert recorder.links() != []
 
@@ -219,14 +219,14 @@ def test_a_refused_call_costs_its_own_part_alone(
     fake.fault = lambda n, name: (
         "refuse" if name == "log_inputs" and fake.calls.count("log_inputs") == 3 else ""
     )
-    recorder, said = record_into(fake, storage, monkeypatch)
-    assert said == []
+    recorder, lines = record_into(fake, storage, monkeypatch)
+    assert lines == []
     assert recorder.warnings == [
         "MLflow: Refused: log_inputs: bad request; this part is not in the record, everything "
         "else is"
     ]
     expected = whole.contents()
-    assert {data for data, _ in fake.found("tiny").inputs} == {"shapes", "birds"}
+    assert {data for data, _ in fake.run_named("tiny").inputs} == {"shapes", "birds"}
     assert {way: run for way, run in fake.contents().items() if way != ("tiny",)} == {
         way: run for way, run in expected.items() if way != ("tiny",)
     }
@@ -290,13 +290,13 @@ def test_two_modules_write_runs_and_two_make_models() -> None:
         return any(name.split(".")[0] == "mlflow" for name in names)
 
     root = Path(mlflow_client.__file__).parents[2]
-    found = {
+    importers = {
         p.relative_to(root).as_posix()
         for folder in ("pipeline", "workers", "benchmarks")
         for p in (root / folder).rglob("*.py")
         if imports(p)
     }
-    assert found == {
+    assert importers == {
         "pipeline/tracking/mlflow_client.py",
         "pipeline/tracking/mlflow_internals.py",
         "pipeline/tracking/publish.py",
@@ -366,7 +366,7 @@ class RealServer:
         """(label, task) -> (status, metric histories, parameters, files)."""
         client, _, experiment = mlflow_client.open_store("", self.uri)
         runs = client.search_runs([experiment], max_results=1000)
-        found = {
+        runs_by_name = {
             (r.data.tags.get("label", ""), r.data.tags.get("task", "")): (
                 r.info.status,
                 {
@@ -380,8 +380,8 @@ class RealServer:
             )
             for r in runs
         }
-        assert len(found) == len(runs), "a run is there twice"
-        return found
+        assert len(runs_by_name) == len(runs), "a run is there twice"
+        return runs_by_name
 
 
 @pytest.fixture
@@ -417,16 +417,17 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
     recorder.finish(REPORT)
     assert recorder.warnings == []
     assert ["does not answer" in line for line in lines] == [True, False]
-    found = real.contents()
-    assert len(found) == 1 + 1 + 3 + 3 * 4
-    assert {status for status, *_ in found.values()} == {"FINISHED"}
+    contents = real.contents()
+    assert len(contents) == 1 + 1 + 3 + 3 * 4
+    assert {status for status, *_ in contents.values()} == {"FINISHED"}
     for label in fake_run.METHODS:
-        metrics = found[label, ""][1]
-        for place, task in enumerate(t["name"] for t in fake_run.TASKS):
-            assert [step for step, _ in metrics[f"acc/{task}"]] == list(range(place, 4))
+        metrics = contents[label, ""][1]
+        for position, task in enumerate(t["name"] for t in fake_run.TASKS):
+            assert [step for step, _ in metrics[f"acc/{task}"]] == list(range(position, 4))
         assert [step for step, _ in metrics["average_accuracy"]] == [0, 1, 2, 3]
-        assert [step for step, _ in found[label, "leaves"][1]["train/loss"]] == [1, 2, 3, 4, 5, 6]
-    assert found["", ""][2]["backbone.img_size"] == "32"
+        losses = contents[label, "leaves"][1]["train/loss"]
+        assert [step for step, _ in losses] == list(range(1, 7))
+    assert contents["", ""][2]["backbone.img_size"] == "32"
 
 
 @pytest.mark.slow
@@ -437,23 +438,23 @@ def test_what_a_run_could_not_tell_a_server_report_does(real: Any, tmp_path: Pat
         "tracking": {"uri": real.uri, "patience_s": 0.1},
     }
     config = small_run.write_config(tmp_path / "small.yaml", body)
-    said = small_run.run(["run", config], tmp_path / "said.txt")
-    assert said.count("MLflow does not answer") == 1
+    output = small_run.run(["run", config], tmp_path / "said.txt")
+    assert output.count("MLflow does not answer") == 1
     assert (
         f"the record of run 'small' is incomplete; when MLflow is back, {ui.this_python()} "
-        f"-m pipeline report {config} writes it" in said
+        f"-m pipeline report {config} writes it" in output
     )
     assert json.loads((tmp_path / "storage/runs/small/run.json").read_text())["name"] == "small"
     real.start()
-    said = small_run.run(["report", config], tmp_path / "said.txt")
-    assert "incomplete" not in said
-    found = real.contents()
-    assert found.keys() == {
+    output = small_run.run(["report", config], tmp_path / "said.txt")
+    assert "incomplete" not in output
+    contents = real.contents()
+    assert contents.keys() == {
         ("", ""),
         ("", "backbone"),
         ("finetune", ""),
         ("finetune", "base"),
         ("finetune", "a"),
     }
-    assert {status for status, *_ in found.values()} == {"FINISHED"}
-    assert "report.html" in found["", ""][3]
+    assert {status for status, *_ in contents.values()} == {"FINISHED"}
+    assert "report.html" in contents["", ""][3]

@@ -106,14 +106,14 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """With the results of all trials, which share all stages, and the records of the search."""
     folder = tmp_path_factory.mktemp("storage")
     fake_run.write(str(folder))
-    place = folder / "searches" / "find"
-    (place / "trials").mkdir(parents=True)
-    (place / "search.json").write_text(json.dumps(search_record()))
-    (place / "winner.json").write_text(json.dumps(WINNER))
+    search_folder = folder / "searches" / "find"
+    (search_folder / "trials").mkdir(parents=True)
+    (search_folder / "search.json").write_text(json.dumps(search_record()))
+    (search_folder / "winner.json").write_text(json.dumps(WINNER))
     for name, data in FILES.items():
-        (place / name).write_bytes(data)
+        (search_folder / name).write_bytes(data)
     for trial in TRIALS:
-        (place / "trials" / f"{trial['number']:04d}.json").write_text(json.dumps(trial))
+        (search_folder / "trials" / f"{trial['number']:04d}.json").write_text(json.dumps(trial))
     return str(folder)
 
 
@@ -153,13 +153,13 @@ def test_trials_stand_below_the_search_and_their_graphs_below_them(recorded: Any
 
 
 def test_a_search_is_found_by_what_it_is(recorded: Any) -> None:
-    run = recorded[0].found("find")
+    run = recorded[0].run_named("find")
     assert (
         run.tags["accrete.search"]
         == search_identity(search_record())
         != search_identity(search_record(space={}))
     )
-    wanted = {
+    expected_tags = {
         "accrete.kind": "search",
         "protocol": "end_of_stream",
         "algorithm": "tpe",
@@ -170,7 +170,7 @@ def test_a_search_is_found_by_what_it_is(recorded: Any) -> None:
         "git_commit": "abc123",
         "version.torch": "2.14.1",
     }
-    assert wanted.items() <= run.tags.items()
+    assert expected_tags.items() <= run.tags.items()
     assert run.params["space.methods.meat.lambda"] == "{dist: uniform, high: 1.0, low: 0.5}"
     assert run.params["settings.budget.trials"] == "5"
     assert run.files == FILES
@@ -183,21 +183,21 @@ def test_a_search_is_found_by_what_it_is(recorded: Any) -> None:
 
 def test_trials_have_their_parameters_curves_and_ends(recorded: Any) -> None:
     fake, _ = recorded
-    first = fake.found("find-0000")
+    first = fake.run_named("find-0000")
     assert first.params == {"methods.meat.lambda": "0.5", "train.lr": "0.001"}
     assert [(step, value) for step, _, value in first.points["accuracy"]] == [(1, 0.9), (2, 0.7)]
     assert [(step, value) for step, _, value in first.points["bytes"]] == [(1, 1000), (2, 2000)]
     assert [value for _, _, value in first.points["device_s"]] == [3.5]
     assert first.tags["protocol"] == "validation, end_of_stream"
     assert first.tags["methods"] == "meat, hat, finetune"
-    assert [fake.found(f"find-{n:04d}").status for n in range(5)] == [
+    assert [fake.run_named(f"find-{n:04d}").status for n in range(5)] == [
         "FINISHED",
         "FINISHED",
         "KILLED",
         "FAILED",
         "FINISHED",
     ]
-    failed = fake.found("find-0003")
+    failed = fake.run_named("find-0003")
     assert failed.tags["message"] == "stage meat/birds/train failed: no memory"
     assert (
         "It failed: stage meat/birds/train failed: no memory" in failed.tags["mlflow.note.content"]
@@ -216,7 +216,7 @@ def test_trials_are_cheap(recorded: Any) -> None:
 
 
 def test_the_search_shows_the_best_accuracy_of_trials_that_went_to_their_end(recorded: Any) -> None:
-    points = recorded[0].found("find").points
+    points = recorded[0].run_named("find").points
     assert [(step, value) for step, _, value in points["accuracy"]] == [
         (0, 0.7),
         (1, 0.8),
@@ -237,16 +237,16 @@ def test_the_winner_is_marked_and_another_one_takes_the_mark(
     def winners() -> Any:
         return [r.name for r in fake.runs.values() if r.tags.get("winner") == "true"]
 
-    run = fake.found("find")
+    run = fake.run_named("find")
     assert winners() == ["find-0001"]
     assert (run.tags["winner_run"], run.tags["winner_accuracy"]) == (
-        fake.found("find-0001").id,
+        fake.run_named("find-0001").id,
         "0.800000",
     )
     assert [(step, value) for step, _, value in run.points["winner_test_accuracy"]] == [(0, 0.78)]
     record_into(fake, storage, monkeypatch, winner={**WINNER, "trial": 4, "accuracy": 0.75})
     assert winners() == ["find-0004"]
-    assert run.tags["winner_run"] == fake.found("find-0004").id
+    assert run.tags["winner_run"] == fake.run_named("find-0004").id
     record_into(fake, storage, monkeypatch, winner=None)
     assert winners() == []
     assert "winner_run" not in run.tags
@@ -276,7 +276,7 @@ def test_a_budget_that_grew_goes_on_in_the_same_run(
         fake, storage, monkeypatch, [*TRIALS, trial_record(5, [0.9, 0.9])], settings=more
     )
     assert recorder.warnings == []
-    run = fake.found("find")
+    run = fake.run_named("find")
     assert [(step, value) for step, _, value in run.points["best_accuracy"]][-1] == (5, 0.9)
     assert "6 trials" in run.tags["mlflow.note.content"]
 
@@ -287,10 +287,10 @@ def test_tasks_that_are_searched_one_by_one_have_curves_of_their_own(
     fake = FakeMlflow()
     trials = [{**t, "phase": "birds" if t["number"] < 2 else "leaves"} for t in TRIALS]
     record_into(fake, storage, monkeypatch, trials)
-    points = fake.found("find").points
+    points = fake.run_named("find").points
     assert [value for _, _, value in points["best_accuracy/birds"]] == [0.7, 0.8]
     assert [value for _, _, value in points["best_accuracy/leaves"]] == [0.75]
-    assert fake.found("find-0000").tags["phase"] == "birds"
+    assert fake.run_named("find-0000").tags["phase"] == "birds"
 
 
 def test_everything_comes_again_from_the_store_and_twice_adds_nothing(
@@ -375,4 +375,4 @@ def test_a_parameter_that_is_there_is_left_as_it_is(monkeypatch: pytest.MonkeyPa
     calls = mlflow_client.MlflowClientAdapter("", TrackingSettings())
     calls.log_params(calls.create("x", {"a": "b"}), {"lr": 1})
     calls.log_params(calls.find({"a": "b"})[0], {"lr": 2, "epochs": 3})
-    assert fake.found("x").params == {"lr": "1", "epochs": "3"}
+    assert fake.run_named("x").params == {"lr": "1", "epochs": "3"}

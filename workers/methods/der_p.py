@@ -1,5 +1,6 @@
-"""DER with pruning: masks on a new extractor's units are trained with it, and what they switch off
-is cut before it is stored. A reconstruction.
+"""DER with pruning: masks on a new extractor's units are trained with it. A reconstruction.
+
+Units that a mask switches off are cut before the extractor is stored.
 
 Yan, Xie, He: DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021.
 """
@@ -33,12 +34,14 @@ S = TypeVar("S", bound=DerSettings, default=Any)
 
 
 class PrunedDer(Der[S]):
-    """DER on a ViT whose extractors lose units (`workers.model.units`). While an extractor is
-    trained its units are masked; after `train` the masks are those of `hard`, so that `finetune`
-    and `herd` meet the network that is served. Stored are masks, as bits, and the entries of kept
-    units alone; the network that is run is cut to them. The next extractor starts from the entries
-    of kept units, and for the others from those of the backbone: it has all its units again. A base
-    task's extractor, the backbone, is not pruned.
+    """DER on a ViT whose extractors lose units (`workers.model.units`).
+
+    While an extractor is trained its units are masked. After `train` the masks are those of `hard`,
+    so that `finetune` and `herd` work on the network that is served. Stored are the masks, as bits,
+    and the entries of remaining units alone; the network that runs is cut to these units.
+
+    The next extractor has all units again: it starts from the entries of the remaining units, and
+    for the others from those of the backbone. A base task's extractor, the backbone, is not pruned.
     """
 
     needs_vit = True
@@ -51,16 +54,18 @@ class PrunedDer(Der[S]):
     def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = unit_sites(backbone)
-        self.shape = 3, *backbone.patch_embed.img_size
+        # Of an image: (channels, height, width).
+        self.shape = (3, *backbone.patch_embed.img_size)
+        # Multiply-adds of the backbone with all units.
         self.whole = multiply_adds(backbone, *self.shape)
 
     def by_site(self, units: Tensor) -> dict[str, Tensor]:
         """(all units,) -> site -> (units of the site,)."""
-        return dict(zip(self.sites, units.split(list(self.sites.values())), strict=True))
+        parts = units.split(list(self.sites.values()))
+        return dict(zip(self.sites, parts, strict=True))
 
     def hard(self) -> Tensor:
-        """(all units,) bool: which units the extractor in training would keep if training ended
-        here."""
+        """Return which units the extractor in training would keep now: (all units,), bool."""
         raise NotImplementedError
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
@@ -69,23 +74,23 @@ class PrunedDer(Der[S]):
         return super().logits(images, task)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """Those of the extractor in training under its hard masks; what was trained before is cut
-        already."""
-        return (
-            masked_weights(self.backbone, self.by_site(self.hard())) if self.step == "train" else {}
-        )
+        """Mask the extractor in training; the extractors of earlier tasks are cut already."""
+        if self.step != "train":
+            return {}
+        return masked_weights(self.backbone, self.by_site(self.hard()))
 
     def metrics(self) -> dict[str, float]:
-        """Share of units that are kept."""
-        return {"density": float(self.hard().float().mean())} if self.step == "train" else {}
+        """Share of the extractor's units that remain."""
+        if self.step != "train":
+            return {}
+        return {"density": float(self.hard().float().mean())}
 
-    # ---- what is kept ----------------------------------------------------------------------------
+    # ---- what is stored --------------------------------------------------------------------------
     def inherit(self) -> None:
-        if self.stored.get("copies"):
-            self.backbone.load_state_dict(
-                unpack(self.backbone, self.stored["copies"], self.stored["masks"], fill=True),
-                strict=False,
-            )
+        if not self.stored.get("copies"):
+            return
+        parameters = unpack(self.backbone, self.stored["copies"], self.stored["masks"], fill=True)
+        self.backbone.load_state_dict(parameters, strict=False)
 
     def trained(self) -> Parts:
         masks = self.by_site(self.hard())
@@ -96,22 +101,18 @@ class PrunedDer(Der[S]):
             return super().extractor(task, parts)
         network = super().extractor(task, {"copies": {}, "masks": {}})
         try:
-            network.load_state_dict(
-                unpack(network, parts["copies"], parts["masks"], fill=False), strict=False
-            )
+            parameters = unpack(network, parts["copies"], parts["masks"], fill=False)
+            network.load_state_dict(parameters, strict=False)
         except UserError as error:
             raise UserError(f"task {task!r}: {error}") from None
         cut_units(network, parts["masks"])
         return network
 
     def flops_share(self, state: TaskState) -> float:
-        """Every image passes through all extractors, as far as they are left."""
-        return (
-            sum(
-                multiply_adds(network, *self.shape) for network in [*self.finished(), self.backbone]
-            )
-            / self.whole
-        )
+        """Every image passes through all extractors, cut to their remaining units."""
+        extractors = [*self.finished(), self.backbone]
+        total = sum(multiply_adds(extractor, *self.shape) for extractor in extractors)
+        return total / self.whole
 
 
 class DerPSettings(DerSettings):
@@ -134,19 +135,20 @@ class DerPSettings(DerSettings):
 
 
 class DerP(PrunedDer[DerPSettings]):
-    """While an extractor is trained, its units are multiplied by m = sigmoid(s e), s rising from 1
-    / s_max to s_max within every epoch, and sparsity * L_S is added to the loss. L_S = sum_l K_l
-    |m_{l-1}| |m_l| / sum_l K_l c_{l-1} c_l over layers l of weights between two groups of units;
-    here K_l is 1, the residual stream counts as all there, so that every unit stands for 2 D
-    weights (a row and a column; queries and keys a row each) and L_S is the mean of m. Units with e
-    <= 0 are cut.
+    """The units of an extractor in training are multiplied by m = sigmoid(s e).
+
+    s rises from 1 / s_max to s_max within every epoch, and sparsity * L_S is added to the loss.
+    L_S = sum_l K_l |m_{l-1}| |m_l| / sum_l K_l c_{l-1} c_l over layers l of weights between two
+    groups of units. In a ViT K_l is 1, and no unit of the residual stream is masked. Every unit
+    then stands for 2 D weights (a row and a column; queries and keys a row each), and L_S is the
+    mean of m. Units with e <= 0 are cut.
 
     A reconstruction: no code of the masks was published, and the paper has channels of convolutions
     where a ViT has units. Where it differs: masks become 0 or 1 after `train`, so that the
-    classifier is tuned on what is served; the first task, which has no `finetune`, is served under
-    hard masks and trained under those of s_max. The compensated gradient of e has HAT's factor
-    s_max besides, which Adam divides out. Embeddings start in (0, 2], all units on; s_max, the
-    weight of L_S and the rate are our choice.
+    classifier is tuned on the network that is served; the first task, which has no `finetune`, is
+    served under hard masks and trained under those of s_max. The compensated gradient of e also has
+    HAT's factor s_max, which Adam divides out. Embeddings start in (0, 2], with all units on;
+    s_max, the weight of L_S and the learning rate are our choice.
     """
 
     name = "der_p"
@@ -166,31 +168,28 @@ class DerP(PrunedDer[DerPSettings]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        own = frozenset({"s_max", "sparsity", "mask_lr", "mask_travel"})
-        return super().ignored_settings(step) | (
-            own if step in ("finetune", "herd") else frozenset()
-        )
+        ignored = super().ignored_settings(step)
+        if step in ("finetune", "herd"):
+            ignored |= {"s_max", "sparsity", "mask_lr", "mask_travel"}
+        return ignored
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         if context.step != "train":
             return groups
-        start = initial_embedding(
-            (sum(self.sites.values()),),
-            "uniform",
-            torch.Generator().manual_seed(derive_seed(self.seed, "der", context.task.name)),
-        )
-        self.mask = AnnealedSigmoid(start, self.settings.s_max)
-        mask_lr = (
-            self.settings.mask_travel / max(context.optim.mean_rate_steps, 1e-9)
-            if self.settings.mask_lr == "auto"
-            else self.settings.mask_lr
-        )
-        return [
-            *groups,
-            {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0},
-        ]
+        s = self.settings
+        num_units = sum(self.sites.values())
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "der", context.task.name))
+        embedding = initial_embedding((num_units,), "uniform", generator)
+        self.mask = AnnealedSigmoid(embedding, s.s_max)
+        mask_group = {
+            "name": "masks",
+            "params": [self.mask.embedding],
+            "lr": context.optim.mask_lr(s.mask_lr, s.mask_travel),
+            "weight_decay": 0.0,
+        }
+        return [*groups, mask_group]
 
     def hard(self) -> Tensor:
         return self.mask.hard()
@@ -204,13 +203,13 @@ class DerP(PrunedDer[DerPSettings]):
                 "hardens its masks from step to step of an epoch; lower "
                 "train.batch_size until an epoch has several"
             )
-        self.soft = self.mask.sample(
-            annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
-        )
+        scale = annealed_scale(progress.step, progress.steps_per_epoch, self.settings.s_max)
+        self.soft = self.mask.sample(scale)
         return masked_weights(self.backbone, self.by_site(self.soft))
 
     def terms(self, u: Tensor, z: Tensor, batch: Batch) -> dict[str, tuple[float, Tensor]]:
-        return super().terms(u, z, batch) | {"sparsity": (self.settings.sparsity, self.soft.mean())}
+        sparsity = (self.settings.sparsity, self.soft.mean())
+        return super().terms(u, z, batch) | {"sparsity": sparsity}
 
     def after_step(self, progress: Progress) -> None:
         super().after_step(progress)

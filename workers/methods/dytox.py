@@ -1,5 +1,6 @@
-"""DyTox: one encoder and one decoder block for all tasks; a task brings a token, which asks for its
-own view of the patches, and a head.
+"""DyTox: one encoder and one decoder block for all tasks, and a token and a head for each task.
+
+The decoder attends from a task's token to the patches, and so gives each task its own features.
 
 Douillard, Ramé, Couairon, Cord: DyTox: Transformers for Continual Learning with DYnamic TOken
 eXpansion, CVPR 2022.
@@ -20,7 +21,7 @@ from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
-from workers.methods.finetune import weight_groups
+from workers.methods.finetune import tensors_of, weight_groups
 from workers.model.convit import ConViT
 from workers.model.distill import kd_kl
 from workers.model.heads import sum_old_targets
@@ -28,7 +29,8 @@ from workers.model.task_attention import TaskAttention, TokenHead, TokenHeads, T
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-DECODER = "decoder/"  # of the names of carried tensors
+# Prefix of the names of the decoder's tensors in the carried state.
+DECODER = "decoder/"
 
 
 class DyToxSettings(RehearsalSettings):
@@ -53,28 +55,32 @@ class DyToxSettings(RehearsalSettings):
 
 
 class DyTox(Rehearsal[DyToxSettings]):
-    """`train`: L = (1 - a) BCE + a KL + divergence * BCE_div over the task's data and the
-    exemplars, a = O_t / A_t; the encoder, the decoder and the task's own token and head learn,
-    older ones stay. BCE is over all classes, KL holds the softmax of old classes to what it was
-    before the task, and BCE_div is of an auxiliary head on the task's token that tells its classes
-    apart and from all old ones. `herd` chooses exemplars by the tokens' embeddings, one after the
-    other. `finetune`, from the second task on: BCE on the exemplars alone, as many of each class;
-    the encoder rests, decoder, tokens and heads learn, older ones too.
+    """L = (1 - a) BCE + a KL + divergence * BCE_div with a = O_t / A_t, by steps:
 
-    DyTox+ is this with `data: {mixup: 0.8, smoothing: 0.1}`, DyTox++ that with `rho: 3`.
+    - `train` minimises L over the task's data and the exemplars. It trains the encoder, the
+      decoder, and the task's token and head; older tokens and heads stay. BCE is over all classes.
+      KL keeps the softmax over old classes near that of the network before the task. BCE_div is the
+      loss of an auxiliary head on the task's token, with one class for all old classes.
+    - `herd` chooses exemplars by the tokens' embeddings, concatenated.
+    - `finetune`, from the second task on, minimises BCE on the exemplars alone, equally many of
+      each class. The encoder is frozen; the decoder and all tokens and heads are trained.
 
-    On any vision transformer but `convit_local` the encoder is all its blocks but the last, in
-    whose place the decoder stands: that is ours, and the way to a pretrained encoder. Stored per
-    task: token and head as the task's own steps left them; the chain carries the rest as it is by
-    now.
+    DyTox+ is this with `data: {mixup: 0.8, smoothing: 0.1}`, DyTox++ is DyTox+ with `rho: 3`.
 
-    Where it differs from the paper's code: one memory for all ranks, chosen under the evaluation
-    transform (there each rank has one of its own, chosen under augmentation). The fine-tuning set
-    is shuffled and shared by the ranks, and the encoder is in evaluation mode (there is no order,
-    no sharing, and stochastic depth stays on). Augmentation repeats images where `data.repeats`
-    says so, 3 in the paper's setting, and then while fine-tuning too (there in `train` alone).
-    MixUp pairs images at random with a factor for each image (there a batch with itself reversed,
-    and one factor for all).
+    On any vision transformer but `convit_local` the decoder replaces the last block, and the other
+    blocks are the encoder. This is our addition, for pretrained encoders. Stored per task: token
+    and head as the task's own steps left them; the chain carries the rest in its latest state.
+
+    Where it differs from the paper's code:
+
+    - All ranks share one memory, chosen under the evaluation transform. There each rank chooses its
+      own, under augmentation.
+    - The fine-tuning set is shuffled and divided among the ranks, and the encoder is in evaluation
+      mode. There it is neither, and stochastic depth stays on.
+    - Augmentation repeats images as `data.repeats` says, 3 in the paper's setting, in `finetune`
+      too. There it does so in `train` alone.
+    - MixUp pairs images at random, with a factor for each image. There it pairs a batch with itself
+      reversed, with one factor.
     """
 
     name = "dytox"
@@ -82,7 +88,8 @@ class DyTox(Rehearsal[DyToxSettings]):
     steps = (Step("train"), Step("herd", trains=False), Step("finetune", later=True))
     needs_vit = True
     starts_as_backbone = False
-    encoder_rests = False  # in evaluation mode while the decoder is trained
+    # Whether the encoder is frozen and in evaluation mode, as in `finetune`.
+    encoder_rests = False
     Settings = DyToxSettings
     per_task = Rehearsal.per_task | {"divergence", "tau", "drop_path", "rho"}
     heads: TokenHeads
@@ -125,15 +132,19 @@ class DyTox(Rehearsal[DyToxSettings]):
                     if module.bias is not None:
                         nn.init.zeros_(module.bias)
         self.heads = TokenHeads(self.heads.width)
-        # in a tuple, so that it is no part of this module: the network before the task
+        # The network before the task, in a tuple so that it is no submodule of this one.
         self.before: Any = None
         self.auxiliary: TokenHead | None = None
 
     def sharpness(self) -> float:
+        """Return the radius of sharpness-aware steps: `rho` once there are earlier tasks."""
         return self.settings.rho if self.before else 0.0
 
     def network(self) -> TokenNetwork:
-        """What there is by now, tasks in the order of `class_slices`; shares all tensors."""
+        """Return encoder, decoder and heads of all tasks so far; it shares their tensors.
+
+        The tasks are in the order of `class_slices`.
+        """
         heads = [self.heads[name] for name in self.class_slices()]
         return TokenNetwork(self.backbone, self.decoder, heads)  # type: ignore[arg-type]
 
@@ -147,32 +158,29 @@ class DyTox(Rehearsal[DyToxSettings]):
         super().begin(context)
         self.decoder.expect(len(self.class_slices()))
         self.encoder_rests = context.step == "finetune"
-        learning: list[nn.Module] = [
-            self.decoder,
-            *(
-                self.heads[name]
-                for name in (self.class_slices() if self.encoder_rests else [context.task.name])
-            ),
-        ]
-        if not self.encoder_rests:
-            learning.append(self.backbone)
+        groups: list[ParamGroup] = []
+        for module in self.trained_modules(context.task):
+            groups += weight_groups(module, context.optim)
         if self.before:
-            self.auxiliary = TokenHeads(self.heads.width).add(
-                "auxiliary", 1 + context.task.num_classes, derive_seed(self.seed, context.task.name)
-            )  # type: ignore[assignment]
-            learning.append(self.auxiliary)  # type: ignore[arg-type]
-        groups = [group for module in learning for group in weight_groups(module, context.optim)]
-        return [
-            {
-                **group,
-                "params": [
-                    p
-                    for p in group["params"]
-                    if self.auxiliary is None or p is not self.auxiliary.token
-                ],
-            }
-            for group in groups
-        ]
+            self.auxiliary = self.new_auxiliary(context.task)
+            # The auxiliary head is applied to the task's token: its own token has no use.
+            for group in weight_groups(self.auxiliary, context.optim):
+                params = [p for p in group["params"] if p is not self.auxiliary.token]
+                groups.append({**group, "params": params})
+        return groups
+
+    def trained_modules(self, task: Task) -> list[nn.Module]:
+        """Return the modules that this step trains, without the auxiliary head."""
+        if self.encoder_rests:
+            return [self.decoder, *(self.heads[name] for name in self.class_slices())]
+        return [self.decoder, self.heads[task.name], self.backbone]
+
+    def new_auxiliary(self, task: Task) -> TokenHead:
+        """Return a head of the task's classes and of one class for all old ones."""
+        seed = derive_seed(self.seed, task.name)
+        auxiliary: Any = TokenHeads(self.heads.width).add("auxiliary", 1 + task.num_classes, seed)
+        assert isinstance(auxiliary, TokenHead)
+        return auxiliary
 
     def train(self, mode: bool = True) -> DyTox:
         super().train(mode)
@@ -181,7 +189,7 @@ class DyTox(Rehearsal[DyToxSettings]):
         return self
 
     def features(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W) -> embeddings of all tokens, one after the other (b, tasks D)."""
+        """images (b, 3, H, W) -> embeddings of all tokens, concatenated (b, tasks D)."""
         return self.network().embeddings(images).flatten(1)
 
     def all_logits(self, features: Tensor) -> Tensor:
@@ -189,28 +197,29 @@ class DyTox(Rehearsal[DyToxSettings]):
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         logits = self.all_logits(self.features(images))
-        return logits if task is None else logits[:, self.class_slices()[task]]
+        if task is None:
+            return logits
+        return logits[:, self.class_slices()[task]]
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
         e = self.features(batch.images)
-        z, y = self.all_logits(e).float(), self.global_targets(batch)
+        z = self.all_logits(e).float()
+        y = self.global_targets(batch)
         clf = F.binary_cross_entropy_with_logits(z, y)
         if not self.before:
             return clf, {"bce": clf.detach()}
         assert self.auxiliary is not None
         with torch.no_grad():
-            taught = self.before[0](batch.images)
-        old, a = taught.shape[1], self.old_share
-        kd = kd_kl(z[:, :old], taught, self.settings.tau)
+            teacher_logits = self.before[0](batch.images)
+        num_old_classes = teacher_logits.shape[1]
+        kd = kd_kl(z[:, :num_old_classes], teacher_logits, self.settings.tau)
         auxiliary = self.auxiliary(e[:, -self.heads.width :]).float()
-        div = F.binary_cross_entropy_with_logits(auxiliary, sum_old_targets(y, old))
-        return (1 - a) * clf + a * kd + self.settings.divergence * div, {
-            "bce": clf.detach(),
-            "kd": kd.detach(),
-            "div": div.detach(),
-        }
+        div = F.binary_cross_entropy_with_logits(auxiliary, sum_old_targets(y, num_old_classes))
+        a = self.old_share
+        loss = (1 - a) * clf + a * kd + self.settings.divergence * div
+        return loss, {"bce": clf.detach(), "kd": kd.detach(), "div": div.detach()}
 
-    # ---- what is kept ----------------------------------------------------------------------------
+    # ---- what is stored --------------------------------------------------------------------------
     def state(self, **parts: Any) -> TaskState:
         state = super().state(**parts)
         state.tokens["token"] = state.head.pop("token")
@@ -218,34 +227,30 @@ class DyTox(Rehearsal[DyToxSettings]):
 
     def finish(self) -> tuple[TaskState, Carried]:
         state, carried = super().finish()
-        return state, Carried(
-            carried.tensors
-            | {DECODER + name: t.detach().clone() for name, t in self.decoder.state_dict().items()},
-            carried.meta,
-        )
+        tensors = dict(carried.tensors)
+        for name, tensor in tensors_of(self.decoder).items():
+            tensors[DECODER + name] = tensor
+        return state, Carried(tensors, carried.meta)
 
     def load_carried(self, carried: Carried) -> None:
-        decoder = {
-            name.removeprefix(DECODER): t
-            for name, t in carried.tensors.items()
-            if name.startswith(DECODER)
-        }
+        decoder = {}
+        network = {}
+        for name, tensor in carried.tensors.items():
+            if name.startswith(DECODER):
+                decoder[name.removeprefix(DECODER)] = tensor
+            else:
+                network[name] = tensor
         self.decoder.load_state_dict(decoder)
-        super().load_carried(
-            Carried(
-                {name: t for name, t in carried.tensors.items() if not name.startswith(DECODER)},
-                carried.meta,
-            )
-        )
+        super().load_carried(Carried(network, carried.meta))
 
     def load_task(self, state: TaskState) -> None:
-        super().load_task(
-            TaskState(
-                state.task,
-                state.classes,
-                state.method,
-                state.backbone_digest,
-                head=state.head | state.tokens,
-                meta=state.meta,
-            )
+        """Load the task's head together with its token, which a state has apart."""
+        whole_head = TaskState(
+            state.task,
+            state.classes,
+            state.method,
+            state.backbone_digest,
+            head=state.head | state.tokens,
+            meta=state.meta,
         )
+        super().load_task(whole_head)

@@ -1,5 +1,7 @@
-"""What UCIR and PODNet share: heads that compare directions, new class vectors imprinted, old ones
-frozen, the classifier tuned at the end."""
+"""What UCIR and PODNet share: cosine classifiers whose new class vectors are imprinted.
+
+Class vectors of earlier tasks are frozen. The classifier can be fine-tuned at the end of a task.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,8 @@ from workers.rng import derive_seed
 
 
 class CosineSettings(RehearsalSettings):
+    """Settings of methods with a cosine classifier."""
+
     per_class: NonNegativeInt = Field(
         20, description="exemplars of each class, whatever their number; 0: `memory` counts"
     )
@@ -37,16 +41,17 @@ S = TypeVar("S", bound=CosineSettings, default=Any)
 
 
 class CosineRehearsal(Rehearsal[S]):
-    """From the second task on a new class starts from where its images lie: its vectors are
-    imprinted under the network before the task, as long as old ones are on average. `train` leaves
-    the vectors of old classes as they are, and moves eta, the new ones and the network. With
-    `finetune` all class vectors and eta are then trained on the memory, which is balanced, under
-    the frozen network in evaluation mode.
+    """From the second task on the vectors of new classes are imprinted: they start as means.
 
-    The linear head of a base task is left: `herd` imprints that task's vectors at length 1.
+    The means are of features under the network before the task; the vectors get the average length
+    of old ones. `train` trains eta, the new vectors and the network, and leaves the vectors of old
+    classes as they are. With `finetune` all class vectors and eta are then trained on the memory,
+    which is balanced, under the frozen network in evaluation mode.
 
-    eta starts at 10, where both papers have 1: AdamW moves it by no more than the rate in a step,
-    and under a softmax of cosines themselves all classes stay about equally likely.
+    The linear head of a base task is not used: `herd` imprints that task's vectors at length 1.
+
+    eta starts at 10, where both papers have 1. AdamW moves it by at most the learning rate in a
+    step, and a softmax of cosines with eta = 1 leaves all classes about equally likely.
     """
 
     steps = (Step("train"), Step("herd", trains=False), Step("finetune", later=True))
@@ -58,37 +63,31 @@ class CosineRehearsal(Rehearsal[S]):
 
     @classmethod
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
-        return tuple(
-            step
-            for step in super().steps_for(settings, position)
-            if step.name != "finetune" or settings.finetune
-        )
+        steps = super().steps_for(settings, position)
+        if settings.finetune:
+            return steps
+        return tuple(step for step in steps if step.name != "finetune")
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int, proxies: int = 1):
         super().__init__(backbone, settings, seed)
-        self.heads = CosineHeads(backbone.num_features, proxies, settings.scale)  # type: ignore[arg-type]
+        self.heads = CosineHeads(self.heads.width, proxies, settings.scale)
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
-        if (context.step == "train" and self.old) or (
-            context.step == "herd" and context.task.role == "base"
-        ):
+        has_new_classes = context.step == "train" and bool(self.old)
+        is_base_task = context.step == "herd" and context.task.role == "base"
+        if has_new_classes or is_base_task:
             self.imprint(context.task)
-        return [
-            group
-            for group in groups
-            if context.step != "finetune" or group["name"].startswith("head.")
-        ]
+        if context.step == "finetune":
+            return [group for group in groups if group["name"].startswith("head.")]
+        return groups
 
     def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
-        """The task's own vectors, in `finetune` those of all, and eta."""
+        """The vectors of the task, in `finetune` those of all tasks, and eta."""
         assert self.task is not None
-        weights = [
-            self.heads[name].weight
-            for name in names
-            if self.step == "finetune" or name == self.task.name
-        ]
+        trained_names = names if self.step == "finetune" else [self.task.name]
+        weights = [self.heads[name].weight for name in names if name in trained_names]
         return [
             {"name": "head.weight", "params": weights, "weight_decay": optim.weight_decay},
             {"name": "head.scale", "params": [self.heads.scale], "weight_decay": 0.0},
@@ -96,22 +95,34 @@ class CosineRehearsal(Rehearsal[S]):
 
     @torch.no_grad()
     def imprint(self, task: Task) -> None:
-        """Class vectors from the features of the task's images under the evaluation transform;
-        every rank looks at its share."""
+        """Set the task's class vectors from the features of its images.
+
+        The images have the evaluation transform, and each rank computes a share of the features.
+        """
         features, labels, tasks, _ = self.extract_features()
-        mine = tasks == [t.name for t in self.training_tasks].index(task.name)
-        lengths = [self.heads[name].weight.norm(dim=2).flatten() for name in self.old]
-        length = float(torch.cat(lengths).mean()) if lengths else 1.0
-        noise = derive_seed(self.seed, "imprint", task.name)
-        self.heads[task.name].weight.copy_(
-            imprint(
-                features[mine], labels[mine], task.num_classes, self.heads.proxies, length, noise
-            )
+        task_index = [t.name for t in self.training_tasks].index(task.name)
+        is_of_task = tasks == task_index
+        length = 1.0
+        if self.old:
+            lengths = [self.heads[name].weight.norm(dim=2).flatten() for name in self.old]
+            length = float(torch.cat(lengths).mean())
+        vectors = imprint(
+            features[is_of_task],
+            labels[is_of_task],
+            task.num_classes,
+            self.heads.proxies,
+            length,
+            derive_seed(self.seed, "imprint", task.name),
         )
+        self.heads[task.name].weight.copy_(vectors)
 
     def similarity(self, features: Tensor) -> Tensor:
         """features (b, d) -> s (b, classes so far), without eta."""
-        return torch.cat([self.heads[name].similarity(features) for name in self.class_slices()], 1)  # type: ignore[operator]
+        similarities = []
+        for name in self.class_slices():
+            head: Any = self.heads[name]
+            similarities.append(head.similarity(features))
+        return torch.cat(similarities, 1)
 
     def train(self, mode: bool = True) -> CosineRehearsal:
         super().train(mode)

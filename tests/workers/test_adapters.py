@@ -85,15 +85,15 @@ def test_outside_the_backbone_is_the_plain_one_also_after_an_error() -> None:
 def test_turning_from_task_to_task_is_exact() -> None:
     model, tasks = vit(), [stacked(1), stacked(2)]
     sites = AdapterSites(model, houlsby)
-    found: list[list[Tensor]] = [[], []]
+    outputs: list[list[Tensor]] = [[], []]
     for task in (0, 1, 0, 1, 1, 0):
         with sites.using(tasks[task]):
-            found[task].append(model(IMAGES))
+            outputs[task].append(model(IMAGES))
     alone = vit()
     with AdapterSites(alone, houlsby).using(tasks[1]):
-        assert torch.equal(alone(IMAGES), found[1][0])
-    assert all(torch.equal(each[0], other) for each in found for other in each)
-    assert not torch.equal(found[0][0], found[1][0])
+        assert torch.equal(alone(IMAGES), outputs[1][0])
+    assert all(torch.equal(each[0], other) for each in outputs for other in each)
+    assert not torch.equal(outputs[0][0], outputs[1][0])
 
 
 def test_a_copy_of_the_backbone_has_no_adapters_of_the_original() -> None:
@@ -102,13 +102,13 @@ def test_a_copy_of_the_backbone_has_no_adapters_of_the_original() -> None:
     with sites.using(stacked(1)):
         twin = copy.deepcopy(model)
         assert torch.equal(twin(IMAGES), plain)
-    others = AdapterSites(twin, houlsby)
-    with sites.using(stacked(1)), others.using(stacked(2)):
-        mine, theirs = model(IMAGES), twin(IMAGES)
+    twin_sites = AdapterSites(twin, houlsby)
+    with sites.using(stacked(1)), twin_sites.using(stacked(2)):
+        original_features, twin_features = model(IMAGES), twin(IMAGES)
     with sites.using(stacked(1)):
-        assert torch.equal(model(IMAGES), mine)
+        assert torch.equal(model(IMAGES), original_features)
         assert torch.equal(twin(IMAGES), plain)
-    assert not torch.equal(mine, theirs)
+    assert not torch.equal(original_features, twin_features)
 
 
 def test_a_compiled_backbone_turns_too() -> None:
@@ -137,12 +137,12 @@ def test_compiled_blocks_of_a_plain_backbone_do_not_serve_one_with_adapters(site
     expected = plain(IMAGES)
     compile_blocks(plain, backend="eager")
     assert torch.equal(plain(IMAGES), expected)
-    places = AdapterSites(model, *sites)
-    tensors = stacked(1, len(places))
-    with places.using(tensors):
+    adapter_sites = AdapterSites(model, *sites)
+    tensors = stacked(1, len(adapter_sites))
+    with adapter_sites.using(tensors):
         adapted = model(IMAGES)
     compile_blocks(model, backend="eager")
-    with places.using(tensors):
+    with adapter_sites.using(tensors):
         assert torch.allclose(model(IMAGES), adapted, atol=1e-6)
     assert not torch.allclose(adapted, expected, atol=1e-2)
     assert torch.equal(model(IMAGES), expected)
@@ -159,10 +159,10 @@ def test_adapters_start_as_the_identity_and_both_projections_learn() -> None:
     optimizer = torch.optim.SGD(adapters.parameters(), lr=0.1)
     for step in range(3):
         with sites.using(adapters.tensors()):
-            found = model(IMAGES)
-        assert torch.equal(found, plain) is (step == 0)
+            features = model(IMAGES)
+        assert torch.equal(features, plain) is (step == 0)
         optimizer.zero_grad()
-        found.square().sum().backward()
+        features.square().sum().backward()
         optimizer.step()
     for name, tensor in adapters.tensors().items():
         assert (tensor != start[name]).flatten(1).any(1).all(), f"{name} of every site"

@@ -18,10 +18,10 @@ D = 8
 
 
 def heads(proxies: int = 1, scale: float = 3.0) -> CosineHeads:
-    found = CosineHeads(D, proxies, scale)
-    found.add("a", 3, 0)
-    found.add("b", 2, 0)
-    return found
+    cosine_heads = CosineHeads(D, proxies, scale)
+    cosine_heads.add("a", 3, 0)
+    cosine_heads.add("b", 2, 0)
+    return cosine_heads
 
 
 def features(n: int = 6, seed: int = 0) -> Tensor:
@@ -64,18 +64,20 @@ def test_new_vectors_start_evenly_and_the_same_whatever_came_before() -> None:
 
 @pytest.mark.parametrize("proxies", [1, 3])
 def test_new_classes_leave_old_outputs_as_they_are(proxies: int) -> None:
-    found, h = heads(proxies), features()
-    before = found["a"](h), found["b"](h)
-    found.add("c", 4, 0)
-    assert all(torch.equal(found[name](h), old) for name, old in zip("ab", before, strict=True))
+    cosine_heads, h = heads(proxies), features()
+    before = cosine_heads["a"](h), cosine_heads["b"](h)
+    cosine_heads.add("c", 4, 0)
+    assert all(
+        torch.equal(cosine_heads[name](h), old) for name, old in zip("ab", before, strict=True)
+    )
 
 
 def test_there_is_one_scale_and_every_stored_head_has_it() -> None:
-    found, h = heads(), features()
-    assert sum(name.endswith("scale") for name, _ in found.named_parameters()) == 1
+    cosine_heads, h = heads(), features()
+    assert sum(name.endswith("scale") for name, _ in cosine_heads.named_parameters()) == 1
     with torch.no_grad():
-        found.scale.mul_(2.0)
-    stored = {name: found.export(name) for name in "ab"}
+        cosine_heads.scale.mul_(2.0)
+    stored = {name: cosine_heads.export(name) for name in "ab"}
     assert all(
         set(tensors) == {"weight", "scale"} and float(tensors["scale"]) == 6.0
         for tensors in stored.values()
@@ -83,10 +85,12 @@ def test_there_is_one_scale_and_every_stored_head_has_it() -> None:
     other = CosineHeads(D)
     for name, tensors in stored.items():
         other.restore(name, tensors)
-        assert torch.equal(other[name](h), found[name](h))
+        assert torch.equal(other[name](h), cosine_heads[name](h))
     with torch.no_grad():
         other.scale.fill_(1.0)
-    assert all(torch.allclose(other[name](h), found[name](h) / 6, atol=1e-6) for name in "ab")
+    assert all(
+        torch.allclose(other[name](h), cosine_heads[name](h) / 6, atol=1e-6) for name in "ab"
+    )
     assert float(stored["a"]["scale"]) == 6.0
 
 
@@ -99,26 +103,26 @@ def test_the_scale_that_was_restored_last_counts_for_all() -> None:
 
 
 def test_a_copied_head_keeps_its_own_scale() -> None:
-    found, h = heads(), features()
-    kept, before = copy.deepcopy(found["a"]), found["a"](h)
+    cosine_heads, h = heads(), features()
+    head_copy, before = copy.deepcopy(cosine_heads["a"]), cosine_heads["a"](h)
     with torch.no_grad():
-        found.scale.fill_(1.0)
-    assert torch.equal(kept(h), before)
+        cosine_heads.scale.fill_(1.0)
+    assert torch.equal(head_copy(h), before)
 
 
 def test_the_linear_head_of_a_base_task_is_passed_over() -> None:
-    found = CosineHeads(D)
-    found.restore("base", torch.nn.Linear(D, 3).state_dict())
-    assert found.names == []
+    cosine_heads = CosineHeads(D)
+    cosine_heads.restore("base", torch.nn.Linear(D, 3).state_dict())
+    assert cosine_heads.names == []
 
 
 def test_similarities_are_in_full_precision_under_autocast() -> None:
     layer, h = heads(2)["a"], features()
     expected = layer(h)
     with torch.autocast("cpu", torch.bfloat16):
-        found = layer(h)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, expected)
+        under_autocast = layer(h)
+    assert under_autocast.dtype == torch.float32
+    assert torch.equal(under_autocast, expected)
 
 
 # ---- imprinting ----------------------------------------------------------------------------------
@@ -126,12 +130,12 @@ def test_a_single_vector_points_along_the_mean_of_unit_vectors_and_has_the_lengt
     None
 ):
     h, labels = features(12) * torch.arange(1.0, 13)[:, None], torch.arange(12) % 3
-    found = imprint(h, labels, 3, 1, 0.7, 0)
-    assert found.shape == (3, 1, D)
-    assert torch.allclose(found.norm(dim=2), torch.full((3, 1), 0.7), atol=1e-6)
+    vectors = imprint(h, labels, 3, 1, 0.7, 0)
+    assert vectors.shape == (3, 1, D)
+    assert torch.allclose(vectors.norm(dim=2), torch.full((3, 1), 0.7), atol=1e-6)
     for label in range(3):
         mean = F.normalize(h[labels == label], dim=1).mean(0)
-        assert F.cosine_similarity(found[label, 0], mean, dim=0) == pytest.approx(1.0, abs=1e-6)
+        assert F.cosine_similarity(vectors[label, 0], mean, dim=0) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_proxies_point_along_the_clusters_of_their_class() -> None:
@@ -141,12 +145,12 @@ def test_proxies_point_along_the_clusters_of_their_class() -> None:
     noise = 0.01 * torch.randn(40, D, generator=torch.Generator().manual_seed(1))
     h = (axes[torch.arange(40) % 4] + noise) * torch.linspace(1, 9, 40)[:, None]
     labels = (torch.arange(40) % 4) // 2  # class 0: axes 0 and 1; class 1: axes 2 and 3
-    found = imprint(h, labels, 2, 2, 2.0, 0)
+    vectors = imprint(h, labels, 2, 2, 2.0, 0)
     for label in range(2):
-        near = found[label] @ axes[2 * label : 2 * label + 2].T / 2.0
+        near = vectors[label] @ axes[2 * label : 2 * label + 2].T / 2.0
         assert sorted(near.argmax(1).tolist()) == [0, 1]
         assert near.max(1).values.min() > 0.999
-    assert torch.allclose(found.norm(dim=2), torch.full((2, 2), 2.0), atol=1e-6)
+    assert torch.allclose(vectors.norm(dim=2), torch.full((2, 2), 2.0), atol=1e-6)
 
 
 def test_clusters_are_those_of_lloyds_algorithm() -> None:

@@ -183,15 +183,15 @@ def test_masks_in_the_weights_are_masks_on_the_units() -> None:
     a, x = method.adapters, torch.randn(2, 5, 32)
     inner, outer = (torch.rand(4, n, requires_grad=True) for n in (3, 32))
     masked = method.masked(inner, outer)
-    found = masked_bottleneck(x, **{name: t[1] for name, t in masked.items()})
+    output = masked_bottleneck(x, **{name: t[1] for name, t in masked.items()})
     hidden = (x @ a.down[1].T + a.down_bias[1]).relu() * inner[1]
     expected = x + (hidden @ a.up[1].T + a.up_bias[1]).relu() * outer[1]
-    assert torch.allclose(found, expected, atol=1e-5)
-    for own, other in zip(
-        *(torch.autograd.grad(y.square().sum(), (inner, outer)) for y in (found, expected)),
+    assert torch.allclose(output, expected, atol=1e-5)
+    for gradient, other in zip(
+        *(torch.autograd.grad(y.square().sum(), (inner, outer)) for y in (output, expected)),
         strict=True,
     ):
-        assert torch.allclose(own, other, rtol=1e-4, atol=1e-4)
+        assert torch.allclose(gradient, other, rtol=1e-4, atol=1e-4)
     scale = annealed_scale(2, 4, 10.0)
     soft, worth, e = method.mask.sample(scale), torch.randn(4, 35), method.mask.embedding
     assert torch.allclose(soft, torch.sigmoid(scale * e))

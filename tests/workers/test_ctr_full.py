@@ -45,13 +45,13 @@ def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tenso
     tokens."""
 
     def pooled(u: Tensor, kind: str, added: Tensor | float = 0.0) -> Tensor:  # u: (N, 9)
-        found = []
+        maxima = []
         for k in KERNELS:
             signal = F.conv1d(u.T[None], m[f"{kind}{k}"].transpose(1, 2), m[f"{kind}{k}_bias"])[0]
-            found.append(
+            maxima.append(
                 F.relu(signal + (added[:, None] if isinstance(added, Tensor) else added)).amax(1)
             )
-        return torch.cat(found)
+        return torch.cat(maxima)
 
     out = []
     for b, image in enumerate(x):
@@ -79,14 +79,14 @@ def by_equations(x: Tensor, m: dict[str, Tensor], noise: Tensor | None) -> Tenso
 def test_knowledge_is_shared_as_the_equations_say(noisy: bool) -> None:
     m, x = module(), torch.randn(6, 8, 6, generator=torch.Generator().manual_seed(1)) * 2
     noise = torch.rand(6, 3, generator=torch.Generator().manual_seed(2)) if noisy else None
-    found = knowledge(x, **m, noise=noise)
-    assert torch.allclose(found, by_equations(x, m, noise), atol=1e-5)
-    assert not torch.allclose(found, by_equations(x, m, torch.full((6, 3), 1e-9)), atol=1e-3), (
+    output = knowledge(x, **m, noise=noise)
+    assert torch.allclose(output, by_equations(x, m, noise), atol=1e-5)
+    assert not torch.allclose(output, by_equations(x, m, torch.full((6, 3), 1e-9)), atol=1e-3), (
         "some gate is open"
     )
-    assert not torch.allclose(found, by_equations(x, m, torch.full((6, 3), 1 - 1e-6)), atol=1e-3), (
-        "and some is closed"
-    )
+    assert not torch.allclose(
+        output, by_equations(x, m, torch.full((6, 3), 1 - 1e-6)), atol=1e-3
+    ), "and some is closed"
 
 
 def test_the_bottleneck_sees_what_is_known_and_adds_to_what_came_in() -> None:
@@ -136,17 +136,17 @@ def test_the_strongest_window_is_a_pooled_convolution_with_its_gradient(size: in
     u, weight, bias = (
         torch.randn(*shape, requires_grad=True) for shape in ((4, 9, 6), (5, size, 6), (5,))
     )
-    found, expected = (
+    maximum, expected = (
         strongest(u, weight, bias),
         F.conv1d(u.transpose(1, 2), weight.transpose(1, 2), bias).amax(2),
     )
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(maximum, expected, atol=1e-5)
     worth = torch.randn(4, 5)
-    for own, other in zip(
-        *(torch.autograd.grad((y * worth).sum(), (u, weight, bias)) for y in (found, expected)),
+    for gradient, other in zip(
+        *(torch.autograd.grad((y * worth).sum(), (u, weight, bias)) for y in (maximum, expected)),
         strict=True,
     ):
-        assert torch.allclose(own, other, atol=1e-5)
+        assert torch.allclose(gradient, other, atol=1e-5)
 
 
 # ---- the whole of CTR ----------------------------------------------------------------------------
@@ -155,9 +155,11 @@ def test_capsules_of_later_tasks_get_no_gradient_and_wait_unchanged() -> None:
     optimizer = started(method, TWO, stream(CtrFull, tasks=(ONE,))[0][1])
     start = {name: t.detach().clone() for name, t in method.capsules.named_parameters()}
     method.loss(batch(1, 3), Progress(0, 1, 1, STEPS))[0].backward()
-    own = [dict(method.capsules.named_parameters())[name] for name in ("p", "p_bias", "transfer")]
-    assert all((p.grad[:, 2:] == 0).all() for p in own)
-    assert all((p.grad[:, c] != 0).any() for p in own for c in (0, 1)), (
+    per_task = [
+        dict(method.capsules.named_parameters())[name] for name in ("p", "p_bias", "transfer")
+    ]
+    assert all((p.grad[:, 2:] == 0).all() for p in per_task)
+    assert all((p.grad[:, c] != 0).any() for p in per_task for c in (0, 1)), (
         "earlier ones go on learning"
     )
     stepped(method, optimizer)
@@ -185,7 +187,7 @@ def test_what_the_task_specific_module_locks_stays_and_the_routing_does_not() ->
     alone."""
     done = stream(CtrFull)
     before, after = served(done[:1], CtrFull), served(done, CtrFull)
-    own = [method.serving_weights("one") for method in (before, after)]
+    weights = [method.serving_weights("one") for method in (before, after)]
     inner, outer = (done[0][0].masks[name] for name in ("inner", "outer"))
     for name, where in (
         ("down", inner[:, :, None]),
@@ -193,11 +195,11 @@ def test_what_the_task_specific_module_locks_stays_and_the_routing_does_not() ->
         ("up", outer[:, :, None] & inner[:, None]),
         ("up_bias", outer),
     ):
-        assert torch.equal(own[0][name] * where, own[1][name] * where)
-    assert own[0]["p"].shape[1] == own[1]["p"].shape[1] == 1, (
+        assert torch.equal(weights[0][name] * where, weights[1][name] * where)
+    assert weights[0]["p"].shape[1] == weights[1]["p"].shape[1] == 1, (
         "a task asks the capsules that there were"
     )
-    assert not torch.equal(own[0]["similar"], own[1]["similar"])
+    assert not torch.equal(weights[0]["similar"], weights[1]["similar"])
     assert CtrFull.may_forget
 
 

@@ -138,11 +138,11 @@ def test_the_teacher_costs_one_forward_for_all_heads_and_no_gradient() -> None:
     teacher = Teacher(*network())
     passes: list[bool] = []
     teacher.backbone.register_forward_hook(
-        lambda module, given, found: passes.append(torch.is_grad_enabled())
+        lambda module, inputs, output: passes.append(torch.is_grad_enabled())
     )
-    found = teacher.logits(images().requires_grad_())
+    logits = teacher.logits(images().requires_grad_())
     assert passes == [False]
-    assert {task: (tuple(t.shape), t.requires_grad) for task, t in found.items()} == {
+    assert {task: (tuple(t.shape), t.requires_grad) for task, t in logits.items()} == {
         "one": ((4, 2), False),
         "two": ((4, 3), False),
     }

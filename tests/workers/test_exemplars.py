@@ -85,15 +85,15 @@ def test_herding_has_the_worked_order_whatever_the_length_of_a_feature(
 def by_distance(features: Tensor, count: int) -> list[int]:
     """iCaRL's Algorithm 4 word for word."""
     unit = features.double() / (features.double().norm(dim=1, keepdim=True) + 1e-8)
-    mean, found = unit.mean(0), list[int]()
+    mean, chosen_indices = unit.mean(0), list[int]()
     for k in range(1, count + 1):
         distance = {
-            i: float((mean - unit[[*found, i]].sum(0) / k).norm())
+            i: float((mean - unit[[*chosen_indices, i]].sum(0) / k).norm())
             for i in range(len(unit))
-            if i not in found
+            if i not in chosen_indices
         }
-        found.append(min(distance, key=distance.__getitem__))
-    return found
+        chosen_indices.append(min(distance, key=distance.__getitem__))
+    return chosen_indices
 
 
 def with_replacement(features: Tensor, count: int) -> tuple[list[int], int]:
@@ -113,12 +113,12 @@ def test_herding_brings_the_mean_of_the_chosen_nearest_to_the_class_mean(seed: i
 
 def test_the_released_form_lets_an_image_win_again() -> None:
     assert with_replacement(TOY, 5) == ([1, 3, 0, 2, 4], 6)
-    found = [with_replacement(some_class(seed), 20) for seed in range(20)]
+    orders = [with_replacement(some_class(seed), 20) for seed in range(20)]
     assert [rebuffi_herding(some_class(seed), 20, noise()) for seed in range(20)] == [
-        order for order, _ in found
+        order for order, _ in orders
     ]
-    assert max(rounds for _, rounds in found) > 20
-    assert any(order != by_distance(some_class(seed), 20) for seed, (order, _) in enumerate(found))
+    assert max(rounds for _, rounds in orders) > 20
+    assert any(order != by_distance(some_class(seed), 20) for seed, (order, _) in enumerate(orders))
 
 
 def test_the_released_form_gives_up_after_its_rounds_and_fills_up(
@@ -138,17 +138,19 @@ def test_closest_sorts_by_the_distance_of_the_features_as_they_are() -> None:
     # mean (3, 1); as directions the last is farthest, not the first
     features = torch.tensor([[9.0, 0.0], [2.0, 1.0], [1.0, 1.0], [0.0, 2.0]])
     assert closest(features, 4, noise()) == [1, 2, 3, 0]
-    found = some_class(3)
-    distances = (found - found.mean(0)).norm(dim=1)[closest(found, 60, noise())]
+    class_features = some_class(3)
+    distances = (class_features - class_features.mean(0)).norm(dim=1)[
+        closest(class_features, 60, noise())
+    ]
     assert bool((distances.diff() >= 0).all())
 
 
 def test_random_draws_without_replacement_and_by_its_generator_alone() -> None:
     features = some_class(0)
-    found = at_random(features, 40, noise(1))
-    assert len(set(found)) == 40
-    assert found == at_random(torch.zeros(60, 2), 40, noise(1))
-    assert found != at_random(features, 40, noise(2))
+    indices = at_random(features, 40, noise(1))
+    assert len(set(indices)) == 40
+    assert indices == at_random(torch.zeros(60, 2), 40, noise(1))
+    assert indices != at_random(features, 40, noise(2))
     assert sorted(at_random(features, 60, noise(1))) == [*range(60)]
 
 
@@ -177,9 +179,9 @@ def test_the_order_in_which_the_images_come_changes_nothing(rule: str) -> None:
 def test_of_equals_the_first_is_chosen(rule: str) -> None:
     one = some_class(9, 6, 4)
     twice = torch.cat([one, one])
-    found = chosen(rule, twice, 12)
-    assert found[0] < 6
-    assert all(found.index(i) < found.index(i + 6) for i in range(6))
+    indices = chosen(rule, twice, 12)
+    assert indices[0] < 6
+    assert all(indices.index(i) < indices.index(i + 6) for i in range(6))
 
 
 @pytest.mark.parametrize("rule", SELECTIONS)

@@ -358,12 +358,12 @@ def test_a_full_network_is_reported() -> None:
     method = Hat(vit(), HatSettings(mask_lr=1e-6), 1)
     _, carried = trained(method)
     assert [
-        "0.00% of the units are left for later tasks" in said for said in method.warnings()
+        "0.00% of the units are left for later tasks" in warning for warning in method.warnings()
     ] == [True]
     full = Hat(vit(), HatSettings(mask_lr=1e-6), 1)
     trained(full, TWO, carried)
     assert [
-        "task 'two': only 0.00% of the units were free" in said for said in full.warnings()
+        "task 'two': only 0.00% of the units were free" in warning for warning in full.warnings()
     ] == [True]
     giving = AdaHat(vit(), AdaHatSettings(mask_lr=1e-6), 1)
     trained(giving, TWO, carried)

@@ -172,5 +172,5 @@ def test_compiled_blocks_turn_too() -> None:
     spread(method)
     expected = method.loss(batch(), PROGRESS)[0], answers(method), method.loss(batch(), PROGRESS)[0]
     compile_blocks(method.backbone, backend="eager")
-    found = method.loss(batch(), PROGRESS)[0], answers(method), method.loss(batch(), PROGRESS)[0]
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    compiled = method.loss(batch(), PROGRESS)[0], answers(method), method.loss(batch(), PROGRESS)[0]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(compiled, expected, strict=True))

@@ -56,13 +56,14 @@ def pinned() -> dict[str, Any]:
     demo = config.load(str(DEMO))
     with tempfile.TemporaryDirectory() as folder:
         graph, _ = build.graph_of(demo, store.Store(folder))
-    found = {
+    pins = {
         "key_version": store.KEY_VERSION,
         "settings": {name: fields_of(model) for name, model in models.items()},
         "revisions": revisions(),
         "demo": {stage.id: stage.key for stage in graph},
     }
-    return json.loads(json.dumps(found))
+    restored: dict[str, Any] = json.loads(json.dumps(pins))
+    return restored
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, dict[str, Any]]:

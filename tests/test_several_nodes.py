@@ -173,7 +173,7 @@ def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(
     assert len(attempts) == len(reference.expected) + 1, attempts  # and the report's
 
 
-def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_goes_on_with_one_that_was_stopped(
+def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_resumes_a_stopped_one(
     references: Any, tmp_path: Path
 ) -> None:
     """By Ray's own command, twice: the first job is stopped once a stage stands. The head has no

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -86,8 +87,8 @@ def test_mlflow_is_started_where_it_was_asked_for_after_the_warning(
     monkeypatch.setattr(
         mlflow_client, "open_store", lambda *_: (None, "postgresql://me:hush@host/db", "0")
     )
-    monkeypatch.setattr(ui.subprocess, "Popen", popen)
-    monkeypatch.setattr(ui.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(Ended):
         cli.main(["ui", "--storage", str(tmp_path), "--host", host])
     assert started[0][started[0].index("--host") + 1] == host
@@ -205,16 +206,18 @@ def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
     assert said.count("\n") == 1
     assert "hush" not in said
     lines: list[str] = []
-    told = threading.Event()
-    away = Outbox(
-        "MLflow",
-        lambda: False,
-        lambda: None,
-        mlflow_client.transient,
-        lambda line: (lines.append(line), told.set()),
-    )
-    away.put(lambda: mlflow_client.MlflowClientAdapter(str(tmp_path), TrackingSettings()) and None)
-    told.wait()
+    has_logged = threading.Event()
+
+    def log(line: str) -> None:
+        lines.append(line)
+        has_logged.set()
+
+    def connect() -> None:
+        mlflow_client.MlflowClientAdapter(str(tmp_path), TrackingSettings())
+
+    away = Outbox("MLflow", lambda: False, lambda: None, mlflow_client.transient, log)
+    away.put(connect)
+    has_logged.wait()
     away.close(0)
     assert "API request to http://127.0.0.1:1/api/" in lines[0]
 
@@ -317,24 +320,19 @@ def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_
     from pipeline.tracking import mlflow_client
 
     popen = subprocess.Popen
+    command = [sys.executable, "-c", STARTING.format(wait=0, port=0)]
     monkeypatch.setattr(mlflow_client, "open_store", lambda *_: (None, "sqlite:///x", "0"))
-    monkeypatch.setattr(
-        ui.subprocess,
-        "Popen",
-        lambda command, **how: popen(
-            [sys.executable, "-c", STARTING.format(wait=0, port=0)], **how
-        ),
-    )
-    monkeypatch.setattr(ui.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(command, **options))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
     said = capfd.readouterr().err
     assert "mlflow server ended with exit code 3 before it answered on 127.0.0.1:" in said
     assert "(no way: postgresql://host/db)" in said
     assert "--port" not in said
     assert said.count("\n") == 1
-    assert "another program took the port" in ui.why_it_ended(
-        SimpleNamespace(returncode=1), ["[Errno 98] Address already in use"], "h", 1
-    )
+    server: Any = SimpleNamespace(returncode=1)
+    log = ["[Errno 98] Address already in use"]
+    assert "another program took the port" in ui.why_it_ended(server, log, "h", 1)
 
 
 PRIVATE = """
@@ -346,10 +344,14 @@ ray = connect(ClusterSettings(workers=1, address="local"))
 ray.get(ray.remote(lambda: 1).remote())
 time.sleep(3)
 driver = psutil.Process()
-found = [(process.name(), each.laddr.ip) for process in [driver, *driver.children(recursive=True)] for each in process.net_connections("inet")
-         if each.status == "LISTEN"]
+listeners = []
+for process in [driver, *driver.children(recursive=True)]:
+    for connection in process.net_connections("inet"):
+        if connection.status == "LISTEN":
+            address = ipaddress.ip_address(connection.laddr.ip.removeprefix("::ffff:"))
+            listeners.append((process.name(), address))
 ray.shutdown()
-print(len(found), [name for name, ip in found if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback])
+print(len(listeners), [name for name, address in listeners if not address.is_loopback])
 """
 
 

@@ -1,6 +1,6 @@
-"""DyTox: its task attention for all tokens at once against the loop over tokens, ConViT's attention
-with one table of positions against one for each image, herding by one product per pick against
-trying every image.
+"""Compare three parts of DyTox with their plain forms: task attention for all tokens at once with
+a loop over tokens, ConViT's attention with one table of positions with a table per image, and
+herding by one product per pick with trying every image.
 
 `python -m benchmarks.dytox`; width 384, 12 heads, 32 px images in patches of 4, batch of 16, one
 thread, about three minutes.
@@ -8,6 +8,7 @@ thread, about three minutes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,40 +24,48 @@ from workers.model.task_attention import TaskAttention, TokenHead, TokenNetwork
 from workers.model.vit import build
 
 BATCH, CLASSES = 16, 100
-DEMANDS = {
-    10: 1.25,
-    50: 2.2,
-}  # tasks -> least ratio of a training step over the loop to one at once
+# Number of tasks -> least ratio of a training step with the loop to one at once.
+DEMANDS = {10: 1.25, 50: 2.2}
 GROWTH = 1.25  # most that a step with 50 tokens costs, relative to one with 1
 
 
 class Looped(TokenNetwork):
-    """The same network with the decoder called once per token, keys and values of [token; patches]
-    made each time."""
+    """The same network with a decoder that runs once per token.
+
+    Each run computes the keys and values of [token; patches] again.
+    """
 
     def embeddings(self, images: Tensor) -> Tensor:
         patches = self.encoder.forward_features(images)
-        return torch.cat(
-            [one_token(self.attention, head.token, patches) for head in self.each()], 1
-        )
+        tokens = [one_token(self.attention, head.token, patches) for head in self.each()]
+        return torch.cat(tokens, 1)
 
     def logits(self, e: Tensor) -> Tensor:
-        return torch.cat([head(e[:, place]) for place, head in enumerate(self.each())], 1)
+        logits = [head(e[:, index]) for index, head in enumerate(self.each())]
+        return torch.cat(logits, 1)
 
 
 def one_token(block: TaskAttention, token: Tensor, patches: Tensor) -> Tensor:
-    """(D,), (B, N, D) -> (B, 1, D)."""
+    """Return the embedding of one task: (D,), (B, N, D) -> (B, 1, D)."""
     tokens = token.expand(len(patches), 1, -1)
     z = block.norm1(torch.cat([tokens, patches], 1))
-    q, k, v = (
-        layer(x).unflatten(2, (block.num_heads, -1)).transpose(1, 2)
-        for layer, x in ((block.q, z[:, :1]), (block.k, z), (block.v, z))
-    )
-    e = tokens + block.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-    return e + block.mlp(block.norm2(e))
+    q = split_heads(block.q(z[:, :1]), block.num_heads)
+    k = split_heads(block.k(z), block.num_heads)
+    v = split_heads(block.v(z), block.num_heads)
+    mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    e = tokens + block.proj(mixed)
+    embedding: Tensor = e + block.mlp(block.norm2(e))
+    return embedding
 
 
-def networks(tasks: int) -> tuple[TokenNetwork, Looped]:
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, N, D) -> (B, heads, N, D / heads)."""
+    by_head: Tensor = x.unflatten(2, (heads, -1)).transpose(1, 2)
+    return by_head
+
+
+def build_networks(tasks: int) -> tuple[TokenNetwork, Looped]:
+    """Return the network of so many tasks in both forms; they share their parameters."""
     torch.manual_seed(0)
     encoder = build(BackboneSettings(name="convit_local", img_size=32, weights="none"))
     heads = [TokenHead(384, CLASSES // tasks) for _ in range(tasks)]
@@ -67,59 +76,70 @@ def networks(tasks: int) -> tuple[TokenNetwork, Looped]:
 
 
 def step(network: TokenNetwork, images: Tensor, labels: Tensor) -> Tensor:
+    """Run one step forward and backward; return the logits, (B, classes)."""
     network.zero_grad(set_to_none=True)
-    logits = network(images)
-    F.binary_cross_entropy_with_logits(
-        logits, F.one_hot(labels, logits.shape[1]).float()
-    ).backward()
+    logits: Tensor = network(images)
+    targets = F.one_hot(labels, logits.shape[1]).float()
+    F.binary_cross_entropy_with_logits(logits, targets).backward()
     return logits.detach()
 
 
 def attention_per_image(layer: GatedAttention, x: Tensor) -> Tensor:
-    """ConViT's own form: positions expanded over the batch before they are projected and
-    normalised."""
+    """Return ConViT's attention as its authors compute it: (B, N, D) -> (B, N, D).
+
+    Positions are expanded over the batch before they are projected and normalised.
+    """
     q, k = layer.qk(x).unflatten(2, (2, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    v = layer.v(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)
-    content = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)
-    place = layer.pos_proj(layer.offsets.expand(len(x), -1, -1, -1)).permute(0, 3, 1, 2).softmax(-1)
+    v = split_heads(layer.v(x), layer.num_heads)
+    content = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)  # (B, H, N, N)
+    offsets = layer.offsets.expand(len(x), -1, -1, -1)  # (B, N, N, 3)
+    positions = layer.pos_proj(offsets).permute(0, 3, 1, 2).softmax(-1)  # (B, H, N, N)
     gate = layer.gate.sigmoid().view(1, -1, 1, 1)
-    a = (1 - gate) * content + gate * place
-    return layer.proj(((a / a.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2))
+    attention = (1 - gate) * content + gate * positions
+    attention = attention / attention.sum(-1, keepdim=True)
+    projected: Tensor = layer.proj((attention @ v).transpose(1, 2).flatten(2))
+    return projected
 
 
-def backward(function: Any, x: Tensor) -> None:
+def backward(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Run a function forward and backward."""
     function(x).square().mean().backward()
 
 
 def naive_herding(features: Tensor, count: int) -> list[int]:
-    """Each pick tries every unused image and measures the distance of the new mean."""
+    """Return the rows that herding picks from features, (images, D).
+
+    Each pick tries every unused image and measures the distance of the new mean.
+    """
     unit = normalise(features)
-    mean, chosen = unit.mean(0), list[int]()
+    mean = unit.mean(0)
+    chosen: list[int] = []
+
+    def distance(candidate: int) -> float:
+        new_mean = unit[[*chosen, candidate]].mean(0)
+        return float((mean - new_mean).square().sum())
+
     for _ in range(count):
         rest = [i for i in range(len(unit)) if i not in chosen]
-        chosen.append(
-            min(rest, key=lambda i: float((mean - unit[[*chosen, i]].mean(0)).square().sum()))
-        )
+        chosen.append(min(rest, key=distance))
     return chosen
 
 
-def main() -> None:
-    start()
-    report = Report()
-    images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(0, CLASSES, (BATCH,))
+def compare_token_attention(report: Report) -> None:
+    """Compare training steps with all tokens at once and with a loop over them."""
+    images = torch.randn(BATCH, 3, 32, 32)
+    labels = torch.randint(0, CLASSES, (BATCH,))
     steps: dict[str, Any] = {}
     for tasks in (1, *DEMANDS):
-        fast, slow = networks(tasks)
+        fast, slow = build_networks(tasks)
         report.equal(
             f"logits of {tasks} tasks, at once and one by one",
             step(fast, images, labels),
             step(slow, images, labels),
             1e-4,
         )
-        steps |= {
-            f"at once, {tasks}": partial(step, fast, images, labels),
-            f"loop, {tasks}": partial(step, slow, images, labels),
-        }
+        steps[f"at once, {tasks}"] = partial(step, fast, images, labels)
+        steps[f"loop, {tasks}"] = partial(step, slow, images, labels)
     timing = interleave(steps, rounds=5)
     for tasks, demand in DEMANDS.items():
         report.at_least(
@@ -134,8 +154,12 @@ def main() -> None:
         GROWTH,
     )
 
+
+def compare_gated_attention(report: Report) -> None:
+    """Compare ConViT's attention with one table of positions and with one per image."""
     encoder: Any = build(BackboneSettings(name="convit_local", img_size=32, weights="none"))
-    layer, x = encoder.blocks[2].attn, torch.randn(BATCH, 64, 384)
+    layer: GatedAttention = encoder.blocks[2].attn
+    x = torch.randn(BATCH, 64, 384)
     report.equal(
         "gated attention, one table and one per image",
         layer(x).detach(),
@@ -155,17 +179,20 @@ def main() -> None:
         1.0,
     )
 
+
+def compare_herding(report: Report) -> None:
+    """Compare herding by one product per pick with trying every image."""
     features = torch.randn(500, 384)
-    none = torch.Generator()
+    generator = torch.Generator()
     report.equal(
         "exemplars, fast and naive",
-        torch.tensor(herding(features, 20, none)),
+        torch.tensor(herding(features, 20, generator)),
         torch.tensor(naive_herding(features, 20)),
         0,
     )
     timing = interleave(
         {
-            "fast": partial(herding, features, 20, none),
+            "fast": partial(herding, features, 20, generator),
             "naive": partial(naive_herding, features, 20),
         },
         rounds=3,
@@ -175,6 +202,15 @@ def main() -> None:
         timing.ratio("naive", "fast"),
         10,
     )
+
+
+def main() -> None:
+    """Compare the three parts, results first and then times."""
+    start()
+    report = Report()
+    compare_token_attention(report)
+    compare_gated_attention(report)
+    compare_herding(report)
     report.exit()
 
 

@@ -7,7 +7,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +32,10 @@ class Timing:
 
 
 def start(highest_load: float = HIGHEST_LOAD) -> None:
-    """Use one thread from now on; exit with a message and status 0 where the machine is too busy to
-    measure."""
+    """Use one thread from now on.
+
+    Exit with a message and status 0 when the machine is too busy to measure.
+    """
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     if load > highest_load:
@@ -45,10 +47,12 @@ def start(highest_load: float = HIGHEST_LOAD) -> None:
 
 
 def interleave(
-    variants: dict[str, Callable[[], object]], rounds: int = 9, warmup: int = 1, seed: int = 0
+    variants: Mapping[str, Callable[[], object]], rounds: int = 9, warmup: int = 1, seed: int = 0
 ) -> Timing:
-    """Call each variant once per round, in a new random order each time, so that slow spells of the
-    machine hit all alike."""
+    """Call each variant once per round and measure its CPU time.
+
+    Each round has a new random order, so that slow spells of the machine hit all variants alike.
+    """
     order = list(variants)
     shuffle = random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in order}
@@ -69,7 +73,7 @@ class Report:
         self.failed = 0
 
     def equal(self, what: str, actual: Tensor, expected: Tensor, atol: float) -> None:
-        """Demand that two results are equal, before the timing of the same two things."""
+        """Demand that two results are equal up to `atol`."""
         difference = float((actual.double() - expected.double()).abs().max())
         self._line(difference <= atol, what, f"differs by {difference:.1e}", f"at most {atol:.0e}")
 
@@ -87,11 +91,11 @@ class Report:
         self._line(seconds <= demand, what, f"{seconds * 1000:.1f} ms", limit)
 
     def note(self, what: str, value: str) -> None:
-        """Print what has no demand."""
+        """Print a value that has no demand."""
         print(f"      {what}: {value}")
 
     def exit(self) -> None:
-        """Exit with status 1 where a demand was missed, else 0."""
+        """Exit with status 1 when a demand was missed, else with 0."""
         sys.exit(1 if self.failed else 0)
 
     def _line(self, is_met: bool, what: str, measured: str, demand: str) -> None:

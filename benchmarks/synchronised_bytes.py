@@ -1,9 +1,10 @@
-"""Bytes that two ranks exchange in a training step, counted: 4 times the trainable parameters and
-nothing else.
+"""Count the bytes that two ranks exchange in a training step: 4 times the trainable parameters,
+and nothing else.
 
-`python -m benchmarks.synchronised_bytes`; no clock, so any load will do. Two gloo processes train
-three steps of each method; every collective is counted from outside, whatever the train loop says
-about itself. For scale: what a data-parallel wrapper of the whole network would send.
+`python -m benchmarks.synchronised_bytes`; nothing is timed, so the load of the machine does not
+matter. Two gloo processes train three steps of each method. Every collective of torch.distributed
+is wrapped and counted, independently of the train loop. A note gives the bytes that a data-parallel
+wrapper of the whole network would send.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks import stream
 from benchmarks.harness import Report
@@ -48,9 +49,19 @@ COLLECTIVES = (
 )
 
 
+class Counts(NamedTuple):
+    """The counts of one method, on one rank."""
+
+    sent_bytes: int  # handed to collectives in STEPS steps
+    trained: int  # parameters that are trained
+    backbone: int  # parameters of the backbone
+
+
 def counted(sent: list[int], real: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective `real`, with the bytes of its tensor noted; other payloads than one tensor
-    count as an error."""
+    """Return a wrapper of the collective `real` that appends the bytes of its tensor to `sent`.
+
+    Any payload but a single tensor is an error.
+    """
 
     def call(tensor: Any, *args: Any, **named: Any) -> Any:
         assert isinstance(tensor, torch.Tensor), (
@@ -62,9 +73,8 @@ def counted(sent: list[int], real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def count(job: StageJob, group: dist.Group) -> list[int]:
-    """Bytes that this rank hands to collectives in STEPS steps; trained parameters; parameters of
-    the backbone."""
+def count(job: StageJob, group: dist.Group) -> Counts:
+    """Train STEPS steps on this rank and count what it hands to collectives."""
     assert job.task is not None
     method = METHODS[job.method](restore.load_backbone(job), restore.settings_of(job), job.seed)
     plan = OptimPlan(job.train.lr, 0.0, job.train.batch_size, STEPS)
@@ -75,24 +85,22 @@ def count(job: StageJob, group: dist.Group) -> list[int]:
     sent: list[int] = []
     with ExitStack() as stack:
         for name in COLLECTIVES:
-            stack.enter_context(
-                mock.patch.object(
-                    torch.distributed, name, counted(sent, getattr(torch.distributed, name))
-                )
-            )
+            wrapper = counted(sent, getattr(torch.distributed, name))
+            stack.enter_context(mock.patch.object(torch.distributed, name, wrapper))
         for step, batches in zip(range(STEPS), feed.epoch(0), strict=False):
             loop.train_step(method, optimizer, batches, Progress(0, step, 1, STEPS), job, group)
-    return [
-        sum(sent),
-        sum(p.numel() for g in groups for p in g["params"]),
-        sum(p.numel() for p in method.backbone.parameters()),
-    ]
+    trained = 0
+    for parameter_group in groups:
+        trained += sum(p.numel() for p in parameter_group["params"])
+    backbone = sum(p.numel() for p in method.backbone.parameters())
+    return Counts(sum(sent), trained, backbone)
 
 
-def rank_main(rank: int, jobs: list[StageJob], meeting: str, out: str) -> None:
+def rank_main(rank: int, jobs: list[StageJob], rendezvous: str, out: str) -> None:
+    """Count all jobs as one rank of the group; rank 0 writes the counts to the file `out`."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS
     )
     group = dist.Group(rank, RANKS)
     counts = [count(job, group) for job in jobs]
@@ -102,9 +110,11 @@ def rank_main(rank: int, jobs: list[StageJob], meeting: str, out: str) -> None:
 
 
 def main() -> None:
+    """Count the bytes of each method and compare them with its trained parameters."""
     report = Report()
-    with tempfile.TemporaryDirectory() as folder:
-        card = stream.draw_images(Path(folder), classes=4, train=8, test=1, sides=(32,))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        card = stream.draw_images(folder, classes=4, train=8, test=1, sides=(32,))
         backbone = {
             "name": "vit_tiny_patch16_224",
             "img_size": 32,
@@ -113,7 +123,7 @@ def main() -> None:
         }
         methods = {f"m{i}": settings for i, settings in enumerate(METHODS_COUNTED.values())}
         store, graph, _ = stream.plan(
-            Path(folder),
+            folder,
             card,
             1,
             backbone=backbone,
@@ -124,22 +134,22 @@ def main() -> None:
         )
         stream.ingest(store, graph)
         loop.run_stage(stream.job_of(graph, "backbone"), dist.Group(), lambda event: None)
-        jobs, out = (
-            [stream.job_of(graph, f"{label}/t-0/train") for label in methods],
-            Path(folder) / "counts.json",
-        )
-        mp.spawn(rank_main, (jobs, str(Path(folder) / "meeting"), str(out)), nprocs=RANKS)
-        for name, (sent, trained, whole) in zip(
-            METHODS_COUNTED, json.loads(out.read_text()), strict=True
-        ):
+        jobs = [stream.job_of(graph, f"{label}/t-0/train") for label in methods]
+        out = folder / "counts.json"
+        spawn(rank_main, (jobs, str(folder / "rendezvous"), str(out)), nprocs=RANKS)
+        for name, values in zip(METHODS_COUNTED, json.loads(out.read_text()), strict=True):
+            counts = Counts(*values)
             report.equal(
-                f"{name}, bytes of {STEPS} steps against 4 x {trained:,} trained parameters each",
-                torch.tensor(sent),
-                torch.tensor(STEPS * 4 * trained),
+                f"{name}, bytes of {STEPS} steps against 4 x {counts.trained:,} trained "
+                "parameters each",
+                torch.tensor(counts.sent_bytes),
+                torch.tensor(STEPS * 4 * counts.trained),
                 atol=0,
             )
+            bytes_per_step = counts.sent_bytes // STEPS
             report.note(
-                f"{name}, bytes per step", f"{sent // STEPS:,} (the whole backbone: {4 * whole:,})"
+                f"{name}, bytes per step",
+                f"{bytes_per_step:,} (the whole backbone: {4 * counts.backbone:,})",
             )
     report.exit()
 

@@ -1,4 +1,4 @@
-"""TOAST: two passes that share what they can and feedback folded into a matrix per block, against
+"""Compare TOAST's two passes, which share work and fold the feedback into a matrix per block, with
 two full passes of the network.
 
 `python -m benchmarks.toast`; DeiT-Ti at 224 px, batch of 16, one thread, about three minutes.
@@ -7,6 +7,7 @@ two full passes of the network.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,43 +25,53 @@ from workers.model.vit import build
 from workers.rng import StepRng
 
 BATCH, CLASSES, TASKS = 16, 10, 5
-STEP, INFERENCE = 1.15, 1.75  # least ratio of two full passes to shared ones
+# Least ratio of two full passes to shared ones.
+STEP_DEMAND = 1.15
+INFERENCE_DEMAND = 1.75
 
 
 class TwoFullPasses:
-    """The form of the released code: the whole network twice, the whole qkv layer on what is fed
-    back, a chain of feedback layers."""
+    """TOAST as its released code computes it.
+
+    It runs the whole network twice, the whole qkv layer on the feedback, and a chain of feedback
+    layers.
+    """
 
     def __init__(self, backbone: Any) -> None:
         self.backbone = copy.deepcopy(backbone)
-        self.fed_back: list[Tensor] = []  # by block
+        self.feedback: list[Tensor] = []  # by block, (B, N, D) each
         for index, block in enumerate(self.backbone.blocks):
-            block.attn.qkv.register_forward_hook(partial(self.steer, index))
+            block.attn.qkv.register_forward_hook(partial(self.add_feedback, index))
 
-    def steer(self, index: int, layer: Any, inputs: Any, qkv: Tensor) -> None:
-        if self.fed_back:
+    def add_feedback(self, index: int, layer: Any, inputs: Any, qkv: Tensor) -> None:
+        """Add the feedback of block `index` to its values; a forward hook of its qkv layer."""
+        if self.feedback:
             width = self.backbone.embed_dim
-            qkv[..., 2 * width :] += F.linear(self.fed_back[index], layer.weight)[..., 2 * width :]
+            added = F.linear(self.feedback[index], layer.weight)
+            qkv[..., 2 * width :] += added[..., 2 * width :]
 
-    def features(self, images: Tensor, own: dict[str, Tensor]) -> Tensor:
-        x = select_tokens(self.backbone.forward_features(images), own["prior"]) @ own["transform"]
-        fed_back: list[Tensor] = []
-        for w1, w2 in zip(reversed(own["w1"].unbind()), reversed(own["w2"].unbind()), strict=True):
+    def features(self, images: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+        """Return the features (B, D) of images under the tensors of one task."""
+        tokens = self.backbone.forward_features(images)
+        x = select_tokens(tokens, tensors["prior"]) @ tensors["transform"]
+        feedback: list[Tensor] = []
+        for w1, w2 in zip(tensors["w1"].flip(0), tensors["w2"].flip(0), strict=True):
             x = F.linear(x, w1)
-            fed_back.insert(0, F.linear(x, w2))
-        self.fed_back = fed_back
-        found = self.backbone(images)
-        self.fed_back = []
-        return found
+            feedback.insert(0, F.linear(x, w2))
+        self.feedback = feedback
+        features: Tensor = self.backbone(images)
+        self.feedback = []
+        return features
 
 
-def tuned(dtype: torch.dtype) -> tuple[Toast, list[str]]:
-    """Tasks whose feedback reaches all blocks, as after some training; the last is the one in
-    training."""
+def make_method(dtype: torch.dtype) -> tuple[Toast, list[str]]:
+    """Return TOAST with TASKS tasks and their names; the last task is the one in training.
+
+    Its feedback reaches all blocks, as after some training.
+    """
     torch.manual_seed(0)
-    method = Toast(
-        build(BackboneSettings(name="deit_tiny_patch16_224")).to(dtype), ToastSettings(), seed=0
-    )
+    backbone = build(BackboneSettings(name="deit_tiny_patch16_224")).to(dtype)
+    method = Toast(backbone, ToastSettings(), seed=0)
     tasks = [Task(f"task {i}", "card", "", tuple(map(str, range(CLASSES)))) for i in range(TASKS)]
     for task in tasks:
         method.begin(StepContext(task, OptimPlan(1e-3, 0.0, BATCH, 1.0), training_tasks=(task,)))
@@ -70,83 +81,88 @@ def tuned(dtype: torch.dtype) -> tuple[Toast, list[str]]:
         method.load_task(method.finish()[0])
     method.to(dtype).eval()
     method.heads[tasks[-1].name].requires_grad_(True)
-    return method, [t.name for t in tasks]
+    return method, [task.name for task in tasks]
 
 
-def step(method: Toast, features: Any, batch: Batch) -> Tensor:
-    """Loss and gradients, which it returns in one row."""
-    parameters = [
-        *method.own.parameters(),
-        *method.heads[method.training_tasks[0].name].parameters(),
-    ]
+def step(method: Toast, features: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+    """Compute loss and gradients; return all gradients in one row."""
+    head = method.heads[method.training_tasks[0].name]
+    parameters = [*method.own.parameters(), *head.parameters()]
     loss = method.classification_loss(features(batch), batch)
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+    gradients = torch.autograd.grad(loss, parameters)
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
-def shared(method: Toast, batch: Batch) -> Tensor:
+def shared_features(method: Toast, batch: Batch) -> Tensor:
+    """Return the features (B, D) of the task in training, by passes that share work."""
     method.weight_overrides = method.training_weights(batch, Progress(0, 0, 1, 1))
     return method.features(batch.images)
 
 
-@torch.no_grad()
-def answers(method: Toast, slow: TwoFullPasses, images: Tensor, tasks: list[str]) -> Tensor:
-    """One task after the other."""
-    return torch.stack(
-        [method.heads[name](slow.features(images, method.loaded[name] or {})) for name in tasks]
-    )
+def full_features(method: Toast, slow: TwoFullPasses, batch: Batch) -> Tensor:
+    """Return the features (B, D) of the task in training, by two full passes."""
+    return slow.features(batch.images, dict(method.own.items()))
 
 
 @torch.no_grad()
-def together(method: Toast, images: Tensor, tasks: list[str]) -> Tensor:
+def full_logits(method: Toast, slow: TwoFullPasses, images: Tensor, tasks: list[str]) -> Tensor:
+    """Return the logits (tasks, B, classes), by two full passes per task."""
+    logits: list[Tensor] = []
+    for name in tasks:
+        features = slow.features(images, method.loaded[name] or {})
+        logits.append(method.heads[name](features))
+    return torch.stack(logits)
+
+
+@torch.no_grad()
+def shared_logits(method: Toast, images: Tensor, tasks: list[str]) -> Tensor:
+    """Return the logits (tasks, B, classes); all tasks share the first pass."""
     return torch.stack([*method.logits_of(images, tasks).values()])
 
 
+def make_variants(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """Return a training step and an inference of all tasks, each in both forms."""
+    method, tasks = make_method(dtype)
+    slow = TwoFullPasses(method.backbone)
+    images = torch.randn(BATCH, 3, 224, 224, dtype=dtype)
+    rows = torch.arange(BATCH)
+    rng = StepRng(0, 0, 0, rows, BATCH, torch.device("cpu"))
+    batch = Batch(images, rows % CLASSES, torch.zeros_like(rows), rng)
+    return {
+        "shared": partial(step, method, partial(shared_features, method), batch),
+        "in full": partial(step, method, partial(full_features, method, slow), batch),
+        f"{TASKS} shared": partial(shared_logits, method, images, tasks),
+        f"{TASKS} in full": partial(full_logits, method, slow, images, tasks),
+    }
+
+
 def main() -> None:
+    """Compare gradients and logits of both forms in double precision, then time them in single."""
     start()
-    report, steps = Report(), dict[str, Any]()
-    for dtype in (torch.float64, torch.float32):  # equality in double, then the clock
-        method, tasks = tuned(dtype)
-        slow, images = TwoFullPasses(method.backbone), torch.randn(BATCH, 3, 224, 224, dtype=dtype)
-        rows = torch.arange(BATCH)
-        batch = Batch(
-            images,
-            rows % CLASSES,
-            torch.zeros_like(rows),
-            StepRng(0, 0, 0, rows, BATCH, torch.device("cpu")),
-        )
-        in_full = partial(
-            step,
-            method,
-            lambda batch, m=method, s=slow: s.features(batch.images, dict(m.own.items())),
-        )
-        steps = {
-            "shared": partial(step, method, partial(shared, method), batch),
-            "in full": partial(in_full, batch),
-            f"{TASKS} shared": partial(together, method, images, tasks),
-            f"{TASKS} in full": partial(answers, method, slow, images, tasks),
-        }
-        if dtype == torch.float64:
-            wanted = steps["in full"]()
-            report.equal(
-                "gradients, relative to the largest",
-                steps["shared"]() / wanted.abs().max(),
-                wanted / wanted.abs().max(),
-                1e-9,
-            )
-            report.equal(
-                f"logits of {TASKS} tasks",
-                steps[f"{TASKS} shared"](),
-                steps[f"{TASKS} in full"](),
-                1e-9,
-            )
-    timing = interleave(steps, rounds=5)
+    report = Report()
+    variants = make_variants(torch.float64)
+    expected = variants["in full"]()
+    largest = expected.abs().max()
+    report.equal(
+        "gradients, relative to the largest",
+        variants["shared"]() / largest,
+        expected / largest,
+        1e-9,
+    )
+    report.equal(
+        f"logits of {TASKS} tasks",
+        variants[f"{TASKS} shared"](),
+        variants[f"{TASKS} in full"](),
+        1e-9,
+    )
+    timing = interleave(make_variants(torch.float32), rounds=5)
     report.at_least(
-        "training step, two full passes / shared", timing.ratio("in full", "shared"), STEP
+        "training step, two full passes / shared", timing.ratio("in full", "shared"), STEP_DEMAND
     )
     report.at_least(
         f"inference of {TASKS} tasks, two full passes each / the first pass shared",
         timing.ratio(f"{TASKS} in full", f"{TASKS} shared"),
-        INFERENCE,
+        INFERENCE_DEMAND,
     )
     report.exit()
 

@@ -3,6 +3,8 @@ nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -201,12 +203,12 @@ def test_enhancements_are_those_of_pillow(factor: float) -> None:
 def test_tables_are_those_of_pillow() -> None:
     grey = torch.full((1, 3, 31, 31), 77, dtype=torch.uint8)
     pixels = torch.cat((pictures(6, 31), grey, pictures(2, 31).clamp(100, 103)))
-    exact = {
+    exact: dict[str, Callable[[Image.Image], Image.Image]] = {
         "autocontrast": ImageOps.autocontrast,
         "equalize": ImageOps.equalize,
         "invert": ImageOps.invert,
-        "posterize": lambda image: ImageOps.posterize(image, 1),
-        "solarize": lambda image: ImageOps.solarize(image, 26),
+        "posterize": partial(ImageOps.posterize, bits=1),
+        "solarize": partial(ImageOps.solarize, threshold=26),
     }
     for name, operation in exact.items():
         expected = torch.stack([from_pil(operation(as_pil(image))) for image in pixels])
@@ -297,6 +299,7 @@ def test_mixup_mixes_pixels_and_targets_with_the_same_weight() -> None:
     images, targets = Augment(DataSettings(mixup=0.8), settings, True)(
         pixels, labels, size, draw(size)
     )
+    assert targets is not None
     torch.testing.assert_close(targets.sum(1), torch.ones(size))
     clean, other = plain(pixels, settings), partner_positions(draw(size))
     own = targets[torch.arange(size), labels].view(-1, 1, 1, 1)
@@ -326,6 +329,7 @@ def test_cutmix_targets_count_the_pixels() -> None:
     images, targets = Augment(DataSettings(cutmix=1.0), settings, True)(
         pixels, labels, size, draw(size)
     )
+    assert targets is not None
     clean, other = plain(pixels, settings), partner_positions(draw(size))
     mine, theirs = ((images - clean[which]).abs().amax(1) < 1e-5 for which in (labels, other))
     assert (mine | theirs).all()
@@ -354,6 +358,7 @@ def test_smoothing_alone_gives_soft_targets_and_untouched_images() -> None:
     assert torch.equal(
         images, Augment(DataSettings(), backbone(16), True)(pixels, labels, 4, draw(3))[0]
     )
+    assert targets is not None
     torch.testing.assert_close(targets[1], torch.tensor([0.025, 0.025, 0.925, 0.025]))
 
 
@@ -373,6 +378,7 @@ def test_ranks_together_make_the_batch_of_one_rank(how: str, ranks: int) -> None
     augment = Augment(settings, backbone(24, 0.8), True)
     pixels, labels = pictures(21, 30), torch.arange(21) % CLASSES
     images, targets = augment(pixels, labels, CLASSES, draw(21))
+    assert targets is not None
     partner = partner_positions(draw(21))
     for rank in range(ranks):
         rows = list(range(rank, 21, ranks))
@@ -385,6 +391,7 @@ def test_ranks_together_make_the_batch_of_one_rank(how: str, ranks: int) -> None
             labels[partner[rows]],
         )
         assert torch.equal(part, images[rows])
+        assert part_targets is not None
         assert torch.equal(part_targets, targets[rows])
 
 
@@ -400,8 +407,8 @@ def test_augmentation_changes_with_seed_epoch_and_step_and_with_nothing_else(how
     augment = Augment(FULL.model_copy(update={"crop": how}), backbone(), True)
     pixels, labels = pictures(12, 24), torch.arange(12) % CLASSES
 
-    def images(**where: int) -> torch.Tensor:
-        return augment(pixels, labels, CLASSES, draw(12, **where))[0]
+    def images(seed: int = 1, epoch: int = 0, step: int = 0) -> torch.Tensor:
+        return augment(pixels, labels, CLASSES, draw(12, seed=seed, epoch=epoch, step=step))[0]
 
     torch.manual_seed(1)
     first = images()
@@ -414,6 +421,7 @@ def test_augmentation_changes_with_seed_epoch_and_step_and_with_nothing_else(how
 def test_everything_on_still_gives_finite_images_and_proper_targets() -> None:
     augment = Augment(FULL.model_copy(update={"crop": "resized"}), backbone(), True)
     images, targets = augment(pictures(64, 24), torch.arange(64) % CLASSES, CLASSES, draw(64))
+    assert targets is not None
     assert images.shape == (64, 3, 24, 24)
     assert images.dtype == torch.float32
     assert images.isfinite().all()

@@ -120,12 +120,18 @@ def test_a_disk_that_keeps_nothing_is_a_sentence(
 def test_a_file_is_checked_once_in_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, read = hashlib.sha256(b"1234").hexdigest(), []
+    right = hashlib.sha256(b"1234").hexdigest()
+    offsets: list[int] = []
     read_at = CachedFile.read_at
-    monkeypatch.setattr(CachedFile, "read_at", lambda *args: (read.append(1), read_at(*args))[1])
+
+    def recorded(file: CachedFile, size: int, offset: int) -> bytes:
+        offsets.append(offset)
+        return read_at(file, size, offset)
+
+    monkeypatch.setattr(CachedFile, "read_at", recorded)
     for _ in range(3):
         Cache(str(tmp_path), 1000).open_file("a", 4, written(b"1234"), right).close()
-    assert len(read) == 2, "the bytes, and the end"
+    assert len(offsets) == 2, "the bytes, and the end"
 
 
 def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
@@ -219,7 +225,12 @@ def test_another_process_waits_for_the_one_that_makes_it_and_takes_over_where_th
     process.start()
     begun.wait()
     flock = fcntl.flock
-    monkeypatch.setattr(fcntl, "flock", lambda file, how: (waiting.set(), flock(file, how)))
+
+    def announced(file: Any, how: int) -> None:
+        waiting.set()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", announced)
     found: list[bytes] = []
     thread = threading.Thread(target=lambda: found.append(cache.open_file("a", 4, second).read()))
     thread.start()
@@ -253,11 +264,17 @@ def test_a_file_has_its_name_only_when_its_bytes_are_on_the_disk(
 ) -> None:
     calls: list[str] = []
 
-    def noted(name: Any, real: Any) -> Any:
-        return lambda *args: (calls.append(name), real(*args))
+    def recorded(name: str) -> Any:
+        function = getattr(os, name)
+
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            return function(*args)
+
+        return call
 
     for name in ("fsync", "replace"):
-        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+        monkeypatch.setattr(os, name, recorded(name))
     keep(Cache(str(tmp_path), 1000), "a")
     assert calls == ["fsync", "replace"], (
         "its size was set before, so that after a machine went down nothing else tells that it "

@@ -138,9 +138,7 @@ def test_t28_scales_of_one_half_are_it_and_of_zero_nothing() -> None:
     ), "a number per channel"
 
 
-def test_t29_padding_is_heard_as_tokens_of_zero_and_only_a_mean_without_it_would_give_the_same() -> (
-    None
-):
+def test_padding_counts_as_tokens_of_zeros_in_the_mean() -> None:
     x, cb = tokens(), Context("mean")
     padded = F.pad(x, (0, 0, 0, 3))
     assert torch.allclose(
@@ -182,6 +180,7 @@ def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(
     assert torch.equal(built("cb", settings, blocks=[])(x), plain(x))
     none = built("cbs", settings)
     for _, module in context.context_modules(none):
+        assert isinstance(module, context.ScaledContext)
         nn.init.zeros_(module.scale)
     assert torch.equal(none(x), plain(x))
     assert not torch.allclose(built("cb", settings)(x), plain(x), atol=1e-3)
@@ -243,7 +242,7 @@ def test_common_weights_start_as_without_it(kind: str) -> None:
     torch.manual_seed(1)
     plain = vit.build(SMALL).state_dict()
     torch.manual_seed(1)
-    found = vit.build(SMALL.model_copy(update={"context": ContextSettings(kind=kind)})).state_dict()  # type: ignore[arg-type]
+    found = vit.build(SMALL.model_copy(update={"context": ContextSettings(kind=kind)})).state_dict()
     assert all(torch.equal(found[name], t) for name, t in plain.items())
 
 
@@ -275,7 +274,7 @@ def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
     )
     settings = SMALL.model_copy(
         update={"weights": str(path), "context": ContextSettings(kind=kind)}
-    )  # type: ignore[arg-type]
+    )
     model: Any = vit.build(settings).eval()
     start = {
         name: model.get_parameter(name).clone() for name in context.context_parameter_names(model)
@@ -412,7 +411,7 @@ def test_without_it_keys_are_those_of_before_there_was_any() -> None:
     keys = {
         key_of(key_inputs(BackboneSettings(context=ContextSettings(kind=kind))), [])
         for kind in KINDS
-    }  # type: ignore[arg-type]
+    }
     assert len(keys) == 5
     again = BackboneSettings.model_validate_json(
         BackboneSettings(context=ContextSettings(kind="cbs", own=0.5)).model_dump_json()
@@ -492,10 +491,8 @@ def test_training_moves_the_scales(lab: Lab) -> None:
 
 
 def test_the_context_of_a_run_has_a_part_in_its_answers(lab: Lab) -> None:
-    plain, cb = (
-        lab.run_of("dytox", OPTIMIZERS["adamw"], backbone={**TINY, **more})
-        for more in ({}, {"context": {}})
-    )
+    plain = lab.run_of("dytox", OPTIMIZERS["adamw"], backbone=TINY)
+    cb = lab.run_of("dytox", OPTIMIZERS["adamw"], backbone={**TINY, "context": {}})
     x = cb.images(0)
     served = cb.served(0)
     assert any(name.endswith("mlp.context") for name, _ in served.named_modules())

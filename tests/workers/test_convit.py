@@ -69,7 +69,8 @@ def written_out(layer: GatedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_the_fast_form_is_the_written_out_one_in_values_and_gradients() -> None:
-    layer = shaken(ConViT(**SMALL).blocks[1].attn)
+    encoder: Any = ConViT(**SMALL)
+    layer = shaken(encoder.blocks[1].attn)
     x = torch.randn(3, 16, 48, dtype=torch.float64, requires_grad=True)
     want, a = written_out(layer, x)
     found = layer(x)
@@ -128,13 +129,14 @@ def test_the_encoder_has_the_papers_parameters_to_the_unit(
         model = ConViT(**options)
     assert [parameters(block) for block in model.blocks] == [1_773_372] * 5
     assert parameters(model.patch_embed) == patch_embed
+    assert model.pos_embed is not None
     assert model.pos_embed.numel() == positions
     assert parameters(model) == 8_866_860 + patch_embed + positions
     assert parameters(TaskAttention(384, 12)) == 1_773_312
 
 
 def test_stochastic_depth_rises_as_if_the_decoder_were_the_sixth_block() -> None:
-    model = vit.build(
+    model: Any = vit.build(
         BackboneSettings(name="convit_local", img_size=32, weights="none", drop_path=0.1)
     )
     assert [getattr(block.drop_path1, "drop_prob", 0.0) for block in model.blocks] == pytest.approx(
@@ -173,8 +175,9 @@ def one_at_a_time(block: TaskAttention, token: Tensor, patches: Tensor) -> Tenso
         .transpose(1, 2)
         .reshape(b, 1, -1)
     )
-    e = token + block.proj(o)
-    return (e + block.mlp(block.norm2(e)))[:, 0]
+    e: Tensor = token + block.proj(o)
+    embedding: Tensor = (e + block.mlp(block.norm2(e)))[:, 0]
+    return embedding
 
 
 def test_all_tokens_at_once_are_the_loop_over_tokens_in_values_and_gradients() -> None:
@@ -236,4 +239,5 @@ def test_each_token_of_an_image_is_dropped_on_its_own_and_the_same_for_any_share
     assert torch.equal(dropped, ((first >= 0.5) * 2.0)[..., None].expand(-1, -1, 48))
     draw_paths(block, StepRng(1, 0, 0, rows[1::2], 64, torch.device("cpu")))
     assert isinstance(block.drop_path1, TokenDropPath)
+    assert block.drop_path1.uniform is not None
     assert torch.equal(block.drop_path1.uniform, first[1::2])

@@ -48,8 +48,9 @@ def convnext(img_size: int = 16, **options: Any) -> Any:
 def test_it_leaves_features_that_heads_read(name: str) -> None:
     settings = TINY.model_copy(update={"name": name, "img_size": 32})
     assert isinstance(vit.check(settings), ConvNeXt)
-    model = vit.build(settings).eval()
-    assert model(images(img_size=32)).shape == (8, model.num_features) == (8, 32)
+    model: Any = vit.build(settings).eval()
+    assert model.num_features == 32
+    assert model(images(img_size=32)).shape == (8, 32)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +188,9 @@ def as_released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_the_hubs_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, create = (
-        timm.create_model(
-            "convnext_atto", num_classes=7, depths=(1, 2, 1, 1), dims=(8, 16, 16, 32), patch_size=1
-        ),
-        timm.create_model,
+    create = timm.create_model
+    source: Any = create(
+        "convnext_atto", num_classes=7, depths=(1, 2, 1, 1), dims=(8, 16, 16, 32), patch_size=1
     )
     monkeypatch.setattr(
         timm,
@@ -201,14 +200,14 @@ def test_the_hubs_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = TINY.model_copy(update={"weights": "hub"})
     model = vit.build(settings)
     vit.load_weights(model, settings)
-    assert torch.equal(
-        model.eval()(images()),
-        source.eval().forward_head(source.forward_features(images()), pre_logits=True),
-    )
+    source.eval()
+    expected = source.forward_head(source.forward_features(images()), pre_logits=True)
+    assert torch.equal(model.eval()(images()), expected)
 
 
 def test_stored_weights_are_the_backbone_and_its_digest_sees_the_last_norm() -> None:
-    one, two = convnext(), vit.build(TINY)
+    one = convnext()
+    two: Any = vit.build(TINY)
     vit.from_bytes(two, vit.to_bytes(one), "weights")
     assert vit.digest_of(one) == vit.digest_of(two)
     two.head.norm.weight.data[0] += 1e-3

@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from workers.data.batch import Batch
 from workers.data.cache import Blocks
 from workers.data.feed import Feed
 from workers.data.rows import hold_out
@@ -103,7 +104,7 @@ def feed_of(
     batch: int = 4,
     accumulate: int = 1,
     cache: str = "",
-    data: dict | None = None,
+    data: dict[str, Any] | None = None,
     cache_gb: float = 1.0,
 ) -> Feed:
     job = StageJob(
@@ -156,7 +157,7 @@ def samples(
     return steps
 
 
-def plain(feed: Feed, epoch: int = 0) -> Counter:
+def plain(feed: Feed, epoch: int = 0) -> Counter[bytes]:
     return Counter(image for step in samples([feed], epoch) for image, _, _ in step.values())
 
 
@@ -165,7 +166,7 @@ def plain(feed: Feed, epoch: int = 0) -> Counter:
 def test_every_sample_comes_exactly_once_per_epoch(root: Any, place: Any) -> None:
     feed = feed_of(root, place, training=False)
     table = feed.samples.table
-    expected = Counter()
+    expected: Counter[bytes] = Counter()
     for row in range(len(feed.samples)):
         pixels = torch.from_numpy(decode(feed.samples.bytes_of(row), SIDE).copy()).permute(2, 0, 1)
         expected[feed.augment.normalise(pixels).numpy().tobytes()] += 1
@@ -234,14 +235,14 @@ def test_several_tasks_are_mixed_and_keep_their_labels(root: Any, place: Any) ->
     shared = Task("warm", "colours", "colours", ("blue", "red"))
     tasks = (SHAPES, COLOURS, shared)
     feed = feed_of(root, place, tasks=tasks, training=False)
-    found = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for batches in feed.epoch(0):
         for b in batches:
-            found.update(
+            counts.update(
                 (tasks[t].name, tasks[t].classes[y])
                 for t, y in zip(b.tasks.tolist(), b.labels.tolist(), strict=True)
             )
-    assert found == {
+    assert counts == {
         ("shapes", "disc"): 4,
         ("shapes", "ring"): 5,
         ("colours", "red"): 7,
@@ -293,12 +294,12 @@ def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(
     )
     assert [len(step) for step in samples([feed])] == [4, 4, 4, 4, 1]
     assert len(set(shown(feed))) > 12, "each copy is augmented on its own"
-    counts = [
-        b.counts
-        for batches in feed_of(root, place, data={"repeats": 3}, tasks=(SHAPES, COLOURS)).epoch(0)
-        for b in batches
-    ]
-    assert sum(sum(each) for each in counts) == 26
+    samples_of_two_tasks = 0
+    for batches in feed_of(root, place, data={"repeats": 3}, tasks=(SHAPES, COLOURS)).epoch(0):
+        for batch in batches:
+            assert batch.counts is not None
+            samples_of_two_tasks += sum(batch.counts)
+    assert samples_of_two_tasks == 26
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -334,7 +335,7 @@ def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(root: Any, pla
 def test_copies_of_a_streamed_image_are_decoded_once(
     root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded: Counter = Counter()
+    decoded: Counter[Any] = Counter()
     decode_one = Streamed._decode
 
     def counted(source: Any, row: Any, data: Any) -> Any:
@@ -348,21 +349,26 @@ def test_copies_of_a_streamed_image_are_decoded_once(
 
 
 # ---- measuring -----------------------------------------------------------------------------------
+def answers_of(batch: Batch) -> tuple[list[str], bytes, list[int]]:
+    """Keys, pixels and labels of one batch."""
+    assert batch.keys is not None
+    return batch.keys, batch.images.numpy().tobytes(), batch.labels.tolist()
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_measuring_deals_whole_batches_in_a_fixed_order(root: Any, world: int) -> None:
-    kept = feed_of(root, "resident", split="test", training=False)
-    expected = [(b.keys, b.images.numpy().tobytes(), b.labels.tolist()) for b in kept.evaluate(4)]
+    whole = feed_of(root, "resident", split="test", training=False)
+    expected = [answers_of(batch) for batch in whole.evaluate(4)]
     assert [len(keys) for keys, _, _ in expected] == [4, 4, 4, 3]
-    assert [key for keys, _, _ in expected for key in keys] == kept.samples.table["key"].to_pylist()
+    keys_in_order = [key for keys, _, _ in expected for key in keys]
+    assert keys_in_order == whole.samples.table["key"].to_pylist()
     for place in PLACES:
         feeds = [
             feed_of(root, place, rank, world, split="test", training=False) for rank in range(world)
         ]
-        dealt = [
-            [(b.keys, b.images.numpy().tobytes(), b.labels.tolist()) for b in feed.evaluate(4)]
-            for feed in feeds
-        ]
-        assert dealt == [expected[rank::world] for rank in range(world)]
+        for rank, feed in enumerate(feeds):
+            dealt = [answers_of(batch) for batch in feed.evaluate(4)]
+            assert dealt == expected[rank::world]
     for keys, _, labels in expected:
         assert [key.split("/")[1] for key in keys] == [COLOURS.classes[label] for label in labels]
 
@@ -473,7 +479,7 @@ def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(
 def test_an_image_of_the_cache_is_checked_once_and_only_where_it_is_read(
     root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked: Counter = Counter()
+    checked: Counter[Any] = Counter()
     is_whole = Blocks._is_whole
 
     def counted(blocks: Any, row: Any) -> Any:
@@ -563,7 +569,8 @@ def test_every_mode_decodes_to_rgb(mode: str) -> None:
     else:
         image = Image.new("RGB", (9, 6), (200, 200, 200)).convert(mode)
     pixels = decode(encoded(image), 4)
-    assert (pixels.shape, pixels.dtype) == ((4, 4, 3), np.uint8)
+    assert pixels.shape == (4, 4, 3)
+    assert pixels.dtype == np.dtype(np.uint8)
     assert abs(int(pixels[1, 1, 0]) - {"1": 255, "I;16": 40000 >> 8}.get(mode, 200)) < (
         256 if mode == "1" else 8
     )

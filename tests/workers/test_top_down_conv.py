@@ -57,7 +57,8 @@ def in_double(name: str = "toast", options: dict[str, Any] | None = None, **sett
 
 
 def layers_of(method: Any) -> dict[str, Tensor]:
-    return method.layers({**method.start, **dict(method.own.items())})
+    layers: dict[str, Tensor] = method.layers({**method.start, **dict(method.own.items())})
+    return layers
 
 
 def run(model: Any, pictures: Tensor, fed_back: dict[int, Tensor]) -> list[Tensor]:
@@ -91,16 +92,18 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
         own.get("transform", torch.eye(seen.shape[1], dtype=seen.dtype)),
     )
     fed_back, layers = {}, layers_of(method)
-    widths = [SMALL["dims"][0], *SMALL["dims"]]  # type: ignore[index,misc]
+    widths = [SMALL["dims"][0], *SMALL["dims"]]
     for index in reversed(range(s.feedback_to, top)):
         r = transposed(r, layers[f"w1_{index}"], widths[index])
         fed_back[index] = F.conv2d(r, layers[f"w2_{index}"][:, :, None, None])
-    return model.forward_head(model.norm_pre(run(model, pictures, fed_back)[-1]))
+    features: Tensor = model.forward_head(model.norm_pre(run(model, pictures, fed_back)[-1]))
+    return features
 
 
 def steered(method: Any, pictures: Tensor) -> Tensor:
     method.weight_overrides = method.training_weights(None, PROGRESS)
-    return method.features(pictures)
+    features: Tensor = method.features(pictures)
+    return features
 
 
 # ---- the two passes ------------------------------------------------------------------------------
@@ -129,7 +132,8 @@ def test_a_mask_does_not_know_the_length_of_the_prior_and_turns_with_its_sign() 
     prior = torch.randn(32, generator=torch.Generator().manual_seed(1))
 
     def mask(prior: Tensor) -> Tensor:
-        return (top_down.selected(x, prior) / x)[:, 0]
+        selected: Tensor = top_down.selected(x, prior)
+        return (selected / x)[:, 0]
 
     assert ((mask(prior) >= 0) & (mask(prior) <= 1)).all()
     assert torch.allclose(mask(7.5 * prior), mask(prior), atol=1e-6)
@@ -376,17 +380,19 @@ def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
         )
     )
     direct["base"] = F.linear(convnext()(images()), torch.ones(2, 32), torch.zeros(2))
-    passes, first_pass = [], StageTopDown.first_pass
-    monkeypatch.setattr(
-        StageTopDown, "first_pass", lambda self, x: passes.append(len(x)) or first_pass(self, x)
-    )
-    found = method.logits_of(images(), ["one", "two", "base"])
-    assert passes == [8]
-    assert all(
-        torch.equal(found[task], direct[task])
-        and torch.equal(tabletop.answers(method, replace(ONE, name=task)), direct[task])
-        for task in direct
-    )
+    batch_sizes: list[int] = []
+    first_pass = StageTopDown.first_pass
+
+    def counted(top_down: StageTopDown, x: Tensor) -> tuple[Tensor, Tensor]:
+        batch_sizes.append(len(x))
+        return first_pass(top_down, x)
+
+    monkeypatch.setattr(StageTopDown, "first_pass", counted)
+    logits = method.logits_of(images(), ["one", "two", "base"])
+    assert batch_sizes == [8], "one first pass for all tasks"
+    for task, expected in direct.items():
+        assert torch.equal(logits[task], expected)
+        assert torch.equal(tabletop.answers(method, replace(ONE, name=task)), expected)
 
 
 def test_feedback_of_another_shape_is_refused() -> None:
@@ -422,24 +428,22 @@ def test_what_a_convnext_cannot_do_is_refused(
 @pytest.mark.parametrize(("to", "top"), [(0, 4), (1, 3)])
 def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: int) -> None:
     with torch.device("meta"):
-        model = build(BackboneSettings(name="convnext_tiny"))
+        model: Any = build(BackboneSettings(name="convnext_tiny"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workers.methods.base.digest_of", lambda backbone: "")
         share = method_of(backbone=model, feedback_to=to, feedback_from=top).top_down.flops_share()
-    front = [
+    # of each stage: c channels in front, C behind, stride k, side of the map that it is given
+    sizes = [
         (96, 96, 1, 56),
         (96, 192, 2, 56),
         (192, 384, 2, 28),
         (384, 768, 2, 14),
-    ]  # c, C, k and the side of what each stage is given
-    stages = sum(
-        multiply_adds(model.stages[i], front[i][0], front[i][3], front[i][3])
-        for i in range(to, top)
-    )
-    feedback = sum(
-        c * k * k * behind * (side // k) ** 2 + c * c * side**2
-        for c, behind, k, side in front[to:top]
-    )
+    ]
+    stages = 0
+    feedback = 0
+    for stage, (c, behind, k, side) in zip(model.stages[to:top], sizes[to:top], strict=True):
+        stages += multiply_adds(stage, c, side, side)
+        feedback += c * k * k * behind * (side // k) ** 2 + c * c * side**2
     assert share == pytest.approx(1 + (stages + feedback) / multiply_adds(model, 3, 224, 224))
     assert multiply_adds(model, 3, 224, 224) == pytest.approx(4.45e9, rel=0.01)
     assert to or feedback == pytest.approx(318e6, rel=0.01)
@@ -454,7 +458,7 @@ def test_the_variational_loss_is_zero_where_a_layer_undoes_its_stage_and_moves_n
     left = [
         torch.randn(3, c, 2, 2, generator=generator, dtype=torch.float64, requires_grad=True)
         for c in SMALL["dims"]
-    ]  # type: ignore[attr-defined]
+    ]
     given = [
         transposed(x.detach(), layers[f"w1_{i}"].detach(), c).requires_grad_()
         for i, (x, c) in enumerate(zip(left, (8, 8, 16, 16), strict=True))

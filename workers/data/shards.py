@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 from workers.data.cache import Cache, CachedFile
 from workers.errors import DamagedArtifact, UserError
 from workers.storage import filesystem
-from workers.storage.artifact import Artifact, resolve
+from workers.storage.artifact import Artifact, FileInfo, resolve
 
 INDEX = "index.parquet"
 MAX_PIXELS = 50_000_000
@@ -163,7 +163,7 @@ class Shards:
                 self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew"
             ) from None
 
-    def _download(self, shard: str, info: dict[str, Any], stream: BinaryIO) -> None:
+    def _download(self, shard: str, info: FileInfo, stream: BinaryIO) -> None:
         """Write a whole shard to `stream`. Raise `DamagedArtifact` when it is not what ingest
         wrote."""
         system, path = resolve(self.uri(shard))
@@ -219,7 +219,7 @@ def _image_of(sample: dict[str, Any]) -> bytes:
     raise tarfile.ReadError("a record has no image")
 
 
-def _cache_name(info: dict[str, Any]) -> str:
+def _cache_name(info: FileInfo) -> str:
     return f"shards/{info['sha256']}"
 
 

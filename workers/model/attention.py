@@ -97,7 +97,8 @@ class ClassAttention:
 def entropy(attention: Tensor) -> Tensor:
     """- sum_j A_ij ln A_ij, a mean over queries i: (B, H, N, N) -> (B, H). At most ln N, that of
     uniform attention."""
-    return torch.special.entr(attention).sum(-1).mean(-1)
+    terms: Tensor = torch.special.entr(attention)
+    return terms.sum(-1).mean(-1)
 
 
 def distance(attention: Tensor, apart: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ def _listen(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
 
 def _softmax(attn: Any, q: Tensor, k: Tensor) -> Tensor:
     """(B, H, N, d) each -> (B, H, N, N), without the keys that are masked."""
-    scores = (q * attn.scale) @ k.transpose(-2, -1)
+    scores: Tensor = (q * attn.scale) @ k.transpose(-2, -1)
     if getattr(attn, "keys", None) is not None:
         scores = scores.masked_fill(attn.policy() == 0, -torch.inf)
     return scores.softmax(-1)
@@ -199,6 +200,5 @@ def _gated(attn: GatedAttention, qk: Tensor) -> Tensor:
     """(B, N, 2 D) -> (B, H, N, N): content and positions, mixed by the gate."""
     q, k = attn.split(qk)
     gate = attn.gate.sigmoid().view(-1, 1, 1)
-    return (1 - gate) * (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(
-        -1
-    ) + gate * attn.positions()
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return (1 - gate) * scores.softmax(-1) + gate * attn.positions()

@@ -113,7 +113,8 @@ def multiply_adds(model: nn.Module, *shape: int) -> int:
     finally:
         for module in training:
             module.training = True
-    return counter.get_total_flops() // 2
+    total_flops: int = counter.get_total_flops()
+    return total_flops // 2
 
 
 class CompactBlock(nn.Module):
@@ -186,8 +187,11 @@ class CompactBlock(nn.Module):
         if self.gate is not None:
             y = y * self.gate(at_queries).sigmoid()
         x = _take(x, self.queries) + self.ls1(self.proj(y))
-        hidden = self.mlp_norm(self.act(F.linear(self.norm2(x), self.fc1_weight, self.fc1_bias)))
-        return x + self.ls2(self.context(F.linear(hidden, self.fc2_weight, self.fc2_bias)))
+        hidden = self.act(F.linear(self.norm2(x), self.fc1_weight, self.fc1_bias))
+        hidden = self.mlp_norm(hidden)  # (B, queries, neurons)
+        ffn = self.context(F.linear(hidden, self.fc2_weight, self.fc2_bias))
+        update: Tensor = self.ls2(ffn)
+        return x + update
 
     def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
         """(B, N, parts * H * D) -> `parts` tensors (B, H, N, D)."""
@@ -219,7 +223,9 @@ class CompactVit(nn.Module):
         x = _take(x, self.entering)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.vit.forward_head(self.vit.norm(x)))
+        features = self.vit.forward_head(self.vit.norm(x))
+        logits: Tensor = self.head(features)
+        return logits
 
 
 @torch.no_grad()

@@ -74,18 +74,24 @@ class UniformHead(nn.Module):
             nn.init.trunc_normal_(linear.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.v(x.mean(1, keepdim=True)))
+        value = self.v(x.mean(1, keepdim=True))  # (B, 1, d)
+        projected: Tensor = self.proj(value)
+        return projected
 
 
 # Each block gets the same hooks, and what a hook finds on its module says whether it does anything:
 # the code that a compiler made of one block serves all, unless they differ in attributes. Which
 # hooks there are it does not look at.
 def _behind(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    return module.context(output)
+    mixed: Tensor = module.context(output)
+    return mixed
 
 
 def _beside(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    return output if module.uniform is None else output + module.uniform(inputs[0])
+    if module.uniform is None:
+        return output
+    uniform: Tensor = module.uniform(inputs[0])
+    return output + uniform
 
 
 def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:

@@ -56,16 +56,18 @@ class GatedAttention(nn.Module):
 
     def positions(self) -> Tensor:
         """P, (H, N, N)."""
-        return self.pos_proj(self.offsets).permute(2, 0, 1).softmax(-1)
+        scores: Tensor = self.pos_proj(self.offsets)  # (N, N, H)
+        return scores.permute(2, 0, 1).softmax(-1)
 
     def forward(self, x: Tensor, **of_timm: Any) -> Tensor:
         q, k = self.split(self.qk(x))
         v = self.v(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         gate = self.gate.sigmoid().view(-1, 1, 1)
-        mixed = (1 - gate) * F.scaled_dot_product_attention(q, k, v) + gate * (
-            self.positions().to(v.dtype) @ v
-        )
-        return self.proj(mixed.transpose(1, 2).flatten(2))
+        by_content = F.scaled_dot_product_attention(q, k, v)  # (B, H, N, d)
+        by_position = self.positions().to(v.dtype) @ v  # (B, H, N, d)
+        mixed = (1 - gate) * by_content + gate * by_position
+        projected: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
+        return projected
 
 
 def offsets(side: int) -> Tensor:

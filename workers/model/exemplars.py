@@ -26,7 +26,8 @@ def normalise(features: Tensor) -> Tensor:
     """Rows of (n, d) as unit vectors, in fp64: which one is nearest must not hang on the order of a
     sum."""
     features = features.double()
-    return features / (features.norm(dim=1, keepdim=True) + 1e-8)
+    lengths: Tensor = features.norm(dim=1, keepdim=True)
+    return features / (lengths + 1e-8)
 
 
 def herding(features: Tensor, count: int, generator: torch.Generator) -> list[int]:

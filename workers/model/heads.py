@@ -27,7 +27,7 @@ class Heads(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Heads:
         """Called by `to`: remember the device, so that heads that are added later go there too."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.device = fn(torch.empty(0, device=self.device)).device
         return self
 

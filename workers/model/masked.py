@@ -82,7 +82,10 @@ class MaskedAttention(Attention):
         x = self.norm(
             (self.attn_drop(psi) @ v).transpose(1, 2).reshape(batch, tokens, self.attn_dim)
         )
-        return self.proj_drop(self.proj(x if gate is None else x * gate))
+        if gate is not None:
+            x = x * gate
+        projected: Tensor = self.proj_drop(self.proj(x))
+        return projected
 
     def policy(self) -> Tensor:
         """(B, 1, 1, N), or (B, 1, N, N) with the self loop."""

@@ -39,7 +39,8 @@ class GumbelHard(nn.Module):
     def sample(self, uniform: Tensor) -> Tensor:
         """uniform: [0, 1) numbers of shape (..., *shape) -> 0/1 float mask of the same shape
         (straight-through)."""
-        return HardSample.apply(self.logits, uniform, self.tau)
+        mask: Tensor = HardSample.apply(self.logits, uniform, self.tau)
+        return mask
 
     @torch.no_grad()
     def hard(self) -> Tensor:
@@ -92,7 +93,8 @@ class Threshold(nn.Module):
 
     def sample(self) -> Tensor:
         """The mask as floats, with a straight-through gradient."""
-        return StraightThrough.apply(self.scores, self._floats())
+        mask: Tensor = StraightThrough.apply(self.scores, self._floats())
+        return mask
 
     @torch.no_grad()
     def hard(self) -> Tensor:
@@ -131,9 +133,9 @@ class SoftBinary(nn.Module):
 
     def sample(self) -> Tensor:
         """The mask as floats, with a straight-through gradient."""
-        return StraightThrough.apply(
-            torch.sigmoid((self.scores - self.theta) * self.steepness), self._floats()
-        )
+        probabilities = torch.sigmoid((self.scores - self.theta) * self.steepness)
+        mask: Tensor = StraightThrough.apply(probabilities, self._floats())
+        return mask
 
     @torch.no_grad()
     def hard(self) -> Tensor:
@@ -166,7 +168,9 @@ class TopK(nn.Module):
 
     def sample(self) -> Tensor:
         """The mask as floats, with a straight-through gradient."""
-        return StraightThrough.apply(self.scores.abs(), self.hard().to(self.scores.dtype))
+        hard = self.hard().to(self.scores.dtype)
+        mask: Tensor = StraightThrough.apply(self.scores.abs(), hard)
+        return mask
 
     @torch.no_grad()
     def hard(self) -> Tensor:
@@ -222,9 +226,10 @@ class AnnealedSigmoid(nn.Module):
 
     def sample(self, scale: float) -> Tensor:
         """The mask at scale s, in (0, 1), with the compensated gradient."""
-        return AnnealedGate.apply(
+        mask: Tensor = AnnealedGate.apply(
             self.embedding, scale, self.s_max, self.largest_exponent, self.official
         )
+        return mask
 
     @torch.no_grad()
     def hard(self) -> Tensor:

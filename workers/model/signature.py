@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_type_hints
 
 import timm
@@ -19,7 +19,7 @@ from torch import nn
 from workers.errors import UserError
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
-LAYERS = {
+LAYERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "act_layer": (get_act_layer, "gelu or relu"),
     "norm_layer": (get_norm_layer, "layernorm or groupnorm1"),
     "embed_norm_layer": (get_norm_layer, "layernorm or rmsnorm"),

@@ -49,7 +49,8 @@ class Performer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         k, q, v = self.kqv(self.norm1(x)).chunk(3, dim=-1)
         x = v + self.proj(self.attention(q.float(), k.float(), v.float()).to(v.dtype))
-        return x + self.mlp(self.norm2(x))
+        update: Tensor = self.mlp(self.norm2(x))
+        return x + update
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, N, D) each, fp32 also under autocast: exponentials of bf16 scores would be far
@@ -97,7 +98,8 @@ class TokensToToken(nn.Module):
         x = self.attention1(windows(images, 7, 4, 2))  # (B, HW / 16, token_dim)
         # (B, HW / 64, token_dim)
         x = self.attention2(windows(as_image(x, height // 4, width // 4), 3, 2, 1))
-        return self.project(windows(as_image(x, height // 8, width // 8), 3, 2, 1))
+        tokens: Tensor = self.project(windows(as_image(x, height // 8, width // 8), 3, 2, 1))
+        return tokens
 
 
 def windows(images: Tensor, size: int, stride: int, padding: int) -> Tensor:
@@ -107,7 +109,8 @@ def windows(images: Tensor, size: int, stride: int, padding: int) -> Tensor:
 
 def as_image(tokens: Tensor, height: int, width: int) -> Tensor:
     """(B, H W, C) -> (B, C, H, W)."""
-    return tokens.transpose(1, 2).unflatten(2, (height, width))
+    image: Tensor = tokens.transpose(1, 2).unflatten(2, (height, width))
+    return image
 
 
 def sinusoids(positions: int, width: int) -> Tensor:

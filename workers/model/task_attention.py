@@ -42,8 +42,10 @@ class TaskAttention(nn.Module):
         self.drop_path1.tokens = self.drop_path2.tokens = tokens
 
     def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
-        e = tokens + self.drop_path1(self.attention(self.norm1(tokens), self.norm1(patches)))
-        return e + self.drop_path2(self.mlp(self.norm2(e)))
+        attended = self.attention(self.norm1(tokens), self.norm1(patches))
+        e: Tensor = tokens + self.drop_path1(attended)
+        update: Tensor = self.drop_path2(self.mlp(self.norm2(e)))
+        return e + update
 
     def attention(self, tokens: Tensor, patches: Tensor) -> Tensor:
         """softmax over the N + 1 keys [token itself, patches], of each token: (T, D), (B, N, D) ->
@@ -63,7 +65,8 @@ class TaskAttention(nn.Module):
         to_patches = q @ keys.transpose(-2, -1)  # (B, H, T, N)
         share = torch.cat([to_itself, to_patches], -1).softmax(-1)  # (B, H, T, 1 + N)
         out = share[..., :1] * v + share[..., 1:] @ values
-        return self.proj(out.transpose(1, 2).flatten(2))
+        projected: Tensor = self.proj(out.transpose(1, 2).flatten(2))
+        return projected
 
 
 class TokenHead(nn.Linear):
@@ -103,7 +106,9 @@ class TokenNetwork(nn.Module):
     def embeddings(self, images: Tensor) -> Tensor:
         """(b, tasks, D)."""
         patches = self.encoder.forward_features(images)[:, self.encoder.num_prefix_tokens :]
-        return self.attention(torch.stack([head.token for head in self.each()]), patches)
+        tokens = torch.stack([head.token for head in self.each()])  # (tasks, D)
+        embeddings: Tensor = self.attention(tokens, patches)
+        return embeddings
 
     def each(self) -> list[TokenHead]:
         return [*self.heads]
@@ -122,7 +127,8 @@ class TokenNetwork(nn.Module):
         padded = torch.einsum("btd,tkd->btk", e, weights) + biases
         sizes = torch.tensor([head.out_features for head in heads])
         real = (torch.arange(weights.shape[1]) < sizes[:, None]).flatten().nonzero().squeeze(1)
-        return padded.flatten(1)[:, real.to(padded.device)]
+        logits: Tensor = padded.flatten(1)[:, real.to(padded.device)]
+        return logits
 
     def forward(self, images: Tensor) -> Tensor:
         return self.logits(self.embeddings(images))

@@ -157,7 +157,8 @@ class TopDown:
                 stream.append(x)
         for block in self.backbone.blocks[self.stop :]:
             x = block(x)
-        return self.backbone.forward_head(self.backbone.norm(x))
+        features: Tensor = self.backbone.forward_head(self.backbone.norm(x))
+        return features
 
     def first_layers(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those that should undo a block."""
@@ -171,10 +172,12 @@ class TopDown:
         """Work of both passes relative to one: the steered blocks run twice, and each adds a
         matrix."""
         shape = geometry(self.backbone)
-        tokens = shape["tokens"] + shape["prefix"]
-        block = self.width * (4 * self.width + 2 * shape["hidden"] + 2 * tokens)
-        plain = flops(self.backbone, plan_blocks(self.backbone, [BlockMasks()] * shape["depth"]))
-        return 1 + tokens * len(self) * (block + self.width * self.width) / plain
+        tokens: int = shape["tokens"] + shape["prefix"]
+        block: int = self.width * (4 * self.width + 2 * shape["hidden"] + 2 * tokens)
+        unmasked = [BlockMasks() for _ in range(shape["depth"])]
+        one_pass = flops(self.backbone, plan_blocks(self.backbone, unmasked))
+        added = tokens * len(self) * (block + self.width * self.width)
+        return 1 + added / one_pass
 
     @contextmanager
     def adding(self, added: Sequence[Tensor]) -> Iterator[None]:

@@ -141,7 +141,8 @@ class StageTopDown:
             stream.append((stage_input, x))
         for stage in self.backbone.stages[self.stop :]:
             x = stage(x)
-        return self.backbone.forward_head(self.backbone.norm_pre(x))
+        features: Tensor = self.backbone.forward_head(self.backbone.norm_pre(x))
+        return features
 
     def selected(self, seen: Tensor, prior: Tensor) -> Tensor:
         """s x. seen: x (B, C, H, W); prior xi: (C,)."""
@@ -154,7 +155,9 @@ class StageTopDown:
             return seen
         # the identity, but where the norm is in front of the pooling
         x = self.backbone.norm_pre(seen)
-        return getattr(self.backbone.head, "norm", nn.Identity())(x)
+        last_norm = getattr(self.backbone.head, "norm", nn.Identity())
+        compared: Tensor = last_norm(x)
+        return compared
 
     def handed_down(self, r: Tensor, feedback: Mapping[str, Tensor]) -> list[Tensor]:
         """r_{L+1} (B, C, H, W) -> td_l of each steered stage, of the shape of what it is given."""

@@ -1,5 +1,6 @@
-"""What the heads of a ViT attend to, measured while any forward runs: hooks see queries and keys,
-and nothing of the model is copied.
+"""Measurement of what the heads of a ViT attend to, during any forward.
+
+Hooks read queries and keys; nothing of the model is copied.
 
 Entropy and distance as in Hyeon-Woo et al.: Scratching Visual Transformer's Back with Uniform
 Attention, ICCV 2023. Axes: B images, H heads, N tokens (prefix first), n patches.
@@ -26,8 +27,11 @@ L = TypeVar("L", "AttentionStatistics", "ClassAttention")
 
 @dataclass
 class AttentionStatistics:
-    """One attention of one network. entropy, distance: sums over images, (H,). scale: mean |Lambda|
-    of the block's context, or None."""
+    """Sums over images for one attention layer of one network.
+
+    apart: distances between patches. entropy, distance: (H,), one sum per head. scale: mean
+    |Lambda| of the block's context, or None.
+    """
 
     network: str
     block: int
@@ -40,45 +44,49 @@ class AttentionStatistics:
     scale: float | None = None
 
     def add(self, attention: Tensor) -> None:
-        """attention: (B, H, N, N), rows sum to 1."""
-        self.tokens, self.images = attention.shape[-1], self.images + len(attention)
+        """Add a batch. attention: (B, H, N, N), rows sum to 1."""
+        self.tokens = attention.shape[-1]
+        self.images += len(attention)
         self.entropy = self.entropy + entropy(attention).sum(0).cpu()
         patches = len(self.apart)  # the last tokens, whatever stands before them
-        self.distance = (
-            self.distance + distance(attention[..., -patches:, -patches:], self.apart).sum(0).cpu()
-        )
+        between_patches = attention[..., -patches:, -patches:]  # (B, H, n, n)
+        self.distance = self.distance + distance(between_patches, self.apart).sum(0).cpu()
         if isinstance(self.context, ScaledContext):
             self.scale = float(self.context.scale.abs().mean())
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each head: means over images and queries. Entropy in nats and relative to its
-        maximum ln N; distance relative to that of uniform attention."""
+        """Return one row per head, with means over images and queries.
+
+        Entropy is in nats, and relative to its maximum ln N. Distance is relative to that of
+        uniform attention.
+        """
         if not self.images:
             return []
-        means = (
-            torch.as_tensor(values).double() / self.images
-            for values in (self.entropy, self.distance)
-        )
-        return [
-            {
+        entropies = torch.as_tensor(self.entropy).double() / self.images  # (H,)
+        distances = torch.as_tensor(self.distance).double() / self.images  # (H,)
+        rows: list[dict[str, Any]] = []
+        for head, mean_entropy in enumerate(entropies.tolist()):
+            row = {
                 "network": self.network,
                 "block": self.block,
                 "head": head,
                 "tokens": self.tokens,
-                "entropy": e,
-                "entropy_share": e / math.log(self.tokens),
-                "distance": d,
+                "entropy": mean_entropy,
+                "entropy_share": mean_entropy / math.log(self.tokens),
+                "distance": float(distances[head]),
                 "scale": self.scale,
             }
-            for head, (e, d) in enumerate(zip(*(values.tolist() for values in means), strict=True))
-        ]
+            rows.append(row)
+        return rows
 
 
 @dataclass
 class ClassAttention:
-    """What the class token of one network looks at in one block: for each forward (B, h, w) over
-    the grid of patches, a mean over heads. Values are relative to uniform attention, which has 1
-    everywhere; what goes to other tokens than patches is not shown."""
+    """Attention of the class token to the patches, in one block of one network.
+
+    passes: for each forward a map (B, h, w) over the grid of patches, a mean over heads. Values are
+    relative to uniform attention, which has 1 everywhere. Attention to other tokens is left out.
+    """
 
     network: str
     block: int
@@ -86,106 +94,117 @@ class ClassAttention:
     passes: list[Tensor] = field(default_factory=list)
 
     def add(self, attention: Tensor) -> None:
-        """attention: (B, H, N, N)."""
+        """Add a forward. attention: (B, H, N, N)."""
+        tokens = attention.shape[-1]
         patches = math.prod(self.grid)
-        self.passes.append(
-            attention.shape[-1]
-            * attention[:, :, 0, -patches:].mean(1).unflatten(1, self.grid).cpu()
-        )
+        to_patches = attention[:, :, 0, -patches:].mean(1)  # (B, n)
+        self.passes.append(tokens * to_patches.unflatten(1, self.grid).cpu())
 
 
 def entropy(attention: Tensor) -> Tensor:
-    """- sum_j A_ij ln A_ij, a mean over queries i: (B, H, N, N) -> (B, H). At most ln N, that of
-    uniform attention."""
+    """Return - sum_j A_ij ln A_ij, a mean over queries i: (B, H, N, N) -> (B, H).
+
+    The largest value is ln N, that of uniform attention.
+    """
     terms: Tensor = torch.special.entr(attention)
     return terms.sum(-1).mean(-1)
 
 
 def distance(attention: Tensor, apart: Tensor) -> Tensor:
-    """How far a patch looks: sum_j A_ij d_ij / sum_j A_ij over patches j, a mean over patches i,
-    relative to uniform attention, which has 1: (B, H, n, n) -> (B, H). Class and register tokens
-    are nowhere, so they are left out."""
+    """Return the mean distance of attention between patches: (B, H, n, n) -> (B, H).
+
+    For a patch i it is sum_j A_ij d_ij / sum_j A_ij over patches j. The mean over i is relative to
+    uniform attention, which has 1. Class and register tokens have no position and are left out.
+    """
     seen = attention.sum(-1).clamp(min=torch.finfo(attention.dtype).tiny)
     far = (attention * apart.to(attention)).sum(-1) / seen
     return far.mean(-1) / apart.mean().to(attention)
 
 
 def patch_distances(grid: tuple[int, int]) -> Tensor:
-    """(n, n): Euclidean, in patches."""
-    places = torch.cartesian_prod(*(torch.arange(float(side)) for side in grid))
-    return torch.cdist(places, places)
+    """Return the Euclidean distances between the patches of a grid, (n, n), in patches."""
+    rows, columns = grid
+    positions = torch.cartesian_prod(torch.arange(float(rows)), torch.arange(float(columns)))
+    return torch.cdist(positions, positions)
 
 
 def record_attention(model: nn.Module) -> AbstractContextManager[list[AttentionStatistics]]:
-    """Inside, every forward of a ViT that is `model` or a part of it is measured, with the weights
-    and masks that are then in effect."""
-    return _heard(
-        model,
-        lambda name, index, vit: AttentionStatistics(
-            name,
-            index,
-            patch_distances(tuple(vit.patch_embed.grid_size)),
-            getattr(vit.blocks[index].mlp, "context", None),
-        ),
-    )
+    """Inside, measure every forward of a ViT that is `model` or a part of it.
+
+    The weights and masks are those in effect during the forward.
+    """
+
+    def statistics_of(name: str, index: int, vit: Any) -> AttentionStatistics:
+        apart = patch_distances(tuple(vit.patch_embed.grid_size))
+        block_context = getattr(vit.blocks[index].mlp, "context", None)
+        return AttentionStatistics(name, index, apart, block_context)
+
+    return _listening(model, statistics_of)
 
 
 def record_class_attention(model: nn.Module) -> AbstractContextManager[list[ClassAttention]]:
-    """The same for what class tokens look at; a ViT without one has none."""
-    return _heard(
-        model,
-        lambda name, index, vit: (
-            ClassAttention(name, index, tuple(vit.patch_embed.grid_size))
-            if vit.has_class_token
-            else None
-        ),
-    )
+    """Inside, record the attention of class tokens; a ViT without a class token is left out."""
+
+    def class_attention_of(name: str, index: int, vit: Any) -> ClassAttention | None:
+        if not vit.has_class_token:
+            return None
+        return ClassAttention(name, index, tuple(vit.patch_embed.grid_size))
+
+    return _listening(model, class_attention_of)
 
 
 @contextmanager
-def _heard(model: nn.Module, layer_of: Callable[[str, int, Any], L | None]) -> Iterator[list[L]]:
-    """A listener for each attention of each ViT, unless `layer_of(network, block, vit)` wants
-    none."""
-    layers: list[L] = []
+def _listening(
+    model: nn.Module, record_of: Callable[[str, int, Any], L | None]
+) -> Iterator[list[L]]:
+    """Inside, hand each attention of each ViT to the record of its layer.
+
+    Yield the records. `record_of(network, block, vit)` makes one, or None to leave the layer out.
+    """
+    records: list[L] = []
     handles: list[Any] = []
     for name, vit in model.named_modules():
-        if isinstance(vit, VisionTransformer):
-            for index, block in enumerate(vit.blocks):
-                if (
-                    isinstance(getattr(block, "attn", None), (Attention, GatedAttention))
-                    and (layer := layer_of(name, index, vit)) is not None
-                ):
-                    layers.append(layer)
-                    handles += _listen(block.attn, layer.add)
+        if not isinstance(vit, VisionTransformer):
+            continue
+        for index, block in enumerate(vit.blocks):
+            if not isinstance(getattr(block, "attn", None), (Attention, GatedAttention)):
+                continue
+            record = record_of(name, index, vit)
+            if record is not None:
+                records.append(record)
+                handles += _listen(block.attn, record.add)
     try:
-        yield layers
+        yield records
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _listen(attn: Any, add: Callable[[Tensor], None]) -> list[Any]:
-    heard: dict[str, Tensor] = {}
-    sources = (
-        {"qk": attn.qk}
-        if isinstance(attn, GatedAttention)
-        else {"q": attn.q_norm, "k": attn.k_norm}
-    )
+    """Call `add` with the attention (B, H, N, N) of each forward; return the hooks' handles."""
+    outputs: dict[str, Tensor] = {}
+    if isinstance(attn, GatedAttention):
+        sources = {"qk": attn.qk}
+    else:
+        sources = {"q": attn.q_norm, "k": attn.k_norm}
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            heard[name] = output.detach().float()
+            outputs[name] = output.detach().float()
 
         return hook
 
     @torch.no_grad()
     def measure(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        add(_gated(attn, heard["qk"]) if "qk" in heard else _softmax(attn, heard["q"], heard["k"]))
-        heard.clear()
+        if "qk" in outputs:
+            add(_gated(attn, outputs["qk"]))
+        else:
+            add(_softmax(attn, outputs["q"], outputs["k"]))
+        outputs.clear()
 
-    return [source.register_forward_hook(keep(name)) for name, source in sources.items()] + [
-        attn.register_forward_hook(measure)
-    ]
+    handles = [source.register_forward_hook(keep(name)) for name, source in sources.items()]
+    handles.append(attn.register_forward_hook(measure))
+    return handles
 
 
 def _softmax(attn: Any, q: Tensor, k: Tensor) -> Tensor:

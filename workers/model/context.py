@@ -1,5 +1,5 @@
-"""Context Broadcasting: every token of a ViT hears the mean of all tokens; uniform attention,
-inserted into the blocks from outside.
+"""Context Broadcasting: add the mean of all tokens to every token of a ViT, which is uniform
+attention. It is inserted into the blocks from outside.
 
 Hyeon-Woo, Yu-Ji, Heo, Han, Oh, Oh: Scratching Visual Transformer's Back with Uniform Attention,
 ICCV 2023. Axes: B images, N tokens (prefix first), D width, H heads, d width of a head.
@@ -36,7 +36,9 @@ class Context(nn.Module):
         """c, (B, 1, D)."""
         if self.pool == "class":
             return x[:, :1]
-        return x.mean(1, keepdim=True) if self.pool == "mean" else x.amax(1, keepdim=True)
+        if self.pool == "max":
+            return x.amax(1, keepdim=True)
+        return x.mean(1, keepdim=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + self.pooled(x)) / 2
@@ -60,16 +62,16 @@ class ScaledContext(Context):
 
 
 class UniformHead(nn.Module):
-    """A head that attends to all tokens alike: W_o mean_j W_v x_j, the same for every token: (B, N,
-    D) -> (B, 1, D). As the mean commutes with W_v, one token is projected. Both start as timm's
-    linear layers do."""
+    """A head that attends to all tokens alike: W_o mean_j W_v x_j, the same for every token.
+
+    (B, N, D) -> (B, 1, D). The mean commutes with W_v, so one token is projected. Both weights
+    start as timm's linear layers do.
+    """
 
     def __init__(self, width: int, head_width: int):
         super().__init__()
-        self.v, self.proj = (
-            nn.Linear(width, head_width, bias=False),
-            nn.Linear(head_width, width, bias=False),
-        )
+        self.v = nn.Linear(width, head_width, bias=False)
+        self.proj = nn.Linear(head_width, width, bias=False)
         for linear in (self.v, self.proj):
             nn.init.trunc_normal_(linear.weight, std=0.02)
 
@@ -79,9 +81,9 @@ class UniformHead(nn.Module):
         return projected
 
 
-# Each block gets the same hooks, and what a hook finds on its module says whether it does anything:
-# the code that a compiler made of one block serves all, unless they differ in attributes. Which
-# hooks there are it does not look at.
+# Each block gets the same hooks, and an attribute of the module says whether a hook does anything.
+# torch.compile guards on attributes of modules, but not on which hooks they have. So the code of
+# one block serves all blocks with the same attributes.
 def _behind(module: Any, inputs: Any, output: Tensor) -> Tensor:
     mixed: Tensor = module.context(output)
     return mixed
@@ -95,19 +97,20 @@ def _beside(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 
 def _first_uniform(module: Any, inputs: Any, queries: Tensor) -> Tensor:
-    """Queries (B, H, N, d) with those of the first head at 0: its softmax is then uniform, over all
-    keys that are not masked."""
-    return (
-        torch.cat([torch.zeros_like(queries[:, :1]), queries[:, 1:]], 1)
-        if module.first_uniform
-        else queries
-    )
+    """Return queries (B, H, N, d) with those of the first head at 0.
+
+    The softmax of that head is then uniform over all keys that are not masked.
+    """
+    if not module.first_uniform:
+        return queries
+    return torch.cat([torch.zeros_like(queries[:, :1]), queries[:, 1:]], 1)
 
 
 def insert(backbone: nn.Module, settings: ContextSettings) -> None:
-    """Puts context into the chosen blocks, by hooks that stay for the life of the backbone;
-    parameters that it had keep their names and values. Raises UserError where a backbone has no
-    place for it.
+    """Put context into the chosen blocks, by hooks that stay for the life of the backbone.
+
+    Parameters that the backbone had keep their names and values. Raise `UserError` when the
+    backbone cannot take the context.
 
     `cb`, `cbs`: at the end of the MLP branch, before layer scale, stochastic depth and the
     residual. CB commutes with what acts token by token and is affine, so that in the middle of the
@@ -135,9 +138,12 @@ def insert(backbone: nn.Module, settings: ContextSettings) -> None:
             "backbone.context.pool is 'class', and the backbone has no class token; use `mean` "
             "or `max`"
         )
+    in_mlp = settings.kind in ("cb", "cbs")
+    part_name = "mlp" if in_mlp else "attn"
     for index, block in enumerate(backbone.blocks):
-        part = getattr(block, "mlp" if settings.kind in ("cb", "cbs") else "attn", None)
-        if part is None or (settings.kind not in ("cb", "cbs") and not isinstance(part, Attention)):
+        part = getattr(block, part_name, None)
+        is_attention = isinstance(part, Attention)
+        if part is None or (not in_mlp and not is_attention):
             raise UserError(
                 f"{at} block {index} of the backbone has a {type(part).__name__} in its place; "
                 f"choose {PLAIN}"
@@ -147,13 +153,9 @@ def insert(backbone: nn.Module, settings: ContextSettings) -> None:
 
 
 def _into(part: Any, settings: ContextSettings, chosen: bool, width: int) -> None:
+    """Give the MLP or the attention of one block its context and hooks."""
     if settings.kind in ("cb", "cbs"):
-        own = (
-            Context(settings.pool)
-            if settings.kind == "cb"
-            else ScaledContext(settings.pool, width, settings.own, settings.start)
-        )
-        part.context = own if chosen else nn.Identity()
+        part.context = _context_of(settings, width) if chosen else nn.Identity()
         part.register_forward_hook(_behind)
     if settings.kind in ("replace", "compensate"):
         part.q_norm.first_uniform = chosen
@@ -163,26 +165,33 @@ def _into(part: Any, settings: ContextSettings, chosen: bool, width: int) -> Non
         part.register_forward_hook(_beside)
 
 
+def _context_of(settings: ContextSettings, width: int) -> Context:
+    if settings.kind == "cb":
+        return Context(settings.pool)
+    return ScaledContext(settings.pool, width, settings.own, settings.start)
+
+
 def identity_of(backbone: nn.Module) -> bytes:
-    """What the digest of a backbone says of its context; nothing where it has none."""
-    settings = getattr(backbone, "broadcasts", None)
-    return b"" if settings is None else settings.model_dump_json().encode()
+    """Return the settings of a backbone's context for its digest; empty where it has none."""
+    settings: ContextSettings | None = getattr(backbone, "broadcasts", None)
+    if settings is None:
+        return b""
+    return settings.model_dump_json().encode()
 
 
 def context_modules(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Context and uniform heads of a backbone, by name."""
-    return (
-        (name, m) for name, m in backbone.named_modules() if isinstance(m, (Context, UniformHead))
-    )
+    """Yield context modules and uniform heads of a backbone, by name."""
+    for name, module in backbone.named_modules():
+        if isinstance(module, (Context, UniformHead)):
+            yield name, module
 
 
 def context_parameter_names(backbone: nn.Module) -> list[str]:
-    """Parameters that context brings, which weights from elsewhere lack."""
-    return [
-        f"{name}.{p}"
-        for name, module in context_modules(backbone)
-        for p, _ in module.named_parameters()
-    ]
+    """Return the names of the parameters of context, which weights from elsewhere lack."""
+    names: list[str] = []
+    for prefix, module in context_modules(backbone):
+        names += [f"{prefix}.{name}" for name, _ in module.named_parameters()]
+    return names
 
 
 def mixes_all_tokens(block: Any) -> bool:
@@ -192,10 +201,9 @@ def mixes_all_tokens(block: Any) -> bool:
 
 
 def uniform_multiply_adds(backbone: nn.Module) -> int:
-    """Of uniform heads beside the others: one token is projected, whatever the number of tokens."""
-    return sum(
-        p.numel()
-        for _, module in context_modules(backbone)
-        if isinstance(module, UniformHead)
-        for p in module.parameters()
-    )
+    """Return the multiply-adds of uniform heads beside the others.
+
+    One token is projected, whatever the number of tokens.
+    """
+    heads = [m for _, m in context_modules(backbone) if isinstance(m, UniformHead)]
+    return sum(parameter.numel() for head in heads for parameter in head.parameters())

@@ -1,5 +1,6 @@
-"""The task attention block of DyTox: each task's token asks the patches once; tokens of different
-tasks never meet.
+"""The task attention block of DyTox: each task's token attends to the patches once.
+
+Tokens of different tasks do not attend to each other.
 
 Douillard et al.: DyTox: Transformers for Continual Learning with DYnamic TOken eXpansion, CVPR
 2022. Axes: B images, T tasks, N patches, D width, H heads, d = D / H.
@@ -31,15 +32,19 @@ class TaskAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.norm1 = nn.LayerNorm(dim)
-        self.q, self.k, self.v = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.k = nn.Linear(dim, dim, bias=False)
+        self.v = nn.Linear(dim, dim, bias=False)
         self.proj = nn.Linear(dim, dim)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path1, self.drop_path2 = TokenDropPath(drop_path), TokenDropPath(drop_path)
+        self.drop_path1 = TokenDropPath(drop_path)
+        self.drop_path2 = TokenDropPath(drop_path)
 
     def expect(self, tokens: int) -> None:
-        """How many tokens the next training steps have."""
-        self.drop_path1.tokens = self.drop_path2.tokens = tokens
+        """Set how many tokens the next training steps have."""
+        self.drop_path1.tokens = tokens
+        self.drop_path2.tokens = tokens
 
     def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
         attended = self.attention(self.norm1(tokens), self.norm1(patches))
@@ -48,18 +53,15 @@ class TaskAttention(nn.Module):
         return e + update
 
     def attention(self, tokens: Tensor, patches: Tensor) -> Tensor:
-        """softmax over the N + 1 keys [token itself, patches], of each token: (T, D), (B, N, D) ->
-        (B, T, D)."""
-        # (H, T, d)
-        q, k, v = (
-            layer(tokens).unflatten(1, (self.num_heads, -1)).transpose(0, 1)
-            for layer in (self.q, self.k, self.v)
-        )
-        # (B, H, N, d)
-        keys, values = (
-            layer(patches).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            for layer in (self.k, self.v)
-        )
+        """Attend with each token to the N + 1 keys [token itself, patches].
+
+        tokens: (T, D); patches: (B, N, D) -> (B, T, D).
+        """
+        q = self._split_heads(self.q(tokens))  # (H, T, d)
+        k = self._split_heads(self.k(tokens))
+        v = self._split_heads(self.v(tokens))
+        keys = self._split_heads(self.k(patches))  # (B, H, N, d)
+        values = self._split_heads(self.v(patches))
         q = q * q.shape[-1] ** -0.5
         to_itself = (q * k).sum(-1, keepdim=True).expand(len(patches), -1, -1, -1)  # (B, H, T, 1)
         to_patches = q @ keys.transpose(-2, -1)  # (B, H, T, N)
@@ -68,10 +70,17 @@ class TaskAttention(nn.Module):
         projected: Tensor = self.proj(out.transpose(1, 2).flatten(2))
         return projected
 
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """(..., N, D) -> (..., H, N, d)."""
+        per_head: Tensor = x.unflatten(-1, (self.num_heads, -1))
+        return per_head.transpose(-3, -2)
+
 
 class TokenHead(nn.Linear):
-    """What a task brings: its token (D,), and a classifier with a layer norm of its own: embeddings
-    (..., D) -> logits (..., classes)."""
+    """A task's token (D,), and its classifier behind a layer norm.
+
+    Embeddings (..., D) -> logits (..., classes).
+    """
 
     def __init__(self, width: int, classes: int):
         super().__init__(width, classes)
@@ -83,16 +92,19 @@ class TokenHead(nn.Linear):
 
 
 class TokenHeads(Heads):
-    """A TokenHead by task name. A token is drawn from a truncated normal with std 0.02, the
-    classifier starts as PyTorch's do."""
+    """A TokenHead by task name.
+
+    A token starts from a truncated normal with std 0.02, a classifier as PyTorch's linear layers.
+    """
 
     def layer(self, classes: int) -> TokenHead:
         return TokenHead(self.width, classes)
 
     def start(self, layer: TokenHead, generator: torch.Generator) -> None:
         nn.init.trunc_normal_(layer.token, std=0.02, generator=generator)
+        bound = self.width**-0.5
         for values in (layer.weight, layer.bias):
-            nn.init.uniform_(values, -(self.width**-0.5), self.width**-0.5, generator=generator)
+            nn.init.uniform_(values, -bound, bound, generator=generator)
 
 
 class TokenNetwork(nn.Module):
@@ -101,21 +113,27 @@ class TokenNetwork(nn.Module):
 
     def __init__(self, encoder: Any, attention: TaskAttention, heads: list[TokenHead]):
         super().__init__()
-        self.encoder, self.attention, self.heads = encoder, attention, nn.ModuleList(heads)
+        self.encoder = encoder
+        self.attention = attention
+        self.heads = nn.ModuleList(heads)
 
     def embeddings(self, images: Tensor) -> Tensor:
-        """(b, tasks, D)."""
+        """Images (b, 3, H, W) -> embeddings (b, tasks, D)."""
         patches = self.encoder.forward_features(images)[:, self.encoder.num_prefix_tokens :]
         tokens = torch.stack([head.token for head in self.each()])  # (tasks, D)
         embeddings: Tensor = self.attention(tokens, patches)
         return embeddings
 
     def each(self) -> list[TokenHead]:
+        """Return the heads in order of tasks."""
         return [*self.heads]
 
     def logits(self, e: Tensor) -> Tensor:
-        """Embeddings (b, tasks, D) -> (b, classes of all tasks): one layer norm without weights,
-        then all heads as one product, padded to the largest."""
+        """Embeddings (b, tasks, D) -> logits (b, classes of all tasks).
+
+        One layer norm without weights serves all tasks. All heads are one product, padded to the
+        largest.
+        """
         heads = self.each()
         norm_weights = torch.stack([head.norm.weight for head in heads])  # (tasks, D)
         norm_biases = torch.stack([head.norm.bias for head in heads])  # (tasks, D)
@@ -126,7 +144,8 @@ class TokenNetwork(nn.Module):
         biases = pad_sequence([head.bias for head in heads], batch_first=True)
         padded = torch.einsum("btd,tkd->btk", e, weights) + biases
         sizes = torch.tensor([head.out_features for head in heads])
-        real = (torch.arange(weights.shape[1]) < sizes[:, None]).flatten().nonzero().squeeze(1)
+        is_class = torch.arange(weights.shape[1]) < sizes[:, None]  # (tasks, most classes)
+        real = is_class.flatten().nonzero().squeeze(1)
         logits: Tensor = padded.flatten(1)[:, real.to(padded.device)]
         return logits
 

@@ -1,4 +1,4 @@
-"""Top-down feedback on a frozen ViT: what a first pass sees steers the values of a second one,
+"""Top-down feedback on a frozen ViT: tokens of a first pass steer the values of a second one,
 hooked from outside (TOAST).
 
 Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, N tokens (class
@@ -34,18 +34,21 @@ def select_tokens(x: Tensor, prior: Tensor) -> Tensor:
 
 
 def add_to_values(qkv: Tensor, added: Tensor) -> Tensor:
-    """Queries and keys stay as they are. qkv: (B, N, 3 A), changed in place; added: (B, N, A)."""
+    """Add to the values in place. qkv: (B, N, 3 A); added: (B, N, A)."""
     qkv[..., -added.shape[-1] :] += added
     return qkv
 
 
 def variational(stream: Sequence[Tensor], w1: Tensor) -> Tensor:
-    """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its block. stream: S + 1
-    of (B, N, D), in front of the lowest steered block and behind each; w1: (S, D, D)."""
-    errors = [
-        F.mse_loss(F.linear(after.detach(), layer), before.detach())
-        for before, after, layer in zip(stream, stream[1:], w1, strict=False)
-    ]
+    """Return sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its block.
+
+    stream: S + 1 tensors (B, N, D), in front of the lowest steered block and behind each. w1: (S,
+    D, D).
+    """
+    errors = []
+    for index, layer in enumerate(w1):
+        undone = F.linear(stream[index + 1].detach(), layer)
+        errors.append(F.mse_loss(undone, stream[index].detach()))
     return torch.stack(errors).sum()
 
 
@@ -73,41 +76,47 @@ class TopDown:
         self.width: int = backbone.embed_dim  # of what is selected
         self.steered = [*backbone.blocks][self.start : self.stop]
         self.hooks = [Hook(add_to_values) for _ in self.steered]
-        for index, (block, hook) in enumerate(
-            zip(self.steered, self.hooks, strict=True), self.start
-        ):
-            if not isinstance(getattr(getattr(block, "attn", None), "qkv", None), nn.Linear):
+        for index, block in enumerate(self.steered, self.start):
+            attn = getattr(block, "attn", None)
+            if not isinstance(getattr(attn, "qkv", None), nn.Linear):
                 raise UserError(
                     f"block {index} of the backbone has no 'attn.qkv' whose values could be "
                     "steered; choose a ViT with plain blocks such as "
                     "vit_tiny_patch16_224 or deit_small_patch16_224"
                 )
-            block.attn.qkv.register_forward_hook(hook)
+            block.attn.qkv.register_forward_hook(self.hooks[index - self.start])
 
     def __len__(self) -> int:
         return len(self.steered)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the feedback layers, all steered blocks stacked."""
-        return dict.fromkeys(("w1", "w2"), (len(self), self.width, self.width))
+        """Return the shapes (S, D, D) of the feedback layers, all steered blocks stacked."""
+        shape = (len(self), self.width, self.width)
+        return {"w1": shape, "w2": shape}
 
     def fresh(self) -> dict[str, Tensor]:
-        """Feedback layers that hand down what is selected and add none of it yet: W1 = I, W2 =
-        0."""
-        w1 = torch.eye(self.width).to(next(self.backbone.parameters())).repeat(len(self), 1, 1)
+        """Return feedback layers that pass on the selected tokens and add nothing yet.
+
+        W1 = I and W2 = 0.
+        """
+        weight = next(self.backbone.parameters())
+        w1 = torch.eye(self.width).to(weight).repeat(len(self), 1, 1)
         return {"w1": w1, "w2": torch.zeros_like(w1)}
 
     def prior(self, generator: torch.Generator) -> Tensor:
-        """A xi that tokens of any image look towards: the mean token of an image of noise, (D,)."""
+        """Return an initial xi, (D,): the mean token of an image of noise."""
         noise = torch.randn(1, 3, *self.backbone.patch_embed.img_size, generator=generator)
-        return self.first_pass(noise.to(next(self.backbone.parameters())))[1].mean((0, 1))
+        _, seen = self.first_pass(noise.to(next(self.backbone.parameters())))  # (1, N, D)
+        return seen.mean((0, 1))
 
     def folded(
         self, layers: Mapping[str, Tensor], transform: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """layers: as `shapes` has them; transform: P (D, D), None for the identity -> `matrix` (S
-        A, D), all M_l below each other; with `value_bias` also `bias` (S A,): the value bias, added
-        a second time."""
+        """Fold the feedback layers into `matrix` (S A, D), all M_l below each other.
+
+        layers: as in `shapes`. transform: P (D, D), None for the identity. With `value_bias` also
+        return `bias` (S A,), the value bias, which is then added a second time.
+        """
         w1, w2 = layers["w1"], layers["w2"]
         with torch.autocast(w1.device.type, enabled=False):  # a product of many matrices
             reached: list[Tensor] = []
@@ -120,22 +129,28 @@ class TopDown:
             matrix = (values @ w2 @ torch.stack(reached)).flatten(0, 1)
         if not self.value_bias or self.steered[0].attn.qkv.bias is None:
             return {"matrix": matrix}
-        return {
-            "matrix": matrix,
-            "bias": torch.cat([block.attn.qkv.bias.chunk(3)[2] for block in self.steered]),
-        }
+        bias = torch.cat([block.attn.qkv.bias.chunk(3)[2] for block in self.steered])
+        return {"matrix": matrix, "bias": bias}
 
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """images (b, 3, H, W) -> tokens in front of the first steered block, and those that
-        feedback is taken from: (B, N, D) each. Nothing in it is trained, so that it has a graph
-        only for images that want a gradient, and it is the same for all tasks."""
+        """images (b, 3, H, W) -> tokens in front of the first steered block, and the tokens that
+        feedback is taken from: (B, N, D) each.
+
+        Nothing in it is trained. It has a graph only when the images need a gradient, and is the
+        same for all tasks.
+        """
         vit = self.backbone
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            x = entered = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+            x = vit._pos_embed(vit.patch_embed(images))
+            x = vit.norm_pre(vit.patch_drop(x))
+            entered = x
             for index, block in enumerate(vit.blocks[: self.stop]):
-                entered = x if index == self.start else entered
+                if index == self.start:
+                    entered = x
                 x = block(x)
-            return entered, vit.norm(x) if self.stop == len(vit.blocks) else x
+            if self.stop == len(vit.blocks):
+                x = vit.norm(x)
+            return entered, x
 
     def second_pass(
         self,
@@ -144,14 +159,18 @@ class TopDown:
         feedback: Mapping[str, Tensor],
         stream: list[Tensor] | None = None,
     ) -> Tensor:
-        """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave.
-        stream: gets the tokens in front of the first steered block and behind each."""
-        added = F.linear(
-            select_tokens(seen, feedback["prior"]), feedback["matrix"], feedback.get("bias")
-        ).chunk(len(self), -1)
-        x, stream = entered, [] if stream is None else stream
+        """Return features (b, D) from the two results of `first_pass`.
+
+        feedback: `prior` xi, and the result of `folded`. stream: a list to which the tokens in
+        front of the first steered block and behind each are appended.
+        """
+        selected = select_tokens(seen, feedback["prior"])  # (B, N, D)
+        added = F.linear(selected, feedback["matrix"], feedback.get("bias"))  # (B, N, S A)
+        x = entered
+        if stream is None:
+            stream = []
         stream.append(x)
-        with self.adding(added):
+        with self.adding(added.chunk(len(self), -1)):
             for block in self.steered:
                 x = block(x)
                 stream.append(x)
@@ -161,16 +180,18 @@ class TopDown:
         return features
 
     def first_layers(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those that should undo a block."""
+        """Return the layers W1, each of which should undo its block."""
         return {"w1": layers["w1"]}
 
     def inversion(self, stream: Sequence[Tensor], layers: Mapping[str, Tensor]) -> Tensor:
-        """The variational loss on the stream of a second pass."""
+        """Return the variational loss on the stream of a second pass."""
         return variational(stream, layers["w1"])
 
     def flops_share(self) -> float:
-        """Work of both passes relative to one: the steered blocks run twice, and each adds a
-        matrix."""
+        """Return the multiply-adds of both passes relative to one.
+
+        The steered blocks run twice, and each adds a matrix.
+        """
         shape = geometry(self.backbone)
         tokens: int = shape["tokens"] + shape["prefix"]
         block: int = self.width * (4 * self.width + 2 * shape["hidden"] + 2 * tokens)
@@ -181,7 +202,7 @@ class TopDown:
 
     @contextmanager
     def adding(self, added: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the steered blocks add these to their values; a (B, N, A) for each."""
+        """Inside, each steered block adds its tensor (B, N, A) to its values."""
         try:
             for hook, tensor in zip(self.hooks, added, strict=True):
                 hook.tensors = {"added": tensor}

@@ -1,5 +1,5 @@
-"""Top-down feedback on a frozen ConvNeXt: the map that a first pass ends with is handed down from
-stage to stage, and added to what the stages of a second one are given (TOAST).
+"""Top-down feedback on a frozen ConvNeXt: the last map of a first pass is handed down from stage to
+stage, and added to the inputs of the stages of a second one (TOAST).
 
 Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, C channels, H and
 W of a map; a stage takes (B, c, k H, k W) to (B, C, H, W), k its stride.
@@ -22,11 +22,14 @@ SIDE = 224  # pixels of the image whose multiply-adds are counted; their share h
 
 
 def upsample(x: Tensor, matrix: Tensor, stride: int) -> Tensor:
-    """A transposed convolution without bias whose kernel is its stride k: each place becomes k x k
-    places of its own. x: (B, C, H, W); matrix: (c k k, C), rows in the order (c, i, j) -> (B, c, k
-    H, k W). With k = 1 it is a convolution of 1 x 1. Written as one whose channels are then spread,
-    which gives the same bits each time; cuDNN's transposed convolutions need not."""
-    return F.pixel_shuffle(F.conv2d(x, matrix[:, :, None, None]), stride)
+    """Apply a transposed convolution without bias whose kernel is its stride k.
+
+    x: (B, C, H, W); matrix: (c k k, C), rows in the order (c, i, j) -> (B, c, k H, k W). It is
+    written as a 1 x 1 convolution and a pixel shuffle, which give the same bits each time; cuDNN's
+    transposed convolutions need not.
+    """
+    spread = F.conv2d(x, matrix[:, :, None, None])  # (B, c k k, H, W)
+    return F.pixel_shuffle(spread, stride)
 
 
 class StageTopDown:
@@ -58,54 +61,52 @@ class StageTopDown:
         self.start = start
         self.stop = len(backbone.stages) if stop is None else stop
         self.steered = [*backbone.stages][self.start : self.stop]
-        self.strides = [
-            1 if isinstance(stage.downsample, nn.Identity) else stage.downsample[1].stride[0]
-            for stage in self.steered
-        ]
-        behind = [info["num_chs"] for info in backbone.feature_info]
-        self.widths = [*zip([behind[0], *behind], behind, strict=False)][
-            self.start : self.stop
-        ]  # (c, C) of each steered stage
-        self.width: int = behind[self.stop - 1]  # of what is selected
-        self.names = [
-            (f"w1_{index}", f"w2_{index}") for index in range(self.start, self.stop)
-        ]  # stages as timm counts them
+        self.strides = [_stride_of(stage) for stage in self.steered]
+        channels = [info["num_chs"] for info in backbone.feature_info]  # behind each stage
+        self.widths: list[tuple[int, int]] = []  # (c, C) of each steered stage
+        self.names: list[tuple[str, str]] = []  # of its layers W1 and W2; stages as timm counts
+        for index in range(self.start, self.stop):
+            self.widths.append((channels[max(index - 1, 0)], channels[index]))
+            self.names.append((f"w1_{index}", f"w2_{index}"))
+        self.width: int = channels[self.stop - 1]  # of the map that is selected from
 
     def __len__(self) -> int:
         return len(self.steered)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the feedback layers: W1 (c k k, C) and W2 (c, c) of each steered stage."""
-        return {
-            name: shape
-            for names, (front, behind), k in zip(self.names, self.widths, self.strides, strict=True)
-            for name, shape in zip(names, ((front * k * k, behind), (front, front)), strict=True)
-        }
+        """Return the shapes of the layers W1 (c k k, C) and W2 (c, c) of each steered stage."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for (w1, w2), (front, behind), k in zip(self.names, self.widths, self.strides, strict=True):
+            shapes[w1] = (front * k * k, behind)
+            shapes[w2] = (front, front)
+        return shapes
 
     def fresh(self) -> dict[str, Tensor]:
-        """Feedback layers that hand down what is selected and add none of it yet: W1 repeats the
-        first c of C channels at the k x k places that a place becomes, W2 is zero."""
-        weight, layers = next(self.backbone.parameters()), dict[str, Tensor]()
+        """Return feedback layers that pass on the selected map and add nothing yet.
+
+        W1 repeats the first c of C channels at each of k x k positions, W2 is zero.
+        """
+        weight = next(self.backbone.parameters())
+        layers: dict[str, Tensor] = {}
         for (w1, w2), (front, behind), k in zip(self.names, self.widths, self.strides, strict=True):
-            layers |= {
-                w1: torch.eye(front, behind).repeat_interleave(k * k, 0).to(weight),
-                w2: weight.new_zeros(front, front),
-            }
+            layers[w1] = torch.eye(front, behind).repeat_interleave(k * k, 0).to(weight)
+            layers[w2] = weight.new_zeros(front, front)
         return layers
 
     def prior(self, generator: torch.Generator) -> Tensor:
-        """A xi that places of any image look towards: the mean place of an image of noise, (C,)."""
+        """Return an initial xi, (C,): the mean over the map of an image of noise."""
         side = 2 * self.backbone.feature_info[-1]["reduction"]
         noise = torch.randn(1, 3, side, side, generator=generator)
-        return self.compared(self.first_pass(noise.to(next(self.backbone.parameters())))[1]).mean(
-            (0, 2, 3)
-        )
+        _, seen = self.first_pass(noise.to(next(self.backbone.parameters())))
+        return self.compared(seen).mean((0, 2, 3))
 
     def folded(
         self, layers: Mapping[str, Tensor], transform: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """layers: as `shapes` has them; transform: P (C, C), None for the identity -> the same
-        layers, P in the topmost W1."""
+        """Return the layers, with the transform P (C, C) folded into the topmost W1.
+
+        layers: as in `shapes`. transform: None for the identity.
+        """
         if transform is None:
             return dict(layers)
         top = self.names[-1][0]
@@ -114,12 +115,16 @@ class StageTopDown:
 
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """images (b, 3, H, W) -> maps in front of the first steered stage and behind the last.
-        Nothing in it is trained, so that it has a graph only for images that want a gradient, and
-        it is the same for all tasks."""
+
+        Nothing in it is trained. It has a graph only when the images need a gradient, and is the
+        same for all tasks.
+        """
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            x = entered = self.backbone.stem(images)
+            x = self.backbone.stem(images)
+            entered = x
             for index, stage in enumerate(self.backbone.stages[: self.stop]):
-                entered = x if index == self.start else entered
+                if index == self.start:
+                    entered = x
                 x = stage(x)
             return entered, x
 
@@ -130,10 +135,14 @@ class StageTopDown:
         feedback: Mapping[str, Tensor],
         stream: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        """What `first_pass` gave -> features (b, D). feedback: `prior` xi, and what `folded` gave.
-        stream: gets the maps that each steered stage is given and leaves."""
+        """Return features (b, D) from the two results of `first_pass`.
+
+        feedback: `prior` xi, and the result of `folded`. stream: a list to which the input and the
+        output of each steered stage are appended.
+        """
         x = entered
-        stream = [] if stream is None else stream
+        if stream is None:
+            stream = []
         feedback_maps = self.handed_down(self.selected(seen, feedback["prior"]), feedback)
         for stage, added in zip(self.steered, feedback_maps, strict=True):
             stage_input = x + added
@@ -145,12 +154,15 @@ class StageTopDown:
         return features
 
     def selected(self, seen: Tensor, prior: Tensor) -> Tensor:
-        """s x. seen: x (B, C, H, W); prior xi: (C,)."""
-        return seen * selection(self.compared(seen).movedim(1, -1), prior)[:, None]
+        """Return s x. seen: x (B, C, H, W); prior xi: (C,)."""
+        share = selection(self.compared(seen).movedim(1, -1), prior)  # s, (B, H, W)
+        return seen * share[:, None]
 
     def compared(self, seen: Tensor) -> Tensor:
-        """The map whose places are compared with xi: x (B, C, H, W), behind the last norm where it
-        is that of the last stage."""
+        """Return the map that is compared with xi, (B, C, H, W).
+
+        It is `seen`, behind the last norm where it is the map of the last stage.
+        """
         if self.stop < len(self.backbone.stages):
             return seen
         # the identity, but where the norm is in front of the pooling
@@ -160,7 +172,7 @@ class StageTopDown:
         return compared
 
     def handed_down(self, r: Tensor, feedback: Mapping[str, Tensor]) -> list[Tensor]:
-        """r_{L+1} (B, C, H, W) -> td_l of each steered stage, of the shape of what it is given."""
+        """r_{L+1} (B, C, H, W) -> td_l of each steered stage, of the shape of its input."""
         added: list[Tensor] = []
         for (w1, w2), stride in zip(reversed(self.names), reversed(self.strides), strict=True):
             r = upsample(r, feedback[w1], stride)
@@ -168,14 +180,16 @@ class StageTopDown:
         return added
 
     def first_layers(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those that should undo a stage."""
+        """Return the layers W1, each of which should undo its stage."""
         return {name: layers[name] for name, _ in self.names}
 
     def inversion(
         self, stream: Sequence[tuple[Tensor, Tensor]], layers: Mapping[str, Tensor]
     ) -> Tensor:
-        """sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its stage. stream:
-        maps that each steered stage was given and left."""
+        """Return sum_l MSE(W1_l sg(out_l), sg(in_l)): each feedback layer should undo its stage.
+
+        stream: input and output of each steered stage.
+        """
         errors = []
         for maps, (w1, _), stride in zip(stream, self.names, self.strides, strict=True):
             stage_input, stage_output = maps
@@ -184,14 +198,22 @@ class StageTopDown:
         return torch.stack(errors).sum()
 
     def flops_share(self) -> float:
-        """Work of both passes relative to one: the steered stages run twice, and each adds its two
-        layers."""
+        """Return the multiply-adds of both passes relative to one.
+
+        The steered stages run twice, and each adds its two layers.
+        """
         added = 0
-        for index, (stage, (front, behind), k) in enumerate(
-            zip(self.steered, self.widths, self.strides, strict=True), self.start
-        ):
-            side = SIDE // self.backbone.feature_info[index]["reduction"]
-            added += multiply_adds(stage, front, k * side, k * side) + (k * side) ** 2 * front * (
-                behind + front
-            )
+        for position, stage in enumerate(self.steered):
+            front, behind = self.widths[position]
+            reduction = self.backbone.feature_info[self.start + position]["reduction"]
+            side = self.strides[position] * (SIDE // reduction)  # of the map in front of the stage
+            feedback = side**2 * front * (behind + front)
+            added += multiply_adds(stage, front, side, side) + feedback
         return 1 + added / multiply_adds(self.backbone, 3, SIDE, SIDE)
+
+
+def _stride_of(stage: Any) -> int:
+    if isinstance(stage.downsample, nn.Identity):
+        return 1
+    stride: int = stage.downsample[1].stride[0]
+    return stride

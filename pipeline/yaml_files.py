@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
         self.values, self.levels, self.sizes = 0, 0, dict[str, int]()
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         alias, name, before = (
             isinstance(event, yaml.AliasEvent),
             getattr(event, "anchor", None),

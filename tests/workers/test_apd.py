@@ -62,14 +62,18 @@ def begun(
 ) -> Apd:
     """At the first step of the last of `tasks` tasks; before: what the earlier ones left, else they
     are trained."""
-    method, (states, carried) = (
-        apd(**settings),
-        before or (([], None) if tasks == 1 else left_by(tasks - 1, **settings)),
-    )
+    method = apd(**settings)
+    states: list[TaskState] = []
+    carried: Carried | None = None
+    if before is not None:
+        states, carried = before
+    elif tasks > 1:
+        states, carried = left_by(tasks - 1, **settings)
     for state in states:
         method.load_task(state)
     method.begin(step_context(TASKS[tasks - 1], "train", carried, RATES, (TASKS[tasks - 1],)))
-    return method.train()
+    method.train()
+    return method
 
 
 def trained(method: Apd, steps: int = 12, optimizer: str = "adamw", freeze: str = "") -> Apd:
@@ -83,18 +87,13 @@ def trained(method: Apd, steps: int = 12, optimizer: str = "adamw", freeze: str 
 
 def groups_of(method: Apd) -> list[dict[str, Any]]:
     head = method.heads[str(method.task_name)]
-    rest = [
-        ("sigma", method.sigma.values()),
-        ("v", method.own_v.values()),
-        ("tau", method.own_tau.values()),
-        ("copies", method.own_copies.values),
-    ]
+    copies: list[Any] = [*method.own_copies.values]
     return [
         {"name": "head", "params": [*head.parameters()]},
-        *(
-            {"name": n, "params": [*p], "weight_decay": 0.05 if n == "tau" else 0.0}
-            for n, p in rest
-        ),
+        {"name": "sigma", "params": [*method.sigma.values()], "weight_decay": 0.0},
+        {"name": "v", "params": [*method.own_v.values()], "weight_decay": 0.0},
+        {"name": "tau", "params": [*method.own_tau.values()], "weight_decay": 0.05},
+        {"name": "copies", "params": copies, "weight_decay": 0.0},
     ]
 
 
@@ -111,7 +110,8 @@ def _left_by(tasks: int, settings: tuple[tuple[str, Any], ...]) -> tuple[list[Ta
 
 
 def served(states: list[TaskState], carried: Carried, **settings: Any) -> Apd:
-    return serving(apd(**settings), states, carried)
+    method: Apd = serving(apd(**settings), states, carried)
+    return method
 
 
 def theta(method: Apd, task: int) -> dict[str, Tensor]:
@@ -281,10 +281,10 @@ def test_the_anchor_of_tau_that_stay_is_quadratic_in_how_far_sigma_is() -> None:
     with torch.no_grad():
         method.sigma[SITE].add_(0.1)
     sigma = method.sigma[SITE].detach().clone().requires_grad_()
-    plain = sum(
-        1.5 * ((method.start[SITE] - sigma) * method.rows[old][SITE]).square().sum()
-        for old in ("one", "two")
-    )
+    plain = torch.zeros(())
+    for old in ("one", "two"):
+        moved = (method.start[SITE] - sigma) * method.rows[old][SITE]
+        plain = plain + 1.5 * moved.square().sum()
     value, gradient = method.anchor(SITE)
     assert gradient is not None
     assert torch.allclose(value, plain)

@@ -59,7 +59,7 @@ def test_clusters_of_worked_points(points: Any, count: int, expected: Any) -> No
 def consolidating(taus: list[Tensor], **settings: Any) -> Apd:
     """After a consolidation of tasks whose tau at SITE begin with these values, and are zero
     elsewhere."""
-    method = apd(**{"consolidate_every": len(taus), "gap": 0.1, "clusters": 1, **settings})
+    method: Apd = apd(**{"consolidate_every": len(taus), "gap": 0.1, "clusters": 1, **settings})
     method.sigma = {site: w.detach().clone() for site, w in method.sites.items()}
     for i, tau in enumerate(taus):
         full = torch.zeros(method.sites[SITE].numel())

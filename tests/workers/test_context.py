@@ -138,7 +138,7 @@ def test_t28_scales_of_one_half_are_it_and_of_zero_nothing() -> None:
     ), "a number per channel"
 
 
-def test_padding_counts_as_tokens_of_zeros_in_the_mean() -> None:
+def test_t29_padding_counts_as_tokens_of_zero_unless_the_mean_leaves_it_out() -> None:
     x, cb = tokens(), Context("mean")
     padded = F.pad(x, (0, 0, 0, 3))
     assert torch.allclose(
@@ -180,8 +180,7 @@ def test_in_no_block_or_with_no_scale_it_is_the_backbone_and_elsewhere_not(
     assert torch.equal(built("cb", settings, blocks=[])(x), plain(x))
     none = built("cbs", settings)
     for _, module in context.context_modules(none):
-        assert isinstance(module, context.ScaledContext)
-        nn.init.zeros_(module.scale)
+        nn.init.zeros_(module.get_parameter("scale"))
     assert torch.equal(none(x), plain(x))
     assert not torch.allclose(built("cb", settings)(x), plain(x), atol=1e-3)
     assert torch.equal(
@@ -242,8 +241,9 @@ def test_common_weights_start_as_without_it(kind: str) -> None:
     torch.manual_seed(1)
     plain = vit.build(SMALL).state_dict()
     torch.manual_seed(1)
-    found = vit.build(SMALL.model_copy(update={"context": ContextSettings(kind=kind)})).state_dict()
-    assert all(torch.equal(found[name], t) for name, t in plain.items())
+    settings = SMALL.model_copy(update={"context": ContextSettings(kind=kind)})
+    weights = vit.build(settings).state_dict()
+    assert all(torch.equal(weights[name], t) for name, t in plain.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,7 +41,13 @@ def meat(backbone: nn.Module | None = None, **settings: Any) -> Meat:
 
 
 def images(count: int = 8) -> Tensor:
-    return tabletop.images(count, img_size=32)
+    pictures: Tensor = tabletop.images(count, img_size=32)
+    return pictures
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 def batch(step: int = 0, rows: range = range(8), size: int = 8) -> Batch:
@@ -144,8 +150,9 @@ def test_drop_control_example_of_the_paper() -> None:
     loss = drop_control([tokens], 0.9)
     loss.backward()
     assert math.isclose(loss.item(), 0.0322222, abs_tol=1e-6)
-    assert torch.allclose(tokens.grad[0, 0], torch.full((3,), -0.077778), atol=1e-6)
-    assert torch.allclose(tokens.grad[0, 1], torch.full((3,), 0.033333), atol=1e-6)
+    gradient = gradient_of(tokens)
+    assert torch.allclose(gradient[0, 0], torch.full((3,), -0.077778), atol=1e-6)
+    assert torch.allclose(gradient[0, 1], torch.full((3,), 0.033333), atol=1e-6)
 
 
 def test_a_new_mask_keeps_an_entry_with_probability_sigmoid_of_two_gamma() -> None:
@@ -172,8 +179,10 @@ def test_one_logit_has_the_law_of_the_gumbel_pair(gap: float) -> None:
     reference = nn.functional.gumbel_softmax(pair, tau=tau, hard=True)[:, 0]
     reference.sum().backward()
     assert math.isclose(kept.mean().item(), reference.mean().item(), abs_tol=5e-3)
-    assert math.isclose(mask.logits.grad.mean().item(), pair.grad[:, 0].mean().item(), rel_tol=2e-2)
-    assert math.isclose(mask.logits.grad.std().item(), pair.grad[:, 0].std().item(), rel_tol=2e-2)
+    gradient = gradient_of(mask.logits)
+    expected = gradient_of(pair)[:, 0]
+    assert math.isclose(gradient.mean().item(), expected.mean().item(), rel_tol=2e-2)
+    assert math.isclose(gradient.std().item(), expected.std().item(), rel_tol=2e-2)
 
 
 def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm() -> None:
@@ -181,7 +190,7 @@ def test_a_tie_is_masked_and_the_smallest_uniform_number_does_no_harm() -> None:
     sampled = mask.sample(torch.tensor([0.0, 0.5]))
     sampled.sum().backward()
     assert sampled.tolist() == [0.0, 1.0]
-    assert bool(mask.logits.grad.isfinite().all())
+    assert bool(gradient_of(mask.logits).isfinite().all())
     with torch.no_grad():
         mask.logits.zero_()
     assert not mask.hard().any()
@@ -206,7 +215,7 @@ def test_the_papers_ablation_trains_only_what_it_says(settings: Any, groups: Any
     assert {name.rsplit(".", 1)[-1] for name in state.masks} == groups
     learned = {n for n, p in method.named_parameters() if p.requires_grad}
     assert all(n.startswith(("heads.", "mask_modules.")) for n in learned)
-    assert all(m.logits.grad.abs().sum() > 0 for m in method.masks.values())
+    assert all(gradient_of(m.logits).abs().sum() > 0 for m in method.masks.values())
     assert digest_of(method.backbone) == before
     terms = method.loss(batch(), PROGRESS)[1]
     assert ("drop_control" in terms) == ("tokens" in groups)
@@ -237,7 +246,7 @@ def test_ranks_sample_what_one_process_samples() -> None:
         for rows in parts:
             part = batch(0, rows)
             (method.loss(part, PROGRESS)[0] * part.weight).backward()
-        return [m.logits.grad for m in method.masks.values()]
+        return [gradient_of(m.logits) for m in method.masks.values()]
 
     whole, split = gradients([range(8)]), gradients([range(5), range(5, 8)])
     for one, two in zip(whole, split, strict=True):
@@ -251,9 +260,8 @@ def test_token_masks_are_sampled_per_image_and_ffn_masks_once() -> None:
     assert tokens.shape == (8, 3, 16)
     assert not torch.equal(tokens[0], tokens[1])
     seen = list[Tensor]()
-    hook = method.sites.attention[2].register_forward_pre_hook(
-        lambda module, _: seen.append(module.keys)
-    )
+    sites: Any = method.sites
+    hook = sites.attention[2].register_forward_pre_hook(lambda module, _: seen.append(module.keys))
     method.loss(batch(0, range(5, 8)), PROGRESS)
     hook.remove()
     assert torch.equal(seen[0][:, 1:], tokens[5:8, 2])
@@ -297,10 +305,10 @@ def test_bf16_training_keeps_masks_and_their_gradients_in_fp32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = method.loss(batch(), PROGRESS)
     loss.backward()
-    assert all(
-        m.logits.grad.dtype == torch.float32 and m.logits.grad.isfinite().all()
-        for m in method.masks.values()
-    )
+    for mask in method.masks.values():
+        gradient = gradient_of(mask.logits)
+        assert gradient.dtype == torch.float32
+        assert gradient.isfinite().all()
 
 
 # ---- serving -------------------------------------------------------------------------------------
@@ -371,7 +379,8 @@ def test_served_logits_are_those_of_the_training_form_with_hard_masks(ffn: str) 
 
 
 def test_packed_state_reproduces_the_logits_and_ignores_the_order_of_tasks() -> None:
-    states, logits = {}, {}
+    states: dict[str, TaskState] = {}
+    logits: dict[str, Tensor] = {}
     for order in ((TASK, OTHER), (OTHER, TASK)):
         for task in order:
             method = meat(copy.deepcopy(vit()))
@@ -421,8 +430,9 @@ def test_masks_sit_only_in_the_blocks_that_were_named() -> None:
     assert method.mask_shapes() == {"tokens": (2, 16)}
     method.load_task(with_random_masks(method))
     method.logits(images(), "one")
-    assert [a.keys is None for a in method.sites.attention] == [False, True, False]
-    assert torch.equal(method.sites.attention[2].keys[0, 1:], method.loaded["one"]["tokens"][1])
+    sites: Any = method.sites
+    assert [attention.keys is None for attention in sites.attention] == [False, True, False]
+    assert torch.equal(sites.attention[2].keys[0, 1:], method.loaded["one"]["tokens"][1])
 
 
 def test_the_class_token_and_registers_are_never_masked() -> None:
@@ -431,7 +441,9 @@ def test_the_class_token_and_registers_are_never_masked() -> None:
     state.masks["tokens"][:] = False
     method.load_task(state)
     assert bool(method.logits(images(), "one").isfinite().all())
-    assert all(a.keys[0].tolist() == [True] * 3 + [False] * 16 for a in method.sites.attention)
+    sites: Any = method.sites
+    class_tokens_alone = [True] * 3 + [False] * 16
+    assert all(attention.keys[0].tolist() == class_tokens_alone for attention in sites.attention)
 
 
 def test_stored_bits_are_the_papers_formula() -> None:
@@ -475,7 +487,7 @@ def test_neurons_whose_way_out_is_fully_masked_are_cut() -> None:
     state = with_random_masks(method)
     state.masks["blocks.1.fc2"][:, :200] = False
     method.load_task(state)
-    pruned = method.compact("one")
+    pruned: Any = method.compact("one")
     assert pruned.blocks[1].fc1_weight.shape == (56, 64)
     assert torch.allclose(pruned(images()), method.logits(images(), "one"), atol=1e-5, rtol=1e-5)
 

@@ -15,7 +15,16 @@ from checks import PROMISES
 from laboratory import OPTIMIZERS, Lab, answers
 from step_contexts import step_context
 from tabletop import PROGRESS
-from test_meat import OTHER, RATES, TASK, batch, images, trained, with_random_masks
+from test_meat import (
+    OTHER,
+    RATES,
+    TASK,
+    batch,
+    gradient_of,
+    images,
+    trained,
+    with_random_masks,
+)
 from torch import Tensor, nn
 
 from workers.errors import UserError
@@ -152,7 +161,8 @@ def test_a_dropped_channel_has_no_influence_whatever_the_weights_that_make_it(
     state = with_random_masks(first)
     before = served(first, state)
     for name, mask in state.masks.items():
-        path, follower = second.sites.followers[name]
+        sites: Any = second.sites
+        path, follower = sites.followers[name]
         k = int(name[-1])
         block = second.backbone.get_submodule(path.removesuffix(f".conv{k + 1}.weight"))
         with torch.no_grad():
@@ -206,7 +216,8 @@ def test_the_mask_of_a_dropped_channel_gets_a_gradient_and_every_image_its_own_m
     }
     first, seen = gates["blocks.0.channels1"], list[Tensor]()
     assert not torch.equal(first[0], first[1])
-    conv = method.sites.followers["blocks.0.channels1"][1]
+    sites: Any = method.sites
+    conv = sites.followers["blocks.0.channels1"][1]
     hook = conv.register_forward_pre_hook(lambda module, _: seen.append(module.gate))
     method.loss(batch(0, range(5, 8)), PROGRESS)
     hook.remove()
@@ -219,7 +230,7 @@ def test_the_mask_of_a_dropped_channel_gets_a_gradient_and_every_image_its_own_m
         assert gradient is not None
         assert bool((gradient[mask == 0] != 0).any()), "a dropped channel must be able to come back"
     method.loss(batch(), PROGRESS)[0].backward()
-    assert all(bool((m.logits.grad != 0).any()) for m in method.masks.values())
+    assert all(bool((gradient_of(m.logits) != 0).any()) for m in method.masks.values())
 
 
 def test_drop_control_is_a_mean_over_layers_of_any_width() -> None:
@@ -230,7 +241,7 @@ def test_drop_control_is_a_mean_over_layers_of_any_width() -> None:
     loss = drop_control(gates, 0.9)
     loss.backward()
     assert loss.item() == pytest.approx(((0.9 - 2 / 3) ** 2 + 0.1**2) / 2)
-    assert torch.allclose(gates[0].grad, torch.full((1, 3), 2 / (2 * 3) * (2 / 3 - 0.9)))
+    assert torch.allclose(gradient_of(gates[0]), torch.full((1, 3), 2 / (2 * 3) * (2 / 3 - 0.9)))
     method = begun(meat(gamma=0.2))
     _, terms = method.loss(batch(), PROGRESS)
     shares = [gate.mean() for gate in method.sample_gates(batch().draw).values()]
@@ -245,7 +256,7 @@ def test_ranks_sample_what_one_process_samples() -> None:
         for rows in parts:
             part = batch(0, rows)
             (method.loss(part, PROGRESS)[0] * part.weight).backward()
-        return [m.logits.grad for m in method.masks.values()]
+        return [gradient_of(m.logits) for m in method.masks.values()]
 
     for one, two in zip(gradients([range(8)]), gradients([range(5), range(5, 8)]), strict=True):
         assert torch.allclose(one, two, atol=1e-6)
@@ -316,7 +327,8 @@ def test_compact_inference_equals_the_dense_one_and_has_only_kept_channels(
     method = meat(resnet(settings), ffn_masks=ffn)
     state = with_random_masks(method)
     state.masks["blocks.2.channels1"][:] = False
-    dense, pruned = served(method, state), method.compact("one")
+    dense = served(method, state)
+    pruned: Any = method.compact("one")
     assert torch.allclose(pruned(images()), dense, atol=1e-5, rtol=1e-5)
     assert pruned[0].layer1[0].conv2.weight.shape[1] == state.masks["blocks.0.channels1"].sum()
     assert vit.digest_of(method.backbone) == method.backbone_digest

@@ -87,7 +87,8 @@ def stream(
 
 
 def served(states: list[TaskState], carried: Carried, **settings: Any) -> PackNet:
-    return serving(packnet(**settings), states, carried)
+    method: PackNet = serving(packnet(**settings), states, carried)
+    return method
 
 
 def owners(carried: Carried) -> dict[str, Tensor]:
@@ -289,9 +290,7 @@ def test_a_step_leaves_what_it_was_handed_alone() -> None:
 
 
 # ---- where tasks start ---------------------------------------------------------------------------
-def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_beside_what_is_owned() -> (
-    None
-):
+def test_the_first_task_starts_from_the_backbone_and_later_ones_from_zeros_beside_owned() -> None:
     method = packnet()
     begun(method, ONE, "train", None)
     assert digest_of(method.backbone) == digest_of(BACKBONE)
@@ -326,7 +325,8 @@ def test_the_base_keeps_its_largest_weights_where_it_is_only_pruned() -> None:
 def answers_of_backbone(base: TaskState) -> Tensor:
     method = packnet()
     method.load_task(base)
-    return answers(method, BASE)
+    logits: Tensor = answers(method, BASE)
+    return logits
 
 
 @OF_ANY

@@ -38,6 +38,16 @@ def piggyback(**settings: Any) -> Piggyback:
     return Piggyback(vit(), PiggybackSettings(**settings), seed=1)
 
 
+def scores(method: Piggyback, site: str) -> nn.Parameter:
+    """The real values that a mask is thresholded from."""
+    return method.masks[site].get_parameter("scores")
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 def gradients(method: Piggyback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Of one step, by site: of the masked weights, and of the real values."""
     begun(method)
@@ -45,10 +55,10 @@ def gradients(method: Piggyback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for weight in method.weight_overrides.values():
         weight.retain_grad()
     loss.backward()
-    return (
-        {site: method.weight_overrides[f"{site}.weight"].grad for site in method.masks},
-        {site: mask.scores.grad.clone() for site, mask in method.masks.items()},
-    )
+    overrides = method.weight_overrides
+    weight_gradients = {site: gradient_of(overrides[f"{site}.weight"]) for site in method.masks}
+    score_gradients = {site: gradient_of(scores(method, site)).clone() for site in method.masks}
+    return weight_gradients, score_gradients
 
 
 # ---- the equations -------------------------------------------------------------------------------
@@ -78,7 +88,7 @@ def test_the_gradient_of_a_real_value_is_that_of_its_mask_entry() -> None:
     )
     mask = Threshold(torch.tensor([[1.0, -1.0], [0.0, 1.0]]), 5e-3)
     (weight_masks.masked(weight, mask.sample()) @ x @ delta).backward()
-    assert torch.equal(mask.scores.grad, torch.tensor([[2.0, 2.0], [60.0, -5.0]]))
+    assert torch.equal(gradient_of(mask.scores), torch.tensor([[2.0, 2.0], [60.0, -5.0]]))
 
 
 @pytest.mark.parametrize("ternary", [False, True])
@@ -112,14 +122,16 @@ def test_real_values_start_where_the_settings_say() -> None:
     ones, uniform, weights = (piggyback(init=init) for init in ("ones", "uniform", "weights"))
     for method in (ones, uniform, weights):
         begun(method)
-    assert all(bool((m.scores == 1e-2).all()) for m in ones.masks.values())
-    drawn = torch.cat([m.scores.detach().flatten() for m in uniform.masks.values()])
+    assert all(bool((scores(ones, site) == 1e-2).all()) for site in ones.masks)
+    drawn = torch.cat([scores(uniform, site).detach().flatten() for site in uniform.masks])
     assert drawn.abs().max() <= 1e-2
     assert abs(drawn.mean()) < 1e-3
     assert uniform.metrics()["density"] == pytest.approx(0.25, abs=0.01)
-    for site, weight in vit().named_parameters():
-        mask = weights.masks.get(site.removesuffix(".weight"))
-        assert mask is None or torch.allclose(mask.scores, weight.abs().mean().expand_as(weight))
+    parameters = dict(vit().named_parameters())
+    for site in weights.masks:
+        weight = parameters[f"{site}.weight"]
+        mean = weight.abs().mean().expand_as(weight)
+        assert torch.allclose(scores(weights, site), mean)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -194,11 +206,13 @@ def test_dividing_gradients_by_the_weights_is_done_per_layer_or_per_entry() -> N
         gradients(method)
         method.after_backward()
     for site, weight in plain.sites.items():
-        want = plain.masks[site].scores.grad
-        assert torch.allclose(layer.masks[site].scores.grad, want / weight.abs().mean())
-        got, there = entry.masks[site].scores.grad, weight != 0
-        assert torch.allclose(got[there], (want / weight.abs())[there])
-        assert bool((got[~there] == 0).all()), "0 / 0 must not become nan"
+        gradient = gradient_of(scores(plain, site))
+        by_layer = gradient_of(scores(layer, site))
+        by_entry = gradient_of(scores(entry, site))
+        nonzero = weight != 0
+        assert torch.allclose(by_layer, gradient / weight.abs().mean())
+        assert torch.allclose(by_entry[nonzero], (gradient / weight.abs())[nonzero])
+        assert bool((by_entry[~nonzero] == 0).all()), "0 / 0 must not become nan"
 
 
 def test_accumulated_gradients_are_divided_once() -> None:
@@ -209,9 +223,9 @@ def test_accumulated_gradients_are_divided_once() -> None:
             (method.loss(batch(), PROGRESS)[0] / parts).backward()
         method.after_backward()
     for site in once.masks:
-        assert torch.allclose(
-            once.masks[site].scores.grad, twice.masks[site].scores.grad, rtol=1e-4
-        )
+        in_one = gradient_of(scores(once, site))
+        in_two = gradient_of(scores(twice, site))
+        assert torch.allclose(in_one, in_two, rtol=1e-4)
 
 
 def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32() -> None:
@@ -220,10 +234,10 @@ def test_bf16_training_keeps_real_values_and_their_gradients_in_fp32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = method.loss(batch(), PROGRESS)
     loss.backward()
-    assert all(
-        m.scores.grad.dtype == torch.float32 and m.scores.grad.isfinite().all()
-        for m in method.masks.values()
-    )
+    for site in method.masks:
+        gradient = gradient_of(scores(method, site))
+        assert gradient.dtype == torch.float32
+        assert gradient.isfinite().all()
 
 
 def test_masks_that_never_switch_anything_off_are_reported() -> None:
@@ -231,7 +245,7 @@ def test_masks_that_never_switch_anything_off_are_reported() -> None:
     trained(still)
     assert "no mask entry was switched off" in still.warnings()[0]
     with torch.no_grad():
-        still.masks["blocks.1.mlp.fc2"].scores[0, 0] = 0.0
+        scores(still, "blocks.1.mlp.fc2")[0, 0] = 0.0
     assert still.warnings() == [], "one entry of one layer is something"
 
 

@@ -98,11 +98,8 @@ def test_the_loss_is_nca_and_what_holds_features_and_maps_grows_with_the_tasks()
         begun("podnet", A, B, C, lambda_c=2.0, lambda_f=0.5, scale=3.0, proxies=2),
         counted(batch(A, B, C), A, B, C),
     )
-    taught, taught_maps = (
-        t if isinstance(t, list) else t.detach()
-        for t in features_and_maps(method.backbone, b.images)
-    )
-    taught_maps = [m.detach() for m in taught_maps]
+    with torch.no_grad():
+        taught, taught_maps = features_and_maps(method.backbone, b.images)
     moved(method)
     loss, terms = method.loss(b, START)
     features, maps = features_and_maps(method.backbone, b.images)

@@ -253,7 +253,7 @@ def test_the_teacher_is_what_the_task_before_handed_on_and_stays_so(lab: Lab, me
     """To the last bit, after a whole training beside it (C10)."""
     run = run_of(lab, method, memory=20)
     run.trained(1)
-    teacher: Any = lab.live[run.stages(1)[0].key].teacher  # type: ignore[attr-defined]
+    teacher: Any = lab.live[run.stages(1)[0].key].teacher
     modules = [teacher.backbone, *teacher.heads.values()]
     assert not any(part.training for module in modules for part in module.modules())
     assert all(

@@ -60,7 +60,8 @@ def by_hand(vit: Any, *paths: Path) -> Tensor:
                         + F.gelu(y @ each.down[row].T + each.down_bias[row]) @ each.up[row].T
                         + each.up_bias[row]
                     )
-    return vit.forward_head(vit.norm(x))
+    features: Tensor = vit.forward_head(vit.norm(x))
+    return features
 
 
 def test_the_union_of_paths_is_the_sum_of_their_modules() -> None:
@@ -80,7 +81,9 @@ def test_a_new_path_leaves_the_features_of_the_backbone_and_can_learn() -> None:
     found = PathNetwork(vit, AdapterSites(vit, houlsby, ("",)), [new])(IMAGES)
     assert torch.equal(found, expected)
     found.sum().backward()
-    assert all(new.up.grad[row].abs().max() > 0 for row in range(2))
+    gradient = new.up.grad
+    assert gradient is not None
+    assert all(gradient[row].abs().max() > 0 for row in range(2))
 
 
 def test_a_copy_of_the_network_has_its_paths_and_knows_nothing_of_the_first() -> None:
@@ -312,7 +315,7 @@ class Looked:
         self.tasks, self.num_samples = tasks, 10
         self.asked: list[tuple[str, bool]] = []
 
-    def __call__(self, split: str, training: bool) -> Looked:
+    def __call__(self, split: str, training: bool) -> Any:
         self.asked.append((split, training))
         return self
 
@@ -394,7 +397,7 @@ def test_paths_and_trunk_stay_as_they_were_stored_to_the_end_of_a_stream(lab: La
     last = run.served(3)
     assert [bool(run.state(task).copies) for task in range(4)] == [False, True, False, True]
     for live in (last, run.live(3), run.served(2), run.live(2)):
-        first: Any = live.frozen["1"]  # type: ignore[index, union-attr]
+        first: Any = live.frozen["1"]
         own = {name: t for name, t in run.state(1).copies.items() if "/" not in name}
         assert same(tensors(first), own)
         assert same(
@@ -406,7 +409,7 @@ def test_paths_and_trunk_stay_as_they_were_stored_to_the_end_of_a_stream(lab: La
             },
         )
     assert last.path is None
-    assert len(last.frozen) == 2  # type: ignore[arg-type]
+    assert len(last.frozen) == 2
     assert last.flops_share(run.state(3)) > run.served(1).flops_share(run.state(1)) > 1
     assert (
         len(

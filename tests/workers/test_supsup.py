@@ -60,7 +60,8 @@ def states() -> list[TaskState]:
 def serving(states: list[TaskState], **settings: Any) -> SupSup:
     method = made(**settings)
     method.scenario, method.stream = "class", (STRIPES, COLOURS)
-    return tabletop.serving(method, states)
+    tabletop.serving(method, states)
+    return method
 
 
 @torch.no_grad()
@@ -190,8 +191,10 @@ def test_how_sure_is_the_share_nu_of_the_mask_that_was_picked() -> None:
 def test_real_outputs_have_no_part_in_the_gradient_of_the_superfluous() -> None:
     outputs = torch.randn(3, 5, requires_grad=True)
     superfluous(outputs, 2).sum().backward()
-    assert (outputs.grad[:, :2] == 0).all()
-    assert torch.allclose(outputs.grad[:, 2:], outputs.softmax(1)[:, 2:])
+    gradient = outputs.grad
+    assert gradient is not None
+    assert (gradient[:, :2] == 0).all()
+    assert torch.allclose(gradient[:, 2:], outputs.softmax(1)[:, 2:])
 
 
 # ---- masks ---------------------------------------------------------------------------------------
@@ -229,22 +232,21 @@ def test_scores_start_in_the_order_of_the_weights_or_uniformly() -> None:
     for scores in ("topk", "threshold"):
         method = made(scores=scores, density=0.9)
         begun(method, STRIPES)
+        masks = method.hard()
         for site, weight in method.sites.items():
             if site != OUTPUTS:
-                assert torch.equal(method.masks[site].hard(), TopK(weight.detach(), 0.9).hard()), (
-                    "the smallest tenth is dropped"
-                )
+                largest = TopK(weight.detach(), 0.9).hard()
+                assert torch.equal(masks[site], largest), "the smallest tenth is dropped"
     method = made(scores="threshold", start="kaiming")
     begun(method, STRIPES)
-    for site, mask in method.masks.items():
+    for site, mask in method.hard().items():
         bound = 1 / math.sqrt(method.sites[site][0].numel())
-        assert 0.9 * bound < mask.scores.abs().max() <= bound
-        assert torch.equal(mask.hard(), mask.scores >= 0)
+        values = method.masks[site].get_parameter("scores")
+        assert 0.9 * bound < values.abs().max() <= bound
+        assert torch.equal(mask, values >= 0)
 
 
-def test_the_gradient_of_a_score_is_that_of_its_weight_times_the_weight_turned_with_the_scores_sign() -> (
-    None
-):
+def test_a_scores_gradient_is_its_weights_gradient_times_the_weight_times_its_sign() -> None:
     method = made(start="kaiming")
     begun(method, STRIPES)
     loss, _ = method.loss(batch(STRIPES, 0), PROGRESS)
@@ -253,10 +255,13 @@ def test_the_gradient_of_a_score_is_that_of_its_weight_times_the_weight_turned_w
         weight.retain_grad()
     loss.backward()
     for site, mask in method.masks.items():
-        assert torch.equal(
-            mask.scores.grad, effective[site].grad * method.sites[site] * mask.scores.sign()
-        ), site
-        assert (mask.scores.grad != 0).any()
+        scores = mask.get_parameter("scores")
+        weight_gradient = effective[site].grad
+        assert weight_gradient is not None
+        assert scores.grad is not None
+        expected = weight_gradient * method.sites[site] * scores.sign()
+        assert torch.equal(scores.grad, expected), site
+        assert (scores.grad != 0).any()
 
 
 def test_random_weights_come_from_the_seed_alone_and_are_not_stored() -> None:
@@ -550,9 +555,9 @@ def not_told(lab: Lab, method: str, **settings: Any) -> Run:
 
 
 def predictions(run: Run, task: int) -> list[dict[str, Any]]:
-    return pq.read_table(
-        pa.BufferReader(run.artifact(run.evaluate_job(task)).read("predictions.parquet"))
-    ).to_pylist()
+    parquet = run.artifact(run.evaluate_job(task)).read("predictions.parquet")
+    rows: list[dict[str, Any]] = pq.read_table(pa.BufferReader(parquet)).to_pylist()
+    return rows
 
 
 def test_measuring_records_what_was_picked_and_how_sure(lab: Lab) -> None:

@@ -30,7 +30,8 @@ def made(**settings: Any) -> SupSupNN:
 
 
 def serving(states: list[TaskState], carried: Carried, **settings: Any) -> SupSupNN:
-    return tabletop.serving(made(**settings), states, carried)
+    method: SupSupNN = tabletop.serving(made(**settings), states, carried)
+    return method
 
 
 Chain = list[tuple[TaskState, Carried]]
@@ -128,11 +129,12 @@ def test_it_decides_at_the_start_and_every_so_many_steps_by_the_coming_batch(
 ) -> None:
     asked: list[tuple[int, int]] = []
     decide = SupSupNN.decide
-    monkeypatch.setattr(
-        SupSupNN,
-        "decide",
-        lambda self, epoch, step: (asked.append((epoch, step)), decide(self, epoch, step)),
-    )
+
+    def recorded(self: SupSupNN, epoch: int, step: int) -> None:
+        asked.append((epoch, step))
+        decide(self, epoch, step)
+
+    monkeypatch.setattr(SupSupNN, "decide", recorded)
     method = made(every=4)
     monkeypatch.setattr(method, "choice", lambda images: 0)
     begun(method, STRIPES, 6)
@@ -149,7 +151,7 @@ def test_a_change_in_the_middle_of_a_task_keeps_what_was_learned(
     method = made(every=4)
     begun(method, STRIPES, 8)
     with torch.no_grad():
-        method.masks[OUTPUTS].scores.neg_()
+        method.masks[OUTPUTS].get_parameter("scores").neg_()
     learned_bits = {site: mask.clone() for site, mask in method.hard().items()}
     monkeypatch.setattr(method, "choice", lambda images: 1)
     method.after_step(Progress(0, 3, 1, 8))
@@ -169,9 +171,8 @@ def test_a_mask_that_goes_on_starts_from_its_bits(
     first = method.first_scores(0)
     for site, mask in method.hard().items():
         assert torch.equal(mask, stored[site])
-        assert torch.equal(method.masks[site].scores.abs(), first[site].abs().clamp(min=1e-8)), (
-            "as large as at first"
-        )
+        sizes = method.masks[site].get_parameter("scores").abs()
+        assert torch.equal(sizes, first[site].abs().clamp(min=1e-8)), "as large as at first"
     assert any((scores == 0).any() for scores in first.values()), (
         "else the smallest size would not matter"
     )
@@ -197,15 +198,20 @@ def test_the_decision_sees_the_whole_batch_on_every_rank_and_the_first_rank_has_
             return 1
 
     seen: list[Tensor] = []
+
+    def first_mask(images: Tensor) -> int:
+        seen.append(images)
+        return 0
+
     feed = Stream(STRIPES, STEPS, Second(1, 2))
     method = made()
-    monkeypatch.setattr(method, "choice", lambda images: seen.append(images) or 0)
+    monkeypatch.setattr(method, "choice", first_mask)
     begun(method, STRIPES, STEPS, chain[1][1], feed)
     assert (feed.group.world, feed.accumulate) == (1, 1)
     assert torch.equal(seen[0], batch(STRIPES, 0).images)
     assert method.counter.tolist() == [2, 1]
     short = made(look=5)
-    monkeypatch.setattr(short, "choice", lambda images: seen.append(images) or 0)
+    monkeypatch.setattr(short, "choice", first_mask)
     begun(short, STRIPES, STEPS, chain[1][1])
     assert (len(seen[0]), len(seen[1])) == (SIZE, 5)
 
@@ -302,8 +308,8 @@ def test_while_it_trains_the_mask_in_training_is_asked_as_it_stands(chain: Chain
     begun(method, COLOURS, STEPS, chain[0][1])
     assert method.candidates() == {"mask 0": (), "mask 1": ("colours",)}
     with torch.no_grad():
-        method.masks[OUTPUTS].scores.neg_()
-        assert torch.equal(method.together()[1][OUTPUTS], method.masks[OUTPUTS].hard())
+        method.masks[OUTPUTS].get_parameter("scores").neg_()
+        assert torch.equal(method.together()[1][OUTPUTS], method.hard()[OUTPUTS])
         before = method.bank.clone()
         method.eval().logits(samples(COLOURS, 3)[0], "colours")
     assert torch.equal(method.bank, before), "measuring writes nothing"

@@ -127,15 +127,14 @@ def test_the_soft_splits_are_overlapping_windows_of_7_3_and_3_pixels() -> None:
 
 def test_with_linear_layers_for_performers_the_module_is_three_strided_convolutions() -> None:
     torch.manual_seed(0)
-    module, sizes, strides = TokensToToken(64, 3, 32), (7, 3, 3), (4, 2, 2)
-    module.attention1, module.attention2 = (
-        nn.Linear(3 * 49, 64, bias=False),
-        nn.Linear(64 * 9, 64, bias=False),
-    )  # type: ignore[assignment]
+    module: Any = TokensToToken(64, 3, 32)
+    module.attention1 = nn.Linear(3 * 49, 64, bias=False)
+    module.attention2 = nn.Linear(64 * 9, 64, bias=False)
+    layers = (module.attention1, module.attention2, module.project)
+    sizes = (7, 3, 3)
+    strides = (4, 2, 2)
     x = images()
-    for layer, size, stride in zip(
-        (module.attention1, module.attention2, module.project), sizes, strides, strict=True
-    ):
+    for layer, size, stride in zip(layers, sizes, strides, strict=True):
         x = F.conv2d(
             x,
             layer.weight.unflatten(1, (-1, size, size)),
@@ -192,7 +191,9 @@ def by_hand(attention: Any, x: Tensor, keys: Tensor | None = None) -> Tensor:
     scores = q @ k.transpose(2, 3) / math.sqrt(width)
     if keys is not None:
         scores = scores.masked_fill(~keys[:, None, None, :], -torch.inf)
-    return attention.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    output: Tensor = attention.proj(mixed)
+    return output
 
 
 @torch.no_grad()
@@ -203,7 +204,8 @@ def test_attention_scores_are_over_the_root_of_the_whole_width_in_every_form() -
     assert not torch.allclose(attention(2 * x), by_hand(attention, x), atol=1e-2)
     attention.fused_attn = False
     assert torch.allclose(attention(x), by_hand(attention, x), atol=1e-5)
-    masked = Meat(model, MeatSettings(), seed=0).sites.attention[1]
+    sites: Any = Meat(model, MeatSettings(), seed=0).sites
+    masked = sites.attention[1]
     keys = torch.rand(2, 17, generator=torch.Generator().manual_seed(1)) < 0.6
     keys[:, 0] = True
     for form in (keys, keys.float()):
@@ -284,7 +286,7 @@ def test_released_weights_are_read_under_their_own_names(prefix: str, tmp_path: 
 
 def test_weights_of_another_size_are_read_with_their_positions_resampled(tmp_path: Path) -> None:
     settings = saved(t2t().state_dict(), tmp_path).model_copy(update={"img_size": 96})
-    model = vit.build(settings)
+    model: Any = vit.build(settings)
     vit.load_weights(model, settings)
     assert model.pos_embed.shape == (1, 37, 32)
     assert torch.equal(model.pos_embed[:, 0], sinusoids(17, 32)[:, 0])
@@ -351,9 +353,9 @@ def test_tfm_counts_the_operations_of_the_tokens_to_token_module() -> None:
     method = Tfm(t2t(), TfmSettings(growth=0.25, heads_every=1), seed=1)
     method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
     state, _ = method.finish()
-    backbone = multiply_adds(method.backbone.patch_embed, 3, 64, 64) + 3 * (
-        17 * 32 * (4 * 32 + 4 * 32) + 2 * 17 * 17 * 32
-    )
+    embedding = method.backbone.get_submodule("patch_embed")
+    block = 17 * 32 * (4 * 32 + 4 * 32) + 2 * 17 * 17 * 32
+    backbone = multiply_adds(embedding, 3, 64, 64) + 3 * block
     used = {name: int(m.sum()) for name, m in state.masks.items() if name.endswith(".used")}
     new_channels = used["blocks.0.v.used"] - 32
     new_neurons = used["blocks.0.ff.used"] - 64
@@ -383,10 +385,9 @@ def test_compact_inference_equals_the_dense_one_and_costs_less(ffn: str) -> None
     block = 17 * (4 * 32 * 32 + 2 * 17 * 32 + 4 * 32 * 32)
     # the class token is the only query of the last block
     last = 16 * (2 * 32 * 32 + 17 * 32 * 2 + 4 * 32 * 32)
-    assert (
-        flops(method.backbone, plan_blocks(method.backbone, method.sites.by_block({})))
-        == embedding + features + 3 * block - last
-    )
+    sites: Any = method.sites
+    plans = plan_blocks(method.backbone, sites.by_block({}))
+    assert flops(method.backbone, plans) == embedding + features + 3 * block - last
     assert method.flops_share(state) < 1
 
 

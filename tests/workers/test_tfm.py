@@ -29,7 +29,7 @@ TASKS = [ONE, TWO, THREE]
 OPTIMIZERS = TRAININGS | {
     "sgd": TrainSettings(optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=0.05)
 }
-GROWN = {
+GROWN: dict[str, Any] = {
     "growth": 0.2,
     "heads_every": 2,
 }  # 16 new units of 64 per task; a head for the first and the third task
@@ -77,22 +77,22 @@ def stream(
     """What each task of a stream leaves, each trained by a method of its own on a fresh copy of the
     backbone, as the loop does."""
     backbone = backbone or vit()
-    return in_turn(
-        tasks,
-        lambda task, carried: trained(
-            cls(copy.deepcopy(backbone), TfmSettings(**settings), 0), task, carried, train
-        ),
-    )
+
+    def learn(task: Task, carried: Carried | None) -> Left:
+        method = cls(copy.deepcopy(backbone), TfmSettings(**settings), 0)
+        return trained(method, task, carried, train)
+
+    results: list[Left] = in_turn(tasks, learn)
+    return results
 
 
 def served(
     found: list[Left], cls: type[Tfm] = Tfm, backbone: nn.Module | None = None, **settings: Any
 ) -> Tfm:
-    return serving(
-        cls(copy.deepcopy(backbone or vit()), TfmSettings(**settings), 0),
-        [state for state, _ in found],
-        found[-1][1],
-    )
+    fresh = cls(copy.deepcopy(backbone or vit()), TfmSettings(**settings), 0)
+    _, carried = found[-1]
+    method: Tfm = serving(fresh, [state for state, _ in found], carried)
+    return method
 
 
 @torch.no_grad()
@@ -249,13 +249,9 @@ def test_where_the_first_task_trains_everything_its_units_are_normal_and_it_adds
     )
     assert not found[0][0].copies
     first = {n.removeprefix("weights/"): t for n, t in found[0][1].tensors.items()}
-    assert first.keys() == dict(backbone.named_parameters()).keys()
-    assert not any(
-        torch.equal(t, p)
-        for t, p in zip(
-            first.values(), map(dict(backbone.named_parameters()).get, first), strict=True
-        )
-    )  # type: ignore[arg-type]
+    original: dict[str, Tensor] = dict(backbone.named_parameters())
+    assert first.keys() == original.keys()
+    assert not any(torch.equal(t, original[name]) for name, t in first.items())
     assert all(torch.equal(found[2][1].tensors[f"weights/{n}"], t) for n, t in first.items())
 
 
@@ -411,7 +407,7 @@ def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations
     options: dict[str, Any], fused: bool
 ) -> None:
     backbone = vit(**options)
-    for block in backbone.blocks:  # type: ignore[union-attr]
+    for block in backbone.blocks:
         block.attn.fused_attn = fused
     found = stream(backbone=backbone, tasks=TASKS[:1], train=TrainSettings(lr=0.05), **GROWN)
     state, carried = found[0]

@@ -72,7 +72,8 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
         for index, block in enumerate(model.blocks):
 
             def heads(qkv: Tensor, attn: Any = block.attn) -> Tensor:
-                return qkv.unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+                heads: Tensor = qkv.unflatten(2, (3, attn.num_heads, -1))
+                return heads.permute(2, 0, 3, 1, 4)
 
             q, k, v = heads(block.attn.qkv(block.norm1(x)))
             if index in fed_back:
@@ -97,7 +98,8 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
 
 def steered(method: Any, pictures: Tensor) -> Tensor:
     method.weight_overrides = method.training_weights(None, PROGRESS)
-    return method.features(pictures)
+    features: Tensor = method.features(pictures)
+    return features
 
 
 # ---- the two passes ------------------------------------------------------------------------------
@@ -185,7 +187,8 @@ def test_feedback_is_linear_and_folded_it_is_the_chain(to: int, top: int) -> Non
     transform = method.own["transform"]
     matrix = method.top_down.folded({"w1": w1, "w2": w2}, transform)["matrix"]
     u = torch.randn(5, 32, generator=torch.Generator().manual_seed(2)).double()
-    r, chain = u @ transform, []
+    r = u @ transform
+    chain: list[Tensor] = []
     for layer in reversed(range(top - to)):
         r = r @ w1[layer].T
         chain.insert(0, r @ w2[layer].T @ method.backbone.blocks[to + layer].attn.qkv.weight[64:].T)
@@ -396,10 +399,14 @@ def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.Monke
     assert torch.equal(
         alone["base"], F.linear(vit()(images()), torch.ones(2, 32), torch.zeros(2))
     ), "the backbone answers what it was trained on"
-    passes, first_pass = [], TopDown.first_pass
-    monkeypatch.setattr(
-        TopDown, "first_pass", lambda self, x: passes.append(len(x)) or first_pass(self, x)
-    )
+    passes: list[int] = []
+    first_pass = TopDown.first_pass
+
+    def counted(self: TopDown, x: Tensor) -> Any:
+        passes.append(len(x))
+        return first_pass(self, x)
+
+    monkeypatch.setattr(TopDown, "first_pass", counted)
     for order in (["one", "two", "base"], ["two", "one", "two"]):
         found = method.logits_of(images(), order)
         assert set(found) == set(order)
@@ -507,7 +514,7 @@ def test_the_variational_loss_is_zero_where_a_layer_undoes_its_block_and_moves_n
     assert variational(stream, w1).item() == pytest.approx(0, abs=1e-20)
     loss = variational(stream, w1 + 0.1)
     errors = [((stream[i + 1] @ (undo[i] + 0.1).T - stream[i]) ** 2).mean() for i in range(2)]
-    assert torch.allclose(loss, sum(errors))
+    assert torch.allclose(loss, torch.stack(errors).sum())
     loss.backward()
     assert w1.grad is not None
     assert all(t.grad is None for t in stream)
@@ -600,13 +607,11 @@ def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str
     for hook in hooks:
         hook.remove()
     assert terms.keys() == {"variational"}
-    assert torch.allclose(
-        loss,
-        sum(
-            F.mse_loss(after @ w.T, before)
-            for before, after, w in zip(stream, stream[1:], method.own["w1"], strict=False)
-        ),
-    )
+    errors = [
+        F.mse_loss(after @ w.T, before)
+        for before, after, w in zip(stream, stream[1:], method.own["w1"], strict=False)
+    ]
+    assert torch.allclose(loss, torch.stack(errors).sum())
     carried, fresh = method.finish()[1], begun_anew(name).start
     assert {n for n in fresh if not torch.equal(carried.tensors[n], fresh[n])} == {"w1"}
     assert carried.tensors.keys() == fresh.keys()

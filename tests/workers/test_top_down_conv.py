@@ -132,8 +132,8 @@ def test_a_mask_does_not_know_the_length_of_the_prior_and_turns_with_its_sign() 
     prior = torch.randn(32, generator=torch.Generator().manual_seed(1))
 
     def mask(prior: Tensor) -> Tensor:
-        selected: Tensor = top_down.selected(x, prior)
-        return (selected / x)[:, 0]
+        scales: Tensor = top_down.selected(x, prior) / x
+        return scales[:, 0]
 
     assert ((mask(prior) >= 0) & (mask(prior) <= 1)).all()
     assert torch.allclose(mask(7.5 * prior), mask(prior), atol=1e-6)
@@ -380,19 +380,21 @@ def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
         )
     )
     direct["base"] = F.linear(convnext()(images()), torch.ones(2, 32), torch.zeros(2))
-    batch_sizes: list[int] = []
+    passes: list[int] = []
     first_pass = StageTopDown.first_pass
 
-    def counted(top_down: StageTopDown, x: Tensor) -> tuple[Tensor, Tensor]:
-        batch_sizes.append(len(x))
-        return first_pass(top_down, x)
+    def counted(self: StageTopDown, x: Tensor) -> Any:
+        passes.append(len(x))
+        return first_pass(self, x)
 
     monkeypatch.setattr(StageTopDown, "first_pass", counted)
-    logits = method.logits_of(images(), ["one", "two", "base"])
-    assert batch_sizes == [8], "one first pass for all tasks"
-    for task, expected in direct.items():
-        assert torch.equal(logits[task], expected)
-        assert torch.equal(tabletop.answers(method, replace(ONE, name=task)), expected)
+    found = method.logits_of(images(), ["one", "two", "base"])
+    assert passes == [8]
+    assert all(
+        torch.equal(found[task], direct[task])
+        and torch.equal(tabletop.answers(method, replace(ONE, name=task)), direct[task])
+        for task in direct
+    )
 
 
 def test_feedback_of_another_shape_is_refused() -> None:
@@ -432,18 +434,20 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(to: int, top: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workers.methods.base.digest_of", lambda backbone: "")
         share = method_of(backbone=model, feedback_to=to, feedback_from=top).top_down.flops_share()
-    # of each stage: c channels in front, C behind, stride k, side of the map that it is given
-    sizes = [
+    front = [
         (96, 96, 1, 56),
         (96, 192, 2, 56),
         (192, 384, 2, 28),
         (384, 768, 2, 14),
-    ]
-    stages = 0
-    feedback = 0
-    for stage, (c, behind, k, side) in zip(model.stages[to:top], sizes[to:top], strict=True):
-        stages += multiply_adds(stage, c, side, side)
-        feedback += c * k * k * behind * (side // k) ** 2 + c * c * side**2
+    ]  # c, C, k and the side of what each stage is given
+    stages = sum(
+        multiply_adds(model.stages[i], front[i][0], front[i][3], front[i][3])
+        for i in range(to, top)
+    )
+    feedback = sum(
+        c * k * k * behind * (side // k) ** 2 + c * c * side**2
+        for c, behind, k, side in front[to:top]
+    )
     assert share == pytest.approx(1 + (stages + feedback) / multiply_adds(model, 3, 224, 224))
     assert multiply_adds(model, 3, 224, 224) == pytest.approx(4.45e9, rel=0.01)
     assert to or feedback == pytest.approx(318e6, rel=0.01)

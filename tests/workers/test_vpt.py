@@ -58,7 +58,8 @@ def by_hand(
         front, p, patches = block(torch.cat([front, p, patches], 1)).split(
             [prefix, count, patches.shape[1]], 1
         )
-    return model.forward_head(model.norm(torch.cat([front, patches], 1)))
+    features: Tensor = model.forward_head(model.norm(torch.cat([front, patches], 1)))
+    return features
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

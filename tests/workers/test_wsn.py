@@ -70,7 +70,8 @@ def stream(
 
 
 def served(states: list[TaskState], carried: Carried) -> Wsn:
-    return serving(wsn(), states, carried)
+    method: Wsn = serving(wsn(), states, carried)
+    return method
 
 
 # ---- what is selected ----------------------------------------------------------------------------

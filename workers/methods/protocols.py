@@ -85,7 +85,8 @@ def grouped_logits(
 ) -> dict[str, Tensor]:
     """Return task -> its logits on its rows of images (b, 3, H, W).
 
-    Parts that tasks share are computed once. The logits equal those of `Method.logits` up to the order of summation.
+    Parts that tasks share are computed once. The logits equal those of `Method.logits` up to the
+    order of summation.
     """
     if isinstance(method, SharesForward):
         return method.grouped_logits(images, rows)

@@ -133,7 +133,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         return PathNetwork(self.backbone, self.sites, paths)  # type: ignore[arg-type]
 
     def features(self, images: Tensor) -> Tensor:
-        return self.network(self.path)(images)
+        return self.network(self.path)(images)  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> Rpsnet:
         super().train(mode)

@@ -91,7 +91,7 @@ class Vpt(Method[VptSettings]):
 
     def features(self, images: Tensor) -> Tensor:
         with self.sites.using(self.weight_overrides.get(PROMPTS)):
-            return self.backbone(images)
+            return self.backbone(images)  # type: ignore[no-any-return]
 
     def finish(self) -> tuple[TaskState, Carried]:
         return self.state(

@@ -299,7 +299,8 @@ def check_it_starts_as_the_backbone(lab: Lab, method: str, optimizer: str) -> No
 
 def begun(run: Run) -> Method:
     """The method at the first step of the first task, before anything was trained."""
-    live, job = run.fresh(), run.stages(FIRST)[0]
+    live: Method = run.fresh()
+    job = run.stages(FIRST)[0]
     assert job.task is not None
     tasks = (job.task,)
     plan = OptimPlan(job.train.lr, job.train.weight_decay, job.train.batch_size, 10.0)

@@ -17,11 +17,11 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import torch.multiprocessing
 import yaml
 from PIL import Image
 from pydantic import ValidationError
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
 from pipeline import config
 from pipeline.graph.build import graph_of
@@ -306,7 +306,7 @@ def on_ranks(
     stop_after: stage key -> the number of steps after which all ranks break off."""
     folder.mkdir()
     small_run.processes()
-    torch.multiprocessing.start_processes(
+    start_processes(
         _rank, (world, jobs, str(folder), stop_after or {}), nprocs=world, start_method="forkserver"
     )
     return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(world)]

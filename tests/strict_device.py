@@ -84,24 +84,26 @@ class DeviceError(RuntimeError):
 class StrictTensor(torch.Tensor):
     """A tensor on the device; `values` are its numbers on the host."""
 
-    values: Tensor
+    values: Tensor  # type: ignore[assignment]  # a function of sparse tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: Any, values: Tensor) -> StrictTensor:
-        made = torch.Tensor._make_wrapper_subclass(
+        wrapper: StrictTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             values.shape,
             strides=values.stride(),
             storage_offset=values.storage_offset(),
             dtype=values.dtype,
-            device=f"{NAME}:0",
+            device=torch.device(NAME, 0),
         )
-        made.values = values
-        return made
+        wrapper.values = values
+        return wrapper
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without a class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return current().execute(func, args, kwargs or {})
 
     def numpy(self, *arguments: Any, **options: Any) -> Any:
@@ -144,30 +146,31 @@ class StrictTensor(torch.Tensor):
             if self.grad is not None:
                 made.grad = self.grad.detach().clone()
             memo[id(self)] = made
-        return memo[id(self)]
+        copy: StrictTensor = memo[id(self)]
+        return copy
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"StrictTensor({self.values})"
 
 
 class Generator(torch._C.Generator):
     """`torch.Generator` that may be made for the device; its numbers are those of the CPU's."""
 
-    by_address: ClassVar[
-        dict[int, torch.device]
-    ] = {}  # what reaches an operation is another Python object of the same generator
+    _cdata: int  # its address
+    # by address: an operation gets another Python object of the same generator
+    by_address: ClassVar[dict[int, torch.device]] = {}
 
     def __new__(cls, device: Any = CPU) -> Any:
         device = torch.device(device)
-        made = super().__new__(cls) if device.type == NAME else torch._C.Generator(device)
-        cls.by_address[made._cdata] = device
-        return made
+        generator: Any = torch._C.Generator(device) if device.type != NAME else super().__new__(cls)
+        cls.by_address[generator._cdata] = device
+        return generator
 
     def __init__(self, device: Any = CPU) -> None:
         super().__init__()
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self.by_address[self._cdata]
 
 
@@ -175,7 +178,7 @@ class StrictDevice(TorchDispatchMode):
     """Executes every operation that touches the device, and counts. Use `strict_device()`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counts()
         self.pinned: set[int] = set()
 
@@ -230,7 +233,7 @@ class StrictDevice(TorchDispatchMode):
         args: Any,
         kwargs: dict[str, Any],
         tensors: list[Tensor],
-        here: list[Tensor],
+        here: list[StrictTensor],
     ) -> None:
         """Raises DeviceError where tensors of both devices meet and CUDA would not take them."""
         strangers = [t for t in tensors if not isinstance(t, StrictTensor)]

@@ -119,7 +119,8 @@ class StartsAsPyTorchDoes(Linear):
         return [*groups, {"name": "adapter", "params": [*self.adapter.parameters()]}]
 
     def features(self, images: Tensor) -> Tensor:
-        return self.adapter(super().features(images))
+        adapted: Tensor = self.adapter(super().features(images))
+        return adapted
 
     def finish(self) -> Any:
         return self.state(

@@ -17,14 +17,13 @@ from tests.on_strict_device import (
     BACKBONES,
     TABLE,
     Case,
-    Counts,
     Step,
     higher,
     recorded,
     row_of,
     with_rows,
 )
-from tests.strict_device import NAME, DeviceError, strict_device
+from tests.strict_device import NAME, Counts, DeviceError, strict_device
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.methods import METHODS
@@ -330,7 +329,8 @@ class JoinsWhatItStores(FineTune):
 
     def finish(self) -> Any:
         state, carried = super().finish()
-        state.tokens["joined"] = torch.cat([torch.zeros(1), self.heads.layers[-1].bias.detach()])
+        bias = self.heads[state.task].bias.detach()
+        state.tokens["joined"] = torch.cat([torch.zeros(1), bias])
         return state, carried
 
 

@@ -127,13 +127,11 @@ def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
     if "prior" not in method.weight_overrides:  # the base task, which the backbone answers
         return None
     grid = tuple(top_down.backbone.patch_embed.grid_size)
-    return (
-        selection(top_down.first_pass(images)[1], method.weight_overrides["prior"])[
-            :, -math.prod(grid) :
-        ]
-        .unflatten(1, grid)
-        .cpu()
-    )
+    num_patches = math.prod(grid)
+    first_tokens = top_down.first_pass(images)[1]
+    weights: Tensor = selection(first_tokens, method.weight_overrides["prior"])  # (n, N)
+    patch_weights: Tensor = weights[:, -num_patches:].unflatten(1, grid)
+    return patch_weights.cpu()
 
 
 def _names(method: Method, job: StageJob, task: Task) -> list[str]:

@@ -37,6 +37,8 @@ from workers.storage.lock import stage_lock
 from workers.storage.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
+StageResult = tuple[dict[str, bytes], dict[str, Any]]  # files by name, and the manifest
+Runner = Callable[[StageJob, dist.Group, Report], StageResult]
 # raise it when training gives other numbers: this loop, optim, feed, augmentation, noise, heads
 TRAIN_REVISION = 1
 REPORT_S = 1.0  # seconds between two progress reports of a stage
@@ -55,17 +57,18 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
 
 def stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
     """Return the manifest of a result that exists, marked as `reused`."""
-    manifest = None
+    manifest: dict[str, Any] | None = None
     if group.rank == 0:
         artifact = Artifact.open(job.root, job.key)
         if artifact is not None:
             manifest = {**artifact.manifest, "reused": True}
-    return group.share(manifest)
+    shared: dict[str, Any] | None = group.share(manifest)
+    return shared
 
 
 def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
     started = time.perf_counter()
-    runners = {"backbone": train_backbone, "evaluate": evaluate_task}
+    runners: dict[str, Runner] = {"backbone": train_backbone, "evaluate": evaluate_task}
     run = runners.get(job.step, train_task)
     with cached_artifacts(job.root, job.parents) as made_of:
         files, manifest = run(job, group, report)
@@ -100,16 +103,14 @@ def publish(job: StageJob, files: dict[str, bytes], manifest: dict[str, Any]) ->
     is_first = attempt.commit(manifest)
     checkpoint.drop(job.root, job.key)
     computed = content_digest({**manifest, "files": attempt.files})
-    stored = Artifact.need(job.root, job.key).manifest
+    stored: dict[str, Any] = {**Artifact.need(job.root, job.key).manifest}
     if not is_first and content_digest(stored) != computed:
         note = "another process was faster and got another content, which stands"
         return {**stored, "note": note}
     return stored
 
 
-def train_task(
-    job: StageJob, group: dist.Group, report: Report
-) -> tuple[dict[str, bytes], dict[str, Any]]:
+def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
     """One step of one task: the method on a fresh copy of the backbone, from the state that the
     step before carried on."""
     assert job.task is not None
@@ -137,9 +138,7 @@ def train_task(
     }, manifest
 
 
-def train_backbone(
-    job: StageJob, group: dist.Group, report: Report
-) -> tuple[dict[str, bytes], dict[str, Any]]:
+def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageResult:
     """The shared backbone: weights from the hub, a file or random, and trained on the base task
     where the stream has one."""
     torch.manual_seed(derive_seed(job.seed, "backbone"))

@@ -265,14 +265,14 @@ def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
     run = lab.run(name)
     job, method = run.evaluate_job(1), run.served(1)
     used: list[tuple[Tensor, Tensor]] = []
-    select_tokens = top_down.select_tokens
+    selected = top_down.select_tokens
 
-    def recorded(x: Tensor, prior: Tensor) -> Tensor:
-        selected = select_tokens(x, prior)
-        used.append((x, selected))
-        return selected
+    def recording_select(x: Tensor, prior: Tensor) -> Tensor:
+        tokens = selected(x, prior)
+        used.append((x, tokens))
+        return tokens
 
-    monkeypatch.setattr(top_down, "select_tokens", recorded)
+    monkeypatch.setattr(top_down, "select_tokens", recording_select)
     found = analysis.maps(method, job, job.tasks[1], 6)
     assert found is not None
     assert found.selected is not None

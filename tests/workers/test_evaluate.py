@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,7 +45,9 @@ def in_class_scenario(lab: Lab, method: str, base: bool = False) -> Run:
 
 
 def predictions(artifact: Artifact) -> list[dict[str, Any]]:
-    return pq.read_table(pa.BufferReader(artifact.read("predictions.parquet"))).to_pylist()
+    table = pq.read_table(pa.BufferReader(artifact.read("predictions.parquet")))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
 
 
 # ---- scenario `class` ----------------------------------------------------------------------------
@@ -178,7 +180,10 @@ def test_a_method_that_needs_the_task_says_so() -> None:
         method.logits(torch.zeros(1, 3, 16, 16), None)
 
 
-def tiny(cls: type[Method]) -> Method:
+M = TypeVar("M", bound=Method)
+
+
+def tiny(cls: type[M]) -> M:
     options = {"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}
     return cls(vit.build(BackboneSettings(img_size=16, options=options)), cls.Settings(), 0)
 

@@ -214,8 +214,9 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
             )
 
     def constant(self, values: Tensor) -> nn.Parameter:
-        self.constants.append(nn.Parameter(values, requires_grad=False))
-        return self.constants[-1]
+        parameter = nn.Parameter(values, requires_grad=False)
+        self.constants.append(parameter)
+        return parameter
 
     def signed_constant(self, site: str, shape: torch.Size) -> nn.Parameter:
         """+-sqrt(2 / inputs), signs by (seed, site): the same on every machine."""

@@ -120,12 +120,17 @@ class Rehearsal(ClassIncremental[S]):
         return groups
 
     @property
+    def num_classes(self) -> int:
+        """Number of classes so far: the width of the one output space."""
+        last: int = max(task_slice.stop for task_slice in self.class_slices().values())
+        return last
+
+    @property
     def old_share(self) -> float:
         """a = O_t / A_t: old classes among all."""
-        columns = self.class_slices()
-        return sum(columns[name].stop - columns[name].start for name in self.old) / max(
-            own.stop for own in columns.values()
-        )
+        slices = self.class_slices()
+        num_old: int = sum(slices[name].stop - slices[name].start for name in self.old)
+        return num_old / self.num_classes
 
     # ---- the memory ------------------------------------------------------------------------------
     def share(self, classes: int) -> int:
@@ -134,10 +139,12 @@ class Rehearsal(ClassIncremental[S]):
 
     @torch.no_grad()
     def herd(self, task: Task, sharers: int = 0) -> None:
-        """Chooses the exemplars of `task`, and shortens the lists of older classes to what is
-        theirs from now on. Every rank looks at its share of the images, all choose from all.
-        sharers: how many classes share the memory; 0: all so far."""
-        count = self.share(sharers or max(own.stop for own in self.class_slices().values()))
+        """Choose the exemplars of `task`, and shorten the lists of older classes.
+
+        Each rank extracts features of its share of the images; every rank chooses among all.
+        sharers: number of classes that share the memory; 0: all so far.
+        """
+        count = self.share(sharers or self.num_classes)
         features, labels, tasks, keys = self.extract_features()
         chosen: Memory = {
             name: {c: kept[:count] for c, kept in classes.items()}

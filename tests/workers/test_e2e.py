@@ -159,7 +159,7 @@ def test_the_images_that_stay_are_chosen_by_the_network_after_fine_tuning(lab: L
     for label, c in enumerate("234"):
         rows = sorted((labels == label).nonzero().squeeze(1).tolist(), key=lambda row: keys[row])
         nearest = SELECTIONS["closest"](features[rows], 2, torch.Generator())
-        assert run.carried(1).meta[MEMORY]["three"][c] == [keys[rows[place]] for place in nearest]
+        assert run.carried(1).meta[MEMORY]["three"][c] == [keys[rows[index]] for index in nearest]
 
 
 def test_the_teacher_of_fine_tuning_is_the_network_after_training(lab: Lab) -> None:
@@ -189,5 +189,6 @@ def test_a_base_task_gets_exemplars_and_the_task_after_it_is_fine_tuned(lab: Lab
         ["train", "balance", "finetune", "herd"],
     ]
     assert {
-        c: len(found) for c, (_, found) in remembered(run, 1, run.carried(1).meta[MEMORY]).items()
+        c: len(exemplars)
+        for c, (_, exemplars) in remembered(run, 1, run.carried(1).meta[MEMORY]).items()
     } == dict.fromkeys("01234", 2)

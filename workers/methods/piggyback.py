@@ -87,26 +87,23 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         start = self.start_of(site)
-        drawn = self.settings.init == "uniform"  # on the CPU: the same on every device
-        values = (
-            torch.empty(weight.shape).uniform_(-start, start).to(weight.device)
-            if drawn
-            else full(weight, start)
-        )
+        if self.settings.init == "uniform":
+            # drawn on the CPU: the same on every device
+            values = torch.empty(weight.shape).uniform_(-start, start).to(weight.device)
+        else:
+            values = full(weight, start)
         return Threshold(values, self.settings.theta, self.settings.ternary)
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
-        sizes = (
-            {site: weight.detach().abs() for site, weight in self.sites.items()}
-            if self.settings.scale_gradients != "none"
-            else {}
-        )
-        by_layer = self.settings.scale_gradients == "layer"
-        self.divisors = {
-            site: (size.mean() if by_layer else size).clamp(min=1e-12)
-            for site, size in sizes.items()
-        }  # W = 0 has gradient 0
+        self.divisors: dict[str, Tensor] = {}
+        if self.settings.scale_gradients == "none":
+            return groups
+        for site, weight in self.sites.items():
+            size = weight.detach().abs()
+            if self.settings.scale_gradients == "layer":
+                size = size.mean()
+            self.divisors[site] = size.clamp(min=1e-12)  # where W = 0 the gradient is 0 too
         return groups
 
     def after_backward(self) -> None:
@@ -119,16 +116,19 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
     def packed(self, masks: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if not self.settings.ternary:
             return masks, {}
-        return {site: mask != 0 for site, mask in masks.items()} | {
-            f"{site}.minus": mask < 0 for site, mask in masks.items()
-        }, {}
+        nonzero = {site: mask != 0 for site, mask in masks.items()}
+        negative = {f"{site}.minus": mask < 0 for site, mask in masks.items()}
+        return nonzero | negative, {}
 
     def unpacked(self, state: TaskState) -> dict[str, Tensor]:
-        """A state says itself whether it is ternary."""
-        kept = {name: mask for name, mask in state.masks.items() if name in self.sites}
-        return {
-            site: mask.to(torch.int8) * (1 - 2 * state.masks[f"{site}.minus"].to(torch.int8))
-            if f"{site}.minus" in state.masks
-            else mask
-            for site, mask in kept.items()
-        }
+        """Return masks of 0 and 1, or of -1, 0 and 1 where the state has entries `SITE.minus`."""
+        masks: dict[str, Tensor] = {}
+        for name, mask in state.masks.items():
+            if name not in self.sites:
+                continue
+            negative = state.masks.get(f"{name}.minus")
+            if negative is None:
+                masks[name] = mask
+            else:
+                masks[name] = mask.to(torch.int8) * (1 - 2 * negative.to(torch.int8))
+        return masks

@@ -1,4 +1,4 @@
-"""PODNet: proxies under NCA, and what each block hands on is held, pooled, to what it was.
+"""PODNet: an NCA loss over several proxies per class, and distillation of each block's pooled map.
 
 Douillard, Cord, Ollion, Robert, Valle: PODNet: Pooled Outputs Distillation for Small-Tasks
 Incremental Learning, ECCV 2020.
@@ -97,20 +97,17 @@ class PodNet(CosineRehearsal[PodNetSettings]):
             loss = self.classification_loss(self.features(batch.images), batch)
             return loss, {"nca": loss.detach()}
         assert self.task is not None
-        own = self.class_slices()[self.task.name]
+        new_classes = self.class_slices()[self.task.name]
         features, maps = features_and_maps(self.backbone, batch.images)
         with torch.no_grad():
             taught, taught_maps = features_and_maps(self.teacher.backbone, batch.images)
-        loss, distance, spatial = (
-            self.classification_loss(features, batch),
-            cosine_distance(features, taught),
-            pod(maps, taught_maps),
-        )
-        growth = math.sqrt(own.stop / (own.stop - own.start))
+        loss = self.classification_loss(features, batch)
+        distance = cosine_distance(features, taught)
+        spatial = pod(maps, taught_maps)
+        growth = math.sqrt(new_classes.stop / (new_classes.stop - new_classes.start))
+        distillation = self.settings.lambda_f * distance + self.settings.lambda_c * spatial
         terms = {"nca": loss.detach(), "distance": distance.detach(), "pod": spatial.detach()}
-        return loss + growth * (
-            self.settings.lambda_f * distance + self.settings.lambda_c * spatial
-        ), terms
+        return loss + growth * distillation, terms
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
         return nca(
@@ -122,6 +119,6 @@ class PodNet(CosineRehearsal[PodNetSettings]):
         )
 
     def after_backward(self) -> None:
-        for p in self.parameters():
-            if p.grad is not None:
-                p.grad.clamp_(-self.settings.clamp, self.settings.clamp)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-self.settings.clamp, self.settings.clamp)

@@ -118,7 +118,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     def __init__(self, backbone: nn.Module, settings: RpsnetSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = AdapterSites(backbone, houlsby, ("",))
-        # paths that have ended, by the place of their last task among the heads
+        # paths that have ended, by the index of their last task among the heads
         self.frozen = nn.ModuleDict()
         self.path: Path | None = None  # the one that learns
         self.rivals = nn.ModuleList()
@@ -126,7 +126,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
 
     # ---- the network -----------------------------------------------------------------------------
     def network(self, path: Path | None) -> PathNetwork:
-        """The trunk with all frozen modules and those of `path`."""
+        """Return the trunk with all frozen modules and those of `path`."""
         paths = [*self.frozen.values()]
         if path is not None:
             paths.append(path)
@@ -152,15 +152,11 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
                 self.network(self.path), {name: self.heads[name] for name in self.old}
             )
         if self.path is None:
-            paths = [
-                self.drawn(candidate)
-                for candidate in range(self.settings.candidates if self.frozen else 1)
-            ]
-            self.path = paths[0]
-            self.rivals = nn.ModuleList(
-                Rival(path, copy.deepcopy(self.heads) if place else self.heads)
-                for place, path in enumerate(paths)
-            )
+            count = self.settings.candidates if self.frozen else 1
+            self.path = self.drawn(0)
+            self.rivals = nn.ModuleList([Rival(self.path, self.heads)])
+            for candidate in range(1, count):
+                self.rivals.append(Rival(self.drawn(candidate), copy.deepcopy(self.heads)))
         else:
             self.rivals = nn.ModuleList([Rival(self.path, self.heads)])
         groups = weight_groups(self.backbone, context.optim) if self.trunk_learns else []
@@ -171,14 +167,17 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
         return groups
 
     def drawn(self, candidate: int) -> Path:
-        """A new path, the same however many there are beside it."""
+        """Return a new path, drawn from the seed and the number of the candidate alone.
+
+        It holds only the modules that no frozen path holds.
+        """
         seed = derive_seed(self.seed, "path", len(self.frozen), candidate)
-        held = {place for path in self.frozen.values() for place in path.indices}  # type: ignore[union-attr]
-        indices = [
-            place
-            for place in random_path(len(self.sites), self.settings.modules, seed)
-            if place not in held
-        ]
+        taken: set[ModuleIndex] = set()
+        frozen_paths: list[Any] = list(self.frozen.values())
+        for path in frozen_paths:
+            taken.update(path.indices)
+        drawn = random_path(len(self.sites), self.settings.modules, seed)
+        indices = [index for index in drawn if index not in taken]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return Path(indices, self.sites.width, self.settings.width)
@@ -186,55 +185,67 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     @property
     def phi(self) -> float:
         """The weight of distillation at this task."""
-        late = len(self.old) - self.settings.every
-        return self.settings.phi * late if late > 0 else 1.0
+        tasks_after_first_path = len(self.old) - self.settings.every
+        if tasks_after_first_path <= 0:
+            return 1.0
+        return self.settings.phi * tasks_after_first_path
 
     def terms(self, rival: Any, images: Tensor, target: Tensor, taught: Tensor | None) -> Tensor:
-        """(CE, KD) of a candidate, (2,). target: labels (b,) or soft targets (b, classes). taught:
-        old logits (b, old classes)."""
+        """Return (CE, KD) of a candidate, (2,).
+
+        target: labels (b,) or soft targets (b, classes).
+        taught: the teacher's logits (b, old classes); None without a teacher, then KD is 0.
+        """
         features = self.network(rival.path)(images)
         logits = torch.cat([rival.heads[name](features) for name in self.class_slices()], 1).float()
         ce = F.cross_entropy(logits, target)
-        return torch.stack(
-            [
-                ce,
-                ce.new_zeros(())
-                if taught is None
-                else kd_ce(logits[:, : taught.shape[1]], taught, self.settings.tau),
-            ]
-        )
+        if taught is None:
+            kd = ce.new_zeros(())
+        else:
+            kd = kd_ce(logits[:, : taught.shape[1]], taught, self.settings.tau)
+        return torch.stack([ce, kd])
+
+    def candidate_terms(self, images: Tensor, target: Tensor) -> Tensor:
+        """Return (CE, KD) of each candidate, (candidates, 2)."""
+        taught = None if self.teacher is None else self.teacher.joined(images)
+        terms = [self.terms(rival, images, target, taught) for rival in self.rivals]
+        return torch.stack(terms)
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum over candidates of L = CE + phi KD; its terms are means over them."""
+        """Return the sum over candidates of L = CE + phi KD; its terms are means over them."""
         target = self.global_labels(batch) if batch.targets is None else self.global_targets(batch)
-        taught = None if self.teacher is None else self.teacher.joined(batch.images)
-        ce, kd = torch.stack(
-            [self.terms(rival, batch.images, target, taught) for rival in self.rivals]
-        ).unbind(1)
-        means = {"ce": ce.detach().mean()} | ({} if taught is None else {"kd": kd.detach().mean()})
+        ce, kd = self.candidate_terms(batch.images, target).unbind(1)
+        means = {"ce": ce.detach().mean()}
+        if self.teacher is not None:
+            means["kd"] = kd.detach().mean()
         return (ce + self.phi * kd).sum(), means
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Keeps the candidate with the lowest L, of equals the first. Every rank looks at its share
-        of the images, all decide alike."""
+        """Keep the candidate with the lowest L; among equals, the first.
+
+        Every rank measures its share of the images. The losses are gathered, so that all ranks
+        choose the same candidate.
+        """
         self.eval()
-        feed = self.context.data.feed("val" if self.context.data.has_validation else "train")
-        first = torch.tensor([self.class_slices()[t.name].start for t in feed.tasks])
-        mine: list[list[float]] = []
+        split = "val" if self.context.data.has_validation else "train"
+        feed = self.context.data.feed(split)
+        slices = self.class_slices()
+        first_class = torch.tensor([slices[task.name].start for task in feed.tasks])
+        rank_losses: list[list[float]] = []  # a row per batch, a column per candidate
         for batch in feed.evaluate():
-            target = batch.labels + first.to(batch.labels.device)[batch.tasks]
-            taught = None if self.teacher is None else self.teacher.joined(batch.images)
-            each = torch.stack(
-                [self.terms(rival, batch.images, target, taught) for rival in self.rivals]
-            ).double()
-            mine.append(((each[:, 0] + self.phi * each[:, 1]) * len(batch)).tolist())
-        found = [losses for share in feed.group.gather(mine) for losses in share]
-        self.losses = [
-            math.fsum(losses) / feed.num_samples for losses in zip(*found, strict=True)
-        ]  # exact: in any order the same
-        kept: Any = self.rivals[self.losses.index(min(self.losses))]
-        self.path, self.heads = kept.path, kept.heads
+            target = batch.labels + first_class.to(batch.labels.device)[batch.tasks]
+            ce, kd = self.candidate_terms(batch.images, target).double().unbind(1)
+            rank_losses.append(((ce + self.phi * kd) * len(batch)).tolist())
+        batch_losses: list[list[float]] = []
+        for losses_of_rank in feed.group.gather(rank_losses):
+            batch_losses += losses_of_rank
+        # fsum is exact: the order of ranks and batches does not matter
+        totals = [math.fsum(losses) for losses in zip(*batch_losses, strict=True)]
+        self.losses = [total / feed.num_samples for total in totals]
+        best: Any = self.rivals[self.losses.index(min(self.losses))]
+        self.path = best.path
+        self.heads = best.heads
 
     def warnings(self) -> list[str]:
         if self.step != "train" or self.path is None or self.path.indices:
@@ -255,58 +266,65 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
             state.meta["losses"] = self.losses
         if self.path is None:
             return state, carried
-        trunk = (
-            {TRUNK + name: t for name, t in tensors_of(self.backbone).items()}
-            if self.trunk_learns
-            else {}
-        )
+        tensors = self.path.export()
+        if self.trunk_learns:
+            for name, t in tensors_of(self.backbone).items():
+                tensors[TRUNK + name] = t
         if self.ends and self.path_ends():
-            state.copies, state.meta["path"] = self.path.export() | trunk, self.path.indices
+            state.copies = tensors
+            state.meta["path"] = self.path.indices
             return state, carried
-        own = {PATH + name: t for name, t in (self.path.export() | trunk).items()}
-        return state, Carried(carried.tensors | own, carried.meta | {"path": self.path.indices})
+        carried_path = {PATH + name: t for name, t in tensors.items()}
+        meta = carried.meta | {"path": self.path.indices}
+        return state, Carried(carried.tensors | carried_path, meta)
 
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
         return heads_of(self, heads)
 
     def path_ends(self) -> bool:
-        """Whether this task is the last that trains the path."""
+        """Return whether this task is the last that trains the path."""
         assert self.task is not None
-        return (
-            [t.name for t in self.stream if t.role != "base"].index(self.task.name) + 1
-        ) % self.settings.every == 0
+        names = [task.name for task in self.stream if task.role != "base"]
+        return (names.index(self.task.name) + 1) % self.settings.every == 0
 
     def load_carried(self, carried: Carried) -> None:
-        path = {
-            name.removeprefix(PATH): t
-            for name, t in carried.tensors.items()
-            if name.startswith(PATH)
-        }
-        super().load_carried(
-            Carried(
-                {name: t for name, t in carried.tensors.items() if not name.startswith(PATH)},
-                carried.meta,
-            )
-        )
-        self.path = self.restored(carried.meta["path"], path) if path else None
+        path_tensors: dict[str, Tensor] = {}
+        other_tensors: dict[str, Tensor] = {}
+        for name, t in carried.tensors.items():
+            if name.startswith(PATH):
+                path_tensors[name.removeprefix(PATH)] = t
+            else:
+                other_tensors[name] = t
+        super().load_carried(Carried(other_tensors, carried.meta))
+        self.path = None
+        if path_tensors:
+            self.path = self.restored(carried.meta["path"], path_tensors)
 
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
         if state.copies:
-            self.frozen[str(self.heads.names.index(state.task))] = self.restored(
-                state.meta["path"], state.copies
-            )
+            index = self.heads.names.index(state.task)
+            self.frozen[str(index)] = self.restored(state.meta["path"], state.copies)
 
-    def restored(self, places: list[ModuleIndex], tensors: dict[str, Tensor]) -> Path:
-        """A path from what `finish` kept of it; the first one brings the trunk."""
-        trunk = {
-            name.removeprefix(TRUNK): t for name, t in tensors.items() if name.startswith(TRUNK)
-        }
+    def restored(self, indices: list[ModuleIndex], tensors: dict[str, Tensor]) -> Path:
+        """Return a path from the tensors that `finish` stored.
+
+        Those of the first path include the trunk, which is loaded into the backbone.
+        """
+        trunk: dict[str, Tensor] = {}
+        modules: dict[str, Tensor] = {}
+        for name, t in tensors.items():
+            if name.startswith(TRUNK):
+                trunk[name.removeprefix(TRUNK)] = t
+            else:
+                modules[name] = t
         if trunk:
             self.backbone.load_state_dict(trunk)
-        modules = {name: t for name, t in tensors.items() if not name.startswith(TRUNK)}
-        return Path.restored(places, modules).to(self.device)
+        return Path.restored(indices, modules).to(self.device)
 
     def flops_share(self, state: TaskState) -> float:
-        paths: list[Any] = [*self.frozen.values(), *([] if self.path is None else [self.path])]
-        return 1 + added_share(self.backbone, sum(2 * path.down.numel() for path in paths))
+        paths: list[Any] = list(self.frozen.values())
+        if self.path is not None:
+            paths.append(self.path)
+        parameters = sum(2 * path.down.numel() for path in paths)
+        return 1 + added_share(self.backbone, parameters)

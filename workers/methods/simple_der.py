@@ -67,19 +67,16 @@ class SimpleDer(PrunedDer[SimpleDerSettings]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        own = frozenset({"keep", "prune_after", "distillation", "tau"})
-        return super().ignored_settings(step) | (
-            own if step in ("finetune", "herd") else frozenset()
-        )
+        ignored = super().ignored_settings(step)
+        if step in ("finetune", "herd"):
+            ignored |= {"keep", "prune_after", "distillation", "tau"}
+        return ignored
 
     def __init__(self, backbone: Any, settings: SimpleDerSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.register_buffer("kept", torch.ones(sum(self.sites.values()), dtype=torch.bool))
-        self.before: tuple[
-            nn.Module, ...
-            # heads of old tasks before the task; in a tuple, so that they are no part of this
-            # module
-        ] = ()
+        # Old tasks' heads as they were before this task. A tuple keeps them out of `parameters`.
+        self.before: tuple[nn.Module, ...] = ()
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         if context.step == "train" and context.carried is not None:
@@ -99,26 +96,22 @@ class SimpleDer(PrunedDer[SimpleDerSettings]):
         if self.step != "train" or progress.global_step < first:
             return {}
         if progress.global_step == first:
-            self.kept.copy_(
-                torch.cat(
-                    [self.largest(site, size) for site, size in magnitudes(self.backbone).items()]
-                )
-            )
+            sizes = magnitudes(self.backbone)
+            masks = [self.largest(site, size) for site, size in sizes.items()]
+            self.kept.copy_(torch.cat(masks))
         return masked_weights(self.backbone, self.by_site(self.kept))
 
     def largest(self, site: str, magnitude: Tensor) -> Tensor:
-        """Which units of a site stay: as many of each head."""
-        heads = 1 if site.endswith("ff") else self.backbone.blocks[0].attn.num_heads  # type: ignore[index,union-attr]
-        return torch.cat([TopK(own, self.settings.keep).hard() for own in magnitude.chunk(heads)])
+        """Return the mask (n,) of the units of a site that stay; as many in each attention head."""
+        vit: Any = self.backbone
+        heads = 1 if site.endswith("ff") else vit.blocks[0].attn.num_heads
+        chunks = magnitude.chunk(heads)
+        return torch.cat([TopK(sizes, self.settings.keep).hard() for sizes in chunks])
 
     def terms(self, u: Tensor, z: Tensor, batch: Batch) -> dict[str, tuple[float, Tensor]]:
         terms = super().terms(u, z, batch)
         if not self.before:
             return terms
         taught = torch.cat([head(u[:, : -self.dim]) for head in self.before], 1)
-        return terms | {
-            "kd": (
-                self.settings.distillation,
-                kd_ce(z[:, : taught.shape[1]], taught, self.settings.tau),
-            )
-        }
+        kd = kd_ce(z[:, : taught.shape[1]], taught, self.settings.tau)
+        return terms | {"kd": (self.settings.distillation, kd)}

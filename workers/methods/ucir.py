@@ -82,20 +82,22 @@ class Ucir(CosineRehearsal[UcirSettings]):
         if self.teacher is None:
             return super().loss(batch, progress)
         assert self.task is not None
-        own = self.class_slices()[self.task.name]
+        new_classes = self.class_slices()[self.task.name]
         features = self.features(batch.images)
         with torch.no_grad():
             taught = self.teacher.backbone(batch.images)
-        ce, distance = self.classification_loss(features, batch), cosine_distance(features, taught)
+        ce = self.classification_loss(features, batch)
+        distance = cosine_distance(features, taught)
         each = margin_rank(
             self.similarity(features),
             self.global_labels(batch),
-            own.start,
+            new_classes.start,
             self.settings.top_k,
             self.settings.margin,
         )
         rank = each.mean() * batch.draw.size / max(self.old_samples(batch), 1)
-        weight = self.settings.lambda_ * math.sqrt(own.start / (own.stop - own.start))
+        growth = math.sqrt(new_classes.start / (new_classes.stop - new_classes.start))
+        weight = self.settings.lambda_ * growth
         return ce + weight * distance + rank, {
             "ce": ce.detach(),
             "distance": distance.detach(),
@@ -103,7 +105,7 @@ class Ucir(CosineRehearsal[UcirSettings]):
         }
 
     def old_samples(self, batch: Batch) -> int:
-        """How many samples of old classes the global batch holds, of which this rank has some."""
+        """Return how many samples of the global batch, over all ranks, are of old classes."""
         assert batch.counts is not None
         return sum(
             count

@@ -65,17 +65,14 @@ class Vpt(Method[VptSettings]):
     def __init__(self, backbone: nn.Module, settings: VptSettings, seed: int):
         super().__init__(backbone, settings, seed)
         self.sites = PromptSites(backbone, settings.depth)
-        self.loaded: dict[
-            str, Tensor | None
-        ] = {}  # task -> its prompts (L or 1, p, d); the base task has none
+        # task -> its prompts (L or 1, p, d); the base task has none
+        self.loaded: dict[str, Tensor | None] = {}
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         self.loaded.pop(context.task.name, None)
-        device = self.device
-        self.prompts = nn.Parameter(
-            initial_prompts(len(self.sites), self.settings.prompts, self.backbone).to(device)
-        )
+        prompts = initial_prompts(len(self.sites), self.settings.prompts, self.backbone)
+        self.prompts = nn.Parameter(prompts.to(self.device))
         return [
             *groups,
             {
@@ -94,26 +91,24 @@ class Vpt(Method[VptSettings]):
             return self.backbone(images)  # type: ignore[no-any-return]
 
     def finish(self) -> tuple[TaskState, Carried]:
-        return self.state(
-            tokens={f"blocks.{i}": t.clone() for i, t in enumerate(self.prompts.detach())}
-        ), Carried()
+        tokens = {f"blocks.{i}": t.clone() for i, t in enumerate(self.prompts.detach())}
+        return self.state(tokens=tokens), Carried()
 
     def load_task(self, state: TaskState) -> None:
-        """Keeps the task's prompts beside those of other tasks."""
+        """Add the task's prompts to those of other tasks."""
         super().load_task(state)
-        found = {name: tuple(t.shape) for name, t in state.tokens.items()}
-        wanted = {
-            f"blocks.{i}": (self.settings.prompts, self.sites.width) for i in range(len(self.sites))
-        }
-        if state.method == self.name and found != wanted:
+        shapes = {name: tuple(t.shape) for name, t in state.tokens.items()}
+        shape = (self.settings.prompts, self.sites.width)
+        expected_shapes = {f"blocks.{i}": shape for i in range(len(self.sites))}
+        if state.method == self.name and shapes != expected_shapes:
             raise UserError(
-                f"task {state.task!r}: its state has prompts of shapes {found}, these settings "
-                f"have {wanted}; use the backbone and the "
-                "method's settings of its run"
+                f"task {state.task!r}: its state has prompts of shapes {shapes}, these settings "
+                f"have {expected_shapes}; use the backbone and the method's settings of its run"
             )
-        self.loaded[state.task] = (
-            torch.stack([state.tokens[name] for name in wanted]) if found else None
-        )
+        self.loaded[state.task] = None
+        if shapes:
+            prompts = [state.tokens[name] for name in expected_shapes]
+            self.loaded[state.task] = torch.stack(prompts)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         if task not in self.loaded:
@@ -125,16 +120,9 @@ class Vpt(Method[VptSettings]):
         """Prompts are p keys more in every block, and p queries more in every block but the
         last."""
         vit: Any = self.backbone
-        plans, p = (
-            plan_blocks(vit, [BlockMasks()] * len(vit.blocks)),
-            torch.arange(self.settings.prompts),
-        )
-        more = [
-            replace(
-                b,
-                keys=torch.cat([b.keys, p]),
-                queries=b.queries if b is plans[-1] else torch.cat([b.queries, p]),
-            )
-            for b in plans
-        ]
-        return flops(vit, more) / flops(vit, plans)
+        plans = plan_blocks(vit, [BlockMasks()] * len(vit.blocks))
+        prompts = torch.arange(self.settings.prompts)
+        prompted = [replace(plan, keys=torch.cat([plan.keys, prompts])) for plan in plans]
+        for i, plan in enumerate(prompted[:-1]):
+            prompted[i] = replace(plan, queries=torch.cat([plan.queries, prompts]))
+        return flops(vit, prompted) / flops(vit, plans)

@@ -61,8 +61,10 @@ class Wa(Rehearsal[WaSettings]):
 
     @torch.no_grad()
     def align(self, task: Task) -> None:
-        new = self.heads[task.name].weight
-        gamma = weight_ratio(torch.cat([self.heads[name].weight for name in self.old]), new)
+        """Scale the weight vectors of `task` to the mean length of the old classes' ones."""
+        new = self.heads[task.name].weight  # (new classes, d)
+        old = torch.cat([self.heads[name].weight for name in self.old])  # (old classes, d)
+        gamma = weight_ratio(old, new)
         new.mul_(gamma)
         self.gamma = float(gamma)
 
@@ -71,7 +73,8 @@ class Wa(Rehearsal[WaSettings]):
         ce = self.classification_loss(features, batch)
         if self.teacher is None:
             return ce, {"ce": ce.detach()}
-        taught, a = self.teacher.joined(batch.images), self.old_share
+        taught = self.teacher.joined(batch.images)  # (b, old classes)
+        a = self.old_share
         kd = kd_ce(self.all_logits(features)[:, : taught.shape[1]], taught, self.settings.tau)
         return (1 - a) * ce + a * kd, {"ce": ce.detach(), "kd": kd.detach()}
 
@@ -83,16 +86,16 @@ class Wa(Rehearsal[WaSettings]):
 
     def metrics(self) -> dict[str, float]:
         """gamma: below 1, the task's classes had grown above the old ones."""
-        return {} if self.gamma is None else {"gamma": self.gamma}
+        if self.gamma is None:
+            return {}
+        return {"gamma": self.gamma}
 
     def warnings(self) -> list[str]:
         if self.task is None or self.gamma is None or self.gamma <= 1:
             return []
         return [
             f"task {self.task.name!r}: gamma is {self.gamma:.4g}, above 1: WA expects new "
-            "classes to have "
-            "longer weight vectors than old ones, and theirs are shorter, so that alignment "
-            "lengthens them "
-            "and favours new classes still more; train longer or at a higher rate, or use "
-            "replay or bic"
+            "classes to have longer weight vectors than old ones, and theirs are shorter, so that "
+            "alignment lengthens them and favours new classes still more; train longer or at a "
+            "higher rate, or use replay or bic"
         ]

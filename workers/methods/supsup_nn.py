@@ -21,11 +21,9 @@ from workers.model.superposition import Judge, Weights, shares
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
-# places in `counter`: how many masks there are, and which one is in training, -1 for none
-KNOWN, CURRENT = (
-    0,
-    1,
-)
+# entries of `counter`
+KNOWN = 0  # how many masks there are
+CURRENT = 1  # which one is in training, -1 for none
 TINY = 1e-8  # a score that was 0 keeps its side of 0
 
 
@@ -103,46 +101,42 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 
     @property
     def entries(self) -> int:
+        """Number of weights under a mask, over all sites."""
         return sum(weight.numel() for weight in self.sites.values())
 
     # ---- masks -----------------------------------------------------------------------------------
     def first_scores(self, mask: int) -> dict[str, Tensor]:
-        """What a mask starts from, by site, on the CPU: the same whenever it is taken."""
-        return {
-            site: self.start_of(
-                site, torch.Generator().manual_seed(derive_seed(self.seed, "mask", mask, site))
-            )
-            for site in self.sites
-        }
+        """Return the initial scores of a mask by site, on the CPU, drawn from its number alone."""
+        scores: dict[str, Tensor] = {}
+        for site in self.sites:
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "mask", mask, site))
+            scores[site] = self.start_of(site, generator)
+        return scores
 
     def bits(self, mask: int) -> Weights:
-        """A known mask by site, or the untrained one of that number."""
+        """Return a known mask by site, or the untrained one of that number."""
         known, current = self.counter.tolist()
         if mask == current:
             return self.hard()
         if mask < known:
-            return by_site(
-                self.bank[mask], {site: tuple(weight.shape) for site, weight in self.sites.items()}
-            )
+            shapes = {site: tuple(weight.shape) for site, weight in self.sites.items()}
+            return by_site(self.bank[mask], shapes)
         if mask not in self.spare:
-            self.spare[mask] = {
-                site: scores >= 0 for site, scores in self.first_scores(mask).items()
-            }
+            first_scores = self.first_scores(mask)
+            self.spare[mask] = {site: scores >= 0 for site, scores in first_scores.items()}
         return self.spare[mask]
 
     def together(self) -> list[Weights]:
-        """The masks that are superposed: all known ones, and untrained ones up to `least`."""
-        return [
-            self.bits(mask) for mask in range(max(int(self.counter[KNOWN]), self.settings.least))
-        ]
+        """Return the superposed masks: all known ones, and untrained ones up to `least`."""
+        count = max(int(self.counter[KNOWN]), self.settings.least)
+        return [self.bits(mask) for mask in range(count)]
 
     def keep(self) -> None:
-        """Puts the mask in training into the bank."""
+        """Put the mask in training into the bank."""
         current = int(self.counter[CURRENT])
         if current >= 0:
-            self.bank[current] = pack(
-                torch.cat([mask.flatten() for mask in self.hard().values()])
-            ).to(self.bank.device)
+            bits = torch.cat([mask.flatten() for mask in self.hard().values()])
+            self.bank[current] = pack(bits).to(self.bank.device)
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -150,53 +144,52 @@ class SupSupNN(SupSup[SupSupNNSettings]):
             self.load_carried(context.carried)
         groups = super().begin(context)
         self.feed = context.data.feed("train")
-        # Every rank looks at the whole batch, however many share it, and the first one's word
-        # counts.
-        self.ranks, self.feed.group, self.feed.accumulate = (
-            self.feed.group,
-            Group(device=self.feed.group.device),
-            1,
-        )
+        # Every rank reads the whole batch for a decision, and all take that of the first rank.
+        self.ranks = self.feed.group
+        self.feed.group = Group(device=self.ranks.device)
+        self.feed.accumulate = 1
         self.decide(0, 0)
         return groups
 
     def after_step(self, progress: Progress) -> None:
-        self.trained.index_add_(
-            0, self.counter[CURRENT : CURRENT + 1], torch.ones_like(self.trained[:1])
-        )
-        done = progress.global_step + 1
-        if done % self.settings.every == 0 and done < progress.total:
-            self.decide(*divmod(done, progress.steps_per_epoch))
+        current = self.counter[CURRENT : CURRENT + 1]
+        self.trained.index_add_(0, current, torch.ones_like(self.trained[:1]))
+        next_step = progress.global_step + 1
+        if next_step % self.settings.every == 0 and next_step < progress.total:
+            epoch, step = divmod(next_step, progress.steps_per_epoch)
+            self.decide(epoch, step)
 
     @torch.no_grad()
     def decide(self, epoch: int, step: int) -> None:
-        """Turns to the mask that fits the batch of that step, or to a new one."""
+        """Train the mask that fits the batch of that step from here on, or a new one."""
         known, current = self.counter.tolist()
-        mask = self.ranks.share(
-            self.choice(next(self.feed.epoch(epoch, step))[0].images[: self.settings.look])
-            if known
-            else 0
-        )
+        mask = 0
+        if known:
+            batch = next(self.feed.epoch(epoch, step))[0]
+            mask = self.choice(batch.images[: self.settings.look])
+        mask = self.ranks.share(mask)
         if mask == current:
             return
         scores = self.first_scores(mask)
         if mask < known:
-            scores = {
-                site: torch.where(bits.cpu(), 1, -1) * scores[site].abs().clamp(min=TINY)
-                for site, bits in self.bits(mask).items()
-            }
+            for site, bits in self.bits(mask).items():
+                signs = torch.where(bits.cpu(), 1, -1)
+                scores[site] = signs * scores[site].abs().clamp(min=TINY)
         self.keep()
         self.counter.copy_(torch.tensor([max(known, mask + 1), mask]))
         for site, start in scores.items():
-            self.masks[site].scores.copy_(start)  # type: ignore[operator]
+            self.masks[site].get_parameter("scores").copy_(start)
 
     def choice(self, images: Tensor) -> int:
-        """The mask that these images are trained with: a known one, or the next new one."""
-        masks, known = self.together(), int(self.counter[KNOWN])
-        nu = shares(self.judge(masks, range(len(masks)), images[None]))[0]
+        """Return the mask that these images are trained with: a known one, or the next new one."""
+        masks = self.together()
+        known = int(self.counter[KNOWN])
+        nu = shares(self.judge(masks, range(len(masks)), images[None]))[0]  # (masks,)
         best = int(nu.argmax())
         fits = best < known and len(masks) * float(nu[best]) >= 1 + self.settings.eps
-        return known if not fits and known < self.settings.most else int(nu[:known].argmax())
+        if not fits and known < self.settings.most:
+            return known
+        return int(nu[:known].argmax())
 
     def metrics(self) -> dict[str, float]:
         """Also how many masks there are, and which of them is in training."""
@@ -204,15 +197,13 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         return super().metrics() | {"masks": known, "mask": current}
 
     def warnings(self) -> list[str]:
-        taken = int(self.counter[KNOWN]) == self.settings.most
-        return super().warnings() + (
-            [
+        warnings = super().warnings()
+        if int(self.counter[KNOWN]) == self.settings.most:
+            warnings.append(
                 f"all {self.settings.most} masks are taken, so that new images go to old ones; "
                 "raise `most`"
-            ]
-            if taken
-            else []
-        )
+            )
+        return warnings
 
     def finish(self) -> tuple[TaskState, Carried]:
         self.keep()
@@ -241,10 +232,8 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     @classmethod
     def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         """The mask that the task ended with, as it was then."""
-        return by_site(
-            carried.tensors["masks"][state.meta["mask"]],
-            {site: tuple(shape) for site, shape in state.meta["shapes"].items()},
-        )
+        shapes = {site: tuple(shape) for site, shape in state.meta["shapes"].items()}
+        return by_site(carried.tensors["masks"][state.meta["mask"]], shapes)
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """With task None as many logits as any task has classes."""
@@ -253,13 +242,14 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     def candidates(self) -> dict[str, tuple[str, ...]]:
         """The known masks; right for the tasks that ended with them."""
         known, current = self.counter.tolist()
-        used = self.used | (
-            {self.task.name: current} if self.task is not None and current >= 0 else {}
-        )
-        return {
-            f"mask {mask}": tuple(task for task, other in used.items() if other == mask)
-            for mask in range(known)
-        }
+        mask_of_task = dict(self.used)
+        if self.task is not None and current >= 0:
+            mask_of_task[self.task.name] = current
+        candidates: dict[str, tuple[str, ...]] = {}
+        for mask in range(known):
+            tasks = [task for task, last_mask in mask_of_task.items() if last_mask == mask]
+            candidates[f"mask {mask}"] = tuple(tasks)
+        return candidates
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """How sure: the mask's share nu among all that are superposed."""
@@ -271,21 +261,20 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 
         return self.by_group(images, self.together(), among_known)
 
-    def answer(self, images: Tensor, places: Tensor, task: str | None) -> Tensor:
-        """Each image's logits under its mask, cut to the task's number of classes."""
-        classes = max(
-            self.heads[name].out_features for name in (self.heads.names if task is None else [task])
-        )
+    def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
+        """Return each image's logits under its mask, cut to the task's number of classes."""
+        names = self.heads.names if task is None else [task]
+        classes = max(self.heads[name].out_features for name in names)
         logits = images.new_empty((len(images), classes))
-        for mask in places.unique().tolist():
-            rows = (places == mask).nonzero().squeeze(1)
+        for mask in choices.unique().tolist():
+            rows = (choices == mask).nonzero().squeeze(1)
             with torch.no_grad():
-                kept = {site: bits.to(images.device) for site, bits in self.bits(mask).items()}
-                self.active_task, self.weight_overrides = (
-                    None,
-                    {f"{site}.weight": weight * kept[site] for site, weight in self.sites.items()}
-                    | self.fixed,
-                )
+                bits = self.bits(mask)
+                overrides: dict[str, Tensor] = {}
+                for site, weight in self.sites.items():
+                    overrides[f"{site}.weight"] = weight * bits[site].to(images.device)
+            self.active_task = None
+            self.weight_overrides = overrides | self.fixed
             logits[rows] = self.features(images[rows])[:, :classes].to(logits.dtype)
         return logits
 
@@ -293,9 +282,8 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 def by_site(row: Tensor, shapes: dict[str, tuple[int, ...]]) -> Weights:
     """Packed bits -> boolean masks of these shapes, one after the other."""
     sizes = [math.prod(shape) for shape in shapes.values()]
-    return {
-        site: part.view(shape)
-        for part, (site, shape) in zip(
-            unpack(row, (sum(sizes),)).split(sizes), shapes.items(), strict=True
-        )
-    }
+    parts = unpack(row, (sum(sizes),)).split(sizes)
+    masks: Weights = {}
+    for (site, shape), part in zip(shapes.items(), parts, strict=True):
+        masks[site] = part.view(shape)
+    return masks

@@ -38,9 +38,8 @@ ALIGNED = 8  # new FFN units come in multiples of this, which matrix products li
 NORM = (".gamma", ".beta")  # at the end of the names of what renormalises a site
 WEIGHTS = "weights/"  # in front of a parameter's name: the backbone as the first task left it
 
-Units = tuple[
-    Tensor, Tensor, Tensor
-]  # rows that make them (parts, n, d), their biases (parts, n), columns that read them (d, n)
+# rows that make them (parts, n, d), their biases (parts, n), columns that read them (d, n)
+Units = tuple[Tensor, Tensor, Tensor]
 
 
 class TfmSettings(MethodSettings):
@@ -121,14 +120,15 @@ class Tfm(Method[TfmSettings]):
         self.load_carried(context.carried or Carried())
         self.position = context.carried.meta["tasks"] if context.carried else 0
         whole = self.settings.first == "trained" and context.carried is None
-        start = (
-            {f"{WEIGHTS}{name}": p.detach().clone() for name, p in self.original.items()}
-            if whole
-            else {}
-        )
+        start: dict[str, Tensor] = {}
+        if whole:
+            for name, p in self.original.items():
+                start[f"{WEIGHTS}{name}"] = p.detach().clone()
         for pair in self.pairs:
             rows, bias, columns = self.units(pair)
-            old, added = columns.shape[1], 0 if whole else self.growth(pair)
+            old = columns.shape[1]
+            added = 0 if whole else self.growth(pair)
+            first_own = 0 if whole else old
             if added:
                 noise = torch.randn(rows.shape[0], added, rows.shape[2]) * float(rows.std())
                 start |= {
@@ -137,26 +137,24 @@ class Tfm(Method[TfmSettings]):
                     f"{pair.name}.columns": columns.new_zeros(len(columns), added),
                 }
             for site in filter(None, pair.sites):
-                self.masks[f"{site}.used"] = torch.ones(
-                    old + added, dtype=torch.bool, device=self.device
-                )
-                self.masks[f"{site}.own"] = torch.arange(old + added, device=self.device) >= (
-                    0 if whole else old
-                )
+                index = torch.arange(old + added, device=self.device)
+                self.masks[f"{site}.used"] = torch.ones_like(index, dtype=torch.bool)
+                self.masks[f"{site}.own"] = index >= first_own
                 if not whole:
-                    start |= {
-                        f"{site}.gamma": bias.new_ones(old),
-                        f"{site}.beta": bias.new_zeros(old),
-                    }
+                    start[f"{site}.gamma"] = bias.new_ones(old)
+                    start[f"{site}.beta"] = bias.new_zeros(old)
         self.new = {name: nn.Parameter(tensor) for name, tensor in start.items()}
         # a dict alone would hide them from state_dict and .to
         self.trained = nn.ParameterList(self.new.values())
         kinds: dict[str, list[nn.Parameter]] = {"units": [], "units.exempt": [], "norm": []}
         for name, p in self.new.items():
-            exempt = p.ndim == 1 or name.endswith((".bias", "cls_token", "pos_embed"))
-            kinds["norm" if name.endswith(NORM) else "units.exempt" if exempt else "units"].append(
-                p
-            )
+            if name.endswith(NORM):
+                kind = "norm"
+            elif p.ndim == 1 or name.endswith((".bias", "cls_token", "pos_embed")):
+                kind = "units.exempt"
+            else:
+                kind = "units"
+            kinds[kind].append(p)
         return [
             *groups,
             {"name": "units", "params": kinds["units"], "weight_decay": context.optim.weight_decay},
@@ -170,104 +168,110 @@ class Tfm(Method[TfmSettings]):
         ]
 
     def growth(self, pair: Pair) -> int:
-        """How many units the task in training adds between the two layers."""
+        """Return how many units the task in training adds between the two layers."""
         if len(pair.sites) == 1:
-            return (
-                math.ceil(
-                    self.settings.growth * self.original[f"{pair.into}.weight"].shape[0] / ALIGNED
-                )
-                * ALIGNED
-            )
-        every, attention = self.settings.heads_every, self.backbone.get_submodule(pair.name)
-        return attention.head_dim if every and self.position % every == 0 else 0  # type: ignore[return-value]
+            width = self.original[f"{pair.into}.weight"].shape[0]
+            return math.ceil(self.settings.growth * width / ALIGNED) * ALIGNED
+        attention: Any = self.backbone.get_submodule(pair.name)
+        every = self.settings.heads_every
+        if every == 0 or self.position % every != 0:
+            return 0
+        return int(attention.head_dim)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         return self.in_effect(self.masks, self.new)
 
     def metrics(self) -> dict[str, float]:
-        """How far the normalisation is from doing nothing: mean |gamma - 1| over all forward-only
-        units."""
+        """Return how far the normalisation is from the identity.
+
+        That is the mean |gamma - 1| over all forward-only units.
+        """
         scales = [p.detach() for name, p in self.new.items() if name.endswith(".gamma")]
-        return {"gamma_moved": float((torch.cat(scales) - 1).abs().mean())} if scales else {}
+        if not scales:
+            return {}
+        return {"gamma_moved": float((torch.cat(scales) - 1).abs().mean())}
 
     def finish(self) -> tuple[TaskState, Carried]:
-        copies = {name: p.detach().clone() for name, p in self.new.items() if name.endswith(NORM)}
-        handed = {name: t.clone() for name, t in self.shared.items()}
+        copies: dict[str, Tensor] = {}
+        carried = {name: t.clone() for name, t in self.shared.items()}
         for name, p in self.new.items():
-            if name not in copies:
-                handed[name] = (
-                    torch.cat([handed[name], p.detach()], 1)
-                    if name in handed
-                    else p.detach().clone()
-                )
-        return self.state(
-            masks={name: m.cpu() for name, m in self.masks.items()}, copies=copies
-        ), Carried(handed, {"tasks": self.position + 1})
+            tensor = p.detach()
+            if name.endswith(NORM):
+                copies[name] = tensor.clone()
+            elif name in carried:
+                carried[name] = torch.cat([carried[name], tensor], 1)
+            else:
+                carried[name] = tensor.clone()
+        masks = {name: mask.cpu() for name, mask in self.masks.items()}
+        state = self.state(masks=masks, copies=copies)
+        return state, Carried(carried, {"tasks": self.position + 1})
 
     # ---- weights in effect -----------------------------------------------------------------------
     def weight(self, name: str) -> Tensor | None:
-        """A parameter of the backbone as all tasks see it; None for a bias that the layer does not
-        have."""
-        return self.new.get(
-            WEIGHTS + name, self.shared.get(WEIGHTS + name, self.original.get(name))
-        )
+        """Return a parameter of the backbone as all tasks see it; None for a missing bias."""
+        key = WEIGHTS + name
+        if key in self.new:
+            return self.new[key]
+        if key in self.shared:
+            return self.shared[key]
+        return self.original.get(name)
 
     def units(self, pair: Pair) -> Units:
-        """All units between two layers: the backbone's, those that each earlier task added, those
-        of the task in training."""
-        rows, bias, columns = (
-            self.weight(name)
-            for name in (f"{pair.into}.weight", f"{pair.into}.bias", f"{pair.out}.weight")
-        )
-        assert rows is not None
+        """Return all units between two layers.
+
+        They are the backbone's, then those that each earlier task added, then those of the task in
+        training.
+        """
+        weight = self.weight(f"{pair.into}.weight")
+        columns = self.weight(f"{pair.out}.weight")
+        bias = self.weight(f"{pair.into}.bias")
+        assert weight is not None
         assert columns is not None
-        bias = rows.new_zeros(len(rows)) if bias is None else bias
-        found = [
-            (rows.view(len(pair.sites), -1, rows.shape[1]), bias.view(len(pair.sites), -1), columns)
-        ]
-        found += [
-            (t[f"{pair.name}.rows"], t[f"{pair.name}.bias"], t[f"{pair.name}.columns"])
-            for t in (self.shared, self.new)
-            if f"{pair.name}.rows" in t
-        ]
-        rows, bias, columns = (torch.cat(t, 1) for t in zip(*found, strict=True))
-        return rows, bias, columns
+        if bias is None:
+            bias = weight.new_zeros(len(weight))
+        parts = len(pair.sites)
+        all_rows = [weight.view(parts, -1, weight.shape[1])]
+        all_biases = [bias.view(parts, -1)]
+        all_columns = [columns]
+        for tensors in (self.shared, self.new):
+            if f"{pair.name}.rows" in tensors:
+                all_rows.append(tensors[f"{pair.name}.rows"])
+                all_biases.append(tensors[f"{pair.name}.bias"])
+                all_columns.append(tensors[f"{pair.name}.columns"])
+        return torch.cat(all_rows, 1), torch.cat(all_biases, 1), torch.cat(all_columns, 1)
 
     def in_effect(
         self, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """What stands in for the backbone's parameters under a task's masks, gamma and beta;
-        without the units that came later."""
-        found = {
-            name: t
-            for name, own in self.original.items()
-            if (t := self.weight(name)) is not None and t is not own
-        }
+        """Return what replaces the backbone's parameters under a task's masks, gamma and beta.
+
+        Units that later tasks added are left out.
+        """
+        overrides: dict[str, Tensor] = {}
+        for name, original in self.original.items():
+            weight = self.weight(name)
+            if weight is not None and weight is not original:
+                overrides[name] = weight
         for pair in self.pairs:
             rows, bias, columns = self.units(pair)
             width = len(masks[f"{pair.sites[-1]}.used"])
             if width > columns.shape[1]:
                 raise UserError(
                     f"{pair.name}: a task's state has {width} units, the carried weights have "
-                    f"{columns.shape[1]}; use those that this "
-                    "task or a later one handed on"
+                    f"{columns.shape[1]}; use those that this task or a later one handed on"
                 )
             if width < columns.shape[1]:
                 # bit for bit as if nothing had come later
-                rows, bias, columns = (t[:, :width].contiguous() for t in (rows, bias, columns))
-            scale, shift = (
-                torch.stack(t)
-                for t in zip(
-                    *(_normalisation(site, masks, copies, bias[0]) for site in pair.sites),
-                    strict=True,
-                )
-            )
-            found |= {
-                f"{pair.into}.weight": (rows * scale[..., None]).flatten(0, 1),
-                f"{pair.into}.bias": (bias * scale + shift).flatten(),
-                f"{pair.out}.weight": columns,
-            }
-        return found
+                rows = rows[:, :width].contiguous()
+                bias = bias[:, :width].contiguous()
+                columns = columns[:, :width].contiguous()
+            by_site = [_normalisation(site, masks, copies, bias[0]) for site in pair.sites]
+            scale = torch.stack([site_scale for site_scale, _ in by_site])  # (parts, n)
+            shift = torch.stack([site_shift for _, site_shift in by_site])  # (parts, n)
+            overrides[f"{pair.into}.weight"] = (rows * scale[..., None]).flatten(0, 1)
+            overrides[f"{pair.into}.bias"] = (bias * scale + shift).flatten()
+            overrides[f"{pair.out}.weight"] = columns
+        return overrides
 
     def features(self, images: Tensor) -> Tensor:
         self.split_heads(self.weight_overrides)
@@ -277,22 +281,25 @@ class Tfm(Method[TfmSettings]):
             self.split_heads({})
 
     def split_heads(self, weights: dict[str, Tensor]) -> None:
-        """timm's attention splits channels into heads by numbers of its own: here they become those
-        of `weights`, else of the backbone."""
+        """Set the width and number of heads of timm's attention modules to those of `weights`.
+
+        Where `weights` has no entry, set those of the backbone. timm splits channels into heads by
+        these two attributes and not by the weights' shapes.
+        """
         for pair in self.pairs:
             if len(pair.sites) > 1:
+                name = f"{pair.out}.weight"
                 attention: Any = self.backbone.get_submodule(pair.name)
-                attention.attn_dim = weights.get(
-                    f"{pair.out}.weight", self.original[f"{pair.out}.weight"]
-                ).shape[1]
+                attention.attn_dim = weights.get(name, self.original[name]).shape[1]
                 attention.num_heads = attention.attn_dim // attention.head_dim
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
-        """From here on nothing is in training: what a task in training added is a part of what it
-        handed on."""
+        """Serve the carried units; nothing is in training from here on."""
         super().load_carried(carried)
-        self.shared, self.new, self.masks = dict(carried.tensors), {}, {}
+        self.shared = dict(carried.tensors)
+        self.new = {}
+        self.masks = {}
 
     def load_task(self, state: TaskState) -> None:
         """A base task has no masks: it is served by the backbone itself."""
@@ -318,13 +325,16 @@ class Tfm(Method[TfmSettings]):
         vit: Any = self.backbone
         tokens = vit.num_prefix_tokens + vit.patch_embed.num_patches
         embedding = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
-        plain = grown = embedding + uniform_multiply_adds(vit)
+        plain = embedding + uniform_multiply_adds(vit)
+        grown = plain
         for pair in self.pairs:
-            columns, parts = self.original[f"{pair.out}.weight"], len(pair.sites)
-            # of one unit: rows, column, attention
-            each = tokens * ((parts + 1) * len(columns) + (2 * tokens if parts > 1 else 0))
-            plain += each * columns.shape[1]
-            grown += each * int(state.masks[f"{pair.sites[-1]}.used"].sum())
+            columns = self.original[f"{pair.out}.weight"]  # (d, n)
+            parts = len(pair.sites)
+            per_unit = tokens * (parts + 1) * len(columns)  # its rows and its column
+            if parts > 1:
+                per_unit += 2 * tokens * tokens  # attention scores, and their sum of values
+            plain += per_unit * columns.shape[1]
+            grown += per_unit * int(state.masks[f"{pair.sites[-1]}.used"].sum())
         return grown / plain
 
     @classmethod
@@ -340,48 +350,52 @@ class Tfm(Method[TfmSettings]):
 def _normalisation(
     site: str | None, masks: Mapping[str, Tensor], copies: Mapping[str, Tensor], like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scale and shift of the units of a site, (n,) each: gamma and beta of forward-only units, 1
-    and 0 of normal ones, 0 and 0 of those that are not used, which are then 0 after the activation
-    too. Forward-only units stand in front."""
-    kept, shift = torch.ones_like(like), torch.zeros_like(like)
+    """Return scale and shift of the units of a site, (n,) each.
+
+    They are gamma and beta for forward-only units, which come first, and 1 and 0 for normal ones.
+    Unused units get 0 and 0, so that they are 0 after the activation too.
+    """
+    scale = torch.ones_like(like)
+    shift = torch.zeros_like(like)
     if site is None:
-        return kept, shift
-    used, own = masks[f"{site}.used"].to(like.device), masks[f"{site}.own"].to(like.device)
-    kept = kept * used
+        return scale, shift
+    used = masks[f"{site}.used"].to(like.device)
+    trained_here = masks[f"{site}.own"].to(like.device)
+    scale = scale * used
     if f"{site}.gamma" not in copies:
-        return kept, shift
-    gamma, beta = (copies[f"{site}.{kind}"].to(like.device) for kind in ("gamma", "beta"))
+        return scale, shift
+    gamma = copies[f"{site}.gamma"].to(like.device)
+    beta = copies[f"{site}.beta"].to(like.device)
     missing = (0, len(like) - len(gamma))
-    return torch.where(used & ~own, F.pad(gamma, missing), kept), torch.where(
-        used & ~own, F.pad(beta, missing), shift
-    )
+    forward_only = used & ~trained_here
+    scale = torch.where(forward_only, F.pad(gamma, missing), scale)
+    shift = torch.where(forward_only, F.pad(beta, missing), shift)
+    return scale, shift
 
 
 def pairs_of(backbone: nn.Module) -> list[Pair]:
-    """The layers that units can be put between, block by block. Raises UserError where a block is
-    no plain one."""
-    found = []
+    """Return the pairs of layers that can get units between them, block by block.
+
+    Raise `UserError` when a block has no plain attention or no plain FFN.
+    """
+    pairs = []
     for i, block in enumerate(backbone.blocks):  # type: ignore[arg-type]
         attention: Any = getattr(block, "attn", None)
         mlp: Any = getattr(block, "mlp", None)
-        plain = isinstance(attention, Attention) and isinstance(mlp, Mlp) and attention.gate is None
-        if not plain or not all(
-            isinstance(norm, nn.Identity) for norm in (attention.norm, mlp.norm)
-        ):
+        is_plain = isinstance(attention, Attention) and attention.gate is None
+        is_plain = is_plain and isinstance(mlp, Mlp)
+        if is_plain:
+            norms = (attention.norm, mlp.norm)
+            is_plain = all(isinstance(norm, nn.Identity) for norm in norms)
+        if not is_plain:
             raise UserError(
                 f"block {i} of the backbone has no plain attention and FFN, whose units are "
                 "independent of each other, as tfm needs; choose "
                 "a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224"
             )
-        found += [
-            Pair(
-                f"blocks.{i}.attn",
-                f"blocks.{i}.attn.qkv",
-                f"blocks.{i}.attn.proj",
-                (f"blocks.{i}.qk", None, f"blocks.{i}.v"),
-            ),
-            Pair(
-                f"blocks.{i}.mlp", f"blocks.{i}.mlp.fc1", f"blocks.{i}.mlp.fc2", (f"blocks.{i}.ff",)
-            ),
-        ]
-    return found
+        attn = f"blocks.{i}.attn"
+        attention_sites = (f"blocks.{i}.qk", None, f"blocks.{i}.v")
+        pairs.append(Pair(attn, f"{attn}.qkv", f"{attn}.proj", attention_sites))
+        ffn = f"blocks.{i}.mlp"
+        pairs.append(Pair(ffn, f"{ffn}.fc1", f"{ffn}.fc2", (f"blocks.{i}.ff",)))
+    return pairs

@@ -119,9 +119,12 @@ class Toast(Method[S]):
                 f"{type(backbone).__name__}; choose another method, or a backbone such as "
                 "vit_tiny_patch16_224 or convnext_tiny"
             )
-        unit, depth = (
-            ("stage", len(backbone.stages)) if convolutional else ("block", len(backbone.blocks))
-        )
+        if convolutional:
+            unit = "stage"
+            depth = len(backbone.stages)
+        else:
+            unit = "block"
+            depth = len(backbone.blocks)
         top = settings.feedback_from or depth
         if not settings.feedback_to < top <= depth:
             raise UserError(
@@ -133,32 +136,36 @@ class Toast(Method[S]):
 
     @classmethod
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
-        return cls.steps[1:] if position >= 0 else cls.steps[:1] if settings.pretune else ()
+        pretune, train = cls.steps
+        if position >= 0:
+            return (train,)
+        return (pretune,) if settings.pretune else ()
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        return frozenset(
-            {"pretune", "train_P"} if step == "pretune" else {"pretune", "variational"}
-        )
+        if step == "pretune":
+            return frozenset({"pretune", "train_P"})
+        return frozenset({"pretune", "variational"})
 
     def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
         self.top_down = top_down_of(backbone, settings)
         self.width = self.top_down.width
         self.own = nn.ParameterDict()  # of the task in training
-        self.loaded: dict[
-            str, dict[str, Tensor] | None
-        ] = {}  # task -> what it has of its own; None: it is answered by the backbone
+        # task -> its prior, P and feedback layers; None: the backbone itself serves it
+        self.loaded: dict[str, dict[str, Tensor] | None] = {}
         self.step = ""
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
-        """Feedback layers that every task starts from, and once something is trained the prior:
-        those of `pretune`, else fresh ones."""
+        """The feedback layers that every task starts from: those of `pretune`, else fresh ones.
+
+        From the first `begin` on, also the prior.
+        """
         return self.top_down.fresh()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parts of the feedback layers that a task trains and stores."""
+        """Return the shapes of the feedback layers' parts that a task trains and stores."""
         return self.top_down.shapes()
 
     # ---- training --------------------------------------------------------------------------------
@@ -167,31 +174,30 @@ class Toast(Method[S]):
             self.load_carried(context.carried)
         groups = super().begin(context)
         self.loaded.pop(context.task.name, None)
-        self.step, device = context.step, self.device
+        self.step = context.step
+        device = self.device
         self.start = {name: t.to(device) for name, t in self.start.items()}
         if "prior" not in self.start:
-            self.start["prior"] = self.top_down.prior(
-                torch.Generator().manual_seed(derive_seed(self.seed, "toast"))
-            )
-        own = dict(self.start) if context.step == "pretune" else self.beginning(context.task)
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "toast"))
+            self.start["prior"] = self.top_down.prior(generator)
+        if context.step == "pretune":
+            tensors = dict(self.start)
+        else:
+            tensors = self.beginning(context.task)
         if context.task.role == "unlabelled":
-            own, groups = self.top_down.first_layers(own), []
+            tensors = self.top_down.first_layers(tensors)
+            groups = []
         if context.step != "pretune" and self.settings.train_P:
-            own["transform"] = torch.eye(self.width)
-        self.own = nn.ParameterDict(
-            {name: nn.Parameter(t.to(device, copy=True)) for name, t in own.items()}
-        )
-        return groups + [
-            {
-                "name": name,
-                "params": [p],
-                "weight_decay": context.optim.weight_decay if name != "prior" else 0.0,
-            }
-            for name, p in self.own.items()
-        ]
+            tensors["transform"] = torch.eye(self.width)
+        parameters = {name: nn.Parameter(t.to(device, copy=True)) for name, t in tensors.items()}
+        self.own = nn.ParameterDict(parameters)  # sorts by name
+        for name, parameter in self.own.items():
+            weight_decay = 0.0 if name == "prior" else context.optim.weight_decay
+            groups.append({"name": name, "params": [parameter], "weight_decay": weight_decay})
+        return groups
 
     def beginning(self, task: Task) -> dict[str, Tensor]:
-        """What is trained, beside P and the head, as it starts."""
+        """Return the initial values of what a task trains beside P and the head, by name."""
         return dict(self.start)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
@@ -201,15 +207,15 @@ class Toast(Method[S]):
         if self.step != "pretune":
             return super().loss(batch, progress)
         assert self.task is not None
-        self.active_task, self.weight_overrides = None, self.training_weights(batch, progress)
+        self.active_task = None
+        self.weight_overrides = self.training_weights(batch, progress)
         stream: list[Any] = []
-        labelled = self.task.role != "unlabelled"
-        with torch.set_grad_enabled(labelled):  # what layers should undo is detached
-            features = self.top_down.second_pass(
-                *self.top_down.first_pass(batch.images), self.weight_overrides, stream
-            )
+        is_labelled = self.task.role != "unlabelled"
+        with torch.set_grad_enabled(is_labelled):  # what layers should undo is detached
+            entered, seen = self.top_down.first_pass(batch.images)
+            features = self.top_down.second_pass(entered, seen, self.weight_overrides, stream)
         inversion = self.top_down.inversion(stream, dict(self.own.items()))
-        if not labelled:
+        if not is_labelled:
             return inversion, {"variational": inversion.detach()}
         ce = self.classification_loss(features, batch)
         return ce + self.settings.variational * inversion, {
@@ -218,11 +224,12 @@ class Toast(Method[S]):
         }
 
     def finish(self) -> tuple[TaskState, Carried]:
-        """After `pretune` what is tuned is what all start from, and not the base task's own."""
-        own = {name: p.detach().clone() for name, p in self.own.items()}
+        """After `pretune` the tuned tensors are carried, and the base task's state has none."""
+        copies = {name: p.detach().clone() for name, p in self.own.items()}
         if self.step == "pretune":
-            return self.state(), Carried({**self.start, **own})
-        return self.state(tokens={"prior": own.pop("prior")}, copies=own), Carried()
+            return self.state(), Carried({**self.start, **copies})
+        prior = copies.pop("prior")
+        return self.state(tokens={"prior": prior}, copies=copies), Carried()
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
@@ -231,65 +238,64 @@ class Toast(Method[S]):
 
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
-        found: dict[str, tuple[int, ...]] = {
-            name: tuple(t.shape) for name, t in state.copies.items()
-        }
-        wanted = {
-            **self.shapes(),
-            **({"transform": (self.width, self.width)} if self.settings.train_P else {}),
-        }
-        if found and found != wanted:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, t in state.copies.items():
+            shapes[name] = tuple(t.shape)
+        expected_shapes = dict(self.shapes())
+        if self.settings.train_P:
+            expected_shapes["transform"] = (self.width, self.width)
+        if shapes and shapes != expected_shapes:
             raise UserError(
-                f"task {state.task!r}: its state has feedback {found}, these settings have "
-                f"{wanted}; use the backbone and the method's settings "
-                "of its run"
+                f"task {state.task!r}: its state has feedback {shapes}, these settings have "
+                f"{expected_shapes}; use the backbone and the method's settings of its run"
             )
-        self.loaded[state.task] = (
-            None if state.method == "base" else {**state.tokens, **state.copies}
-        )
+        self.loaded[state.task] = None
+        if state.method != "base":
+            self.loaded[state.task] = {**state.tokens, **state.copies}
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        own = self.loaded[task] if task in self.loaded else dict(self.own.items())
-        return {} if own is None else self.in_effect(own)
+        if task not in self.loaded:
+            return self.in_effect(dict(self.own.items()))
+        tensors = self.loaded[task]
+        return {} if tensors is None else self.in_effect(tensors)
 
-    def in_effect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the second pass needs of a task: its prior and its feedback, folded."""
+    def in_effect(self, task_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the second pass needs of a task: its prior and its folded feedback."""
         device = self.device
-        tensors = {name: t.to(device) for name, t in {**self.start, **own}.items()}
+        tensors = {name: t.to(device) for name, t in {**self.start, **task_tensors}.items()}
         return {
             "prior": tensors["prior"],
             **self.top_down.folded(self.layers(tensors), tensors.get("transform")),
         }
 
     def layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The feedback layers, each with a matrix in its last two axes."""
+        """Return the feedback layers, each with a matrix in its last two axes."""
         return {name: tensors[name] for name in self.top_down.shapes()}
 
     def features(self, images: Tensor) -> Tensor:
-        return (
-            self.top_down.second_pass(*self.top_down.first_pass(images), self.weight_overrides)
-            if self.weight_overrides
-            else self.backbone(images)
-        )
+        if not self.weight_overrides:
+            return self.backbone(images)  # type: ignore[no-any-return]
+        entered, seen = self.top_down.first_pass(images)
+        return self.top_down.second_pass(entered, seen, self.weight_overrides)
 
     def grouped_logits(
         self, images: Tensor, rows: Mapping[str, Tensor | slice]
     ) -> dict[str, Tensor]:
-        """With one first pass for all."""
+        """Return task -> logits on its rows, with one first pass for all images."""
         entered, seen = self.top_down.first_pass(images)
-        found = dict[str, Tensor]()
-        for task, mine in rows.items():
+        logits: dict[str, Tensor] = {}
+        for task, index in rows.items():
             self.activate_task(task)
-            features = (
-                self.top_down.second_pass(entered[mine], seen[mine], self.weight_overrides)
-                if self.weight_overrides
-                else self.backbone(images[mine])
-            )
-            found[task] = self.heads[task](features)
-        return found
+            if self.weight_overrides:
+                weights = self.weight_overrides
+                features = self.top_down.second_pass(entered[index], seen[index], weights)
+            else:
+                features = self.backbone(images[index])
+            logits[task] = self.heads[task](features)
+        return logits
 
     def logits_of(self, images: Tensor, tasks: Iterable[str]) -> dict[str, Tensor]:
-        """What `logits` gives for each of these tasks, with one first pass for all."""
+        """Return task -> `logits` of all images, with one first pass for all tasks."""
         return self.grouped_logits(images, dict.fromkeys(tasks, slice(None)))
 
     def flops_share(self, state: TaskState) -> float:
@@ -297,6 +303,7 @@ class Toast(Method[S]):
 
 
 def top_down_of(backbone: Any, settings: ToastSettings) -> TopDown | StageTopDown:
+    """Return the two passes over a ViT or a ConvNeXt, with the feedback between them."""
     form = StageTopDown if isinstance(backbone, ConvNeXt) else TopDown
     return form(backbone, settings.feedback_to, settings.feedback_from, settings.td_value_bias)
 
@@ -317,36 +324,37 @@ class ToastLite(Toast[ToastLiteSettings]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        return super().ignored_settings(step) | (
-            frozenset({"rank", "alpha"}) if step == "pretune" else frozenset()
-        )
+        ignored = super().ignored_settings(step)
+        return ignored | {"rank", "alpha"} if step == "pretune" else ignored
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """A is `down` (..., r, in), B is `up` (..., out, r)."""
-        rank, layers = self.settings.rank, self.top_down.shapes()
-        return {
-            f"{name}_{part}": shape
-            for name, (*stacked, out, into) in layers.items()
-            for part, shape in (("down", (*stacked, rank, into)), ("up", (*stacked, out, rank)))
-        }
+        rank = self.settings.rank
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (*stacked, out, into) in self.top_down.shapes().items():
+            shapes[f"{name}_down"] = (*stacked, rank, into)
+            shapes[f"{name}_up"] = (*stacked, out, rank)
+        return shapes
 
     def beginning(self, task: Task) -> dict[str, Tensor]:
         """A is uniform in +-1/sqrt(in), B is zero."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "toast_lite", task.name))
-        parts = {
-            name: torch.zeros(shape)
-            if name.endswith("up")
-            else (2 * torch.rand(shape, generator=generator) - 1) * shape[-1] ** -0.5
-            for name, shape in self.shapes().items()
-        }
-        return {"prior": self.start["prior"], **parts}
+        tensors = {"prior": self.start["prior"]}
+        for name, shape in self.shapes().items():
+            if name.endswith("up"):
+                tensors[name] = torch.zeros(shape)
+            else:
+                uniform = 2 * torch.rand(shape, generator=generator) - 1
+                tensors[name] = uniform * shape[-1] ** -0.5
+        return tensors
 
     def layers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The base task has none but the shared ones."""
+        """Return the shared layers, plus the low-rank parts; a base task has no such parts."""
         scale = self.settings.alpha / self.settings.rank
-        return {
-            name: layer + scale * tensors[f"{name}_up"] @ tensors[f"{name}_down"]
-            if f"{name}_up" in tensors
-            else layer
-            for name, layer in super().layers(tensors).items()
-        }
+        layers = super().layers(tensors)
+        for name, layer in layers.items():
+            if f"{name}_up" in tensors:
+                up = tensors[f"{name}_up"]  # (..., out, r)
+                down = tensors[f"{name}_down"]  # (..., r, in)
+                layers[name] = layer + scale * up @ down
+        return layers

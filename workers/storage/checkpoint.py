@@ -1,9 +1,8 @@
-"""Checkpoints inside a stage: everything that decides how training goes on, as safetensors and
-JSON, written atomically.
+"""Checkpoints within a stage: safetensors and JSON, written atomically.
 
-All randomness is a function of (seed, epoch, step, position), so the position stands for the state
-of every generator of every rank: a resumed stage meets exactly what the uninterrupted one would
-have met.
+All randomness is a function of (seed, epoch, step, position), so the epoch and the step replace the
+state of every generator of every rank. A resumed stage computes exactly what an uninterrupted one
+computes.
 """
 
 from __future__ import annotations
@@ -37,8 +36,11 @@ FILE = re.compile(r"e\d{5,}-s\d{6,}-[0-9a-f]{8}\.safetensors")
 
 @dataclass
 class Checkpoint:
-    """epoch, step: the next step to run. history: finished epochs. sums: running numbers of the
-    unfinished epoch."""
+    """The state of a stage between two steps.
+
+    epoch, step: of the next step. history: metrics of each finished epoch. sums: the running sums
+    of the unfinished epoch. best: what is known of the best epoch. tensors: by "kind/name".
+    """
 
     epoch: int
     step: int
@@ -48,15 +50,15 @@ class Checkpoint:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Puts model and optimizer back; returns the best epoch's tensors."""
+        """Load model and optimizer in place; return the best epoch's tensors by name."""
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "best": {}}
         for name, tensor in self.tensors.items():
             kind, rest = name.split("/", 1)
             parts[kind][rest] = tensor
-        own = trained_state(model)
+        model_tensors = trained_state(model)
         with torch.no_grad():
             for name, tensor in parts["model"].items():
-                own[name].copy_(tensor)
+                model_tensors[name].copy_(tensor)
         state = optimizer.state_dict()
         for name, tensor in parts["optimizer"].items():
             index, field_name = name.split("/", 1)
@@ -66,15 +68,19 @@ class Checkpoint:
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that are trained and all buffers outside a frozen backbone; live tensors, not
-    copies."""
-    frozen = "backbone." if getattr(model, "freezes_backbone", False) else "\0"
-    trained = {n: p.data for n, p in model.named_parameters() if p.requires_grad}
-    return trained | {n: b for n, b in model.named_buffers() if not n.startswith(frozen)}
+    """Return the parameters that are trained and the buffers, except those of a frozen backbone.
+
+    The tensors are the model's own, not copies.
+    """
+    trained = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+    buffers = dict(model.named_buffers())
+    if getattr(model, "freezes_backbone", False):
+        buffers = {name: b for name, b in buffers.items() if not name.startswith("backbone.")}
+    return trained | buffers
 
 
 def folder_of(root: str, key: str) -> str:
-    """Checkpoints live beside the stages, below the key of the stage that they belong to."""
+    """Return the folder of a stage's checkpoints: beside the stages, named by the stage's key."""
     return join(parent(root), "checkpoints", key)
 
 
@@ -86,42 +92,46 @@ def save(
     best: dict[str, Tensor],
     mark: Checkpoint,
 ) -> None:
-    """One file with everything, under a name of its own; then `latest.json`, which names it with
-    size and sha256."""
-    tensors = {f"model/{n}": t for n, t in trained_state(model).items()} | {
-        f"best/{n}": t for n, t in best.items()
-    }
+    """Write one file with everything, then `latest.json`, which names it with size and sha256.
+
+    best: the best epoch's tensors by name. mark: the position; its tensors are not read.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in trained_state(model).items():
+        tensors[f"model/{name}"] = tensor
+    for name, tensor in best.items():
+        tensors[f"best/{name}"] = tensor
     for index, values in optimizer.state_dict()["state"].items():
-        tensors |= {
-            f"optimizer/{index}/{n}": torch.as_tensor(v) for n, v in values.items() if v is not None
-        }
-    where = {
+        for field_name, value in values.items():
+            if value is not None:
+                tensors[f"optimizer/{index}/{field_name}"] = torch.as_tensor(value)
+    position = {
         "epoch": mark.epoch,
         "step": mark.step,
         "history": mark.history,
         "sums": mark.sums,
         "best": mark.best,
     }
-    data = safetensors.torch.save(
-        {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()},
-        {"accrete": json.dumps(where)},
-    )
-    folder, info = folder_of(root, key), file_info(data)
-    name = f"e{mark.epoch:05d}-s{mark.step:06d}-{info['sha256'][:8]}.safetensors"
-    before = _latest(folder)
-    with suppress(
-        FileNotFoundError
-    ):  # another run of the same stage was faster, and its checkpoints are dropped
-        write_bytes(join(folder, name), data)
-        write_bytes(join(folder, "latest.json"), json.dumps({"file": name, **info}).encode())
-        if before and before["file"] != name:
-            system, path = resolve(join(folder, before["file"]))
+    copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    data = safetensors.torch.save(copies, {"accrete": json.dumps(position)})
+    folder = folder_of(root, key)
+    info = file_info(data)
+    file_name = f"e{mark.epoch:05d}-s{mark.step:06d}-{info['sha256'][:8]}.safetensors"
+    previous = _latest(folder)
+    # The folder is gone when another run has finished the same stage and dropped its checkpoints.
+    with suppress(FileNotFoundError):
+        write_bytes(join(folder, file_name), data)
+        write_bytes(join(folder, "latest.json"), json.dumps({"file": file_name, **info}).encode())
+        if previous and previous["file"] != file_name:
+            system, path = resolve(join(folder, previous["file"]))
             system.delete_file(path)
 
 
 def load(root: str, key: str) -> Checkpoint | None:
-    """The last checkpoint of a stage; None where there is none or where it is damaged (the stage
-    then starts anew)."""
+    """Return the last checkpoint of a stage; None when there is none, or when it is damaged.
+
+    The stage then starts from the beginning.
+    """
     folder = folder_of(root, key)
     latest = _latest(folder)
     if latest is None:
@@ -133,21 +143,24 @@ def load(root: str, key: str) -> Checkpoint | None:
     if {"file": latest["file"], **file_info(data)} != latest:
         return None
     try:
-        tensors, where = load_tensors(data, f"checkpoint {latest['file']}")
-        return Checkpoint(**where, tensors=tensors)
+        tensors, position = load_tensors(data, f"checkpoint {latest['file']}")
+        return Checkpoint(**position, tensors=tensors)
     except (UserError, TypeError):
         return None
 
 
 def age_s(root: str, key: str) -> float | None:
-    """Seconds since the last checkpoint of a stage was written; None where it has none."""
+    """Return the seconds since the last checkpoint of a stage was written; None without one."""
     system, path = resolve(join(folder_of(root, key), "latest.json"))
     written = system.get_file_info(path).mtime
-    return None if written is None else max(0.0, time.time() - written.timestamp())
+    if written is None:
+        return None
+    seconds: float = time.time() - written.timestamp()
+    return max(0.0, seconds)
 
 
 def drop(root: str, key: str) -> None:
-    """Once the stage's result stands, its checkpoints serve nothing."""
+    """Delete the checkpoints of a stage whose result is stored."""
     delete_dir(folder_of(root, key))
 
 
@@ -156,10 +169,9 @@ def _latest(folder: str) -> dict[str, Any] | None:
         latest = read_json(join(folder, "latest.json"))
     except (FileNotFoundError, ValueError):
         return None
-    whole = (
-        isinstance(latest, dict)
-        and latest.keys() == {"file", "bytes", "sha256"}
-        and isinstance(latest["file"], str)
-    )
-    # else `save` would delete what a stranger names
-    return latest if whole and FILE.fullmatch(latest["file"]) else None
+    if not isinstance(latest, dict) or latest.keys() != {"file", "bytes", "sha256"}:
+        return None
+    # `save` deletes the file that is named here: only a checkpoint's own name is accepted.
+    if not isinstance(latest["file"], str) or not FILE.fullmatch(latest["file"]):
+        return None
+    return latest

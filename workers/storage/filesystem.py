@@ -1,5 +1,7 @@
-"""The filesystem behind a storage URI: credentials from the environment alone, no call to find a
-region, patience with servers that stumble."""
+"""The filesystem behind a storage URI, which retries when a server fails for a moment.
+
+Credentials come from the environment alone, and no request is made to find a bucket's region.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,14 @@ from workers.errors import UserError
 
 PATIENCE_S = 120.0  # how long a storage may fail to answer before the run ends
 FIRST_CONTACT_S = 20.0  # the same before the run has begun: its address may be wrong
-FIRST_S, LONGEST_S = 0.2, 5.0  # pauses between tries: each is twice the one before
-SAY_S = 5.0  # after so long a person is told what is waited for
-# a connection without an answer, and one without a byte, are given up
-CONNECT_S, SILENT_S = (
-    5.0,
-    20.0,
-)
-SMALL = 8 << 20  # bytes of an object that is written by one request
-TRIES = 3  # that the client makes by itself before it reports an error
+FIRST_S = 0.2  # the first pause between tries; each later one is twice as long
+LONGEST_S = 5.0  # the longest pause between tries
+SAY_S = 5.0  # after this long, a line says what the run waits for
+CONNECT_S = 5.0  # a connection that is not established by then is given up
+SILENT_S = 20.0  # so is a request during which no byte arrives for this long
+SMALL = 8 << 20  # bytes; a smaller object is written by one request
+TRIES = 3  # tries that the client makes by itself before it reports an error
+DEFAULT_REGION = "us-east-1"
 S3_OPTIONS = (
     "allow_bucket_creation",
     "endpoint_override",
@@ -41,38 +42,43 @@ S3_OPTIONS = (
     "region",
     "scheme",
 )
-# What may go well when it is asked again. pyarrow has nothing but the text of an error.
-# NO_SUCH_UPLOAD: the answer to an upload's end got lost.
-TRANSIENT = re.compile(
-    r"SLOW_DOWN|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|INTERNAL_ERROR|THROTTL|REQUEST_TIMEOUT|REQUEST_LIMIT|NETWORK_CONNECTION|NO_SUCH_UPLOAD"
-    r"|HTTP status "
-    r"(408|429|5\d\d)|curlCode|Status\((UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL)"
-    r"|ServerBusy|InternalError|OperationTimedOut|[Tt]imed out|[Cc]onnection (was "
-    r")?(reset|refused|closed)",
-    re.ASCII,
+# Errors that may pass when the call is made again. pyarrow gives nothing but the text of an error.
+# NO_SUCH_UPLOAD: the answer to the end of an upload got lost.
+AWS_ERRORS = (
+    "SLOW_DOWN|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|INTERNAL_ERROR|THROTTL|REQUEST_TIMEOUT"
+    "|REQUEST_LIMIT|NETWORK_CONNECTION|NO_SUCH_UPLOAD"
 )
+HTTP_ERRORS = r"HTTP status (408|429|5\d\d)|curlCode"
+GOOGLE_ERRORS = r"Status\((UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL)"
+OTHER_ERRORS = (
+    "ServerBusy|InternalError|OperationTimedOut|[Tt]imed out"
+    "|[Cc]onnection (was )?(reset|refused|closed)"
+)
+TRANSIENT = re.compile("|".join((AWS_ERRORS, HTTP_ERRORS, GOOGLE_ERRORS, OTHER_ERRORS)), re.ASCII)
 
 T = TypeVar("T")
 _patience: ContextVar[float | None] = ContextVar("patience", default=None)
-_jitter = random.Random()  # of its own: what is drawn here may change no result
+_jitter = random.Random()  # its own generator: drawing a pause must change no result
 
 
 class StorageUnavailable(UserError):
-    """A storage that did not answer for as long as it is waited for."""
+    """A storage did not answer within the time that a run waits for it."""
 
 
 def print_line(line: str) -> None:
-    """Where a line about waiting goes: to people at a terminal, or into the log of a worker."""
+    """Print a line about waiting to the terminal, or into the log of a worker."""
     print(line, file=sys.stderr, flush=True)
 
 
-notify: Callable[[str], None] = print_line  # the console of a run puts its own here
+notify: Callable[[str], None] = print_line  # the console of a run replaces it
 
 
 @contextlib.contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Inside, a storage that does not answer is given up after so long: for a first contact, where
-    its address may be wrong."""
+    """Inside, give up a storage that does not answer for `seconds` instead of `PATIENCE_S`.
+
+    For a first contact: its address may be wrong.
+    """
     token = _patience.set(seconds)
     try:
         yield
@@ -82,52 +88,47 @@ def patience(seconds: float) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=64)
 def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
-    """The patient filesystem of a URI without its path, and where its paths start. Opens no
-    connection to S3 or GCS. Raises what pyarrow raises for URIs that it does not know."""
+    """Return a filesystem that retries, and the path at which the URI starts in it.
+
+    uri: without its path. Opens no connection to S3 or GCS. Raise what pyarrow raises for a URI
+    that it does not know.
+    """
     parts = urlsplit(uri)
     if parts.scheme == "s3":
         options = dict(parse_qsl(parts.query))
-        return fs.PyFileSystem(
-            RetryingFilesystem(
-                s3(options), f"s3://{parts.netloc}", s3(options, allow_delayed_open=True)
-            )
-        ), parts.netloc
+        for_small_objects = s3(options, allow_delayed_open=True)
+        handler = RetryingFilesystem(s3(options), f"s3://{parts.netloc}", for_small_objects)
+        return fs.PyFileSystem(handler), parts.netloc
     if parts.scheme in ("gs", "gcs") and "retry_limit_seconds" not in parts.query:
         mark = "&" if parts.query else "?"
         uri += f"{mark}retry_limit_seconds={timedelta(seconds=SILENT_S).seconds}"
     system, top = fs.FileSystem.from_uri(uri)
-    return (
-        system
-        if isinstance(system, fs.LocalFileSystem)
-        else fs.PyFileSystem(RetryingFilesystem(system, f"{parts.scheme}://{parts.netloc}"))
-    ), top
+    if isinstance(system, fs.LocalFileSystem):
+        return system, top
+    handler = RetryingFilesystem(system, f"{parts.scheme}://{parts.netloc}")
+    return fs.PyFileSystem(handler), top
 
 
 def access_remedy(uri: str) -> str:
-    """What to check where a storage or source refuses: for a bucket its name, its region, and the
-    place that credentials are read from, never the credentials; for a folder its permissions."""
+    """Return what to check when a storage or source refuses access.
+
+    For a bucket: its name, its region, and where credentials are read from, never the credentials.
+    For a folder: its permissions.
+    """
     parts = urlsplit(uri)
     bucket = parts.netloc.rpartition("@")[2]
     if parts.scheme == "s3":
         options = dict(parse_qsl(parts.query))
-        region = (
-            options.get("region")
-            or os.environ.get("AWS_REGION")
-            or os.environ.get("AWS_DEFAULT_REGION")
-        )
-        where = (
-            f"region {region}"
-            if region
-            else "region us-east-1 (give another with ?region= in the URI or AWS_REGION)"
-        )
-        endpoint = (
-            options.get("endpoint_override")
-            or os.environ.get("AWS_ENDPOINT_URL_S3")
-            or os.environ.get("AWS_ENDPOINT_URL")
-        )
-        server = f" at {endpoint}" if endpoint else ""
+        location = f"region {aws_region(options)}"
+        if not aws_region(options):
+            location = (
+                f"region {DEFAULT_REGION} (give another with ?region= in the URI or AWS_REGION)"
+            )
+        endpoint = aws_endpoint(options)
+        if endpoint:
+            location += f" at {endpoint}"
         return (
-            f"check that bucket {bucket!r} exists in {where}{server}, and that the credentials, "
+            f"check that bucket {bucket!r} exists in {location}, and that the credentials, "
             f"read from {aws_credentials()}, may list, "
             "read, write and delete there"
         )
@@ -144,8 +145,25 @@ def access_remedy(uri: str) -> str:
     )
 
 
+def aws_region(options: dict[str, str]) -> str:
+    """Return the region of the URI's query or of the environment; "" if neither has one."""
+    env = os.environ.get
+    return options.get("region") or env("AWS_REGION") or env("AWS_DEFAULT_REGION") or ""
+
+
+def aws_endpoint(options: dict[str, str]) -> str:
+    """Return the endpoint of the URI's query or of the environment; "" if neither has one."""
+    env = os.environ.get
+    return (
+        options.get("endpoint_override")
+        or env("AWS_ENDPOINT_URL_S3")
+        or env("AWS_ENDPOINT_URL")
+        or ""
+    )
+
+
 def aws_credentials() -> str:
-    """Where the AWS client takes its credentials from: the first of its places that is filled."""
+    """Return the first source that the AWS client takes its credentials from."""
     env = os.environ.get
     if env("AWS_ACCESS_KEY_ID"):
         return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -158,42 +176,37 @@ def aws_credentials() -> str:
 
 
 def google_credentials(uri: str) -> str:
-    """Where the client of Google's storage takes its credentials from."""
+    """Return where the client of Google's storage takes its credentials from."""
     if urlsplit(uri).username == "anonymous":
         return "nowhere (anonymous@ in the URI)"
     if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
         return "GOOGLE_APPLICATION_CREDENTIALS"
     path = os.path.expanduser("~/.config/gcloud/application_default_credentials.json")
+    if os.path.exists(path):
+        return path
     return (
-        path
-        if os.path.exists(path)
-        else "the role of this machine (GOOGLE_APPLICATION_CREDENTIALS is not set, and there is "
+        "the role of this machine (GOOGLE_APPLICATION_CREDENTIALS is not set, and there is "
         f"no {path})"
     )
 
 
 def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
-    """options: the query of the URI, which goes before AWS_REGION or AWS_DEFAULT_REGION,
-    AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL. Without either the region is us-east-1: an AWS bucket
-    elsewhere answers with an error that names its region. Raises ValueError for other options."""
+    """Return the S3 client of a URI's query and of the environment.
+
+    options: the query, which takes precedence over AWS_REGION, AWS_DEFAULT_REGION,
+    AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL. Without a region it is us-east-1: a bucket elsewhere
+    answers with an error that names its region. Raise `ValueError` for an unknown option.
+    """
     unknown = next((name for name in options if name not in S3_OPTIONS), None)
     if unknown is not None:
         raise ValueError(f"{unknown!r} is no option; there are {', '.join(S3_OPTIONS)}")
-    env = os.environ.get
-    endpoint = (
-        options.get("endpoint_override")
-        or env("AWS_ENDPOINT_URL_S3")
-        or env("AWS_ENDPOINT_URL")
-        or ""
-    )
-    scheme, mark, host = endpoint.partition("://")
+    scheme, host = "https", aws_endpoint(options)
+    if "://" in host:
+        scheme, _, host = host.partition("://")
     return fs.S3FileSystem(
-        region=options.get("region")
-        or env("AWS_REGION")
-        or env("AWS_DEFAULT_REGION")
-        or "us-east-1",
-        endpoint_override=(host if mark else endpoint).rstrip("/") or None,
-        scheme=options.get("scheme") or (scheme if mark else "https"),
+        region=aws_region(options) or DEFAULT_REGION,
+        endpoint_override=host.rstrip("/") or None,
+        scheme=options.get("scheme") or scheme,
         allow_bucket_creation=options.get("allow_bucket_creation") == "true",
         force_virtual_addressing=options.get("force_virtual_addressing") == "true",
         connect_timeout=CONNECT_S,
@@ -204,99 +217,127 @@ def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
 
 
 def without_retries(system: fs.FileSystem) -> fs.FileSystem:
-    """The filesystem that `opened` made patient, for those who write through streams of their
-    own."""
-    return system.handler.system if isinstance(system, fs.PyFileSystem) else system
+    """Return the filesystem below one of `open_filesystem`, for callers that open streams."""
+    if isinstance(system, fs.PyFileSystem):
+        return system.handler.system
+    return system
 
 
 def put(system: fs.FileSystem, path: str, data: bytes) -> None:
-    """One whole object on a filesystem that `opened` gave, or nothing: an upload in parts is
-    visible once all of them are there."""
+    """Write one whole object, or nothing, on a filesystem of `open_filesystem`.
+
+    An upload in parts becomes visible when all parts have arrived.
+    """
     system.handler.put(path, data)
 
 
 def retry(call: Callable[[], T], where: str, doing: str, may_be_gone: bool = False) -> T:
-    """`call()`, made again with growing pauses while its error is one that passes. may_be_gone: a
-    path that is not there after a try that failed was taken away by that try, and the answer is
-    None. Raises StorageUnavailable when patience is over, and any other error at once."""
-    started, pause, said, failed = time.monotonic(), FIRST_S, False, False
-    limit = PATIENCE_S if _patience.get() is None else _patience.get()
+    """Return `call()`, made again with growing pauses while its error is transient.
+
+    Raise `StorageUnavailable` when the time is over, and any other error at once.
+    where, doing: for messages, such as "s3://b" and "reading a".
+    may_be_gone: for deletions. A path that is missing after a failed try was deleted by that try;
+    the result is then None.
+    """
+    started = time.monotonic()
+    pause = FIRST_S
+    has_failed = False
+    has_notified = False
+    limit_s = _patience.get()
+    if limit_s is None:
+        limit_s = PATIENCE_S
     while True:
         try:
             return call()
         except FileNotFoundError:
-            if not (failed and may_be_gone):
+            if not (has_failed and may_be_gone):
                 raise
             return None  # type: ignore[return-value]
         except OSError as error:
             text = " ".join(str(error).split())  # it may begin with a long name
             if not TRANSIENT.search(text):
                 raise
-            reason, waited, failed = text[:300], time.monotonic() - started, True
-            if waited + pause > (limit or 0):
+            has_failed = True
+            reason = text[:300]
+            waited_s = time.monotonic() - started
+            if waited_s + pause > limit_s:
                 raise StorageUnavailable(
                     f"storage {where} does not answer ({reason}); what finished is kept, run "
                     "the same command again when it does"
                 ) from None
-            if waited > SAY_S and not said:
-                said = True
+            if waited_s > SAY_S and not has_notified:
+                has_notified = True
                 notify(
                     f"storage {where} does not answer ({reason}); {doing} is tried again for up "
-                    f"to {limit:.0f} s"
+                    f"to {limit_s:.0f} s"
                 )
         time.sleep(pause * _jitter.uniform(0.5, 1))
         pause = min(2 * pause, LONGEST_S)
 
 
 class Reading:
-    """A file that pyarrow reads through Python: every read is made again where it failed, from
-    where it began."""
+    """A file that pyarrow reads through Python. A read that fails is made again from its start."""
 
     def __init__(self, file: pa.NativeFile, where: str, path: str):
-        self.file, self.where, self.path, self.at, self.closed = file, where, path, 0, False
+        self.file = file
+        self.where = where
+        self.path = path
+        self.offset = 0
+        self.closed = False
         self.size = file.size()
 
     def read(self, size: int = -1) -> bytes:
-        left = max(self.size - self.at, 0)
-        size = left if size < 0 else min(size, left)
-        data = (
-            retry(lambda: self.file.read_at(size, self.at), self.where, f"reading {self.path}")
-            if size
-            else b""
+        """Return the next `size` bytes, all that are left if it is negative."""
+        left = max(self.size - self.offset, 0)
+        count = min(size, left)
+        if size < 0:
+            count = left
+        if not count:
+            return b""
+        data: bytes = retry(
+            lambda: self.file.read_at(count, self.offset), self.where, f"reading {self.path}"
         )
-        self.at += len(data)
+        self.offset += len(data)
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
-        return self.at
+        """Move to an offset from the start, the position or the end; return the new position."""
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self.offset, os.SEEK_END: self.size}
+        self.offset = offset + starts[whence]
+        return self.offset
 
     def tell(self) -> int:
-        return self.at
+        """Return the current position."""
+        return self.offset
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def close(self) -> None:
+        """Close the file."""
         self.closed = True
         self.file.close()
 
 
 class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
-    """Every operation of a filesystem, made again where it failed for a reason that passes. Files
-    are written whole, by `put` alone: a stream that is closed by an exception would publish what it
-    has.
+    """A filesystem whose operations are made again after transient errors.
 
-    small: the same filesystem, opened so that an object below 10 MB is one PUT and not three
-    requests. It is for these alone: where the first request of an upload in parts fails, it leaves
-    an empty object.
+    Files are written whole, by `put` alone: a stream that an exception closes would publish a part
+    of the file.
+    where: the storage's name in messages. small: the same filesystem, opened so that an object
+    below 10 MB is one PUT instead of three requests. Only small objects use it: when the first
+    request of an upload in parts fails, it leaves an empty object.
     """
 
     def __init__(self, system: fs.FileSystem, where: str, small: fs.FileSystem | None = None):
-        self.system, self.where, self.small = system, where, small or system
+        self.system = system
+        self.where = where
+        self.small = small or system
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RetryingFilesystem) and self.system.equals(other.system)
@@ -307,16 +348,18 @@ class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return retry(call, self.where, doing, may_be_gone=may_be_gone)
 
     def put(self, path: str, data: bytes) -> None:
-        def written() -> None:
-            with (self.small if len(data) < SMALL else self.system).open_output_stream(
-                path
-            ) as stream:
+        """Write one whole object, or nothing."""
+        system = self.system
+        if len(data) < SMALL:
+            system = self.small
+
+        def write() -> None:
+            with system.open_output_stream(path) as stream:
                 stream.write(data)
 
-        with ThreadPoolExecutor(
-            1
-        ) as aside:  # Ctrl-C arrives in the main thread, which waits for the end
-            self._do(lambda: aside.submit(written).result(), f"writing {path}")
+        # In a thread: Ctrl-C arrives in the main thread, which waits for the end of the upload.
+        with ThreadPoolExecutor(1) as executor:
+            self._do(lambda: executor.submit(write).result(), f"writing {path}")
 
     def get_type_name(self) -> str:
         return str(self.system.type_name)
@@ -337,13 +380,10 @@ class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return infos
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        return pa.PythonFile(
-            self._do(
-                lambda: Reading(self.system.open_input_file(path), self.where, path),
-                f"opening {path}",
-            ),
-            mode="r",
+        reading = self._do(
+            lambda: Reading(self.system.open_input_file(path), self.where, path), f"opening {path}"
         )
+        return pa.PythonFile(reading, mode="r")
 
     open_input_stream = open_input_file
 
@@ -370,7 +410,7 @@ class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         self._do(lambda: self.system.copy_file(src, dest), f"copying {src}")
 
     def move(self, src: str, dest: str) -> None:
-        """An object store cannot rename: a copy, whole before the first is deleted."""
+        """Copy, then delete the source: an object store cannot rename."""
         self.copy_file(src, dest)
         self.delete_file(src)
 

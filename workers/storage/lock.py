@@ -1,5 +1,4 @@
-"""Who computes a result: of several processes of a machine that want the same one, one does the
-work and the others wait for it."""
+"""A lock per stage: one process of a machine computes a result, the others wait for it."""
 
 from __future__ import annotations
 
@@ -16,35 +15,37 @@ if TYPE_CHECKING:
     from workers import dist  # start-up time: imports torch
 
 POLL_S = 0.02
-TOGETHER_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives have a timeout
+ROUND_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives have a timeout
 
 
 @contextmanager
 def stage_lock(
     root: str, key: str, group: dist.Group | None = None, wait: bool = True
 ) -> Iterator[None]:
-    """Holds the claim on the result `key` below `root`, which is freed when this process ends in
-    whatever way. Ranks of a group hold it together. wait: else BlockingIOError where another
-    process has it.
+    """Hold the lock of the result `key` below `root`. All ranks of a group hold it together.
 
-    It saves work and decides nothing: between machines whose disks know no common locks two may
-    compute the same result, and one of them is discarded (see artifact.py). On an object store
-    nothing is claimed: it has no lock that is freed when whoever held it dies, and one that runs
-    out after a time would need clocks that agree and a writer that never stops; computing twice,
-    now and then, costs less.
+    The system frees it when this process ends, however it ends. wait: if false, raise
+    `BlockingIOError` when another process holds the lock.
+
+    The lock saves work; correctness does not depend on it. Machines without shared file locks may
+    compute the same result twice, and one copy is discarded (see artifact.py). Nothing is locked on
+    an object store: it has no lock that is freed when its holder dies. A lock that expires would
+    need synchronous clocks and a writer that never pauses. Computing twice now and then costs less.
     """
     if "://" in root and not root.startswith("file://"):
         yield
         return
     is_first = group is None or group.rank == 0
     path = join(os.path.dirname(root.removeprefix("file://").rstrip("/")), "claims", key)
-    held: int | None = None
+    timeout_s = 0.0
+    if wait:
+        timeout_s = ROUND_S
+    descriptor: int | None = None
     try:
         while True:
-            until = time.monotonic() + (TOGETHER_S if wait else 0.0)
-            while is_first and (held := _take(path)) is None and time.monotonic() < until:
-                time.sleep(POLL_S)
-            is_held = held is not None
+            if is_first:
+                descriptor = _try_until(path, time.monotonic() + timeout_s)
+            is_held = descriptor is not None
             if group is not None:
                 is_held = group.share(is_held)
             if is_held:
@@ -53,27 +54,36 @@ def stage_lock(
                 raise BlockingIOError(f"another process has the claim on {key!r}")
         yield
     finally:
-        if held is not None:
+        if descriptor is not None:
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            os.close(held)
+            os.close(descriptor)
 
 
-def _take(path: str) -> int | None:
-    """An open, locked file; None where another process has it."""
+def _try_until(path: str, deadline: float) -> int | None:
+    """Try to lock a file until the deadline, at least once. Return its descriptor or None."""
+    while True:
+        descriptor = _try_lock(path)
+        if descriptor is not None or time.monotonic() >= deadline:
+            return descriptor
+        time.sleep(POLL_S)
+
+
+def _try_lock(path: str) -> int | None:
+    """Return the descriptor of an open, locked file; None when another process holds the lock."""
     make_dirs(os.path.dirname(path))
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    with suppress(PermissionError):  # of another user, who has shared it already
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with suppress(PermissionError):  # the file of another user, who has shared it already
         share_file(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if (
-            os.stat(path).st_ino == os.fstat(file).st_ino
-        ):  # else whoever had it has removed it since
-            return file
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A holder removes the file before it frees the lock: then this is a lock on nothing.
+        is_current = os.stat(path).st_ino == os.fstat(descriptor).st_ino
+        if is_current:
+            return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass
-    except OSError:  # a disk without locks: everyone goes ahead
-        return file
-    os.close(file)
+    except OSError:  # a disk without locks: every process goes ahead
+        return descriptor
+    os.close(descriptor)
     return None

@@ -1,22 +1,22 @@
-"""No URI holds a password or a key: what is written into configs and cards is written into records
-too."""
+"""Refuse URIs that hold a password or a key, and remove secrets from texts.
+
+URIs of configs and cards are copied into records that other people read.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from workers.errors import UserError
 
-# A user, or a user and a password, which may hold what a URI forbids there ("/", "?", "#", "@"): up
-# to the last "@". No further than the longest password, so that a long text takes time in
-# proportion.
+# A user, or a user and a password, up to the last "@": a password may contain characters that a URI
+# forbids there ("/", "?", "#", "@"). The bound on its length keeps the time linear in the text.
 USER = re.compile(r"(?<=://)(?:[^\s/?#:@]*:\S{0,4000}@|[^\s/?#]*@)")
-# A parameter of a query: its mark, its name, its value, and parts that an "&" within the value
-# would make of it.
+# A parameter of a query: its mark, its name and its value, also where the value contains an "&".
 PARAMETER = re.compile(r"([?&;#])([^\s=&;?#]{1,100})=([^\s&]*(?:&[^\s&=]+(?=&|\s|$))*)")
 PASSWORD = re.compile(r"://[^\s/?#:@]*:(.*)@", re.DOTALL)
 VARIABLES = (
@@ -33,26 +33,33 @@ URIS = (
     "MLFLOW_BACKEND_STORE_URI",
     "MLFLOW_REGISTRY_STORE_URI",
 )
-SHORTEST = 4  # characters of a value that is looked for: a shorter one stands in every second word
+SHORTEST = 4  # characters of a secret; shorter ones occur in ordinary words
 HIDDEN = "***"
 URI = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 NAMES = re.compile(r"key|secret|token|pass|credential|signature|^sig$", re.IGNORECASE)
 WITH_PORT = ("hdfs", "ray")  # schemes whose host has a port, and whose path may hold an "@"
+# Schemes whose user is an account, and the user that stands for no account.
 NOBODY = {
     "s3": "",
     "gs": "anonymous",
     "gcs": "anonymous",
     "http": "",
     "https": "",
-}  # schemes whose user is an account, and the one that is nobody
+}
 
 
 def refuse_secrets(value: Any, where: str = "") -> None:
-    """Raises UserError where a URI, or one in a mapping or list of settings, has credentials in it;
-    the sentence does not repeat them. where: what the value is called."""
+    """Raise `UserError` when a URI contains credentials. The error does not repeat them.
+
+    value: a URI, or a mapping or list of settings that is searched for URIs. where: the value's
+    name in the error.
+    """
     if isinstance(value, Mapping):
+        prefix = where
+        if where and not where.endswith(" "):
+            prefix += "."
         for name, part in value.items():
-            refuse_secrets(part, f"{where}{'.' if where and not where.endswith(' ') else ''}{name}")
+            refuse_secrets(part, f"{prefix}{name}")
     elif isinstance(value, (list, tuple)):
         for part in value:
             refuse_secrets(part, where)
@@ -75,36 +82,42 @@ def _has_secret(uri: str) -> bool:
     user = parts.netloc.rpartition("@")[0]
     if ":" in parts.netloc and not user and parts.scheme not in WITH_PORT and "@" in uri:
         return True  # a password that begins like a port, and goes on like a path
-    if (
-        ":" in user
-        or (parts.scheme in NOBODY and user not in ("", NOBODY[parts.scheme]))
-        or (parts.scheme == "s3" and ":" in parts.netloc)
-    ):
+    if ":" in user:
+        return True
+    if parts.scheme in NOBODY and user not in ("", NOBODY[parts.scheme]):
+        return True
+    if parts.scheme == "s3" and ":" in parts.netloc:
         return True
     return any(NAMES.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))
 
 
 def redact(text: str) -> str:
-    """A URI of the environment, or an error or log that repeats it, as people may see it: without
-    users, passwords, values of parameters that are named like secrets, and without the secrets that
-    stand in the environment of this process."""
-    for secret in _of_environment():
+    """Return a text, such as a URI, an error or a log, without secrets.
+
+    Removed are users and passwords of URIs, values of parameters whose names suggest a secret, and
+    the secrets in the environment of this process.
+    """
+    for secret in _environment_secrets():
         text = text.replace(secret, HIDDEN)
     return PARAMETER.sub(_without_value, USER.sub("", text))
 
 
 def _without_value(match: re.Match[str]) -> str:
     mark, name, value = match.groups()
-    return f"{mark}{name}={HIDDEN}" if value and NAMES.search(unquote(name)) else match.group()
+    if value and NAMES.search(unquote(name)):
+        return f"{mark}{name}={HIDDEN}"
+    return match.group()
 
 
-def _of_environment() -> Iterator[str]:
-    """Secrets that errors of libraries may repeat without the URI around them, the longest
-    first."""
-    found = {os.environ.get(name, "") for name in VARIABLES}
+def _environment_secrets() -> list[str]:
+    """Return the secrets of the environment, the longest first.
+
+    Errors of libraries may repeat them without the URI around them.
+    """
+    secrets = {os.environ.get(name, "") for name in VARIABLES}
     for name in URIS:
         password = PASSWORD.search(os.environ.get(name, ""))
-        found |= {password.group(1), unquote(password.group(1))} if password else set()
-    return iter(
-        sorted((secret for secret in found if len(secret) >= SHORTEST), key=len, reverse=True)
-    )
+        if password:
+            secrets |= {password.group(1), unquote(password.group(1))}
+    long_enough = [secret for secret in secrets if len(secret) >= SHORTEST]
+    return sorted(long_enough, key=len, reverse=True)

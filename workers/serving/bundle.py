@@ -1,5 +1,6 @@
-"""A bundle: all that serves the tasks of one finished method, in one folder, without a store, a
-card or a pickle.
+"""A bundle: one folder with all that serves the tasks of a finished method.
+
+It needs no store and no card, and holds no pickle.
 
 model.json                  what it is: method, settings, tasks in stream order, preprocessing,
                             provenance; sha256 of each file and of itself
@@ -15,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import safetensors.torch
 import torch
@@ -47,10 +48,10 @@ PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"
 NAME = re.compile(PLAIN)
 Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
 Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]  # goes to terminals
-File = Annotated[
-    str, Field(pattern=rf"^(backbone|tasks/{PLAIN}|carried/{PLAIN})\.safetensors$")
-]  # nothing outside the folder
-# what a task's state means nothing without
+# No path outside the folder.
+File = Annotated[str, Field(pattern=rf"^(backbone|tasks/{PLAIN}|carried/{PLAIN})\.safetensors$")]
+REMAKE = "make the folder anew with `python -m pipeline bundle`"
+# A task's state is valid only in bundles that agree with it in these.
 COMMON = (
     "method",
     "settings",
@@ -61,11 +62,15 @@ COMMON = (
 
 
 class FileBody(Frozen):
+    """Size and digest of a file."""
+
     bytes: NonNegativeInt
     sha256: str
 
 
 class TaskBody(Frozen):
+    """A task that the bundle serves."""
+
     name: Plain
     classes: tuple[Shown, ...] = Field(min_length=1)
     card: str
@@ -74,7 +79,7 @@ class TaskBody(Frozen):
 
 
 class Body(Frozen):
-    """What `model.json` must say: a folder may come from a stranger."""
+    """The schema of `model.json`, which is checked because a folder may come from a stranger."""
 
     format: int
     method: str
@@ -93,7 +98,7 @@ class Body(Frozen):
 
 
 class NeedsBody(Frozen):
-    """What an exported task says that it must find."""
+    """What an exported task requires of a bundle that imports it."""
 
     method: str
     settings: dict[str, Any]
@@ -108,10 +113,20 @@ class NeedsBody(Frozen):
     state: str
 
 
+class StoredFile(NamedTuple):
+    """A file of a stage in the store."""
+
+    key: str
+    file: str
+
+
 @dataclass(frozen=True)
 class Bundle:
-    """body: what `model.json` says. fetch: the bytes of a file by name. where: what people call
-    it."""
+    """All that serves the tasks of a finished method.
+
+    body: the content of `model.json`. fetch: returns the bytes of a file by its name. where: the
+    bundle's name in errors.
+    """
 
     body: Mapping[str, Any]
     fetch: Callable[[str], bytes]
@@ -119,113 +134,72 @@ class Bundle:
 
     @classmethod
     def open(cls, uri: str) -> Bundle:
-        """A folder, or any URI that pyarrow knows. Raises UserError where it is none, or not as it
-        was written."""
-        try:
-            body = read_json(join(uri, MODEL))
-        except UserError:  # of the storage
-            raise
-        except (OSError, ValueError) as error:
-            reason = (
-                ""
-                if isinstance(error, FileNotFoundError)
-                else f" ({getattr(error, 'strerror', None) or error})"
-            )
-            raise UserError(
-                f"{uri!r} is no model folder: it has no readable {MODEL}{reason}; make one with "
-                "`python -m pipeline bundle`"
-            ) from None
-        if (
-            not isinstance(body, dict)
-            or body.get("sha256") != digest_of(body)
-            or body.get("format") != FORMAT
-        ):
-            version = body.get("format") if isinstance(body, dict) else None
-            why = (
-                f"its format is {version}, this version reads {FORMAT}"
-                if version not in (FORMAT, None)
-                else "it is not as it was written"
-            )
-            raise UserError(
-                f"{join(uri, MODEL)}: {why}; make the folder anew with `python -m pipeline bundle`"
-            )
-        try:
-            Body.model_validate(body)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise UserError(
-                f"{join(uri, MODEL)}: {'.'.join(map(str, first['loc']))} is "
-                f"{first['input']!r:.80} ({first['msg']}); make the folder anew with "
-                "`python -m pipeline bundle`"
-            ) from None
-        needed = {
-            BACKBONE,
-            *body["carried"].values(),
-            *(state_file(task["name"]) for task in body["tasks"]),
-        }
-        if needed != body["files"].keys():
-            raise UserError(
-                f"{join(uri, MODEL)}: its files are not those of its tasks "
-                f"({', '.join(sorted(needed ^ body['files'].keys()))[:200]}); make the "
-                "folder anew with `python -m pipeline bundle`"
-            )
-        return cls(
-            body, lambda name: read_bytes(join(uri, name), body["files"][name]["bytes"]), uri
-        )
+        """Open a folder, or any URI that pyarrow knows.
+
+        Raise `UserError` when it is no bundle, or differs from what was written.
+        """
+        body = read_model(uri)
+
+        def fetch(name: str) -> bytes:
+            return read_bytes(join(uri, name), body["files"][name]["bytes"])
+
+        return cls(body, fetch, uri)
 
     @classmethod
     def of_job(cls, job: StageJob, max_pixels: int = MAX_PIXELS) -> Bundle:
-        """What `restore.finished_method` loads for a job, straight from the store.
+        """Return the bundle of what `restore.finished_method` loads for a job, from the store.
 
-        Files are read when they are asked for.
+        A file is read when it is fetched.
         """
         assert job.backbone is not None
-        places = {BACKBONE: (job.backbone, "state.safetensors")}
-        places |= {state_file(task): (key, "task.safetensors") for task, key in job.states.items()}
-        places |= {
-            carried_file(step): (key, "carried.safetensors") for step, key in job.previous.items()
-        }
-        artifacts = {key: Artifact.need(job.root, key) for key, _ in places.values()}
-        tasks = [t for t in job.tasks if t.name in job.states]
-        c = job.backbone_settings
-        # all: defaults may change
-        settings = (
-            METHODS[job.method]
-            .Settings.model_validate(job.settings)
-            .model_dump(by_alias=True, mode="json")
-        )
+        sources = {BACKBONE: StoredFile(job.backbone, "state.safetensors")}
+        for task_name, key in job.states.items():
+            sources[state_file(task_name)] = StoredFile(key, "task.safetensors")
+        for step, key in job.previous.items():
+            sources[carried_file(step)] = StoredFile(key, "carried.safetensors")
+        artifacts: dict[str, Artifact] = {}
+        for source in sources.values():
+            artifacts.setdefault(source.key, Artifact.need(job.root, source.key))
+        files: dict[str, Any] = {}
+        for name, source in sources.items():
+            files[name] = artifacts[source.key].manifest["files"][source.file]
+        tasks = [task for task in job.tasks if task.name in job.states]
+        backbone_settings = job.backbone_settings
+        settings = METHODS[job.method].Settings.model_validate(job.settings)
         body = {
             "format": FORMAT,
             "method": job.method,
-            "settings": settings,
-            "backbone": c.model_copy(update={"weights": "none"}).model_dump(mode="json"),
+            # All settings, because defaults may change.
+            "settings": settings.model_dump(by_alias=True, mode="json"),
+            "backbone": backbone_settings.model_copy(update={"weights": "none"}).model_dump(
+                mode="json"
+            ),
             "backbone_digest": artifacts[job.backbone].manifest["digest"],
             "scenario": job.scenario,
             "seed": job.seed,
-            "tasks": [described(t) for t in tasks],
+            "tasks": [task_body(task) for task in tasks],
             "carried": {step: carried_file(step) for step in job.previous},
             "preprocessing": {
-                "resize": round(c.img_size / c.crop_pct),
-                "crop": c.img_size,
+                "resize": round(backbone_settings.img_size / backbone_settings.crop_pct),
+                "crop": backbone_settings.img_size,
                 "interpolation": "bicubic",
-                "mean": list(c.mean),
-                "std": list(c.std),
+                "mean": list(backbone_settings.mean),
+                "std": list(backbone_settings.std),
             },
             "max_pixels": max_pixels,
-            "provenance": {**job.provenance, "weights": c.weights},
-            "files": {
-                name: artifacts[key].manifest["files"][file] for name, (key, file) in places.items()
-            },
+            "provenance": {**job.provenance, "weights": backbone_settings.weights},
+            "files": files,
         }
-        return cls(
-            sealed(body),
-            lambda name: artifacts[places[name][0]].read(places[name][1]),
-            f"run of {job.method}",
-        )
+
+        def fetch(name: str) -> bytes:
+            source = sources[name]
+            return artifacts[source.key].read(source.file)
+
+        return cls(sealed(body), fetch, f"run of {job.method}")
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """In stream order."""
+        """The tasks that are served, in stream order."""
         return tuple(
             Task(t["name"], t["card"], t["data"], tuple(t["classes"]), t["role"])
             for t in self.body["tasks"]
@@ -244,44 +218,40 @@ class Bundle:
         return 2 * backbone_bytes + (1 << 30)
 
     def task(self, name: str) -> Task:
-        """Raises UserError where there is no such task."""
-        found = next((t for t in self.tasks if t.name == name), None)
-        if found is None:
-            raise UserError(
-                f"task {name!r} is not in {self.where}; there are "
-                f"{', '.join(t.name for t in self.tasks)}"
-            )
-        return found
+        """Return a task by its name. Raise `UserError` when there is none of that name."""
+        for task in self.tasks:
+            if task.name == name:
+                return task
+        names = ", ".join(task.name for task in self.tasks)
+        raise UserError(f"task {name!r} is not in {self.where}; there are {names}")
 
     def read(self, name: str) -> bytes:
-        """The bytes of one file. Raises UserError where they are not those that were written."""
+        """Return the bytes of one file. Raise `UserError` when they are not what was written."""
         try:
             data = self.fetch(name)
+        except FileNotFoundError:
+            raise UserError(f"{self.where}: {name} is missing; {REMAKE}") from None
         except OSError as error:
-            problem = (
-                "is missing"
-                if isinstance(error, FileNotFoundError)
-                else f"cannot be read ({error.strerror or error})"
-            )
             raise UserError(
-                f"{self.where}: {name} {problem}; make the folder anew with `python -m pipeline "
-                "bundle`"
+                f"{self.where}: {name} cannot be read ({error.strerror or error}); {REMAKE}"
             ) from None
         if file_info(data) != self.body["files"].get(name):
             raise UserError(
-                f"{self.where}: {name} is damaged (its sha256 differs from {MODEL}); make the "
-                "folder anew with `python -m pipeline bundle`"
+                f"{self.where}: {name} is damaged (its sha256 differs from {MODEL}); {REMAKE}"
             )
         return data
 
     def state(self, name: str) -> TaskState:
+        """Return the state of a task."""
         return TaskState.from_bytes(
             self.read(state_file(name)), f"state of task {name!r} in {self.where}"
         )
 
     def write(self, uri: str) -> None:
-        """Into a folder that is new or empty; `model.json` comes last. Raises UserError where it is
-        neither."""
+        """Write the bundle into a folder, `model.json` last.
+
+        Raise `UserError` unless the folder is new or empty.
+        """
         system, path = resolve(uri)
         from pyarrow import fs
 
@@ -298,9 +268,10 @@ class Bundle:
         write_model(uri, self.body)
 
     def method(self, device: torch.device | None = None) -> Method:
-        """The method with all tasks loaded, on `device` (None: the CPU), in evaluation mode.
+        """Return the method with all tasks loaded, in evaluation mode. device: None is the CPU.
 
-        Raises UserError where what the bundle says does not fit together."""
+        Raise `UserError` when the parts of the bundle do not fit together.
+        """
         body = self.body
         try:
             backbone_settings = BackboneSettings.model_validate(
@@ -309,31 +280,27 @@ class Bundle:
             cls = METHODS[body["method"]].Settings
             settings = cls.model_validate(with_neutral(cls, body["settings"]))
         except (KeyError, ValidationError) as error:
-            problem = (
-                f"method {error} is not known"
-                if isinstance(error, KeyError)
-                else str(error.errors()[0]["msg"])
-            )
+            if isinstance(error, KeyError):
+                problem = f"method {error} is not known"
+            else:
+                problem = str(error.errors()[0]["msg"])
             raise UserError(
                 f"{self.where}: its settings cannot be used here ({problem}); use the version "
                 "of Accrete that wrote it"
             ) from None
         self._check_sizes(backbone_settings)
         weights = self.read(BACKBONE)
-        with torch.random.fork_rng(devices=[]):  # whatever is drawn here is what evaluation drew
+        # A constructor that draws gets the seed that it had in evaluation.
+        with torch.random.fork_rng(devices=[]):
             backbone = vit.build(backbone_settings)
             vit.from_bytes(backbone, weights, f"backbone of {self.where}")
             if vit.digest_of(backbone) != body["backbone_digest"]:
                 raise UserError(
                     f"{self.where}: its backbone is not the one that its tasks were trained on; "
-                    "make the folder anew with "
-                    "`python -m pipeline bundle`"
+                    f"{REMAKE}"
                 )
-            torch.manual_seed(
-                derive_seed(
-                    body["seed"], "begin", self.tasks[-1].name if self.tasks else "", "evaluate"
-                )
-            )
+            last_task = self.tasks[-1].name if self.tasks else ""
+            torch.manual_seed(derive_seed(body["seed"], "begin", last_task, "evaluate"))
             method = METHODS[body["method"]](backbone, settings, body["seed"])
         device = device or torch.device("cpu")
         method.to(device)
@@ -343,23 +310,22 @@ class Bundle:
             if (state.task, state.classes) != (task.name, task.classes):
                 raise UserError(
                     f"{self.where}: the state of task {task.name!r} is of task {state.task!r} "
-                    "with other classes; make the folder anew with "
-                    "`python -m pipeline bundle`"
+                    f"with other classes; {REMAKE}"
                 )
             with self._loading(f"the state of task {task.name!r}"):
                 method.load_task(state)
         if body["carried"]:
-            parts = {
-                step: Carried.from_bytes(self.read(file), f"{file} of {self.where}")
-                for step, file in body["carried"].items()
-            }
+            parts: dict[str, Carried] = {}
+            for step, file in body["carried"].items():
+                parts[step] = Carried.from_bytes(self.read(file), f"{file} of {self.where}")
             with self._loading("what its tasks carry"):
-                method.load_carried(merge_carried(self.where, body["method"], parts).to(device))
+                carried = merge_carried(self.where, body["method"], parts)
+                method.load_carried(carried.to(device))
         return method.to(device).requires_grad_(False).eval()
 
     @contextmanager
     def _loading(self, part: str) -> Iterator[None]:
-        """Inside, what a stranger's tensors break in a method is told as UserError."""
+        """Inside, raise `UserError` when tensors of a stranger break a method."""
         try:
             yield
         except UserError:
@@ -375,55 +341,108 @@ class Bundle:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
                 f"{self.where}: {part} does not fit method {self.body['method']!r} "
-                f"({reason:.300}); make the folder anew with "
-                "`python -m pipeline bundle`"
+                f"({reason:.300}); {REMAKE}"
             ) from None
 
     def _check_sizes(self, settings: BackboneSettings) -> None:
-        """Raises UserError where settings ask for a backbone that is larger than its file, or a
-        file is larger than any that its tasks can have; nothing is read or made before."""
+        """Raise `UserError` when a file is too small or too large for what the bundle describes.
+
+        The file of the backbone holds at least the tensors that the settings ask for. No file is
+        larger than its tasks can need. Nothing is read or allocated before this check.
+        """
         outline = vit.outline(settings)
         files = {name: info["bytes"] for name, info in self.body["files"].items()}
         least = sum(tensor.nbytes for tensor in outline.state_dict().values())
         if files[BACKBONE] < least:
             raise UserError(
                 f"{self.where}: {BACKBONE} has {files[BACKBONE]} bytes, and a backbone of these "
-                f"settings {least}; make the folder anew with "
-                "`python -m pipeline bundle`"
+                f"settings {least}; {REMAKE}"
             )
-        # what a chain carries may hold a backbone for each task
+        # The carried state of a chain may hold a backbone for each task.
         most = vit.most_bytes(outline) * (len(self.body["tasks"]) + 1)
         large = next((name for name, size in files.items() if size > most), None)
         if large is not None:
             raise UserError(
                 f"{self.where}: {large} has {files[large]} bytes, and no file of such a model "
-                f"more than {most}; make the folder anew with "
-                "`python -m pipeline bundle`"
+                f"more than {most}; {REMAKE}"
             )
 
-    def but(
+    def with_tasks(
         self,
         tasks: Sequence[Task],
         files: Mapping[str, bytes] | None = None,
         carried: Mapping[str, str] | None = None,
     ) -> Bundle:
-        """The same with these tasks alone. files: the bytes of what is new. carried: step -> file,
-        where another one takes its place."""
-        new, steps = dict(files or {}), {**self.body["carried"], **(carried or {})}
-        keep = {BACKBONE, *steps.values(), *(state_file(t.name) for t in tasks)}
-        infos = {name: info for name, info in self.body["files"].items() if name in keep}
+        """Return a bundle of these tasks alone.
+
+        files: the bytes of new files by name. carried: step -> file, for steps whose file changes.
+        """
+        new_files = dict(files or {})
+        carried_files = {**self.body["carried"], **(carried or {})}
+        remaining = {BACKBONE, *carried_files.values()}
+        remaining |= {state_file(task.name) for task in tasks}
+        infos = {name: info for name, info in self.body["files"].items() if name in remaining}
+        for name, data in new_files.items():
+            infos[name] = file_info(data)
         body = {
             **self.body,
-            "carried": steps,
-            "tasks": [described(t) for t in tasks],
-            "files": {**infos, **{name: file_info(data) for name, data in new.items()}},
+            "carried": carried_files,
+            "tasks": [task_body(task) for task in tasks],
+            "files": infos,
         }
-        return Bundle(
-            sealed(body), lambda name: new[name] if name in new else self.fetch(name), self.where
+
+        def fetch(name: str) -> bytes:
+            if name in new_files:
+                return new_files[name]
+            return self.fetch(name)
+
+        return Bundle(sealed(body), fetch, self.where)
+
+
+def read_model(uri: str) -> dict[str, Any]:
+    """Read and check `model.json`. Raise `UserError` when it is missing, changed or invalid."""
+    model_uri = join(uri, MODEL)
+    try:
+        body = read_json(model_uri)
+    except UserError:  # the storage cannot be used
+        raise
+    except (OSError, ValueError) as error:
+        reason = ""
+        if not isinstance(error, FileNotFoundError):
+            reason = f" ({getattr(error, 'strerror', None) or error})"
+        raise UserError(
+            f"{uri!r} is no model folder: it has no readable {MODEL}{reason}; make one with "
+            "`python -m pipeline bundle`"
+        ) from None
+    if not isinstance(body, dict):
+        raise UserError(f"{model_uri}: it is not as it was written; {REMAKE}")
+    version = body.get("format")
+    if version not in (FORMAT, None):
+        raise UserError(
+            f"{model_uri}: its format is {version}, this version reads {FORMAT}; {REMAKE}"
         )
+    if version is None or body.get("sha256") != digest_of(body):
+        raise UserError(f"{model_uri}: it is not as it was written; {REMAKE}")
+    try:
+        Body.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field_name = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{model_uri}: {field_name} is {first['input']!r:.80} ({first['msg']}); {REMAKE}"
+        ) from None
+    expected = {BACKBONE, *body["carried"].values()}
+    expected |= {state_file(task["name"]) for task in body["tasks"]}
+    difference = ", ".join(sorted(expected ^ body["files"].keys()))
+    if difference:
+        raise UserError(
+            f"{model_uri}: its files are not those of its tasks ({difference[:200]}); {REMAKE}"
+        )
+    return body
 
 
-def described(task: Task) -> dict[str, Any]:
+def task_body(task: Task) -> dict[str, Any]:
+    """Return a task as `model.json` lists it."""
     return {
         "name": task.name,
         "classes": list(task.classes),
@@ -434,24 +453,27 @@ def described(task: Task) -> dict[str, Any]:
 
 
 def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """With the sha256 of all the rest, as JSON gives it back."""
-    plain = json.loads(
-        json.dumps({name: value for name, value in body.items() if name != "sha256"}, default=str)
-    )
+    """Return the body with the sha256 of all its other fields, in the types that JSON has."""
+    content = {name: value for name, value in body.items() if name != "sha256"}
+    plain = json.loads(json.dumps(content, default=str))
     return {**plain, "sha256": digest_of(plain)}
 
 
 def write_model(uri: str, body: Mapping[str, Any]) -> None:
+    """Write `model.json` of the bundle at `uri`."""
     write_bytes(join(uri, MODEL), json.dumps(body, indent=1, sort_keys=True).encode())
 
 
 def state_file(task: str) -> str:
+    """Return the name of the file of a task's state."""
     return f"tasks/{task}.safetensors"
 
 
 def whole_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:
-    """All settings of a method, as a file has them, with what it leaves out; as they are where this
-    version does not know them."""
+    """Return written settings of a method together with those that were left out.
+
+    Return them unchanged when this version does not know them.
+    """
     cls = METHODS[method].Settings
     try:
         settings = cls.model_validate(with_neutral(cls, written))
@@ -461,13 +483,15 @@ def whole_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:
 
 
 def carried_file(step: str) -> str:
+    """Return the name of the file of what a step hands on."""
     return f"carried/{step}.safetensors"
 
 
 # ---- single tasks --------------------------------------------------------------------------------
 def export_task(bundle: Bundle, name: str) -> bytes:
-    """A task's state with all that another bundle must agree with, as one safetensors file."""
-    task, data = bundle.task(name), bundle.read(state_file(name))
+    """Return a task's state and what it requires of a bundle, as one safetensors file."""
+    task = bundle.task(name)
+    data = bundle.read(state_file(name))
     tensors, header = load_tensors(data, f"state of task {name!r}")
     needs = {
         **{key: bundle.body[key] for key in COMMON},
@@ -488,8 +512,10 @@ def export_task(bundle: Bundle, name: str) -> bytes:
 
 
 def import_task(uri: str, data: bytes, where: str) -> Task:
-    """Puts an exported task into the bundle at `uri`. Raises UserError where the two do not belong
-    together."""
+    """Add an exported task to the bundle at `uri`, and return it.
+
+    Raise `UserError` when the two do not fit together. where: the name of `data` in errors.
+    """
     bundle = Bundle.open(uri)
     method = METHODS.get(bundle.body["method"])
     if method is None or trains_shared(method):
@@ -498,18 +524,19 @@ def import_task(uri: str, data: bytes, where: str) -> Task:
             "a task's state means nothing beside those of "
             "another run; only tasks of a star can be imported"
         )
-    needs, state = needs_of(data, where), TaskState.from_bytes(data, where)
-    mine = {**{key: bundle.body[key] for key in COMMON}, "carried": carried_digests(bundle)}
-    for body in (needs, mine):  # an older one lists those alone that a config had set
-        body["settings"] = whole_settings(mine["method"], body["settings"])
-    other = next((key for key, value in mine.items() if needs.get(key) != value), None)
-    if other:
-        values = (str(needs.get(other))[:60], str(mine[other])[:60])
-        raise UserError(
-            f"{where}: task {state.task!r} was exported from a model whose {other} is "
-            f"{values[0]}, and in {uri} it is {values[1]}; import it "
-            "into a model with the same method, settings and backbone"
-        )
+    needs = needs_of(data, where)
+    state = TaskState.from_bytes(data, where)
+    provided = {key: bundle.body[key] for key in COMMON}
+    provided["carried"] = carried_digests(bundle)
+    for body in (needs, provided):  # older versions wrote only the settings that a config had set
+        body["settings"] = whole_settings(provided["method"], body["settings"])
+    for key, value in provided.items():
+        if needs.get(key) != value:
+            raise UserError(
+                f"{where}: task {state.task!r} was exported from a model whose {key} is "
+                f"{str(needs.get(key))[:60]}, and in {uri} it is {str(value)[:60]}; import it "
+                "into a model with the same method, settings and backbone"
+            )
     if not NAME.fullmatch(state.task):
         raise UserError(
             f"{where}: its task is called {state.task!r:.80}, and a name has letters, digits, "
@@ -525,15 +552,15 @@ def import_task(uri: str, data: bytes, where: str) -> Task:
         raise UserError(
             f"{where}: it is damaged (its sha256 differs from what was exported); export it anew"
         )
-    changed = bundle.but([*bundle.tasks, task], {state_file(task.name): plain})
-    changed.method()  # what does not load is not put in
+    changed = bundle.with_tasks([*bundle.tasks, task], {state_file(task.name): plain})
+    changed.method()  # a task that cannot be loaded is not added
     write_bytes(join(uri, state_file(task.name)), plain)
     write_model(uri, changed.body)
     return task
 
 
 def needs_of(data: bytes, where: str) -> dict[str, Any]:
-    """What an exported task must find; nothing where the bytes are no exported task."""
+    """Return what an exported task requires. Raise `UserError` when the bytes are none."""
     length = int.from_bytes(data[:8], "little")
     try:
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
@@ -548,67 +575,71 @@ def needs_of(data: bytes, where: str) -> dict[str, Any]:
 
 
 def carried_digests(bundle: Bundle) -> dict[str, str]:
-    return {
-        step: bundle.body["files"][file]["sha256"] for step, file in bundle.body["carried"].items()
-    }
+    """Return step -> sha256 of what it hands on."""
+    files = bundle.body["files"]
+    return {step: files[file]["sha256"] for step, file in bundle.body["carried"].items()}
 
 
 def remove_task(uri: str, name: str) -> str:
-    """Takes a task and its state out of the bundle at `uri`; the others answer as before, which is
-    tried. Returns what a person should know of it. Raises UserError where the others' answers are
-    made of that task's state."""
+    """Remove a task and its state from the bundle at `uri`.
+
+    Return a note for people, or "". Raise `UserError` when other tasks need that task's state:
+    they must give the same answers as before, which is tried.
+    """
     bundle = Bundle.open(uri)
-    gone = bundle.task(name)
-    rest = [t for t in bundle.tasks if t != gone]
-    if not rest:
+    removed = bundle.task(name)
+    remaining = [task for task in bundle.tasks if task != removed]
+    if not remaining:
         raise UserError(f"{uri}: {name!r} is the only task; remove the folder instead")
-    files, moved = {}, {}
+    new_files: dict[str, bytes] = {}
+    new_names: dict[str, str] = {}  # step -> file
+    head = f"heads/{name}/"
     for step, file in bundle.body["carried"].items():
         carried = Carried.from_bytes(bundle.read(file))
-        kept = {
-            key: t for key, t in carried.tensors.items() if not key.startswith(f"heads/{name}/")
-        }
-        if len(kept) < len(carried.tensors):
-            data = Carried(kept, carried.meta).to_bytes()
-            moved[step] = carried_file(f"{step}-{file_info(data)['sha256'][:8]}")
-            files[moved[step]] = data
-    changed = bundle.but(rest, files, moved)
+        tensors = {key: t for key, t in carried.tensors.items() if not key.startswith(head)}
+        if len(tensors) < len(carried.tensors):
+            data = Carried(tensors, carried.meta).to_bytes()
+            new_names[step] = carried_file(f"{step}-{file_info(data)['sha256'][:8]}")
+            new_files[new_names[step]] = data
+    changed = bundle.with_tasks(remaining, new_files, new_names)
     if not same_answers(bundle, changed):
         raise UserError(
             f"{uri}: other tasks of method {bundle.body['method']!r} answer with what task "
             f"{name!r} left behind, so that it cannot be taken "
             "out; run the stream without it instead"
         )
-    for file, data in files.items():
+    for file, data in new_files.items():
         write_bytes(join(uri, file), data)
-    write_model(uri, changed.body)  # from here on it is gone; nobody asks for what is deleted now
+    write_model(uri, changed.body)  # from now on nothing names the files that are deleted below
     for file in set(bundle.body["files"]) - set(changed.body["files"]):
         system, path = resolve(join(uri, file))
         system.delete_file(path)
-    shared = trains_shared(METHODS[bundle.body["method"]])
+    if not trains_shared(METHODS[bundle.body["method"]]):
+        return ""
     return (
         "what its training left in the weights that tasks share stays, because later tasks "
         "stand on it"
-        if shared
-        else ""
     )
 
 
 def trains_shared(method: type[Method]) -> bool:
-    """Whether a task's training changes what other tasks are served with."""
+    """Return whether training a task changes weights that other tasks are served with."""
     return bool(method.carries) or method.trains_on == "seen"
 
 
 @torch.no_grad()
 def same_answers(before: Bundle, after: Bundle) -> bool:
-    """Whether the tasks of `after` answer on images of noise as they did, bit for bit."""
+    """Return whether the tasks of `after` have the same logits on noise in both, bit for bit."""
     side = before.body["backbone"]["img_size"]
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
-    old = before.method()
+    old_method = before.method()
     try:
-        new = after.method()
-        return all(
-            torch.equal(old.logits(images, t.name), new.logits(images, t.name)) for t in after.tasks
-        )
+        new_method = after.method()
+        for task in after.tasks:
+            old_logits = old_method.logits(images, task.name)
+            new_logits = new_method.logits(images, task.name)
+            if not torch.equal(old_logits, new_logits):
+                return False
     except (UserError, LookupError, RuntimeError, ValueError):
         return False
+    return True

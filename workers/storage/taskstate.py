@@ -1,5 +1,4 @@
-"""What a task leaves behind: masks as packed bits, tokens, a head, small copies; and what it hands
-on to the next task."""
+"""The task state, which a finished task leaves, and the carried state, which the next task gets."""
 
 from __future__ import annotations
 
@@ -20,26 +19,31 @@ KINDS = ("masks", "tokens", "head", "copies")
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Boolean mask of any shape -> uint8 tensor of ceil(n / 8) bytes (numpy's packbits order)."""
-    return torch.from_numpy(np.packbits(mask.detach().cpu().numpy().astype(bool).reshape(-1)))
+    """Return a boolean mask of n entries as uint8 (ceil(n / 8),), in numpy's packbits order."""
+    flat = mask.detach().cpu().numpy().astype(bool).reshape(-1)
+    return torch.from_numpy(np.packbits(flat))
 
 
 def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `pack`: uint8 tensor -> boolean mask of `shape`. Raises ValueError where
-    there are more or fewer bits: a few bytes that say they are a mask of billions would else
-    become one."""
+    """Return the boolean mask of `shape` whose packed bits are given, the inverse of `pack`.
+
+    Raise `ValueError` when the number of bits differs: a few bytes from a stranger that claim to
+    be a mask of billions of entries would otherwise take that much memory.
+    """
     count = math.prod(shape)
     if min(shape, default=0) < 0 or bits.numel() != (count + 7) // 8:
         raise ValueError(f"{bits.numel()} bytes are no mask of shape {shape}")
-    return torch.from_numpy(
-        np.unpackbits(bits.cpu().numpy(), count=count).astype(bool).reshape(shape)
-    )
+    flat = np.unpackbits(bits.cpu().numpy(), count=count)
+    return torch.from_numpy(flat.astype(bool).reshape(shape))
 
 
 @dataclass
 class TaskState:
-    """masks are boolean; tokens, head and copies are float tensors. `meta` is plain JSON (settings,
-    digests, steps)."""
+    """What a finished task leaves: masks, tokens, a head, and copies of small parts.
+
+    Masks are boolean, stored as packed bits. Tokens, head and copies are float tensors by name.
+    meta: plain JSON (settings, digests, steps).
+    """
 
     task: str
     classes: tuple[str, ...]
@@ -52,20 +56,21 @@ class TaskState:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by kind as stored: masks as packed bits, everything else as it is."""
-        sizes = {
-            kind: sum(t.numel() * t.element_size() for t in getattr(self, kind).values())
-            for kind in KINDS[1:]
-        }
-        return {"masks": sum((m.numel() + 7) // 8 for m in self.masks.values()), **sizes}
+        """Return the stored bytes of each kind: masks as packed bits, the rest as it is."""
+        sizes = {"masks": sum((mask.numel() + 7) // 8 for mask in self.masks.values())}
+        for kind, tensors in self._float_tensors().items():
+            sizes[kind] = sum(t.numel() * t.element_size() for t in tensors.values())
+        return sizes
+
+    def _float_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {"tokens": self.tokens, "head": self.head, "copies": self.copies}
 
     def to_bytes(self) -> bytes:
-        tensors = {f"masks/{name}": pack(mask) for name, mask in self.masks.items()}
-        for kind in KINDS[1:]:
-            tensors |= {
-                f"{kind}/{name}": t.detach().cpu().contiguous()
-                for name, t in getattr(self, kind).items()
-            }
+        """Return the state as safetensors, with everything but the tensors in the header."""
+        stored = {f"masks/{name}": pack(mask) for name, mask in self.masks.items()}
+        for kind, tensors in self._float_tensors().items():
+            for name, tensor in tensors.items():
+                stored[f"{kind}/{name}"] = tensor.detach().cpu().contiguous()
         header = {
             "task": self.task,
             "classes": list(self.classes),
@@ -74,20 +79,24 @@ class TaskState:
             "meta": self.meta,
             "mask_shapes": {name: list(mask.shape) for name, mask in self.masks.items()},
         }
-        return safetensors.torch.save(tensors, {"accrete": json.dumps(header, sort_keys=True)})
+        return safetensors.torch.save(stored, {"accrete": json.dumps(header, sort_keys=True)})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str = "task state") -> TaskState:
-        """Raises UserError where the bytes are not a task state."""
+        """Return the state of `to_bytes`. Raise `UserError` when the bytes are none.
+
+        where: the name of the bytes in the error.
+        """
         tensors, header = load_tensors(data, where)
         try:
             shapes = header["mask_shapes"]
             parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
-            for full, tensor in tensors.items():
-                kind, name = full.split("/", 1)
-                parts[kind][name] = (
-                    unpack(tensor, tuple(shapes[name])) if kind == "masks" else tensor
-                )
+            for full_name, stored in tensors.items():
+                kind, name = full_name.split("/", 1)
+                tensor = stored
+                if kind == "masks":
+                    tensor = unpack(stored, tuple(shapes[name]))
+                parts[kind][name] = tensor
             return cls(
                 header["task"],
                 tuple(header["classes"]),
@@ -104,33 +113,40 @@ class TaskState:
 
 @dataclass
 class Carried:
-    """What task t hands to t+1 in a chain: tensors by name, and plain JSON beside them (exemplar
-    references, counters)."""
+    """What task t hands to task t+1 in a chain.
+
+    tensors: by name. meta: plain JSON (references to exemplars, counters).
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Carried:
-        """The same with its tensors on `device`. What a method is given lies where its backbone
-        does."""
+        """Return the same state with its tensors on `device`, where the method's backbone is."""
         return Carried({name: t.to(device) for name, t in self.tensors.items()}, self.meta)
 
     def to_bytes(self) -> bytes:
+        """Return the state as safetensors, with `meta` in the header."""
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.tensors.items()}
         return safetensors.torch.save(tensors, {"accrete": json.dumps(self.meta, sort_keys=True)})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str = "carried state") -> Carried:
-        return cls(*load_tensors(data, where))
+        """Return the state of `to_bytes`. Raise `UserError` when the bytes are none."""
+        tensors, meta = load_tensors(data, where)
+        return cls(tensors, meta)
 
 
 def load_tensors(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, sorted by name, and JSON header of safetensors bytes. Raises UserError where they
-    are not."""
+    """Return the tensors, sorted by name, and the JSON header of safetensors bytes.
+
+    Raise `UserError` when they cannot be read. where: the name of the bytes in the error.
+    """
     try:
         length = struct.unpack("<Q", data[:8])[0]
         metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-        tensors = safetensors.torch.load(data)  # in another order in every process
+        # `load` returns them in another order in every process.
+        tensors = safetensors.torch.load(data)
         return dict(sorted(tensors.items())), json.loads(metadata.get("accrete", "{}"))
     except Exception as error:
         raise UserError(

@@ -1,5 +1,4 @@
-"""A finished run -> one model that serves all its tasks: predict, bundle, tasks and serve on the
-command line."""
+"""The commands that serve a finished run with one model: predict, bundle, tasks and serve."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
     from workers.serving.bundle import Bundle
     from workers.serving.server import Answer
 
-# of all images of a request that is served, and of all that are decoded at the same moment
+# Most pixels of one request's images, and of all images that are decoded at the same moment.
 MAX_PIXELS = 1 << 26
 SHOWN = 3  # probabilities in a table, unless more are asked for
 
 
 def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Adds what this module does to the command line."""
+    """Add the commands of this module to the command line."""
     ask = command(
         "predict",
         predict,
@@ -103,8 +102,8 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
             sub.add_argument(argument, metavar=argument.upper())
 
 
-def chosen(args: argparse.Namespace) -> Bundle:
-    """Of a model folder, or of a method of a config's run."""
+def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
+    """Return the bundle of a model folder, or of a method of a config's run."""
     from workers.serving.bundle import MODEL, Bundle
     from workers.storage.artifact import exists, join
 
@@ -134,33 +133,24 @@ def chosen(args: argparse.Namespace) -> Bundle:
 
 # ---- commands ------------------------------------------------------------------------------------
 def predict(args: argparse.Namespace) -> int:
+    """Print the answer to each image as a table."""
     from pipeline.console import table_text
     from workers.serving.server import Predictor
 
-    served = Predictor(chosen(args))
+    served = Predictor(bundle_of_arguments(args))
     served.check_request(len(args.images), args.task, args.rule, args.top)
-    found: list[Answer] = []
+    answers: list[Answer] = []
     limits = limits_of(served.bundle)
     for start in range(0, len(args.images), limits.images):
-        found += served.predict(
-            [os.fspath(name) for name in args.images[start : start + limits.images]],
-            args.task,
-            args.rule,
-            args.top,
-            limits,
-        )
+        paths = [os.fspath(path) for path in args.images[start : start + limits.images]]
+        answers += served.predict(paths, args.task, args.rule, args.top, limits)
     heading = ["image", "task", "confidence", "class", "probability", "probabilities"]
-    rows = [
-        [
-            name,
-            a.task,
-            f"{a.confidence:.3f}",
-            a.class_,
-            f"{a.probability:.3f}",
-            ", ".join(f"{c} {p:.3f}" for c, p in a.probabilities.items()),
-        ]
-        for name, a in zip(args.images, found, strict=True)
-    ]
+    rows = []
+    for path, answer in zip(args.images, answers, strict=True):
+        listed = [f"{name} {value:.3f}" for name, value in answer.probabilities.items()]
+        confidence = f"{answer.confidence:.3f}"
+        probability = f"{answer.probability:.3f}"
+        rows.append([path, answer.task, confidence, answer.class_, probability, ", ".join(listed)])
     print(table_text(heading, rows))
     if args.csv:
         with open(args.csv, "wb") as stream:
@@ -169,57 +159,60 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def limits_of(bundle: Bundle) -> Any:
-    """On the command line files are named."""
+    """Return the limits of the command line, where images are given as paths."""
     from workers.serving.images import Limits
 
     return Limits(bundle.body["max_pixels"], paths=True)
 
 
 def bundle(args: argparse.Namespace) -> int:
+    """Write a bundle into a new folder."""
     from pipeline.yaml_files import absolute
 
-    found, out = chosen(args), absolute(args.out)
-    found.write(out)
+    source = bundle_of_arguments(args)
+    out = absolute(args.out)
+    source.write(out)
     print(
-        f"{out}: method {found.body['method']}, {len(found.tasks)} tasks, "
-        f"{found.nbytes / 1e6:.1f} MB"
+        f"{out}: method {source.body['method']}, {len(source.tasks)} tasks, "
+        f"{source.nbytes / 1e6:.1f} MB"
     )
     return 0
 
 
 def tasks(args: argparse.Namespace) -> int:
+    """List, export, import or remove tasks of a model folder."""
     from pipeline.console import table_text
     from pipeline.yaml_files import absolute
     from workers.serving import bundle as bundles
 
     model = absolute(args.model)
-    found = bundles.Bundle.open(model)
+    opened = bundles.Bundle.open(model)
     if args.action == "list":
-        sizes = {
-            t.name: found.body["files"][bundles.state_file(t.name)]["bytes"] for t in found.tasks
-        }
-        print(
-            table_text(
-                ["task", "classes", "bytes"],
-                [[t.name, str(t.num_classes), str(sizes[t.name])] for t in found.tasks],
-            )
-        )
+        rows = []
+        for task in opened.tasks:
+            info = opened.body["files"][bundles.state_file(task.name)]
+            rows.append([task.name, str(task.num_classes), str(info["bytes"])])
+        print(table_text(["task", "classes", "bytes"], rows))
     elif args.action == "export":
-        data = bundles.export_task(found, args.name)
+        data = bundles.export_task(opened, args.name)
         with open(args.file, "wb") as stream:
             stream.write(data)
         print(f"{args.file}: task {args.name}, {len(data)} bytes")
     elif args.action == "import":
-        task = bundles.import_task(model, read_regular(args.file, found.most_task_bytes), args.file)
+        data = read_regular(args.file, opened.most_task_bytes)
+        task = bundles.import_task(model, data, args.file)
         print(f"{args.model} serves {task.name} too, {task.num_classes} classes")
     else:
-        said = bundles.remove_task(model, args.name)
-        print(f"{args.model} serves {args.name} no more" + (f"; {said}" if said else ""))
+        message = f"{args.model} serves {args.name} no more"
+        note = bundles.remove_task(model, args.name)
+        if note:
+            message += f"; {note}"
+        print(message)
     return 0
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Until it is interrupted."""
+    """Answer requests over HTTP until interrupted."""
     if args.max_pixels < 1:
         raise UserError(
             f"--max-pixels is {args.max_pixels}; give the most pixels that all images of a "
@@ -227,16 +220,17 @@ def serve(args: argparse.Namespace) -> int:
         )
     port = ui.free_port(args.host, args.port)
     ui.warn_if_exposed(args.host, port, "ask it, at your expense: it asks for no password")
-    found = chosen(args)
+    source = bundle_of_arguments(args)
+    names = ", ".join(task.name for task in source.tasks)
     with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
-        place = os.path.join(folder, "model")
-        found.write(place)  # the replica reads it, wherever it came from
-        with running(place, port, args.host, args.allow_host, args.max_pixels) as address:
+        model = os.path.join(folder, "model")
+        source.write(model)  # the replica reads this copy, wherever the bundle came from
+        with running(model, port, args.host, args.allow_host, args.max_pixels) as address:
             stop = threading.Event()
-            for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put its own there
+            for number in (signal.SIGINT, signal.SIGTERM):  # replaces the handlers of Ray
                 signal.signal(number, lambda *_: stop.set())
             print(
-                f"serving {', '.join(t.name for t in found.tasks)} on {address}: POST /predict, "
+                f"serving {names} on {address}: POST /predict, "
                 "GET /tasks, GET /health; stop with Ctrl-C",
                 flush=True,
             )
@@ -248,12 +242,14 @@ def serve(args: argparse.Namespace) -> int:
 def running(
     folder: str, port: int, host: str, names: Sequence[str], max_pixels: int
 ) -> Iterator[str]:
-    """Serves the bundle in `folder` while inside, on a Ray of its own; gives the address. names:
-    hosts under which clients may ask."""
+    """Inside, serve the bundle in `folder` on a private local Ray; yield the server's address.
+
+    names: hosts under which clients may ask, beside the address and localhost.
+    """
     from pipeline.config import ClusterSettings
     from pipeline.launch.cluster import connect
 
-    # before Ray Serve is imported: it sets what Ray reads at import
+    # Before Ray Serve is imported: `connect` sets what Ray reads at import.
     ray = connect(ClusterSettings(address="local"))
     try:
         from ray import serve as ray_serve
@@ -264,16 +260,16 @@ def running(
     from pipeline.serving.http_server import Front, Hosts, listening
 
     try:
-        # its proxy has no deadline for heads and bodies
+        # Ray Serve's own proxy has no deadlines for heads and bodies.
         ray_serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         application = Deployment.bind(folder, max_pixels)  # type: ignore[attr-defined]
         handle = ray_serve.run(application, name=APPLICATION, route_prefix=None)
-        front = Front(
-            predict_of(handle), handle.tasks.remote().result(), Hosts(host, names), is_running
-        )
+        served_tasks = handle.tasks.remote().result()
+        front = Front(predict_of(handle), served_tasks, Hosts(host, names), is_running)
         with listening(front, host, port):
-            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            is_ipv6 = ":" in host
+            yield f"http://[{host}]:{port}" if is_ipv6 else f"http://{host}:{port}"
     finally:
-        with suppress(Exception):  # whatever it is, closing does not hide why serving ended
+        with suppress(Exception):  # an error of closing must not hide why serving ended
             ray_serve.shutdown()
         ray.shutdown()

@@ -1,8 +1,7 @@
-"""HTTP in front of a model: hosts, deadlines and limits are checked here, before a request reaches
-the model.
+"""The HTTP server in front of a model: it checks hosts, deadlines and limits of requests.
 
-Reading a request takes no place in the queue of predictions, so clients that send slowly hold up
-nobody. The connection that has been incomplete for longest is closed first where room runs out.
+A request enters the queue of predictions after it has arrived, so slow clients delay nobody. When
+there are too many connections, the one that has been incomplete for longest is closed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::
 
 
 class Refused(UserError):
-    """A request that is not answered, with its HTTP status."""
+    """A request is not answered; the error has the HTTP status."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -52,7 +51,7 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What clients may take.
+    """Limits for clients.
 
     head_s, body_s, answer_s: seconds until a request's head has arrived, then its body, then until
     it is answered. idle_s: seconds that a connection stays open between requests. requests:
@@ -77,8 +76,7 @@ class Bounds:
 
 @dataclass(eq=False)
 class Upload:
-    """A body that is being received. timeout: ends the reading. refusal: what the client is told
-    then."""
+    """A body that is being received. timeout: ends the reading. refusal: the answer then."""
 
     timeout: asyncio.Timeout
     refusal: Refused
@@ -95,18 +93,16 @@ class Hosts:
     """
 
     def __init__(self, listen: str, names: Iterable[str] = ()):
-        self.names = {
-            "localhost",
-            "127.0.0.1",
-            "::1",
-            *(name.lower().strip("[]") for name in (listen, *names)),
-        } - {""}
+        self.names = {"localhost", "127.0.0.1", "::1"}
+        for name in (listen, *names):
+            self.names.add(name.lower().strip("[]"))
+        self.names.discard("")
         self.any_address = not listen or (
             is_address(listen) and ipaddress.ip_address(listen).is_unspecified
         )
 
     def allow(self, host: str) -> bool:
-        """host: as in the header `Host`, with or without a port."""
+        """Return whether requests to `host` are answered: the header `Host`, a port is optional."""
         parts = HOST.fullmatch(host.lower())
         if parts is None:
             return False
@@ -115,7 +111,7 @@ class Hosts:
 
 
 def is_address(name: str) -> bool:
-    """Whether a host is an IP address."""
+    """Return whether a host is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -139,11 +135,13 @@ class Front:
         is_healthy: Callable[[], bool] = lambda: True,
         bounds: Bounds | None = None,
     ):
-        self.predict, self.tasks, self.hosts, self.is_healthy = predict, tasks, hosts, is_healthy
+        self.predict = predict
+        self.tasks = tasks
+        self.hosts = hosts
+        self.is_healthy = is_healthy
         self.bounds = bounds or Bounds()
-        self.incomplete: dict[
-            Connection, None
-        ] = {}  # connections that wait for a request's head, the oldest first
+        # Connections that wait for a request's head, the oldest first.
+        self.incomplete: dict[Connection, None] = {}
         self.uploads: dict[Upload, None] = {}  # the oldest first
         self.connections = self.bounds.connections
         self.held = 0  # bytes of bodies
@@ -171,7 +169,7 @@ class Front:
         await JSONResponse(reply.body, reply.status, headers)(scope, receive, send)
 
     async def reply(self, request: Request) -> Reply:
-        """Raises Refused."""
+        """Return the reply to a request. Raise `Refused` when it is not answered."""
         self.check_host(request)
         route = request.method, request.url.path
         if route == ("GET", "/health"):
@@ -197,7 +195,7 @@ class Front:
             self.release(upload)
 
     def check_host(self, request: Request) -> None:
-        """Raises Refused where another site's page asks."""
+        """Raise `Refused` when the host, or the site of the asking page, is not allowed."""
         host = request.headers.get("host", "")
         if not self.hosts.allow(host):
             raise Refused(
@@ -214,13 +212,14 @@ class Front:
             )
 
     def check_room(self) -> None:
-        """Raises Refused where too many predictions are under way."""
+        """Raise `Refused` when too many predictions run or wait."""
         if self.predictions >= self.bounds.requests:
             raise Refused(
                 503, f"{self.predictions} requests are being answered; send this one again later"
             )
 
     async def health_reply(self) -> Reply:
+        """Return whether the model answers, asked at most once a second."""
         async with self.health_check:
             if time.monotonic() > self.health_until:
                 try:
@@ -238,7 +237,7 @@ class Front:
 
     # ---- bodies ----------------------------------------------------------------------------------
     async def receive(self, request: Request) -> Upload:
-        """Raises Refused where the body is too large, too slow, or gives way to later ones."""
+        """Receive a body. Raise `Refused` when it is too large or slow, or gives way to others."""
         large = Refused(
             413,
             f"the body takes more than {self.bounds.body_bytes} bytes; send fewer or smaller "
@@ -271,9 +270,12 @@ class Front:
         return upload
 
     def hold(self, upload: Upload, chunk: bytes) -> None:
-        """Adds a chunk. Where all bodies take too much, those go that began first and are still
-        incomplete. Raises Refused where this one goes, or has gone a moment ago: a chunk may arrive
-        before its reader is woken by the deadline."""
+        """Add a chunk to a body.
+
+        When all bodies together take too many bytes, the oldest incomplete ones are dropped. Raise
+        `Refused` when this one is dropped, or was dropped before: a chunk may arrive before the
+        deadline wakes its reader.
+        """
         if upload not in self.uploads:
             raise upload.refusal
         upload.data += chunk
@@ -292,13 +294,16 @@ class Front:
             oldest.timeout.reschedule(asyncio.get_running_loop().time())
 
     def release(self, upload: Upload) -> None:
-        """Forgets a body."""
+        """Drop a body and free its bytes."""
         self.held -= len(upload.data)
         upload.data = bytearray()
         self.uploads.pop(upload, None)
 
     async def answer(self, request: Request, body: bytes) -> Reply:
-        """Raises Refused where it takes too long, ClientDisconnect where the client has left."""
+        """Return the model's reply.
+
+        Raise `Refused` when it takes too long, `ClientDisconnect` when the client has left.
+        """
         work = asyncio.ensure_future(self.predict(body))
         left = asyncio.ensure_future(disconnected(request.receive))
         try:
@@ -320,17 +325,17 @@ class Front:
 
 
 async def disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
-    """Returns when the client has left."""
+    """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which is cut at a deadline: it has none of its own for heads, nor for clients that
-    do not read their answers.
+    """uvicorn's connection with deadlines.
 
-    One timer runs from the opening to the close: for the head of a request, then for all of the
-    request, then for the next head.
+    uvicorn has none for heads, nor for clients that do not read their answers. One timer runs from
+    the opening to the close: for the head of a request, then for the request, then for the next
+    head.
     """
 
     front: Front
@@ -366,11 +371,13 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def await_head(self, seconds: float) -> None:
+        """Abort the connection if the head of a request does not arrive in time."""
         if not self.transport.is_closing():
             self.front.incomplete[self] = None
         self.cut_in(seconds)
 
     def cut_in(self, seconds: float) -> None:
+        """Abort the connection after so many seconds, in place of an earlier deadline."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = self.loop.call_later(seconds, self.transport.abort)
@@ -378,8 +385,10 @@ class Connection(H11Protocol):
 
 @contextmanager
 def listening(front: Front, host: str, port: int) -> Iterator[int]:
-    """Serves `front` from a thread while inside; gives the port. Raises UserError where host and
-    port cannot be used."""
+    """Inside, serve `front` from a thread; yield the port.
+
+    Raise `UserError` when host and port cannot be used.
+    """
     front.connections = connections_allowed(front.bounds.connections)
     config = uvicorn.Config(
         front,
@@ -417,7 +426,7 @@ def listening(front: Front, host: str, port: int) -> Iterator[int]:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound, of the address's own family. Raises UserError."""
+    """Return a bound socket of the address's family. Raise `UserError` when it cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -430,17 +439,19 @@ def bound(host: str, port: int) -> socket.socket:
             sock.close()
             raise
     except (OSError, OverflowError) as error:
-        said = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"port {port} on {host} cannot be used ({said}); give another with --port, or none "
+            f"port {port} on {host} cannot be used ({reason}); give another with --port, or none "
             "for a free one"
         ) from None
     return sock
 
 
 def connections_allowed(count: int) -> int:
-    """Lets this process open as many files as `count` connections need; returns for how many the
-    system has room."""
+    """Raise this process's limit of open files for `count` connections.
+
+    Return how many connections the system allows, at most `count`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

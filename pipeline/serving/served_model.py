@@ -1,9 +1,9 @@
-"""What MLflow loads and serves: a bundle and this file, with `workers` beside them; no checkout is
-needed, and nothing is unpickled.
+"""The model that MLflow loads and serves: a bundle and this file, with `workers` beside them.
 
-`mlflow.pyfunc.load_model(URI).predict(frame)`: a column `image` (base64, bytes, nested lists or an
-array (height, width, 3) of values 0 to 255; where ACCRETE_ALLOW_PATHS is 1 also the path of a
-file), and if wanted a column `task`. params: `rule` and `top`, see `Predictor.predict`.
+It needs no checkout, and nothing is unpickled. Use: `mlflow.pyfunc.load_model(URI).predict(frame)`.
+frame: a column `image` (base64, bytes, nested lists or an array (height, width, 3) of values 0 to
+255; also the path of a file if ACCRETE_ALLOW_PATHS is 1), and optionally a column `task`.
+params: `rule` and `top`, see `Predictor.predict`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ PATHS = "ACCRETE_ALLOW_PATHS"
 
 
 class Refused(MlflowException):
-    """Status 400, and one sentence that stays: MLflow's server would put the whole input in front
-    of it."""
+    """Status 400 with one sentence.
+
+    The message cannot be changed: MLflow's server would put the whole input in front of it.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "message" or "message" not in self.__dict__:
@@ -37,34 +39,40 @@ class Refused(MlflowException):
 class ServedModel(PythonModel):
     """Answers with a row per image: class, probability, task, confidence, probabilities."""
 
-    # MLflow would ask for type hints, take them for a schema, and they cannot say what the
-    # signature says
+    # MLflow derives a schema from type hints, which cannot express what the signature does.
     _skip_type_hint_validation = True
 
     def load_context(self, context: Any) -> None:
+        """Load the bundle."""
         self.served = Predictor.open(context.artifacts["bundle"])
 
     def predict(
         self, context: Any, model_input: Any, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
+        """Return a row per image. Raise `Refused` when the input cannot be answered."""
         limits = Limits(self.served.bundle.body["max_pixels"], paths=os.environ.get(PATHS) == "1")
-        given = {"rule": "refuse", "top": 0, **(params or {})}
+        params = params or {}
+        rule = params.get("rule", "refuse")
+        top = params.get("top", 0)
+        if isinstance(top, np.integer):
+            top = top.item()
         try:
             images, tasks = columns(model_input)
-            top = given["top"].item() if isinstance(given["top"], np.integer) else given["top"]
-            found = self.served.predict(images, tasks, given["rule"], top, limits)
+            answers = self.served.predict(images, tasks, rule, top, limits)
         except UserError as error:
             raise Refused(" ".join(str(error).split()), INVALID_PARAMETER_VALUE) from None
         return pd.DataFrame(
-            [answer.row() for answer in found],
+            [answer.row() for answer in answers],
             columns=["class", "probability", "task", "confidence", "probabilities"],
         )
 
 
-def columns(given: Any) -> tuple[list[Any], list[str | None]]:
-    """A frame, or records -> images, and a task or None for each."""
+def columns(model_input: Any) -> tuple[list[Any], list[str | None]]:
+    """Return the images of a frame or of records, and a task or None for each."""
+    frame = model_input
     try:
-        frame = given if isinstance(given, pd.DataFrame) else pd.DataFrame.from_records(given)
+        if not isinstance(model_input, pd.DataFrame):
+            frame = pd.DataFrame.from_records(model_input)
     except Exception as error:  # whatever was sent
         raise UserError(
             f"the input is no table ({error}); give records such as {{'image': BASE64, 'task': "
@@ -75,10 +83,17 @@ def columns(given: Any) -> tuple[list[Any], list[str | None]]:
             f"the input has no column 'image', it has {[str(name) for name in frame][:8]}; give "
             f"records such as {{'image': BASE64, 'task': NAME}}"
         )
-    tasks = list(frame["task"]) if "task" in frame else [None] * len(frame)
-    return list(frame["image"]), [
-        None if pd.isna(task) or task == "" else str(task) for task in tasks
-    ]
+    tasks: list[str | None] = [None] * len(frame)
+    if "task" in frame:
+        tasks = [task_name(value) for value in frame["task"]]
+    return list(frame["image"]), tasks
+
+
+def task_name(value: Any) -> str | None:
+    """Return a cell of the column `task` as a name; None when it is empty."""
+    if pd.isna(value) or value == "":
+        return None
+    return str(value)
 
 
 if __name__ != "pipeline.serving.served_model":  # MLflow runs this file under a name of its own

@@ -1,5 +1,7 @@
-"""Images as people send them: paths, bytes, base64, arrays, Pillow's; each becomes the pixels that
-evaluation would have seen, or one sentence."""
+"""Images of requests (paths, bytes, base64, arrays, Pillow images) -> the pixels of evaluation.
+
+An image that cannot be used raises `UserError` with one sentence.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +31,13 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 @dataclass(frozen=True)
 class Limits:
-    """What is taken in. paths: whether strings may name files here; a server must not read its
-    host's files for strangers. images: most in one request. image_bytes: most of one encoded image.
-    body_bytes: most of all images of a request as they are sent. total_pixels: most of all images
-    of a request together, by their headers; None: any number."""
+    """What a request may contain.
+
+    max_pixels: of one image. total_pixels: of all images of a request, by their headers; None: any
+    number. paths: whether strings may name local files; a server must not read its host's files
+    for strangers. images: in one request. image_bytes: of one encoded image. body_bytes: of all
+    images of a request as they are sent.
+    """
 
     max_pixels: int = MAX_PIXELS
     total_pixels: int | None = None
@@ -43,16 +48,19 @@ class Limits:
 
 
 class PixelBudget:
-    """Bounds the memory of decoding: images that threads decode at the same moment have at most
-    `most` pixels together."""
+    """Bounds the memory of decoding.
+
+    Images that threads decode at the same moment have at most `most` pixels together.
+    """
 
     def __init__(self, most: int):
-        self.most, self.used = most, 0
+        self.most = most
+        self.used = 0
         self.changed = threading.Condition()
 
     @contextmanager
     def reserved(self, pixels: int) -> Iterator[None]:
-        """Waits until there is room; an image that exceeds the budget is decoded alone."""
+        """Wait until there is room. An image that exceeds the budget is decoded alone."""
         pixels = min(pixels, self.most)
         with self.changed:
             self.changed.wait_for(lambda: self.used + pixels <= self.most)
@@ -68,9 +76,11 @@ class PixelBudget:
 def pixels_of(
     images: Sequence[Any], side: int, limits: Limits, budget: PixelBudget | None = None
 ) -> NDArray[np.uint8]:
-    """Images of any kind -> uint8 (n, 3, side, side), as `decode` makes them of the bytes in
-    shards. budget: shared by threads that decode. Raises UserError with the place of the first that
-    cannot be used."""
+    """Return images of any kind as uint8 (n, 3, side, side), as `decode` reads them from shards.
+
+    budget: shared by the threads that decode. Raise `UserError` with the index of the first image
+    that cannot be used.
+    """
     if isinstance(images, (str, bytes, bytearray)):
         raise UserError("images is a single one; give a list of images")
     if len(images) > limits.images:
@@ -86,28 +96,34 @@ def pixels_of(
         )
     areas = [0] * len(images)
     if limits.total_pixels is not None:
-        for place, image in enumerate(images):
-            with _named(place, image):
-                areas[place] = area(image, limits)
+        for index, image in enumerate(images):
+            with _named(index, image):
+                areas[index] = area(image, limits)
         check_total(areas, limits.total_pixels)
     out = np.empty((len(images), 3, side, side), np.uint8)
-    for place, image in enumerate(images):
-        with _named(place, image), budget.reserved(areas[place]) if budget else nullcontext():
-            out[place] = resize_square(upright(image, limits), side).transpose(2, 0, 1)
+    for index, image in enumerate(images):
+        reservation: AbstractContextManager[None] = nullcontext()
+        if budget:
+            reservation = budget.reserved(areas[index])
+        with _named(index, image), reservation:
+            out[index] = resize_square(to_pillow(image, limits), side).transpose(2, 0, 1)
     return out
 
 
 @contextmanager
-def _named(place: int, image: Any) -> Iterator[None]:
-    """Puts the place of an image in front of a UserError about it."""
+def _named(index: int, image: Any) -> Iterator[None]:
+    """Put the index of an image, and its path, in front of a `UserError` about it."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"image {place}{f' ({image})' if is_path(image) else ''} {error}") from None
+        name = f"image {index}"
+        if is_path(image):
+            name += f" ({image})"
+        raise UserError(f"{name} {error}") from None
 
 
 def check_total(areas: Sequence[int], most: int) -> None:
-    """Raises UserError where the images of a request have too many pixels together."""
+    """Raise `UserError` when the images of a request have too many pixels together."""
     if sum(areas) > most:
         raise UserError(
             f"the {len(areas)} images of this request have {sum(areas)} pixels together, more "
@@ -116,7 +132,7 @@ def check_total(areas: Sequence[int], most: int) -> None:
 
 
 def area(image: Any, limits: Limits) -> int:
-    """Pixels of one image, by its header where it is encoded: none is decoded. Raises UserError."""
+    """Return the pixels of one image without decoding it. Raise `UserError` if it is invalid."""
     if isinstance(image, Image.Image):
         return image.width * image.height
     if isinstance(image, (list, tuple, np.ndarray)):
@@ -127,19 +143,19 @@ def area(image: Any, limits: Limits) -> int:
 
 
 def size_of(image: Any) -> int:
-    """Bytes of one image as it was sent; lists are counted once they are arrays."""
-    return (
-        len(image)
-        if isinstance(image, (str, bytes, bytearray))
-        else image.nbytes
-        if isinstance(image, np.ndarray)
-        else 0
-    )
+    """Return the bytes of one image as it was sent; 0 for lists, whose pixels are limited."""
+    if isinstance(image, (str, bytes, bytearray)):
+        return len(image)
+    if isinstance(image, np.ndarray):
+        return image.nbytes
+    return 0
 
 
-def upright(image: Any, limits: Limits) -> Image.Image:
-    """One image of any kind -> Pillow's, in RGB. Raises UserError, whose text goes on after the
-    image's place."""
+def to_pillow(image: Any, limits: Limits) -> Image.Image:
+    """Return one image of any kind as a Pillow image in RGB.
+
+    Raise `UserError` with a text that follows the image's name.
+    """
     if isinstance(image, Image.Image):
         check_pixels(image.width, image.height, limits)
         return _decoded(lambda: to_rgb(image))
@@ -149,7 +165,7 @@ def upright(image: Any, limits: Limits) -> Image.Image:
 
 
 def encoded(image: Any, limits: Limits) -> bytes:
-    """The bytes of an image file, however it was given. Raises UserError."""
+    """Return the bytes of an image file from a path, text or bytes. Raise `UserError` otherwise."""
     if isinstance(image, os.PathLike):
         image = _read(os.fspath(image), limits)
     if isinstance(image, str):
@@ -167,15 +183,16 @@ def encoded(image: Any, limits: Limits) -> bytes:
 
 
 def decoded(data: bytes, limits: Limits) -> Image.Image:
-    """Bytes of an image file -> RGB. Too many pixels are refused by the header, before one is
-    decoded."""
+    """Decode an image file to RGB. Raise `UserError` for too many pixels before decoding."""
     image = opened(data, limits)
     return _decoded(lambda: to_rgb(image))
 
 
 def opened(data: bytes, limits: Limits) -> Image.Image:
-    """An image whose header was read, and whose pixels were not. Raises UserError where it is none,
-    or has too many pixels."""
+    """Open an image and read only its header.
+
+    Raise `UserError` when it is no image or has too many pixels.
+    """
     try:
         image = open_image(data, limits.max_pixels, FORMATS)
     except ValueError as error:
@@ -193,12 +210,12 @@ def _decoded(load: Callable[[], Image.Image]) -> Image.Image:
     try:
         return load()
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"is damaged ({said}); give a whole JPEG, PNG or WebP file") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"is damaged ({reason}); give a whole JPEG, PNG or WebP file") from None
 
 
 def array_of(image: Any, limits: Limits) -> NDArray[np.uint8]:
-    """An array, or nested lists of whole numbers from 0 to 255 -> uint8 (H, W, 3)."""
+    """Return an array, or nested lists of whole numbers from 0 to 255, as uint8 (H, W, 3)."""
     if isinstance(image, np.ndarray) and image.dtype == object:  # what data frames make of lists
         image = image.tolist()
     try:
@@ -225,6 +242,7 @@ def array_of(image: Any, limits: Limits) -> NDArray[np.uint8]:
 
 
 def check_pixels(width: int, height: int, limits: Limits) -> None:
+    """Raise `UserError` when an image has too many pixels or a side is too long."""
     if max(width, height) > LONGEST_SIDE:
         raise UserError(
             f"is too long: {width} x {height}, and a side may have {LONGEST_SIDE} pixels; send "
@@ -238,7 +256,7 @@ def check_pixels(width: int, height: int, limits: Limits) -> None:
 
 
 def from_text(text: str, limits: Limits) -> bytes:
-    """Base64 (also as a `data:` URL), or where that is allowed the path of a file."""
+    """Return the bytes of base64, of a `data:` URL, or of a file if `limits` allows paths."""
     body = text.partition(",")[2] if text.startswith("data:") else text
     if len(body) * 3 // 4 > limits.image_bytes + 3:
         raise UserError(
@@ -262,7 +280,7 @@ def from_text(text: str, limits: Limits) -> bytes:
 
 
 def is_path(image: Any) -> bool:
-    """Whether text looks like the name of a file, so that people should hear of it."""
+    """Return whether text looks like the name of a file, which errors then mention."""
     if isinstance(image, os.PathLike):
         return True
     if not isinstance(image, str) or not 0 < len(image) <= 256 or not image.isprintable():

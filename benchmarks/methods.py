@@ -1,10 +1,10 @@
-"""The training step of every method against full fine-tuning of the same ViT, and serving a task
-against the plain backbone.
+"""Compare the training step of every method with full fine-tuning of the same ViT, and serving a
+task with the plain backbone.
 
 `python -m benchmarks.methods [NAME ...]`; ViT-Ti at 96 px, batches of 16 random images, fp32, one
-rank, one thread, a few minutes. A chain is timed on its second task, with the first task's entries
-locked or kept by whatever the method does for that; with a memory, half of a batch is of the first
-task. Weights are random, which does not change the amount of work.
+rank, one thread, a few minutes. A chain is timed on its second task, and the method protects the
+first task in its own way. With a memory, half of each batch is of the first task. Weights are
+random, which does not change the amount of work.
 """
 
 from __future__ import annotations
@@ -32,17 +32,10 @@ from workers.rng import StepRng
 SIDE, BATCH, CLASSES, ROUNDS = 96, 16, 20, 7
 STEPS = 100  # in an epoch of the schedule; a timed step is one of its first
 SERVING_DEMAND = 1.10  # a served task with folded masks / the plain backbone with a head
-# these compute more than the backbone by design: only measured a step / a step of full fine-tuning,
-# both in CPU time; methods that are not named are only measured
-ADDING = (
-    "adapter",
-    "vpt",
-    "ctr_tsm",
-    "ctr_full",
-    "tfm",
-    "toast",
-    "toast_lite",
-)
+# Methods that compute more than the backbone by design: serving is measured without a demand.
+ADDING = ("adapter", "vpt", "ctr_tsm", "ctr_full", "tfm", "toast", "toast_lite")
+# Most that a training step costs, relative to full fine-tuning, in CPU time. Other methods are
+# measured without a demand.
 TRAINING_DEMANDS = {
     "linear": 0.45,
     "adapter": 0.95,
@@ -75,7 +68,7 @@ TRAIN = TrainSettings(epochs=10, batch_size=BATCH)
 
 
 class Pictures:
-    """What a method sees where it looks at a feed: random images of the tasks, in equal parts."""
+    """A feed for methods that read images before they train: random images of some tasks."""
 
     group = GROUP
 
@@ -83,31 +76,35 @@ class Pictures:
         self.tasks = tasks
 
     def evaluate(self) -> Iterator[Batch]:
-        for place, task in enumerate(self.tasks):
-            images, labels = (
-                torch.randn(4 * CLASSES, 3, SIDE, SIDE),
-                torch.arange(4 * CLASSES) % CLASSES,
-            )
-            draw = StepRng(0, 0, 0, torch.arange(len(labels)), len(labels), torch.device("cpu"))
-            yield Batch(images, labels, torch.full_like(labels, place), draw, keys=keys_of(task))
+        """Yield one batch a task, with four images of each class."""
+        for index, task in enumerate(self.tasks):
+            images = torch.randn(4 * CLASSES, 3, SIDE, SIDE)
+            labels = torch.arange(4 * CLASSES) % CLASSES
+            rng = StepRng(0, 0, 0, torch.arange(len(labels)), len(labels), torch.device("cpu"))
+            yield Batch(images, labels, torch.full_like(labels, index), rng, keys=keys_of(task))
 
 
 def keys_of(task: Task) -> list[str]:
+    """Return the keys of a task's samples."""
     return [f"train/{task.name}/{i:03d}" for i in range(4 * CLASSES)]
 
 
 def feed_of(pictures: Pictures, split: str, training: bool) -> Any:
+    """Return the same feed for every split."""
     return pictures
 
 
 def keys_by_class(task: Task) -> dict[str, list[str]]:
+    """Return the keys of a task's samples by class name."""
     keys = keys_of(task)
     return {name: keys[i::CLASSES] for i, name in enumerate(task.classes)}
 
 
 class Training:
-    """A method in the middle of a stage: the training of its second task, where it is a chain; the
-    first task's later steps are left out, but for the one that chooses exemplars."""
+    """A method in the middle of a stage; for a chain, in the training of its second task.
+
+    The first task's later steps are left out, but for the one that chooses exemplars.
+    """
 
     def __init__(self, name: str, backbone: torch.nn.Module, scenario: str) -> None:
         cls = METHODS[name]
@@ -127,11 +124,15 @@ class Training:
             TASKS[0],
             TASKS[:1],
         )
-        state, carried, first = None, None, cls.steps_for(settings, 0)[0].name
-        herds = [step.name for step in cls.steps_for(settings, 0) if step.name == "herd"]
-        for position, step in [(0, step) for step in (first, *herds)] * bool(cls.carries) + [
-            (int(bool(cls.carries)), first)
-        ]:
+        state, carried = None, None
+        steps = [step.name for step in cls.steps_for(settings, 0)]
+        timed = (0, steps[0])  # position in the stream, step
+        stages = [timed]
+        if cls.carries:
+            herds = [step for step in steps if step == "herd"]
+            timed = (1, steps[0])
+            stages = [(0, steps[0]), *((0, step) for step in herds), timed]
+        for position, step in stages:
             rates = OptimPlan(
                 TRAIN.lr, TRAIN.weight_decay, BATCH, optim.mean_rate_steps(10 * STEPS, STEPS, TRAIN)
             )
@@ -151,17 +152,19 @@ class Training:
             )
             memory = remembered_samples(self.method, context)
             tasks = tuple(
-                t
-                for t in self.method.stream
-                if cls.trains_on == "seen" or t == TASKS[position] or memory.get(t.name)
+                task
+                for task in self.method.stream
+                if cls.trains_on == "seen" or task == TASKS[position] or memory.get(task.name)
             )
             pictures = Pictures(tasks)
             data = StepData(partial(feed_of, pictures), keys_by_class)
             groups = self.method.begin(replace(context, training_tasks=tasks, data=data))
-            trained = {id(p) for g in groups for p in g["params"]}
-            for p in self.method.parameters():
-                p.requires_grad_(id(p) in trained)
-            if position < bool(cls.carries):
+            trained: set[int] = set()
+            for group in groups:
+                trained.update(id(parameter) for parameter in group["params"])
+            for parameter in self.method.parameters():
+                parameter.requires_grad_(id(parameter) in trained)
+            if (position, step) != timed:
                 state, carried = self.method.finish()
         self.optimizer = optim.build(groups, TRAIN)
         self.method.train()
@@ -172,23 +175,18 @@ class Training:
         self.steps = 0
 
     def step(self) -> Tensor:
-        draw = StepRng(0, 0, self.steps, torch.arange(BATCH), BATCH, torch.device("cpu"))
-        batch = Batch(
-            self.images,
-            self.labels,
-            self.tasks,
-            draw,
-            counts=tuple(torch.bincount(self.tasks).tolist()),
-        )
+        """Run one training step and return its loss."""
+        rng = StepRng(0, 0, self.steps, torch.arange(BATCH), BATCH, torch.device("cpu"))
+        counts = tuple(torch.bincount(self.tasks).tolist())
+        batch = Batch(self.images, self.labels, self.tasks, rng, counts=counts)
         progress = Progress(self.steps // STEPS, self.steps % STEPS, 10, STEPS)
         self.steps += 1
-        return loop.train_step(self.method, self.optimizer, [batch], progress, self.job, GROUP)[
-            "loss"
-        ]
+        sums = loop.train_step(self.method, self.optimizer, [batch], progress, self.job, GROUP)
+        return sums["loss"]
 
     @torch.no_grad()
     def served(self) -> Method:
-        """The method on another copy of the backbone, with the finished task loaded."""
+        """Return the method on another copy of the backbone, with the finished task loaded."""
         state, carried = self.method.finish()
         method = type(self.method)(copy.deepcopy(BACKBONE), self.method.settings, seed=0)
         method.stream = self.method.stream
@@ -202,6 +200,7 @@ BACKBONE = vit.build(BackboneSettings(img_size=SIDE))
 
 
 def main(names: list[str]) -> None:
+    """Measure the methods of these names."""
     start()
     report = Report()
     full = {scenario: Training("finetune", BACKBONE, scenario) for scenario in ("task", "class")}
@@ -210,10 +209,8 @@ def main(names: list[str]) -> None:
         training = Training(name, BACKBONE, scenario)
         training.step()
         timing = interleave({"full": full[scenario].step, name: training.step}, ROUNDS)
-        ratio, what = (
-            timing.ratio(name, "full"),
-            f"{name}, a training step against full fine-tuning",
-        )
+        ratio = timing.ratio(name, "full")
+        what = f"{name}, a training step against full fine-tuning"
         if name in TRAINING_DEMANDS:
             report.at_most(what, ratio, TRAINING_DEMANDS[name])
         else:
@@ -225,20 +222,22 @@ def main(names: list[str]) -> None:
 
 @torch.no_grad()
 def serve(name: str, training: Training, report: Report) -> None:
-    method, task = training.served(), training.method.task
+    """Compare serving the finished task with the plain backbone and a linear head."""
+    method = training.served()
+    task = training.method.task
     assert task is not None
-    plain, images = copy.deepcopy(BACKBONE).eval(), training.images
-    method.logits(images, task.name)  # folds
-    head = (
-        method.heads[task.name]
-        if task.name in method.heads.names
-        else torch.nn.Linear(192, CLASSES)
-    )
+    plain = copy.deepcopy(BACKBONE).eval()
+    images = training.images
+    method.logits(images, task.name)  # folds masks into the weights, once
+    head: torch.nn.Module = torch.nn.Linear(192, CLASSES)
+    if task.name in method.heads.names:
+        head = method.heads[task.name]
     timing = interleave(
         {"plain": lambda: head(plain(images)), name: lambda: method.logits(images, task.name)},
         3 * ROUNDS,
     )
-    ratio, what = timing.ratio(name, "plain"), f"{name}, serving a task against the plain backbone"
+    ratio = timing.ratio(name, "plain")
+    what = f"{name}, serving a task against the plain backbone"
     if name in ADDING:
         report.note(what, f"{ratio:.2f}x")
     else:
@@ -246,5 +245,5 @@ def serve(name: str, training: Training, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    # that one decides on images of a feed; its step is supsup's
+    # supsup_nn is left out: it decides on images of a feed, and its training step is supsup's
     main(sys.argv[1:] or [name for name in METHODS if name != "supsup_nn"])

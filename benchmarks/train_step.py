@@ -1,10 +1,10 @@
-"""The train loop against hand-written PyTorch: one step, and an epoch with everything around the
-steps.
+"""Compare the train loop with hand-written PyTorch: one step, and an epoch with all work around
+the steps.
 
 `python -m benchmarks.train_step`; ViT-Ti at 96 px, batches of 16 generated images, fp32, one rank,
-one thread, about two minutes. Both sides do the same maths on the same batches; losses and weights
-are compared bit by bit first. `fine-tuning` trains all weights, its hand-written loop uses nothing
-of ours but the batches. `MEAT` shares `Meat.loss`: what is compared is the loop around it.
+one thread, about two minutes. Both sides compute the same on the same batches; losses and weights
+are compared bit by bit first. `fine-tuning` trains all weights, and its hand-written loop shares
+only the batches. `MEAT` shares `Meat.loss`, so that only the loop around it is compared.
 """
 
 from __future__ import annotations
@@ -40,26 +40,28 @@ Loss = Callable[[Method, Batch, Progress], Tensor]
 
 
 def meat_loss(method: Method, batch: Batch, progress: Progress) -> Tensor:
+    """Return the loss of MEAT."""
     return method.loss(batch, progress)[0]
 
 
 def plain_loss(method: Method, batch: Batch, progress: Progress) -> Tensor:
-    """Cross-entropy of a timm backbone and a linear layer, nothing else."""
+    """Return the cross-entropy of a timm backbone with a linear layer."""
     head = method.heads.layers[0]
     return F.cross_entropy(head(method.backbone(batch.images)), batch.labels)
 
 
-def fresh(job: StageJob) -> Method:
+def new_method(job: StageJob) -> Method:
+    """Return the method of a job before its first stage."""
     return METHODS[job.method](restore.load_backbone(job), restore.settings_of(job), job.seed)
 
 
-class Ours:
-    """A method that the train loop trains, step after step."""
+class TrainLoop:
+    """A method that `loop.train_step` trains."""
 
     def __init__(self, job: StageJob, batches: list[Batch]) -> None:
         assert job.task is not None
         self.job, self.batches = job, batches
-        self.method = fresh(job)
+        self.method = new_method(job)
         steps = EPOCHS * len(batches)
         rates = OptimPlan(
             job.train.lr,
@@ -71,40 +73,36 @@ class Ours:
         self.method.train()
         self.positions = positions(len(batches))
 
-    def ready(self) -> Ours:
+    def build_optimizer(self) -> None:
+        """Build the optimizer, after a copy of the parameters was taken."""
         self.optimizer = optim.build(self.groups, self.job.train)
-        return self
 
     def step(self) -> Tensor:
+        """Run one training step and return its loss."""
         progress = next(self.positions)
         batch = self.batches[progress.step]
-        return loop.train_step(self.method, self.optimizer, [batch], progress, self.job, GROUP)[
-            "loss"
-        ]
+        sums = loop.train_step(self.method, self.optimizer, [batch], progress, self.job, GROUP)
+        return sums["loss"]
 
 
-class Plain:
-    """The same network in a straight-line loop: optimizer and schedule are PyTorch's own."""
+class PlainLoop:
+    """A copy of the same network in a straight-line loop with PyTorch's optimizer and schedule."""
 
-    def __init__(self, ours: Ours, loss: Loss) -> None:
-        # together, so that the groups hold the copy's parameters
-        pairs = copy.deepcopy((ours.method, ours.groups))
-        self.method, groups = pairs
-        self.loss, self.batches, train = loss, ours.batches, ours.job.train
-        defaults = [{"lr": train.lr, "weight_decay": train.weight_decay, **g} for g in groups]
-        self.optimizer = torch.optim.AdamW(defaults, fused=True)
-        self.schedule = LambdaLR(
-            self.optimizer,
-            partial(
-                optim.factor,
-                total=EPOCHS * len(self.batches),
-                per_epoch=len(self.batches),
-                train=train,
-            ),
-        )
-        self.positions = positions(len(self.batches))
+    def __init__(self, train_loop: TrainLoop, loss: Loss) -> None:
+        # copied together, so that the groups hold the copy's parameters
+        self.method, groups = copy.deepcopy((train_loop.method, train_loop.groups))
+        self.loss = loss
+        self.batches = train_loop.batches
+        train = train_loop.job.train
+        defaults = {"lr": train.lr, "weight_decay": train.weight_decay}
+        self.optimizer = torch.optim.AdamW([{**defaults, **group} for group in groups], fused=True)
+        steps = len(self.batches)
+        factor = partial(optim.factor, total=EPOCHS * steps, per_epoch=steps, train=train)
+        self.schedule = LambdaLR(self.optimizer, factor)
+        self.positions = positions(steps)
 
     def step(self) -> Tensor:
+        """Run one training step and return its loss."""
         progress = next(self.positions)
         self.optimizer.zero_grad()
         loss = self.loss(self.method, self.batches[progress.step], progress)
@@ -114,73 +112,82 @@ class Plain:
         return loss.detach()
 
     def epoch(self) -> None:
+        """Train on every batch once."""
         for _ in self.batches:
             self.step()
 
 
 def positions(steps: int) -> Iterator[Progress]:
-    return (
-        Progress(epoch, step, EPOCHS, steps)
-        for epoch in cycle(range(EPOCHS))
-        for step in range(steps)
-    )
+    """Yield the progress of every step of a schedule of EPOCHS epochs, again and again."""
+    for epoch in cycle(range(EPOCHS)):
+        for step in range(steps):
+            yield Progress(epoch, step, EPOCHS, steps)
 
 
 def weights_of(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+    """Return all parameters in one row."""
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 def compare(name: str, job: StageJob, loss: Loss, report: Report) -> None:
-    """Equality first, then one step, then one epoch: `fit` with its feed, sums and reports against
-    the bare steps."""
+    """Check that losses and weights are equal, then time one step and one epoch.
+
+    An epoch is `fit` with its feed, sums and reports against the bare steps.
+    """
     assert job.task is not None
-    batches = [
-        batches[0] for batches in Feed(job, (job.task,), "train", GROUP, training=True).epoch(0)
-    ]
-    ours = Ours(job, batches)
-    plain = Plain(ours, loss)
-    ours.ready()
-    got, want = (torch.stack([side.step() for _ in range(BATCHES)]) for side in (ours, plain))
-    report.equal(f"{name}, losses of {BATCHES} steps", got, want, atol=0)
+    feed = Feed(job, (job.task,), "train", GROUP, training=True)
+    batches = [micro_batches[0] for micro_batches in feed.epoch(0)]
+    train_loop = TrainLoop(job, batches)
+    plain_loop = PlainLoop(train_loop, loss)
+    train_loop.build_optimizer()
+    actual = torch.stack([train_loop.step() for _ in range(BATCHES)])
+    expected = torch.stack([plain_loop.step() for _ in range(BATCHES)])
+    report.equal(f"{name}, losses of {BATCHES} steps", actual, expected, atol=0)
     report.equal(
-        f"{name}, weights after them", weights_of(ours.method), weights_of(plain.method), atol=0
+        f"{name}, weights after them",
+        weights_of(train_loop.method),
+        weights_of(plain_loop.method),
+        atol=0,
     )
-    timing = interleave({"ours": ours.step, "plain": plain.step}, ROUNDS)
+    timing = interleave({"train loop": train_loop.step, "plain": plain_loop.step}, ROUNDS)
     report.at_most(
         f"{name}, a step of the train loop against plain PyTorch",
-        timing.ratio("ours", "plain"),
+        timing.ratio("train loop", "plain"),
         DEMAND,
     )
-    report.note(f"{name}, a step", f"{timing.median('ours') * 1000:.0f} ms of CPU")
+    report.note(f"{name}, a step", f"{timing.median('train loop') * 1000:.0f} ms of CPU")
 
-    rounds, warmup = ROUNDS // 3, 1
-    # made beforehand: a stage's start is `launch`'s subject
-    methods = deque(fresh(job) for _ in range(rounds + warmup))
+    rounds = ROUNDS // 3
+    warmup = 1
+    # made beforehand: `benchmarks.launch` measures the start of a stage
+    methods = deque(new_method(job) for _ in range(rounds + warmup))
     timing = interleave(
         {
-            "ours": lambda: loop.fit(job, methods.popleft(), None, GROUP, lambda event: None),
-            "plain": plain.epoch,
+            "train loop": lambda: loop.fit(job, methods.popleft(), None, GROUP, lambda event: None),
+            "plain": plain_loop.epoch,
         },
         rounds,
         warmup,
     )
     report.at_most(
         f"{name}, an epoch of {BATCHES} steps with feed and bookkeeping",
-        timing.ratio("ours", "plain"),
+        timing.ratio("train loop", "plain"),
         DEMAND,
     )
 
 
 def main() -> None:
+    """Compare both loops on fine-tuning and on MEAT."""
     start()
     report = Report()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         card = stream.draw_images(
-            Path(folder), classes=8, train=BATCH * BATCHES // 8, test=1, sides=(SIDE,)
+            folder, classes=8, train=BATCH * BATCHES // 8, test=1, sides=(SIDE,)
         )
         backbone = {"name": "vit_tiny_patch16_224", "img_size": SIDE, "crop_pct": 1.0}
         store, graph, _ = stream.plan(
-            Path(folder),
+            folder,
             card,
             1,
             backbone=backbone,

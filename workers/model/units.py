@@ -21,34 +21,33 @@ KINDS = ("qk", "v", "ff")
 
 
 def unit_sites(vit: Any) -> dict[str, int]:
-    """Site (`blocks.0.qk`) -> number of units, in order; together (2 + r) d L. Raises UserError
-    where a block lets units read each other, so that no mask could keep a later task out."""
+    """Return site (`blocks.0.qk`) -> number of units, in order; together (2 + r) d L.
+
+    Raise `UserError` when units of a block read each other: no mask could then protect them from
+    later tasks.
+    """
     sites: dict[str, int] = {}
     for index, block in enumerate(vit.blocks):
         attn: Any = getattr(block, "attn", None)
         mlp: Any = getattr(block, "mlp", None)
         plain = type(attn) is Attention and type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear)
-        if (
-            not plain
-            or attn.gate is not None
-            or not all(
-                isinstance(m, nn.Identity | Times)
-                for m in (attn.q_norm, attn.k_norm, attn.norm, mlp.norm)
-            )
-        ):
+        if not plain or attn.gate is not None or not _acts_by_unit(attn, mlp):
             raise UserError(
                 f"block {index} of the backbone has no separate units: its attention or FFN is "
                 "gated, fused, or normalises across channels, "
                 "so that later tasks would change earlier ones; use a plain timm ViT such as "
                 "vit_tiny_patch16_224"
             )
-        sites |= {
-            f"blocks.{index}.{kind}": size
-            for kind, size in zip(
-                KINDS, (attn.attn_dim, attn.attn_dim, mlp.fc2.in_features), strict=True
-            )
-        }
+        sites[f"blocks.{index}.qk"] = attn.attn_dim
+        sites[f"blocks.{index}.v"] = attn.attn_dim
+        sites[f"blocks.{index}.ff"] = mlp.fc2.in_features
     return sites
+
+
+def _acts_by_unit(attn: Any, mlp: Any) -> bool:
+    """Return whether no norm inside attention or FFN mixes units."""
+    norms = (attn.q_norm, attn.k_norm, attn.norm, mlp.norm)
+    return all(isinstance(norm, nn.Identity | Times) for norm in norms)
 
 
 def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -86,14 +85,10 @@ def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
             at + "mlp.fc1.weight": weight_values(ff, None),
             at + "mlp.fc2.weight": weight_values(None, ff),
         }
-        tensors |= {
-            name: value
-            for name, value, linear in (
-                (at + "attn.qkv.bias", rows, block.attn.qkv),
-                (at + "mlp.fc1.bias", ff, block.mlp.fc1),
-            )
-            if linear.bias is not None
-        }
+        if block.attn.qkv.bias is not None:
+            tensors[at + "attn.qkv.bias"] = rows
+        if block.mlp.fc1.bias is not None:
+            tensors[at + "mlp.fc1.bias"] = ff
     return tensors
 
 

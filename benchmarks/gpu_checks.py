@@ -325,7 +325,7 @@ class CaseChecks:
         with another_rounding(self.setup.device):
             on_device = Predictor.open(folder, device=str(self.setup.device))
         images, tasks = mixed_batch(self.setup)
-        rule_without_task: Rule = "refuse" if on_cpu.infers else "confident"
+        rule_without_task: Rule = "refuse" if on_cpu.infers_task else "confident"
         requests: list[tuple[list[str] | None, Rule]] = [
             (tasks, "refuse"),
             (None, rule_without_task),

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
+from pipeline import app
 from pipeline.config import Config
 from pipeline.console import Console
 from pipeline.graph.build import graph_of
@@ -186,7 +187,10 @@ def main() -> None:
         )
         demand_flat(report, "store on a disk, CPU of a look-up per stage", cost, STORE_DEMAND)
         measure(
-            {len(graph): {"listing": store.garbage} for store, graph, _ in runs.values()},
+            {
+                len(graph): {"listing": partial(app.find_garbage, store)}
+                for store, graph, _ in runs.values()
+            },
             report,
             "store on a disk",
         )

@@ -442,7 +442,7 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
     ),
     "one name for two": (
         lambda site: (
-            site.card(name="b"),
+            site.card(name="b"),  # type: ignore[func-returns-value]
             site.body["stream"]["tasks"].append({"name": "c", "card": str(site.own / "bad.yaml")}),
             site.body["stream"]["tasks"].append(
                 {"name": "d", "card": small_run.make_card(site.own, "bad", "8")}

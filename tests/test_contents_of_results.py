@@ -169,7 +169,7 @@ def strip(storage: Path, *names: str) -> None:
 def other_bits(monkeypatch: pytest.MonkeyPatch, stage_id: str) -> None:
     """From now on `stage_id` is computed with another seed, as if by a machine that rounds
     otherwise."""
-    run_stage = local.run_stage
+    run_stage = loop.run_stage
 
     def run(job: Any, *rest: Any) -> Any:
         return run_stage(
@@ -205,7 +205,7 @@ def test_a_look_up_compares_what_a_result_was_made_of(
     key = keys(site)[stage]
     shutil.rmtree(storage / "stages" / key)
     other_bits(monkeypatch, stage)
-    local.run_stage(job_of(site, stage), Group(), lambda body: None)
+    loop.run_stage(job_of(site, stage), Group(), lambda body: None)
     plan = say(capsys, "plan", str(site / "config.yaml"))
     assert "made of another content of meat/a/train" in plan
     say(capsys, "run", str(site / "config.yaml"))
@@ -216,7 +216,8 @@ def test_a_look_up_compares_what_a_result_was_made_of(
 def job_of(site: Path, stage_id: str) -> StageJob:
     settings = config.load(str(site / "config.yaml"))
     graph, _ = build.graph_of(settings, Store(settings.storage))
-    return graph[stage_id].job
+    job: StageJob = graph[stage_id].job
+    return job
 
 
 def test_of_two_attempts_with_different_contents_the_loser_says_so(

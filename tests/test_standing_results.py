@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline import app, cli
+from pipeline.graph.run import look_up_all
 from tests import small_run
 from tests.recovery import spoil
 
@@ -127,7 +128,7 @@ def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
     for stage in ("finetune/b/train", "finetune/b/evaluate"):
         shutil.rmtree(storage / "stages" / small_run.manifests(storage)[stage]["key"])
     shutil.rmtree(storage / "cache")
-    before, look_up_all = small_run.attempts(storage), app.look_up_all
+    before = small_run.attempts(storage)
 
     def then_it_goes_bad(*arguments: Any) -> Any:
         found = look_up_all(*arguments)

@@ -14,6 +14,7 @@ import yaml
 
 from pipeline.config import check
 from pipeline.data import cards
+from pipeline.data.formats import source_state
 from pipeline.graph import build, diagram, raw_data
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
@@ -100,8 +101,8 @@ def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_pat
         Path(path).write_text(yaml.safe_dump(card))
         task = {"name": "a", "card": path, "classes": ["0", named]}
         body = {"name": "r", "methods": {"finetune": {}}, "stream": {"tasks": [task]}}
-        (task,) = build.graph_of(check(body, "test"), Store(str(tmp_path)))[1]
-        assert task.classes == ("0", own)
+        (built,) = build.graph_of(check(body, "test"), Store(str(tmp_path)))[1]
+        assert built.classes == ("0", own)
         shutil.rmtree(tmp_path / "raw")
 
 
@@ -399,9 +400,7 @@ def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_
     stream = {"scenario": "class", "tasks": [{**TASKS[0], "card": "roots"}, *TASKS[1:]]}
     graph_of(tmp_path, "finetune", stream=stream)
     monkeypatch.setattr(
-        raw_data,
-        "source_state",
-        lambda card, f=raw_data.source_state: None if card.name == "roots" else f(card),
+        raw_data, "source_state", lambda card: None if card.name == "roots" else source_state(card)
     )
     graph, _ = graph_of(tmp_path, "finetune", stream=stream)
     job = graph["finetune/b/evaluate"].job

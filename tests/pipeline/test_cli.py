@@ -19,12 +19,14 @@ from typing import Any
 import pytest
 
 from pipeline import app, cli, console
-from pipeline.graph import store
+from pipeline.graph import run, store
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.report import page
+from pipeline.tracking import ui
 from tests import small_run
+from workers.storage import artifact
 from workers.storage.lock import stage_lock
 
 STAGES = 8  # 2 cards, the backbone, 2 tasks each trained and evaluated, the report
@@ -212,7 +214,7 @@ def test_report_of_an_unfinished_run_shows_what_is_there(
 
 # ---- gc ------------------------------------------------------------------------------------------
 @pytest.fixture
-def littered(own: Any, capsys: pytest.CaptureFixture[str]) -> Run:
+def littered(own: Run, capsys: pytest.CaptureFixture[str]) -> Run:
     """A run whose record was removed: five results belong to no named run any more."""
     output(
         capsys, "run", own.config(), "--set", "methods.meat.train.lr=0.01", "--set", "name=faster"
@@ -363,8 +365,9 @@ def test_a_retry_says_why_and_how_often() -> None:
     screen, walk = watched(stream)
     for decision in walk.decide():
         walk.carry_out(decision)
-    decision = walk.apply(Event(EventKind.LOST, "meat/a/train", "its workers died"))
-    screen.decision(walk, decision)
+    retry = walk.apply(Event(EventKind.LOST, "meat/a/train", "its workers died"))
+    assert retry is not None
+    screen.decision(walk, retry)
     assert (
         stream.getvalue()
         == "[0/1] meat/a/train: its workers died; tried again from its last checkpoint (try 2 "
@@ -427,7 +430,7 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
     """Else it would find results that are deleted a moment later."""
     order: list[str] = []
     here = store.Store(str(littered.storage))
-    look_up_all, delete_dir = app.look_up_all, app.delete_dir
+    delete_dir = artifact.delete_dir
     begun = threading.Thread(target=lambda: cli.main(["run", littered.config()]))
 
     def delete(path: str) -> None:
@@ -437,12 +440,12 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
         order.append("delete")
         delete_dir(path)
 
+    def look_up(*arguments: Any) -> Any:
+        order.append("look up")
+        return run.look_up_all(*arguments)
+
     monkeypatch.setattr(app, "delete_dir", delete)
-    monkeypatch.setattr(
-        app,
-        "look_up_all",
-        lambda *rest, **more: order.append("look up") or look_up_all(*rest, **more),
-    )
+    monkeypatch.setattr(app, "look_up_all", look_up)
     app.delete_garbage(here, [path for path, _ in app.find_garbage(here)], False)
     assert order == ["delete"] * 5
     begun.join(120)
@@ -543,8 +546,8 @@ def test_a_lost_connection_is_no_file(
     def lost(*_: Any) -> None:
         raise ConnectionError("Client is shutting down.")
 
-    monkeypatch.setattr(cli.browse, "serve", lost)
-    monkeypatch.setattr(cli.os.path, "isdir", lambda path: True)
+    monkeypatch.setattr(ui, "serve", lost)
+    monkeypatch.setattr("os.path.isdir", lambda path: True)
     assert cli.main(["ui"]) == 2
     assert capsys.readouterr().err == (
         "accrete: a connection was lost or refused (Client is shutting down.); what finished is "

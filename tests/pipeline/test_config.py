@@ -135,9 +135,7 @@ def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_gener
     assert (train.epochs, train.lr, train.momentum) == (9, 0.5, 0.5)
 
 
-def test_what_a_task_has_of_its_own_overrides_the_methods_and_the_settings_of_a_step_override_both() -> (
-    None
-):
+def test_settings_of_a_task_override_the_methods_and_settings_of_a_step_override_both() -> None:
     body = {
         "lambda": 0.9,
         "alpha": 3,

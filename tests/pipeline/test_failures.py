@@ -63,7 +63,9 @@ def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path: Path) -> N
 def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path: Path) -> None:
     from workers.data.shards import open_image
 
-    event = attempt.attempt_stage(stage_of(), lambda: open_image(b"no image", 100), str(tmp_path))
+    event = attempt.attempt_stage(
+        stage_of(), lambda: dict(open_image(b"no image", 100).info), str(tmp_path)
+    )
     assert re.search(r"\(at workers/data/shards\.py:\d+ in open_image\)", event.message)
     foreign = attempt.attempt_stage(stage_of(), break_in_torch, str(tmp_path))
     assert re.search(r"\(at pipeline/launch/attempt\.py:\d+ in attempt_stage\)", foreign.message), (
@@ -76,8 +78,8 @@ def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path: Path
         cause = KeyError("x")
         cause.__cause__ = RuntimeError()
         cause.__cause__.traceback_str = (  # type: ignore[attr-defined]
-            'ray::examine() (pid=1)\n  File "/tmp/r/_ray_pkg_1/pipeline/data/ingest.py", line 12, in '
-            "examine\n"
+            "ray::examine() (pid=1)\n"
+            '  File "/tmp/r/_ray_pkg_1/pipeline/data/ingest.py", line 12, in examine\n'
             '  File "/env/site-packages/ray/_private/workers/x.py", line 9, in y\nKeyError: x'
         )
         raise cause

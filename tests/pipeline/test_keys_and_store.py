@@ -19,7 +19,7 @@ from workers.job import DataSettings, key_inputs
 from workers.storage.artifact import Artifact, Attempt, join, parent, resolve, write_bytes
 
 
-def stage(key: str, inputs: dict | None = None) -> Stage:
+def stage(key: str, inputs: dict[str, Any] | None = None) -> Stage:
     return Stage("meat/a/train", "train", key, inputs or {"lambda": 0.9})
 
 

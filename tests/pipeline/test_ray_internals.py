@@ -101,6 +101,6 @@ def test_an_error_of_a_remote_function_carries_its_cause_and_its_traceback_as_te
     from ray.exceptions import RayTaskError
 
     cause = ValueError("why")
-    error: Any = RayTaskError("f", "the text", cause)  # type: ignore[no-untyped-call]
+    error: Any = RayTaskError("f", "the text", cause)
     assert error.cause is cause
     assert error.traceback_str == "the text"

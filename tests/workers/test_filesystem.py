@@ -534,7 +534,7 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket: Any) -> None:
     interrupted.write("state", b"22")
     unneeded = sum(list_files(join(store.root, f"{5:032d}")).values())
     bucket.seen.clear()
-    assert dict(store.garbage()) == {
+    assert dict(store.garbage(set())) == {
         f"stages/{0:032d}/{interrupted.name}": 2,
         f"stages/{5:032d}": unneeded,
     }

@@ -40,9 +40,9 @@ def test_one_and_zero_change_nothing() -> None:
 
 
 def test_other_classes_are_left_alone_bit_for_bit() -> None:
-    found = apply_bias(logits(), slice(1, 3), torch.tensor([2.0, -0.5], dtype=torch.float64))
-    assert torch.equal(found[:, [0, 3, 4]], logits()[:, [0, 3, 4]])
-    assert torch.allclose(found[:, 1:3], 2 * logits()[:, 1:3] - 0.5)
+    corrected = apply_bias(logits(), slice(1, 3), torch.tensor([2.0, -0.5], dtype=torch.float64))
+    assert torch.equal(corrected[:, [0, 3, 4]], logits()[:, [0, 3, 4]])
+    assert torch.allclose(corrected[:, 1:3], 2 * logits()[:, 1:3] - 0.5)
 
 
 def objective(z: Tensor, labels: Tensor, bias: Tensor, decay: float) -> Tensor:
@@ -104,9 +104,9 @@ def test_a_class_with_more_images_counts_no_more() -> None:
 def test_where_all_are_told_apart_already_the_fit_still_ends() -> None:
     z, labels = 9 * torch.eye(5), torch.arange(5)
     z[:, 3:] -= 1
-    found = fit_bias(z, labels, NEW, 0.1)
-    assert torch.isfinite(found).all()
-    assert (apply_bias(z.double(), NEW, found).argmax(1) == labels).all()
+    bias = fit_bias(z, labels, NEW, 0.1)
+    assert torch.isfinite(bias).all()
+    assert (apply_bias(z.double(), NEW, bias).argmax(1) == labels).all()
 
 
 # ---- the loss ------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_it_answers_with_the_bias_of_the_last_task_or_of_all(mode: str) -> None:
 def looked_at(run: Run, task: int) -> dict[str, list[tuple[str, str]]]:
     """Step -> (class, key) of every sample that its feeds give; the steps of a task are run a
     second time for it."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    samples: dict[str, list[tuple[str, str]]] = {}
     for job in run.stages(task):
         run.artifact(job)
         made: list[Feed] = []
@@ -192,8 +192,8 @@ def looked_at(run: Run, task: int) -> dict[str, list[tuple[str, str]]]:
             for feed in made
         }
         assert len(tables) == 1
-        found[job.step] = [*tables.pop()]
-    return found
+        samples[job.step] = [*tables.pop()]
+    return samples
 
 
 def keys_of(memory: dict[str, dict[str, list[str]]], *tasks: str) -> set[str]:
@@ -238,13 +238,13 @@ def test_exemplars_and_held_out_images_share_the_memory(lab: Lab) -> None:
     run = stream(lab, "bic", memory=60)
     for task, classes in ((0, 2), (1, 5)):
         meta = run.carried(task).meta
-        kept = {
+        counts = {
             c: (len(keys), len(meta["validation"][name][c]))
-            for name, found in meta["memory"].items()
-            for c, keys in found.items()
+            for name, classes_of_task in meta["memory"].items()
+            for c, keys in classes_of_task.items()
         }
         share = 60 // classes
-        assert set(kept.values()) == {(share - share // 10, share // 10)}
+        assert set(counts.values()) == {(share - share // 10, share // 10)}
     first, second = run.carried(0).meta, run.carried(1).meta
     for kind in ("memory", "validation"):
         assert all(
@@ -256,8 +256,10 @@ def test_exemplars_and_held_out_images_share_the_memory(lab: Lab) -> None:
 def test_of_few_images_at_least_one_is_held_out_and_one_is_trained_on() -> None:
     method = Bic(build(SMALL), BicSettings(), 0)
     method.stream = (A, B)
-    found = method.held_out(B, {"b1": ["x"], "b2": ["x", "y"], "b3": [str(i) for i in range(57)]})
-    assert {name: len(keys) for name, keys in found.items()} == {"b1": 0, "b2": 1, "b3": 5}
+    held_out = method.held_out(
+        B, {"b1": ["x"], "b2": ["x", "y"], "b3": [str(i) for i in range(57)]}
+    )
+    assert {name: len(keys) for name, keys in held_out.items()} == {"b1": 0, "b2": 1, "b3": 5}
 
 
 def test_what_is_held_out_hangs_on_the_seed_and_on_no_order() -> None:
@@ -380,9 +382,11 @@ def test_a_third_task_starts_from_both_and_hands_all_biases_on(lab: Lab, mode: s
     assert served.biases.keys() == {"y", "z"}
     assert torch.equal(served.biases["y"], handed_on(run, 1, "calibrate").tensors["bias/y"])
     features = served.features(run.images(2))
-    found, (alpha, beta) = served.logits(run.images(2), None), served.biases["y"].tolist()
+    logits_of_all, (alpha, beta) = served.logits(run.images(2), None), served.biases["y"].tolist()
     y = served.heads["y"](features)
-    assert torch.allclose(found[:, 2:4], alpha * y + beta if mode == "all" else y, atol=1e-5)
+    assert torch.allclose(
+        logits_of_all[:, 2:4], alpha * y + beta if mode == "all" else y, atol=1e-5
+    )
     train: Any = lab.live[run.stages(2)[0].key]
     assert train.biases.keys() == {"y"}, "the teacher's"
 

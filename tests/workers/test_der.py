@@ -48,20 +48,20 @@ def backbone(settings: BackboneSettings = SMALL, seed: int = 0) -> Any:
 
 
 def task_state(
-    name: str, task: Task, place: int, parts: dict[str, dict[str, Tensor]] | None = None
+    name: str, task: Task, position: int, parts: dict[str, dict[str, Tensor]] | None = None
 ) -> TaskState:
     """Of a finished task: an extractor of other weights, and rows of W over as many extractors as
     there were."""
-    parts = parts or {"copies": dict(backbone(seed=10 + place).named_parameters())}
+    parts = parts or {"copies": dict(backbone(seed=10 + position).named_parameters())}
     head = {
         "weight": torch.randn(
-            task.num_classes, D * (place + 1), generator=torch.Generator().manual_seed(place)
+            task.num_classes, D * (position + 1), generator=torch.Generator().manual_seed(position)
         )
     }
-    own = {
+    stored = {
         kind: {n: t.detach().clone() for n, t in tensors.items()} for kind, tensors in parts.items()
     }
-    return TaskState(task.name, task.classes, name, digest_of(backbone()), head=head, **own)
+    return TaskState(task.name, task.classes, name, digest_of(backbone()), head=head, **stored)
 
 
 def begun(
@@ -69,8 +69,8 @@ def begun(
     *tasks: Task,
     step: str = "train",
     memory: Any = None,
-    own: dict[str, dict[str, Tensor]] | None = None,
-    kept: dict[str, Tensor] | None = None,
+    extractor: dict[str, dict[str, Tensor]] | None = None,
+    kept_units: dict[str, Tensor] | None = None,
     **settings: Any,
 ) -> Any:
     """At `step` of the last of `tasks`; the others are finished, all have samples in its batches.
@@ -79,11 +79,11 @@ def begun(
     method = METHODS[name](backbone(), METHODS[name].Settings(**settings), 0)
     method.scenario, method.stream = "class", tasks
     parts = (
-        {"copies": pack(backbone(seed=5), kept or all_on()), "masks": kept or all_on()}
+        {"copies": pack(backbone(seed=5), kept_units or all_on()), "masks": kept_units or all_on()}
         if name != "der"
         else None
     )
-    states = [task_state(name, task, place, parts) for place, task in enumerate(tasks[:-1])]
+    states = [task_state(name, task, position, parts) for position, task in enumerate(tasks[:-1])]
     for state in states:
         method.load_task(state)
     now = len(tasks) - (step == "train")
@@ -92,7 +92,7 @@ def begun(
     }
     carried = None
     if tensors:
-        for kind, parts_by_name in (own or {}).items():
+        for kind, parts_by_name in (extractor or {}).items():
             for part_name, part in parts_by_name.items():
                 tensors[f"{kind}/{part_name}"] = part.detach()
         carried = Carried(tensors, {"memory": memory or {}})
@@ -193,7 +193,7 @@ def test_fine_tuning_divides_outputs_by_the_temperature_and_answers_do_not(
         A,
         B,
         step="finetune",
-        own={"copies": dict(backbone(seed=11).named_parameters())},
+        extractor={"copies": dict(backbone(seed=11).named_parameters())},
         temperature=temperature,
     )
     stepped(method, A, B)
@@ -225,7 +225,11 @@ def test_training_moves_the_new_extractor_and_both_heads_and_no_older_extractor(
 
 def test_fine_tuning_moves_the_classifier_alone() -> None:
     method = begun(
-        "der", A, B, step="finetune", own={"copies": dict(backbone(seed=11).named_parameters())}
+        "der",
+        A,
+        B,
+        step="finetune",
+        extractor={"copies": dict(backbone(seed=11).named_parameters())},
     )
     before = [digest_of(method.extractors), digest_of(method.backbone)]
     changed = stepped(method, A, B)
@@ -252,7 +256,7 @@ def test_after_a_pruned_extractor_the_next_has_all_its_units_again_those_of_the_
     name: str,
 ) -> None:
     method, expected = (
-        begun(name, A, B, kept=some()),
+        begun(name, A, B, kept_units=some()),
         unpack(backbone(), pack(backbone(seed=5), some()), some(), fill=True),
     )
     assert all(torch.equal(p, expected[n]) for n, p in method.backbone.named_parameters())
@@ -268,7 +272,7 @@ def test_the_classifier_starts_anew_over_all_features_in_each_step() -> None:
             A,
             B,
             step=step,
-            own={"copies": dict(backbone(seed=11).named_parameters())}
+            extractor={"copies": dict(backbone(seed=11).named_parameters())}
             if step == "finetune"
             else None,
         ).heads
@@ -287,14 +291,14 @@ def test_the_classifier_starts_anew_over_all_features_in_each_step() -> None:
 def test_classifier_and_auxiliary_head_start_anew_once_where_that_is_asked_for(
     restart: float, at: int | None
 ) -> None:
-    method, found = begun("der", A, B, restart=restart), []
+    method, was_restarted = begun("der", A, B, restart=restart), []
     for step in range(10):
         stepped(method, A, B, progress=Progress(step // 5, step % 5, 2, 5), lr=1.0)
-        found.append(
+        was_restarted.append(
             float(method.heads["b"].weight.detach().std()) < 0.025
             and float(method.auxiliary.weight.detach().std()) < 0.025
         )
-    assert [step for step, anew in enumerate(found) if anew] == ([] if at is None else [at])
+    assert [step for step, anew in enumerate(was_restarted) if anew] == ([] if at is None else [at])
 
 
 # ---- the balanced subset -------------------------------------------------------------------------
@@ -411,11 +415,11 @@ def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str) -> None:
     jobs.append(again(herd, "ranks", previous={"finetune": jobs[1].key}))
     on_ranks(jobs, 2, tmp_path / "ranks")
     many = Artifact.need(herd.root, jobs[2].key)
-    found, alone = TaskState.from_bytes(many.read("task.safetensors")), run.state(1)
-    assert found.masks.keys() == alone.masks.keys()
-    assert all(torch.equal(mask, alone.masks[site]) for site, mask in found.masks.items())
-    assert all(torch.allclose(t, alone.copies[n], atol=1e-3) for n, t in found.copies.items())
-    assert torch.allclose(found.head["weight"], alone.head["weight"], atol=1e-3)
+    ranks_state, alone = TaskState.from_bytes(many.read("task.safetensors")), run.state(1)
+    assert ranks_state.masks.keys() == alone.masks.keys()
+    assert all(torch.equal(mask, alone.masks[site]) for site, mask in ranks_state.masks.items())
+    assert all(torch.allclose(t, alone.copies[n], atol=1e-3) for n, t in ranks_state.copies.items())
+    assert torch.allclose(ranks_state.head["weight"], alone.head["weight"], atol=1e-3)
 
 
 # ---- pruning -------------------------------------------------------------------------------------
@@ -430,11 +434,11 @@ def test_the_gradient_of_an_embedding_is_compensated() -> None:
     sigmoid(s e)(1 - sigmoid(s e))), times s_max."""
     method = begun("der_p", A, s_max=10.0)
     e, s = method.mask.embedding, annealed_scale(2, 5, 10.0)
-    (found,) = torch.autograd.grad(method.mask.sample(s).sum(), e)
+    (gradient,) = torch.autograd.grad(method.mask.sample(s).sum(), e)
     sigmoid, hard = torch.sigmoid(e.detach().double()), torch.sigmoid(s * e.detach().double())
     plain = s * hard * (1 - hard)
     assert torch.allclose(
-        found.double(),
+        gradient.double(),
         10.0 * plain * (sigmoid * (1 - sigmoid)) / (s * hard * (1 - hard)),
         rtol=1e-4,
     )
@@ -447,7 +451,7 @@ def test_the_sparsity_is_the_share_of_weights_between_groups_of_units() -> None:
     b = batch(A)
     loss, terms = method.loss(b, Progress(0, 1, 1, 5))
     m = method.by_site(torch.sigmoid(annealed_scale(1, 5, 10.0) * method.mask.embedding.detach()))
-    sums = {site: float(own.sum()) for site, own in m.items()}
+    sums = {site: float(site_mask.sum()) for site, site_mask in m.items()}
     left = full = 0.0
     for i in range(2):
         for kind, weights in (("qk", 2), ("v", 2), ("ff", 2)):  # queries and keys; in and out
@@ -475,8 +479,8 @@ def test_what_is_cut_answers_as_what_is_masked_and_is_smaller(share: float) -> N
         assert torch.allclose(zeroed(images), expected, atol=1e-5), (
             "also where timm scales the queries itself"
         )
-    kept = sum(int(mask.sum()) for mask in masks.values())
-    saved = (sum(map(len, masks.values())) - kept) * 2 * D
+    num_kept = sum(int(mask.sum()) for mask in masks.values())
+    saved = (sum(map(len, masks.values())) - num_kept) * 2 * D
     biases = sum(
         int((~mask).sum()) * {"qk": 2, "v": 1, "ff": 1}[site.split(".")[-1]]
         for site, mask in masks.items()
@@ -533,10 +537,12 @@ def test_a_pruned_extractor_is_served_as_its_hard_masks_have_it(name: str) -> No
 @pytest.mark.parametrize("name", ["der_p", "simple_der"])
 def test_in_a_stream_extractors_lose_units_and_images_cost_less(lab: Lab, name: str) -> None:
     run = stream(lab, name, memory=20, **({"sparsity": 0.3} if name == "der_p" else {}))
-    kept = [torch.cat([*run.state(task).masks.values()]).float().mean().item() for task in (0, 1)]
-    assert all(0.05 < share < 0.95 for share in kept), kept
+    densities = [
+        torch.cat([*run.state(task).masks.values()]).float().mean().item() for task in (0, 1)
+    ]
+    assert all(0.05 < share < 0.95 for share in densities), densities
     (row,) = history(run.artifact(run.stages(1)[0]))
-    assert row["density"] == pytest.approx(kept[1], abs=1e-6)
+    assert row["density"] == pytest.approx(densities[1], abs=1e-6)
     whole = stream(lab, "der", memory=20)
     assert run.trained(1).manifest["sizes"]["copies"] < whole.trained(1).manifest["sizes"]["copies"]
     assert run.trained(1).manifest["flops_share"] < whole.trained(1).manifest["flops_share"] == 2.0
@@ -600,44 +606,44 @@ def test_old_outputs_are_held_to_those_before_the_task() -> None:
 
 
 def test_in_the_middle_the_faintest_units_of_each_head_and_ffn_are_dropped_for_good() -> None:
-    method, kept = begun("simple_der", A, keep=0.25, prune_after=0.5), []
+    method, masks_by_step = begun("simple_der", A, keep=0.25, prune_after=0.5), []
     sizes = {}
     for step in range(4):
         if step == 2:
             sizes = magnitudes(method.backbone)
         stepped(method, A, progress=Progress(0, step, 1, 4))
-        kept.append(method.kept.clone())
+        masks_by_step.append(method.kept.clone())
         dropped = ~method.by_site(method.kept)["blocks.0.v"]
         assert not method.backbone.blocks[0].attn.proj.weight.grad[:, dropped].any(), (
             "what is dropped stays out of the rest"
         )
-    assert [bool(mask.all()) for mask in kept] == [True, True, False, False]
-    assert torch.equal(kept[2], kept[3])
-    for site, mask in method.by_site(kept[2]).items():
-        for own, size in zip(
+    assert [bool(mask.all()) for mask in masks_by_step] == [True, True, False, False]
+    assert torch.equal(masks_by_step[2], masks_by_step[3])
+    for site, mask in method.by_site(masks_by_step[2]).items():
+        for part, size in zip(
             mask.chunk(1 if site.endswith("ff") else 2),
             sizes[site].chunk(1 if site.endswith("ff") else 2),
             strict=True,
         ):
-            assert int(own.sum()) == len(own) // 4
-            assert size[own].min() >= size[~own].max()
+            assert int(part.sum()) == len(part) // 4
+            assert size[part].min() >= size[~part].max()
 
 
 def test_the_magnitude_of_a_unit_is_what_its_weights_can_pass_on() -> None:
     """A bias is one more weight into a unit. That of a key adds the same to all scores of a query,
     so it passes nothing on."""
     vit = backbone()
-    found, block = magnitudes(vit), vit.blocks[1]
+    unit_magnitudes, block = magnitudes(vit), vit.blocks[1]
     (q, k, v), (q_bias, _, v_bias) = block.attn.qkv.weight.chunk(3), block.attn.qkv.bias.chunk(3)
     query, value = torch.cat([q[5], q_bias[5:6]]), torch.cat([v[5], v_bias[5:6]])
     neuron = torch.cat([block.mlp.fc1.weight[5], block.mlp.fc1.bias[5:6]])
-    assert found["blocks.1.qk"][5].item() == pytest.approx(
+    assert unit_magnitudes["blocks.1.qk"][5].item() == pytest.approx(
         (query.norm() * k[5].norm()).item(), rel=1e-5
     )
-    assert found["blocks.1.v"][5].item() == pytest.approx(
+    assert unit_magnitudes["blocks.1.v"][5].item() == pytest.approx(
         (value.norm() * block.attn.proj.weight[:, 5].norm()).item(), rel=1e-5
     )
-    assert found["blocks.1.ff"][5].item() == pytest.approx(
+    assert unit_magnitudes["blocks.1.ff"][5].item() == pytest.approx(
         (neuron.norm() * block.mlp.fc2.weight[:, 5].norm()).item(), rel=1e-5
     )
 
@@ -669,21 +675,21 @@ def test_a_setting_runs_only_the_steps_that_read_it_again(name: str) -> None:
     }
     assert read["herd"] == {"memory", "per_class", "selection"}
     assert read["finetune"] == {"temperature"}
-    own = {
+    own_settings = {
         "der": set(),
         "der_p": {*DerPSettings.model_fields} - {*DerSettings.model_fields},
         "simple_der": {*SimpleDerSettings.model_fields} - {*DerSettings.model_fields},
     }[name]
-    assert read["train"] == {"auxiliary", "restart", *own}
+    assert read["train"] == {"auxiliary", "restart", *own_settings}
     assert read["evaluate"] == every
 
 
 def test_features_stand_in_stream_order_whoever_was_loaded_first() -> None:
-    found = []
+    features = []
     for order in ((0, 1), (1, 0)):
         method = METHODS["der"](backbone(), DerSettings(), 0)
         method.scenario, method.stream = "class", (A, B)
-        for place in order:
-            method.load_task(task_state("der", (A, B)[place], place))
-        found.append(method.eval().features(batch(A).images))
-    assert torch.equal(*found)
+        for index in order:
+            method.load_task(task_state("der", (A, B)[index], index))
+        features.append(method.eval().features(batch(A).images))
+    assert torch.equal(*features)

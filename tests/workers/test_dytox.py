@@ -47,11 +47,16 @@ def images(count: int = 6) -> Tensor:
 def batch(*tasks: Task, **parts: Any) -> Batch:
     """Six samples, of the tasks in turn."""
     rows = torch.arange(6)
-    places = rows % len(tasks)
+    task_indices = rows % len(tasks)
     labels = torch.tensor(
-        [int(row) % tasks[place].num_classes for row, place in zip(rows, places, strict=True)]
+        [
+            int(row) % tasks[task_index].num_classes
+            for row, task_index in zip(rows, task_indices, strict=True)
+        ]
     )
-    return Batch(images(), labels, places, StepRng(7, 0, 0, rows, 6, torch.device("cpu")), **parts)
+    return Batch(
+        images(), labels, task_indices, StepRng(7, 0, 0, rows, 6, torch.device("cpu")), **parts
+    )
 
 
 def begun(
@@ -59,11 +64,11 @@ def begun(
     step: str = "train",
     carried: Carried | None = None,
     settings: BackboneSettings = SMALL,
-    **own: Any,
+    **method_settings: Any,
 ) -> Any:
     """At `step` of the last task; older ones have heads, and samples in the batches."""
     torch.manual_seed(0)
-    method = DyTox(build(settings), DyToxSettings(**own), 0)
+    method = DyTox(build(settings), DyToxSettings(**method_settings), 0)
     method.scenario, method.stream = "class", tasks
     for task in tasks[:-1] if step == "train" else tasks:
         method.heads.add(task.name, task.num_classes, 0)
@@ -122,12 +127,16 @@ def test_the_loss_is_put_together_as_published(soft: bool) -> None:
     method = begun(ONE, TWO)
     method.eval()
     targets = torch.rand(6, 5, generator=torch.Generator().manual_seed(1)) if soft else None
-    here = batch(ONE, TWO, targets=targets)
-    loss, terms = method.loss(here, START)
-    z = method.logits(here.images, None)
-    y = targets if targets is not None else F.one_hot(here.labels + 2 * here.tasks, 5).float()
-    e = method.network().embeddings(here.images)
-    taught = method.before[0](here.images)
+    mixed_batch = batch(ONE, TWO, targets=targets)
+    loss, terms = method.loss(mixed_batch, START)
+    z = method.logits(mixed_batch.images, None)
+    y = (
+        targets
+        if targets is not None
+        else F.one_hot(mixed_batch.labels + 2 * mixed_batch.tasks, 5).float()
+    )
+    e = method.network().embeddings(mixed_batch.images)
+    taught = method.before[0](mixed_batch.images)
     want = {
         "bce": F.binary_cross_entropy_with_logits(z, y),
         "kd": kd_kl(z[:, :2], taught),
@@ -210,7 +219,7 @@ def test_heads_of_different_sizes_answer_as_one_by_one() -> None:
         e = network.embeddings(images())
         assert torch.allclose(
             network.logits(e),
-            torch.cat([head(e[:, place]) for place, head in enumerate(network.each())], 1),
+            torch.cat([head(e[:, index]) for index, head in enumerate(network.each())], 1),
             atol=1e-5,
         )
 
@@ -228,7 +237,7 @@ def test_on_a_vision_transformer_patches_may_change_places_with_their_positions(
     with torch.no_grad():
         before = method.network().embeddings(images())
         handle = method.backbone.patch_embed.register_forward_hook(
-            lambda module, given, patches: patches[:, order]
+            lambda module, inputs, patches: patches[:, order]
         )
         assert not torch.allclose(method.network().embeddings(images()), before, atol=1e-4)
         method.backbone.pos_embed[:, 1:] = method.backbone.pos_embed[:, 1:][:, order]

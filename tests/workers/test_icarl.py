@@ -101,9 +101,9 @@ def test_the_first_task_of_all_has_no_teacher(loss: Any, name: str) -> None:
         if name == "ce"
         else F.binary_cross_entropy_with_logits(logits, F.one_hot(b.labels, 2).float())
     )
-    found, terms = method.loss(b, START)
+    loss_value, terms = method.loss(b, START)
     assert method.teacher is None
-    assert torch.equal(found, expected)
+    assert torch.equal(loss_value, expected)
     assert terms.keys() == {name}
 
 
@@ -118,15 +118,17 @@ def test_it_answers_by_the_nearest_mean_of_the_exemplars_as_the_network_sees_the
         units = [F.normalize(served.backbone(exemplars[c][0]), dim=1) for c in "01234"]
         means = F.normalize(torch.stack([unit.mean(0) for unit in units]), dim=1)
         expected = -(F.normalize(served.backbone(images), dim=1)[:, None] - means).square().sum(2)
-        found = served.logits(images, None)
-        told = served.logits(images, "three")
+        logits = served.logits(images, None)
+        task_logits = served.logits(images, "three")
     assert torch.allclose(carried.tensors[MEANS], means, atol=1e-5)
-    assert torch.allclose(found, expected, atol=1e-5)
-    assert torch.equal(told, found[:, 2:])
+    assert torch.allclose(logits, expected, atol=1e-5)
+    assert torch.equal(task_logits, logits[:, 2:])
     job = run.stages(1)[0]
     assert job.task is not None
     (test,) = Feed(job, (job.task,), "test", Group(), training=False).evaluate()
-    assert run.evaluated(1)["rows"][1]["correct"] == int((found.argmax(1) - 2 == test.labels).sum())
+    assert run.evaluated(1)["rows"][1]["correct"] == int(
+        (logits.argmax(1) - 2 == test.labels).sum()
+    )
 
 
 def test_with_argmax_the_outputs_answer_and_only_the_measurement_is_another(lab: Lab) -> None:

@@ -61,19 +61,24 @@ def test_the_numbers_are_those_of_recomputing(lab: Lab, data: dict[str, Any]) ->
     images and streamed ones too."""
     job = probe(lab, **data).stages(0)[0]
     with counted() as seen:
-        found = lab.stage(job)
-    images = history(found)[0]["images"] + history(found)[0]["val_total"]
+        cached_artifact = lab.stage(job)
+    images = history(cached_artifact)[0]["images"] + history(cached_artifact)[0]["val_total"]
     assert sum(seen) == images, "one pass over what is trained and validated on"
     with counted() as seen, recomputed():
         expected = lab.stage(again(job, "recomputed"))
     assert sum(seen) == 5 * images
-    for mine, theirs in zip(history(found), history(expected), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
-    mine, theirs = (
-        TaskState.from_bytes(stage.read("task.safetensors")).head for stage in (found, expected)
+    for cached_epoch, expected_epoch in zip(
+        history(cached_artifact), history(expected), strict=True
+    ):
+        assert cached_epoch == pytest.approx(expected_epoch, rel=1e-5)
+    cached_head, expected_head = (
+        TaskState.from_bytes(stage.read("task.safetensors")).head
+        for stage in (cached_artifact, expected)
     )
-    assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
-    assert not torch.equal(mine["bias"], torch.zeros(2)), "it was trained"
+    assert all(
+        torch.allclose(cached_head[name], expected_head[name], atol=1e-6) for name in expected_head
+    )
+    assert not torch.equal(cached_head["bias"], torch.zeros(2)), "it was trained"
 
 
 @pytest.mark.parametrize(
@@ -93,11 +98,11 @@ def test_with_augmentation_features_are_recomputed(lab: Lab, data: dict[str, Any
     """Those of validation images alone stay the same."""
     job = probe(lab, **data).stages(0)[0]
     with counted() as seen:
-        found = history(lab.stage(job))
-    assert sum(seen) == 5 * found[0]["images"] + found[0]["val_total"]
+        epochs = history(lab.stage(job))
+    assert sum(seen) == 5 * epochs[0]["images"] + epochs[0]["val_total"]
     with recomputed():
         expected = history(lab.stage(again(job, "recomputed")))
-    assert found == expected, "bit for bit"
+    assert epochs == expected, "bit for bit"
 
 
 def test_nothing_is_held_where_the_backbone_is_trained(
@@ -115,8 +120,8 @@ def test_nothing_is_held_where_the_backbone_is_trained(
     monkeypatch.setitem(METHODS, "thawed", Thawed)
     job = again(probe(lab).stages(0)[0], "thawed", method="thawed")
     with counted() as seen:
-        found = history(lab.stage(job))
-    assert sum(seen) == 5 * (found[0]["images"] + found[0]["val_total"])
+        epochs = history(lab.stage(job))
+    assert sum(seen) == 5 * (epochs[0]["images"] + epochs[0]["val_total"])
 
 
 def test_two_ranks_train_the_same_head(lab: Lab) -> None:
@@ -126,12 +131,14 @@ def test_two_ranks_train_the_same_head(lab: Lab) -> None:
         lab.stage(jobs[0])
     on_ranks(jobs[1:], 2, lab.folder / "ranks-linear")
     one, two = (Artifact.need(job.root, job.key) for job in jobs)
-    for mine, theirs in zip(history(one), history(two), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
-    mine, theirs = (
+    for epoch_on_one, epoch_on_two in zip(history(one), history(two), strict=True):
+        assert epoch_on_one == pytest.approx(epoch_on_two, rel=1e-5)
+    head_on_one, head_on_two = (
         TaskState.from_bytes(stage.read("task.safetensors")).head for stage in (one, two)
     )
-    assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
+    assert all(
+        torch.allclose(head_on_one[name], head_on_two[name], atol=1e-6) for name in head_on_two
+    )
 
 
 # ---- the feed ------------------------------------------------------------------------------------
@@ -139,14 +146,14 @@ def made_of(images: torch.Tensor) -> torch.Tensor:
     return images.flatten(1).double().cumsum(1)[:, -2:]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage", PLACES)
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_feed_gives_what_it_holds_in_place_of_images(root: Any, place: str, world: int) -> None:  # noqa: F811
+def test_a_feed_gives_what_it_holds_in_place_of_images(root: Any, storage: str, world: int) -> None:  # noqa: F811
     """For each sample, in any epoch, for any number of ranks; labels and targets are those of its
     image."""
     options: dict[str, Any] = {"batch": 4, "accumulate": 2, "data": {**PLAIN, "smoothing": 0.1}}
-    plain = feed_of(root, place, **options)
-    feeds = [feed_of(root, place, rank, world, **options) for rank in range(world)]
+    plain = feed_of(root, storage, **options)
+    feeds = [feed_of(root, storage, rank, world, **options) for rank in range(world)]
     shares = [[made_of(b.images) for b in feed.evaluate(3)] for feed in feeds]
     for feed in feeds:
         with small_batches(), mock.patch.object(Group, "gather", return_value=shares):
@@ -171,17 +178,17 @@ def test_a_feed_gives_what_it_holds_in_place_of_images(root: Any, place: str, wo
         }
         assert got.keys() == want.keys()
         assert all(
-            torch.equal(mine, theirs)
+            torch.equal(cached_tensor, expected_tensor)
             for key in want
-            for mine, theirs in zip(got[key], want[key], strict=True)
+            for cached_tensor, expected_tensor in zip(got[key], want[key], strict=True)
         )
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_feed_that_holds_something_decodes_nothing_more(root: Any, place: str) -> None:  # noqa: F811
-    feed = feed_of(root, place, data=PLAIN)
+@pytest.mark.parametrize("storage", PLACES)
+def test_a_feed_that_holds_something_decodes_nothing_more(root: Any, storage: str) -> None:  # noqa: F811
+    feed = feed_of(root, storage, data=PLAIN)
     feed.cache_features(made_of)
-    with mock.patch.object(feed.source, "_gather" if place == "resident" else "_decode") as look:
+    with mock.patch.object(feed.source, "_gather" if storage == "resident" else "_decode") as look:
         assert sum(len(b) for batches in feed.epoch(0) for b in batches) == feed.num_samples
         assert [key for b in feed.evaluate() for key in b.keys or []] == feed.samples.table[
             "key"

@@ -68,15 +68,15 @@ def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order
     """What README says of `cluster.cpus_per_worker`. Few steps of SGD: more of them amplify what
     rounding began, and Adam more so."""
     run = lab.run("finetune", "sgd", epochs=1)
-    (job,), found = run.stages(0), []
+    (job,), artifact_files = run.stages(0), []
     run.prepare(job)
     try:
         for threads in (1, 1, 2):
             torch.set_num_threads(threads)
-            found.append(loop.train_task(job, Group(), lambda event: None)[0])
+            artifact_files.append(loop.train_task(job, Group(), lambda event: None)[0])
     finally:
         torch.set_num_threads(1)
-    one, same, two = (safetensors.torch.load(files[CARRIED]) for files in found)
+    one, same, two = (safetensors.torch.load(files[CARRIED]) for files in artifact_files)
     assert one.keys() == same.keys() == two.keys()
     assert len(one) > 10
     for name, tensor in one.items():
@@ -89,18 +89,18 @@ def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order
 # ---- interruptions -------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["finetune", "meat"])
 @pytest.mark.parametrize(
-    ("steps", "place"),
+    ("steps", "position"),
     [(2, (0, 2)), (PER_EPOCH, (1, 0)), (PER_EPOCH + 3, (1, 3)), (2 * PER_EPOCH, (2, 0))],
 )
 def test_a_stage_resumes_at_the_step_it_had_reached_and_ends_with_the_same_bytes(
-    lab: Lab, method: str, steps: int, place: tuple[int, int]
+    lab: Lab, method: str, steps: int, position: tuple[int, int]
 ) -> None:
     run = augmented(lab, method)
     job = again(run.stages(0)[0], f"at-{steps}", checkpoint_s=1e-9)
     interrupt(lab, job, steps)
     mark = checkpoint.load(job.root, job.key)
     assert mark is not None
-    assert (mark.epoch, mark.step) == place
+    assert (mark.epoch, mark.step) == position
     with interrupted_after(1000) as done:
         resumed = lab.stage(job)
     assert len(done) == 3 * PER_EPOCH - steps
@@ -118,29 +118,29 @@ def test_a_stage_may_be_interrupted_again_and_again(lab: Lab) -> None:
     assert results(resumed) == results(run.trained(0))
 
 
-@pytest.mark.parametrize(("steps", "place"), [(2, (0, 2)), (PER_EPOCH, (1, 0))])
+@pytest.mark.parametrize(("steps", "position"), [(2, (0, 2)), (PER_EPOCH, (1, 0))])
 def test_who_is_told_to_leave_saves_what_is_done_and_goes_and_the_next_goes_on_from_there(
-    lab: Lab, steps: int, place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    lab: Lab, steps: int, position: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though checkpoints are turned off: a notice is worth one."""
     run = augmented(lab, "meat")
     job = again(run.stages(0)[0], f"left-at-{steps}", checkpoint_s=0.0)
     step, made = loop.train_step, list[int]()
 
-    def told(*args: Any) -> Any:
+    def interrupted_step(*args: Any) -> Any:
         made.append(1)
         if len(made) == steps:
             preemption.requested.set()
         return step(*args)
 
-    monkeypatch.setattr(loop, "train_step", told)
+    monkeypatch.setattr(loop, "train_step", interrupted_step)
     with pytest.raises(preemption.Preempted, match=job.id):
         lab.stage(job)
     preemption.requested.clear()
     assert len(made) == steps, "it goes at the next step that it can"
     mark = checkpoint.load(job.root, job.key)
     assert mark is not None
-    assert (mark.epoch, mark.step) == place
+    assert (mark.epoch, mark.step) == position
     resumed = lab.stage(job)
     assert len(made) == 3 * PER_EPOCH
     assert results(resumed) == results(run.trained(0))
@@ -222,14 +222,14 @@ def test_keep_best_hands_on_the_epoch_that_validated_best(lab: Lab) -> None:
     interrupt(lab, shorter, (best + 1) * PER_EPOCH)
     mark = checkpoint.load(shorter.root, shorter.key)
     assert mark is not None
-    kept = {
+    best_head = {
         name.removeprefix("model/heads.layers.0."): t
         for name, t in mark.tensors.items()
         if name.startswith("model/")
     }
     head = run.state(0).head
     assert best < len(right) - 1, "a test of the best epoch needs one that is not the last"
-    assert all(torch.equal(head[name], kept[name]) for name in head)
+    assert all(torch.equal(head[name], best_head[name]) for name in head)
 
 
 def test_a_loss_that_is_no_number_ends_the_stage_with_a_sentence_and_no_result(lab: Lab) -> None:
@@ -320,9 +320,9 @@ def close(one: list[dict[str, Any]], two: list[dict[str, Any]], tolerance: float
 def test_ranks_take_as_many_steps_and_share_each_batch(ranked: dict[str, Any], label: str) -> None:
     _, job, (first, second) = ranked[label]
     assert len(first.rows) == len(second.rows) == job.train.epochs * PER_EPOCH
-    for step, (mine, others) in enumerate(zip(first.rows, second.rows, strict=True)):
+    for step, (first_rows, second_rows) in enumerate(zip(first.rows, second.rows, strict=True)):
         size = SAMPLES % BATCH if step % PER_EPOCH == PER_EPOCH - 1 else BATCH
-        assert sorted(mine + others) == list(range(size))
+        assert sorted(first_rows + second_rows) == list(range(size))
         assert first.weights[step] + second.weights[step] == pytest.approx(1)
     assert second.rows[PER_EPOCH - 1] == [], "the second rank has no row of the last batch"
 

@@ -111,7 +111,7 @@ def test_one_pass_of_student_and_teacher_serves_all_old_heads() -> None:
     assert method.teacher is not None
     for name, module in (("student", method.backbone), ("teacher", method.teacher.backbone)):
         module.register_forward_hook(
-            lambda m, given, found, name=name: passes.append((name, torch.is_grad_enabled()))
+            lambda m, inputs, output, name=name: passes.append((name, torch.is_grad_enabled()))
         )
     method.loss(batch(2), LATER)
     assert sorted(passes) == [("student", True), ("teacher", False)]
@@ -155,8 +155,10 @@ def test_distillation_keeps_the_old_answers_on_new_images() -> None:
         pictures = batch(3).images
         taught = method.teacher.logits(pictures)["a"]
         steps(method, train, range(10), optim.build(method.groups, train))
-        found = method.heads["a"](method.backbone(pictures)).detach()
-        apart[weight] = float(divergence(found, taught, 1.0) - divergence(taught, taught, 1.0))
+        student_logits = method.heads["a"](method.backbone(pictures)).detach()
+        apart[weight] = float(
+            divergence(student_logits, taught, 1.0) - divergence(taught, taught, 1.0)
+        )
     assert 0 < apart[1.0] < 0.5 * apart[0.0]
 
 
@@ -197,12 +199,12 @@ def test_at_first_the_new_head_is_trained_alone_and_then_everything_is(
 
 def test_the_phase_of_the_new_head_ends_with_its_share_of_the_steps() -> None:
     method = lwf(A, B, head_first=0.5)
-    found = [
+    has_distillation = [
         method.loss(batch(3), Progress(epoch, step, 2, 3))[1].keys() >= {"kd"}
         for epoch in range(2)
         for step in range(3)
     ]
-    assert found == [False] * 3 + [True] * 3
+    assert has_distillation == [False] * 3 + [True] * 3
     assert lwf(A, B).loss(batch(3), Progress(0, 0, 1, 1))[1].keys() >= {"kd"}, (
         "off unless it is asked for"
     )
@@ -277,8 +279,8 @@ def test_it_runs_where_nobody_names_the_task(lab: Lab) -> None:
         {"optimizer": "adamw", "lr": 1e-3, "epochs": 1},
         stream={"scenario": "class", "tasks": tasks},
     )
-    found = run.served(1).logits(run.images(1), None)
-    assert found.shape == (len(run.images(1)), 5)
+    logits = run.served(1).logits(run.images(1), None)
+    assert logits.shape == (len(run.images(1)), 5)
     assert [row["task"] for row in run.evaluated(1)["rows"]] == ["two", "three"]
 
 

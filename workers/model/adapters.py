@@ -1,7 +1,7 @@
-"""Adapters: small trained layers behind or beside modules of a frozen backbone, hooked from
-outside, any timm ViT with plain blocks.
+"""Adapters: small trained layers behind or beside modules of a frozen backbone.
 
-Axes: S sites (places of an adapter, from the first block on), B images, N tokens, d width of the
+They are hooked from outside into any timm ViT with plain blocks. Axes: S sites (positions of an
+adapter, from the first block on), B images, N tokens, d width of the
 backbone, m width of the bottleneck. All adapters of a task are stacked: one tensor per kind, whose
 first axis counts sites.
 """
@@ -20,10 +20,7 @@ from torch.nn import functional as F
 from workers.errors import UserError
 
 # behind attention (its projection included) and behind the FFN, both before the residual add
-HOULSBY = (
-    "attn",
-    "mlp",
-)
+HOULSBY = ("attn", "mlp")
 PARALLEL_SCALE = 0.1  # of AdaptFormer's branch
 
 
@@ -74,10 +71,11 @@ class Bottlenecks(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(sites, width, device=device))  # (S, d)
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return the stacked tensors by name."""
         return dict(self.named_parameters())
 
     def groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameter groups: no weight decay on biases."""
+        """Return the parameter groups, without weight decay on biases."""
         return [
             {"name": "adapters", "params": [self.down, self.up], "weight_decay": weight_decay},
             {
@@ -101,7 +99,9 @@ class Hook:
         self.tensors: dict[str, Tensor] | None = None
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-        return None if self.tensors is None else self.form(output, **self.tensors)
+        if self.tensors is None:
+            return None
+        return self.form(output, **self.tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return type(self)(self.form)
@@ -114,12 +114,15 @@ class BesideHook(Hook):
     input: Tensor | None = None
 
     def note(self, module: nn.Module, inputs: Any) -> None:
-        """Forward pre-hook of that module."""
+        """Remember the input of that module; a forward pre-hook."""
         self.input = None if self.tensors is None else inputs[0]
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-        found, self.input = self.input, None
-        return None if self.tensors is None else self.form(output, found, **self.tensors)
+        noted_input = self.input
+        self.input = None
+        if self.tensors is None:
+            return None
+        return self.form(output, noted_input, **self.tensors)
 
 
 class AdapterSites:
@@ -139,13 +142,11 @@ class AdapterSites:
         self.hooks: list[Hook] = []
         for index, block in enumerate(backbone.blocks):
             modules = dict(block.named_modules())
-            missing = next(
-                (name for name in (*positions, beside) if name is not None and name not in modules),
-                None,
-            )
-            if missing is not None:
+            needed = positions if beside is None else (*positions, beside)
+            missing = [name for name in needed if name not in modules]
+            if missing:
                 raise UserError(
-                    f"block {index} of the backbone has no {missing!r} to put an adapter "
+                    f"block {index} of the backbone has no {missing[0]!r} to put an adapter "
                     "behind; choose a ViT with plain blocks such as "
                     "vit_tiny_patch16_224 or deit_small_patch16_224"
                 )
@@ -161,15 +162,18 @@ class AdapterSites:
 
     @contextmanager
     def using(self, stacked: Mapping[str, Tensor | Sequence[Tensor]]) -> Iterator[None]:
-        """Inside, the backbone has these adapters. stacked: name -> (S, ...), or a tensor for each
-        site where their sizes differ; autograd goes through; empty: none."""
-        parts = {
-            name: tensor.unbind(0) if isinstance(tensor, Tensor) else tensor
-            for name, tensor in stacked.items()
-        }
+        """Inside, the backbone has these adapters, differentiable in their tensors.
+
+        stacked: name -> (S, ...), or one tensor per site where sizes differ; empty for no adapters.
+        """
+        by_site: dict[str, Sequence[Tensor]] = {}
+        for name, tensor in stacked.items():
+            by_site[name] = tensor.unbind(0) if isinstance(tensor, Tensor) else tensor
         try:
             for site, hook in enumerate(self.hooks):
-                hook.tensors = {name: part[site] for name, part in parts.items()} if parts else None
+                hook.tensors = None
+                if by_site:
+                    hook.tensors = {name: tensors[site] for name, tensors in by_site.items()}
             yield
         finally:
             for hook in self.hooks:

@@ -1,4 +1,4 @@
-"""Bias layer: alpha z + beta for the logits of some classes, fitted on held-out images."""
+"""Bias layer: alpha z + beta for the logits z of some classes, fitted on held-out images."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ IDENTITY = (1.0, 0.0)
 
 
 def apply_bias(logits: Tensor, columns: slice, bias: Tensor) -> Tensor:
-    """z (b, classes), bias (alpha, beta) -> the same with alpha z + beta in `columns`; the others
-    stay as they are."""
-    return torch.cat(
-        [
-            logits[:, : columns.start],
-            bias[0] * logits[:, columns] + bias[1],
-            logits[:, columns.stop :],
-        ],
-        1,
-    )
+    """Return logits (b, classes) with alpha z + beta in `columns`. bias: (alpha, beta)."""
+    before = logits[:, : columns.start]
+    biased = bias[0] * logits[:, columns] + bias[1]
+    behind = logits[:, columns.stop :]
+    return torch.cat([before, biased, behind], 1)
 
 
 @torch.enable_grad()
 def fit_bias(logits: Tensor, labels: Tensor, columns: slice, decay: float) -> Tensor:
-    """(alpha, beta) that minimise cross-entropy of the biased logits + decay beta^2 / 2, by L-BFGS
-    from (1, 0) in fp64. Every class counts the same, also where some have fewer images. logits (n,
-    classes), labels (n,)."""
-    logits, weight = logits.detach().double(), 1 / labels.bincount().double()[labels]
+    """Return (alpha, beta) that minimise cross-entropy of the biased logits + decay beta^2 / 2.
+
+    By L-BFGS from (1, 0) in fp64. All classes have the same weight, whatever their number of
+    images. logits: (n, classes); labels: (n,).
+    """
+    logits = logits.detach().double()
+    weight = 1 / labels.bincount().double()[labels]  # (n,)
     bias = torch.tensor(IDENTITY, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [bias],

@@ -25,7 +25,7 @@ from workers.model.masked import BlockMasks
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What one block computes. Token positions count prefix tokens first.
+    """The tokens and neurons that one block computes. Token positions count prefix tokens first.
 
     inputs: tokens that enter the block. keys: those that get a key and a value. kept: (keys,) bool,
     False for a masked token that only its own query may see (self loop). queries: those that leave
@@ -40,39 +40,50 @@ class BlockPlan:
 
 
 def plan_blocks(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
-    """Liveness, from the last block to the first; then who enters each block is who left the one
-    before."""
-    prefix, total = vit.num_prefix_tokens, vit.num_prefix_tokens + vit.patch_embed.num_patches
+    """Return a plan per block: liveness of tokens, from the last block to the first.
+
+    The tokens that enter a block are those that leave the one before.
+    """
+    prefix = vit.num_prefix_tokens
+    total = prefix + vit.patch_embed.num_patches
     live = torch.zeros(total, dtype=torch.bool)
-    live[0 if vit.global_pool == "token" else slice(None)] = True
-    needed: list[tuple[Tensor, Tensor, Tensor]] = []
+    if vit.global_pool == "token":
+        live[0] = True
+    else:
+        live[:] = True
+    needed: list[tuple[Tensor, Tensor, Tensor]] = []  # (keys, kept, queries) of a block, (total,)
     for block, mask in zip(reversed(vit.blocks), reversed(masks), strict=True):
         kept = torch.ones(total, dtype=torch.bool)
         if mask.tokens is not None:
             kept[prefix:] = mask.tokens[0].cpu()
         if mixes_all_tokens(block):
             live = torch.ones_like(live)
-        keys = kept | live if getattr(block.attn, "self_loop", False) else kept
+        keys = kept
+        if getattr(block.attn, "self_loop", False):
+            keys = kept | live
         needed.append((keys, kept, live))
         live = live | keys
-    plans, inputs = [], live
+    plans = []
+    inputs = live
     for block, mask, (keys, kept, queries) in zip(vit.blocks, masks, reversed(needed), strict=True):
-        plans.append(
-            BlockPlan(
-                inputs.nonzero()[:, 0],
-                keys.nonzero()[:, 0],
-                kept[keys],
-                queries.nonzero()[:, 0],
-                _live_neurons(block.mlp, mask).nonzero()[:, 0],
-            )
+        neurons = _live_neurons(block.mlp, mask)
+        plan = BlockPlan(
+            inputs=inputs.nonzero()[:, 0],
+            keys=keys.nonzero()[:, 0],
+            kept=kept[keys],
+            queries=queries.nonzero()[:, 0],
+            neurons=neurons.nonzero()[:, 0],
         )
+        plans.append(plan)
         inputs = queries
     return plans
 
 
 def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
-    """(hidden,) bool. A neuron is dead where it is masked, or where every weight that leaves it
-    is."""
+    """Return which neurons are live, (hidden,) bool.
+
+    A neuron is dead when it is masked, or when every weight that leaves it is.
+    """
     live = torch.ones(mlp.fc1.out_features, dtype=torch.bool)
     if not isinstance(mlp.norm, nn.Identity):
         return live  # a norm over the neurons reads all of them
@@ -84,27 +95,28 @@ def _live_neurons(mlp: Any, mask: BlockMasks) -> Tensor:
 
 
 def flops(vit: Any, plans: list[BlockPlan]) -> int:
-    """Multiply-adds of one image in the patch embedding and the blocks; norms, activations and
-    means over tokens left out."""
+    """Return the multiply-adds of one image in the patch embedding and the blocks.
+
+    Norms, activations and means over tokens are left out.
+    """
     width = vit.embed_dim
-    count = multiply_adds(
-        vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size
-    ) + uniform_multiply_adds(vit)
-    for p in plans:
-        queries, keys = len(p.queries), len(p.keys)
-        count += width * (
-            2 * queries * width
-            + 2 * keys * width
-            + 2 * queries * keys
-            + 2 * queries * len(p.neurons)
-        )
+    count = multiply_adds(vit.patch_embed, vit.in_chans, *vit.patch_embed.img_size)
+    count += uniform_multiply_adds(vit)
+    for plan in plans:
+        queries = len(plan.queries)
+        keys = len(plan.keys)
+        linear = queries * width + keys * width  # queries and proj; keys and values
+        attention = queries * keys  # scores, and the sum of values
+        ffn = queries * len(plan.neurons)
+        count += 2 * width * (linear + attention + ffn)
     return count
 
 
 @torch.no_grad()
 def multiply_adds(model: nn.Module, *shape: int) -> int:
-    """Multiply-adds of one input (*shape) in linear layers, convolutions and products of matrices;
-    nothing is computed."""
+    """Return the multiply-adds of one input (*shape) in linear layers, convolutions and products of
+    matrices. Nothing is computed.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()  # while training, stochastic depth stands for the samples of a batch
     try:
@@ -145,41 +157,46 @@ class CompactBlock(nn.Module):
     def __init__(self, block: Any, plan: BlockPlan, mask: BlockMasks):
         super().__init__()
         attn, mlp = block.attn, block.mlp
-        self.heads, self.head_dim, self.scale = attn.num_heads, attn.head_dim, attn.scale
+        self.heads = attn.num_heads
+        self.head_dim = attn.head_dim
+        self.scale = attn.scale
         for name in ("norm1", "ls1", "norm2", "ls2"):
             self.add_module(name, getattr(block, name))
         for name in ("q_norm", "k_norm", "norm", "gate", "proj"):
             self.add_module(name, getattr(attn, name))
-        self.act, self.mlp_norm = mlp.act, mlp.norm
+        self.act = mlp.act
+        self.mlp_norm = mlp.norm
         self.context = mlp.context if mixes_all_tokens(block) else nn.Identity()
         rows = attn.attn_dim
-        bias = attn.qkv.bias
         self._buffer("q_weight", attn.qkv.weight[:rows])
-        self._buffer("q_bias", None if bias is None else bias[:rows])
+        self._buffer("q_bias", _rows(attn.qkv.bias, slice(rows)))
         self._buffer("kv_weight", attn.qkv.weight[rows:])
-        self._buffer("kv_bias", None if bias is None else bias[rows:])
+        self._buffer("kv_bias", _rows(attn.qkv.bias, slice(rows, None)))
         columns = mask.fc2 if mask.neurons is None else mask.neurons
         self._buffer("fc1_weight", _times(mlp.fc1.weight, mask.fc1)[plan.neurons])
-        self._buffer("fc1_bias", None if mlp.fc1.bias is None else mlp.fc1.bias[plan.neurons])
+        self._buffer("fc1_bias", _rows(mlp.fc1.bias, plan.neurons))
         self._buffer("fc2_weight", _times(mlp.fc2.weight, columns)[:, plan.neurons])
         self._buffer("fc2_bias", mlp.fc2.bias)
         self._buffer("queries", _positions(plan.queries, plan.inputs))
         self._buffer("keys", _positions(plan.keys, plan.inputs))
-        itself = plan.queries[:, None] == plan.keys[None, :]
-        # (queries, keys)
-        self._buffer("seen", None if plan.kept.all() else plan.kept[None, :] | itself)
+        seen = None
+        if not plan.kept.all():
+            itself = plan.queries[:, None] == plan.keys[None, :]
+            seen = plan.kept[None, :] | itself  # (queries, keys)
+        self._buffer("seen", seen)
 
     def _buffer(self, name: str, value: Tensor | None) -> None:
-        self.register_buffer(
-            name, None if value is None else value.detach().contiguous(), persistent=False
-        )
+        if value is not None:
+            value = value.detach().contiguous()
+        self.register_buffer(name, value, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inputs, d) -> (B, queries, d)."""
         normed = self.norm1(x)
         at_queries = _take(normed, self.queries)
         q = self._split(F.linear(at_queries, self.q_weight, self.q_bias), 1)[0]
-        k, v = self._split(F.linear(_take(normed, self.keys), self.kv_weight, self.kv_bias), 2)
+        at_keys = _take(normed, self.keys)
+        k, v = self._split(F.linear(at_keys, self.kv_weight, self.kv_bias), 2)
         y = F.scaled_dot_product_attention(
             self.q_norm(q), self.k_norm(k), v, attn_mask=self.seen, scale=self.scale
         )
@@ -200,17 +217,20 @@ class CompactBlock(nn.Module):
 
 
 class CompactVit(nn.Module):
-    """images (b, 3, H, W) -> logits of one task, equal to the masked dense forward up to the order
-    of summation."""
+    """images (b, 3, H, W) -> logits of one task.
+
+    Equal to the masked dense forward up to the order of summation.
+    """
 
     entering: Tensor | None
 
     def __init__(self, vit: Any, masks: list[BlockMasks], head: nn.Module):
         super().__init__()
         plans = plan_blocks(vit, masks)
-        self.vit, self.head = vit, head
-        everyone = torch.arange(vit.num_prefix_tokens + vit.patch_embed.num_patches)
-        self.register_buffer("entering", _positions(plans[0].inputs, everyone), persistent=False)
+        self.vit = vit
+        self.head = head
+        tokens = torch.arange(vit.num_prefix_tokens + vit.patch_embed.num_patches)
+        self.register_buffer("entering", _positions(plans[0].inputs, tokens), persistent=False)
         self.blocks = nn.ModuleList(
             CompactBlock(*parts) for parts in zip(vit.blocks, plans, masks, strict=True)
         )
@@ -230,9 +250,11 @@ class CompactVit(nn.Module):
 
 @torch.no_grad()
 def cut_channels(cnn: nn.Module) -> None:
-    """Cuts, in place, the inner channels of residual blocks that no weight leaves, from the last
-    convolution to the first. Where something between two convolutions is not made channel by
-    channel (group norm, anti-aliasing), all channels stay."""
+    """Cut, in place, the inner channels of residual blocks that no weight leaves.
+
+    Go from the last convolution to the first. All channels stay where something between two
+    convolutions mixes channels or pixels (group norm, anti-aliasing).
+    """
     blocks: list[Any] = [m for m in cnn.modules() if isinstance(m, (BasicBlock, Bottleneck))]
     for block in blocks:
         inner = [(block.conv1, block.bn1, block.conv2)]
@@ -248,16 +270,30 @@ def cut_channels(cnn: nn.Module) -> None:
                 after.weight.data = after.weight[:, live].contiguous()
 
 
+def _rows(bias: Tensor | None, rows: slice | Tensor) -> Tensor | None:
+    if bias is None:
+        return None
+    return bias[rows]
+
+
 def _times(weight: Tensor, mask: Tensor | None) -> Tensor:
-    return weight if mask is None else weight * mask.to(weight.device)
+    if mask is None:
+        return weight
+    return weight * mask.to(weight.device)
 
 
-def _positions(wanted: Tensor, among: Tensor) -> Tensor | None:
-    """Positions of `wanted` in the sorted `among`; None where they are the same, so that nothing
-    need be gathered."""
-    return None if len(wanted) == len(among) else torch.searchsorted(among, wanted)
+def _positions(tokens: Tensor, among: Tensor) -> Tensor | None:
+    """Return the positions of `tokens` in the sorted `among`, of which they are a subset.
+
+    None when they are all of it, so that nothing is gathered.
+    """
+    if len(tokens) == len(among):
+        return None
+    return torch.searchsorted(among, tokens)
 
 
 def _take(x: Tensor, positions: Tensor | None) -> Tensor:
     """(B, N, d) -> (B, positions, d)."""
-    return x if positions is None else x.index_select(1, positions)
+    if positions is None:
+        return x
+    return x.index_select(1, positions)

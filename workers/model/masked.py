@@ -70,53 +70,54 @@ class MaskedAttention(Attention):
             return super().forward(x, attn_mask=self.policy())
         batch, tokens, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        q, k, v = (
-            self.qkv(x)
-            .reshape(batch, tokens, 3, self.num_heads, self.head_dim)
-            .permute(2, 0, 3, 1, 4)
-            .unbind(0)
-        )
-        q, k = self.q_norm(q), self.k_norm(k)  # (B, H, N, D)
-        scores = (q * self.scale) @ k.transpose(-2, -1)
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, N, D)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        scores = (q * self.scale) @ k.transpose(-2, -1)  # (B, H, N, N)
         psi = MaskedSoftmax.apply(scores.float(), self.policy()).to(v.dtype)
-        x = self.norm(
-            (self.attn_drop(psi) @ v).transpose(1, 2).reshape(batch, tokens, self.attn_dim)
-        )
+        mixed = (self.attn_drop(psi) @ v).transpose(1, 2)  # (B, N, H, D)
+        x = self.norm(mixed.reshape(batch, tokens, self.attn_dim))
         if gate is not None:
             x = x * gate
         projected: Tensor = self.proj_drop(self.proj(x))
         return projected
 
     def policy(self) -> Tensor:
-        """(B, 1, 1, N), or (B, 1, N, N) with the self loop."""
+        """Return the mask of keys, (B, 1, 1, N), or (B, 1, N, N) with the self loop."""
         assert self.keys is not None
         policy = self.keys[:, None, None, :]
         if not self.self_loop:
             return policy
         itself = torch.eye(policy.shape[-1], dtype=policy.dtype, device=policy.device)
-        return policy | itself if policy.dtype == torch.bool else policy + (1 - policy) * itself
+        if policy.dtype == torch.bool:
+            return policy | itself
+        return policy + (1 - policy) * itself
 
 
 class GatedLinear(nn.Linear):
-    """nn.Linear whose inputs can be gated (`gate`, 0/1 per feature): the mask of neurons before it,
-    at no cost for its weight's gradient, which a frozen weight does without."""
+    """nn.Linear whose inputs can be gated: the mask of the neurons before it.
+
+    gate: 0/1 per feature. A frozen weight then needs no gradient, as it would if it were masked.
+    """
 
     gate: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self.gate is None else x * self.gate.to(x.dtype))
+        if self.gate is not None:
+            x = x * self.gate.to(x.dtype)
+        return super().forward(x)
 
 
 class GatedConv2d(nn.Conv2d):
-    """nn.Conv2d whose input channels can be gated (`gate`, 0/1, (C,) or (B, C)): the mask of
-    channels before it."""
+    """nn.Conv2d whose input channels can be gated. gate: 0/1, (C,) or (B, C)."""
 
     gate: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(
-            x if self.gate is None else x * self.gate[..., None, None].to(x.dtype)
-        )
+        if self.gate is not None:
+            x = x * self.gate[..., None, None].to(x.dtype)
+        return super().forward(x)
 
 
 @dataclass
@@ -133,23 +134,32 @@ class BlockMasks:
     neurons: Tensor | None = None
 
     def folded(self) -> BlockMasks:
-        """For serving: masks of weights alone, those of neurons as columns of fc2; none where
-        everything is kept."""
+        """Return masks of weights alone for serving: neurons become columns of fc2.
+
+        A mask that keeps everything becomes None.
+        """
         fc2 = self.fc2 if self.neurons is None else self.neurons[None]
         return BlockMasks(fc1=effective_mask(self.fc1), fc2=effective_mask(fc2))
 
 
 def effective_mask(mask: Tensor | None) -> Tensor | None:
-    """The mask, or None where it keeps everything: what masks nothing takes timm's plain path, bit
-    for bit."""
-    return None if mask is None or bool(mask.all()) else mask
+    """Return the mask, or None when it keeps everything.
+
+    Without a mask the forward is timm's own, bit for bit.
+    """
+    if mask is None or bool(mask.all()):
+        return None
+    return mask
 
 
 def make_maskable(
     masked: type[Any], plain: type[nn.Module], module: Any, where: str, instead: str
 ) -> Any:
-    """Gives `module` the class `masked`; only where it is exactly `plain`, whose forward `masked`
-    restates. Raises UserError elsewhere, which says `where` it is and what to choose `instead`."""
+    """Give `module` the class `masked`, which restates the forward of `plain`.
+
+    Raise `UserError` when its class is not exactly `plain`; the error names `where` it is, and what
+    to choose `instead`.
+    """
     if type(module) not in (plain, masked):
         raise UserError(
             f"{where} of the backbone has a {type(module).__name__} where masks need a "

@@ -33,37 +33,30 @@ def remove(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
 
 
 def replace(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
-    """(B, T + p, d), (p, d) -> (B, T + p, d): what stands at the prompts' places gives way to
-    `prompts`."""
+    """Replace the prompts among tokens: (B, T + p, d), (p, d) -> (B, T + p, d)."""
     return insert(remove(x, prompts, prefix), prompts, prefix)
 
 
 class PromptSites:
-    """A ViT whose blocks see p prompts more. They are put in behind the norm before the blocks, and
-    taken out behind the last block, so that whatever comes after, the final norm and any kind of
-    pooling, meets the tokens it knows. `deep`: behind each block but the last they are replaced by
-    those of the next."""
+    """A ViT whose blocks read p more tokens, the prompts.
+
+    They are inserted behind the norm before the blocks and removed behind the last block, so that
+    the final norm and pooling see the usual tokens. `deep`: behind each block but the last they are
+    replaced by those of the next.
+    """
 
     def __init__(self, vit: Any, depth: Depth):
-        odd = next(
-            (
-                i
-                for i, block in enumerate(vit.blocks)
-                if not isinstance(getattr(block, "attn", None), Attention)
-            ),
-            None,
-        )
-        if odd is not None:
-            raise UserError(
-                f"block {odd} of the backbone has no plain attention, which takes any number of "
-                "tokens and so prompts too; choose a ViT with "
-                "plain blocks such as vit_tiny_patch16_224 or deit_small_patch16_224"
-            )
+        for index, block in enumerate(vit.blocks):
+            if not isinstance(getattr(block, "attn", None), Attention):
+                raise UserError(
+                    f"block {index} of the backbone has no plain attention, which takes any number "
+                    "of tokens and so prompts too; choose a ViT with "
+                    "plain blocks such as vit_tiny_patch16_224 or deit_small_patch16_224"
+                )
         self.width: int = vit.embed_dim
         self.hooks = [self._behind(vit.norm_pre, insert, vit)]
-        self.hooks += [
-            self._behind(block, replace, vit) for block in vit.blocks[:-1] if depth == "deep"
-        ]
+        if depth == "deep":
+            self.hooks += [self._behind(block, replace, vit) for block in vit.blocks[:-1]]
         self.out = self._behind(vit.blocks[-1], remove, vit)
 
     @staticmethod
@@ -73,18 +66,20 @@ class PromptSites:
         return hook
 
     def __len__(self) -> int:
-        """How many blocks have prompts of their own."""
+        """Return how many blocks have separate prompts."""
         return len(self.hooks)
 
     @contextmanager
     def using(self, prompts: Tensor | None) -> Iterator[None]:
-        """Inside, the blocks see these prompts, (L or 1, p, d); autograd goes through; None:
-        none."""
+        """Inside, the blocks read these prompts, (L or 1, p, d), and are differentiable in them.
+
+        None: no prompts.
+        """
         try:
-            for place, hook in enumerate([*self.hooks, self.out]):
-                hook.tensors = (
-                    None if prompts is None else {"prompts": prompts[min(place, len(prompts) - 1)]}
-                )
+            for index, hook in enumerate([*self.hooks, self.out]):
+                hook.tensors = None
+                if prompts is not None:
+                    hook.tensors = {"prompts": prompts[min(index, len(prompts) - 1)]}
             yield
         finally:
             for hook in [*self.hooks, self.out]:

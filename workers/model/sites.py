@@ -1,8 +1,8 @@
-"""Where a backbone is masked, by architecture: names and shapes of the masks, their way into the
-forward, what they save.
+"""Where a backbone is masked, by architecture: names and shapes of the masks, how they enter the
+forward, and the multiply-adds that they save.
 
-A method knows masks by name alone. `gates` are sampled for each image, `entries` once per forward;
-both are boolean when serving, 0/1 floats with a gradient when training.
+A method knows masks by name alone. `gates` are sampled for each image, `entries` once per forward.
+Both are boolean when serving, and 0/1 floats with a gradient when training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.model.compact import CompactVit, cut_channels, flops, multiply_adds, plan_blocks
-from workers.model.context import uniform_multiply_adds
+from workers.model.context import PLAIN, uniform_multiply_adds
 from workers.model.masked import (
     BlockMasks,
     GatedConv2d,
@@ -38,9 +38,12 @@ Entries = Literal["weight", "neuron", "off"]
 
 
 class Sites(Protocol):
-    """The masks of one architecture. kinds: what people call gates and entries. gates: name ->
-    shape, whose last axis is what the gates of one layer are. meta: what a task's state says beside
-    its masks; `token_blocks` are the blocks with gates."""
+    """The masks of one architecture.
+
+    kinds: the words for gates and entries in messages. gates, entries: name -> shape; the last axis
+    of a gate's shape counts the gates of one layer. meta: fields of a task's state beside its
+    masks; `token_blocks` are the blocks with gates.
+    """
 
     kinds: tuple[str, str]
     gates: Shapes
@@ -48,29 +51,37 @@ class Sites(Protocol):
     meta: dict[str, Any]
 
     def sampled(self, masks: Masks) -> AbstractContextManager[None]:
-        """Training: the forward inside sees these masks, gates (b, *shape), and can be
-        differentiated with respect to them; where they mask weights, see `weights`."""
+        """Training: put the masks in effect inside; gates are (b, *shape).
+
+        The forward is differentiable in them. Masks of weights are applied by `weights`.
+        """
 
     def weights(self, masks: Masks) -> Masks:
-        """M .* W of the masked weights, by parameter name."""
+        """Return M .* W of the masked weights, by parameter name."""
 
     def folded(self, masks: Masks) -> Masks:
-        """Serving: puts gates, of their bare shape, in effect and returns the weights in effect, by
-        parameter name. What masks nothing leaves timm's plain path, bit for bit."""
+        """Serving: put the gates in effect and return the masked weights, by parameter name.
+
+        Gates have no batch axis. Masks that keep everything leave timm's plain path, bit for bit.
+        """
 
     def compact(self, masks: Masks, head: nn.Module) -> nn.Module:
-        """images -> logits by what the masks leave alone, equal to the masked dense forward up to
-        the order of summation."""
+        """Return a network images -> logits that computes only what the masks keep.
+
+        It equals the masked dense forward up to the order of summation.
+        """
 
     def flops_share(self, masks: Masks) -> float:
-        """Multiply-adds of `compact` relative to those without masks."""
+        """Return the multiply-adds of `compact` relative to those without masks."""
 
 
 def sites_of(
     backbone: nn.Module, gated: Blocks, entries: Entries, self_loop: bool = False
 ) -> Sites:
-    """The sites of a backbone, whose modules become maskable in place. gated: the blocks with
-    gates, from 0. Raises UserError where an architecture has no such masks."""
+    """Return the sites of a backbone, whose modules become maskable in place.
+
+    gated: the blocks with gates, from 0. Raise `UserError` when the architecture has no such masks.
+    """
     if isinstance(backbone, VisionTransformer):
         return TokenSites(backbone, gated, entries, self_loop)
     if not isinstance(backbone, ResNet):
@@ -92,9 +103,11 @@ def sites_of(
 
 
 class TokenSites:
-    """A ViT. Gates: image tokens, as keys and values of attention. Entries: the FFN's weights, or
-    its hidden neurons. Context behind an FFN is over all tokens, masked ones too, which are then
-    computed where nothing else needs them."""
+    """The masks of a ViT.
+
+    Gates: image tokens, as keys and values of attention. Entries: the FFN's weights, or its hidden
+    neurons. Context behind an FFN reads all tokens, so masked ones are then computed too.
+    """
 
     kinds = ("token", "FFN")
 
@@ -112,41 +125,41 @@ class TokenSites:
         self.fc2: list[GatedLinear] = []
         self.entries: Shapes = {}
         for index, block in enumerate(vit.blocks):
-            mlp, at = (
-                getattr(block, "mlp", None),
-                (
-                    f"block {index}",
-                    "a plain ViT such as vit_tiny_patch16_224 or deit_small_patch16_224",
-                ),
-            )
-            self.attention.append(
-                make_maskable(MaskedAttention, Attention, getattr(block, "attn", None), *at)
-            )
-            self.attention[-1].self_loop = self_loop
-            fc1 = make_maskable(nn.Linear, nn.Linear, getattr(mlp, "fc1", None), *at)
-            self.fc2.append(make_maskable(GatedLinear, nn.Linear, getattr(mlp, "fc2", None), *at))
+            name = f"block {index}"
+            attn = getattr(block, "attn", None)
+            mlp = getattr(block, "mlp", None)
+            attn = make_maskable(MaskedAttention, Attention, attn, name, PLAIN)
+            attn.self_loop = self_loop
+            fc1 = getattr(mlp, "fc1", None)
+            fc1 = make_maskable(nn.Linear, nn.Linear, fc1, name, PLAIN)
+            fc2 = getattr(mlp, "fc2", None)
+            fc2 = make_maskable(GatedLinear, nn.Linear, fc2, name, PLAIN)
+            self.attention.append(attn)
+            self.fc2.append(fc2)
             if entries == "weight":
-                self.entries |= {
-                    f"blocks.{index}.fc1": tuple(fc1.weight.shape),
-                    f"blocks.{index}.fc2": tuple(self.fc2[-1].weight.shape),
-                }
+                self.entries[f"blocks.{index}.fc1"] = tuple(fc1.weight.shape)
+                self.entries[f"blocks.{index}.fc2"] = tuple(fc2.weight.shape)
             elif entries == "neuron":
                 self.entries[f"blocks.{index}.neurons"] = (fc1.out_features,)
-        self.gates: Shapes = {"tokens": (len(self.blocks), shape["tokens"])} if self.blocks else {}
+        self.gates: Shapes = {}
+        if self.blocks:
+            self.gates["tokens"] = (len(self.blocks), shape["tokens"])
         self.meta = {"token_blocks": list(self.blocks), "grid": list(shape["grid"])}
 
     def by_block(self, masks: Masks) -> list[BlockMasks]:
-        found = [
-            BlockMasks(
-                **{kind: masks.get(f"blocks.{i}.{kind}") for kind in ("fc1", "fc2", "neurons")}
-            )
-            for i in range(len(self.vit.blocks))
-        ]
-        for position, block in enumerate(self.blocks if "tokens" in masks else ()):
-            found[block].tokens = masks["tokens"][..., position, :].reshape(
-                -1, masks["tokens"].shape[-1]
-            )
-        return found
+        """Return the masks of each block; tokens (b or 1, n)."""
+        block_masks: list[BlockMasks] = []
+        for index in range(len(self.vit.blocks)):
+            fc1 = masks.get(f"blocks.{index}.fc1")
+            fc2 = masks.get(f"blocks.{index}.fc2")
+            neurons = masks.get(f"blocks.{index}.neurons")
+            block_masks.append(BlockMasks(fc1=fc1, fc2=fc2, neurons=neurons))
+        if "tokens" in masks:
+            tokens = masks["tokens"]  # (b, blocks with gates, n) or without b
+            for position, block in enumerate(self.blocks):
+                of_block = tokens[..., position, :]
+                block_masks[block].tokens = of_block.reshape(-1, tokens.shape[-1])
+        return block_masks
 
     @contextmanager
     def sampled(self, masks: Masks) -> Iterator[None]:
@@ -177,21 +190,20 @@ class TokenSites:
         return CompactVit(self.vit, self.by_block(masks), head)
 
     def flops_share(self, masks: Masks) -> float:
-        counted = [
-            flops(self.vit, plan_blocks(self.vit, self.by_block(some))) for some in (masks, {})
-        ]
-        return counted[0] / counted[1]
+        masked = flops(self.vit, plan_blocks(self.vit, self.by_block(masks)))
+        return masked / flops(self.vit, plan_blocks(self.vit, self.by_block({})))
 
     def _ffn_weights(self, blocks: list[BlockMasks]) -> Masks:
-        return {
-            f"blocks.{i}.mlp.{kind}.weight": weight * mask.to(weight.device)
-            for i, (block, m) in enumerate(zip(self.vit.blocks, blocks, strict=True))
-            for kind, weight, mask in (
-                ("fc1", block.mlp.fc1.weight, m.fc1),
-                ("fc2", block.mlp.fc2.weight, m.fc2),
-            )
-            if mask is not None
-        }
+        weights: Masks = {}
+        for index, masks in enumerate(blocks):
+            mlp = self.vit.blocks[index].mlp
+            if masks.fc1 is not None:
+                fc1 = mlp.fc1.weight
+                weights[f"blocks.{index}.mlp.fc1.weight"] = fc1 * masks.fc1.to(fc1.device)
+            if masks.fc2 is not None:
+                fc2 = mlp.fc2.weight
+                weights[f"blocks.{index}.mlp.fc2.weight"] = fc2 * masks.fc2.to(fc2.device)
+        return weights
 
     def _clear(self) -> None:
         for attention, fc2 in zip(self.attention, self.fc2, strict=True):
@@ -203,12 +215,13 @@ class TokenSites:
 
 
 class ChannelSites:
-    """A ResNet. Gates: in every residual block the output channels of each convolution but the
-    last, after norm and activation (`channels1`; in a bottleneck `channels2` too): they gate the
-    inputs of the convolution that follows. The stem, the last convolution of a block and the
-    shortcut write to the residual stream, which is never gated. Entries: the weights of all
-    convolutions of the block (`conv1`, ...), not those of stem and shortcuts. Blocks are counted
-    through all stages.
+    """The masks of a ResNet. Blocks are counted through all stages.
+
+    Gates: the output channels of each convolution of a residual block but the last, after norm and
+    activation (`channels1`; in a bottleneck also `channels2`). They gate the inputs of the
+    convolution that follows. The residual stream is never gated, nor what writes to it: the stem,
+    the last convolution of a block, and the shortcut. Entries: the weights of all convolutions of
+    the blocks (`conv1`, ...), not those of stem and shortcuts.
     """
 
     kinds = ("channel", "convolution")
@@ -217,26 +230,22 @@ class ChannelSites:
         self.cnn = cnn
         self.gates: Shapes = {}
         self.entries: Shapes = {}
-        self.followers: dict[
-            str, tuple[str, GatedConv2d]
-        ] = {}  # gate -> the convolution that it is in front of, and its path
-        self.convolutions: dict[
-            str, tuple[str, GatedConv2d]
-        ] = {}  # the weights that may have entries, and their path
-        found = [
+        # gate -> path of the weight behind it, and its convolution
+        self.followers: dict[str, tuple[str, GatedConv2d]] = {}
+        # entry -> path of the weight, and its convolution
+        self.convolutions: dict[str, tuple[str, GatedConv2d]] = {}
+        residual_blocks = [
             (path, m) for path, m in cnn.named_modules() if isinstance(m, (BasicBlock, Bottleneck))
         ]
-        self.blocks = _chosen(gated, len(found))
-        for index, (path, block) in enumerate(found):
+        self.blocks = _chosen(gated, len(residual_blocks))
+        for index, (path, block) in enumerate(residual_blocks):
             for k, conv in enumerate(_inner(block, index), 1):
                 name = f"blocks.{index}.conv{k}"
-                self.convolutions[name] = f"{path}.conv{k}.weight", conv
+                self.convolutions[name] = (f"{path}.conv{k}.weight", conv)
                 if k > 1 and index in self.blocks:
                     gate = f"blocks.{index}.channels{k - 1}"
-                    self.followers[gate], self.gates[gate] = (
-                        self.convolutions[name],
-                        (conv.in_channels,),
-                    )
+                    self.followers[gate] = self.convolutions[name]
+                    self.gates[gate] = (conv.in_channels,)
                 if entries == "weight":
                     self.entries[name] = tuple(conv.weight.shape)
         self.meta = {"token_blocks": list(self.blocks)}
@@ -252,26 +261,27 @@ class ChannelSites:
                 conv.gate = None
 
     def weights(self, masks: Masks) -> Masks:
-        return {
-            path: conv.weight * masks[name].to(conv.weight.device)
-            for name, (path, conv) in self.convolutions.items()
-            if name in masks
-        }
+        weights: Masks = {}
+        for name, (path, conv) in self.convolutions.items():
+            if name in masks:
+                weights[path] = conv.weight * masks[name].to(conv.weight.device)
+        return weights
 
     @torch.no_grad()
     def folded(self, masks: Masks) -> Masks:
-        """A channel that is dropped for good is a column of zeros in the convolution that follows:
-        gates need no place in the forward."""
-        folded = self.weights(
-            {name: mask for name, mask in masks.items() if effective_mask(mask) is not None}
-        )
+        """Return the weights under the masks, by parameter name.
+
+        A dropped channel is a column of zeros in the convolution that follows, so gates are not
+        applied in the forward.
+        """
+        effective = {name: m for name, m in masks.items() if effective_mask(m) is not None}
+        weights = self.weights(effective)
         for name, (path, conv) in self.followers.items():
             gate = effective_mask(masks.get(name))
             if gate is not None:
-                folded[path] = (
-                    folded.get(path, conv.weight) * gate.to(conv.weight.device)[:, None, None]
-                )
-        return folded
+                columns = gate.to(conv.weight.device)[:, None, None]  # (C, 1, 1)
+                weights[path] = weights.get(path, conv.weight) * columns
+        return weights
 
     def compact(self, masks: Masks, head: nn.Module) -> nn.Module:
         thinned = copy.deepcopy(self.cnn).requires_grad_(False)
@@ -280,32 +290,33 @@ class ChannelSites:
         return nn.Sequential(thinned, head).eval()
 
     def flops_share(self, masks: Masks) -> float:
-        """Counted at 224 pixels: the share hardly depends on them."""
-        counted = [
-            multiply_adds(net, 3, 224, 224)
-            for net in (self.compact(masks, nn.Identity()), self.cnn)
-        ]
-        return counted[0] / counted[1]
+        """Return the share at 224 pixels; it hardly depends on them."""
+        compact = self.compact(masks, nn.Identity())
+        return multiply_adds(compact, 3, 224, 224) / multiply_adds(self.cnn, 3, 224, 224)
 
 
 def _inner(block: nn.Module, index: int) -> list[GatedConv2d]:
-    """The convolutions of a residual block in order, made maskable."""
-    at = f"residual block {index}", "a plain ResNet such as resnet18 or resnet50"
-    convs: list[GatedConv2d] = [
-        make_maskable(GatedConv2d, nn.Conv2d, conv, *at)
-        for name, conv in block.named_children()
-        if name.startswith("conv")
-    ]
-    if any(conv.groups != 1 for conv in convs):
+    """Make the convolutions of a residual block maskable; return them in order."""
+    block_name = f"residual block {index}"
+    remedy = "a plain ResNet such as resnet18 or resnet50"
+    convs: list[GatedConv2d] = []
+    for name, conv in block.named_children():
+        if name.startswith("conv"):
+            convs.append(make_maskable(GatedConv2d, nn.Conv2d, conv, block_name, remedy))
+    most_groups = max(conv.groups for conv in convs)
+    if most_groups != 1:
         raise UserError(
-            f"{at[0]} of the backbone has a convolution in {max(c.groups for c in convs)} "
-            f"groups where masks need a full one; choose {at[1]}"
+            f"{block_name} of the backbone has a convolution in {most_groups} "
+            f"groups where masks need a full one; choose {remedy}"
         )
     return convs
 
 
 def _chosen(gated: Blocks, depth: int) -> tuple[int, ...]:
-    blocks = tuple(sorted(set(range(depth) if gated == "all" else gated)))
+    """Return the blocks with gates in order; raise `UserError` when one does not exist."""
+    if gated == "all":
+        return tuple(range(depth))
+    blocks = tuple(sorted(set(gated)))
     if any(not 0 <= block < depth for block in blocks):
         raise UserError(
             f"token_mask_blocks is {list(blocks)}, but the backbone has blocks 0 to "

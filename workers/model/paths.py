@@ -72,10 +72,13 @@ def stack_paths(paths: Iterable[Path], blocks: int) -> dict[str, list[Tensor]]:
     parts: dict[str, list[list[Tensor]]] = {}
     for path in paths:
         for name, stacked in path.tensors().items():
-            at = parts.setdefault(name, [[] for _ in range(blocks)])
+            by_block = parts.setdefault(name, [[] for _ in range(blocks)])
             for (block, _), tensor in zip(path.indices, stacked.unbind(0), strict=True):
-                at[block].append(tensor)
-    return {name: [_join(name, tensors) for tensors in at] for name, at in parts.items()}
+                by_block[block].append(tensor)
+    joined: dict[str, list[Tensor]] = {}
+    for name, by_block in parts.items():
+        joined[name] = [_join(name, tensors) for tensors in by_block]
+    return joined
 
 
 def _join(name: str, tensors: list[Tensor]) -> Tensor:

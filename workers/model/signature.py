@@ -35,17 +35,18 @@ class Argument(NamedTuple):
 
 
 def model_class(name: str) -> type[nn.Module]:
-    """The class of timm's model `name`, which is a registered one. It is built once, without memory
-    for its weights."""
+    """Return the class of timm's registered model `name`.
+
+    The model is built on the meta device, without memory for its weights.
+    """
     with torch.device("meta"):
         return type(timm.create_model(name, num_classes=0))
 
 
 @functools.lru_cache(maxsize=64)
 def arguments_of(name: str) -> Mapping[str, Argument]:
-    """The arguments of timm's model `name`, with those of its base classes where it hands them
-    on."""
-    found: dict[str, Argument] = {}
+    """Return the arguments of timm's model `name`, with those of base classes that it passes on."""
+    arguments: dict[str, Argument] = {}
     for owner in model_class(name).__mro__:
         constructor = vars(owner).get("__init__")
         if constructor is None:
@@ -53,14 +54,13 @@ def arguments_of(name: str) -> Mapping[str, Argument]:
         hints = get_type_hints(constructor)
         parameters = inspect.signature(constructor).parameters.values()
         for parameter in parameters:
-            if (
-                parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-                and parameter.name in hints
-            ):
-                found.setdefault(parameter.name, Argument(hints[parameter.name], parameter.default))
+            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if is_named and parameter.name in hints:
+                argument = Argument(hints[parameter.name], parameter.default)
+                arguments.setdefault(parameter.name, argument)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
-    return found
+    return arguments
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _problem(option: str, value: Any, argument: Argument) -> str:
-    """Why a value is none of an argument; empty where it is one."""
+    """Return why a value does not fit an argument; empty when it does."""
     if value is None:
         return ""  # timm drops it, so that the model's own default counts
     if option in LAYERS:
@@ -99,7 +99,7 @@ def _problem(option: str, value: Any, argument: Argument) -> str:
 
 
 def _layer_problem(option: str, value: Any) -> str:
-    """A layer may be named by the words that timm knows for one, and by nothing else."""
+    """Return why a value is not a name that timm has for a layer; empty when it is."""
     look_up, examples = LAYERS[option]
     try:
         known = isinstance(value, str) and look_up(value) is not None
@@ -109,8 +109,7 @@ def _layer_problem(option: str, value: Any) -> str:
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether it is a number above 0, or a list of such, as sizes and counts are. Booleans are
-    none."""
+    """Return whether a value is a number above 0, or a list of such. Booleans are not numbers."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(_is_positive(item) for item in value)
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

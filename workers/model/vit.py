@@ -49,8 +49,10 @@ class FrozenBatchNorm(nn.BatchNorm2d):
 
 
 def build(settings: BackboneSettings) -> nn.Module:
-    """A backbone without a classifier and with random weights; `load_weights` or a stage result
-    fills it."""
+    """Return a backbone without a classifier and with random weights.
+
+    `load_weights` or the result of a stage fills it.
+    """
     dropout = next(
         (name for name in (*DROPOUTS, "drop_block_rate") if settings.options.get(name)), None
     )
@@ -121,7 +123,7 @@ def build(settings: BackboneSettings) -> nn.Module:
 
 
 def freeze_batch_norms(model: nn.Module) -> None:
-    """Gives every batch norm of a model the class above, in place."""
+    """Make every batch norm of a model a `FrozenBatchNorm`, in place."""
     for name, module in model.named_modules():
         if type(module) in (nn.BatchNorm2d, FrozenBatchNorm):
             module.__class__ = FrozenBatchNorm
@@ -135,10 +137,12 @@ def freeze_batch_norms(model: nn.Module) -> None:
 
 
 def compile_blocks(model: Any, **options: Any) -> None:
-    """torch.compile, with its own options, of each block of a ViT or ConvNeXt, in place, whichever
-    way it is run: whole, by forward_features, by forward_intermediates, stage by stage. Blocks are
-    alike, in a ConvNeXt those of a stage, so that the first one's code serves all. Another backbone
-    is compiled as a whole."""
+    """Compile each block of a ViT or ConvNeXt in place; compile another backbone as a whole.
+
+    options: those of torch.compile. Blocks are compiled in every way to run the backbone, such as
+    forward_features or stage by stage. Blocks are alike, in a ConvNeXt those of a stage, so that
+    the code of the first one serves all.
+    """
     from torch._dynamo import config  # takes a second to import
 
     # else code of blocks without hooks serves blocks that have some, and skips them
@@ -151,20 +155,23 @@ def compile_blocks(model: Any, **options: Any) -> None:
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
-    """Of a ViT, or of all stages of a ConvNeXt; none of another backbone."""
-    owners: Any = (
-        [model]
-        if isinstance(model, VisionTransformer)
-        else model.stages
-        if isinstance(model, ConvNeXt)
-        else []
-    )
-    return [block for owner in owners for block in owner.blocks]
+    """Return the blocks of a ViT, or of all stages of a ConvNeXt; none of another backbone."""
+    if isinstance(model, VisionTransformer):
+        return [*model.blocks]
+    if not isinstance(model, ConvNeXt):
+        return []
+    stages: Any = model.stages
+    blocks: list[nn.Module] = []
+    for stage in stages:
+        blocks += stage.blocks
+    return blocks
 
 
 def outline(settings: BackboneSettings) -> nn.Module:
-    """The backbone on the meta device, without memory for a single weight. Raises UserError where
-    `build` would, and where it would be too large."""
+    """Return the backbone on the meta device, without memory for its weights.
+
+    Raise `UserError` when `build` would, or when the backbone would be too large.
+    """
     with torch.device("meta"):
         model = build(settings)
         count = size_of(model)
@@ -179,19 +186,23 @@ def outline(settings: BackboneSettings) -> nn.Module:
 
 
 def size_of(model: nn.Module) -> int:
-    """How many numbers its parameters and buffers hold together."""
+    """Return how many numbers the parameters and buffers of a model hold together."""
     return sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def most_bytes(model: nn.Module) -> int:
-    """The largest file of weights, or of what a task left behind, that is read for a backbone:
-    eight bytes for each of its numbers, and a gigabyte for heads and names."""
+    """Return the largest size of a file of weights, or of a task's state, that is read.
+
+    It is eight bytes for each number of the backbone, and a gigabyte for heads and names.
+    """
     return 8 * size_of(model) + (1 << 30)
 
 
 def check(settings: BackboneSettings) -> nn.Module:
-    """Raises UserError where `build` would, or where the backbone would never get statistics; else
-    the backbone on the meta device, without memory for a single weight."""
+    """Return the backbone on the meta device, without memory for its weights.
+
+    Raise `UserError` when `build` would, or when its batch norms would have no statistics.
+    """
     model = outline(settings)
     if settings.weights == "none" and any(isinstance(m, FrozenBatchNorm) for m in model.modules()):
         raise UserError(
@@ -208,24 +219,27 @@ def _check_features(model: Any, settings: BackboneSettings) -> None:
     image, as wide as the model says."""
     if isinstance(model, ConvNeXt):
         try:
-            found = tuple(model(torch.empty(1, 3, settings.img_size, settings.img_size)).shape)
+            image = torch.empty(1, 3, settings.img_size, settings.img_size)
+            shape = tuple(model(image).shape)
         except RuntimeError as error:
             raise UserError(
                 f"backbone {settings.name!r} with options {settings.options} cannot see an "
                 f"image of {settings.img_size} pixels "
                 f"({' '.join(str(error).split()):.300}); change backbone.options"
             ) from None
-        if found != (1, model.num_features):
+        if shape != (1, model.num_features):
             raise UserError(
                 f"backbone {settings.name!r} with options {settings.options} makes features of "
-                f"shape {found} of an image, where heads read "
+                f"shape {shape} of an image, where heads read "
                 f"{(1, model.num_features)}; leave out global_pool and head_hidden_size"
             )
 
 
 def load_weights(model: Any, settings: BackboneSettings) -> None:
-    """Fills `model` from `settings.weights`: `hub` or a local safetensors file; position embeddings
-    are resampled. What context adds to a backbone and the weights lack stays as it starts."""
+    """Fill `model` from `settings.weights`: `hub` or a local safetensors file.
+
+    Position embeddings are resampled. Parameters of context that the weights lack keep their start.
+    """
     if settings.weights == "none":
         return
     if settings.weights == "hub":
@@ -251,11 +265,10 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
             for name in context.context_parameter_names(model)
         }
         problems = model.load_state_dict(start | _as_named_here(tensors, model), strict=False)
-        differs = [
-            f"{kind} {names[:3]}"
-            for kind, names in zip(("missing", "unexpected"), problems, strict=True)
-            if names
-        ]
+        differs = []
+        for kind, names in zip(("missing", "unexpected"), problems, strict=True):
+            if names:
+                differs.append(f"{kind} {names[:3]}")
     except (
         RuntimeError,
         KeyError,
@@ -304,22 +317,22 @@ def digest_of(model: nn.Module) -> str:
     digest = hashlib.sha256(context.identity_of(model))
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(
-            tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-            if tensor.numel()
-            else b""
-        )
+        if tensor.numel():
+            flat = tensor.detach().cpu().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def to_bytes(model: nn.Module) -> bytes:
+    """Return the weights of a model as safetensors."""
+    weights = model.state_dict()
     return safetensors.torch.save(
-        {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+        {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     )
 
 
 def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
-    """Raises UserError where the bytes are no weights of this model."""
+    """Load weights from safetensors; raise `UserError` when they are not of this model."""
     tensors, _ = load_tensors(data, where)
     try:
         model.load_state_dict(tensors)
@@ -331,8 +344,11 @@ def from_bytes(model: nn.Module, data: bytes, where: str) -> None:
 
 
 def geometry(model: nn.Module) -> dict[str, Any]:
-    """What masks need to know: number of blocks, of patch tokens and prefix tokens, grid, width,
-    hidden width."""
+    """Return the sizes that masks need.
+
+    They are the number of blocks, of patch tokens and of prefix tokens, the grid, the width, and
+    the hidden width.
+    """
     vit: Any = model
     grid = tuple(vit.patch_embed.grid_size)
     return {

@@ -1,12 +1,12 @@
-"""What a stage costs the driver, and the store, among 100, 1,000 and 10,000 of them.
+"""Measure what a stage costs the driver and the store in graphs of 100, 1,000 and 10,000 stages.
 
 `python -m benchmarks.scale`; about four minutes. The graph is that of a real config: as many stars
-(`linear`) as chains (`finetune`) over 25 tasks; more stages are more methods. The stages are not
-run: the executor says at once that each is done, so all CPU time is the driver's.
+(`linear`) as chains (`finetune`) over 25 tasks; more stages are more methods. The stages do not
+run: the executor reports at once that each is done, so all CPU time is the driver's.
 
-Why not more tasks? An evaluation of a chain measures all tasks so far: its job and its key hold T
-entries after T tasks, and so T*T in all, as in the accuracy matrix itself. That is what the run is
-for, and it is the same for any number of methods. A star of 5,000 tasks is noted beside.
+The number of tasks does not grow, because an evaluation of a chain measures all tasks so far. Its
+job and its key hold T entries after T tasks, so a run holds T*T, as the accuracy matrix does. A
+star of 5,000 tasks is noted as well.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from workers.storage.artifact import Attempt
 TASKS = 25
 METHODS = (1, 10, 100)  # stars, and as many chains
 STAR_TASKS = 5_000
-DRIVER_DEMAND = 0.010  # seconds of driver CPU per stage: all parts
-GROWTH_DEMAND = 1.2  # the same per stage among more of them, relative
-STORE_DEMAND = 1.5  # the same of look-ups of what stands: folders of a disk grow too
+DRIVER_DEMAND = 0.010  # seconds of driver CPU per stage, all parts together
+GROWTH_DEMAND = 1.2  # most that a stage costs in a larger graph, relative to a smaller one
+STORE_DEMAND = 1.5  # the same for look-ups of published results: folders of a disk grow too
 
 
 class Instant:
@@ -61,24 +61,28 @@ class Instant:
         pass
 
 
-def drawn(folder: Path, tasks: int, methods: dict[str, Any]) -> tuple[Store, Graph, Config]:
+def plan(folder: Path, tasks: int, methods: dict[str, Any]) -> tuple[Store, Graph, Config]:
+    """Draw images into a folder and return the graph of a stream over them."""
     card = stream.draw_images(folder, 2 * tasks, train=1, test=1, sides=(16,))
     return stream.plan(folder, card, tasks, backbone={**stream.tiny()}, methods=methods)
 
 
 def pairs(count: int) -> dict[str, Any]:
-    """So many stars and chains; no two stages are the same work."""
-    return {
-        f"{method}-{i}": {"method": method, "train": {"lr": 1e-4 * (i + 1)}}
-        for method in ("linear", "finetune")
-        for i in range(count)
-    }
+    """Return the settings of `count` stars and as many chains; no two stages share a key."""
+    methods: dict[str, Any] = {}
+    for method in ("linear", "finetune"):
+        for i in range(count):
+            methods[f"{method}-{i}"] = {"method": method, "train": {"lr": 1e-4 * (i + 1)}}
+    return methods
 
 
 def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[], object]]:
-    """What the driver does for a run in which all is missing; a run of the same name stood in the
-    record before."""
-    record, empty = record_of(graph, config, [], {}), Store(f"{store.storage}-of-nothing")
+    """Return the driver's work for a run without any result in the store, by part.
+
+    A record of an earlier run of the same name exists.
+    """
+    record = record_of(graph, config, [], {})
+    empty = Store(f"{store.storage}-of-nothing")
     lookups = look_up_all(graph, empty, None)
 
     def walk() -> None:
@@ -101,7 +105,7 @@ def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[
 
 
 def publish(store: Store, graph: Graph) -> None:
-    """A result of one file of 1 KiB for every stage."""
+    """Publish a result of one file of 1 KiB for every stage."""
     for stage in graph:
         attempt = Attempt(store.root, stage.key)
         attempt.write("task.safetensors", bytes(1024))
@@ -111,61 +115,60 @@ def publish(store: Store, graph: Graph) -> None:
 def measure(
     runs: dict[int, dict[str, Callable[[], object]]], report: Report, what: str
 ) -> dict[int, float]:
-    """CPU seconds per stage of all parts together, by number of stages; the parts are noted."""
-    timing = interleave(
-        {
-            f"{part}, {stages}": call
-            for stages, parts in runs.items()
-            for part, call in parts.items()
-        },
-        rounds=3,
-    )
-    found = {}
+    """Return CPU seconds per stage of all parts together, by number of stages; note the parts."""
+    variants: dict[str, Callable[[], object]] = {}
+    for stages, parts in runs.items():
+        for part, call in parts.items():
+            variants[f"{part}, {stages}"] = call
+    timing = interleave(variants, rounds=3)
+    stage_costs: dict[int, float] = {}
     for stages, parts in runs.items():
         costs = {part: timing.median(f"{part}, {stages}") / stages for part in parts}
-        found[stages] = sum(costs.values())
+        stage_costs[stages] = sum(costs.values())
         report.note(
             f"{what}, {stages} stages, CPU per stage",
             ", ".join(f"{part} {cost * 1000:.3f} ms" for part, cost in costs.items()),
         )
-    return found
+    return stage_costs
 
 
 def memory(folder: Path, methods: int) -> float:
-    """Bytes per stage at the end of a run: the graph with its jobs, look-ups, the walk, the
-    record."""
+    """Return bytes per stage at the end of a run.
+
+    They hold the graph with its jobs, the look-ups, the walk and the record.
+    """
     gc.collect()
     tracemalloc.start()
     store, graph, config = stream.plan(
         folder, str(folder / "card.yaml"), TASKS, backbone={**stream.tiny()}, methods=pairs(methods)
     )
-    lookups, record = (
-        look_up_all(graph, Store(f"{store.storage}-of-nothing"), None),
-        record_of(graph, config, [], {}),
-    )
+    lookups = look_up_all(graph, Store(f"{store.storage}-of-nothing"), None)
+    record = record_of(graph, config, [], {})
     outcome = run_graph(
         graph, store, lambda todo: Instant(), 0, [Console(graph, lookups, io.StringIO())], lookups
     )
-    held = tracemalloc.get_traced_memory()[0]
+    traced_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert outcome.ran == len(graph) == len(record["stages"])
-    return held / len(graph)
+    return traced_bytes / len(graph)
 
 
 def demand_flat(
-    report: Report, what: str, found: dict[int, float], demand: float = GROWTH_DEMAND
+    report: Report, what: str, costs: dict[int, float], demand: float = GROWTH_DEMAND
 ) -> None:
-    few, some, many = found
-    report.at_most(f"{what}, {many} stages against {few}", found[many] / found[few], demand)
-    report.at_most(f"{what}, {many} stages against {some}", found[many] / found[some], demand)
+    """Demand that a stage of the largest graph costs little more than one of the smaller ones."""
+    few, some, many = costs
+    report.at_most(f"{what}, {many} stages against {few}", costs[many] / costs[few], demand)
+    report.at_most(f"{what}, {many} stages against {some}", costs[many] / costs[some], demand)
 
 
 def main() -> None:
+    """Measure CPU time and memory of the driver, and look-ups of the store."""
     start()
     report = Report()
     with tempfile.TemporaryDirectory() as name:
-        places = {methods: Path(name) / str(methods) for methods in METHODS}
-        runs = {methods: drawn(place, TASKS, pairs(methods)) for methods, place in places.items()}
+        folders = {methods: Path(name) / str(methods) for methods in METHODS}
+        runs = {methods: plan(folder, TASKS, pairs(methods)) for methods, folder in folders.items()}
         cost = measure(
             {len(graph): parts_of(store, graph, config) for store, graph, config in runs.values()},
             report,
@@ -175,16 +178,11 @@ def main() -> None:
         demand_flat(report, "driver, CPU per stage", cost)
         for store, graph, _ in runs.values():
             publish(store, graph)
-        cost = measure(
-            {
-                len(graph): {
-                    "look-up of what stands, verified": partial(look_up_all, graph, store, None)
-                }
-                for store, graph, _ in runs.values()
-            },
-            report,
-            "store on a disk",
-        )
+        lookups: dict[int, dict[str, Callable[[], object]]] = {}
+        for store, graph, _ in runs.values():
+            look_up = partial(look_up_all, graph, store, None)
+            lookups[len(graph)] = {"look-up of published results, verified": look_up}
+        cost = measure(lookups, report, "store on a disk")
         demand_flat(report, "store on a disk, CPU of a look-up per stage", cost, STORE_DEMAND)
         measure(
             {
@@ -194,11 +192,14 @@ def main() -> None:
             report,
             "store on a disk",
         )
-        held = {len(runs[methods][1]): memory(place, methods) for methods, place in places.items()}
-        for stages, some in held.items():
-            report.note(f"driver, {stages} stages, memory per stage", f"{some / 1000:.1f} kB")
-        demand_flat(report, "driver, memory per stage", held)
-        store, graph, config = drawn(Path(name) / "star", STAR_TASKS, {"linear": {}})
+        stage_bytes: dict[int, float] = {}
+        for methods, folder in folders.items():
+            _, graph, _ = runs[methods]
+            stage_bytes[len(graph)] = memory(folder, methods)
+        for stages, count in stage_bytes.items():
+            report.note(f"driver, {stages} stages, memory per stage", f"{count / 1000:.1f} kB")
+        demand_flat(report, "driver, memory per stage", stage_bytes)
+        store, graph, config = plan(Path(name) / "star", STAR_TASKS, {"linear": {}})
         measure(
             {len(graph): parts_of(store, graph, config)},
             report,

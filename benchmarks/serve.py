@@ -1,8 +1,8 @@
-"""Serving mixed batches of many tasks: images grouped by task against one by one, against every
-task's network over the batch, and against full models.
+"""Compare serving mixed batches grouped by task with serving image by image, with every task's
+network over the whole batch, and with a full model per task.
 
 `python -m benchmarks.serve`; a ViT of width 192 and 6 blocks at 96 px, 64 images, one thread, about
-three minutes. MEAT, tokens and neurons half kept.
+three minutes. The method is MEAT; its masks keep half of the tokens and neurons.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ from workers.storage.taskstate import TaskState
 
 TASKS, BATCH, CLASSES = (2, 5, 10, 20), 64, 10
 SETTINGS = BackboneSettings(name="vit_tiny_patch16_224", img_size=96, options={"depth": 6})
-ALONE = {
-    2: 2.5,
-    5: 2.2,
-    10: 1.8,
-    20: 1.1,
-}  # number of tasks -> least ratio of the loop over images to groups
-EVERY = {2: 1.5, 5: 3.0, 10: 5.5, 20: 9.0}  # of every task's network over the batch
+# Number of tasks -> least ratio of the loop over images to groups.
+ONE_BY_ONE_DEMANDS = {2: 2.5, 5: 2.2, 10: 1.8, 20: 1.1}
+# Number of tasks -> least ratio of every task's network over the batch to groups.
+EVERY_NETWORK_DEMANDS = {2: 1.5, 5: 3.0, 10: 5.5, 20: 9.0}
 
 
 def meat(tasks: int) -> Meat:
-    """Tasks with random masks, which does not change the amount of work."""
+    """Return MEAT with so many tasks; random masks do not change the amount of work."""
     method = Meat(build(SETTINGS), MeatSettings(ffn_masks="neuron"), seed=0)
     generator = torch.Generator().manual_seed(0)
     for task in range(tasks):
@@ -61,25 +58,26 @@ def meat(tasks: int) -> Meat:
 
 
 def bytes_of(*modules: nn.Module) -> int:
-    """Of all tensors, each once."""
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for m in modules
-        for t in (*m.parameters(), *m.buffers())
-    }
+    """Return the bytes of all tensors of some modules; shared storage counts once."""
+    storages: dict[int, int] = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
 def rows_of(tasks: list[str]) -> dict[str, Tensor]:
-    return {
-        name: torch.tensor([i for i, task in enumerate(tasks) if task == name])
-        for name in dict.fromkeys(tasks)
-    }
+    """Return the rows of each task's images, from the task of every image."""
+    rows: dict[str, list[int]] = {}
+    for row, task in enumerate(tasks):
+        rows.setdefault(task, []).append(row)
+    return {name: torch.tensor(task_rows) for name, task_rows in rows.items()}
 
 
 @torch.no_grad()
 def grouped(networks: Any, images: Tensor, tasks: list[str]) -> Tensor:
-    """As `Predictor.logits_with_task` does it: a forward for each task over its own images."""
+    """Return logits as the server computes them: one forward per task over its images."""
     out = images.new_empty(len(images), CLASSES)
     for name, rows in rows_of(tasks).items():
         out[rows] = networks(name)(images[rows])
@@ -88,21 +86,23 @@ def grouped(networks: Any, images: Tensor, tasks: list[str]) -> Tensor:
 
 @torch.no_grad()
 def one_by_one(networks: Any, images: Tensor, tasks: list[str]) -> Tensor:
-    return torch.cat(
-        [networks(task)(image[None]) for image, task in zip(images, tasks, strict=True)]
-    )
+    """Return logits by one forward per image."""
+    logits = [networks(task)(image[None]) for image, task in zip(images, tasks, strict=True)]
+    return torch.cat(logits)
 
 
 @torch.no_grad()
 def every_network(networks: Any, images: Tensor, tasks: list[str], names: list[str]) -> Tensor:
-    """All tasks' networks over all images; each image keeps one answer."""
-    everything = {name: networks(name)(images) for name in names}
-    return torch.stack([everything[task][row] for row, task in enumerate(tasks)])
+    """Return logits by every task's network over all images; one row per image is used."""
+    logits = {name: networks(name)(images) for name in names}
+    return torch.stack([logits[task][row] for row, task in enumerate(tasks)])
 
 
 def full_models(method: Meat, names: list[str]) -> dict[str, nn.Module]:
-    """What serving without a shared backbone keeps: a whole network per task, its masks folded into
-    the weights."""
+    """Return a whole network per task, with masks folded into its weights.
+
+    Serving without a shared backbone holds all of them in memory.
+    """
     models: dict[str, nn.Module] = {}
     for name in names:
         method.activate_task(name)
@@ -113,24 +113,27 @@ def full_models(method: Meat, names: list[str]) -> dict[str, nn.Module]:
 
 
 def main() -> None:
+    """Compare logits, times and memory for every number of tasks."""
     start()
     torch.manual_seed(0)
-    report, process = Report(), psutil.Process()
+    report = Report()
+    process = psutil.Process()
     for count in TASKS:
-        method, names = meat(count), [f"t{i}" for i in range(count)]
-        images, tasks = (
-            torch.randn(BATCH, 3, 96, 96),
-            [names[i] for i in torch.randint(count, (BATCH,)).tolist()],
-        )
-        kept = LruCache(1 << 30, {p.untyped_storage().data_ptr() for p in method.parameters()})
-        networks = partial(kept.get, make=method.compact)
-        before = process.memory_info().rss
+        method = meat(count)
+        names = [f"t{i}" for i in range(count)]
+        images = torch.randn(BATCH, 3, 96, 96)
+        tasks = [names[i] for i in torch.randint(count, (BATCH,)).tolist()]
+        cache = LruCache(1 << 30, {p.untyped_storage().data_ptr() for p in method.parameters()})
+        networks = partial(cache.get, make=method.compact)
+        resident_before = process.memory_info().rss
         answers = grouped(networks, images, tasks)
-        shared = bytes_of(method) + kept.nbytes, process.memory_info().rss - before
-        before = process.memory_info().rss
+        shared_bytes = bytes_of(method) + cache.nbytes
+        shared_resident = process.memory_info().rss - resident_before
+        resident_before = process.memory_info().rss
         models = full_models(method, names)
         full = grouped(models.__getitem__, images, tasks)
-        separate = bytes_of(*models.values()), process.memory_info().rss - before
+        full_bytes = bytes_of(*models.values())
+        full_resident = process.memory_info().rss - resident_before
         report.equal(
             f"{count} tasks, logits grouped and one by one",
             answers,
@@ -150,12 +153,12 @@ def main() -> None:
         report.at_least(
             f"{count} tasks, image by image / grouped",
             timing.ratio("alone", "grouped"),
-            ALONE[count],
+            ONE_BY_ONE_DEMANDS[count],
         )
         report.at_least(
             f"{count} tasks, every task's network over the batch / grouped",
             timing.ratio("every", "grouped"),
-            EVERY[count],
+            EVERY_NETWORK_DEMANDS[count],
         )
         report.note(
             f"{count} tasks, a full model per task, grouped too / ours",
@@ -164,13 +167,13 @@ def main() -> None:
         report.note(
             f"{count} tasks, images per second grouped", f"{BATCH / timing.median('grouped'):.0f}"
         )
-        tensors = f"{separate[0] / 1e6:.1f} / {shared[0] / 1e6:.1f} MB"
+        tensors = f"{full_bytes / 1e6:.1f} / {shared_bytes / 1e6:.1f} MB"
         report.note(
             f"{count} tasks, memory of full models / ours",
-            f"{separate[0] / shared[0]:.2f}x in tensors ({tensors}), "
-            f"resident +{separate[1] / 1e6:.0f} / +{shared[1] / 1e6:.0f} MB",
+            f"{full_bytes / shared_bytes:.2f}x in tensors ({tensors}), "
+            f"resident +{full_resident / 1e6:.0f} / +{shared_resident / 1e6:.0f} MB",
         )
-        del models, method, kept, networks, timing
+        del models, method, cache, networks, timing
         gc.collect()
     report.exit()
 

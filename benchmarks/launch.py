@@ -1,5 +1,5 @@
-"""What a stage costs beside its work, in this process and on a worker group of Ray, cold and warm.
-What it costs the driver: `benchmarks.scale`.
+"""Measure what a stage costs beside its work: in this process and on a worker group of Ray, cold
+and warm. `benchmarks.scale` measures what it costs the driver.
 
 `python -m benchmarks.launch`; about two minutes, most of it Ray's start. The stages are real but as
 small as they get: a star of `linear` over tasks of two classes with four train and two test images,
@@ -45,8 +45,7 @@ BESIDE_DEMAND = 0.8
 
 
 class Times:
-    """A watcher that notes when each stage was launched and done, and how long its worker says that
-    it took."""
+    """A watcher that records when each stage was launched and done, and its seconds of work."""
 
     def __init__(self) -> None:
         self.launched: dict[str, float] = {}
@@ -65,6 +64,7 @@ class Times:
 def star(
     folder: Path, tasks: int, methods: dict[str, Any] | None = None, **cluster: Any
 ) -> tuple[Store, Graph, Config]:
+    """Draw images into a folder and return the graph of a stream of small tasks over them."""
     card = stream.draw_images(folder, 2 * tasks, train=4, test=2, sides=(16,))
     return stream.plan(
         folder,
@@ -81,17 +81,21 @@ def star(
 def walk_over(
     store: Store, graph: Graph, executor: Callable[[set[str]], Executor]
 ) -> tuple[Outcome, Times]:
-    times, lookups = Times(), look_up_all(graph, store, None)
+    """Run a graph; return its outcome and the times of its stages."""
+    times = Times()
+    lookups = look_up_all(graph, store, None)
     watchers: list[Watcher] = [times, Console(graph, lookups, io.StringIO())]
     return run_graph(graph, store, executor, 0, watchers, lookups), times
 
 
 def nothing_to_report(stage: Stage) -> dict[str, Any]:
+    """Return an empty report; a stage of the driver."""
     return {}
 
 
 # ---- stages in this process and on Ray -----------------------------------------------------------
 def local(report: Report) -> None:
+    """Measure the CPU time of stages in this process."""
     with tempfile.TemporaryDirectory() as folder:
         store, graph, config = star(Path(folder), RAY_TASKS)
         stages = [s for s in graph if s.method]
@@ -119,11 +123,14 @@ def local(report: Report) -> None:
 
 
 def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
-    """The start of a group of one worker, and then the time between two of its stages: medians over
-    the train and evaluate stages."""
+    """Measure the start of a group of one worker, and the time between two of its stages.
+
+    Times are medians over the train and evaluate stages.
+    """
     with tempfile.TemporaryDirectory() as folder:
         store, graph, config = star(Path(folder), RAY_TASKS, methods, workers=1, groups=1)
-        cpu, cluster = time.process_time(), config.cluster
+        cpu = time.process_time()
+        cluster = config.cluster
         _, times = walk_over(
             store,
             graph,
@@ -132,9 +139,8 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
             ),
         )
         cpu = time.process_time() - cpu
-        first, inside = times.done[
-            "backbone"
-        ]  # the first stage of the group; it waits for nothing but the group
+        # the first stage of the group; it waits for the group alone
+        first, inside = times.done["backbone"]
         report.note(
             f"cold start of a worker group, {name}, until its first stage begins",
             f"{first - inside - times.launched['backbone']:.1f} s",
@@ -155,19 +161,24 @@ def on_ray(report: Report, methods: dict[str, Any], name: str) -> None:
 
 
 def ray_executor(store: Store, cluster: ClusterSettings, todo: set[str]) -> RayExecutor:
+    """Return an executor of up to two worker groups."""
     return start_ray_executor(store, cluster, nothing_to_report, lambda event: None, 2)
 
 
 def beside(report: Report) -> None:
-    """Both groups have a thread each. The gain in wall time needs two idle cores, the share of
-    evaluation beside training does not."""
+    """Measure how much of a chain's evaluation runs beside the training of a later task.
+
+    Each group has one thread. The gain in wall time needs two idle cores; the share does not.
+    """
     wall: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for groups in (1, 2):
-            place = Path(folder) / str(groups)
-            card = stream.draw_images(place, 2 * CHAIN_TASKS, train=200, test=200, sides=(32,))
+            group_folder = Path(folder) / str(groups)
+            card = stream.draw_images(
+                group_folder, 2 * CHAIN_TASKS, train=200, test=200, sides=(32,)
+            )
             store, graph, config = stream.plan(
-                place,
+                group_folder,
                 card,
                 CHAIN_TASKS,
                 methods={"finetune": {}},
@@ -188,17 +199,19 @@ def beside(report: Report) -> None:
                 for stage, (when, inside) in times.done.items()
                 if graph[stage].method
             }
-            wall[groups] = max(end for _, end in spans.values()) - min(
-                begin for begin, _ in spans.values()
-            )
+            first_begin = min(begin for begin, _ in spans.values())
+            last_end = max(end for _, end in spans.values())
+            wall[groups] = last_end - first_begin
             trains = [span for stage, span in spans.items() if graph[stage].step == "train"]
             evaluates = sorted(
                 (span for stage, span in spans.items() if graph[stage].step == "evaluate"),
                 key=lambda span: span[1],
             )[:-1]
-            inside = sum(
-                max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in evaluates for b in trains
-            )
+            inside = 0.0
+            for evaluation_begin, evaluation_end in evaluates:
+                for train_begin, train_end in trains:
+                    overlap = min(evaluation_end, train_end) - max(evaluation_begin, train_begin)
+                    inside += max(0.0, overlap)
             whole = sum(end - begin for begin, end in evaluates)
             report.note(
                 f"chain of {CHAIN_TASKS} tasks, {groups} group(s)",
@@ -213,6 +226,7 @@ def beside(report: Report) -> None:
 
 
 def main() -> None:
+    """Measure stages in this process, on one group, and on two groups side by side."""
     start()
     report = Report()
     local(report)

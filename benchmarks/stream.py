@@ -1,5 +1,4 @@
-"""A stream of generated pictures in a folder of its own: raw images, a card, a config, and the
-graph that follows from them."""
+"""Generate a stream of pictures in one folder: raw images, a card, a config and the graph."""
 
 from __future__ import annotations
 
@@ -27,10 +26,12 @@ def draw_images(
     sides: Sequence[int],
     suffixes: Sequence[str] = (".png",),
 ) -> str:
-    """Smooth pictures with a little noise, about as large in bytes as photographs of their size, in
-    folders per split and class; sides and suffixes take turns. Half of what a picture shows is the
-    same in all of its class, so that there is something to learn. Returns the path of a card for
-    them."""
+    """Write images into folders per split and class; return the path of their card.
+
+    They are smooth with a little noise, and about as large in bytes as photographs of their size.
+    Sides and suffixes take turns. Half of an image is the same in all of its class, so that there
+    is something to learn.
+    """
     generator = np.random.default_rng(0)
     names = [f"c{i:04d}" for i in range(classes)]
     patterns = {
@@ -40,17 +41,17 @@ def draw_images(
     for name in names:
         for number in range(train + test):
             side = sides[number % len(sides)]
-            place = folder / "raw" / ("train" if number < train else "test") / name
-            place.mkdir(parents=True, exist_ok=True)
+            split = "train" if number < train else "test"
+            class_folder = folder / "raw" / split / name
+            class_folder.mkdir(parents=True, exist_ok=True)
             mixed = (generator.integers(0, 256, (6, 6, 3)) + patterns[name]) // 2
             rough = Image.fromarray(mixed.astype(np.uint8)).resize(
                 (side, side), Image.Resampling.BICUBIC
             )
             noise = generator.integers(-6, 7, (side, side, 3))
             pixels = (np.asarray(rough).astype(np.int64) + noise).clip(0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(
-                place / f"{number:05d}{suffixes[number % len(suffixes)]}", quality=90
-            )
+            file_name = f"{number:05d}{suffixes[number % len(suffixes)]}"
+            Image.fromarray(pixels).save(class_folder / file_name, quality=90)
     card = folder / "card.yaml"
     card.write_text(
         yaml.safe_dump(
@@ -68,8 +69,10 @@ def draw_images(
 def plan(
     folder: Path, card: str, tasks: int, **sections: Any
 ) -> tuple[Store, Graph, config.Config]:
-    """The graph of a stream that deals the card's classes to `tasks` tasks; `sections` are those of
-    a config file."""
+    """Return the graph of a stream that deals the card's classes to `tasks` tasks.
+
+    `sections` are those of a config file.
+    """
     body = {
         "name": "benchmark",
         "storage": str(folder / "storage"),
@@ -83,19 +86,21 @@ def plan(
 
 
 def ingest(store: Store, graph: Graph) -> None:
+    """Run all ingest stages of a graph."""
     for stage in graph:
         if isinstance(stage.job, IngestJob):
             attempt.run_ingest(store, stage, map, lambda event: None)
 
 
 def job_of(graph: Graph, stage_id: str) -> StageJob:
+    """Return the job of a worker's stage."""
     job = graph[stage_id].job
     assert isinstance(job, StageJob)
     return job
 
 
 def tiny(side: int = 16) -> Mapping[str, Any]:
-    """A backbone that costs next to nothing: one block of width 16 on a 2 x 2 grid of patches."""
+    """Return the settings of a cheap backbone: one block of width 16 on 2 x 2 patches."""
     return {
         "img_size": side,
         "crop_pct": 1.0,

@@ -1,10 +1,11 @@
-"""What a trial of a search costs beside its stages, and how many stage runs equal prefixes save.
+"""Measure what a trial of a search costs beside its stages, and how many stage runs equal prefixes
+save.
 
 `python -m benchmarks.search`; about two minutes on Ray Tune. 100 trials of PackNet on two tasks of
-four images each, one epoch of one step, a backbone of one block: random points of a space of
-twelve, so that trials share a prefix, or all of their stages. `overhead` is the time of the clock,
-from the end of the first trial to the end of the last, that no stage took, per trial and place side
-by side.
+four images each, one epoch of one step, a backbone of one block. Trials are random points of a
+space of twelve, so that they share a prefix or all of their stages. `overhead` is wall time from
+the end of the first trial to the end of the last in which no stage ran, per trial and per
+concurrent trial.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -32,7 +34,8 @@ SPACE = {
 }
 
 
-def prepared(folder: Path) -> spec.Search:
+def prepare(folder: Path) -> spec.Search:
+    """Write a base config and a search file into a folder, and prepare the search."""
     card = stream.draw_images(folder, 4, train=8, test=2, sides=(16,))
     body = {
         "name": "base",
@@ -46,44 +49,51 @@ def prepared(folder: Path) -> spec.Search:
         "cluster": {"loader_workers": 1},
     }
     (folder / "base.yaml").write_text(yaml.safe_dump(body))
-    asked = {
+    search_body = {
         "base": "base.yaml",
         "space": SPACE,
         "budget": {"trials": TRIALS},
         "seeds": [],
         "concurrent": SIDE_BY_SIDE,
     }
-    (folder / "trials.yaml").write_text(yaml.safe_dump(asked))
+    (folder / "trials.yaml").write_text(yaml.safe_dump(search_body))
     return spec.prepare(str(folder / "trials.yaml"), [], {})
 
 
+class EndedTrial(NamedTuple):
+    """A finished trial."""
+
+    at: float  # when it was reported, by the monotonic clock
+    stages_s: float  # seconds of its stages
+
+
 def main() -> None:
+    """Run one search, and report its overhead and the stages that trials share."""
     start()
     report = Report()
-    ended: list[
-        tuple[float, float]
-    ] = []  # of each trial: when it was heard to have ended, and the seconds of its stages
+    ended: dict[int, EndedTrial] = {}  # by number of the trial, in the order of their ends
 
     def notify(record: Trial) -> None:
-        if record["status"] == "finished" and record["number"] not in said:
-            said.add(record["number"])
-            ended.append((time.monotonic(), record["device_s"]))
+        if record["status"] == "finished" and record["number"] not in ended:
+            ended[record["number"]] = EndedTrial(time.monotonic(), record["device_s"])
 
-    said: set[int] = set()
     with tempfile.TemporaryDirectory() as folder:
-        found = prepared(Path(folder))
+        prepared = prepare(Path(folder))
         began = time.monotonic()
         with redirect_stdout(io.StringIO()):
-            search.run_search(found, "", notify)
-        records = found.records()
-    report.note("start of Ray, ingest and the first trial, wall", f"{ended[0][0] - began:.1f} s")
-    wall, work = ended[-1][0] - ended[0][0], sum(seconds for _, seconds in ended[1:])
+            search.run_search(prepared, "", notify)
+        records = prepared.records()
+    first, *further = ended.values()
+    report.note("start of Ray, ingest and the first trial, wall", f"{first.at - began:.1f} s")
+    wall = further[-1].at - first.at
+    work = sum(trial.stages_s for trial in further)
     report.below(
         f"{TRIALS} trials: overhead per trial, {SIDE_BY_SIDE} side by side",
         (SIDE_BY_SIDE * wall - work) / (TRIALS - 1),
         OVERHEAD_DEMAND,
     )
-    run, reused = (sum(record["stages"][kind] for record in records) for kind in ("run", "reused"))
+    run = sum(record["stages"]["run"] for record in records)
+    reused = sum(record["stages"]["reused"] for record in records)
     points = len({str(sorted(record["params"].items())) for record in records})
     report.note(
         f"{TRIALS} trials of {points} points",

@@ -1,5 +1,8 @@
-"""The train loop. THE file to read: what a worker does with a stage, from the job to the published
-result."""
+"""What a worker does with a stage, from its job to its stored result; the training loop.
+
+Read from the top: `run_stage` looks the result up or computes it. `train_task` and `train_backbone`
+compute it for stages that train. Both call `fit`, which calls `train_epochs` and `train_step`.
+"""
 
 from __future__ import annotations
 
@@ -37,26 +40,27 @@ from workers.storage.lock import stage_lock
 from workers.storage.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
-StageResult = tuple[dict[str, bytes], dict[str, Any]]  # files by name, and the manifest
+StageResult = tuple[dict[str, bytes], dict[str, Any]]  # contents of files by name; the manifest
 Runner = Callable[[StageJob, dist.Group, Report], StageResult]
-# raise it when training gives other numbers: this loop, optim, feed, augmentation, noise, heads
+# Part of the keys of trained results. Raise it when a change to this loop, the optimizer, the feed,
+# the augmentation, the noise or the heads changes the numbers that training gives.
 TRAIN_REVISION = 1
-REPORT_S = 1.0  # seconds between two progress reports of a stage
-AGREE_STEPS = 8  # steps between two moments at which several ranks ask whether a checkpoint is due
+REPORT_S = 1.0  # shortest time between two progress reports of a stage
+AGREE_STEPS = 8  # several ranks agree every so many steps whether a checkpoint is due: a broadcast
 
 
 def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
-    """Run one stage and return its manifest; return the stored one if the result exists."""
+    """Return the manifest of a stage's result. Run the stage if the store has no result yet."""
     manifest = stored_manifest(job, group)
     if manifest is not None:
         return manifest
     with stage_lock(job.root, job.key, group):
-        # another run may have computed it while this one waited
+        # Another run may have computed the result while this one waited for the lock.
         return stored_manifest(job, group) or _run_stage(job, group, report)
 
 
 def stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
-    """Return the manifest of a result that exists, marked as `reused`."""
+    """Return the stored manifest of the stage's result, marked `reused`; None without a result."""
     manifest: dict[str, Any] | None = None
     if group.rank == 0:
         artifact = Artifact.open(job.root, job.key)
@@ -70,7 +74,7 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
     started = time.perf_counter()
     runners: dict[str, Runner] = {"backbone": train_backbone, "evaluate": evaluate_task}
     run = runners.get(job.step, train_task)
-    with cached_artifacts(job.root, job.parents) as made_of:
+    with cached_artifacts(job.root, job.parents) as parent_digests:
         files, manifest = run(job, group, report)
     manifest |= {
         "stage": job.id,
@@ -79,7 +83,7 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
         "task": job.task.name if job.task else None,
         "wall_s": round(time.perf_counter() - started, 3),
         "workers": group.world,
-        "made_of": made_of,
+        "made_of": parent_digests,
         "provenance": {
             **job.provenance,
             "seed": job.seed,
@@ -93,9 +97,9 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
 
 
 def publish(job: StageJob, files: dict[str, bytes], manifest: dict[str, Any]) -> dict[str, Any]:
-    """Write a result to the store and return the manifest that stands there.
+    """Write a result to the store and return the manifest that the store then has.
 
-    Where another process was faster, its result stands.
+    If another process has published a result first, that result stays and its manifest is returned.
     """
     attempt = Attempt(job.root, job.key)
     for name, data in files.items():
@@ -111,36 +115,46 @@ def publish(job: StageJob, files: dict[str, bytes], manifest: dict[str, Any]) ->
 
 
 def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
-    """One step of one task: the method on a fresh copy of the backbone, from the state that the
-    step before carried on."""
+    """Run one step of one task: train the job's method on a fresh copy of the backbone.
+
+    The method starts from what the previous stages carried on. Return the task's state, what the
+    next stage starts from, and the metrics of each epoch, as files; and the manifest.
+    """
     assert job.task is not None
     method = new_method(job).to(group.device)
     if method.loads_states(job.scenario):
         load_states(job, method)
     history = fit(job, method, load_carried(job), group, report)
-    state, handed_on = method.finish()
+    state, carried = method.finish()
+    # A step that does not train may have one row with validation counts alone: see `fit`.
     epochs = sum("loss" in row for row in history)
-    trained = sum(p.numel() for p in method.parameters() if p.requires_grad) if epochs else 0
+    trained_parameters = 0
+    if epochs:
+        trained_parameters = sum(p.numel() for p in method.parameters() if p.requires_grad)
     manifest = {
         "kind": "train",
         "sizes": state.sizes(),
-        "trained_parameters": trained,
-        "carried_bytes": sum(t.numel() * t.element_size() for t in handed_on.tensors.values()),
+        "trained_parameters": trained_parameters,
+        "carried_bytes": sum(t.numel() * t.element_size() for t in carried.tensors.values()),
         "flops_share": method.flops_share(state),
         "warnings": method.warnings(),
         "backbone_digest": method.backbone_digest,
         "epochs": epochs,
     }
-    return {
+    files = {
         "task.safetensors": state.to_bytes(),
-        "carried.safetensors": handed_on.to_bytes(),
+        "carried.safetensors": carried.to_bytes(),
         "history.parquet": parquet(history),
-    }, manifest
+    }
+    return files, manifest
 
 
 def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageResult:
-    """The shared backbone: weights from the hub, a file or random, and trained on the base task
-    where the stream has one."""
+    """Make the backbone that all tasks share. Train it if the stream has a base task.
+
+    Its weights come from timm's hub, from a file, or from a random initialisation that depends on
+    the seed. Training on the base task is plain fine-tuning of all weights.
+    """
     torch.manual_seed(derive_seed(job.seed, "backbone"))
     backbone = vit.build(job.backbone_settings)
     vit.load_weights(backbone, job.backbone_settings)
@@ -156,40 +170,44 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     else:
         digest = vit.digest_of(backbone)
     files["state.safetensors"] = vit.to_bytes(backbone)
-    return files, {
+    manifest = {
         "kind": "backbone",
         "digest": digest,
         "parameters": sum(p.numel() for p in backbone.parameters()),
         "bytes": sum(t.numel() * t.element_size() for t in backbone.state_dict().values()),
     }
+    return files, manifest
 
 
 def fit(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report
 ) -> list[dict[str, Any]]:
-    """Train a step of a task, resumed from its checkpoint if there is one; return a row per epoch.
+    """Train a step of a task and return the metrics of each epoch, one row per epoch.
 
-    A step that does not train (`Step.trains`) only begins; if it is `measured`, its one row has the
-    validation counts.
+    Training goes on from the stage's checkpoint if there is one. For a step without training
+    (`Step.trains` is False) only `Method.begin` runs. If such a step is `measured`, one row with
+    the validation counts is returned, else none.
     """
     assert job.task is not None
     step = next((step for step in method.steps if step.name == job.step), None)
     epochs = job.train.epochs if step is None or step.trains else 0
     method.to(group.device)
     context, feed = step_context(job, method, carried, group, epochs)
-    groups = method.begin(context)
-    method.to(group.device)
+    param_groups = method.begin(context)
+    method.to(group.device)  # `begin` may have added modules, on the CPU
     val = context.data.feed("val") if context.data.has_validation else None
     if feed is None:
         if step is None or not step.measured:
             return []
         return [{"epoch": 0, **method.metrics(), **validated(method, val, group)}]
-    trained = {id(p) for param_group in groups for p in param_group["params"]}
+    trained_ids: set[int] = set()
+    for param_group in param_groups:
+        trained_ids.update(id(p) for p in param_group["params"])
     for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
+        p.requires_grad_(id(p) in trained_ids)
     if job.train.compile:
         vit.compile_blocks(method.backbone)
-    optimizer = optim.build(groups, job.train)
+    optimizer = optim.build(param_groups, job.train)
     method.train()
     if isinstance(method, PrecomputesFeatures):
         with precision_of(job, group):
@@ -202,38 +220,44 @@ def fit(
 def step_context(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, epochs: int
 ) -> tuple[StepContext, Feed | None]:
-    """Return what the step starts from, and the feed of its epochs; None where it has none."""
+    """Return what `Method.begin` needs, and the feed of the epochs; no feed without epochs.
+
+    The context is made in two passes. `Method.memory` reads the first one and names the exemplars.
+    Only with these are the training data and the number of steps known, which the second one adds.
+    """
     assert job.task is not None
-    own_tasks = job.tasks if method.trains_on == "seen" else (job.task,)
+    declared_tasks = job.tasks if method.trains_on == "seen" else (job.task,)
     train = job.train
     context = StepContext(
-        job.task,
-        OptimPlan(train.lr, train.weight_decay, train.batch_size, 0.0),
-        job.step,
-        job.scenario,
-        job.tasks,
-        own_tasks,
-        carried,
-        StepData(
-            lambda split, training: Feed(job, own_tasks, split, group, training),
-            lambda task: keys_of(job.root, task, job.data.val_fraction),
-            bool(job.data.val_fraction),
+        task=job.task,
+        optim=OptimPlan(train.lr, train.weight_decay, train.batch_size, mean_rate_steps=0.0),
+        step=job.step,
+        scenario=job.scenario,
+        stream=job.tasks,
+        training_tasks=declared_tasks,
+        carried=carried,
+        data=StepData(
+            make_feed=lambda split, training: Feed(job, declared_tasks, split, group, training),
+            task_keys=lambda task: keys_of(job.root, task, job.data.val_fraction),
+            has_validation=bool(job.data.val_fraction),
         ),
     )
     exemplars = remembered_samples(method, context)
-    tasks = tuple(task for task in job.tasks if task in own_tasks or task.name in exemplars)
+    training_tasks = tuple(
+        task for task in job.tasks if task in declared_tasks or task.name in exemplars
+    )
 
     def make_feed(split: str, training: bool) -> Feed:
         if split == "train":
-            return Feed(job, tasks, split, group, training, exemplars)
-        return Feed(job, own_tasks, split, group, training)
+            return Feed(job, training_tasks, split, group, training, exemplars)
+        return Feed(job, declared_tasks, split, group, training)
 
     feed = make_feed("train", True) if epochs else None
     steps_per_epoch = feed.steps_per_epoch if feed else 0
     rate_steps = optim.mean_rate_steps(epochs * steps_per_epoch, steps_per_epoch, train)
     context = replace(
         context,
-        training_tasks=tasks,
+        training_tasks=training_tasks,
         carried=carried and carried.to(group.device),
         optim=replace(context.optim, mean_rate_steps=rate_steps),
         data=replace(context.data, make_feed=make_feed),
@@ -242,7 +266,7 @@ def step_context(
 
 
 def remembered_samples(method: Method, context: StepContext) -> dict[str, list[str]]:
-    """Return task -> keys of the earlier samples that the step trains on, without empty lists."""
+    """Return task -> keys of the exemplars of it that the step trains on; no task without keys."""
     if not isinstance(method, RemembersSamples):
         return {}
     memory = method.memory(context)
@@ -264,8 +288,11 @@ def train_epochs(
     group: dist.Group,
     report: Report,
 ) -> list[dict[str, Any]]:
-    """Run all epochs that the stage's checkpoint does not have yet; return a row per epoch."""
-    # one rank reads it, so that no rank starts somewhere else
+    """Train from the stage's checkpoint, or from the start, to the last epoch.
+
+    Return the metrics of all epochs, one row per epoch, also of those before the checkpoint.
+    """
+    # Rank 0 alone reads the checkpoint, so that all ranks start from the same one.
     stored = checkpoint.load(job.root, job.key) if group.rank == 0 else None
     start = group.share(stored) or Checkpoint(0, 0, [], {}, {})
     best = BestEpoch(start.best, start.restore(method, optimizer) if start.tensors else {})
@@ -282,9 +309,9 @@ def train_epochs(
             progress = Progress(epoch, step, epochs, steps)
             torch.manual_seed(derive_seed(job.seed, "step", epoch, step, group.rank))
             terms = train_step(method, optimizer, batches, progress, job, group)
-            images = batches[0].draw.size  # of the global batch
-            losses.add(terms, images)
-            meter.add_step(progress, images, losses)
+            num_images = batches[0].draw.size  # of the global batch
+            losses.add(terms, num_images)
+            meter.add_step(progress, num_images, losses)
             if step + 1 < steps and checkpoints.is_due(step):
                 checkpoints.save(epoch, step + 1, history, losses.total())
         row = {
@@ -305,7 +332,10 @@ def train_epochs(
 
 
 def validated(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
-    """Return the counts on the held-out part of train; empty where nothing is held out."""
+    """Return the number of correct answers and of images of the validation split.
+
+    Return no counts when no validation split is held out of train.
+    """
     if val is None:
         return {}
     correct, total = accuracy(method, val, group)
@@ -322,8 +352,8 @@ def train_step(
 ) -> dict[str, torch.Tensor]:
     """Take one optimizer step over the global batch; `batches` are this rank's micro-batches.
 
-    Set the rate, compute gradients, gate, clip, step, restore. Return the loss and its terms, each
-    this rank's share of the mean over the global batch.
+    Return the loss and its terms. Each is this rank's share of the mean over the global batch, so
+    that their sum over ranks is that mean.
     """
     rate = optim.factor(progress.global_step, progress.total, progress.steps_per_epoch, job.train)
     optim.set_rate(optimizer, rate)
@@ -349,7 +379,10 @@ def compute_gradients(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """Set the gradients of the global batch, summed over ranks; return the loss and its terms."""
+    """Set each parameter's gradient over the global batch, summed over micro-batches and ranks.
+
+    Return the loss and its terms, as `train_step` does.
+    """
     optimizer.zero_grad(set_to_none=True)
     terms: dict[str, torch.Tensor] = {}
     for batch in batches:
@@ -365,21 +398,25 @@ def compute_gradients(
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters that the optimizer trains, in order."""
-    return [p for param_group in optimizer.param_groups for p in param_group["params"]]
+    parameters: list[torch.Tensor] = []
+    for param_group in optimizer.param_groups:
+        parameters += param_group["params"]
+    return parameters
 
 
 def precision_of(job: StageJob, group: dist.Group) -> contextlib.AbstractContextManager[Any]:
-    """Return the autocast context that losses are computed in."""
+    """Return the context that the forward pass and the loss run in: autocast for bf16."""
     if job.train.precision == "bf16":
         return torch.autocast(group.device.type, torch.bfloat16)
     return contextlib.nullcontext()
 
 
 class BestEpoch:
-    """The trained tensors of the epoch with the most correct validation images (`keep: best`).
+    """The weights of the epoch with the most correct validation images (`train.keep: best`).
 
     record: `epoch` and `val_correct` of that epoch, as checkpoints store them; empty before the
-        first update.
+        first update, and always with `train.keep: last`.
+    tensors: copies of the tensors of `checkpoint.trained_state` after that epoch, by name.
     """
 
     def __init__(self, record: dict[str, Any], tensors: dict[str, torch.Tensor]):
@@ -387,7 +424,7 @@ class BestEpoch:
         self.tensors = tensors
 
     def update(self, method: Method, row: dict[str, Any]) -> None:
-        """Remember this epoch if it is better than all before."""
+        """Remember the epoch of `row` if it is the best so far; of equal ones the first stays."""
         val_correct = row.get("val_correct", -1)
         if val_correct <= self.record.get("val_correct", -1):
             return
@@ -397,7 +434,7 @@ class BestEpoch:
 
     @torch.no_grad()
     def restore(self, method: Method) -> None:
-        """Put the best epoch's tensors back, if one was remembered."""
+        """Copy the best epoch's tensors into the method, if an epoch was remembered."""
         if not self.tensors:
             return
         live = checkpoint.trained_state(method)
@@ -406,7 +443,7 @@ class BestEpoch:
 
 
 class Checkpoints:
-    """Saves a stage's checkpoint every `checkpoint_s` seconds, and when it is preempted."""
+    """Saves a stage's checkpoint every `job.checkpoint_s` seconds, and before a preemption."""
 
     def __init__(
         self,
@@ -425,9 +462,10 @@ class Checkpoints:
         self.saved_at = time.monotonic()
 
     def is_due(self, step: int | None = None) -> bool:
-        """Return whether to save now: rank 0's clock or its preemption notice decides for all.
+        """Return whether to save now, the same on all ranks: rank 0 decides and broadcasts it.
 
-        After a `step` inside an epoch several ranks ask each other only every `AGREE_STEPS` steps.
+        It is time when the period is over or rank 0 has a preemption notice. After a `step` inside
+        an epoch, several ranks agree only every `AGREE_STEPS` steps and return False between.
         """
         if step is not None and self.group.world > 1 and (step + 1) % AGREE_STEPS:
             return False
@@ -437,20 +475,30 @@ class Checkpoints:
     def save(
         self, epoch: int, step: int, history: list[dict[str, Any]], sums: dict[str, float]
     ) -> None:
-        """Save where training goes on. Raise `Preempted` on all ranks if rank 0 has a notice."""
+        """Save a checkpoint from which training goes on at `step` of `epoch`.
+
+        sums: of the loss terms over the steps of this epoch (`LossMeter.total`).
+
+        Raise `Preempted` on all ranks, after saving, if rank 0 has a preemption notice.
+        """
         job = self.job
         if self.group.rank == 0:
-            mark = Checkpoint(epoch, step, history, sums, self.best.record)
-            checkpoint.save(job.root, job.key, self.method, self.optimizer, self.best.tensors, mark)
+            state = Checkpoint(epoch, step, history, sums, self.best.record)
+            checkpoint.save(
+                job.root, job.key, self.method, self.optimizer, self.best.tensors, state
+            )
         self.saved_at = time.monotonic()
         if self.group.share(preemption.requested.is_set()):
             raise preemption.Preempted(f"{job.id} is saved")
 
 
 class LossMeter:
-    """This rank's sums of loss terms over an epoch, kept on the device so that no step waits.
+    """This rank's sums of loss terms over an epoch.
 
-    start: the totals of a checkpoint, which rank 0 continues. `images` counts those of all ranks.
+    The sums stay on the device, so that no step waits for it. `images` counts those of all ranks.
+
+    start: sums over all ranks from a checkpoint, or none. Rank 0 alone adds to them, so that the
+        sum over ranks has them once.
     """
 
     def __init__(self, start: dict[str, float], group: dist.Group):
@@ -466,39 +514,42 @@ class LossMeter:
                     )
 
     def add(self, terms: dict[str, torch.Tensor], images: int) -> None:
-        """Add the terms of a step, whose global batch has so many images."""
+        """Add the terms of a step. images: size of its global batch."""
         for name, value in terms.items():
             self.values[name] = self.values.get(name, 0.0) + value.double() * images
         self.images += images
 
     def total(self) -> dict[str, float]:
-        """Return the sums over all ranks, and the number of images."""
+        """Return the sums over all ranks by name, and under `images` the number of images."""
         sums = {name: float(self.group.sum(value.clone())) for name, value in self.values.items()}
         return {"images": self.images, **sums}
 
-    def means(self, where: str) -> dict[str, float]:
-        """Return means over the epoch's images. Raise `UserError` when the loss is not finite."""
+    def means(self, stage_id: str) -> dict[str, float]:
+        """Return the epoch's mean loss and terms, its number of images and its seconds.
+
+        Raise `UserError` when the mean loss is not finite. The error names the stage.
+        """
         total = self.total()
         del total["images"]
         means = {name: value / self.images for name, value in total.items()}
-        check_finite(means["loss"], where)
+        check_finite(means["loss"], stage_id)
         seconds = round(time.perf_counter() - self.started, 3)
         return {**means, "images": self.images, "seconds": seconds}
 
 
-def check_finite(loss: float, where: str) -> None:
+def check_finite(loss: float, stage_id: str) -> None:
     """Raise `UserError` when a loss is NaN or infinite."""
     if not math.isfinite(loss):
         raise UserError(
-            f"stage {where}: the loss became {loss}; training cannot go on from there, lower "
+            f"stage {stage_id}: the loss became {loss}; training cannot go on from there, lower "
             "train.lr, set train.clip=1, or use train.precision=fp32"
         )
 
 
 class ProgressMeter:
-    """Reports at most once per `REPORT_S` where a stage is, how fast, and how long it will take.
+    """Reports the progress of a stage, its speed and its remaining time, every `REPORT_S` seconds.
 
-    report: None on ranks that report nothing.
+    report: None on ranks other than 0: these do not report.
     """
 
     def __init__(self, job: StageJob, epochs: int, report: Report | None):
@@ -506,22 +557,25 @@ class ProgressMeter:
         self.epochs = epochs
         self.report = report
         self.started = time.monotonic()
-        self.reported = self.started
+        self.reported_at = self.started
         self.images = 0
         self.steps = 0
         self.accuracy: float | None = None
 
     def add_step(self, progress: Progress, images: int, losses: LossMeter) -> None:
-        """Count a step, whose global batch has so many images."""
+        """Count a step, and report if it is time. images: size of the step's global batch.
+
+        Raise `UserError` on a single rank when the mean loss of the epoch so far is not finite.
+        """
         self.images += images
         self.steps += 1
         now = time.monotonic()
-        if now - self.reported < REPORT_S:
+        if now - self.reported_at < REPORT_S:
             return
-        self.reported = now
+        self.reported_at = now
         spent_s = now - self.started
         steps_left = progress.total - progress.global_step - 1
-        # of several ranks this is an estimate from the own share
+        # With several ranks an estimate from this rank's share: exact would need a collective.
         loss = float(losses.values["loss"]) / losses.images * losses.group.world
         if losses.group.world == 1:
             check_finite(loss, self.job.id)
@@ -540,19 +594,19 @@ class ProgressMeter:
         )
 
     def add_epoch(self, row: dict[str, Any]) -> None:
-        """Remember the validation accuracy of an epoch."""
+        """Remember the validation accuracy of an epoch for the reports of the next one."""
         if row.get("val_total"):
             self.accuracy = row["val_correct"] / row["val_total"]
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
     """Return a Parquet table with the columns of all rows, null where a row lacks one."""
-    columns: dict[str, None] = {}
+    blank_row: dict[str, Any] = {}  # every column in the order of its first appearance
     for row in rows:
-        columns |= dict.fromkeys(row)
-    complete = [{name: row.get(name) for name in columns} for row in rows]
+        blank_row |= dict.fromkeys(row)
+    complete_rows = [blank_row | row for row in rows]
     buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(complete), buffer)
+    pq.write_table(pa.Table.from_pylist(complete_rows), buffer)
     return buffer.getvalue()
 
 

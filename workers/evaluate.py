@@ -1,11 +1,14 @@
-"""Accuracy of a finished task from integer counts, on test data that nothing else reads; for a
-search on validation data."""
+"""Measuring a finished task: integer counts of correct answers, and a digest of all logits.
+
+The images are of the test split, which nothing else reads. A search measures on the validation
+split instead.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,39 +25,58 @@ from workers.methods.protocols import InfersTask, candidates_of
 from workers.restore import finished_method
 
 EVALUATE_REVISION = 1  # raise it when measuring gives other numbers
-TOP = 5
-Answers = tuple[
-    list[str], list[int], Tensor, dict[str, Tensor]
-]  # of one batch: keys, labels inside the task, logits, picks
+TOP = 5  # of `correct_top5`
+
+
+class Answers(NamedTuple):
+    """What a method answers on n images of one task, on the CPU.
+
+    keys: the images' keys in their split.
+    labels: positions in the class list of the task.
+    logits: float32 (n, num_classes), over the outputs that compete (see `answers`).
+    picks: tensors (n,) by name, as `with_picks` returns them.
+    """
+
+    keys: list[str]
+    labels: list[int]
+    logits: Tensor
+    picks: dict[str, Tensor]
 
 
 @torch.no_grad()
 def accuracy(method: Method, feed: Feed, group: dist.Group) -> tuple[int, int]:
-    """Correct and total over all ranks; the method's mode is put back afterwards. In scenario
-    `class` all outputs compete."""
+    """Return the numbers of correct answers and of images in `feed`, over all ranks.
+
+    In scenario `class` all outputs compete. Afterwards the method is in the mode, training or not,
+    that it was in before.
+    """
     was_training = method.training
     method.eval()
     counts = torch.zeros(2, dtype=torch.int64, device=group.device)
     for batch in feed.evaluate():
         for index in batch.tasks.unique().tolist():
-            rows, task = batch.tasks == index, feed.tasks[index].name
-            right = answers(method, batch.images[rows], task).argmax(1) == batch.labels[
-                rows
-            ] + first_column(method, task)
-            counts += torch.stack([right.sum(), rows.sum()])
+            rows = batch.tasks == index
+            task = feed.tasks[index].name
+            labels = batch.labels[rows] + first_column(method, task)
+            is_correct = answers(method, batch.images[rows], task).argmax(1) == labels
+            counts += torch.stack([is_correct.sum(), rows.sum()])
     method.train(was_training)
     correct, total = group.sum(counts).tolist()
     return correct, total
 
 
 def answers(method: Method, images: Tensor, task: str) -> Tensor:
-    """Logits as the scenario asks for them: over the classes of `task`, or over all classes so
-    far."""
-    return method.logits(images, None if method.scenario == "class" else task)
+    """Return the logits over the outputs that compete in the method's scenario.
+
+    These are all classes so far in scenario `class`, and the classes of `task` otherwise.
+    """
+    if method.scenario == "class":
+        return method.logits(images, None)
+    return method.logits(images, task)
 
 
 def first_column(method: Method, task: str) -> int:
-    """Where the classes of `task` begin among those logits."""
+    """Return the column of the first class of `task` in the logits of `answers`."""
     return task_slice(method, task).start if method.scenario == "class" else 0
 
 
@@ -67,95 +89,109 @@ def task_slice(method: Method, task: str) -> slice:
 def evaluate_task(
     job: StageJob, group: dist.Group, report: Any
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """A row of the matrix: every task that this stage may have changed. For a method that changes
-    none, this task, and the one before as a canary: measured again beside the new one, its logits
-    must have the digest that they had."""
+    """Measure one row of the accuracy matrix; return the predictions as a file, and the manifest.
+
+    A method that can change its answers on earlier tasks is measured on all tasks so far. Any other
+    is measured on this task alone. The task before it is then measured again as a canary: the
+    digest of its logits must be the same as in its own row.
+    """
     assert job.task is not None
     method = finished_method(job, group)
     rewrites = method.changes_past_predictions(job.scenario)
-    tasks = [t for t in job.tasks if t.name in job.measured]
-    before = [] if rewrites else [t for t in tasks if t != job.task]
+    tasks = [task for task in job.tasks if task.name in job.measured]
+    measured_tasks = tasks if rewrites else [job.task]
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
-    for task in tasks if rewrites else [job.task]:
+    for task in measured_tasks:
         report({"stage": job.id, "task": task.name, "done": len(rows), "of": len(tasks)})
-        row, table = result(
-            method, task, in_order(group.gather(logits_of(job, method, task, group)))
-        )
+        shares = group.gather(logits_of(job, method, task, group))
+        row, table = result(method, task, in_order(shares))
         rows.append(row)
         tables.append(table)
     buffer = io.BytesIO()
     pq.write_table(pa.concat_tables(tables), buffer)
-    found = {
-        "rewrites": rewrites,
-        "rows": rows,
-        "canary": canary(job, method, before[-1], group) if before else None,
-    }
-    return {"predictions.parquet": buffer.getvalue()}, {"kind": "evaluate", "result": found}
+    earlier_tasks = [task for task in tasks if task != job.task]
+    canary_row: dict[str, Any] | None = None
+    if earlier_tasks and not rewrites:
+        canary_row = canary(job, method, earlier_tasks[-1], group)
+    matrix_row = {"rewrites": rewrites, "rows": rows, "canary": canary_row}
+    return {"predictions.parquet": buffer.getvalue()}, {"kind": "evaluate", "result": matrix_row}
 
 
 @torch.no_grad()
 def logits_of(job: StageJob, method: Method, task: Task, group: dist.Group) -> list[Answers]:
-    """What the method answers on this rank's share of the task's images of the job's split, batch
-    by batch."""
+    """Return the method's answers on this rank's share of the task's images, one entry per batch.
+
+    The images are of the job's split.
+    """
     feed = Feed(job, (task,), job.split, group, training=False)
-    found = []
+    batches: list[Answers] = []
     for batch in feed.evaluate():
         logits, picks = with_picks(method, batch.images, task.name)
-        found.append(
-            (
-                list(batch.keys or []),
-                batch.labels.tolist(),
-                logits.float().cpu(),
-                {name: t.cpu() for name, t in picks.items()},
-            )
-        )
-    return found
+        cpu_picks = {name: tensor.cpu() for name, tensor in picks.items()}
+        keys = list(batch.keys or [])
+        batches.append(Answers(keys, batch.labels.tolist(), logits.float().cpu(), cpu_picks))
+    return batches
 
 
 def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits as the scenario asks for them; of a method that finds out by itself what an image
-    belongs to also `place` (b,) among its candidates and `confidence` (b,), and in scenario `class`
-    what it answers when it is `told` (b,)."""
+    """Return the logits of `answers`, and what a method that infers the task picked, else {}.
+
+    The picks are `choice` (b,), an index among the method's candidates, and `confidence` (b,). In
+    scenario `class` they also have `task_aware` (b,): the predicted class among those of `task`,
+    when the method is given the task.
+    """
     if not isinstance(method, InfersTask) or not method.candidates():
         return answers(method, images, task), {}
-    place, confidence = method.infer(images)
-    picks = {"place": place, "confidence": confidence}
-    if method.scenario == "class":
-        return method.answer(images, place, None), picks | {
-            "told": method.logits(images, task).argmax(1)
-        }
-    return method.answer(images, place, task), picks
+    choice, confidence = method.infer(images)
+    picks = {"choice": choice, "confidence": confidence}
+    if method.scenario != "class":
+        return method.answer(images, choice, task), picks
+    logits = method.answer(images, choice, None)
+    picks["task_aware"] = method.logits(images, task).argmax(1)
+    return logits, picks
 
 
 def in_order(shares: list[list[Answers]]) -> Answers:
-    """The answers of all ranks in test order: whole batches went round the ranks in turn."""
+    """Join the answers of all ranks in test order, which is the same for any number of ranks.
+
+    shares: per rank, its answers batch by batch. Whole batches were dealt to the ranks in turn.
+    """
     batches = dist.interleave(shares)
-    keys, labels = [k for b in batches for k in b[0]], [label for b in batches for label in b[1]]
-    return (
-        keys,
-        labels,
-        torch.cat([b[2] for b in batches]),
-        {name: torch.cat([b[3][name] for b in batches]) for name in batches[0][3]},
-    )
+    keys: list[str] = []
+    labels: list[int] = []
+    for batch in batches:
+        keys += batch.keys
+        labels += batch.labels
+    logits = torch.cat([batch.logits for batch in batches])
+    picks: dict[str, Tensor] = {}
+    for name in batches[0].picks:
+        picks[name] = torch.cat([batch.picks[name] for batch in batches])
+    return Answers(keys, labels, logits, picks)
 
 
-def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], pa.Table]:
-    """Counts, a digest of all logits in test order, and one line per test image. In scenario
-    `class` labels and predictions are positions in the one output space, and `correct_task_aware`
-    counts what is right among the task's own classes."""
-    keys, labels, logits, picks = found[0], torch.tensor(found[1]), found[2], found[3]
+def result(method: Method, task: Task, measured: Answers) -> tuple[dict[str, Any], pa.Table]:
+    """Return counts with a digest of the logits, and a table with one row per image.
+
+    In scenario `class` labels and predictions are positions in the output space of all classes so
+    far. `correct_task_aware` then counts what is correct among the classes of the task alone.
+
+    Raise `UserError` when a logit is not finite.
+    """
+    keys = measured.keys
+    logits = measured.logits
+    picks = measured.picks
+    labels = torch.tensor(measured.labels)
     row: dict[str, Any] = {
         "task": task.name,
         "total": len(keys),
         "logits_sha256": hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest(),
     }
     if method.scenario == "class":
-        own = task_slice(method, task.name)
-        row["correct_task_aware"] = int(
-            (picks.get("told", logits[:, own].argmax(1)) == labels).sum()
-        )
-        labels = labels + own.start
+        columns = task_slice(method, task.name)
+        task_aware = picks.get("task_aware", logits[:, columns].argmax(1))
+        row["correct_task_aware"] = int((task_aware == labels).sum())
+        labels = labels + columns.start
     if not bool(torch.isfinite(logits).all()):
         raise UserError(
             f"some answers on task {task.name!r} are not finite numbers; training went wrong, "
@@ -163,10 +199,9 @@ def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], 
             "train.precision=fp32"
         )
     confidence, predicted = logits.softmax(1).max(1)
+    top = logits.topk(min(TOP, logits.shape[1])).indices
     row["correct"] = int((predicted == labels).sum())
-    row["correct_top5"] = int(
-        (logits.topk(min(TOP, logits.shape[1])).indices == labels[:, None]).sum()
-    )
+    row["correct_top5"] = int((top == labels[:, None]).sum())
     table = pa.table(
         {
             "task": [task.name] * len(keys),
@@ -177,53 +212,59 @@ def result(method: Method, task: Task, found: Answers) -> tuple[dict[str, Any], 
         }
     )
     if picks:
-        row["picks"] = picks_of(
-            candidates_of(method), task.name, picks["place"], picks["confidence"]
-        )
-        names = [*candidates_of(method)]
-        table = table.append_column(
-            "picked", pa.array([names[place] for place in picks["place"].tolist()])
-        )
-        table = table.append_column(
-            "picked_confidence", pa.array(picks["confidence"].tolist(), pa.float32())
-        )
+        candidates = candidates_of(method)
+        names = list(candidates)
+        row["picks"] = picks_of(candidates, task.name, picks["choice"], picks["confidence"])
+        picked_names = pa.array([names[choice] for choice in picks["choice"].tolist()])
+        picked_confidence = pa.array(picks["confidence"].tolist(), pa.float32())
+        table = table.append_column("picked", picked_names)
+        table = table.append_column("picked_confidence", picked_confidence)
     return row, table
 
 
 def picks_of(
-    candidates: dict[str, tuple[str, ...]], task: str, places: Tensor, confidence: Tensor
+    candidates: dict[str, tuple[str, ...]], task: str, choices: Tensor, confidence: Tensor
 ) -> dict[str, Any]:
-    """What there was to pick from and how often each was picked for images of `task`, how many
-    picks were right, and the mean confidence of right and of wrong ones, None where there are
-    none."""
-    right = torch.tensor([task in tasks for tasks in candidates.values()])[places]
-    means = {
-        name: float(some.double().mean()) if len(some) else None
-        for name, some in (
-            ("confidence_right", confidence[right]),
-            ("confidence_wrong", confidence[~right]),
-        )
-    }
+    """Summarise what a method picked for the images of `task` as the task that they belong to.
+
+    choices: (n,) indices among `candidates`.
+
+    Return the names of the candidates, how often each was picked, how many picks were right, and
+    the mean confidence of the right and of the wrong ones. A mean over no picks is None.
+    """
+    is_right_candidate = torch.tensor([task in tasks for tasks in candidates.values()])
+    is_right = is_right_candidate[choices]
     return {
-        "candidates": [*candidates],
-        "picked": places.bincount(minlength=len(candidates)).tolist(),
-        "right": int(right.sum()),
-        **means,
+        "candidates": list(candidates),
+        "picked": choices.bincount(minlength=len(candidates)).tolist(),
+        "right": int(is_right.sum()),
+        "confidence_right": _mean(confidence[is_right]),
+        "confidence_wrong": _mean(confidence[~is_right]),
     }
 
 
-def canary(job: StageJob, method: Method, old: Task, group: dist.Group) -> dict[str, Any] | None:
-    """The row of the task before, measured beside the new one; None where any rank finds its test
-    data gone or damaged."""
-    mine: list[Answers] | None
+def _mean(values: Tensor) -> float | None:
+    return float(values.double().mean()) if len(values) else None
+
+
+def canary(
+    job: StageJob, method: Method, earlier_task: Task, group: dist.Group
+) -> dict[str, Any] | None:
+    """Return the counts and digest of an earlier task, measured with the method as it is now.
+
+    Return None on all ranks when any rank finds the task's data deleted or damaged.
+    """
+    share: list[Answers] | None = None
     try:
-        mine = logits_of(job, method, old, group)
+        share = logits_of(job, method, earlier_task, group)
     except FileNotFoundError:
-        mine = None
+        pass
     except DamagedArtifact as error:
-        if error.key != old.data:
+        if error.key != earlier_task.data:
             raise
-        mine = None
-    shares = group.gather(mine)  # no rank goes on alone
-    there = [share for share in shares if share is not None]
-    return result(method, old, in_order(there))[0] if len(there) == len(shares) else None
+    shares = group.gather(share)  # also without data, so that no other rank waits for this one
+    complete_shares = [share for share in shares if share is not None]
+    if len(complete_shares) < len(shares):
+        return None
+    row, _ = result(method, earlier_task, in_order(complete_shares))
+    return row

@@ -19,7 +19,7 @@ from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError
-from workers.evaluate import accuracy, canary, result
+from workers.evaluate import Answers, accuracy, canary, result
 from workers.job import BackboneSettings, Task
 from workers.methods import METHODS
 from workers.methods.base import Method, ParamGroup, Step, StepContext
@@ -91,7 +91,8 @@ def test_an_answer_is_right_among_five_where_its_class_is_one_of_the_first_five_
         method.heads.add(task.name, task.num_classes, 0)
     labels = [i % classes for i in range(40)]
     logits = torch.rand(40, 2 + classes, generator=torch.Generator().manual_seed(classes))
-    row, _ = result(method, tasks[1], ([str(i) for i in range(40)], labels, logits, {}))
+    keys = [str(i) for i in range(40)]
+    row, _ = result(method, tasks[1], Answers(keys, labels, logits, {}))
     places = [
         int((line > line[2 + label]).sum()) for line, label in zip(logits, labels, strict=True)
     ]

@@ -1,5 +1,7 @@
-"""What a finished method attends to on test images, and how its accuracy falls on images that are
-hidden in part, attacked, or of another source."""
+"""Analyses of a finished method on test images: its attention, and the robustness of its accuracy.
+
+Accuracy is measured on images that are partly hidden, attacked, or from another data source.
+"""
 
 from __future__ import annotations
 
@@ -24,40 +26,54 @@ from workers.model.attention import ClassAttention, record_attention, record_cla
 from workers.model.top_down import TopDown, selection
 
 Row = dict[str, Any]
-HIDDEN = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # shares of the image's area
-EPSILONS = (0.0, 1.0, 2.0, 4.0, 8.0)  # in 255ths of the range of pixels
+HIDDEN = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # shares of the image's area that are hidden
+EPSILONS = (0.0, 1.0, 2.0, 4.0, 8.0)  # strengths of the attack, for pixels in [0, 255]
 
 
 def spread(job: StageJob, task: Task, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """About `most` test images of a task, evenly spread over all of them, with labels (b,) inside
-    the task, batch by batch."""
+    """Yield at most `most` test images of a task with their labels, batch by batch.
+
+    They are every k-th image of the test split, for the smallest sufficient k. Labels (b,) are
+    positions in the class list of the task.
+    """
     feed = Feed(job, (task,), "test", Group(), training=False)
-    step, start = max(1, -(-feed.num_samples // most)), 0
+    stride = max(1, -(-feed.num_samples // most))
+    batch_start = 0
     for batch in feed.evaluate():
-        first = -start % step
-        start += len(batch)
+        first = -batch_start % stride
+        batch_start += len(batch)
         if first < len(batch):
-            yield batch.images[first::step], batch.labels[first::step]
+            yield batch.images[first::stride], batch.labels[first::stride]
 
 
 @torch.no_grad()
 def attention_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
     """Return rows of entropy, distance and scale per head (see `AttentionStatistics.rows`).
 
-    They are measured while the method classifies images of `task` and knows the task; for methods
-    with two passes over both.
+    They are measured while the method classifies at most `most` images of `task` and is given the
+    task. For a method with two passes over an image, both passes count.
     """
     with record_attention(method) as layers:
         for images, _ in spread(job, task, most):
             logits_with_task(method, images, task.name)
-    return [row for layer in layers for row in layer.rows()]
+    rows: list[Row] = []
+    for layer in layers:
+        rows += layer.rows()
+    return rows
 
 
 @dataclass
 class Maps:
-    """Some images of a task (n, H, W, 3) in [0, 1], what they are and were taken for, and maps over
-    them by title, (n, h, w) each: what the class token looks at, 1 is uniform; and of a method with
-    top-down feedback, `selected`, in [0, 1]."""
+    """Images of a task with attention maps over them.
+
+    images: (n, H, W, 3) in [0, 1].
+    right: the class of each image.
+    answered: the class that the method predicts for each image.
+    looks: by title, the class token's attention to the patches (n, h, w), relative to uniform
+        attention, which is 1 (see `ClassAttention`).
+    selected: how much the top-down feedback of a method selects each patch, (n, h, w) in [0, 1];
+        None without such feedback.
+    """
 
     images: Tensor
     right: list[str]
@@ -68,19 +84,22 @@ class Maps:
 
 @torch.no_grad()
 def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
-    """What `method` looks at on about `most` images of `task`; None where no network of its has a
-    class token among patches."""
-    batches = [*spread(job, task, most)]
-    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    with record_class_attention(method) as heard:
+    """Return attention maps of `method` on at most `most` images of `task`.
+
+    Return None when no network of the method has a class token among patches.
+    """
+    batches = list(spread(job, task, most))
+    images = torch.cat([batch_images for batch_images, _ in batches])
+    labels = torch.cat([batch_labels for _, batch_labels in batches])
+    with record_class_attention(method) as recorded:
         logits_with_task(method, images, task.name)
-    looks = _looks(
-        [gaze for gaze in heard if gaze.passes and len(gaze.passes[-1]) == len(images)],
-        isinstance(getattr(method, "top_down", None), TopDown),
-    )
+    # A network that ran on other inputs than these images, or not at all, has no map of them.
+    blocks = [block for block in recorded if block.passes and len(block.passes[-1]) == len(images)]
+    has_feedback = isinstance(getattr(method, "top_down", None), TopDown)
+    looks = _titled_maps(blocks, has_feedback)
     if not looks:
         return None
-    names = _names(method, job, task)
+    names = _class_names(method, job, task)
     answered = answers(method, images, task.name).argmax(1)
     return Maps(
         pixels(images, job.backbone_settings),
@@ -91,35 +110,39 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     )
 
 
-def _looks(heard: Sequence[ClassAttention], twice: bool) -> dict[str, Tensor]:
-    """By title: of one network a block in the middle and the last one, of several networks the last
-    block of each. twice: a method that looks two times; both looks of the last block that ran
-    twice, and the last block where that is another."""
-    networks = list(dict.fromkeys(gaze.network for gaze in heard))
-    last = [[gaze for gaze in heard if gaze.network == network][-1] for network in networks]
-    if len(networks) > 1:
-        return {
-            f"network {place}, block {gaze.block}": gaze.passes[-1]
-            for place, gaze in enumerate(last)
-        }
-    both = [gaze for gaze in heard if twice and len(gaze.passes) == 2][-1:]
-    if both:
-        found = {
-            f"block {both[0].block}, {which} look": look
-            for which, look in zip(("first", "second"), both[0].passes, strict=True)
-        }
-        return found | {
-            f"block {gaze.block}": gaze.passes[-1] for gaze in last if gaze is not both[0]
-        }
-    return {
-        f"block {gaze.block}": gaze.passes[-1]
-        for gaze in [*(heard[len(heard) // 2 - 1 : len(heard) // 2]), *last]
-    }
+def _titled_maps(blocks: Sequence[ClassAttention], has_feedback: bool) -> dict[str, Tensor]:
+    """Return title -> map (n, h, w) of the few blocks that are worth a picture.
+
+    Of several networks, these are the last blocks of each. Of one network, they are a block in the
+    middle and the last one. Of a method with top-down feedback, they are both passes of the last
+    block that ran twice, and the last block of the network if that is another one.
+    """
+    last_blocks = {block.network: block for block in blocks}  # the later of a network replaces
+    titled: dict[str, Tensor] = {}
+    if len(last_blocks) > 1:
+        for index, block in enumerate(last_blocks.values()):
+            titled[f"network {index}, block {block.block}"] = block.passes[-1]
+        return titled
+    twice_run = [block for block in blocks if has_feedback and len(block.passes) == 2]
+    if twice_run:
+        first_pass, second_pass = twice_run[-1].passes
+        titled[f"block {twice_run[-1].block}, first look"] = first_pass
+        titled[f"block {twice_run[-1].block}, second look"] = second_pass
+        other_blocks = [block for block in last_blocks.values() if block is not twice_run[-1]]
+    else:
+        middle = len(blocks) // 2
+        other_blocks = [*blocks[middle - 1 : middle], *last_blocks.values()]
+    for block in other_blocks:
+        titled[f"block {block.block}"] = block.passes[-1]
+    return titled
 
 
 def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
-    """s_n of the first look over patches, (n, h, w), as the second one is given it. None where the
-    method has none for this task."""
+    """Return how much the second pass of a method with top-down feedback selects each patch.
+
+    The weights (n, h, w) come from the tokens of the first pass. Return None when the method has no
+    such feedback for this task.
+    """
     top_down = getattr(method, "top_down", None)
     if not isinstance(top_down, TopDown):
         return None
@@ -134,21 +157,22 @@ def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
     return patch_weights.cpu()
 
 
-def _names(method: Method, job: StageJob, task: Task) -> list[str]:
-    """Of the classes that `answers` chooses among."""
+def _class_names(method: Method, job: StageJob, task: Task) -> list[str]:
+    """Return the class of each column in the logits of `answers`."""
     if method.scenario != "class":
         return list(task.classes)
     assert isinstance(method, ClassIncremental)
     classes = {known.name: known.classes for known in job.tasks}
-    return [name for known in method.class_slices() for name in classes[known]]
+    names: list[str] = []
+    for task_name in method.class_slices():
+        names += classes[task_name]
+    return names
 
 
 def pixels(images: Tensor, backbone: BackboneSettings) -> Tensor:
-    """Normalised (n, 3, H, W) -> (n, H, W, 3) in [0, 1]."""
-    mean, std = (
-        torch.tensor(values, device=images.device).view(3, 1, 1)
-        for values in (backbone.mean, backbone.std)
-    )
+    """Undo the normalisation of images: (n, 3, H, W) -> (n, H, W, 3) in [0, 1], on the CPU."""
+    mean = torch.tensor(backbone.mean, device=images.device).view(3, 1, 1)
+    std = torch.tensor(backbone.std, device=images.device).view(3, 1, 1)
     return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).cpu()
 
 
@@ -165,29 +189,29 @@ def logits_with_task(method: Method, images: Tensor, task: str) -> Tensor:
 
 
 def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
-    """Correct answers, as the scenario asks for them, at each share of hidden centre and each
-    strength of attack. A method whose answers have no gradient is not attacked."""
+    """Return the accuracy at each hidden share of the image and each strength of the attack.
+
+    The outputs that compete are those of the scenario. A method whose logits have no gradient in
+    the images is not attacked.
+    """
     counts: dict[tuple[str, float], list[int]] = {}
 
-    def count(kind: str, level: float, images: Tensor, wanted: Tensor) -> None:
+    def count(kind: str, level: float, images: Tensor, targets: Tensor) -> None:
         with torch.no_grad():
-            right = answers(method, images, task.name).argmax(1) == wanted
+            is_correct = answers(method, images, task.name).argmax(1) == targets
         correct, total = counts.get((kind, level), [0, 0])
-        counts[kind, level] = [correct + int(right.sum()), total + len(right)]
+        counts[kind, level] = [correct + int(is_correct.sum()), total + len(is_correct)]
 
     for images, labels in spread(job, task, most):
-        wanted = labels + first_column(method, task.name)
+        targets = labels + first_column(method, task.name)
         for share in HIDDEN:
-            count("occlusion", share, occluded(images, share), wanted)
-        uphill = slope(method, images, wanted, task.name)
-        for epsilon in EPSILONS if uphill is not None else ():
-            assert uphill is not None
-            count(
-                "fgsm",
-                epsilon,
-                attacked(images, uphill, epsilon / 255, job.backbone_settings),
-                wanted,
-            )
+            count("occlusion", share, occluded(images, share), targets)
+        gradient_sign = slope(method, images, targets, task.name)
+        if gradient_sign is None:
+            continue
+        for epsilon in EPSILONS:
+            adversarial = attacked(images, gradient_sign, epsilon / 255, job.backbone_settings)
+            count("fgsm", epsilon, adversarial, targets)
     return [
         {
             "kind": kind,
@@ -201,64 +225,81 @@ def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> lis
 
 
 @torch.no_grad()
-def shifted_rows(method: Method, job: StageJob, task: Task, others: Sequence[Task]) -> list[Row]:
-    """Correct answers on all test images of the cards of `others` whose classes `task` has, chosen
-    among the classes of the card alone; and for comparison the same of the task's own images of
-    these classes, once for each card."""
-    rows = []
-    for other in (other for other in others if covers(task, other)):
-        columns = first_column(method, task.name) + torch.tensor(
-            [task.classes.index(name) for name in other.classes]
-        )
-        own = Task(task.name, task.card, task.data, other.classes)
-        for shown in (own, other):
-            right = total = 0
-            for images, labels in spread(job, shown, sys.maxsize):
-                guess = answers(method, images, task.name)[:, columns.to(images.device)].argmax(1)
-                right, total = right + int((guess == labels).sum()), total + len(labels)
+def shifted_rows(
+    method: Method, job: StageJob, task: Task, other_tasks: Sequence[Task]
+) -> list[Row]:
+    """Return the accuracy on test images of the same classes from other data sources.
+
+    Only those of `other_tasks` count whose classes `task` has. The method chooses among these
+    classes alone. A second row per source is for comparison: the accuracy on the images of `task`
+    itself that are of these classes.
+    """
+    rows: list[Row] = []
+    for other in other_tasks:
+        if not covers(task, other):
+            continue
+        class_indices = torch.tensor([task.classes.index(name) for name in other.classes])
+        columns = class_indices + first_column(method, task.name)
+        same_classes = Task(task.name, task.card, task.data, other.classes)
+        for measured in (same_classes, other):
+            correct = 0
+            total = 0
+            for images, labels in spread(job, measured, sys.maxsize):
+                logits = answers(method, images, task.name)[:, columns.to(images.device)]
+                correct += int((logits.argmax(1) == labels).sum())
+                total += len(labels)
             rows.append(
                 {
                     "kind": "shifted",
                     "card": other.card,
-                    "images": shown.card,
-                    "correct": right,
+                    "images": measured.card,
+                    "correct": correct,
                     "total": total,
-                    "accuracy": right / total,
+                    "accuracy": correct / total,
                 }
             )
     return rows
 
 
 def covers(task: Task, other: Task) -> bool:
+    """Return whether `task` has all classes of `other`."""
     return set(other.classes) <= set(task.classes)
 
 
 def occluded(images: Tensor, share: float) -> Tensor:
-    """(b, 3, H, W) -> the same with a centred rectangle of that share of the area at 0, the colour
-    that images are normalised by."""
-    height, width = (round(side * math.sqrt(share)) for side in images.shape[-2:])
-    top, left = (images.shape[-2] - height) // 2, (images.shape[-1] - width) // 2
+    """Return a copy of images (b, 3, H, W) with a centred rectangle of this share of the area at 0.
+
+    0 is the mean colour, as the images are normalised.
+    """
+    height = round(images.shape[-2] * math.sqrt(share))
+    width = round(images.shape[-1] * math.sqrt(share))
+    top = (images.shape[-2] - height) // 2
+    left = (images.shape[-1] - width) // 2
     hidden = images.clone()
     hidden[..., top : top + height, left : left + width] = 0
     return hidden
 
 
-def slope(method: Method, images: Tensor, wanted: Tensor, task: str) -> Tensor | None:
-    """Sign of the gradient of the cross-entropy in the images, or None where there is none. wanted:
-    (b,) among the outputs that compete."""
+def slope(method: Method, images: Tensor, targets: Tensor, task: str) -> Tensor | None:
+    """Return the sign of the cross-entropy's gradient in the images; None without a gradient.
+
+    targets: (b,) the column of each image's class in the logits of `answers`.
+    """
     images = images.clone().requires_grad_()
     with torch.enable_grad():
         logits = answers(method, images, task)
         if not logits.requires_grad:
             return None
-        return torch.autograd.grad(F.cross_entropy(logits.float(), wanted), images)[0].sign()
+        return torch.autograd.grad(F.cross_entropy(logits.float(), targets), images)[0].sign()
 
 
-def attacked(images: Tensor, uphill: Tensor, epsilon: float, backbone: BackboneSettings) -> Tensor:
-    """FGSM (Goodfellow et al., ICLR 2015): one step of epsilon in each pixel, whose range is [0,
-    1], and within that range."""
-    mean, std = (
-        torch.tensor(values, device=images.device).view(3, 1, 1)
-        for values in (backbone.mean, backbone.std)
-    )
-    return (images + epsilon / std * uphill).clamp(-mean / std, (1 - mean) / std)
+def attacked(
+    images: Tensor, gradient_sign: Tensor, epsilon: float, backbone: BackboneSettings
+) -> Tensor:
+    """Return the images after an attack by FGSM (Goodfellow et al., ICLR 2015).
+
+    Each pixel, in [0, 1], moves by `epsilon` along the gradient's sign and stays in that range.
+    """
+    mean = torch.tensor(backbone.mean, device=images.device).view(3, 1, 1)
+    std = torch.tensor(backbone.std, device=images.device).view(3, 1, 1)
+    return (images + epsilon / std * gradient_sign).clamp(-mean / std, (1 - mean) / std)

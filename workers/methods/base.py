@@ -368,7 +368,8 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         Of a ViT these are the class token's features after the final norm.
         """
         if self.weight_overrides:
-            return functional_call(self.backbone, self.weight_overrides, (images,))  # type: ignore[no-any-return]
+            output: Tensor = functional_call(self.backbone, self.weight_overrides, (images,))
+            return output
         return self.backbone(images)  # type: ignore[no-any-return]
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:

@@ -1,10 +1,13 @@
-"""What rehearsal methods share: one network that goes on learning, one memory of exemplars, one
-output space of all classes so far."""
+"""Rehearsal methods: one network trained on all tasks, one memory of exemplars, one output space.
+
+The output space holds all classes so far.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from itertools import chain
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -21,10 +24,18 @@ from workers.model.exemplars import SELECTIONS, class_means, quota
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-Memory = dict[
-    str, dict[str, list[str]]
-]  # task -> class -> keys of exemplars, the first chosen first
+# task -> class -> keys of exemplars, the first chosen first
+Memory = dict[str, dict[str, list[str]]]
 MEMORY, MEANS = "memory", "means"
+
+
+class FeatureBatch(NamedTuple):
+    """Features of images, with their labels, tasks and keys in the same order, on the CPU."""
+
+    features: Tensor  # (n, d), fp32
+    labels: Tensor  # (n,), counted within the task
+    tasks: Tensor  # (n,), positions of the tasks among `training_tasks`
+    keys: list[str]  # n keys of samples
 
 
 class RehearsalSettings(MethodSettings):
@@ -43,14 +54,15 @@ S = TypeVar("S", bound=RehearsalSettings, default=Any)
 
 
 class Rehearsal(ClassIncremental[S]):
-    """A chain over one growing output space. `train` learns a task on its data and the exemplars of
-    earlier tasks; `herd` chooses the task's own exemplars by the features of the trained network
-    under the evaluation transform, and shortens the older lists. The chain carries weights, heads
-    and memory: references, never pixels. There is one memory, however many ranks there are.
+    """A chain of tasks over one growing output space.
 
-    A base task has no step of its own but `herd`. Subclasses state their loss (`penalties`), what
-    of the teacher they need, more steps (`later` ones where they need old classes), and how they
-    answer.
+    `train` learns a task on its data and the exemplars of earlier tasks. `herd` chooses the task's
+    exemplars by the features of the trained network under the evaluation transform, and shortens
+    the lists of older classes. The chain carries weights, heads and the keys of exemplars, never
+    their pixels. All ranks hold the same memory.
+
+    A base task has one step, `herd`. Subclasses define their loss (`penalties`), whether they
+    distill from a teacher, further steps (`later` if a step needs old classes), and their answers.
     """
 
     carries: ClassVar[tuple[str, ...]] = ("weights", "heads", "memory")
@@ -59,8 +71,9 @@ class Rehearsal(ClassIncremental[S]):
     scenarios = frozenset({"class"})
     freezes_backbone = False
     may_forget = True
-    distills: ClassVar[bool] = False  # `train` looks at the network before the task
-    # `herd` also hands on the mean feature of each class's exemplars
+    # `train` uses a copy of the network from before the task as the teacher
+    distills: ClassVar[bool] = False
+    # `herd` also stores the mean feature of each class's exemplars in the carried state
     uses_class_means: ClassVar[bool] = False
     Settings = RehearsalSettings
     per_task = frozenset({"selection"})
@@ -72,21 +85,20 @@ class Rehearsal(ClassIncremental[S]):
         if not settings.per_class and settings.memory < classes:
             raise UserError(
                 f"memory is {settings.memory}, and the stream has {classes} classes, so that "
-                f"none would keep an exemplar; give it {classes} "
-                "or more, or set per_class"
+                f"none would keep an exemplar; give it {classes} or more, or set per_class"
             )
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        return frozenset({"memory", "per_class", "selection"}) if step == "train" else frozenset()
+        if step == "train":
+            return frozenset({"memory", "per_class", "selection"})
+        return frozenset()
 
     @classmethod
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
-        return (
-            cls.steps
-            if position >= 0
-            else tuple(replace(step, after=()) for step in cls.steps if step.name == "herd")
-        )
+        if position >= 0:
+            return cls.steps
+        return tuple(replace(step, after=()) for step in cls.steps if step.name == "herd")
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
@@ -96,21 +108,22 @@ class Rehearsal(ClassIncremental[S]):
 
     # ---- training --------------------------------------------------------------------------------
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        """All exemplars of the classes that `step` has no other data of."""
+        """Return the keys of all exemplars of the tasks whose own data the step does not read."""
         if context.step == "herd" and not self.uses_class_means:
             return {}
-        kept: Memory = context.carried.meta.get(MEMORY, {}) if context.carried is not None else {}
-        whole = context.task.name if context.step in ("train", "herd") else None
-        return {
-            name: [key for keys in classes.values() for key in keys]
-            for name, classes in kept.items()
-            if name != whole
-        }
+        if context.carried is None:
+            return {}
+        exemplars: Memory = context.carried.meta.get(MEMORY, {})
+        keys = {name: list(chain(*classes.values())) for name, classes in exemplars.items()}
+        if context.step in ("train", "herd"):
+            keys.pop(context.task.name, None)  # the step reads all data of this task
+        return keys
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         if context.carried is not None:
             self.load_carried(context.carried)
-        self.step, self.means = context.step, None  # means were of the network before
+        self.step = context.step
+        self.means = None  # the carried means are of the network before this step
         self.old = [name for name in self.class_slices() if name != context.task.name]
         if context.step == "train" and self.distills and self.old:
             self.teacher = Teacher(self.backbone, {name: self.heads[name] for name in self.old})
@@ -121,20 +134,20 @@ class Rehearsal(ClassIncremental[S]):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes so far: the width of the one output space."""
+        """Return the number of classes so far, the width of the output space."""
         last: int = max(task_slice.stop for task_slice in self.class_slices().values())
         return last
 
     @property
     def old_share(self) -> float:
-        """a = O_t / A_t: old classes among all."""
+        """Return a = O_t / A_t, the share of old classes among all classes so far."""
         slices = self.class_slices()
         num_old: int = sum(slices[name].stop - slices[name].start for name in self.old)
         return num_old / self.num_classes
 
     # ---- the memory ------------------------------------------------------------------------------
     def share(self, classes: int) -> int:
-        """How many exemplars each of so many classes gets."""
+        """Return the number of exemplars of each class if `classes` classes share the memory."""
         return quota(self.settings.memory, self.settings.per_class, classes)
 
     @torch.no_grad()
@@ -145,88 +158,93 @@ class Rehearsal(ClassIncremental[S]):
         sharers: number of classes that share the memory; 0: all so far.
         """
         count = self.share(sharers or self.num_classes)
-        features, labels, tasks, keys = self.extract_features()
-        chosen: Memory = {
-            name: {c: kept[:count] for c, kept in classes.items()}
-            for name, classes in self.exemplars.items()
-        }
-        mine = tasks == [t.name for t in self.training_tasks].index(task.name)
-        for label, name in enumerate(task.classes):
-            rows = (mine & (labels == label)).nonzero().squeeze(1)
-            noise = torch.Generator().manual_seed(
-                derive_seed(self.seed, "exemplars", task.name, name)
-            )
-            picked = SELECTIONS[self.settings.selection](features[rows], count, noise)
-            chosen.setdefault(task.name, {})[name] = [keys[rows[place]] for place in picked]
+        batch = self.extract_features()
+        chosen: Memory = {}
+        for name, classes in self.exemplars.items():
+            chosen[name] = {class_name: keys[:count] for class_name, keys in classes.items()}
+        is_of_task = batch.tasks == self.task_names().index(task.name)
+        select = SELECTIONS[self.settings.selection]
+        for label, class_name in enumerate(task.classes):
+            rows = (is_of_task & (batch.labels == label)).nonzero().squeeze(1)
+            seed = derive_seed(self.seed, "exemplars", task.name, class_name)
+            noise = torch.Generator().manual_seed(seed)
+            positions = select(batch.features[rows], count, noise)
+            keys = [batch.keys[rows[position]] for position in positions]
+            chosen.setdefault(task.name, {})[class_name] = keys
         self.exemplars = chosen
         if self.uses_class_means:
-            columns, names = self.class_slices(), [t.name for t in self.training_tasks]
-            kept = {
-                (name, key)
-                for name, classes in chosen.items()
-                for keys in classes.values()
-                for key in keys
-            }
-            rows = torch.tensor(
-                [
-                    row
-                    for row, (place, key) in enumerate(zip(tasks.tolist(), keys, strict=True))
-                    if (names[place], key) in kept
-                ]
-            )
-            first = torch.tensor([columns[name].start for name in names])
-            self.means = class_means(
-                features[rows],
-                labels[rows] + first[tasks[rows]],
-                max(own.stop for own in columns.values()),
-            )
+            self.means = self.exemplar_means(batch)
 
-    def extract_features(self) -> tuple[Tensor, Tensor, Tensor, list[str]]:
-        """Of all images of this step's feed, under the evaluation transform: features (n, d),
-        labels (n,), places of their tasks (n,) and keys, on the CPU, by task and key in order, the
-        same on every rank."""
+    def exemplar_means(self, batch: FeatureBatch) -> Tensor:
+        """Return the mean feature (classes so far, d) of the exemplars of each class."""
+        names = self.task_names()
+        exemplars: set[tuple[str, str]] = set()  # task and key
+        for name, classes in self.exemplars.items():
+            exemplars.update((name, key) for key in chain(*classes.values()))
+        exemplar_rows: list[int] = []
+        for row, (task_index, key) in enumerate(zip(batch.tasks.tolist(), batch.keys, strict=True)):
+            if (names[task_index], key) in exemplars:
+                exemplar_rows.append(row)
+        rows = torch.tensor(exemplar_rows)
+        slices = self.class_slices()
+        offsets = torch.tensor([slices[name].start for name in names])
+        global_labels = batch.labels[rows] + offsets[batch.tasks[rows]]
+        return class_means(batch.features[rows], global_labels, self.num_classes)
+
+    def task_names(self) -> list[str]:
+        """Return the names of the tasks whose data this step reads, in their order."""
+        return [task.name for task in self.training_tasks]
+
+    def extract_features(self) -> FeatureBatch:
+        """Return the features of all images that this step reads, under the evaluation transform.
+
+        They are sorted by task, then by key: the same on every rank.
+        """
         self.eval()
         feed = self.context.data.feed("train")
-        mine = [
-            (
-                self.features(b.images).float().cpu(),
-                b.labels.cpu(),
-                b.tasks.cpu(),
-                list(b.keys or []),
-            )
-            for b in feed.evaluate()
-        ]
-        parts = [part for share in feed.group.gather(mine) for part in share]
-        keys, places = (
-            [key for part in parts for key in part[3]],
-            [place for part in parts for place in part[2].tolist()],
+        rank_parts: list[FeatureBatch] = []
+        for batch in feed.evaluate():
+            features = self.features(batch.images).float().cpu()
+            keys = list(batch.keys or [])
+            rank_parts.append(FeatureBatch(features, batch.labels.cpu(), batch.tasks.cpu(), keys))
+        parts = list(chain(*feed.group.gather(rank_parts)))
+        keys = list(chain(*(part.keys for part in parts)))
+        tasks = torch.cat([part.tasks for part in parts])
+        task_indices = tasks.tolist()
+        order = sorted(range(len(keys)), key=lambda row: (task_indices[row], keys[row]))
+        return FeatureBatch(
+            torch.cat([part.features for part in parts])[order],
+            torch.cat([part.labels for part in parts])[order],
+            tasks[order],
+            [keys[row] for row in order],
         )
-        order = sorted(range(len(keys)), key=lambda row: (places[row], keys[row]))
-        features, labels, tasks = (torch.cat([part[i] for part in parts])[order] for i in range(3))
-        return features, labels, tasks, [keys[place] for place in order]
 
     @property
     def ends(self) -> bool:
-        """Whether this is the task's last step."""
-        return (
-            self.step
-            == [
-                step.name for step in self.steps_for(self.settings, 0) if self.old or not step.later
-            ][-1]
-        )
+        """Return whether this is the task's last step."""
+        steps = self.steps_for(self.settings, 0)
+        if not self.old:
+            steps = tuple(step for step in steps if not step.later)
+        return self.step == steps[-1].name
 
     def finish(self) -> tuple[TaskState, Carried]:
-        """After the last step the task's own head is in its state alone."""
+        """Return the task's state and the carried state.
+
+        After the last step only the task's state holds the task's head.
+        """
         assert self.task is not None
-        heads = [name for name in self.class_slices() if name != self.task.name or not self.ends]
-        means = {} if self.means is None else {MEANS: self.means}
-        return self.state(), Carried(
-            self.network_tensors(heads) | means, {MEMORY: self.exemplars} if self.exemplars else {}
-        )
+        heads = list(self.class_slices())
+        if self.ends:
+            heads.remove(self.task.name)
+        carried = Carried(self.network_tensors(heads))
+        if self.means is not None:
+            carried.tensors[MEANS] = self.means
+        if self.exemplars:
+            carried.meta[MEMORY] = self.exemplars
+        return self.state(), carried
 
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
-        """What of the network is handed on beside the task's state: all of it, with the heads of
-        these tasks."""
+        """Return the network's tensors in the carried state, with the heads of these tasks."""
         return network_of(self, heads)
 
     # ---- serving ---------------------------------------------------------------------------------

@@ -24,9 +24,8 @@ from workers.model.heads import JointHeads, sum_old_targets
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-Parts = dict[
-    str, dict[str, Tensor]
-]  # what an extractor is stored as: `copies` of parameters, `masks` where it was pruned
+# Tensors of a stored extractor: `copies` of its parameters, and `masks` if it was pruned.
+Parts = dict[str, dict[str, Tensor]]
 
 
 class DerSettings(RehearsalSettings):
@@ -87,11 +86,9 @@ class Der(Rehearsal[S]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        return (
-            frozenset(name for settings in READ.values() for name in settings) - READ[step]
-            if step in READ
-            else frozenset()
-        )
+        if step not in READ:
+            return frozenset()
+        return frozenset().union(*READ.values()) - READ[step]
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
@@ -110,17 +107,17 @@ class Der(Rehearsal[S]):
         pool: Memory = context.carried.meta[MEMORY] | {
             context.task.name: context.data.keys(context.task)
         }
-        count = min(len(keys) for classes in pool.values() for keys in classes.values())
+        count = min(min(map(len, classes.values())) for classes in pool.values())
 
-        def drawn(keys: list[str]) -> list[str]:
-            return sorted(
-                keys, key=lambda key: derive_seed(self.seed, "balanced", context.task.name, key)
-            )[:count]
+        def order(key: str) -> int:
+            return derive_seed(self.seed, "balanced", context.task.name, key)
 
-        return {
-            name: [key for keys in classes.values() for key in drawn(keys)]
-            for name, classes in pool.items()
-        }
+        balanced: dict[str, list[str]] = {}  # task -> `count` keys of each class
+        for name, classes in pool.items():
+            balanced[name] = []
+            for keys in classes.values():
+                balanced[name] += sorted(keys, key=order)[:count]
+        return balanced
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -154,22 +151,18 @@ class Der(Rehearsal[S]):
         ]
 
     def inherit(self) -> None:
-        """The backbone becomes what the newest extractor is."""
+        """Load the parameters of the newest extractor into the backbone."""
         self.backbone.load_state_dict(self.stored.get("copies", {}), strict=False)
 
     def start_classifier(self, *when: object) -> None:
-        """Values of W and of the auxiliary head, the same on all ranks."""
+        """Draw new values of W and of the auxiliary head, the same on all ranks."""
         assert self.task is not None
-        for layer, name in [
-            *((self.heads[name], name) for name in self.class_slices()),
-            *([(self.auxiliary, "")] if self.auxiliary else []),
-        ]:
-            self.heads.start(
-                layer,
-                torch.Generator().manual_seed(
-                    derive_seed(self.seed, "classifier", self.task.name, name, *when)
-                ),
-            )
+        layers: dict[str, nn.Linear] = {name: self.heads[name] for name in self.class_slices()}
+        if self.auxiliary is not None:
+            layers[""] = self.auxiliary
+        for name, layer in layers.items():
+            seed = derive_seed(self.seed, "classifier", self.task.name, name, *when)
+            self.heads.start(layer, torch.Generator().manual_seed(seed))
 
     def train(self, mode: bool = True) -> Der:
         super().train(mode)
@@ -182,35 +175,41 @@ class Der(Rehearsal[S]):
         """images (b, 3, H, W) -> u (b, (t + 1) D), extractors in the order of `class_slices`."""
         with torch.no_grad():
             parts = [extractor(images) for extractor in self.finished()]
-        return torch.cat(parts if self.task is None else [*parts, super().features(images)], 1)
+        if self.task is not None:
+            parts.append(super().features(images))
+        return torch.cat(parts, 1)
 
     def finished(self) -> list[nn.Module]:
-        """Extractors of all tasks but the one in training, in the order of `class_slices`."""
-        training = None if self.task is None else self.task.name
-        return [
-            self.extractors[self.extracted.index(name)]
-            for name in self.class_slices()
-            if name != training
-        ]
+        """Return the extractors of all tasks but the one in training, as `class_slices` orders."""
+        names = list(self.class_slices())
+        if self.task is not None and self.task.name in names:
+            names.remove(self.task.name)
+        return [self.extractors[self.extracted.index(name)] for name in names]
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        self.active_task, self.weight_overrides = None, self.training_weights(batch, progress)
+        self.active_task = None
+        self.weight_overrides = self.training_weights(batch, progress)
         u = self.features(batch.images)
-        z = self.all_logits(u).float() / (
-            self.settings.temperature if self.step == "finetune" else 1.0
-        )
-        ce = F.cross_entropy(
-            z, self.global_labels(batch) if batch.targets is None else self.global_targets(batch)
-        )
-        terms = self.terms(u, z, batch) if self.step == "train" else {}
-        return sum((weight * term for weight, term in terms.values()), ce), {
-            "ce": ce.detach(),
-            **{name: term.detach() for name, (_, term) in terms.items()},
-        }
+        z = self.all_logits(u).float()
+        if self.step == "finetune":
+            z = z / self.settings.temperature
+        if batch.targets is None:
+            targets = self.global_labels(batch)
+        else:
+            targets = self.global_targets(batch)
+        loss = F.cross_entropy(z, targets)
+        values = {"ce": loss.detach()}
+        if self.step == "train":
+            for name, (weight, term) in self.terms(u, z, batch).items():
+                loss = loss + weight * term
+                values[name] = term.detach()
+        return loss, values
 
     def terms(self, u: Tensor, z: Tensor, batch: Batch) -> dict[str, tuple[float, Tensor]]:
-        """What `train` adds to the cross-entropy, by name: weights and scalars. u (b, (t + 1) D), z
-        (b, classes so far)."""
+        """Return the terms that `train` adds to the cross-entropy: name -> (weight, scalar).
+
+        u: (b, (t + 1) D). z: (b, classes so far).
+        """
         if self.auxiliary is None:
             return {}
         assert self.task is not None
@@ -232,15 +231,18 @@ class Der(Rehearsal[S]):
 
     # ---- what is kept ----------------------------------------------------------------------------
     def parts(self) -> Parts:
-        """The extractor of the task in training, to be stored: as `train` leaves it, later as it
-        was handed on."""
+        """Return copies of the tensors of the task's extractor, to be stored.
+
+        They are those that `train` trained; later steps leave the stored ones as they are.
+        """
         parts = self.trained() if self.step == "train" else self.stored
-        return {
-            kind: {name: t.detach().cpu().clone() for name, t in tensors.items()}
-            for kind, tensors in parts.items()
-        }
+        copies: Parts = {}
+        for kind, tensors in parts.items():
+            copies[kind] = {name: t.detach().cpu().clone() for name, t in tensors.items()}
+        return copies
 
     def trained(self) -> Parts:
+        """Return the tensors of the extractor in training."""
         return {"copies": dict(self.backbone.named_parameters())}
 
     def finish(self) -> tuple[TaskState, Carried]:
@@ -251,37 +253,33 @@ class Der(Rehearsal[S]):
         if self.ends:
             state.copies, state.masks = parts.get("copies", {}), parts.get("masks", {})
         else:
-            carried.tensors |= {
-                f"{kind}/{name}": t
-                for kind, tensors in parts.items()
-                for name, t in tensors.items()
-            }
+            for kind, tensors in parts.items():
+                for name, tensor in tensors.items():
+                    carried.tensors[f"{kind}/{name}"] = tensor
         return state, carried
 
     def network_tensors(self, heads: list[str]) -> dict[str, Tensor]:
         return heads_of(self, heads)
 
     def load_carried(self, carried: Carried) -> None:
-        handed = {
-            kind: {
-                n.removeprefix(f"{kind}/"): t
-                for n, t in carried.tensors.items()
-                if n.startswith(f"{kind}/")
-            }
-            for kind in ("copies", "masks")
-        }
-        if handed["copies"]:
-            self.stored = handed
-            self.backbone = self.extractor("in training", handed).to(self.device)
-        super().load_carried(
-            Carried(
-                {n: t for n, t in carried.tensors.items() if n.startswith("heads/")}, carried.meta
-            )
-        )
+        parts: Parts = {"copies": {}, "masks": {}}
+        heads: dict[str, Tensor] = {}
+        for name, tensor in carried.tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind in parts:
+                parts[kind][rest] = tensor
+            elif kind == "heads":
+                heads[name] = tensor
+        if parts["copies"]:
+            self.stored = parts
+            self.backbone = self.extractor("in training", parts).to(self.device)
+        super().load_carried(Carried(heads, carried.meta))
 
     def load_task(self, state: TaskState) -> None:
-        """Also the task's extractor. Loaded before anything is trained: a base task's is the
-        backbone as it is."""
+        """Load the task's head and its extractor, before anything is trained.
+
+        The extractor of a base task is the backbone as it is.
+        """
         super().load_task(state)
         self.stored = {"copies": state.copies, "masks": state.masks}
         extractor = self.extractor(state.task, self.stored).eval().requires_grad_(False)
@@ -292,15 +290,15 @@ class Der(Rehearsal[S]):
             self.extractors.append(extractor)
 
     def extractor(self, task: str, parts: Parts) -> Any:
-        """The network that is stored as `parts`; of no parts the backbone. Raises UserError where
-        they are of another architecture."""
+        """Return a copy of the backbone with the parameters in `parts`, if there are any.
+
+        Raise `UserError` when they belong to another architecture.
+        """
         network = copy.deepcopy(self.backbone)
         if parts["copies"]:
-            wanted, found = (
-                {name: tuple(t.shape) for name, t in tensors}
-                for tensors in (network.named_parameters(), parts["copies"].items())
-            )
-            if wanted != found:
+            shapes = {name: p.shape for name, p in network.named_parameters()}
+            stored_shapes = {name: t.shape for name, t in parts["copies"].items()}
+            if stored_shapes != shapes:
                 raise UserError(
                     f"task {task!r}: the parameters of its extractor are not those of this "
                     "backbone; use the backbone of its run"

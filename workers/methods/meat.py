@@ -209,26 +209,32 @@ class Meat(Method[MeatSettings]):
         masks = self.hard()
         gate, entry = (kind.lower() for kind in self.sites.kinds)
         values = {f"{gate}_keep": self.sites.gates, f"{entry}_density": self.sites.entries}
-        shares = {
-            name: _share([masks[n] for n in names])
-            for name, names in values.items()
-            if masks and names
-        }
-        return shares | ({"flipped": 1 - _share(list(masks.values()))} if masks else {})
+        if not masks:
+            return {}
+        shares: dict[str, float] = {}
+        for metric, names in values.items():
+            if names:
+                shares[metric] = _share([masks[name] for name in names])
+        shares["flipped"] = 1 - _share(list(masks.values()))
+        return shares
 
     def warnings(self) -> list[str]:
-        """Masks of a kind that did nothing: gates nearly always flip under drop control, masks of
-        weights need a rate."""
+        """Warn of each kind of mask whose entries all kept their initial state.
+
+        Gates nearly always flip under drop control; masks of weights need a high enough rate.
+        """
         masks = self.hard()
-        return [
-            f"task {self.task.name!r}: no {kind} mask entry left its initial state, so these "
-            "masks do nothing; "
-            "raise mask_travel or mask_lr, or train for more steps"
-            for kind, names in zip(
-                self.sites.kinds, (self.sites.gates, self.sites.entries), strict=True
-            )
-            if self.task is not None and masks and names and _share([masks[n] for n in names]) == 1
-        ]
+        if self.task is None or not masks:
+            return []
+        warnings: list[str] = []
+        mask_names = (self.sites.gates, self.sites.entries)
+        for kind, names in zip(self.sites.kinds, mask_names, strict=True):
+            if names and _share([masks[name] for name in names]) == 1:
+                warnings.append(
+                    f"task {self.task.name!r}: no {kind} mask entry left its initial state, so "
+                    "these masks do nothing; raise mask_travel or mask_lr, or train for more steps"
+                )
+        return warnings
 
     def finish(self) -> tuple[TaskState, Carried]:
         meta = {"settings": key_inputs(self.settings), **self.sites.meta}
@@ -242,10 +248,10 @@ class Meat(Method[MeatSettings]):
         super().load_task(state)
         shapes = self.mask_shapes() if state.method == self.name else {}
         for name in {**shapes, **state.masks}:
-            found = tuple(state.masks[name].shape) if name in state.masks else None
-            if found != shapes.get(name):
+            shape = tuple(state.masks[name].shape) if name in state.masks else None
+            if shape != shapes.get(name):
                 raise UserError(
-                    f"task {state.task!r}: its state has {name} of shape {found}, this backbone "
+                    f"task {state.task!r}: its state has {name} of shape {shape}, this backbone "
                     f"and these settings need {shapes.get(name)}; "
                     "use the backbone, the img_size and the settings of its run"
                 )

@@ -28,6 +28,7 @@ from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK
 from workers.model.superposition import (
+    Objective,
     Rule,
     Weights,
     entropy,
@@ -354,62 +355,58 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
         size = min(self.settings.infer_images, len(images))
         whole = len(images) // size * size
         parts = [images[:whole].unflatten(0, (-1, size)), images[whole:][None]]
-        found = [
-            rule(partial(self.judge, masks), part, len(masks)) for part in parts if part.numel()
-        ]
-        places, sure = (
-            torch.cat([part[i] for part in found]).repeat_interleave(size)[: len(images)]
-            for i in (0, 1)
-        )
-        return places, sure
+        picked_parts: list[Tensor] = []
+        confidence_parts: list[Tensor] = []
+        for part in parts:
+            if part.numel():
+                picked, confidence = rule(partial(self.judge, masks), part, len(masks))
+                picked_parts.append(picked)
+                confidence_parts.append(confidence)
+        picked = torch.cat(picked_parts).repeat_interleave(size)[: len(images)]
+        confidence = torch.cat(confidence_parts).repeat_interleave(size)[: len(images)]
+        return picked, confidence
 
     def judge(self, masks: Sequence[Weights], alive: Sequence[int], groups: Tensor) -> Tensor:
         """How badly each mask in `alive` fits each group (g, n, 3, H, W) -> (g, k). masks: by
         site."""
         weights = {f"{site}.weight": weight.detach() for site, weight in self.sites.items()}
-        some = [
-            {f"{site}.weight": mask.to(groups.device) for site, mask in masks[i].items()}
-            for i in alive
-        ]
+        alive_masks: list[Weights] = []  # by parameter name
+        for index in alive:
+            site_masks = masks[index].items()
+            alive_masks.append({f"{site}.weight": m.to(groups.device) for site, m in site_masks})
 
         def network(inner: Weights, images: Tensor) -> Tensor:
             return self.network(inner | self.fixed, images)
 
         by_entropy = self.settings.objective == "entropy"
         if self.settings.infer == "brute_force":
-            classes = [own.stop - own.start for own in self.class_slices().values()]
-            return values(
-                network,
-                weights,
-                some,
-                groups,
-                [
-                    entropy if by_entropy else partial(superfluous_share, real=classes[i])
-                    for i in alive
-                ],
-            )
-        objective = (
-            entropy
-            if by_entropy
-            else partial(
-                superfluous, real=max(self.heads[name].out_features for name in self.heads.names)
-            )
-        )
-        return slopes(
-            network, weights, some, groups.new_full((len(some),), 1 / len(some)), groups, objective
-        )
+            objectives: list[Objective] = [entropy] * len(alive)
+            if not by_entropy:
+                slices = [*self.class_slices().values()]
+                classes = [slices[index].stop - slices[index].start for index in alive]
+                objectives = [partial(superfluous_share, real=count) for count in classes]
+            return values(network, weights, alive_masks, groups, objectives)
+        objective: Objective = entropy
+        if not by_entropy:
+            widest = max(self.heads[name].out_features for name in self.heads.names)
+            objective = partial(superfluous, real=widest)
+        alphas = groups.new_full((len(alive_masks),), 1 / len(alive_masks))
+        return slopes(network, weights, alive_masks, alphas, groups, objective)
 
-    def answer(self, images: Tensor, places: Tensor, task: str | None) -> Tensor:
-        """Each image's logits under the task it was given to, in that task's columns; all others
-        stand lower."""
-        columns = self.class_slices()
-        logits = images.new_empty((len(images), max(own.stop for own in columns.values())))
-        for place, (name, own) in enumerate(columns.items()):
-            rows = (places == place).nonzero().squeeze(1)
+    def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
+        """Return each image's logits (b, classes so far) under the task inferred for it.
+
+        All columns but those of that task are lower.
+        """
+        slices = self.class_slices()
+        width = max(columns.stop for columns in slices.values())
+        logits = images.new_empty((len(images), width))
+        for index, (name, columns) in enumerate(slices.items()):
+            rows = (choices == index).nonzero().squeeze(1)
             if len(rows):
-                mine = self.logits(images[rows], name).to(logits.dtype)
-                logits[rows] = mine.amin(1, keepdim=True) - BELOW
-                logits[rows, own] = mine
+                task_logits = self.logits(images[rows], name).to(logits.dtype)
+                logits[rows] = task_logits.amin(1, keepdim=True) - BELOW
+                logits[rows, columns] = task_logits
         return logits
 
 

@@ -216,11 +216,13 @@ class PackNet(Method[PackNetSettings]):
             self.owners[site].view(-1)[freed] = FREE
 
     def trained_others(self, carried: Carried | None) -> list[nn.Parameter]:
-        """What is trained beside weights and head: the backbone's other parameters with the base
-        task, copies of them per task."""
-        own = dict(self.backbone.named_parameters())
+        """Return the parameters that are trained beside weights and head.
+
+        For the base task these are the backbone's other parameters, for a later task its copies.
+        """
+        parameters = dict(self.backbone.named_parameters())
         if self.position < 0:
-            return [own[name] for name in self.others]
+            return [parameters[name] for name in self.others]
         if not self.settings.per_task_affine:
             return []
         self.copies = Copies(self.backbone, self.others)
@@ -231,7 +233,7 @@ class PackNet(Method[PackNetSettings]):
 
     @property
     def position(self) -> int:
-        """Place of the latest owner in the stream: tasks count from 0, -1 is the base."""
+        """Return the position of the latest owner in the stream, from 0; -1 is the base task."""
         return self.latest - FIRST - (self.settings.base_mode != "own_nothing")
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
@@ -244,14 +246,17 @@ class PackNet(Method[PackNetSettings]):
         self.protector.restore()
 
     def metrics(self) -> dict[str, float]:
-        """Shares of all weights: the task's own, those in use by it and the tasks before it, and
-        the free ones."""
+        """Return shares of all weights: owned by the task, used by it, and free.
+
+        A task uses its weights and those of the tasks before it.
+        """
+        free = self.owned_share(FREE)
+        return {"own": self.owned_share(self.latest), "used": 1 - free, "free": free}
+
+    def owned_share(self, number: int) -> float:
+        """Return the share of all weights that have this owner number."""
         total = sum(owner.numel() for owner in self.owners.values())
-        own, free = (
-            float(sum((owner == number).sum() for owner in self.owners.values())) / total
-            for number in (self.latest, FREE)
-        )
-        return {"own": own, "used": 1 - free, "free": free}
+        return float(sum((owner == number).sum() for owner in self.owners.values())) / total
 
     def warnings(self) -> list[str]:
         if not self.owners or self.metrics()["own"]:
@@ -262,22 +267,16 @@ class PackNet(Method[PackNetSettings]):
         ]
 
     def finish(self) -> tuple[TaskState, Carried]:
-        copies = (
-            {name: t.detach().clone() for name, t in self.copies.tensors().items()}
-            if self.copies
-            else {}
-        )
+        copies: dict[str, Tensor] = {}
+        if self.copies:
+            copies = {name: t.detach().clone() for name, t in self.copies.tensors().items()}
         state = self.state(copies=copies, meta={"owner": self.latest})
         tensors = {f"backbone/{name}": t for name, t in tensors_of(self.backbone).items()}
         tensors |= {f"owners/{site}": owner.clone() for site, owner in self.owners.items()}
-        if (
-            self.step != self.steps_for(self.settings, self.position)[-1].name
-        ):  # the next step of the same task goes on from these
-            tensors |= {
-                f"{kind}/{name}": t.clone()
-                for kind in ("head", "copies")
-                for name, t in getattr(state, kind).items()
-            }
+        last_step = self.steps_for(self.settings, self.position)[-1]
+        if self.step != last_step.name:  # the next step of the same task goes on from these
+            tensors |= {f"head/{name}": t.clone() for name, t in state.head.items()}
+            tensors |= {f"copies/{name}": t.clone() for name, t in state.copies.items()}
         return state, Carried(tensors, {"owner": self.latest, "task": self.latest_name})
 
     # ---- serving ---------------------------------------------------------------------------------
@@ -303,27 +302,21 @@ class PackNet(Method[PackNetSettings]):
         if self.task is not None and self.task.name == task:
             return self.copies.tensors() if self.copies else {}
         device = self.device
-        own = {name: t.to(device) for name, t in self.loaded[task].items()}
+        weights = {name: t.to(device) for name, t in self.loaded[task].items()}
         number = self.numbers.get(task, self.latest)
         if number >= self.latest:
-            return own
-        return own | {
-            f"{site}.weight": weight.masked_fill(
-                ~in_effect(self.owners[site].to(device), number), 0
-            )
-            for site, weight in self.sites.items()
-        }
+            return weights
+        for site, weight in self.sites.items():
+            is_unused = ~in_effect(self.owners[site].to(device), number)
+            weights[f"{site}.weight"] = weight.masked_fill(is_unused, 0)
+        return weights
 
     @classmethod
     def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
-        return (
-            {
-                site: in_effect(owner, state.meta["owner"])
-                for site, owner in under("owners", carried).items()
-            }
-            if state.method == cls.name
-            else {}
-        )
+        if state.method != cls.name:
+            return {}
+        number = state.meta["owner"]
+        return {site: in_effect(owner, number) for site, owner in under("owners", carried).items()}
 
 
 def smallest(weight: Tensor, among: Tensor, share: float) -> Tensor:

@@ -244,14 +244,12 @@ class Apd(Method[ApdSettings]):
         if context.step == "consolidate":
             assert context.carried is not None
             self.task = context.task
-            own = {
-                kind: _below(context.carried.tensors, f"own/{kind}/") for kind in ("head", "copies")
-            }
-            self.load_task(
-                TaskState(
-                    context.task.name, context.task.classes, self.name, self.backbone_digest, **own
-                )
+            state = TaskState(
+                context.task.name, context.task.classes, self.name, self.backbone_digest
             )
+            state.head = _below(context.carried.tensors, "own/head/")
+            state.copies = _below(context.carried.tensors, "own/copies/")
+            self.load_task(state)
             self.consolidate()
             return []
         groups = super().begin(context)
@@ -266,17 +264,12 @@ class Apd(Method[ApdSettings]):
             site: (w.detach() / scale if first else self.sigma[site]).to(device)
             for site, w in self.sites.items()
         }
-        self.before = {
-            old: {site: tau.dense(self.start[site]) for site, tau in taus.items()}
-            for old, taus in self.tau.items()
-        }
-        self.rows = {
-            old: {
-                site: self.loaded[old][f"{site}.v"].to(device).sigmoid()[:, None]
-                for site in self.sites
-            }
-            for old in self.tau
-        }
+        self.before: dict[str, dict[str, Tensor]] = {}  # earlier task -> tau* by site
+        self.rows: dict[str, dict[str, Tensor]] = {}  # earlier task -> M (o, 1) by site
+        for old, taus in self.tau.items():
+            self.before[old] = {site: tau.dense(self.start[site]) for site, tau in taus.items()}
+            scales = {site: self.loaded[old][f"{site}.v"].to(device) for site in self.sites}
+            self.rows[old] = {site: v.sigmoid()[:, None] for site, v in scales.items()}
         sigma = {site: nn.Parameter(t.clone()) for site, t in self.start.items()}
         self.own_v = {
             site: nn.Parameter(torch.full((len(t),), s.v_start, device=device))
@@ -473,11 +466,8 @@ class Apd(Method[ApdSettings]):
             self.carried(),
         )
         if len(self.steps_for(self.settings, sum(t.role != "base" for t in self.stream) - 1)) > 1:
-            carried.tensors |= {
-                f"own/{kind}/{name}": t.clone()
-                for kind in ("head", "copies")
-                for name, t in getattr(state, kind).items()
-            }
+            carried.tensors |= {f"own/head/{name}": t.clone() for name, t in state.head.items()}
+            carried.tensors |= {f"own/copies/{name}": t.clone() for name, t in state.copies.items()}
         return state, carried
 
     def own_parts(self) -> dict[str, Tensor]:
@@ -495,15 +485,10 @@ class Apd(Method[ApdSettings]):
         for site, clusters in self.shared.items():
             for number, values in enumerate(clusters.values()):
                 tensors |= values.named(f"shared/{number}/{site}")
-        return Carried(
-            tensors,
-            {
-                "tasks": [*self.tau],
-                "clusters": {
-                    site: [[*tasks] for tasks in clusters] for site, clusters in self.shared.items()
-                },
-            },
-        )
+        members: dict[str, list[list[str]]] = {}  # site -> tasks of each cluster
+        for site, clusters in self.shared.items():
+            members[site] = [list(tasks) for tasks in clusters]
+        return Carried(tensors, {"tasks": list(self.tau), "clusters": members})
 
     # ---- consolidation ---------------------------------------------------------------------------
     @torch.no_grad()
@@ -559,10 +544,11 @@ class Apd(Method[ApdSettings]):
             (site, int(number)): values
             for number, site, values in sparse_parts(carried.tensors, "shared")
         }
-        self.shared = {
-            site: {tuple(tasks): shared[site, number] for number, tasks in enumerate(clusters)}
-            for site, clusters in carried.meta["clusters"].items()
-        }
+        self.shared = {}
+        for site, clusters in carried.meta["clusters"].items():
+            self.shared[site] = {}
+            for number, tasks in enumerate(clusters):
+                self.shared[site][tuple(tasks)] = shared[site, number]
 
     def load_task(self, state: TaskState) -> None:
         """Keeps v and copies of the task. A base task has none: it is served by the backbone."""

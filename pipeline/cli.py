@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.graph import diagram
@@ -22,24 +22,27 @@ if TYPE_CHECKING:
     from pipeline.graph.stage import Stage
     from pipeline.graph.store import Lookup
 
-BUCKET = re.compile(r"in bucket '([^']+)'")  # in what pyarrow says of an object
-MOST_SAID = 4000  # characters of an error; a worker's own may be long
+BUCKET = re.compile(r"in bucket '([^']+)'")  # names the bucket in an error of pyarrow
+LONGEST_ERROR = 4000  # characters of an error that are printed; that of a worker may be long
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0, 2 with one sentence on stderr where the input
-    cannot work, 130 or 143 where it was ended by Ctrl-C or SIGTERM."""
+    """Run one command and return the exit code.
+
+    0: success. 2: the input cannot work; one sentence on stderr says why. 130: ended by Ctrl-C.
+    143: ended by SIGTERM.
+    """
     try:
         args = parser().parse_args(argv)
         return args.command(args) or 0
     except UserError as error:
-        print(f"accrete: {shown(str(error))}", file=sys.stderr)
+        print(f"accrete: {one_line(str(error))}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it, e.g. `| head`
         sys.stderr.close()
         return 0
-    except ConnectionError as error:  # an OSError, but of no file
-        reason = shown(str(error)) or type(error).__name__
+    except ConnectionError as error:  # an OSError that names no file
+        reason = one_line(str(error)) or type(error).__name__
         print(
             f"accrete: a connection was lost or refused ({reason}); what finished is kept, run "
             "the same command again when the other side answers",
@@ -65,77 +68,97 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def file_sentence(error: OSError) -> str:
-    """What is said of a file, or of an object in a bucket, that cannot be used."""
-    text = shown(str(error.strerror or error))
+    """Return the sentence about a file, or an object in a bucket, that cannot be used."""
+    text = one_line(str(error.strerror or error))
+    file_name = error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
-            f"{error.filename or 'a file'} cannot be written ({text}); free some space there "
+            f"{file_name} cannot be written ({text}); free some space there "
             "and run the same command again"
         )
-    bucket = BUCKET.search(str(error))
-    if "AWS Error" in text or "google::cloud" in text:
-        from workers.storage.filesystem import access_remedy
+    is_aws_error = "AWS Error" in text
+    if is_aws_error or "google::cloud" in text:
+        from workers.storage.filesystem import access_remedy  # imports pyarrow
 
-        scheme = "s3" if "AWS Error" in text else "gs"
-        return (
-            f"the storage refuses ({text}); "
-            f"{access_remedy(f'{scheme}://' + (bucket.group(1) if bucket else ''))}"
-        )
+        scheme = "s3" if is_aws_error else "gs"
+        match = BUCKET.search(str(error))
+        bucket = match.group(1) if match else ""
+        return f"the storage refuses ({text}); {access_remedy(f'{scheme}://{bucket}')}"
     return (
-        f"{error.filename or 'a file'} cannot be used ({text}); mend its path or permissions "
+        f"{file_name} cannot be used ({text}); mend its path or permissions "
         "and run the same command again"
     )
 
 
-def shown(text: str) -> str:
-    """One line for a terminal, whatever names of files and classes are in it: no escape sequences,
-    no page of one value."""
-    line = "".join(
-        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}"
-        for c in " ".join(secrets.redact(text).split())
-    )
-    return (
-        line
-        if len(line) <= MOST_SAID
-        else f"{line[: MOST_SAID // 2]} ... {line[-MOST_SAID // 2 :]}"
-    )
+def one_line(text: str) -> str:
+    """Return a text as one line that is safe to print on a terminal.
+
+    Secrets are redacted, escape sequences and other unprintable characters are replaced, and the
+    middle of a very long text is left out.
+    """
+    words = secrets.redact(text).split()
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(words))
+    if len(line) <= LONGEST_ERROR:
+        return line
+    half = LONGEST_ERROR // 2
+    return f"{line[:half]} ... {line[-half:]}"
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one sentence what is wrong with the command line."""
+    """Raise `UserError` with one sentence when the command line is wrong."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+# adds one command: (name, function, help text, config=True, ...) -> the parser of its options
+AddCommand = Callable[..., argparse.ArgumentParser]
+
+
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; each command sets `command` to its function."""
     top = Parser(
         prog="python -m pipeline", description="Grow one vision transformer by one task at a time."
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(
-        name: str, function: Any, text: str, config: bool = True, **several: Any
+    def add_command(
+        name: str, function: Any, text: str, config: bool = True, **config_options: Any
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=function)
         if config:
-            sub.add_argument("config", help="path of a config, e.g. configs/demo.yaml", **several)
-            sub.add_argument(
-                "--set",
-                action="append",
-                default=[],
-                metavar="KEY=VALUE",
-                dest="overrides",
-                help="override a setting, e.g. --set train.epochs=3; a run that computes "
-                "something else "
-                "than its file says is a run of its own, NAME-train.epochs-3, unless --set "
-                "name=NAME says otherwise",
-            )
+            _add_config_arguments(sub, **config_options)
         return sub
 
-    command("run", run, "run what is missing of a config's graph, then report")
-    plan_parser = command(
+    _add_run_commands(add_command)
+    _add_analyse_command(add_command)
+    predict.commands(add_command)
+    _add_compare_command(add_command)
+    _add_storage_commands(add_command)
+    return top
+
+
+def _add_config_arguments(sub: argparse.ArgumentParser, **config_options: Any) -> None:
+    """Add the path of a config and `--set`. config_options: for `add_argument` of the path."""
+    sub.add_argument("config", help="path of a config, e.g. configs/demo.yaml", **config_options)
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a setting, e.g. --set train.epochs=3; a run that computes something else "
+        "than its file says is a run of its own, NAME-train.epochs-3, unless --set name=NAME "
+        "says otherwise",
+    )
+
+
+def _add_run_commands(add_command: AddCommand) -> None:
+    """Add the commands that compute or plan the graph of a config: run, plan, search, ingest,
+    report."""
+    add_command("run", run, "run what is missing of a config's graph, then report")
+    plan_parser = add_command(
         "plan", plan, "print every stage as hit or miss, with the reason of each miss; run nothing"
     )
     plan_parser.add_argument("--svg", metavar="FILE", help="also write the picture of the graph")
@@ -144,15 +167,18 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also forecast device-hours and wall time, from what the storage has measured",
     )
-    command(
+    add_command(
         "search",
         search,
         "search the settings of a config, judged on validation images, and measure the winner "
         "on test data",
     )
-    command("ingest", ingest, "bring a config's raw data into the store, and train nothing")
-    command("report", report, "write the report of a config's run again, from the store")
-    analyse_parser = command(
+    add_command("ingest", ingest, "bring a config's raw data into the store, and train nothing")
+    add_command("report", report, "write the report of a config's run again, from the store")
+
+
+def _add_analyse_command(add_command: AddCommand) -> None:
+    analyse_parser = add_command(
         "analyse",
         analyse,
         "measure the attention of finished runs, from the store; several configs are compared",
@@ -182,8 +208,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="CARD",
         help="also test on all test images of other cards, whose classes a task has",
     )
-    predict.commands(command)
-    compare_parser = command(
+
+
+def _add_compare_command(add_command: AddCommand) -> None:
+    compare_parser = add_command(
         "compare", compare, "lay finished runs side by side, from the store", config=False
     )
     compare_parser.add_argument(
@@ -195,27 +223,30 @@ def parser() -> argparse.ArgumentParser:
         help="storage folder of runs that are given by name (default: storage)",
     )
     compare_parser.add_argument("--out", metavar="FILE", help="also write the page here")
-    ui_parser = command(
+
+
+def _add_storage_commands(add_command: AddCommand) -> None:
+    """Add the commands that take a storage folder and no config: ui, gc."""
+    ui_parser = add_command(
         "ui", ui, "serve MLflow on this machine and print links to the runs", config=False
     )
     ui_parser.add_argument(
         "--storage", default="storage", help="storage folder of the runs (default: storage)"
     )
     browse.address_options(ui_parser)
-    gc = command(
+    gc_parser = add_command(
         "gc",
         collect_garbage,
         "delete stage results that no named run needs; asks first",
         config=False,
     )
-    gc.add_argument(
+    gc_parser.add_argument(
         "--earlier",
         action="store_true",
         help="also those that runs needed only before their config files or images were changed",
     )
-    gc.add_argument("--storage", default="storage", help="storage folder (default: storage)")
-    gc.add_argument("--yes", action="store_true", help="do not ask")
-    return top
+    gc_parser.add_argument("--storage", default="storage", help="storage folder (default: storage)")
+    gc_parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -237,9 +268,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def search(args: argparse.Namespace) -> int:
-    from pipeline.search import run as module
+    """Search the settings of a config, and measure the winner on test data."""
+    from pipeline.search import run as searches  # imports torch
 
-    return module.command(args)
+    return searches.command(args)
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -284,16 +316,14 @@ def write_picture(path: str, svg: str) -> None:
         ) from None
 
 
-def note(stage: Stage, lookups: dict[str, Lookup], todo: set[str]) -> str:
-    """What plan says beside a stage."""
-    if stage.id in todo:
-        text = lookups[stage.id].reason
-    else:
-        text = (
-            ""
-            if lookups[stage.id].hit
-            else "result is gone, and nothing that is missing waits for it"
-        )
+def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> str:
+    """Return the text that `plan` prints beside a stage: why it will run, or what is missing."""
+    lookup = lookups[stage.id]
+    text = ""
+    if stage.id in stages_to_run:
+        text = lookup.reason
+    elif not lookup.hit:
+        text = "result is gone, and nothing that is missing waits for it"
     return "; ".join(filter(None, (text, stage.note)))
 
 
@@ -351,12 +381,14 @@ def analyse(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
+    """Write the page that lays finished runs side by side."""
     from pipeline.report import compare_command
 
     return compare_command.compare(args)
 
 
 def ui(args: argparse.Namespace) -> int:
+    """Serve MLflow on this machine, and print links to the runs of a storage folder."""
     from pipeline.yaml_files import absolute
 
     storage = absolute(args.storage)
@@ -369,19 +401,20 @@ def ui(args: argparse.Namespace) -> int:
 
 
 def collect_garbage(args: argparse.Namespace) -> int:
+    """Delete stage results that no named run needs, after asking."""
     from pipeline import app
     from pipeline.graph.store import Store
     from pipeline.yaml_files import absolute
 
     store = Store(absolute(args.storage))
     garbage = app.find_garbage(store, args.earlier)
-    changed = [] if args.earlier else store.earlier_names()
-    if changed:
+    changed = store.earlier_names()
+    if changed and not args.earlier:
         print(
             "what runs needed before their config files or images were changed is kept "
             f"({', '.join(changed)}); --earlier lets go of it"
         )
-    size = sum(b for _, b in garbage)
+    size = sum(size_bytes for _, size_bytes in garbage)
     if not garbage:
         print("nothing to delete: every result belongs to a named run")
         return 0
@@ -403,7 +436,7 @@ def collect_garbage(args: argparse.Namespace) -> int:
 
 
 def ask(question: str) -> str:
-    """A person's answer in small letters; empty where nobody is there."""
+    """Return a person's answer in lower case; empty when the input is at its end."""
     try:
         return input(question).strip().lower()
     except EOFError:

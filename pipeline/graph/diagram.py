@@ -8,13 +8,21 @@ from html import escape
 from pipeline.graph.stage import Graph, Stage
 
 COLOURS = {"hit": "#cfe8d5", "miss": "#fde3c8", "failed": "#f6c6c6", "done": "#cfe0f5"}
-BOX_W, BOX_H, GAP_X, GAP_Y = 128, 36, 46, 10
+# pixels
+BOX_W = 128
+BOX_H = 36
+GAP_X = 46
+GAP_Y = 10
+MARGIN = 12
 MOST_LETTERS = 20  # that fit into a box
 
 
 def to_text(graph: Graph, status: Mapping[str, str]) -> str:
-    """One line per method: its tasks joined by `->` where one waits for the other (a chain), by `|`
-    where none does (a star). `*` marks a stage that will run."""
+    """Return one line per method: its tasks, and `*` beside each stage that will run.
+
+    `->` joins a task to the next when the next waits for it (a chain), `|` when it does not (a
+    star).
+    """
     lines = []
     shared = [s for s in graph if s.method is None and s.step != "report"]
     lines.append("shared   " + "  ".join(f"{s.id}{_star(s, status)}" for s in shared))
@@ -42,35 +50,41 @@ def _star(stage: Stage, status: Mapping[str, str]) -> str:
 
 
 def to_svg(graph: Graph, status: Mapping[str, str]) -> str:
-    """Columns by depth, a row of boxes for each method and task; green stands, orange will run."""
+    """Return an SVG with a column per depth and a box per stage: green stands, orange will run."""
     depth: dict[str, int] = {}
     for stage in graph:
         depth[stage.id] = max((depth[p] + 1 for p in stage.parents), default=0)
     rows = _rows(graph, depth)
-    place = {i: (12 + depth[i] * (BOX_W + GAP_X), 12 + rows[i] * (BOX_H + GAP_Y)) for i in depth}
-    width = max(x for x, _ in place.values()) + BOX_W + 12
-    height = max(y for _, y in place.values()) + BOX_H + 12
+    corners: dict[str, tuple[int, int]] = {}  # stage -> x, y of the upper left corner of its box
+    for stage_id, column in depth.items():
+        x = MARGIN + column * (BOX_W + GAP_X)
+        y = MARGIN + rows[stage_id] * (BOX_H + GAP_Y)
+        corners[stage_id] = (x, y)
+    width = max(x for x, _ in corners.values()) + BOX_W + MARGIN
+    height = max(y for _, y in corners.values()) + BOX_H + MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" '
         'font-family="system-ui, sans-serif" font-size="11">'
     ]
     for stage in graph:
-        x2, y2 = place[stage.id]
-        implied = {
-            above for parent in stage.parents for above in graph[parent].parents
-        }  # an arrow that follows from two others is left out
+        x2, y2 = corners[stage.id]
+        implied: set[str] = set()  # an arrow that follows from two others is left out
+        for parent in stage.parents:
+            implied.update(graph[parent].parents)
         for parent in stage.parents:
             if parent in implied:
                 continue
-            x1, y1 = place[parent][0] + BOX_W, place[parent][1] + BOX_H / 2
+            left, upper_edge = corners[parent]
+            x1 = left + BOX_W
+            y1 = upper_edge + BOX_H / 2
             mid = (x1 + x2) / 2
             parts.append(
                 f'<path d="M{x1} {y1} C{mid} {y1} {mid} {y2 + BOX_H / 2} {x2} {y2 + BOX_H / 2}" '
                 'fill="none" stroke="#b8b8b8"/>'
             )
     for stage in graph:
-        x, y = place[stage.id]
+        x, y = corners[stage.id]
         colour = COLOURS.get(status.get(stage.id, ""), "#eeeeee")
         upper = _short(stage.task or stage.id.removeprefix("data/"))
         lower = _short(f"{stage.method} · {stage.step}" if stage.method else stage.step)
@@ -87,11 +101,10 @@ def to_svg(graph: Graph, status: Mapping[str, str]) -> str:
 
 
 def _short(text: str) -> str:
-    return (
-        text
-        if len(text) <= MOST_LETTERS
-        else text[: MOST_LETTERS // 2] + "…" + text[1 - MOST_LETTERS // 2 :]
-    )
+    if len(text) <= MOST_LETTERS:
+        return text
+    half = MOST_LETTERS // 2
+    return text[:half] + "…" + text[1 - half :]
 
 
 def _rows(graph: Graph, depth: Mapping[str, int]) -> dict[str, int]:

@@ -28,8 +28,8 @@ LONGEST = 500  # characters of an error's own words in the sentence; the file ha
 
 
 def describe(error: Exception) -> str:
-    """The error as its raiser worded it, with the innermost line of this project's own code that it
-    came through."""
+    """Return the type and message of an error, with the innermost line of this project that
+    raised it or passed it on."""
     text = f"{type(error).__name__}: {' '.join(redact(str(error)).split())[:LONGEST]}"
     frame = own_frame(error)
     return f"{text} (at {frame})" if frame else text
@@ -54,11 +54,14 @@ def own_frame(error: BaseException) -> str:
 def keep(
     storage: str, stage_id: str, key: str, error: Exception, rank: int = 0, world: int = 1
 ) -> str:
-    """Write the whole traceback of a failed stage below `storage`, with host, rank and log. Return
-    the path of the file, or why there is none: a storage that is away must not hide the error
-    itself."""
-    host, now = platform.node(), time.strftime("%Y%m%dT%H%M%S")
-    place = join(storage, FOLDER, key, f"{now}-{host}-rank{rank}-{os.getpid()}.txt")
+    """Write the whole traceback of a failed stage below `storage`, with host, rank and log.
+
+    Return the path of the file, or why it was not written: a storage that cannot be reached must
+    not hide the error itself.
+    """
+    host = platform.node()
+    now = time.strftime("%Y%m%dT%H%M%S")
+    path = join(storage, FOLDER, key, f"{now}-{host}-rank{rank}-{os.getpid()}.txt")
     lines = [
         f"stage: {stage_id}",
         f"key: {key}",
@@ -71,10 +74,10 @@ def keep(
     ]
     body = "\n".join(lines) + "\n" + "".join(traceback.format_exception(error))
     try:
-        write_bytes(place, redact(body).encode(errors="replace"))
+        write_bytes(path, redact(body).encode(errors="replace"))
     except Exception as problem:
         return f"not kept: {' '.join(str(problem).split())[:200]}"
-    return place
+    return path
 
 
 def log_path() -> str:

@@ -56,9 +56,12 @@ class Source:
 
 
 def source_of(store: Store, card: Card, ask: bool = True) -> Source:
-    """The source of a card; where the files are gone, or on a machine that cannot be reached, the
-    one that was there last, so that results stand. Raises UserError where they were never known.
-    ask: False opens no connection to another machine for a source whose ingested result stands."""
+    """Return the source of a card.
+
+    Return the last known one when the files are gone or cannot be reached, so that results stand.
+    Raise `UserError` when the files are gone and were never known. ask: False opens no connection
+    to another machine for a source whose ingested result stands.
+    """
     last = store.remembered(card.identity())
     known_last = Source(**_recall(store, card, last)) if isinstance(last, str) else None
     if (
@@ -105,8 +108,10 @@ def read_sources_again(config: Config, store: Store, say: Callable[[str], None])
 
 
 def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
-    """Reads the raw files of a card where they were written again since, and settles which content
-    they are. Does nothing where they were not, or are gone."""
+    """Read the raw files of a card that were written again, and note which content they have.
+
+    Do nothing when they were not written again, or are gone.
+    """
     try:
         with patience(FIRST_CONTACT_S):
             listed = source_state(card)
@@ -153,7 +158,7 @@ def _stands(store: Store, card: Card, source: Source) -> bool:
 
 
 def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
-    """What the key of the card's ingest stage is made of."""
+    """Return the inputs that the key of the card's ingest stage is made of."""
     return {
         "step": "ingest",
         "card": card.identity(),
@@ -163,7 +168,7 @@ def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
 
 
 def ingested(store: Store, card: Card, source: str, content: str) -> None:
-    """Notes the raw content that was ingested for `source`, as it stands in the key."""
+    """Note the digest of the raw content that was ingested. source: `Source.text`."""
     fingerprint, _, edition = source.partition("+")
     known = _recall(store, card, fingerprint)
     if known["contents"].get(edition) != content:
@@ -176,15 +181,18 @@ def _name(card: Card, fingerprint: str) -> str:
 
 
 def _recall(store: Store, card: Card, fingerprint: str) -> dict[str, Any]:
-    found = store.remembered(_name(card, fingerprint))
+    stored = store.remembered(_name(card, fingerprint))
     known: dict[str, Any] = {
         "fingerprint": fingerprint,
         "modified": "",
         "edition": "",
         "contents": {},
     }
-    if isinstance(found, dict):
-        known |= {name: found[name] for name in known if type(found.get(name)) is type(known[name])}
+    if not isinstance(stored, dict):
+        return known
+    for name, default in list(known.items()):
+        if type(stored.get(name)) is type(default):
+            known[name] = stored[name]
     return known
 
 

@@ -99,6 +99,7 @@ def is_stage(entry: Any) -> bool:
 
 
 def remove(path: str) -> None:
+    """Delete a local file; do nothing when it is gone."""
     with suppress(FileNotFoundError):  # another driver sweeps too
         os.unlink(path)
 
@@ -111,9 +112,9 @@ class Store:
         self.root = join(storage, "stages")
 
     def check_writable(self) -> None:
-        """Raises UserError where the storage cannot be written."""
+        """Raise `UserError` when the storage cannot be written."""
         resolve(self.storage)
-        # of its own: two runs may start at the same moment
+        # a unique name: two runs may start at the same moment
         probe = join(self.storage, f".probe-{temporary_name()}")
         try:
             with patience(FIRST_CONTACT_S):
@@ -144,15 +145,14 @@ class Store:
             ) from None
 
     def sweep(self) -> None:
-        """Deletes what processes of this machine that were killed have left, where nobody else
-        comes by: files half written, and probes."""
+        """Delete the half-written files and probes of killed processes of this machine."""
         system, top = resolve(self.storage)
         if not isinstance(system, fs.LocalFileSystem):
             return
-        for place in ("runs", "sources", "searches"):
-            for path in list_files(join(self.storage, place)):
+        for folder in ("runs", "sources", "searches"):
+            for path in list_files(join(self.storage, folder)):
                 if path.endswith(".part") and is_leftover(posixpath.basename(path)):
-                    remove(join(top, place, path))
+                    remove(join(top, folder, path))
         for entry in os.scandir(top):
             if entry.name.startswith((".probe-", "mlflow.db.")) and is_leftover(entry.name):
                 remove(entry.path)
@@ -160,13 +160,16 @@ class Store:
     def look_up(
         self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: bool = True
     ) -> Lookup:
-        """Is the result of `stage` there? With `verify`, every file is compared with its digest.
-        previous: the record of the same run before, for the reason of a miss."""
-        found = Artifact.open(self.root, stage.key)
-        if found is not None:
-            damage = found.damage() if verify else None
+        """Return whether the result of `stage` stands, and why not.
+
+        previous: the record of the same run before, for the reason of a miss. verify: compare
+        every file with its digest.
+        """
+        artifact = Artifact.open(self.root, stage.key)
+        if artifact is not None:
+            damage = artifact.damage() if verify else None
             if damage is None:
-                return Lookup(True, "stands", found.manifest)
+                return Lookup(True, "stands", artifact.manifest)
         elif exists(join(self.root, stage.key, MANIFEST)):
             damage = f"{MANIFEST} is not as it was written"
         else:
@@ -174,9 +177,11 @@ class Store:
         return Lookup(False, f"damaged: {damage}", damaged=True)
 
     def withdraw(self, key: str) -> None:
+        """Withdraw the result under a key, so that it no longer stands."""
         withdraw(self.root, key)
 
     def record_path(self, name: str) -> str:
+        """Return the path of the record of a named run."""
         return join(self.storage, "runs", name, "run.json")
 
     def record(self, name: str) -> dict[str, Any] | None:
@@ -245,13 +250,14 @@ class Store:
             delete_dir(join(self.storage, "runs", name, EARLIER))
 
     def run_names(self) -> list[str]:
+        """Return the sorted names of all runs in the storage."""
         return self.folders("runs")
 
-    def folders(self, place: str) -> list[str]:
-        """Names of the folders that lie directly below a place of the storage."""
-        system, path = resolve(join(self.storage, place))
-        found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
-        return sorted(i.base_name for i in found if i.type == fs.FileType.Directory)
+    def folders(self, parent: str) -> list[str]:
+        """Return the sorted names of the folders directly below a folder of the storage."""
+        system, path = resolve(join(self.storage, parent))
+        entries = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+        return sorted(entry.base_name for entry in entries if entry.type == fs.FileType.Directory)
 
     def garbage(self, search_keys: set[str], earlier: bool = False) -> list[tuple[str, int]]:
         """Folders below the storage, with their bytes, that no named run needs: results of no named
@@ -270,66 +276,73 @@ class Store:
                     "not known; start the run again, or "
                     f"remove {join(self.storage, 'runs', name)}"
                 )
-            needed |= {s["key"] for s in record["stages"]} if record else set()
-            for path, kept in self._earlier(name).items() if not earlier else ():
-                if kept is None:
+            if record is not None:
+                needed.update(stage["key"] for stage in record["stages"])
+            if earlier:
+                continue
+            for path, earlier_record in self._earlier(name).items():
+                if earlier_record is None:
                     raise UserError(
                         f"{path} is not readable, so what run {name!r} needed before its config "
                         "was changed is not known; remove that file"
                     )
-                needed |= needed_keys(kept)
-        there = {
-            place: list_files(join(self.storage, place))
-            for place in ("stages", "checkpoints", failures.FOLDER)
+                needed |= needed_keys(earlier_record)
+        files_in = {
+            area: list_files(join(self.storage, area))
+            for area in ("stages", "checkpoints", failures.FOLDER)
         }
-        standing = {
-            key: found.manifest["attempt"]
-            for key in unclear(there) & needed
-            if (found := Artifact.open(self.root, key))
-        }
+        standing: dict[str, str] = {}  # key -> the attempt that its manifest names
+        for key in unclear(files_in) & needed:
+            artifact = Artifact.open(self.root, key)
+            if artifact:
+                standing[key] = artifact.manifest["attempt"]
         sizes: dict[str, int] = {}
-        for place, files in there.items():
+        for area, files in files_in.items():
             for path, size in files.items():
                 key, _, rest = path.partition("/")
                 attempt, below, _ = rest.partition("/")
-                if key not in needed or (place != "stages" and key in standing):
+                if key not in needed or (area != "stages" and key in standing):
                     folder = key
                 elif below and attempt != standing.get(key, attempt):
                     folder = f"{key}/{attempt}"
                 else:
                     continue
-                sizes[f"{place}/{folder}"] = sizes.get(f"{place}/{folder}", 0) + size
+                garbage_path = f"{area}/{folder}"
+                sizes[garbage_path] = sizes.get(garbage_path, 0) + size
         return sorted(sizes.items())
 
     # ---- what a source looked like when it was last seen, so that results stand after the raw data
     # is gone
     def remember(self, identity: str, value: Any) -> None:
+        """Write what is known of the source of a card. identity: of the card."""
         write_bytes(
             join(self.storage, "sources", f"{identity}.json"), json.dumps({"seen": value}).encode()
         )
 
     def remembered(self, identity: str) -> Any:
+        """Return what `remember` wrote last; None when nothing readable was written."""
         try:
             return read_json(join(self.storage, "sources", f"{identity}.json"))["seen"]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
 
-def unclear(there: Mapping[str, Mapping[str, int]]) -> set[str]:
-    """Keys whose manifest has to be read to know what is left over: those with files of several
-    attempts, with checkpoints or failures."""
+def unclear(files_in: Mapping[str, Mapping[str, int]]) -> set[str]:
+    """Return the keys whose manifest must be read to know which of their files are garbage.
+
+    They have files of several attempts, checkpoints or failures. files_in: area of the storage
+    (stages, checkpoints, failures) -> path below it -> bytes.
+    """
     attempts: dict[str, set[str]] = {}
-    for path in there["stages"]:
+    for path in files_in["stages"]:
         key, _, rest = path.partition("/")
         if "/" in rest:
             attempts.setdefault(key, set()).add(rest.partition("/")[0])
-    beside = {
-        path.partition("/")[0]
-        for place, files in there.items()
-        if place != "stages"
-        for path in files
-    }
-    return beside | {key for key, names in attempts.items() if len(names) > 1}
+    keys = {key for key, names in attempts.items() if len(names) > 1}
+    for area, files in files_in.items():
+        if area != "stages":
+            keys.update(path.partition("/")[0] for path in files)
+    return keys
 
 
 def outdated(
@@ -392,19 +405,19 @@ def version_notes(
         if isinstance(manifest.get("provenance"), dict)
     ]
     now = _versions(provenance)
-    changes = Counter(
-        f"{name} {versions.get(name) or 'unknown'} -> {now.get(name) or 'unknown'}"
-        for versions in made_by
-        for name in sorted(now)
-        if versions.get(name) != now[name]
-    )
-    others = sum(versions != now for versions in made_by)
+    changes: Counter[str] = Counter()
+    for versions in made_by:
+        for name in sorted(now):
+            if versions.get(name) != now[name]:
+                before = versions.get(name) or "unknown"
+                changes[f"{name} {before} -> {now[name] or 'unknown'}"] += 1
+    differing = sum(versions != now for versions in made_by)
     if changes:
-        listed = ", ".join(text for text, _ in changes.most_common(MOST_CHANGES)) + (
-            ", ..." if len(changes) > MOST_CHANGES else ""
-        )
+        listed = ", ".join(text for text, _ in changes.most_common(MOST_CHANGES))
+        if len(changes) > MOST_CHANGES:
+            listed += ", ..."
         notes.append(
-            f"{others} of {len(manifests)} results that stand were made by other versions "
+            f"{differing} of {len(manifests)} results that stand were made by other versions "
             f"({listed}); they stay valid: code that gives other "
             "results has another revision, which is in the key"
         )

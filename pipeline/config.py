@@ -250,8 +250,10 @@ class Config(Frozen):
             tasks = body.get("tasks", {})
             if isinstance(tasks, dict):
                 body["tasks"] = {
-                    as_name(task): _parted(own, f"methods.{label}.tasks.{task}", ("train", "steps"))
-                    for task, own in tasks.items()
+                    as_name(task): _parted(
+                        task_body, f"methods.{label}.tasks.{task}", ("train", "steps")
+                    )
+                    for task, task_body in tasks.items()
                 }
             entries[label] = {"method": body["settings"].pop("method", label), **body}
         return entries
@@ -271,15 +273,15 @@ class Config(Frozen):
         return self._base_name or self.name
 
     def entry_of(self, label: str, task: str | None = None) -> MethodEntry:
-        """A method as the steps of a task have it: with what stands under `tasks` for this one.
-        None: as all tasks are served."""
+        """Return the settings of a method for one task: those for all tasks, overridden by those
+        under `tasks`. task: None returns those for all tasks."""
         entry = self.methods[label]
-        own = entry.tasks.get(task or "", OwnEntry())
+        task_entry = entry.tasks.get(task or "", OwnEntry())
         return entry.model_copy(
             update={
-                "train": entry.train | own.train,
-                "steps": merge(entry.steps, own.steps),
-                "settings": entry.settings | own.settings,
+                "train": entry.train | task_entry.train,
+                "steps": merge(entry.steps, task_entry.steps),
+                "settings": entry.settings | task_entry.settings,
             }
         )
 
@@ -293,6 +295,7 @@ class Config(Frozen):
         return checked(TrainSettings, merged, f"{place_of(label, task)}.train", where)
 
     def data_of(self, label: str, where: str = "") -> DataSettings:
+        """Return the data settings of one method: `data`, then the method's."""
         return checked(
             DataSettings,
             {**self.data.model_dump(), **self.methods[label].data},
@@ -302,8 +305,10 @@ class Config(Frozen):
 
 
 def as_name(value: Any) -> str:
-    """A name that may be written as a whole number. Raises ValueError where YAML reads it as
-    something else."""
+    """Return a name, which YAML may have read as a whole number, as text.
+
+    Raise `ValueError` when YAML reads it as something else.
+    """
     if type(value) not in (str, int):
         raise ValueError(
             f"a name is text or a whole number, and {value!r:.80} is neither; write it in quotes"
@@ -311,11 +316,13 @@ def as_name(value: Any) -> str:
     return str(value)
 
 
-def _parted(raw: Any, place: str, shared: tuple[str, ...]) -> dict[str, Any]:
-    """A mapping of settings as an entry: keys that every method has by themselves, the method's own
-    under `settings`."""
+def _parted(raw: Any, path: str, shared: tuple[str, ...]) -> dict[str, Any]:
+    """Return a mapping of settings with all but the `shared` keys moved below `settings`.
+
+    path: of the mapping in the config. shared: keys that every method has.
+    """
     if not isinstance(raw, (dict, type(None))):
-        raise ValueError(f"{place} is {raw!r}, it must be a mapping of settings")
+        raise ValueError(f"{path} is {raw!r}, it must be a mapping of settings")
     body = dict(raw or {})
     return {**{k: body.pop(k) or {} for k in shared if k in body}, "settings": body}
 
@@ -381,11 +388,13 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
 
 
 def _entries(config: Config) -> list[tuple[str, str | None]]:
-    """Every method by label as it is for all tasks, and then as it is for each that has something
-    of its own."""
-    return [
-        (label, task) for label, entry in config.methods.items() for task in (None, *entry.tasks)
-    ]
+    """Return (label, None) for every method, each followed by (label, task) for the tasks with
+    settings of their own."""
+    entries: list[tuple[str, str | None]] = []
+    for label, entry in config.methods.items():
+        entries.append((label, None))
+        entries.extend((label, task) for task in entry.tasks)
+    return entries
 
 
 def _check_methods(config: Config, where: str) -> None:
@@ -415,15 +424,16 @@ def _check_methods(config: Config, where: str) -> None:
 
 def _check_entry(config: Config, label: str, task: str | None, cls: Any, where: str) -> None:
     """cls: the method's class."""
-    entry, place = config.entry_of(label, task), place_of(label, task)
+    entry = config.entry_of(label, task)
+    path = place_of(label, task)
     if task is not None:
-        _check_own(config.methods[label].tasks[task].settings, cls, place, label, where)
-    settings = checked(cls.Settings, entry.settings, place, where)
+        _check_own(config.methods[label].tasks[task].settings, cls, path, label, where)
+    settings = checked(cls.Settings, entry.settings, path, where)
     steps = [s.name for s in cls.steps]
     for step in entry.steps:
         if step not in steps:
             raise UserError(
-                f"{where}: {place}.steps.{step} is not a step of {entry.method!r}; its steps "
+                f"{where}: {path}.steps.{step} is not a step of {entry.method!r}; its steps "
                 f"are {', '.join(steps)}"
             )
         config.train_of(label, step, where, task)
@@ -436,24 +446,23 @@ def _check_entry(config: Config, label: str, task: str | None, cls: Any, where: 
                 config.stream.scenario,
             )
         except UserError as error:
-            raise UserError(f"{where}: {place}: {error}") from None
+            raise UserError(f"{where}: {path}: {error}") from None
 
 
-def _check_own(settings: dict[str, Any], cls: Any, place: str, label: str, where: str) -> None:
-    """Raises UserError where a task has a setting of its own that holds for all tasks of the
-    method."""
+def _check_own(settings: dict[str, Any], cls: Any, path: str, label: str, where: str) -> None:
+    """Raise `UserError` when a task overrides a setting that only the whole method may have."""
     able = [*sorted(cls.per_task), "steps", "train"]
     for key, value in settings.items():
         if key in {"data", *_keys_at(cls.Settings, [])} - cls.per_task:
             raise UserError(
-                f"{where}: {place}.{key} is {value!r:.80}, and {key} is one for all tasks of "
+                f"{where}: {path}.{key} is {value!r:.80}, and {key} is one for all tasks of "
                 f"{cls.name!r}; set it at methods.{label}.{key} "
                 f"(a task's own may be: {', '.join(able)})"
             )
         if key not in able:
             near = difflib.get_close_matches(key, able, 1, 0.5)
             raise UserError(
-                f"{where}: {place}.{key} is not a known key (value {value!r:.80}); "
+                f"{where}: {path}.{key} is not a known key (value {value!r:.80}); "
                 + (f"did you mean {near[0]!r}?" if near else f"valid keys are: {', '.join(able)}")
             )
 
@@ -479,12 +488,13 @@ def sentence_of(error: ValidationError, model: type[BaseModel], prefix: str = ""
     first = error.errors()[0]
     loc = [str(p) for p in first["loc"]]
     key = ".".join(([prefix] if prefix else []) + loc)
-    shown = repr(first["input"])
-    shown = shown if len(shown) < 80 else shown[:77] + "..."
+    value = repr(first["input"])
+    if len(value) >= 80:
+        value = value[:77] + "..."
     if first["type"] == "extra_forbidden":
         valid = sorted(_keys_at(model, loc[:-1]))
         near = difflib.get_close_matches(loc[-1], valid, 1, 0.5)
-        return f"{key} is not a known key (value {shown}); " + (
+        return f"{key} is not a known key (value {value}); " + (
             f"did you mean {near[0]!r}?"
             if near
             else f"valid keys are: {', '.join(valid) or 'none'}"
@@ -500,7 +510,7 @@ def sentence_of(error: ValidationError, model: type[BaseModel], prefix: str = ""
         if first["type"] == "string_type" and isinstance(first["input"], (int, float))
         else "change it"
     )
-    return f"{key} is {shown}: {message}; {remedy}" if key else f"{message}; {remedy}"
+    return f"{key} is {value}: {message}; {remedy}" if key else f"{message}; {remedy}"
 
 
 def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
@@ -508,15 +518,13 @@ def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
     over)."""
     current: list[type[BaseModel]] = [model]
     for part in path:
-        nested = [
-            m
-            for c in current
-            if part in c.model_fields
-            for m in _models_in(c.model_fields[part].annotation)
-        ]
+        nested: list[type[BaseModel]] = []
+        for settings_class in current:
+            if part in settings_class.model_fields:
+                nested.extend(_models_in(settings_class.model_fields[part].annotation))
         current = nested or current
-    for found in current:
-        for name, info in found.model_fields.items():
+    for settings_class in current:
+        for name, info in settings_class.model_fields.items():
             yield info.alias or name
 
 
@@ -530,12 +538,14 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested values as dotted keys, for comparing two sets of inputs."""
     if isinstance(value, Mapping) and value:
-        return {
-            k: v
-            for name, sub in value.items()
-            for k, v in flatten(sub, f"{prefix}.{name}" if prefix else str(name)).items()
-        }
-    return {prefix: list(value) if isinstance(value, tuple) else value}
+        flat: dict[str, Any] = {}
+        for name, nested in value.items():
+            path = f"{prefix}.{name}" if prefix else str(name)
+            flat.update(flatten(nested, path))
+        return flat
+    if isinstance(value, tuple):
+        return {prefix: list(value)}
+    return {prefix: value}
 
 
 def named_by_overrides(config: Config, plain: Config) -> Config:

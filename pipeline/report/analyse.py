@@ -1,5 +1,7 @@
-"""What the methods of finished runs attend to, and how robust they are: tables and pictures from
-what the store holds; nothing is trained."""
+"""Attention and robustness of the methods of finished runs, as tables and pictures.
+
+Models are loaded from the store; nothing is trained.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from pipeline.config import Config
 from pipeline.console import table_text
-from pipeline.graph.stage import Graph
+from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.report import files, plots
 from pipeline.report.analysis_section import Part
@@ -36,7 +38,10 @@ Measure = Callable[[Method, StageJob, Task], list[Row]]
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run, and where its results are."""
+    """A run whose evaluations all have results in its store.
+
+    record: the run's record, which `RunTables.load` reads.
+    """
 
     config: Config
     graph: Graph
@@ -45,30 +50,29 @@ class FinishedRun:
 
     @property
     def name(self) -> str:
+        """Return the run's name."""
         return self.graph.name
 
     @property
     def labels(self) -> list[str]:
-        return list(
-            dict.fromkeys(
-                stage.method for stage in self.graph if stage.step == "evaluate" and stage.method
-            )
-        )
+        """Return the labels of the methods that are evaluated, in the order of the stages."""
+        stages = evaluate_stages(self)
+        return list(dict.fromkeys(stage.method for stage in stages if stage.method))
 
     @cached_property
     def accuracy(self) -> dict[str, float]:
-        """Of each method, the average over tasks after the last one, as it was evaluated."""
+        """Return each method's average accuracy over tasks after the last task, NaN if unknown."""
         tables = RunTables.load(self.store.storage, self.record)
-        return {
-            label: tables.matrix(label).final.get("average_accuracy", math.nan)
-            for label in self.labels
-        }
+        accuracy = {}
+        for label in self.labels:
+            final = tables.matrix(label).final
+            accuracy[label] = final.get("average_accuracy", math.nan)
+        return accuracy
 
 
 @dataclass
 class Analysis:
-    """What was found: parts for the page, rows for the record, and sentences on what could not be
-    looked at."""
+    """Parts of the page, rows of the record, and notes on what could not be measured."""
 
     parts: dict[str, Part] = field(default_factory=dict)
     attention: list[Row] = field(default_factory=list)
@@ -77,31 +81,39 @@ class Analysis:
 
     @property
     def text(self) -> str:
-        return "\n\n".join(
-            [
-                *(table_text(*table) for part in self.parts.values() for table in part.tables),
-                *(["\n".join(self.notes)] if self.notes else []),
-            ]
-        )
+        """Return all tables as text, then the notes."""
+        blocks = []
+        for part in self.parts.values():
+            blocks += [table_text(heading, body) for heading, body in part.tables]
+        if self.notes:
+            blocks.append("\n".join(self.notes))
+        return "\n\n".join(blocks)
 
 
 def analyse_runs(
-    runs: Sequence[FinishedRun], images: int, drawn: int, robustness: bool, others: Sequence[Task]
+    runs: Sequence[FinishedRun],
+    images: int,
+    drawn: int,
+    robustness: bool,
+    other_tasks: Sequence[Task],
 ) -> Analysis:
-    """images: test images of each task that are measured, about. drawn: those over which maps are
-    drawn. others: cards that finished models are tested on, too."""
-    found = Analysis()
-    found.attention = measure_tasks(
+    """Measure the methods of finished runs on test images.
+
+    images: about how many test images of each task are measured. drawn: how many of them get maps.
+    other_tasks: cards on which the finished models are tested too. Raise `UserError` when nothing
+    can be measured.
+    """
+    analysis = Analysis()
+    analysis.attention = measure_tasks(
         runs, lambda method, job, task: attention_rows(method, job, task, images)
     )
-    if found.attention:
-        found.parts["attention"] = attention_part(runs, found.attention)
-        heads = heads_rows(runs, found.attention)
-        found.parts |= (
-            {"heads": heads_part(heads)} if len({row["heads"] for row in heads}) > 1 else {}
-        )
-    elif robustness or others:
-        found.notes.append(
+    if analysis.attention:
+        analysis.parts["attention"] = attention_part(runs, analysis.attention)
+        heads = heads_rows(runs, analysis.attention)
+        if len({row["heads"] for row in heads}) > 1:
+            analysis.parts["heads"] = heads_part(heads)
+    elif robustness or other_tasks:
+        analysis.notes.append(
             "attention: none of these methods has any, as their backbones are no vision "
             "transformers"
         )
@@ -111,62 +123,70 @@ def analyse_runs(
             "transformer"
         )
     if drawn:
-        pictures, without = map_pictures(runs, drawn)
-        found.parts |= {"maps": Part(pictures)} if pictures else {}
-        found.notes += [
-            f"maps: none of {name}, whose backbone has no class token that looks at patches"
-            for name in without
-        ]
+        pictures, names_without_maps = map_pictures(runs, drawn)
+        if pictures:
+            analysis.parts["maps"] = Part(pictures)
+        for name in names_without_maps:
+            analysis.notes.append(
+                f"maps: none of {name}, whose backbone has no class token that looks at patches"
+            )
     if robustness:
-        found.robustness += measure_tasks(
+        analysis.robustness += measure_tasks(
             runs, lambda method, job, task: robustness_rows(method, job, task, images)
         )
-        attacked = {row["name"] for row in found.robustness if row["kind"] == "fgsm"}
-        found.notes += [
-            f"fgsm: none of {name}, whose answers have no gradient in the image"
-            for _, _, name in named_methods(runs)
-            if name not in attacked
-        ]
-        found.parts["robustness"] = robustness_part("robustness", found.robustness)
-    if others:
+        attacked = {row["name"] for row in analysis.robustness if row["kind"] == "fgsm"}
+        for _, _, name in named_methods(runs):
+            if name not in attacked:
+                analysis.notes.append(
+                    f"fgsm: none of {name}, whose answers have no gradient in the image"
+                )
+        analysis.parts["robustness"] = robustness_part("robustness", analysis.robustness)
+    if other_tasks:
         rows = measure_tasks(
-            runs, lambda method, job, task: shifted_rows(method, job, task, others)
+            runs, lambda method, job, task: shifted_rows(method, job, task, other_tasks)
         )
-        found.parts["shifted"] = robustness_part("shifted", rows)
-        found.robustness += rows
-    return found
+        analysis.parts["shifted"] = robustness_part("shifted", rows)
+        analysis.robustness += rows
+    return analysis
+
+
+def evaluate_stages(run: FinishedRun) -> list[Stage]:
+    """Return the run's evaluations, in the order of the graph."""
+    return [stage for stage in run.graph if stage.step == "evaluate"]
 
 
 def named_methods(runs: Sequence[FinishedRun]) -> Iterator[tuple[FinishedRun, str, str]]:
-    """(run, label, what a line in a picture is called)."""
+    """Yield (run, label, name in pictures) for each method of each run."""
     for run in runs:
         for label in run.labels:
-            yield (
-                run,
-                label,
-                label
-                if len(runs) == 1
-                else run.name
-                if len(run.labels) == 1
-                else f"{run.name}: {label}",
-            )
+            if len(runs) == 1:
+                name = label
+            elif len(run.labels) == 1:
+                name = run.name
+            else:
+                name = f"{run.name}: {label}"
+            yield run, label, name
 
 
 def measure_tasks(runs: Sequence[FinishedRun], measure: Measure) -> list[Row]:
-    """Rows of `measure` for each task of each method, as the last stage that serves the task has
-    it. name: what a line in a picture is called."""
-    return [
-        {"run": run.name, "label": label, "name": name, "task": task.name, **row}
-        for run, label, name in named_methods(runs)
-        for method, job, task in load_methods(run, label)
-        for row in measure(method, job, task)
-    ]
+    """Return the rows of `measure` for each task of each method.
+
+    Each task is measured with the model of the last evaluation that tests it. The column `name` is
+    the method's name in pictures.
+    """
+    rows = []
+    for run, label, name in named_methods(runs):
+        for method, job, task in load_methods(run, label):
+            for row in measure(method, job, task):
+                origin = {"run": run.name, "label": label, "name": name, "task": task.name}
+                rows.append({**origin, **row})
+    return rows
 
 
 def check_finished(run: FinishedRun) -> None:
-    """Raises UserError where an evaluation has no result."""
-    for stage in run.graph:
-        if stage.step == "evaluate" and Artifact.open(run.store.root, stage.key) is None:
+    """Raise `UserError` when an evaluation has no result."""
+    for stage in evaluate_stages(run):
+        if Artifact.open(run.store.root, stage.key) is None:
             raise UserError(
                 f"run {run.name!r}: stage {stage.id} has no result yet; finish the run with "
                 "`python -m pipeline run` first"
@@ -174,14 +194,18 @@ def check_finished(run: FinishedRun) -> None:
 
 
 def load_methods(run: FinishedRun, label: str) -> Iterator[tuple[Method, StageJob, Task]]:
-    """The tasks of one method in stream order, each with the method that serves it. Raises
-    UserError where what it is made of is gone or damaged."""
-    owner: dict[Task, StageJob] = {}
-    for stage in run.graph:
-        if stage.step == "evaluate" and stage.method == label:
+    """Yield (method, job, task) for each task of one method.
+
+    A task comes with the model of the last evaluation that tests it; each model is loaded once.
+    Raise `UserError` when a result that the model is built from is missing or damaged.
+    """
+    job_by_task: dict[Task, StageJob] = {}
+    for stage in evaluate_stages(run):
+        if stage.method == label:
             assert isinstance(stage.job, StageJob)
-            owner |= dict.fromkeys(stage.job.tasks, stage.job)
-    for job in {job.id: job for job in owner.values()}.values():
+            job_by_task |= dict.fromkeys(stage.job.tasks, stage.job)
+    jobs = {job.id: job for job in job_by_task.values()}
+    for job in jobs.values():
         try:
             method = finished_method(job, Group())
         except DamagedArtifact as error:
@@ -190,32 +214,39 @@ def load_methods(run: FinishedRun, label: str) -> Iterator[tuple[Method, StageJo
                 f"run {run.name!r}: the result of stage {lost} is missing or damaged; `python "
                 "-m pipeline run` computes it anew"
             ) from None
-        yield from ((method, job, task) for task, last in owner.items() if last is job)
+        for task, last_job in job_by_task.items():
+            if last_job is job:
+                yield method, job, task
+
+
+def method_rows(rows: Sequence[Row], run: FinishedRun, label: str) -> list[Row]:
+    """Return the rows of one method of one run."""
+    return [row for row in rows if row["run"] == run.name and row["label"] == label]
 
 
 # ---- attention -----------------------------------------------------------------------------------
 def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Part:
-    """Means over tasks, heads and images, one line per method, beside its accuracy."""
+    """Return one line per method: means over tasks, heads and images, beside its accuracy."""
     body = []
     for run, label, name in named_methods(runs):
-        own = [row for row in rows if (row["run"], row["label"]) == (run.name, label)]
-        if own:
-            ends = [
-                [row for row in own if row["block"] == block]
-                for block in (0, max(row["block"] for row in own))
-            ]
-            scales = [row["scale"] for row in own if row["scale"] is not None]
-            uniform = np.mean([math.log(row["tokens"]) for row in own])
-            body.append(
-                [
-                    name,
-                    _percent(run.accuracy[label]),
-                    *(f"{_mean(part, 'entropy'):.3f}" for part in (own, *ends)),
-                    f"{uniform:.3f}",
-                    *(f"{_mean(part, 'distance'):.3f}" for part in (own, *ends)),
-                    f"{np.mean(scales):.4f}" if scales else "-",
-                ]
-            )
+        all_blocks = method_rows(rows, run, label)
+        if not all_blocks:
+            continue
+        last_index = max(row["block"] for row in all_blocks)
+        first_block = [row for row in all_blocks if row["block"] == 0]
+        last_block = [row for row in all_blocks if row["block"] == last_index]
+        block_rows = (all_blocks, first_block, last_block)
+        uniform = np.mean([math.log(row["tokens"]) for row in all_blocks])
+        scales = [row["scale"] for row in all_blocks if row["scale"] is not None]
+        cells = [name, _percent(run.accuracy[label])]
+        cells += [f"{_mean(part, 'entropy'):.3f}" for part in block_rows]
+        cells.append(f"{uniform:.3f}")
+        cells += [f"{_mean(part, 'distance'):.3f}" for part in block_rows]
+        scale = "-"
+        if scales:
+            scale = f"{np.mean(scales):.4f}"
+        cells.append(scale)
+        body.append(cells)
     heading = [
         "method",
         "accuracy",
@@ -232,50 +263,51 @@ def attention_part(runs: Sequence[FinishedRun], rows: list[Row]) -> Part:
         "analysis.png",
         "Attention by depth",
         "How evenly heads attend (entropy, at most that of uniform attention) and how far "
-        "patches look, "
-        "block by block: means over heads and test images (TOAST: over both looks). Faint lines "
-        "are tasks.",
+        "patches look, block by block: means over heads and test images (TOAST: over both looks). "
+        "Faint lines are tasks.",
         plots.to_png(draw_attention(rows)),
     )
     return Part([picture], files.csv_and_parquet({"analysis": rows}), [(heading, body)])
 
 
 def heads_rows(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Row]:
-    """One for each method: how many heads its attention was seen to have, and its accuracy. family:
-    methods that differ in nothing else that counts."""
-    found = []
+    """Return one row per method: the number of its attention heads, and its accuracy.
+
+    Methods of one `family` have the same label and the same kind of context.
+    """
+    heads = []
     for run, label, name in named_methods(runs):
-        seen = [row["head"] for row in rows if (row["run"], row["label"]) == (run.name, label)]
+        head_indices = [row["head"] for row in method_rows(rows, run, label)]
+        if not head_indices:
+            continue
         context = run.config.backbone.context
-        family = f"{label}, {context.kind}" if context else label
-        found += (
-            [
-                {
-                    "run": run.name,
-                    "label": label,
-                    "name": name,
-                    "family": family,
-                    "heads": 1 + max(seen),
-                    "accuracy": run.accuracy[label],
-                }
-            ]
-            if seen
-            else []
+        family = label
+        if context:
+            family = f"{label}, {context.kind}"
+        heads.append(
+            {
+                "run": run.name,
+                "label": label,
+                "name": name,
+                "family": family,
+                "heads": 1 + max(head_indices),
+                "accuracy": run.accuracy[label],
+            }
         )
-    return found
+    return heads
 
 
 def heads_part(rows: list[Row]) -> Part:
-    body = [
-        [row["family"], str(row["heads"]), _percent(row["accuracy"]), row["name"]]
-        for row in sorted(rows, key=lambda r: (r["family"], r["heads"]))
-    ]
+    """Return a table and a picture of accuracy against the number of heads."""
+    body = []
+    for row in sorted(rows, key=lambda r: (r["family"], r["heads"])):
+        accuracy = _percent(row["accuracy"])
+        body.append([row["family"], str(row["heads"]), accuracy, row["name"]])
     picture = Picture(
         "heads.png",
         "Heads against accuracy",
         "Accuracy, an average over tasks, of networks that differ in the number of heads; a "
-        "line joins "
-        "the same method with the same kind of context.",
+        "line joins the same method with the same kind of context.",
         plots.to_png(draw_heads(rows)),
     )
     return Part(
@@ -286,100 +318,90 @@ def heads_part(rows: list[Row]) -> Part:
 
 
 def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[Picture], list[str]]:
-    """A picture per method, and the names of those without maps."""
-    pictures, without = [], []
+    """Return a picture per method, and the names of the methods without maps."""
+    pictures = []
+    names_without_maps = []
     for run, label, name in named_methods(runs):
-        entries = [
-            (task.name, found)
-            for method, job, task in load_methods(run, label)
-            if (found := maps(method, job, task, drawn)) is not None
-        ]
+        entries = []
+        for method, job, task in load_methods(run, label):
+            task_maps = maps(method, job, task, drawn)
+            if task_maps is not None:
+                entries.append((task.name, task_maps))
         if not entries:
-            without.append(name)
+            names_without_maps.append(name)
             continue
-        selects = any(found.selected is not None for _, found in entries)
-        says = (
+        caption = (
             "Test images, and over each what the class token looks at, a mean over heads; 1 is "
             "what uniform attention gives to a patch."
         )
-        says += (
-            " A first look selects patches by their likeness to what the task learned to seek; "
-            "fed back from the top, they steer the second look." * selects
-        )
+        if any(task_maps.selected is not None for _, task_maps in entries):
+            caption += (
+                " A first look selects patches by their likeness to what the task learned to seek; "
+                "fed back from the top, they steer the second look."
+            )
         pictures.append(
             Picture(
                 f"maps-{name.replace(': ', '~')}.png",
                 f"Maps of {name}",
-                says,
+                caption,
                 plots.to_png(draw_maps(name, entries)),
             )
         )
-    return pictures, without
+    return pictures, names_without_maps
 
 
 # ---- robustness ----------------------------------------------------------------------------------
 def robustness_part(part: str, rows: list[Row]) -> Part:
-    """Accuracy in per cent at each level, one line per method, one table per kind. part: what its
-    files are called."""
-    kinds, tables = list(dict.fromkeys(row["kind"] for row in rows)), []
+    """Return one table per kind: a line per method, its accuracy in per cent at each level.
+
+    part: the name of the picture and of the files.
+    """
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    tables = []
     for kind in kinds:
-        own = [row for row in rows if row["kind"] == kind]
-        levels, names = (
-            dict.fromkeys(map(level_text, own)),
-            dict.fromkeys(row["name"] for row in own),
-        )
-        body = [
-            [
-                name,
-                *(
-                    _percent(
-                        _mean(
-                            [r for r in own if r["name"] == name and level_text(r) == level],
-                            "accuracy",
-                        )
-                    )
-                    for level in levels
-                ),
-            ]
-            for name in names
-        ]
+        # (method, level) -> accuracy of each task
+        accuracies: dict[tuple[str, str], list[float]] = {}
+        for row in rows:
+            if row["kind"] == kind:
+                accuracies.setdefault((row["name"], level_text(row)), []).append(row["accuracy"])
+        names = dict.fromkeys(name for name, _ in accuracies)
+        levels = dict.fromkeys(level for _, level in accuracies)
+        body = []
+        for name in names:
+            means = [np.mean(accuracies.get((name, level), math.nan)) for level in levels]
+            body.append([name, *(_percent(float(mean)) for mean in means)])
         tables.append(([kind, *levels], body))
-    says = {
+    captions = {
         "occlusion": "Accuracy when the centre of images is hidden.",
-        "fgsm": "Accuracy when every pixel goes a step uphill in the loss, "
-        "of methods whose answers have a gradient in the image.",
+        "fgsm": "Accuracy when every pixel goes a step uphill in the loss, of methods whose "
+        "answers have a gradient in the image.",
         "shifted": "Accuracy on the test images of another card, answers chosen among its classes "
-        "alone, beside that on the task's own images of these "
-        "classes.",
+        "alone, beside that on the task's own images of these classes.",
     }
-    title = "Images of another card" if part == "shifted" else "Robustness"
-    return Part(
-        [
-            Picture(
-                f"{part}.png",
-                title,
-                " ".join(says[kind] for kind in kinds),
-                plots.to_png(draw_robustness(rows)),
-            )
-        ],
-        files.csv_and_parquet({part: rows}),
-        tables,
-    )
+    title = "Robustness"
+    if part == "shifted":
+        title = "Images of another card"
+    caption = " ".join(captions[kind] for kind in kinds)
+    picture = Picture(f"{part}.png", title, caption, plots.to_png(draw_robustness(rows)))
+    return Part([picture], files.csv_and_parquet({part: rows}), tables)
 
 
-def check_covered(runs: Sequence[FinishedRun], others: Sequence[Task]) -> None:
-    """Raises UserError where a run has no task with all classes of a card."""
+def check_covered(runs: Sequence[FinishedRun], other_tasks: Sequence[Task]) -> None:
+    """Raise `UserError` when a run has no task with all classes of one of `other_tasks`."""
     for run in runs:
-        tasks = list(
-            dict.fromkeys(
-                t for stage in run.graph if stage.step == "evaluate" for t in stage.job.tasks
-            )
-        )
-        for other in (o for o in others if not any(covers(task, o) for task in tasks)):
+        tasks: dict[Task, None] = {}
+        for stage in evaluate_stages(run):
+            assert isinstance(stage.job, StageJob)
+            tasks |= dict.fromkeys(stage.job.tasks)
+        for other in other_tasks:
+            if any(covers(task, other) for task in tasks):
+                continue
             nearest = max(tasks, key=lambda task: len(set(other.classes) & set(task.classes)))
             lost = sorted(set(other.classes) - set(nearest.classes))[0]
             close = difflib.get_close_matches(lost, nearest.classes, 1)
-            hint = f" (it has {close[0]!r})" if close else ""
+            hint = ""
+            if close:
+                hint = f" (it has {close[0]!r})"
             raise UserError(
                 f"--on {other.card!r}: no task of run {run.name!r} has all its "
                 f"{len(other.classes)} classes; {nearest.name!r}, which has most, "

@@ -1,5 +1,4 @@
-"""Maps over images: what the class token looks at, and what top-down feedback selects, laid over
-what the model was shown."""
+"""Maps over test images: the attention of the class token, and what top-down feedback selects."""
 
 from __future__ import annotations
 
@@ -20,140 +19,151 @@ from pipeline.report.mask_plots import spaced_indices
 from pipeline.report.plots import DPI, INK
 from workers.analysis import Maps
 
-# in one picture; a longer stream shows some of them, the first and the last among them
-MOST_TASKS = 8
-CELL, GAP = 144, 6  # pixels
-SIDE = 160  # of the captions beside a row
-# of the whole; above the rows of a task; below the last one, for the scales
-TITLE, HEAD, FOOT = (
-    44,
-    62,
-    96,
-)
-APART, WIDEST = 20, 1700  # between tasks side by side, of which there are as many as fit
-OPAQUE = (0.35, 0.8)  # of a map where it is lowest and highest
+MOST_TASKS = 8  # in one picture; of a longer stream, some, the first and the last among them
+# lengths are in pixels
+CELL = 144  # side of an image
+GAP = 6  # between images
+SIDE = 160  # width of the captions to the left of a row
+TITLE = 44  # height above all tasks
+HEAD = 62  # height above the rows of a task
+FOOT = 96  # height of the colour bars below the last task
+APART = 20  # between tasks side by side
+WIDEST = 1700  # width of the picture, unless a single task is wider
+OPACITY_RANGE = (0.35, 0.8)  # of a map's lowest and highest value
 SELECTED = "selected"
-SCALES = {"looks": "viridis", SELECTED: "magma"}  # two, as they say two things
+SCALES = {"looks": "viridis", SELECTED: "magma"}  # colour map of each kind of map
 
 
 def draw_maps(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
-    """One line per image, task after task: the image, and each map over it. Maps of a kind share a
-    scale."""
+    """Draw one row per image, task after task: the image, then each map over it.
+
+    entries: (task name, its maps). Maps of one kind share a colour scale.
+    """
     entries = [entries[i] for i in spaced_indices(len(entries), MOST_TASKS)]
     titles = _titles(entries)
-    tops = {
-        "looks": _top([look for _, found in entries for look in found.looks.values()]),
-        SELECTED: _top([found.selected for _, found in entries if found.selected is not None]),
-    }
-    wide = SIDE + (1 + len(titles)) * (CELL + GAP) + APART
-    columns = max(1, min(len(entries), WIDEST // wide))
-    lines = [entries[start : start + columns] for start in range(0, len(entries), columns)]
-    heights = [HEAD + max(len(found.images) for _, found in line) * (CELL + GAP) for line in lines]
-    sheet = Sheet(columns * wide, TITLE + sum(heights) + FOOT)
-    sheet.words(8, 18, name, fontsize=10, fontweight="bold")
+    looks: list[torch.Tensor] = []
+    selections: list[torch.Tensor] = []
+    for _, maps in entries:
+        looks += maps.looks.values()
+        if maps.selected is not None:
+            selections.append(maps.selected)
+    tops = {"looks": _top(looks), SELECTED: _top(selections)}
+    task_width = SIDE + (1 + len(titles)) * (CELL + GAP) + APART
+    columns = max(1, min(len(entries), WIDEST // task_width))
+    bands = [entries[start : start + columns] for start in range(0, len(entries), columns)]
+    heights = []
+    for band in bands:
+        rows = max(len(maps.images) for _, maps in band)
+        heights.append(HEAD + rows * (CELL + GAP))
+    sheet = Sheet(columns * task_width, TITLE + sum(heights) + FOOT)
+    sheet.write(8, 18, name, fontsize=10, fontweight="bold")
     top = TITLE
-    for line, tall in zip(lines, heights, strict=True):
-        for place, (task, found) in enumerate(line):
-            _task(sheet, place * wide, top, task, found, titles, tops)
-        top += tall
-    kinds = [
-        kind
-        for kind in SCALES
-        if any((title == SELECTED) == (kind == SELECTED) for title in titles)
-    ]
-    for place, kind in enumerate(kinds):
-        _scale(sheet, SIDE + place * 2 * (CELL + GAP), top + 40, kind, tops[kind])
-    return sheet.finished()
+    for band, height in zip(bands, heights, strict=True):
+        for column, (task, maps) in enumerate(band):
+            _draw_task(sheet, column * task_width, top, task, maps, titles, tops)
+        top += height
+    kinds = []
+    if any(title != SELECTED for title in titles):
+        kinds.append("looks")
+    if SELECTED in titles:
+        kinds.append(SELECTED)
+    for index, kind in enumerate(kinds):
+        _draw_scale(sheet, SIDE + index * 2 * (CELL + GAP), top + 40, kind, tops[kind])
+    return sheet.finish()
 
 
 class Sheet:
-    """A figure in pixels, counted from the top left: pictures of one size and words."""
+    """A figure measured in pixels from the top left, with square images and text."""
 
     def __init__(self, width: int, height: int):
         self.figure = Figure(figsize=(width / DPI, height / DPI))
         self.canvas = np.ones((height, width, 3), np.float32)
 
-    def put(self, x: int, y: int, picture: NDArray[np.float32]) -> None:
-        self.canvas[y : y + CELL, x : x + CELL] = picture
+    def put(self, x: int, y: int, image: NDArray[np.float32]) -> None:
+        """Place an image (CELL, CELL, 3) with its top left corner at (x, y)."""
+        self.canvas[y : y + CELL, x : x + CELL] = image
 
-    def words(self, x: float, y: float, text: str, color: str = INK, **style: Any) -> None:
+    def write(self, x: float, y: float, text: str, color: str = INK, **style: Any) -> None:
+        """Write text from x on: one line is centred at y, several lines start at y."""
         height, width = self.canvas.shape[:2]
+        alignment = "center"
+        if "\n" in text:
+            alignment = "top"
         self.figure.text(
-            x / width,
-            1 - y / height,
-            text,
-            color=color,
-            va="center" if "\n" not in text else "top",
-            ha="left",
-            **style,
+            x / width, 1 - y / height, text, color=color, va=alignment, ha="left", **style
         )
 
-    def axes(self, x: float, y: float, wide: float, tall: float) -> Axes:
-        height, width = self.canvas.shape[:2]
-        return self.figure.add_axes(
-            (x / width, 1 - (y + tall) / height, wide / width, tall / height)
-        )
+    def axes(self, x: float, y: float, width: float, height: float) -> Axes:
+        """Add axes with their top left corner at (x, y)."""
+        sheet_height, sheet_width = self.canvas.shape[:2]
+        left = x / sheet_width
+        bottom = 1 - (y + height) / sheet_height
+        return self.figure.add_axes((left, bottom, width / sheet_width, height / sheet_height))
 
-    def finished(self) -> Figure:
-        behind = self.figure.add_axes((0, 0, 1, 1), zorder=-1)
-        behind.imshow(self.canvas, interpolation="nearest", aspect="auto")
-        behind.set_axis_off()
+    def finish(self) -> Figure:
+        """Return the figure with the placed images behind text and axes."""
+        background = self.figure.add_axes((0, 0, 1, 1), zorder=-1)
+        background.imshow(self.canvas, interpolation="nearest", aspect="auto")
+        background.set_axis_off()
         return self.figure
 
 
 def _titles(entries: Sequence[tuple[str, Maps]]) -> list[str]:
-    """Of all columns behind the image; what a first look selects stands before the second."""
-    titles = list(dict.fromkeys(title for _, found in entries for title in found.looks))
-    titles.sort(key=lambda title: ("look" not in title, 0))
-    if any(found.selected is not None for _, found in entries):
+    """Return the titles of all maps; what a first look selects stands before the second look."""
+    distinct: dict[str, None] = {}
+    for _, maps in entries:
+        distinct |= dict.fromkeys(maps.looks)
+    titles = sorted(distinct, key=lambda title: "look" not in title)
+    if any(maps.selected is not None for _, maps in entries):
         titles.insert(min(1, len(titles)), SELECTED)
     return titles
 
 
 def _top(maps: Sequence[torch.Tensor]) -> float:
-    """The end of a scale: few values are above it."""
-    return max(float(torch.cat([m.flatten() for m in maps]).quantile(0.995)), 1e-6) if maps else 1.0
+    """Return the end of a colour scale: the 99.5th percentile, as few values are far above it."""
+    if not maps:
+        return 1.0
+    values = torch.cat([values.flatten() for values in maps])
+    return max(float(values.quantile(0.995)), 1e-6)
 
 
-def _task(
+def _draw_task(
     sheet: Sheet,
     left: int,
     top: int,
     task: str,
-    found: Maps,
+    maps: Maps,
     titles: Sequence[str],
     tops: dict[str, float],
 ) -> None:
-    sheet.words(left + 8, top + 16, task, fontsize=8.5, fontweight="bold")
-    places = [left + SIDE + column * (CELL + GAP) for column in range(1 + len(titles))]
-    for x, title in zip(places, ["image", *titles], strict=True):
-        sheet.words(x, top + HEAD - 20, title, fontsize=6.5)
-    for row in range(len(found.images)):
+    sheet.write(left + 8, top + 16, task, fontsize=8.5, fontweight="bold")
+    image_x = left + SIDE
+    xs = [image_x + column * (CELL + GAP) for column in range(1, 1 + len(titles))]
+    sheet.write(image_x, top + HEAD - 20, "image", fontsize=6.5)
+    for x, title in zip(xs, titles, strict=True):
+        sheet.write(x, top + HEAD - 20, title, fontsize=6.5)
+    for row in range(len(maps.images)):
         y = top + HEAD + row * (CELL + GAP)
-        image = _sized(found.images[row].permute(2, 0, 1))
-        sheet.put(places[0], y, image)
-        for x, title in zip(places[1:], titles, strict=True):
-            kind, values = (
-                (SELECTED, found.selected)
-                if title == SELECTED
-                else ("looks", found.looks.get(title))
-            )
+        image = _resize(maps.images[row].permute(2, 0, 1))
+        sheet.put(image_x, y, image)
+        for x, title in zip(xs, titles, strict=True):
+            kind = "looks"
+            values = maps.looks.get(title)
+            if title == SELECTED:
+                kind = SELECTED
+                values = maps.selected
             if values is not None:
                 sheet.put(x, y, blend_map(image, values[row], SCALES[kind], tops[kind]))
-        right, answered = found.right[row], found.answered[row]
-        sheet.words(left + 8, y + CELL / 2 - 22, _short(right), fontsize=6.8)
-        said, colour = (
-            ("answered right", "#1a7f37")
-            if right == answered
-            else (f"answered\n{_short(answered)}", "#b3261e")
-        )
-        sheet.words(
-            left + 8,
-            y + CELL / 2 + (4 if right == answered else -4),
-            said,
-            fontsize=6.5,
-            color=colour,
-        )
+        _write_answer(sheet, left + 8, y + CELL / 2, maps.right[row], maps.answered[row])
+
+
+def _write_answer(sheet: Sheet, x: float, y: float, right: str, answered: str) -> None:
+    """Write the true class of an image, and below it what the model answered."""
+    sheet.write(x, y - 22, _shorten(right), fontsize=6.8)
+    if right == answered:
+        sheet.write(x, y + 4, "answered right", fontsize=6.5, color="#1a7f37")
+    else:
+        sheet.write(x, y - 4, f"answered\n{_shorten(answered)}", fontsize=6.5, color="#b3261e")
 
 
 def blend_map(
@@ -163,16 +173,17 @@ def blend_map(
 
     Low values are more transparent. top: the value at the end of the colour scale.
     """
-    levels = (_sized(values[None].float())[..., 0] / top).clip(0, 1)
-    opaque = (OPAQUE[0] + (OPAQUE[1] - OPAQUE[0]) * levels)[..., None]
+    levels = (_resize(values[None].float())[..., 0] / top).clip(0, 1)
+    lowest, highest = OPACITY_RANGE
+    opacity = (lowest + (highest - lowest) * levels)[..., None]
     grey = image.mean(-1, keepdims=True)
     colours = matplotlib.colormaps[cmap](levels)[..., :3]
-    blended: NDArray[np.float32] = ((1 - opaque) * grey + opaque * colours).clip(0, 1)
+    blended: NDArray[np.float32] = ((1 - opacity) * grey + opacity * colours).clip(0, 1)
     return blended
 
 
-def _sized(values: torch.Tensor) -> NDArray[np.float32]:
-    """(c, h, w) -> (CELL, CELL, c), bilinear."""
+def _resize(values: torch.Tensor) -> NDArray[np.float32]:
+    """Resize (c, h, w) to (CELL, CELL, c), bilinear."""
     resized = F.interpolate(
         values[None].float(), (CELL, CELL), mode="bilinear", align_corners=False
     )
@@ -180,10 +191,10 @@ def _sized(values: torch.Tensor) -> NDArray[np.float32]:
     return array
 
 
-def _scale(sheet: Sheet, x: float, y: float, kind: str, top: float) -> None:
+def _draw_scale(sheet: Sheet, x: float, y: float, kind: str, top: float) -> None:
     colours = matplotlib.colormaps[SCALES[kind]](np.linspace(0, 1, 256))
-    opaque = np.linspace(*OPAQUE, 256)[:, None]
-    colours[:, :3] = (1 - opaque) * 0.5 + opaque * colours[:, :3]  # as over a mean grey
+    opacity = np.linspace(*OPACITY_RANGE, 256)[:, None]
+    colours[:, :3] = (1 - opacity) * 0.5 + opacity * colours[:, :3]  # as over a mean grey
     axes = sheet.axes(x, y, 1.6 * CELL, 14)
     bar = sheet.figure.colorbar(
         ScalarMappable(Normalize(0, top), ListedColormap(colours)),
@@ -193,12 +204,14 @@ def _scale(sheet: Sheet, x: float, y: float, kind: str, top: float) -> None:
     )
     bar.outline.set_visible(False)
     axes.tick_params(labelsize=6.5, length=2, colors=INK)
-    words = {
+    caption = {
         "looks": "attention of the class token, 1 is uniform",
         SELECTED: "selected: clamp(cos(x, ξ), 0, 1)",
     }[kind]
-    sheet.words(x, y - 12, words, fontsize=6.5)
+    sheet.write(x, y - 12, caption, fontsize=6.5)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 18 else f"{name[:17]}…"
+def _shorten(name: str) -> str:
+    if len(name) <= 18:
+        return name
+    return f"{name[:17]}…"

@@ -42,7 +42,9 @@ def by_hand(shards: list[str], job: StageJob) -> Iterator[Tensor]:
             for member in tar:
                 if member.name.endswith(".cls"):
                     continue
-                image = Image.open(io.BytesIO(tar.extractfile(member).read())).convert("RGB")  # type: ignore[union-attr]
+                file = tar.extractfile(member)
+                assert file is not None
+                image = Image.open(io.BytesIO(file.read())).convert("RGB")
                 pixels.append(np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC)))
                 if len(pixels) == BATCH:
                     yield batch_of(pixels, job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -177,7 +178,7 @@ def render_differences(comparison: Comparison) -> str:
             '<h2 id="differences">Differences</h2>'
             f"<p>{reason}, so there is nothing to subtract.</p>"
         )
-    metrics = known_metrics([entry for pair in pairs for entry in pair])
+    metrics = known_metrics(list(chain.from_iterable(pairs)))
     body = ""
     for entry, base in pairs:
         body += (

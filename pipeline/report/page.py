@@ -240,7 +240,10 @@ VERDICTS = {
 def render_summary(tables: RunTables) -> str:
     """Return the table with one row per method."""
     rows = tables.summary()
-    columns = [column for column in COLUMNS if any(column.key in row for row in rows)]
+    keys: set[str] = set()
+    for row in rows:
+        keys.update(row)
+    columns = [column for column in COLUMNS if column.key in keys]
     is_comparable = len({(row["tasks_finished"], row["tasks"]) for row in rows}) == 1
     best = _best_values(rows, columns) if is_comparable else {}
     heading = "<th class=left>method</th>"
@@ -367,8 +370,12 @@ def render_sizes(tables: RunTables) -> str:
         rows += tables.sizes(label)
     if not rows:
         return ""
-    names = dict.fromkeys(name for row in rows for name in row if name not in SIZE_COLUMNS)
-    byte_kinds = [kind for kind in names if any(row.get(kind) for row in rows)]
+    bytes_by_kind: dict[str, int] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in SIZE_COLUMNS:
+                bytes_by_kind[name] = bytes_by_kind.get(name, 0) + (value or 0)
+    byte_kinds = [kind for kind, size in bytes_by_kind.items() if size]
     heading = ["method", "after task", "this task", *byte_kinds]
     heading += ["total", "growth", "trained parameters", "FLOPs per image"]
     body = []

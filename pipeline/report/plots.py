@@ -452,7 +452,10 @@ def split_columns(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 
     Metrics follow `images`, which the train loop writes after the loss terms, or `val_total`.
     """
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    distinct: dict[str, None] = {}
+    for row in rows:
+        distinct |= dict.fromkeys(row)
+    columns = list(distinct)
     end = len(columns)
     if "val_total" in columns:
         end = columns.index("val_total")

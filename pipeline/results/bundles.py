@@ -8,14 +8,17 @@ from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from workers.data.shards import MAX_PIXELS
 from workers.errors import UserError
-from workers.job import StageJob
+from workers.job import StageJob, Task
 from workers.serving.bundle import Bundle
 from workers.storage.artifact import Artifact
 
 
 def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
-    """Return what serves all tasks of a method: what the evaluation of its last task loads, with
-    the states of every task. Raise `UserError` when the run is not finished."""
+    """Return the bundle that serves all tasks of a method.
+
+    It is the model that the method's last evaluation loads, with the states of every task. Raise
+    `UserError` when the run is not finished.
+    """
     stages = [stage for stage in graph if stage.step == "evaluate" and stage.method == label]
     for stage in stages:
         if Artifact.open(store.root, stage.key) is None:
@@ -25,14 +28,15 @@ def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
             )
     jobs = [stage.job for stage in stages if isinstance(stage.job, StageJob)]
     states: dict[str, str] = {}
+    tasks: dict[Task, None] = {}
     for job in jobs:
         states |= job.states
-    tasks = tuple(dict.fromkeys(task for job in jobs for task in job.tasks))
+        tasks |= dict.fromkeys(job.tasks)
     max_pixels = []
     for key in dict.fromkeys(task.data for task in tasks):
         shards = Artifact.open(store.root, key)
         if shards is not None:
             max_pixels.append(int(shards.manifest.get("max_pixels", MAX_PIXELS)))
-    job = replace(jobs[-1], tasks=tasks, states=states)
+    job = replace(jobs[-1], tasks=tuple(tasks), states=states)
     bundle = Bundle.of_job(job, max(max_pixels, default=MAX_PIXELS))
     return replace(bundle, where=f"run {graph.name!r}, method {label!r}")

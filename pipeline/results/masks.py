@@ -118,8 +118,10 @@ def _sort_key(name: str) -> tuple[bool, str, int, str]:
 
 def kinds(views: list[MaskView]) -> list[str]:
     """Return the kinds of all masks, in order of first appearance."""
-    names = dict.fromkeys(name for view in views for name in view.bits)
-    return list(dict.fromkeys(map(mask_kind, names)))
+    distinct: dict[str, None] = {}
+    for view in views:
+        distinct |= dict.fromkeys(map(mask_kind, view.bits))
+    return list(distinct)
 
 
 def overlap(views: list[MaskView], kind: str) -> NDArray[np.float64]:

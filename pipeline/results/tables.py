@@ -343,7 +343,9 @@ class RunTables:
             state = self.state(label, task)
             sizes = state.sizes() if state else {}
         stages = self.stages(label, task)
-        inner_ids = {parent for stage in stages for parent in stage["parents"]}
+        inner_ids: set[str] = set()
+        for stage in stages:
+            inner_ids.update(stage["parents"])
         carried_bytes = 0
         trained_parameters = 0
         for stage in stages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -23,7 +24,7 @@ MATRIX_METRICS = (
     "forgetting",
     "backward_transfer",
     "learning_accuracy",
-    *(f"{prefix}_{name}" for prefix in EXTRA_COUNTS for name in AVERAGES),
+    *(f"{prefix}_{name}" for prefix, name in product(EXTRA_COUNTS, AVERAGES)),
 )
 # columns of a training history that are no curves
 NOT_CURVES = ("epoch", "val_correct", "val_total", "images")
@@ -99,13 +100,17 @@ def pick_points(rows: Sequence[Row]) -> list[Point]:
 
 def mask_points(view: MaskView | None) -> list[Point]:
     """Return `keep/KIND`: the share of entries that the masks of a kind keep, over all blocks."""
-    kept: dict[str, int] = {}
+    kept_entries: dict[str, int] = {}
     total: dict[str, int] = {}
     for row in view.rows() if view else []:
         kind = row["kind"]
-        kept[kind] = kept.get(kind, 0) + row["kept"]
+        kept_entries[kind] = kept_entries.get(kind, 0) + row["kept"]
         total[kind] = total.get(kind, 0) + row["size"]
-    return [Point(key_name(f"keep/{kind}"), kept[kind] / total[kind], 0, 0) for kind in total]
+    points = []
+    for kind, entries in total.items():
+        share = kept_entries[kind] / entries
+        points.append(Point(key_name(f"keep/{kind}"), share, 0, 0))
+    return points
 
 
 def analysis_points(

@@ -56,7 +56,8 @@ def dataset_entity(name: str, digest: str, source: str) -> Dataset:
     from mlflow.data.meta_dataset import MetaDataset
 
     # MetaDataset inherits the abstract method `to_evaluation_dataset`
-    dataset = MetaDataset(HTTPDatasetSource(source), name=name, digest=digest)  # type: ignore[abstract]
+    uri_source = HTTPDatasetSource(source)
+    dataset = MetaDataset(uri_source, name=name, digest=digest)  # type: ignore[abstract]
     return dataset._to_mlflow_entity()
 
 

@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from benchmarks.house import percentile, rows_of_files, rows_of_rooms, spread
+from benchmarks.house import main, percentile, rows_of_files, rows_of_rooms, spread
 from benchmarks.house_files import FileFigures, measure_file
 from benchmarks.house_imports import Project, measure_rooms, rings
 
@@ -205,3 +205,7 @@ def test_the_95th_percentile_is_a_value_that_was_measured() -> None:
     assert percentile(list(range(1, 101))) == 95
     assert percentile([7]) == 7
     assert spread([3, 1, 2]) == "2 / 3 / 3"
+
+
+def test_this_project_meets_every_goal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0, capsys.readouterr().out

@@ -112,7 +112,7 @@ def test_a_model_is_served_where_it_was_asked_for_after_the_warning(
         def write(self, place: str) -> None:
             pass
 
-    monkeypatch.setattr(commands, "chosen", lambda args: Found())
+    monkeypatch.setattr(commands, "bundle_of_arguments", lambda args: Found())
     monkeypatch.setattr(commands, "running", running)
     with pytest.raises(Ended):
         cli.main(["serve", "model", "--host", host])

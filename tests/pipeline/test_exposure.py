@@ -108,11 +108,13 @@ def test_a_model_is_served_where_it_was_asked_for_after_the_warning(
         asked.append(host)
         raise Ended
 
-    class Found:
-        def write(self, place: str) -> None:
+    class EmptyBundle:
+        tasks = ()
+
+        def write(self, folder: str) -> None:
             pass
 
-    monkeypatch.setattr(commands, "bundle_of_arguments", lambda args: Found())
+    monkeypatch.setattr(commands, "bundle_of_arguments", lambda args: EmptyBundle())
     monkeypatch.setattr(commands, "running", running)
     with pytest.raises(Ended):
         cli.main(["serve", "model", "--host", host])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from pipeline import cli
+from pipeline import app, cli
 from pipeline.graph import store as store_module
 from pipeline.graph.store import Store
 from pipeline.tracking import ui
@@ -534,7 +534,7 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket: Any) -> None:
     interrupted.write("state", b"22")
     unneeded = sum(list_files(join(store.root, f"{5:032d}")).values())
     bucket.seen.clear()
-    assert dict(store.garbage(set())) == {
+    assert dict(app.find_garbage(store)) == {
         f"stages/{0:032d}/{interrupted.name}": 2,
         f"stages/{5:032d}": unneeded,
     }

@@ -37,6 +37,7 @@ class Nodes:
                 "dashboard_port": dashboard_port,
                 "dashboard_agent_listen_port": 0,
             }
+        self.num_added = 0
         self.cluster: Any = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL, **more},
@@ -45,7 +46,14 @@ class Nodes:
         self.nodes: list[Any] = [self.add(count) for count in cpus]
 
     def add(self, cpus: int) -> Any:
-        return self.cluster.add_node(num_cpus=cpus, **SMALL)
+        """Start a node that unpacks our code into a folder of its own.
+
+        The first worker of a node makes it delete that folder and unpack the code anew. If all
+        nodes shared one folder, that would take the code away from the workers of the others.
+        """
+        self.num_added += 1
+        folder = f"runtime_resources_{self.num_added}"
+        return self.cluster.add_node(num_cpus=cpus, runtime_env_dir_name=folder, **SMALL)
 
     def processes(self, node: Any) -> list[psutil.Process]:
         """Everything that runs on a node: its raylet first."""

@@ -100,14 +100,18 @@ def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path: 
 REMAINS = "Train|Cleaner|QueueActor|DatasetManager|run_segment"
 
 
+@pytest.mark.parametrize("moment", ["while its workers start", "while they train"])
 def test_a_controller_that_is_killed_holds_nothing_and_leaves_nobody(
-    references: Any, tmp_path: Path
+    moment: str, references: Any, tmp_path: Path
 ) -> None:
     """One CPU: were it still reserved, no other group could start."""
     reference = references["chain"]
     with nodes_up([1]) as nodes:
         process = small_run.start(["run", on(nodes, reference, tmp_path)], tmp_path / "out.txt")
-        until_checkpoint(tmp_path, "hat/a/train", process, "out.txt")
+        if moment == "while they train":
+            until_checkpoint(tmp_path, "hat/a/train", process, "out.txt")
+        else:
+            wait_for(lambda: working(nodes), 120, process)
         [controller] = [found for found in nodes.everything() if "TrainController" in title(found)]
         controller.kill()
         process.join(240)

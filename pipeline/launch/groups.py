@@ -26,6 +26,7 @@ from pipeline.graph.run import Executor
 from pipeline.graph.stage import IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
+from pipeline.launch import ray_internals
 from pipeline.launch.attempt import Progress, RunOnDriver, attempt_stage, run_ingest
 from pipeline.launch.cluster import (
     ClusterState,
@@ -54,23 +55,13 @@ INGEST_THREADS = 8  # each waits for Ray tasks, which do the work
 
 
 class QueueActor(DriverRegistration, Queue):
-    """The queue as an actor. It also gives back what a lost group had reserved: the group's
-    controller may have been killed."""
+    """The queue as an actor of the cluster."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.placement_groups: dict[int, Any] = {}
+    def release_orphans(self) -> None:
+        """Give back what worker groups reserved whose controllers were killed."""
+        from ray.util import remove_placement_group  # heavy, and loaded already in an actor
 
-    def join(self, group: int, nodes: list[str], placement_group: Any = None) -> None:
-        super().join(group, nodes)
-        self.placement_groups[group] = placement_group
-
-    def abandon(self, group: int, message: str, moved: bool = False) -> None:
-        super().abandon(group, message, moved)
-        placement_group = self.placement_groups.pop(group, None)
-        if placement_group is not None:
-            from ray.util import remove_placement_group  # heavy, and loaded already in an actor
-
+        for placement_group in ray_internals.orphaned_placement_groups():
             remove_placement_group(placement_group)
 
 
@@ -328,6 +319,7 @@ class RayExecutor(Executor):
         """Report nodes that joined, were lost or are announced to go, and use the room that there
         is now."""
         before = self.state.nodes
+        self.queue.release_orphans.remote()
         self.state = self._answer(self.queue.get_cluster_state.remote())
         self.last_look = self.clock()
         for node in self.state.nodes.values():

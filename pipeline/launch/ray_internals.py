@@ -60,11 +60,35 @@ def draining_node_ids() -> Iterable[str]:
     return state.get_draining_nodes()
 
 
+def orphaned_placement_groups() -> list[Any]:
+    """Return the placement groups of this job that dead actors created, and that still reserve
+    resources or wait for them.
+
+    Ray removes a placement group when the driver of its creator ends, and not before.
+    """
+    import ray
+    from ray._private.state import state
+    from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+    from ray.util.placement_group import PlacementGroup
+
+    job_id = ray.get_runtime_context().get_job_id()
+    no_actor = ray.ActorID.nil().binary()
+    orphans = []
+    for entry in state._connect_and_get_accessor().get_placement_group_table():
+        row = PlacementGroupTableData.FromString(entry)
+        is_orphan = row.creator_actor_dead and row.creator_actor_id != no_actor
+        is_removed = row.state == PlacementGroupTableData.REMOVED
+        if is_orphan and not is_removed and row.creator_job_id.hex() == job_id:
+            orphans.append(PlacementGroup(ray.PlacementGroupID(row.placement_group_id)))
+    return orphans
+
+
 def trainer_class() -> Any:
     """Return `TorchTrainer` without the actor that gives back what a killed controller reserved.
 
-    Where the cluster has no dashboard, that actor never hears of the end and stays for ever. Our
-    queue gives the placement group back instead.
+    Where the cluster has no dashboard, that actor never hears of the end and stays for ever. And it
+    knows a placement group only once all workers of the group are up. Our queue gives placement
+    groups back instead: see `orphaned_placement_groups`.
     """
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks.placement_group_callback import (

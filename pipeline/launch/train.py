@@ -102,7 +102,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     group = config["group"]
     nodes = rank.gather(ray.get_runtime_context().get_node_id())
     if rank.rank == 0:
-        ray.get(queue.join.remote(group, nodes, ray.util.get_current_placement_group()))
+        ray.get(queue.join.remote(group, nodes))
     while True:
         stage = next_stage(ray, queue, group, rank)
         if stage is None:

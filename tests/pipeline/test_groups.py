@@ -30,16 +30,22 @@ from workers.storage.artifact import temporary_name
 
 class QueueHandle:
     """The handle of a queue actor that answers at once: `get_cluster_state` with `state`, all else
-    as `queue` does."""
+    as `queue` does. releases: number of calls of `release_orphans`."""
 
     def __init__(self, state: ClusterState) -> None:
         self.queue = Queue()
         self.state = state
+        self.releases = 0
 
     def __getattr__(self, name: str) -> Any:
         if name == "get_cluster_state":
             return SimpleNamespace(remote=lambda: self.state)
+        if name == "release_orphans":
+            return SimpleNamespace(remote=self._release_orphans)
         return SimpleNamespace(remote=getattr(self.queue, name))
+
+    def _release_orphans(self) -> None:
+        self.releases += 1
 
 
 class Task:
@@ -232,9 +238,12 @@ def test_a_group_that_waits_for_a_node_that_is_gone_is_started_anew_with_what_th
     first = driver.groups[0].task
     driver.change_cluster(cpus(1.0, 1.0, lost=[1]))
     assert driver.ray.cancelled == [first]
+    releases = driver.handle.releases
     driver.end_group(0, ray.exceptions.WorkerCrashedError())
     driver.poll()
+    driver.poll()
     assert driver.sizes() == {0: 1}
+    assert driver.handle.releases > releases, "what the first group reserved is not given back"
 
 
 def test_waiting_for_room_is_no_failed_start_but_failed_starts_end_the_run(

@@ -4,9 +4,11 @@ is used for here."""
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from pipeline.launch import ray_internals
 
@@ -60,6 +62,49 @@ def test_ray_knows_which_nodes_are_announced_to_go(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(state, "get_draining_nodes", lambda: {"n1": 5})
     assert "n1" in ray_internals.draining_node_ids()
     assert list(inspect.signature(type(state).get_draining_nodes).parameters) == ["self"]
+
+
+def test_a_placement_group_is_orphaned_when_the_actor_of_this_job_that_created_it_is_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray._private.state import state
+    from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+
+    job = ray.JobID.from_int(1)
+    actor = ray.ActorID.of(job, ray.TaskID.for_driver_task(job), 1)
+    created = PlacementGroupTableData.CREATED
+    rows: dict[str, dict[str, Any]] = {
+        "orphan": {"creator_actor_dead": True, "state": created},
+        "waiting orphan": {"creator_actor_dead": True, "state": PlacementGroupTableData.PENDING},
+        "removed": {"creator_actor_dead": True, "state": PlacementGroupTableData.REMOVED},
+        "in use": {"creator_actor_dead": False, "state": created},
+        "of another job": {
+            "creator_actor_dead": True,
+            "state": created,
+            "creator_job_id": ray.JobID.from_int(2).binary(),
+        },
+        "of a driver": {
+            "creator_actor_dead": True,
+            "state": created,
+            "creator_actor_id": ray.ActorID.nil().binary(),
+        },
+    }
+    names = {}
+    table = []
+    for name, row in rows.items():
+        placement_group_id = ray.PlacementGroupID.of(job)
+        names[placement_group_id] = name
+        usual = {"creator_job_id": job.binary(), "creator_actor_id": actor.binary()}
+        entry: Any = PlacementGroupTableData(
+            placement_group_id=placement_group_id.binary(), **{**usual, **row}
+        )
+        table.append(entry.SerializeToString())
+    accessor = SimpleNamespace(get_placement_group_table=lambda: table)
+    monkeypatch.setattr(state, "_connect_and_get_accessor", lambda: accessor)
+    context = SimpleNamespace(get_job_id=job.hex)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    orphans = ray_internals.orphaned_placement_groups()
+    assert [names[orphan.id] for orphan in orphans] == ["orphan", "waiting orphan"]
 
 
 def test_our_trainer_has_all_of_rays_default_callbacks_but_the_cleaner_of_placement_groups() -> (

@@ -1,8 +1,8 @@
-"""What a person sees while a run goes on and at its end: one live line on a terminal, plain lines
-everywhere else."""
+"""What a run prints: one live line on a terminal, plain lines elsewhere, and tables at its end."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -12,208 +12,216 @@ from pipeline.graph.run import Outcome
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
 from pipeline.graph.walk import ENDED, Decision, DecisionKind, Event, EventKind, Walk
-from pipeline.results.tables import RunTables
+from pipeline.results.tables import Row, RunTables
 from workers.storage.secrets import redact
 
-QUIET_S = 30.0  # where output is not a terminal: seconds between two progress lines of a stage
+QUIET_S = 30.0  # seconds between two progress lines of a stage where output is not a terminal
+LIVE_COLUMNS = 158  # the live line is cut here; a longer one may wrap and could not be rewritten
+CLEAR_LINE = "\r\x1b[2K"
+SUMMARY_HEADING = [
+    "method",
+    "average accuracy",
+    "forgetting",
+    "bytes per task",
+    "all bytes / backbone",
+    "trained parameters",
+]
 
 
 class Console:
-    """Watches a walk. On a terminal the last line is rewritten; elsewhere a stage prints when it
-    ends, and rarely between."""
+    """Prints the progress of a run.
+
+    On a terminal the last line is rewritten. Elsewhere a stage prints a line when it ends, and a
+    progress line every `QUIET_S` seconds.
+    """
 
     def __init__(self, graph: Graph, lookups: dict[str, Lookup], stream: TextIO | None = None):
         self.stream = stream or sys.stdout
-        self.live = self.stream.isatty()
+        self.is_terminal = self.stream.isatty()
         self.total = len(graph)
-        self.done = 0
-        self.said: dict[str, float] = {}
+        self.ended = 0
+        self.last_progress: dict[str, float] = {}  # stage -> time of its last progress line
         for stage_id, lookup in lookups.items():
             if lookup.damaged:
                 self.say(f"{stage_id}: {lookup.reason}")
 
     def decision(self, walk: Walk, decision: Decision) -> None:
-        self.done = walk.count(*ENDED)
-        text = f"{decision.stage}: {decision.reason}"
+        self.ended = walk.count(*ENDED)
+        stage = decision.stage
+        reason = decision.reason
         match decision.kind:
             case DecisionKind.LAUNCH:
-                self._live(f"{decision.stage} ...")
+                self._show_live(f"{stage} ...")
             case DecisionKind.BLOCK:
-                self.say(f"{decision.stage}: not run, {decision.reason}")
+                self.say(f"{stage}: not run, {reason}")
             case DecisionKind.RETRY:
-                count = f"try {walk.tries[decision.stage] + 1} of {walk.retries + 1}"
-                self.say(f"{text}; tried again from its last checkpoint ({count})")
+                attempt = f"try {walk.tries[stage] + 1} of {walk.retries + 1}"
+                self.say(f"{stage}: {reason}; tried again from its last checkpoint ({attempt})")
             case DecisionKind.MOVE:
-                self.say(f"{text}; it goes on from there")
+                self.say(f"{stage}: {reason}; it goes on from there")
             case DecisionKind.RECOMPUTE:
-                self.say(text)
+                self.say(f"{stage}: {reason}")
             case DecisionKind.FAIL:
-                self.say(f"{decision.stage}: failed: {decision.reason}")
+                self.say(f"{stage}: failed: {reason}")
 
     def event(self, walk: Walk, event: Event) -> None:
-        self.done = walk.count(*ENDED)
+        self.ended = walk.count(*ENDED)
         match event.kind:
             case EventKind.PROGRESS:
                 self.progress(event)
             case EventKind.DONE:
-                seconds = _seconds(event.body.get("wall_s", 0.0))
-                self.say(f"{event.stage}: {_gist(event.body)} in {seconds}")
+                duration = _format_seconds(event.body.get("wall_s", 0.0))
+                self.say(f"{event.stage}: {_result_text(event.body)} in {duration}")
                 if event.body.get("note"):
                     self.say(f"{event.stage}: {event.body['note']}")
 
     def progress(self, event: Event) -> None:
-        """Show how far a stage is, or a note about the cluster."""
+        """Show the progress of a stage, or a note about the cluster."""
         if event.kind is EventKind.NOTE:
             self.say(event.message)
             return
-        text = f"{event.stage}: {_progress(event.body)}"
-        if self.live:
-            self._live(text)
+        text = f"{event.stage}: {_progress_text(event.body)}"
+        if self.is_terminal:
+            self._show_live(text)
             return
         now = time.monotonic()
-        if now - self.said.setdefault(event.stage, now) > QUIET_S:
-            self.said[event.stage] = now
+        if now - self.last_progress.setdefault(event.stage, now) > QUIET_S:
+            self.last_progress[event.stage] = now
             self.say(text)
 
     def say(self, text: str) -> None:
-        """One line of its own."""
-        print(
-            f"{self._clear()}[{self.done}/{self.total}] {redact(text)}",
-            file=self.stream,
-            flush=True,
-        )
+        """Print a line that stays."""
+        line = f"[{self.ended}/{self.total}] {redact(text)}"
+        if self.is_terminal:
+            line = CLEAR_LINE + line
+        print(line, file=self.stream, flush=True)
 
-    def _live(self, text: str) -> None:
-        if self.live:
-            print(
-                f"{self._clear()}[{self.done}/{self.total}] {text}"[:158],
-                end="",
-                file=self.stream,
-                flush=True,
-            )
-
-    def _clear(self) -> str:
-        return "\r\x1b[2K" if self.live else ""
+    def _show_live(self, text: str) -> None:
+        """Rewrite the last line of a terminal; print nothing elsewhere."""
+        if self.is_terminal:
+            line = f"{CLEAR_LINE}[{self.ended}/{self.total}] {text}"
+            print(line[:LIVE_COLUMNS], end="", file=self.stream, flush=True)
 
 
-def _progress(body: dict[str, Any]) -> str:
-    if "doing" in body:
-        return (
-            f"{body['doing']} {body.get('images', 0)}"
-            + (f"/{body['of']}" if body.get("of") else "")
-            + " images"
-        )
-    if "epoch" not in body:
+def _progress_text(body: dict[str, Any]) -> str:
+    if "doing" in body:  # ingest
+        images = str(body.get("images", 0))
+        if body.get("of"):
+            images += f"/{body['of']}"
+        return f"{body['doing']} {images} images"
+    if "epoch" not in body:  # evaluate
         return f"{body.get('task', '')} {body.get('done', 0)}/{body.get('of', 1)}"
-    accuracy = f", validation {body['accuracy']:.3f}" if body.get("accuracy") is not None else ""
+    validation = ""
+    if body.get("accuracy") is not None:
+        validation = f", validation {body['accuracy']:.3f}"
     return (
-        f"epoch {body['epoch']}/{body['epochs']}, loss {body['loss']:.4f}{accuracy}, "
-        f"{body['images_per_s']:.0f} images/s, {_seconds(body['left_s'])} left"
+        f"epoch {body['epoch']}/{body['epochs']}, loss {body['loss']:.4f}{validation}, "
+        f"{body['images_per_s']:.0f} images/s, {_format_seconds(body['left_s'])} left"
     )
 
 
-def _gist(manifest: dict[str, Any]) -> str:
-    """What came out of a stage, in a few words."""
-    kind = manifest.get("kind")
-    if kind == "evaluate":
-        return ", ".join(
-            f"{r['task']} {r['correct'] / r['total']:.3f}" for r in manifest["result"]["rows"]
-        )
-    if kind == "train":
-        return f"trained, {_bytes(sum(manifest['sizes'].values()))} for the task"
-    if kind == "ingest":
-        return ", ".join(f"{n} {split}" for split, n in manifest["counts"].items())
-    if kind == "backbone":
-        return f"backbone of {manifest['parameters']:,} parameters"
+def _result_text(manifest: dict[str, Any]) -> str:
+    """Return the result of a stage in a few words."""
+    match manifest.get("kind"):
+        case "evaluate":
+            rows = manifest["result"]["rows"]
+            return ", ".join(f"{row['task']} {row['correct'] / row['total']:.3f}" for row in rows)
+        case "train":
+            task_bytes = sum(manifest["sizes"].values())
+            return f"trained, {_format_bytes(task_bytes)} for the task"
+        case "ingest":
+            counts = manifest["counts"].items()
+            return ", ".join(f"{images} {split}" for split, images in counts)
+        case "backbone":
+            return f"backbone of {manifest['parameters']:,} parameters"
     return "done"
 
 
 def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
-    """The end of a run: matrices, forgetting, sizes, and where to look."""
+    """Return what is printed at the end of a run: matrices, metrics, warnings, and links."""
     lines: list[str] = []
     for label in tables.labels:
         lines += ["", matrix_text(tables, label)]
-    lines += [
-        "",
-        table_text(
-            [
-                "method",
-                "average accuracy",
-                "forgetting",
-                "bytes per task",
-                "all bytes / backbone",
-                "trained parameters",
-            ],
-            [
-                [
-                    row["label"],
-                    _rate(row.get("average_accuracy")),
-                    _rate(row.get("forgetting")),
-                    _bytes(row.get("bytes_per_task")),
-                    _number(row.get("growth"), ".2f"),
-                    _number(row.get("trained_parameters"), ","),
-                ]
-                for row in tables.summary()
-            ],
-        ),
-    ]
+    rows = [_summary_cells(row) for row in tables.summary()]
+    lines += ["", table_text(SUMMARY_HEADING, rows)]
     warnings = tables.warnings()
-    lines += [""] + [f"warning: {w['stage']}: {w['warning']}" for w in warnings] if warnings else []
+    if warnings:
+        lines.append("")
+        lines += [f"warning: {row['stage']}: {row['warning']}" for row in warnings]
+    duration = _format_seconds(outcome.seconds)
     if outcome.ran == 0:
-        lines += [
-            "",
+        ending = (
             f"nothing to do: all {outcome.reused} stage results stand, no stage was run "
-            f"({_seconds(outcome.seconds)})",
-        ]
-    else:
-        lines += [
-            "",
-            f"{outcome.ran} stages run, {outcome.reused} reused, {_seconds(outcome.seconds)}",
-        ]
-    return "\n".join([*lines, *links])
-
-
-def matrix_text(tables: RunTables, label: str) -> str:
-    """R of one method: rows = after task, columns = on task, in per cent."""
-    matrix = tables.matrix(label)
-    width = max(6, *(len(t) for t in matrix.tasks)) + 1
-    head = f"{label}: accuracy in %, row = after task, column = on task"
-    lines = [head, " " * width + "".join(f"{t:>{width}}" for t in matrix.tasks)]
-    for name, row in zip(matrix.tasks, matrix.rates, strict=True):
-        lines.append(
-            f"{name:>{width}}"
-            + "".join(f"{'.' if v != v else f'{100 * v:.1f}':>{width}}" for v in row.tolist())
+            f"({duration})"
         )
+    else:
+        ending = f"{outcome.ran} stages run, {outcome.reused} reused, {duration}"
+    lines += ["", ending, *links]
     return "\n".join(lines)
 
 
-def table_text(head: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(r, widths, strict=True))
-        )
-        for r in [head, *rows]
-    )
+def _summary_cells(row: Row) -> list[str]:
+    return [
+        row["label"],
+        _format_percent(row.get("average_accuracy")),
+        _format_percent(row.get("forgetting")),
+        _format_bytes(row.get("bytes_per_task")),
+        _format_number(row.get("growth"), ".2f"),
+        _format_number(row.get("trained_parameters"), ","),
+    ]
 
 
-def _rate(value: Any) -> str:
-    return "-" if value is None or value != value else f"{100 * value:z.2f} %"
+def matrix_text(tables: RunTables, label: str) -> str:
+    """Return the accuracy matrix of one method in per cent: row after task, column on task."""
+    matrix = tables.matrix(label)
+    width = 1 + max([6, *map(len, matrix.tasks)])
+    lines = [
+        f"{label}: accuracy in %, row = after task, column = on task",
+        "".join(name.rjust(width) for name in ("", *matrix.tasks)),
+    ]
+    for task, rates in zip(matrix.tasks, matrix.rates.tolist(), strict=True):
+        line = task.rjust(width)
+        for rate in rates:
+            cell = "." if math.isnan(rate) else f"{100 * rate:.1f}"
+            line += cell.rjust(width)
+        lines.append(line)
+    return "\n".join(lines)
 
 
-def _number(value: Any, spec: str) -> str:
-    return "-" if value is None or value != value else format(value, spec)
+def table_text(heading: list[str], rows: list[list[str]]) -> str:
+    """Return a table in columns of equal width, the first one to the left, the others right."""
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    lines = []
+    for row in (heading, *rows):
+        cells = [row[0].ljust(widths[0])]
+        for cell, width in zip(row[1:], widths[1:], strict=True):
+            cells.append(cell.rjust(width))
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
 
 
-def _bytes(value: Any) -> str:
-    if value is None or value != value:
+def _format_percent(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{100 * value:z.2f} %"
+
+
+def _format_number(value: float | None, spec: str) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return format(value, spec)
+
+
+def _format_bytes(count: float | None) -> str:
+    if count is None or math.isnan(count):
         return "-"
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value:.0f} B"
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 60 else f"{int(value // 60)} min {int(value % 60):02d} s"
+def _format_seconds(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"

@@ -1,8 +1,7 @@
-"""What a failed try of a stage leaves for people: its whole traceback with where it ran, and a
-sentence with our own line.
+"""What is written about a failed try of a stage: its traceback, and the line that raised the error.
 
 Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`. `gc` deletes
-those of stages whose result stands, or that no run needs.
+the files of stages that have a result, and of stages that no run needs.
 """
 
 from __future__ import annotations
@@ -20,33 +19,42 @@ from workers.storage.secrets import redact
 
 FOLDER = "failures"
 ROOT = str(Path(__file__).resolve().parents[2])
-FRAME = re.compile(
+PACKAGES = (f"pipeline{os.sep}", f"workers{os.sep}")
+REMOTE_FRAME = re.compile(
     r'File "(?!.*site-packages)[^"\n]*?(?P<module>(?:pipeline|workers)/[^"\n]*\.py)", line '
     r"(?P<line>\d+), in (?P<name>\S+)"
-)
-LONGEST = 500  # characters of an error's own words in the sentence; the file has them all
+)  # a line of this project in the text of a traceback
+MAX_MESSAGE = 500  # characters of an error's message in `describe`; the file has all of them
+MAX_WRITE_ERROR = 200  # characters of the reason why the file was not written
+STDERR = 2
 
 
 def describe(error: Exception) -> str:
     """Return the type and message of an error, with the innermost line of this project that
     raised it or passed it on."""
-    text = f"{type(error).__name__}: {' '.join(redact(str(error)).split())[:LONGEST]}"
-    frame = own_frame(error)
-    return f"{text} (at {frame})" if frame else text
+    message = " ".join(redact(str(error)).split())
+    text = f"{type(error).__name__}: {message[:MAX_MESSAGE]}"
+    frame = innermost_frame(error)
+    if frame:
+        text += f" (at {frame})"
+    return text
 
 
-def own_frame(error: BaseException) -> str:
-    """`workers/loop.py:120 in train_step`: the innermost frame below `pipeline/` or `workers/`;
-    empty where there is none. Of an error that Ray has brought from another process, the frame
-    there."""
-    remote = [
-        *FRAME.finditer(getattr(error.__cause__, "traceback_str", ""))
-    ]  # a RayTaskError has it as text
-    if remote:
-        return f"{remote[-1]['module']}:{remote[-1]['line']} in {remote[-1]['name']}"
+def innermost_frame(error: BaseException) -> str:
+    """Return the innermost frame below `pipeline/` or `workers/`; empty when there is none.
+
+    The form is `workers/loop.py:120 in train_step`. Where Ray has brought the error from another
+    process, it is the frame in that process.
+    """
+    # a RayTaskError holds the traceback of the other process as text
+    remote_traceback = getattr(error.__cause__, "traceback_str", "")
+    remote_frames = list(REMOTE_FRAME.finditer(remote_traceback))
+    if remote_frames:
+        match = remote_frames[-1]
+        return f"{match['module']}:{match['line']} in {match['name']}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = os.path.relpath(os.path.abspath(frame.filename), ROOT)
-        if path.startswith((f"pipeline{os.sep}", f"workers{os.sep}")):
+        if path.startswith(PACKAGES):
             return f"{path}:{frame.lineno} in {frame.name}"
     return ""
 
@@ -56,35 +64,42 @@ def keep(
 ) -> str:
     """Write the whole traceback of a failed stage below `storage`, with host, rank and log.
 
-    Return the path of the file, or why it was not written: a storage that cannot be reached must
-    not hide the error itself.
+    Return the path of the file, or the reason why it was not written: a storage that cannot be
+    reached must not hide the error itself.
     """
     host = platform.node()
-    now = time.strftime("%Y%m%dT%H%M%S")
-    path = join(storage, FOLDER, key, f"{now}-{host}-rank{rank}-{os.getpid()}.txt")
+    process = os.getpid()
+    file_name = f"{time.strftime('%Y%m%dT%H%M%S')}-{host}-rank{rank}-{process}.txt"
+    path = join(storage, FOLDER, key, file_name)
+    log = log_path() or "the terminal of this process"
     lines = [
         f"stage: {stage_id}",
         f"key: {key}",
         f"time: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
         f"host: {host}",
         f"rank: {rank} of {world}",
-        f"process: {os.getpid()}",
-        f"log: {log_path() or 'the terminal of this process'}",
-        "",
+        f"process: {process}",
+        f"log: {log}",
     ]
-    body = "\n".join(lines) + "\n" + "".join(traceback.format_exception(error))
+    heading = "\n".join(lines)
+    trace = "".join(traceback.format_exception(error))
+    text = f"{heading}\n\n{trace}"
     try:
-        write_bytes(path, redact(body).encode(errors="replace"))
-    except Exception as problem:
-        return f"not kept: {' '.join(str(problem).split())[:200]}"
+        write_bytes(path, redact(text).encode(errors="replace"))
+    except Exception as write_error:
+        reason = " ".join(str(write_error).split())
+        return f"not kept: {reason[:MAX_WRITE_ERROR]}"
     return path
 
 
 def log_path() -> str:
-    """The file that this process writes its errors into, as a worker of Ray or Slurm does; empty
-    where it is no file."""
+    """Return the file that stderr of this process goes to; empty when it goes to no file.
+
+    Workers of Ray and jobs of Slurm have such a file.
+    """
     try:
-        is_file = stat.S_ISREG(os.fstat(2).st_mode)
-        return os.readlink("/proc/self/fd/2") if is_file else ""
+        if stat.S_ISREG(os.fstat(STDERR).st_mode):
+            return os.readlink(f"/proc/self/fd/{STDERR}")
     except OSError:
-        return ""
+        pass
+    return ""

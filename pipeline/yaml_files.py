@@ -1,10 +1,9 @@
-"""YAML files as plain values: safe, strict and bounded; what a file extends, what `--set` changes,
-what `${NAME}` stands for.
+"""YAML files as plain values, safe, strict and bounded; `extends`, `--set` and `${NAME}`.
 
-A word means what the core schema of YAML 1.2 says: true and false alone are booleans, so that `no`,
-`on` and `off` are text; 010 is ten and 0o10 is eight; 1e-3 is a number; 1:30, 1_000 and 2024-01-01
-are text. A setting that is a number or a switch also takes a text that can only mean one: 1_000 is
-a thousand, `yes` is true.
+Scalars follow the core schema of YAML 1.2. Only true and false are booleans: `no`, `on` and `off`
+are text. 010 is ten, 0o10 is eight, 1e-3 is a number; 1:30, 1_000 and 2024-01-01 are text. A
+setting that is a number or a boolean also takes a text with one possible meaning: 1_000 is a
+thousand, `yes` is true.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -20,102 +19,127 @@ from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
-# of a file: characters, values with each alias counted in full, nesting
-MOST_TEXT, MOST_VALUES, MOST_LEVELS = (
-    16 << 20,
-    200_000,
-    50,
-)
-MOST_FILES = 100  # that a config consists of, each counted as often as it is extended
+# limits of one file
+MOST_TEXT = 16 << 20  # characters
+MOST_VALUES = 200_000  # values, each alias counted in full
+MOST_LEVELS = 50  # levels of nesting
+MOST_FILES = 100  # files of a config, each counted as often as it is extended
+LONGEST_UTF8 = 4  # bytes of a character
 TAG = "tag:yaml.org,2002:"
-CORE = {  # the words of each kind of value, and what they may begin with
-    "null": (r"~|null|Null|NULL|", "~nN"),
-    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    "float": (
+UNENCODABLE = re.compile("[\0\ud800-\udfff]")  # NUL and lone surrogates
+
+
+class ScalarKind(NamedTuple):
+    """A kind of value that is no text. first: the characters that it may begin with."""
+
+    pattern: str
+    first: list[str]
+
+
+SCALARS = {
+    "null": ScalarKind(r"~|null|Null|NULL|", [*"~nN", ""]),
+    "bool": ScalarKind(r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    "int": ScalarKind(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    "float": ScalarKind(
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
+        [*"-+.0123456789"],
     ),
-    "merge": (r"<<", "<"),
+    "merge": ScalarKind(r"<<", ["<"]),
 }
+INT_BASES = {"0o": 8, "0x": 16}  # by prefix
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML of plain values alone, in which a key that stands twice is an error. A file may
-    come from a stranger: what it says once and means a billion times by aliases, or nests without
-    end, is refused before it is made."""
+    """Reads plain values only, and refuses a key that occurs twice.
+
+    A file may come from a stranger. One that is huge by its aliases, or nested without end, is
+    refused before its values are made.
+    """
 
     def __init__(self, text: str):
         super().__init__(text)
-        self.values, self.levels, self.sizes = 0, 0, dict[str, int]()
+        self.values = 0  # composed so far
+        self.level = 0
+        self.anchor_sizes: dict[str, int] = {}  # anchor -> values below it
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        alias, name, before = (
-            isinstance(event, yaml.AliasEvent),
-            getattr(event, "anchor", None),
-            self.values,
-        )
-        place: Any = event.start_mark
-        if alias and name in self.anchors and name not in self.sizes:
-            raise yaml.MarkedYAMLError(
-                problem=f"alias {name!r:.80} stands inside what it stands for", problem_mark=place
-            )
-        self.values += self.sizes.get(name or "", 1) if alias else 1
-        self.levels += 1
-        if self.values > MOST_VALUES or self.levels > MOST_LEVELS:
-            said = (
-                f"more than {MOST_VALUES} values, each alias counted in full"
-                if self.values > MOST_VALUES
-                else f"more than {MOST_LEVELS} levels"
-            )
-            raise yaml.MarkedYAMLError(problem=said, problem_mark=place)
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        anchor: Any = getattr(event, "anchor", None)
+        is_alias = isinstance(event, yaml.AliasEvent)
+        values_before = self.values
+        if is_alias:
+            if anchor in self.anchors and anchor not in self.anchor_sizes:
+                raise yaml.MarkedYAMLError(
+                    problem=f"alias {anchor!r:.80} refers to a value that contains it",
+                    problem_mark=event.start_mark,
+                )
+            self.values += self.anchor_sizes.get(anchor, 1)
+        else:
+            self.values += 1
+        self.level += 1
+        self._check_limits(event)
         node = super().compose_node(parent, index)
-        self.levels -= 1
-        if name and not alias:
-            self.sizes[name] = self.values - before
+        self.level -= 1
+        if anchor and not is_alias:
+            self.anchor_sizes[anchor] = self.values - values_before
         return node
 
+    def _check_limits(self, event: Any) -> None:
+        if self.values > MOST_VALUES:
+            problem = f"more than {MOST_VALUES} values, each alias counted in full"
+        elif self.level > MOST_LEVELS:
+            problem = f"more than {MOST_LEVELS} levels"
+        else:
+            return
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != TAG + "merge":
-                key = self.construct_object(key_node)
-                if key in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"key {key_node.value!r} stands twice",
-                        problem_mark=key_node.start_mark,
-                    )
-                seen.add(key)
+        if isinstance(node, yaml.MappingNode):
+            self._refuse_repeated_keys(node)
         return super().construct_mapping(node, deep)
+
+    def _refuse_repeated_keys(self, node: yaml.MappingNode) -> None:
+        keys = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == TAG + "merge":
+                continue
+            key = self.construct_object(key_node)
+            if key in keys:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key_node.value!r} occurs twice",
+                    problem_mark=key_node.start_mark,
+                )
+            keys.add(key)
 
     def construct_scalar(self, node: Any) -> Any:
         text = super().construct_scalar(node)
-        if "\0" in text or (
-            not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
-        ):
+        if UNENCODABLE.search(text):
             raise yaml.MarkedYAMLError(
                 problem=f"text {text!r:.80} has a character that no file can be named with",
                 problem_mark=node.start_mark,
             )
         return text
 
-    def construct_core(self, node: Any) -> Any:
-        """A null, a boolean or a number, also where a tag asks for it."""
-        kind, text = node.tag.removeprefix(TAG), self.construct_scalar(node)
-        if not re.fullmatch(CORE[kind][0], text):
+    def construct_plain_scalar(self, node: Any) -> Any:
+        """Return a null, a boolean or a number, also where a tag asks for it."""
+        kind = node.tag.removeprefix(TAG)
+        text = self.construct_scalar(node)
+        if not re.fullmatch(SCALARS[kind].pattern, text):
             raise yaml.MarkedYAMLError(
-                problem=f"{text!r:.80} is no {kind}", problem_mark=node.start_mark
+                problem=f"{text!r:.80} is not a valid {kind}", problem_mark=node.start_mark
             )
-        if kind == "int":
-            return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-        if kind == "float":
-            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        return text.lower() == "true" if kind == "bool" else None
+        match kind:
+            case "int":
+                return int(text, INT_BASES.get(text[:2], 10))
+            case "float":
+                return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+            case "bool":
+                return text.lower() == "true"
+        return None
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes in quotes what either version of YAML would read as something else than text."""
+    """Puts a text in quotes that YAML 1.1 or 1.2 would read as something else."""
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -125,31 +149,20 @@ _Loader.yaml_constructors = {
     TAG + "map": yaml.SafeLoader.yaml_constructors[TAG + "map"],
     None: yaml.SafeLoader.yaml_constructors[None],
 }
-for _kind, (_words, _first) in CORE.items():
+for _name, _scalar in SCALARS.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(
-            TAG + _kind,
-            re.compile(rf"(?:{_words})\Z"),
-            [*_first, *([""] if _kind == "null" else [])],
-        )
-    if _kind != "merge":
-        _Loader.add_constructor(TAG + _kind, _Loader.construct_core)
+        _pattern = re.compile(rf"(?:{_scalar.pattern})\Z")
+        _class.add_implicit_resolver(TAG + _name, _pattern, _scalar.first)
+    if _name != "merge":
+        _Loader.add_constructor(TAG + _name, _Loader.construct_plain_scalar)
 
 
 def read_yaml(file: Path, kind: str) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UserError where it is none."""
-    try:
-        text = read_regular(file, 4 * MOST_TEXT).decode()
-        if len(text) > MOST_TEXT:
-            raise UserError(
-                f"{file}: longer than {MOST_TEXT} characters, too long for {kind}; mend the file"
-            )
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-        raise UserError(
-            f"{file}: not readable as text ({reason}); give the path of a .yaml file"
-        ) from None
-    body = parse_yaml(text, str(file))
+    """Return the mapping in a YAML file. kind: what it is, e.g. `a config`.
+
+    Raise `UserError` when the file cannot be read or holds something else, or a secret.
+    """
+    body = parse_yaml(_read_text(file, kind), str(file))
     if not isinstance(body, dict):
         raise UserError(
             f"{file}: {kind} is a mapping of keys to values, this is {body!r:.40}; mend the file"
@@ -158,95 +171,133 @@ def read_yaml(file: Path, kind: str) -> dict[str, Any]:
     return body
 
 
+def _read_text(file: Path, kind: str) -> str:
+    try:
+        text = read_regular(file, LONGEST_UTF8 * MOST_TEXT).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8"
+        if isinstance(error, OSError):
+            reason = str(error.strerror)
+        raise UserError(
+            f"{file}: not readable as text ({reason}); give the path of a .yaml file"
+        ) from None
+    if len(text) > MOST_TEXT:
+        raise UserError(
+            f"{file}: longer than {MOST_TEXT} characters, too long for {kind}; mend the file"
+        )
+    return text
+
+
 def parse_yaml(text: str, where: str) -> Any:
+    """Return the plain values of a YAML text. where: its source, which errors name.
+
+    Raise `UserError` when it is not valid YAML.
+    """
     try:
         return yaml.load(text, _Loader)  # a subclass of SafeLoader: builds plain values only
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        if mark is not None:
+            where += f", line {mark.line + 1}, column {mark.column + 1}"
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         raise UserError(
-            f"{where}{place}: not readable as YAML ({reason}); mend its brackets, quotes or "
-            "indentation"
+            f"{where}: not readable as YAML ({reason}); mend its brackets, quotes or indentation"
         ) from None
-    except (
-        ValueError,
-        TypeError,
-    ) as error:  # a date in month 13, a number of thousands of digits, `!!set` on a list
+    except (ValueError, TypeError) as error:
+        # a date in month 13, a number of thousands of digits, `!!set` on a list
         raise UserError(
             f"{where}: not readable as YAML ({error}); write the value in quotes, or mend it"
         ) from None
 
 
 def dump_yaml(value: Any, **options: Any) -> str:
-    """Plain values as YAML that `parse_yaml` reads back as they are. options: of PyYAML's
-    `dump`."""
-    return str(
-        yaml.dump(value, Dumper=_Dumper, **{"sort_keys": False, "allow_unicode": True, **options})
-    )
+    """Return plain values as YAML, which `parse_yaml` reads back unchanged.
+
+    options: of PyYAML's `dump`.
+    """
+    options = {"sort_keys": False, "allow_unicode": True, **options}
+    return str(yaml.dump(value, Dumper=_Dumper, **options))
 
 
 def read_with_bases(file: Path) -> dict[str, Any]:
-    """A config's values over those of the files that it `extends` (one or a list, relative to its
-    own folder, later ones first), by `merge`. Raises UserError where a file extends itself or one
-    that is not there, or where there are too many."""
+    """Return the values of a config, merged over those of the files that it `extends`.
+
+    `extends` is a path or a list of paths, relative to the folder of the file; later ones override
+    earlier ones. Raise `UserError` when a file extends itself or a missing file, or when there are
+    too many files.
+    """
     return _read_over_bases(file, (), [])
 
 
-def _read_over_bases(file: Path, above: tuple[Path, ...], files: list[Path]) -> dict[str, Any]:
-    """above: the files that extend this one, the first first. files: all that were read before, in
-    order."""
-    files.append(file)
-    if len(files) > MOST_FILES:
+def _read_over_bases(
+    file: Path, extending: tuple[Path, ...], files_read: list[Path]
+) -> dict[str, Any]:
+    """Return the values of `file` merged over its bases, and append all files to `files_read`.
+
+    extending: the chain of files that leads to this one, the outermost first.
+    """
+    files_read.append(file)
+    if len(files_read) > MOST_FILES:
         raise UserError(
-            f"{files[0]}: extends more than {MOST_FILES} files, each counted as often as it is "
-            "extended; take some out"
+            f"{files_read[0]}: extends more than {MOST_FILES} files, each counted as often as it "
+            "is extended; take some out"
         )
     body = read_yaml(file, "a config")
     bases = body.pop("extends", [])
-    bases = [bases] if isinstance(bases, str) else bases
+    if isinstance(bases, str):
+        bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(
             f"{file}: extends is {bases!r:.80}, it must be the name of a config file or a list "
             "of such; change it"
         )
+    chain = (*extending, file)
+    resolved_chain = [path.resolve() for path in chain]
     merged: dict[str, Any] = {}
     for base in bases:
-        path = file.parent / base
-        if not path.exists():
+        base_path = file.parent / base
+        if not base_path.exists():
             raise UserError(
                 f"{file}: extends {base!r}, which does not exist beside it; mend the path"
             )
-        if path.resolve() in [p.resolve() for p in (*above, file)]:
+        if base_path.resolve() in resolved_chain:
             raise UserError(
-                f"{file}: extends {base!r}, which extends this file in turn; take one of the "
-                "two out"
+                f"{file}: extends {base!r}, which extends this file in turn; "
+                "take one of the two out"
             )
-        merged = merge(merged, _read_over_bases(path, (*above, file), files))
+        merged = merge(merged, _read_over_bases(base_path, chain, files_read))
     return merge(merged, body)
 
 
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` over `below`: mappings merge, anything else replaces."""
-    both = {
-        k: merge(below[k] or {}, v or {})
-        for k, v in above.items()
-        if isinstance(below.get(k), dict) and isinstance(v, (dict, type(None)))
-    }
-    return {**below, **above, **both}
+def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return `overrides` over `base`: two mappings are merged, anything else is replaced.
+
+    An empty value, which YAML reads as None, changes nothing in a mapping.
+    """
+    merged = dict(base)
+    for key, value in overrides.items():
+        base_value = base.get(key)
+        if isinstance(base_value, dict) and isinstance(value, (dict, type(None))):
+            merged[key] = merge(base_value, value or {})
+        else:
+            merged[key] = value
+    return merged
 
 
 def apply_override(body: dict[str, Any], override: str) -> None:
-    """`a.b.0.c=value` into nested YAML values; the value is read as YAML."""
+    """Set `a.b.0.c=value` in nested plain values; the value is read as YAML."""
     path, value = parse_override(override)
     put(body, path, value, f"--set {override!r:.200}")
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """`a.b.0.c=value` -> its dotted path, and the value read as YAML. Raises UserError."""
-    path, sign, text = override.partition("=")
+    """Return the dotted path of `a.b.0.c=value`, and the value read as YAML.
+
+    Raise `UserError` when the text has no such form.
+    """
+    path, equals_sign, text = override.partition("=")
     where = f"--set {override!r:.200}"
-    if not sign or not path:
+    if not equals_sign or not path:
         raise UserError(
             f"{where} is not of the form key=value; write for example --set train.epochs=3"
         )
@@ -254,56 +305,66 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 
 def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:
-    """`value` at the dotted `path` in nested plain values. Raises UserError where the path goes
-    through a value."""
+    """Set the value at the dotted `path` in nested plain values. where: what errors name.
+
+    Raise `UserError` when the path leads through a value that has no keys.
+    """
     *parents, last = path.split(".")
-    here: Any = body
+    node: Any = body
     for part in parents:
-        if isinstance(here, list):
-            here = _item(here, part, where)
+        if isinstance(node, list):
+            node = node[_position(node, part, where)]
         else:
-            if here.get(part) is None:
-                here[part] = {}
-            here = here[part]
-        if not isinstance(here, (dict, list)):
+            if node.get(part) is None:
+                node[part] = {}
+            node = node[part]
+        if not isinstance(node, (dict, list)):
             raise UserError(
-                f"{where}: {part!r:.60} holds the value {here!r:.80} and has no keys below it; "
+                f"{where}: {part!r:.60} holds the value {node!r:.80} and has no keys below it; "
                 "check the path"
             )
-    if isinstance(here, list):
-        _item(here, last, where)
-        here[int(last)] = value
+    if isinstance(node, list):
+        node[_position(node, last, where)] = value
     else:
-        here[last] = value
+        node[last] = value
 
 
-def _item(values: list[Any], part: str, where: str) -> Any:
+def _position(values: list[Any], part: str, where: str) -> int:
+    """Return the index that a part of a path names. Raise `UserError` when it is none."""
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(values):
         raise UserError(
             f"{where}: {part!r:.60} is not a position in a list of {len(values)}; count from 0"
         )
-    return values[int(part)]
+    return int(part)
 
 
 def expand(text: str) -> str:
-    """Replaces ${NAME} and ${NAME:-default} from the environment."""
+    """Replace ${NAME} and ${NAME:-default} by values of the environment.
 
-    def value(match: re.Match[str]) -> str:
+    Raise `UserError` when a variable is not set, or when the result holds a secret.
+    """
+
+    def replacement(match: re.Match[str]) -> str:
         name, _, default = match.group(1).partition(":-")
-        found = os.environ.get(name) or default
-        if not found:
+        value = os.environ.get(name) or default
+        if not value:
             raise UserError(
-                f"{text!r} needs the environment variable {name}, which is not set; export it "
-                "or write the path out"
+                f"{text!r} needs the environment variable {name}, which is not set; "
+                "export it or write the path out"
             )
-        return found
+        return value
 
-    expanded = re.sub(r"\$\{([^}]+)\}", value, text)
+    expanded = re.sub(r"\$\{([^}]+)\}", replacement, text)
     refuse_secrets(expanded, f"what {text!r} stands for")
     return expanded
 
 
 def absolute(uri: str) -> str:
-    """Raises UserError where it is a URI with a secret in it."""
+    """Return a path as an absolute one, and a URI as it is.
+
+    Raise `UserError` when the URI holds a secret.
+    """
     refuse_secrets(uri)
-    return uri if "://" in uri else os.path.abspath(uri)
+    if "://" in uri:
+        return uri
+    return os.path.abspath(uri)

@@ -346,7 +346,7 @@ FILES: dict[str, tuple[bytes | None, list[str]]] = {
     "no file": (None, ["does not exist", "did you mean", "confog.yaml"]),
     "no yaml": (b"name: [1, 2\ntrain: {", ["not readable as YAML", "line 2", "mend"]),
     "a tab": (b"train:\n\tepochs: 1\n", ["not readable as YAML", "mend"]),
-    "key twice": (b"name: r\nseed: 1\nseed: 2\n", ["line 3", "key 'seed' stands twice", "mend"]),
+    "key twice": (b"name: r\nseed: 1\nseed: 2\n", ["line 3", "key 'seed' occurs twice", "mend"]),
     "nothing": (b"", ["mapping of keys to values", "this is None"]),
     "a list": (b"- name\n", ["mapping of keys to values", "['name']"]),
     "no text": (b"\x89PNG\r\n\xff\xfe", ["not readable as text", ".yaml"]),
@@ -433,7 +433,7 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
     ),
     "key twice": (
         lambda site: site.write_card("name: x\nname: y\n"),
-        ["key 'name' stands twice", "bad.yaml"],
+        ["key 'name' occurs twice", "bad.yaml"],
     ),
     "no mapping": (lambda site: site.write_card("- x\n"), ["a card is a mapping", "bad.yaml"]),
     "no licence": (

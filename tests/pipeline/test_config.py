@@ -98,7 +98,7 @@ def test_words_that_look_like_numbers_stay_words(text: str) -> None:
 
 
 def test_a_key_that_stands_twice_is_refused_at_any_depth() -> None:
-    with pytest.raises(UserError, match=r"here, line 5, column 3: .*key 'epochs' stands twice"):
+    with pytest.raises(UserError, match=r"here, line 5, column 3: .*key 'epochs' occurs twice"):
         parse_yaml("name: r\ntrain:\n  epochs: 1\n  lr: 1\n  epochs: 2\n", "here")
 
 

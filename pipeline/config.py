@@ -1,5 +1,7 @@
-"""YAML and overrides become frozen, checked settings; every error names the key, the value, the
-rule and the remedy."""
+"""Reads YAML and overrides into frozen, checked settings.
+
+Every error names the key, the value, the rule and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -26,22 +28,25 @@ from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Frozen, TrainSettings
 from workers.storage.secrets import refuse_secrets
 
+if TYPE_CHECKING:
+    from workers.methods.base import Method
+
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that change no result
+ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that are in no key of a result
 LONGEST_SUFFIX = 60  # characters that `--set` adds to a run's name
-PLAIN = {
+LONGEST_VALUE = 80  # characters of a value in an error
+PLAIN_WORDS = {
     r"a valid dictionary( or instance of \w+)?": "a mapping of keys to values",
     r"^dictionary": "this mapping",
     r"a valid (list|tuple)": "a list",
     r"^(list|tuple)": "this list",
     r"^string": "this text",
     r"a valid string": "text",
-}  # pydantic's words for Python's types
+}  # what pydantic's names of Python types are replaced by
 
 
 class TaskEntry(Frozen):
-    """One line of the stream; with `split`, as many tasks of equal size, in the card's class
-    order."""
+    """A task of the stream; with `split`, several tasks of equal size in the card's class order."""
 
     card: str
     name: str = Field(
@@ -52,33 +57,39 @@ class TaskEntry(Frozen):
     )
     order: str = Field(
         "",
-        description="CARD/NAME of a file in a card's `orders`: which classes, in which order, in "
-        "place of `classes`",
+        description="CARD/NAME of a file in a card's `orders`, which lists the classes in order; "
+        "replaces `classes`",
     )
     split: int = Field(
-        0, ge=0, description="number of tasks that the classes are dealt to; 0 means one task"
+        0, ge=0, description="number of tasks that the classes are divided into; 0: one task"
     )
     role: Literal["task", "base", "unlabelled"] = Field(
         "task",
-        description="`base`: the backbone is trained on it first; `unlabelled`: no task, but "
-        "images that steps in front of the first task see without their labels",
+        description="`base`: the backbone is trained on it before the other tasks; `unlabelled`: "
+        "not a task, but images without labels for the steps before the first task",
     )
 
     @field_validator("classes", mode="before")
     @classmethod
-    def _names(cls, value: Any) -> Any:
-        return [as_name(item) for item in value] if isinstance(value, (list, tuple)) else value
+    def _classes_as_text(cls, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return value
+        return [as_name(item) for item in value]
 
 
 class StreamSettings(Frozen):
+    """The tasks in the order in which they are learned."""
+
     tasks: tuple[TaskEntry, ...] = Field(min_length=1)
     scenario: Literal["task", "class"] = "task"
 
 
 class ClusterSettings(Frozen):
-    """Where it runs. None of this is in the key of a result. `workers`, `cpus_per_worker` and
-    `gpus_per_worker` decide in which order floats are summed, which rounds differently; the rest
-    changes no bit."""
+    """The resources that a run uses; no setting here is in the key of a result.
+
+    `workers`, `cpus_per_worker` and `gpus_per_worker` set the order in which floats are summed, and
+    so change results by rounding. The other settings do not change results.
+    """
 
     largest_whole: ClassVar[int] = 100_000
 
@@ -90,74 +101,76 @@ class ClusterSettings(Frozen):
     groups: int = Field(
         0,
         ge=0,
-        description="most worker groups side by side; 0: as many as there is room for. Set it "
-        "where nodes are started on "
-        "demand: then groups are asked for although there is no room yet",
+        description="largest number of worker groups that run at a time; 0: as many as the "
+        "cluster has room for. Set it on an autoscaling cluster, to request groups that do not fit "
+        "yet",
     )
     min_workers: int = Field(
         0,
         ge=0,
-        description="fewest ranks that a group goes on with when nodes are lost; it grows again "
-        "between stages. 0: always "
-        "`workers`",
+        description="smallest number of ranks with which a group continues when nodes are lost; "
+        "it grows again between stages. 0: always `workers`",
     )
     cpus_per_worker: int = Field(
         1,
         gt=0,
-        description="also the number of threads of a rank: results are the same to the last "
-        "bit for one number, and up to the order of summation for another",
+        description="also the number of threads of a rank; results are bit-equal for equal "
+        "numbers, and differ by rounding for others",
     )
     gpus_per_worker: float = Field(
         0.0,
         ge=0,
         le=1000,
-        description="a fraction shares a GPU; then the ranks of a group talk over gloo, as nccl "
-        "wants a GPU each",
+        description="a fraction: ranks share a GPU, and communicate by gloo, because NCCL needs "
+        "a GPU per rank",
     )
     memory_gb_per_worker: float = Field(
-        0.0, ge=0, le=1e6, description="memory that Ray keeps for a rank; 0: it does not count"
+        0.0, ge=0, le=1e6, description="memory that Ray reserves for a rank; 0: none"
     )
     resources: dict[str, Annotated[float, Field(gt=0, le=1e9)]] = Field(
         default_factory=dict,
-        description="what else a rank takes of its node, e.g. `accelerator_type:H100: 0.001`",
+        description="other Ray resources of a rank, e.g. `accelerator_type:H100: 0.001`",
     )
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        "PACK", description="ranks of a group: on few nodes, or on many"
+        "PACK", description="strategy of Ray's placement group for the ranks of a worker group"
     )
     address: str = Field(
         "",
-        description="Ray cluster to join; empty: RAY_ADDRESS if set, else a private local one; "
-        "`local`: always private",
+        description="Ray cluster to join; empty: RAY_ADDRESS if set, else a new local cluster; "
+        "`local`: always a new local cluster",
     )
     retries: int = Field(
         2,
         ge=0,
         le=1000,
-        description="how often a stage that was interrupted or failed is tried again",
+        description="retries of a stage that failed or lost its workers",
     )
     checkpoint_s: float = Field(
         60.0,
         ge=0,
         le=1e9,
-        description="seconds between checkpoints inside a stage; 0: only when told to leave",
+        description="seconds between checkpoints inside a stage; 0: only at a preemption",
     )
     loader_workers: int = Field(
-        2, ge=0, le=1000, description="decoding threads of a rank; any number gives the same bits"
+        2,
+        ge=0,
+        le=1000,
+        description="threads of a rank that decode images; they do not change results",
     )
     cache: str = Field(
         "",
-        description="folder of each node for shards and decoded images; empty: in the storage "
-        "where that is a disk, else a temporary one",
+        description="folder on each node that caches shards and decoded images; empty: inside a "
+        "storage on disk, else a temporary folder",
     )
     cache_gb: float = Field(
         50.0,
         gt=0,
         le=1e9,
-        description="what it may hold before what was not used for longest is deleted",
+        description="size of the cache, from which the least recently used files are deleted",
     )
 
     @model_validator(mode="after")
-    def _elastic(self) -> ClusterSettings:
+    def _check_min_workers(self) -> ClusterSettings:
         if self.min_workers > self.workers:
             raise ValueError(
                 f"min_workers is {self.min_workers} and workers {self.workers}: a group has at "
@@ -167,7 +180,7 @@ class ClusterSettings(Frozen):
 
 
 class TrackingSettings(Frozen):
-    """The record in MLflow; `tracking: off` keeps none."""
+    """How a run is recorded in MLflow; `tracking: off` records nothing."""
 
     enabled: bool = True
     uri: str = Field(
@@ -180,23 +193,26 @@ class TrackingSettings(Frozen):
         60.0,
         ge=0,
         le=1e6,
-        description="seconds that the end of a run waits for a tracking server that is away",
+        description="seconds to wait at the end of a run for a tracking server that does not "
+        "answer",
     )
     models: bool = Field(
         True,
-        description="also log each method of a finished run as a model that serves its tasks, and "
-        "register it",
+        description="log and register each method of a finished run as a model that serves its "
+        "tasks",
     )
     system_metrics: bool = Field(
         False,
-        description="also sample CPU, memory, disk, network and GPUs of the driver's machine; "
+        description="record use of CPU, memory, disk, network and GPUs of the driver's machine; "
         "needs psutil",
     )
 
 
-class OwnEntry(Frozen):
-    """What the steps of one task alone have of a method: training settings, and those of the
-    method's own that serving does not read."""
+class TaskOverrides(Frozen):
+    """The settings of a method that differ for one task.
+
+    settings: those of the method's own settings that serving does not read.
+    """
 
     train: dict[str, Any] = Field(default_factory=dict)
     steps: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -204,26 +220,31 @@ class OwnEntry(Frozen):
 
 
 class MethodEntry(Frozen):
-    """One method of the run under its label: what differs from `train` and `data`, the method's own
-    settings, and by task what it alone has."""
+    """The settings of one method of the run, under its label.
+
+    train, data: what differs from the config's `train` and `data`. steps: training settings by
+    step. tasks: what differs for a task, by its name. settings: the method's own settings.
+    """
 
     method: str
     train: dict[str, Any] = Field(default_factory=dict)
     data: dict[str, Any] = Field(default_factory=dict)
     steps: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    tasks: dict[str, OwnEntry] = Field(default_factory=dict, exclude_if=lambda tasks: not tasks)
+    tasks: dict[str, TaskOverrides] = Field(
+        default_factory=dict, exclude_if=lambda tasks: not tasks
+    )
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
 class Config(Frozen):
-    """A run: a stream, a backbone, and the methods that face them side by side."""
+    """A run: a stream of tasks, a backbone, and the methods that learn the stream with it."""
 
     _base_name: str = PrivateAttr("")
 
     name: str = Field(pattern=NAME)
     seed: int = Field(0, ge=0)
     storage: str = Field(
-        "storage", min_length=1, description="folder or URI of everything that is kept"
+        "storage", min_length=1, description="folder or URI of all results, checkpoints and records"
     )
     stream: StreamSettings
     backbone: BackboneSettings = BackboneSettings()
@@ -235,31 +256,32 @@ class Config(Frozen):
 
     @field_validator("tracking", mode="before")
     @classmethod
-    def _off(cls, value: Any) -> Any:
-        return {"enabled": value} if isinstance(value, (bool, str)) else value
+    def _read_switch(cls, value: Any) -> Any:
+        if isinstance(value, (bool, str)):
+            return {"enabled": value}
+        return value
 
     @field_validator("methods", mode="before")
     @classmethod
-    def _entries(cls, value: Any) -> Any:
+    def _read_methods(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         entries = {}
-        for label, raw in value.items():
-            label = as_name(label)
-            body = _parted(raw, f"methods.{label}", ("train", "data", "steps", "tasks"))
+        for key, raw in value.items():
+            label = as_name(key)
+            body = _split_settings(raw, settings_path(label), ("train", "data", "steps", "tasks"))
             tasks = body.get("tasks", {})
             if isinstance(tasks, dict):
-                body["tasks"] = {
-                    as_name(task): _parted(
-                        task_body, f"methods.{label}.tasks.{task}", ("train", "steps")
-                    )
-                    for task, task_body in tasks.items()
-                }
+                overrides = {}
+                for task, raw_task in tasks.items():
+                    path = settings_path(label, task)
+                    overrides[as_name(task)] = _split_settings(raw_task, path, ("train", "steps"))
+                body["tasks"] = overrides
             entries[label] = {"method": body["settings"].pop("method", label), **body}
         return entries
 
     @model_validator(mode="after")
-    def _labels(self) -> Config:
+    def _check_labels(self) -> Config:
         for label in self.methods:
             if not re.fullmatch(NAME, label):
                 raise ValueError(
@@ -269,14 +291,16 @@ class Config(Frozen):
 
     @property
     def base_name(self) -> str:
-        """The name in the file, where `--set` has changed what is computed, and so the name."""
+        """The name in the file; `--set` changes `name` when it changes what is computed."""
         return self._base_name or self.name
 
     def entry_of(self, label: str, task: str | None = None) -> MethodEntry:
-        """Return the settings of a method for one task: those for all tasks, overridden by those
-        under `tasks`. task: None returns those for all tasks."""
+        """Return the settings of a method, with those under `tasks` for one task.
+
+        task: None for the settings of all tasks.
+        """
         entry = self.methods[label]
-        task_entry = entry.tasks.get(task or "", OwnEntry())
+        task_entry = entry.tasks.get(task or "", TaskOverrides())
         return entry.model_copy(
             update={
                 "train": entry.train | task_entry.train,
@@ -288,20 +312,18 @@ class Config(Frozen):
     def train_of(
         self, label: str, step: str = "train", where: str = "", task: str | None = None
     ) -> TrainSettings:
-        """The training settings of one step of one method: `train`, then the method's, then the
-        task's, then the step's."""
+        """Return the training settings of one step of one method.
+
+        From the weakest to the strongest: `train`, the method's, the task's, the step's.
+        """
         entry = self.entry_of(label, task)
         merged = {**self.train.model_dump(), **entry.train, **entry.steps.get(step, {})}
-        return checked(TrainSettings, merged, f"{place_of(label, task)}.train", where)
+        return checked(TrainSettings, merged, f"{settings_path(label, task)}.train", where)
 
     def data_of(self, label: str, where: str = "") -> DataSettings:
-        """Return the data settings of one method: `data`, then the method's."""
-        return checked(
-            DataSettings,
-            {**self.data.model_dump(), **self.methods[label].data},
-            f"methods.{label}.data",
-            where,
-        )
+        """Return the data settings of one method: its own over `data`."""
+        merged = {**self.data.model_dump(), **self.methods[label].data}
+        return checked(DataSettings, merged, f"{settings_path(label)}.data", where)
 
 
 def as_name(value: Any) -> str:
@@ -316,20 +338,27 @@ def as_name(value: Any) -> str:
     return str(value)
 
 
-def _parted(raw: Any, path: str, shared: tuple[str, ...]) -> dict[str, Any]:
+def _split_settings(raw: Any, path: str, shared: tuple[str, ...]) -> dict[str, Any]:
     """Return a mapping of settings with all but the `shared` keys moved below `settings`.
 
     path: of the mapping in the config. shared: keys that every method has.
     """
     if not isinstance(raw, (dict, type(None))):
         raise ValueError(f"{path} is {raw!r}, it must be a mapping of settings")
-    body = dict(raw or {})
-    return {**{k: body.pop(k) or {} for k in shared if k in body}, "settings": body}
+    settings = dict(raw or {})
+    body = {}
+    for key in shared:
+        if key in settings:
+            body[key] = settings.pop(key) or {}
+    return {**body, "settings": settings}
 
 
-def place_of(label: str, task: str | None = None) -> str:
-    """Where in a config a method's settings stand, or those that a task alone has."""
-    return f"methods.{label}" + (f".tasks.{task}" if task else "")
+def settings_path(label: str, task: str | None = None) -> str:
+    """Return the dotted path of a method's settings in a config, or of those for one task."""
+    path = f"methods.{label}"
+    if task:
+        path += f".tasks.{task}"
+    return path
 
 
 def load(path: str, overrides: list[str] | None = None, with_methods: bool = True) -> Config:
@@ -340,19 +369,7 @@ def load(path: str, overrides: list[str] | None = None, with_methods: bool = Tru
     """
     file = Path(path)
     if not file.exists():
-        near = (
-            difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], 1)
-            if file.parent.exists()
-            else []
-        )
-        raise UserError(
-            f"config {path!r} does not exist"
-            + (
-                f"; did you mean {str(file.parent / near[0])!r}?"
-                if near
-                else "; give the path of a .yaml file"
-            )
-        )
+        raise _missing_config(file, path)
     body = read_with_bases(file)
     plain = copy.deepcopy(body)
     for override in overrides or []:
@@ -363,38 +380,54 @@ def load(path: str, overrides: list[str] | None = None, with_methods: bool = Tru
         return config
     try:
         return named_by_overrides(config, check(plain, path, with_methods))
-    except UserError:  # without them the file is no run
+    except UserError:  # without the overrides the file is not a valid run
         return config
+
+
+def _missing_config(file: Path, path: str) -> UserError:
+    similar: list[str] = []
+    if file.parent.exists():
+        names = [sibling.name for sibling in file.parent.glob("*.yaml")]
+        similar = difflib.get_close_matches(file.name, names, 1)
+    remedy = "give the path of a .yaml file"
+    if similar:
+        remedy = f"did you mean {str(file.parent / similar[0])!r}?"
+    return UserError(f"config {path!r} does not exist; {remedy}")
 
 
 def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config:
     """Return the settings that plain YAML values stand for. Raise `UserError` with one sentence."""
     config = checked(Config, body, "", where)
-    for label, task in _entries(config):
+    for label, task in _labels_and_tasks(config):
         for step in dict.fromkeys(("train", *config.entry_of(label, task).steps)):
-            if (
-                config.train_of(label, step, where, task).keep == "best"
-                and not config.data_of(label, where).val_fraction
-            ):
-                key = "train.keep" if step == "train" else f"steps.{step}.keep"
-                raise UserError(
-                    f"{where}: {place_of(label, task)}.{key} is 'best' with data.val_fraction "
-                    "0: the best epoch is chosen on validation "
-                    "images; hold some out, or set it to last"
-                )
+            _check_validation_images(config, label, step, task, where)
     if with_methods:
         _check_methods(config, where)
     return config
 
 
-def _entries(config: Config) -> list[tuple[str, str | None]]:
-    """Return (label, None) for every method, each followed by (label, task) for the tasks with
-    settings of their own."""
-    entries: list[tuple[str, str | None]] = []
+def _check_validation_images(
+    config: Config, label: str, step: str, task: str | None, where: str
+) -> None:
+    """Raise `UserError` when the best epoch is to be chosen and no images are held out for it."""
+    train = config.train_of(label, step, where, task)
+    data = config.data_of(label, where)
+    if train.keep == "best" and not data.val_fraction:
+        key = "train.keep" if step == "train" else f"steps.{step}.keep"
+        raise UserError(
+            f"{where}: {settings_path(label, task)}.{key} is 'best' with data.val_fraction 0: "
+            "the best epoch is chosen on validation images; hold some out, or set it to last"
+        )
+
+
+def _labels_and_tasks(config: Config) -> list[tuple[str, str | None]]:
+    """Return (label, None) for every method, each followed by (label, task) for every task that
+    overrides its settings."""
+    pairs: list[tuple[str, str | None]] = []
     for label, entry in config.methods.items():
-        entries.append((label, None))
-        entries.extend((label, task) for task in entry.tasks)
-    return entries
+        pairs.append((label, None))
+        pairs.extend((label, task) for task in entry.tasks)
+    return pairs
 
 
 def _check_methods(config: Config, where: str) -> None:
@@ -402,69 +435,80 @@ def _check_methods(config: Config, where: str) -> None:
     from workers.methods import METHODS
 
     for label, entry in config.methods.items():
+        path = settings_path(label)
         if entry.method not in METHODS:
-            near = difflib.get_close_matches(entry.method, list(METHODS), 1)
+            similar = difflib.get_close_matches(entry.method, list(METHODS), 1)
+            hint = f"there are: {', '.join(sorted(METHODS))}"
+            if similar:
+                hint = f"did you mean {similar[0]!r}?"
             raise UserError(
-                f"{where}: methods.{label} names method {entry.method!r}, which does not exist; "
-                + (
-                    f"did you mean {near[0]!r}?"
-                    if near
-                    else f"there are: {', '.join(sorted(METHODS))}"
-                )
+                f"{where}: {path} names method {entry.method!r}, which does not exist; {hint}"
             )
-        if config.stream.scenario not in METHODS[entry.method].scenarios:
+        scenarios = METHODS[entry.method].scenarios
+        if config.stream.scenario not in scenarios:
             raise UserError(
-                f"{where}: methods.{label} cannot serve stream.scenario "
-                f"{config.stream.scenario!r}; "
-                f"{entry.method!r} serves {', '.join(sorted(METHODS[entry.method].scenarios))}"
+                f"{where}: {path} cannot serve stream.scenario {config.stream.scenario!r}; "
+                f"{entry.method!r} serves {', '.join(sorted(scenarios))}"
             )
-    for label, task in _entries(config):
-        _check_entry(config, label, task, METHODS[config.methods[label].method], where)
+    for label, task in _labels_and_tasks(config):
+        method_class = METHODS[config.methods[label].method]
+        _check_entry(config, label, task, method_class, where)
 
 
-def _check_entry(config: Config, label: str, task: str | None, cls: Any, where: str) -> None:
-    """cls: the method's class."""
+def _check_entry(
+    config: Config, label: str, task: str | None, method_class: type[Method[Any]], where: str
+) -> None:
+    """Raise `UserError` when a method does not accept its settings, or those of one task."""
     entry = config.entry_of(label, task)
-    path = place_of(label, task)
+    path = settings_path(label, task)
     if task is not None:
-        _check_own(config.methods[label].tasks[task].settings, cls, path, label, where)
-    settings = checked(cls.Settings, entry.settings, path, where)
-    steps = [s.name for s in cls.steps]
-    for step in entry.steps:
-        if step not in steps:
+        overrides = config.methods[label].tasks[task].settings
+        _check_task_overrides(overrides, method_class, path, label, where)
+    settings = checked(method_class.Settings, entry.settings, path, where)
+    steps = [step.name for step in method_class.steps]
+    for name in entry.steps:
+        if name not in steps:
             raise UserError(
-                f"{where}: {path}.steps.{step} is not a step of {entry.method!r}; its steps "
+                f"{where}: {path}.steps.{name} is not a step of {entry.method!r}; its steps "
                 f"are {', '.join(steps)}"
             )
-        config.train_of(label, step, where, task)
-    for step in (s.name for s in cls.steps if s.trains):
+        config.train_of(label, name, where, task)
+    for step in method_class.steps:
+        if not step.trains:
+            continue
+        train = config.train_of(label, step.name, where, task)
+        data = config.data_of(label, where)
         try:
-            cls.validate(
-                settings,
-                config.train_of(label, step, where, task),
-                config.data_of(label, where),
-                config.stream.scenario,
-            )
+            method_class.validate(settings, train, data, config.stream.scenario)
         except UserError as error:
             raise UserError(f"{where}: {path}: {error}") from None
 
 
-def _check_own(settings: dict[str, Any], cls: Any, path: str, label: str, where: str) -> None:
+def _check_task_overrides(
+    settings: dict[str, Any], method_class: type[Method[Any]], path: str, label: str, where: str
+) -> None:
     """Raise `UserError` when a task overrides a setting that only the whole method may have."""
-    able = [*sorted(cls.per_task), "steps", "train"]
+    allowed = [*sorted(method_class.per_task), "steps", "train"]
+    common = {"data", *_keys_at(method_class.Settings, [])} - method_class.per_task
     for key, value in settings.items():
-        if key in {"data", *_keys_at(cls.Settings, [])} - cls.per_task:
+        if key in common:
             raise UserError(
                 f"{where}: {path}.{key} is {value!r:.80}, and {key} is one for all tasks of "
-                f"{cls.name!r}; set it at methods.{label}.{key} "
-                f"(a task's own may be: {', '.join(able)})"
+                f"{method_class.name!r}; set it at methods.{label}.{key} "
+                f"(a task's own may be: {', '.join(allowed)})"
             )
-        if key not in able:
-            near = difflib.get_close_matches(key, able, 1, 0.5)
+        if key not in allowed:
+            hint = _key_hint(key, allowed)
             raise UserError(
-                f"{where}: {path}.{key} is not a known key (value {value!r:.80}); "
-                + (f"did you mean {near[0]!r}?" if near else f"valid keys are: {', '.join(able)}")
+                f"{where}: {path}.{key} is not a known key (value {value!r:.80}); {hint}"
             )
+
+
+def _key_hint(key: str, valid: list[str]) -> str:
+    similar = difflib.get_close_matches(key, valid, 1, 0.5)
+    if similar:
+        return f"did you mean {similar[0]!r}?"
+    return f"valid keys are: {', '.join(valid) or 'none'}"
 
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -478,44 +522,42 @@ def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> S
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise UserError(
-            (f"{where}: " if where else "") + sentence_of(error, model, prefix)
-        ) from None
+        sentence = sentence_of(error, model, prefix)
+        if where:
+            sentence = f"{where}: {sentence}"
+        raise UserError(sentence) from None
 
 
 def sentence_of(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
-    """The first problem of a validation error, as: key, value, rule, remedy."""
+    """Return the first problem of a validation error as one sentence: key, value, rule, remedy."""
     first = error.errors()[0]
-    loc = [str(p) for p in first["loc"]]
-    key = ".".join(([prefix] if prefix else []) + loc)
+    location = [str(part) for part in first["loc"]]
+    key = ".".join([prefix, *location] if prefix else location)
     value = repr(first["input"])
-    if len(value) >= 80:
-        value = value[:77] + "..."
+    if len(value) >= LONGEST_VALUE:
+        value = value[: LONGEST_VALUE - 3] + "..."
     if first["type"] == "extra_forbidden":
-        valid = sorted(_keys_at(model, loc[:-1]))
-        near = difflib.get_close_matches(loc[-1], valid, 1, 0.5)
-        return f"{key} is not a known key (value {value}); " + (
-            f"did you mean {near[0]!r}?"
-            if near
-            else f"valid keys are: {', '.join(valid) or 'none'}"
-        )
+        hint = _key_hint(location[-1], sorted(_keys_at(model, location[:-1])))
+        return f"{key} is not a known key (value {value}); {hint}"
     if first["type"] == "missing":
         return f"{key} is missing; add it"
     message = first["msg"].removeprefix("Value error, ").removesuffix(" after validation, not 0")
     message = message[0].lower() + message[1:]
-    for python, plain in PLAIN.items():
-        message = re.sub(python, plain, message)
-    remedy = (
-        "write it in quotes"
-        if first["type"] == "string_type" and isinstance(first["input"], (int, float))
-        else "change it"
-    )
-    return f"{key} is {value}: {message}; {remedy}" if key else f"{message}; {remedy}"
+    for pattern, words in PLAIN_WORDS.items():
+        message = re.sub(pattern, words, message)
+    remedy = "change it"
+    if first["type"] == "string_type" and isinstance(first["input"], (int, float)):
+        remedy = "write it in quotes"
+    if not key:
+        return f"{message}; {remedy}"
+    return f"{key} is {value}: {message}; {remedy}"
 
 
 def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
-    """Keys that the model accepts below `path` (list positions and free labels are stepped
-    over)."""
+    """Yield the keys that a model accepts below `path`.
+
+    Parts of the path that are no fields, such as list positions and labels, are skipped.
+    """
     current: list[type[BaseModel]] = [model]
     for part in path:
         nested: list[type[BaseModel]] = []
@@ -529,6 +571,7 @@ def _keys_at(model: type[BaseModel], path: list[str]) -> Iterator[str]:
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in a type annotation, such as `dict[str, MethodEntry]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -536,7 +579,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested values as dotted keys, for comparing two sets of inputs."""
+    """Return nested values by their dotted keys, to compare two sets of inputs."""
     if isinstance(value, Mapping) and value:
         flat: dict[str, Any] = {}
         for name, nested in value.items():
@@ -549,15 +592,18 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def named_by_overrides(config: Config, plain: Config) -> Config:
-    """A run that computes something else than its file says has a name, and so a record, a
-    report and MLflow runs, of its own: NAME-seed-1 for `--set seed=1`. plain: the file without
-    overrides."""
-    before, after = (flatten(computed(settings)) for settings in (plain, config))
-    changed = {
-        key: after.get(key)
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key, {}) != after.get(key, {})
-    }  # an empty mapping says nothing
+    """Return the config under a name of its own when the overrides change what is computed.
+
+    So it has its own record, report and MLflow runs: NAME-seed-1 for `--set seed=1`. plain: the
+    config of the file without overrides.
+    """
+    before = flatten(computed(plain))
+    after = flatten(computed(config))
+    changed = {}
+    for key in sorted(before.keys() | after.keys()):
+        # flatten leaves an empty mapping as a value; it equals an absent one
+        if before.get(key, {}) != after.get(key, {}):
+            changed[key] = after.get(key)
     if not changed or config.name != plain.name:
         return config
     text = "-".join(f"{key}-{value}" for key, value in changed.items())
@@ -571,12 +617,12 @@ def named_by_overrides(config: Config, plain: Config) -> Config:
 
 
 def computed(config: Config) -> dict[str, Any]:
-    """The part of a config that says what is computed, not under which name, nor where."""
+    """Return the settings that decide what is computed, without names, folders and resources."""
     return {key: value for key, value in dump(config).items() if key not in ELSEWHERE}
 
 
 def dump(config: Config) -> dict[str, Any]:
-    """The resolved config as plain values, in the layout of a config file."""
+    """Return the resolved config as plain values, in the layout of a config file."""
     body = config.model_dump(mode="json", by_alias=True)
     for entry in body["methods"].values():
         for part in (entry, *entry.get("tasks", {}).values()):

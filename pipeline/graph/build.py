@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from pipeline.config import Config, place_of
+from pipeline.config import Config, settings_path
 from pipeline.graph.builder import Builder
 from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import Graph, Stage
@@ -91,8 +91,8 @@ def check_task_settings(builder: Builder, label: str) -> None:
             if near:
                 remedy = f"did you mean {near[0]!r}?"
             raise UserError(
-                f"{place_of(label, name)}: {entry.method!r} has no step for a task {name!r} in "
-                f"this stream; {remedy}"
+                f"{settings_path(label, name)}: {entry.method!r} has no step for a task {name!r} "
+                f"in this stream; {remedy}"
             )
 
 

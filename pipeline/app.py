@@ -181,9 +181,9 @@ def prepare(
     config = configs.load(config_path, list(overrides), with_methods=not may_use_cache)
     if is_submitted_job() and not (os.path.isabs(config.storage) or "://" in config.storage):
         raise UserError(
-            f"storage {config.storage!r} is a relative path, and the folder of a submitted job is "
-            "deleted when the job ends; name a folder that all nodes share, with "
-            "--set storage=FOLDER"
+            f"storage {config.storage!r} is a relative path, "
+            "and the folder of a submitted job is deleted when the job ends; "
+            "name a folder that all nodes share, with --set storage=FOLDER"
         )
     storage = absolute(config.storage)
     if may_use_cache and "://" not in storage and not os.path.isdir(storage):
@@ -556,9 +556,9 @@ def analyse(
         run = prepare(config_path, overrides)
         if run.config.name in {other.config.name for other in prepared}:
             raise UserError(
-                f"analyse: two of these configs are runs called {run.config.name!r}, so that their "
-                "numbers could not be told apart; name each config once, and give each a `name` "
-                "of its own (--set changes all of them)"
+                f"analyse: two of these configs are runs called {run.config.name!r}, "
+                "so that their numbers could not be told apart; name each config once, "
+                "and give each a `name` of its own (--set changes all of them)"
             )
         prepared.append(run)
         runs.append(analysis.FinishedRun(run.config, run.graph, run.store, current_record(run)))

@@ -44,8 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     except ConnectionError as error:  # an OSError that names no file
         reason = one_line(str(error)) or type(error).__name__
         print(
-            f"accrete: a connection was lost or refused ({reason}); what finished is kept, run "
-            "the same command again when the other side answers",
+            f"accrete: a connection was lost or refused ({reason}); "
+            "what finished is kept, run the same command again when the other side answers",
             file=sys.stderr,
         )
         return 2
@@ -170,8 +170,8 @@ def _add_run_commands(add_command: AddCommand) -> None:
     add_command(
         "search",
         search,
-        "search the settings of a config, judged on validation images, and measure the winner "
-        "on test data",
+        "search the settings of a config, judged on validation images, "
+        "and measure the winner on test data",
     )
     add_command("ingest", ingest, "bring a config's raw data into the store, and train nothing")
     add_command("report", report, "write the report of a config's run again, from the store")
@@ -257,8 +257,8 @@ def run(args: argparse.Namespace) -> int:
     config = prepared.config
     if config.name != config.base_name:
         print(
-            f"run {config.name}: --set changes what {config.base_name} computes, so this is a "
-            "run of its own"
+            f"run {config.name}: "
+            f"--set changes what {config.base_name} computes, so this is a run of its own"
         )
     resume_command = app.command_text("run", args.config, args.overrides)
     report_command = app.command_text("report", args.config, args.overrides)
@@ -311,8 +311,8 @@ def write_picture(path: str, svg: str) -> None:
             stream.write(svg)
     except OSError as error:
         raise UserError(
-            f"--svg {path!r} cannot be written ({error.strerror}); name a file in an existing "
-            "folder"
+            f"--svg {path!r} cannot be written ({error.strerror}); "
+            "name a file in an existing folder"
         ) from None
 
 
@@ -394,8 +394,8 @@ def ui(args: argparse.Namespace) -> int:
     storage = absolute(args.storage)
     if "://" not in storage and not os.path.isdir(storage):
         raise UserError(
-            f"storage {args.storage!r} does not exist; give the folder that holds the runs with "
-            "--storage"
+            f"storage {args.storage!r} does not exist; "
+            "give the folder that holds the runs with --storage"
         )
     return browse.serve(storage, args.host, args.port)
 
@@ -419,8 +419,8 @@ def collect_garbage(args: argparse.Namespace) -> int:
         print("nothing to delete: every result belongs to a named run")
         return 0
     print(
-        f"{len(garbage)} results and remains of interrupted ones, {size / 1e6:.1f} MB, belong "
-        "to no named run"
+        f"{len(garbage)} results and remains of interrupted ones, "
+        f"{size / 1e6:.1f} MB, belong to no named run"
     )
     if not args.yes and ask("delete them? [y/N] ") not in ("y", "yes"):
         print("nothing was deleted")

@@ -65,8 +65,8 @@ class TaskEntry(Frozen):
     )
     role: Literal["task", "base", "unlabelled"] = Field(
         "task",
-        description="`base`: the backbone is trained on it before the other tasks; `unlabelled`: "
-        "not a task, but images without labels for the steps before the first task",
+        description="`base`: the backbone is trained on it before the other tasks; "
+        "`unlabelled`: not a task, but images without labels for the steps before the first task",
     )
 
     @field_validator("classes", mode="before")
@@ -101,9 +101,8 @@ class ClusterSettings(Frozen):
     groups: int = Field(
         0,
         ge=0,
-        description="largest number of worker groups that run at a time; 0: as many as the "
-        "cluster has room for. Set it on an autoscaling cluster, to request groups that do not fit "
-        "yet",
+        description="largest number of worker groups that run at a time; 0: as many as the cluster "
+        "has room for. Set it on an autoscaling cluster, to request groups that do not fit yet",
     )
     min_workers: int = Field(
         0,
@@ -114,15 +113,15 @@ class ClusterSettings(Frozen):
     cpus_per_worker: int = Field(
         1,
         gt=0,
-        description="also the number of threads of a rank; results are bit-equal for equal "
-        "numbers, and differ by rounding for others",
+        description="also the number of threads of a rank; "
+        "results are bit-equal for equal numbers, and differ by rounding for others",
     )
     gpus_per_worker: float = Field(
         0.0,
         ge=0,
         le=1000,
-        description="a fraction: ranks share a GPU, and communicate by gloo, because NCCL needs "
-        "a GPU per rank",
+        description="a fraction: ranks share a GPU, and communicate by gloo, "
+        "because NCCL needs a GPU per rank",
     )
     memory_gb_per_worker: float = Field(
         0.0, ge=0, le=1e6, description="memory that Ray reserves for a rank; 0: none"
@@ -159,8 +158,8 @@ class ClusterSettings(Frozen):
     )
     cache: str = Field(
         "",
-        description="folder on each node that caches shards and decoded images; empty: inside a "
-        "storage on disk, else a temporary folder",
+        description="folder on each node that caches shards and decoded images; "
+        "empty: inside a storage on disk, else a temporary folder",
     )
     cache_gb: float = Field(
         50.0,
@@ -173,8 +172,8 @@ class ClusterSettings(Frozen):
     def _check_min_workers(self) -> ClusterSettings:
         if self.min_workers > self.workers:
             raise ValueError(
-                f"min_workers is {self.min_workers} and workers {self.workers}: a group has at "
-                "least min_workers ranks and at most workers"
+                f"min_workers is {self.min_workers} and workers {self.workers}: "
+                "a group has at least min_workers ranks and at most workers"
             )
         return self
 
@@ -185,21 +184,21 @@ class TrackingSettings(Frozen):
     enabled: bool = True
     uri: str = Field(
         "",
-        description="MLflow tracking URI; empty: MLFLOW_TRACKING_URI if set, else SQLite in the "
-        "storage folder",
+        description="MLflow tracking URI; empty: MLFLOW_TRACKING_URI if set, "
+        "else SQLite in the storage folder",
     )
     experiment: str = "accrete"
     patience_s: float = Field(
         60.0,
         ge=0,
         le=1e6,
-        description="seconds to wait at the end of a run for a tracking server that does not "
-        "answer",
+        description="seconds to wait at the end of a run for a tracking server "
+        "that does not answer",
     )
     models: bool = Field(
         True,
-        description="log and register each method of a finished run as a model that serves its "
-        "tasks",
+        description="log and register each method of a finished run as a model "
+        "that serves its tasks",
     )
     system_metrics: bool = Field(
         False,
@@ -469,8 +468,8 @@ def _check_entry(
     for name in entry.steps:
         if name not in steps:
             raise UserError(
-                f"{where}: {path}.steps.{name} is not a step of {entry.method!r}; its steps "
-                f"are {', '.join(steps)}"
+                f"{where}: {path}.steps.{name} is not a step of {entry.method!r}; "
+                f"its steps are {', '.join(steps)}"
             )
         config.train_of(label, name, where, task)
     for step in method_class.steps:
@@ -493,9 +492,9 @@ def _check_task_overrides(
     for key, value in settings.items():
         if key in common:
             raise UserError(
-                f"{where}: {path}.{key} is {value!r:.80}, and {key} is one for all tasks of "
-                f"{method_class.name!r}; set it at methods.{label}.{key} "
-                f"(a task's own may be: {', '.join(allowed)})"
+                f"{where}: {path}.{key} is {value!r:.80}, "
+                f"and {key} is one for all tasks of {method_class.name!r}; "
+                f"set it at methods.{label}.{key} (a task's own may be: {', '.join(allowed)})"
             )
         if key not in allowed:
             hint = _key_hint(key, allowed)

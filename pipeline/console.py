@@ -151,8 +151,8 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
     duration = _format_seconds(outcome.seconds)
     if outcome.ran == 0:
         ending = (
-            f"nothing to do: all {outcome.reused} stage results stand, no stage was run "
-            f"({duration})"
+            f"nothing to do: all {outcome.reused} stage results stand, "
+            f"no stage was run ({duration})"
         )
     else:
         ending = f"{outcome.ran} stages run, {outcome.reused} reused, {duration}"

@@ -239,8 +239,8 @@ def _read_over_bases(
     files_read.append(file)
     if len(files_read) > MOST_FILES:
         raise UserError(
-            f"{files_read[0]}: extends more than {MOST_FILES} files, each counted as often as it "
-            "is extended; take some out"
+            f"{files_read[0]}: extends more than {MOST_FILES} files, "
+            "each counted as often as it is extended; take some out"
         )
     body = read_yaml(file, "a config")
     bases = body.pop("extends", [])
@@ -248,8 +248,8 @@ def _read_over_bases(
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(
-            f"{file}: extends is {bases!r:.80}, it must be the name of a config file or a list "
-            "of such; change it"
+            f"{file}: extends is {bases!r:.80}, "
+            "it must be the name of a config file or a list of such; change it"
         )
     chain = (*extending, file)
     resolved_chain = [path.resolve() for path in chain]

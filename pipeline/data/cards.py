@@ -35,8 +35,8 @@ class Source(Frozen):
     name: str = Field("", description="data set inside scikit-learn or torchvision")
     splits: dict[Split, str] = Field(
         {"train": "train", "test": "test"},
-        description="sub-folder or glob of each split below `path`; without `train`, a card to be "
-        "tested on alone",
+        description="sub-folder or glob of each split below `path`; "
+        "without `train`, a card to be tested on alone",
     )
     image: str = Field(
         "image", description="column of the image (bytes, or a struct with `bytes`) in Parquet"
@@ -44,8 +44,8 @@ class Source(Frozen):
     label: str | None = Field(
         "label",
         min_length=1,
-        description="column of the label in Parquet; extension of the label member in tars; null: "
-        "images have no labels, and the card has one class, which all of them belong to",
+        description="column of the label in Parquet; extension of the label member in tars; "
+        "null: images have no labels, and the card has one class, which all of them belong to",
     )
 
 
@@ -161,8 +161,8 @@ def _check_classes(path: Path, card: Card) -> None:
     for name in card.classes:
         if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
             raise UserError(
-                f"{path}: class {name!r:.60} is no name that can be shown and filed; give 1 to "
-                f"{MAX_CLASS_CHARACTERS} printable characters"
+                f"{path}: class {name!r:.60} is no name that can be shown and filed; "
+                f"give 1 to {MAX_CLASS_CHARACTERS} printable characters"
             )
     counts = Counter(map(nfc, card.classes))
     repeated = sorted(name for name in card.classes if counts[nfc(name)] > 1)
@@ -172,9 +172,9 @@ def _check_classes(path: Path, card: Card) -> None:
         )
     if card.source.label is None and len(card.classes) != 1:
         raise UserError(
-            f"{path}: source.label is null, so that all images are of one class, and "
-            f"{len(card.classes)} classes are listed; list one, such as `classes: [image]`, or "
-            "name the label"
+            f"{path}: source.label is null, so that all images are of one class, "
+            f"and {len(card.classes)} classes are listed; "
+            "list one, such as `classes: [image]`, or name the label"
         )
     if card.num_classes not in (None, len(card.classes)):
         raise UserError(
@@ -195,8 +195,8 @@ def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
     if not folder or not path.exists():
         orders = sorted(f"{p.parent.parent.name}/{p.stem}" for p in CARDS.glob("*/orders/*.yaml"))
         raise UserError(
-            f"stream.tasks: class order {name!r} does not exist ({path}); there are: "
-            f"{', '.join(orders)}"
+            f"stream.tasks: class order {name!r} does not exist ({path}); "
+            f"there are: {', '.join(orders)}"
         )
     body = read_yaml(path, "a class order")
     indices = body.get("order")
@@ -205,13 +205,13 @@ def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
     digest = hashlib.sha256(",".join(map(str, indices)).encode()).hexdigest()[:16]
     if digest != body.get("sha256"):
         raise UserError(
-            f"{path}: the order is not the one that its sha256 stands for; take the file from "
-            "the repository again"
+            f"{path}: the order is not the one that its sha256 stands for; "
+            "take the file from the repository again"
         )
     if not set(indices) <= set(range(len(classes))):
         raise UserError(
-            f"{path}: names class {max(indices)}, and the card has {len(classes)}; use an order "
-            "made for this card"
+            f"{path}: names class {max(indices)}, and the card has {len(classes)}; "
+            "use an order made for this card"
         )
     return tuple(classes[index] for index in indices)
 
@@ -231,8 +231,8 @@ def _classes_of_source(path: Path, body: dict[str, Any], memory: Memory | None) 
         raise UserError(f"{path}: {sentence_of(error, Card)}") from None
     if source.format != "folder" or not body.get("num_classes"):
         raise UserError(
-            f"{path}: `classes: from_source` needs a source of format folder, and num_classes "
-            "beside it; add it, or list the classes"
+            f"{path}: `classes: from_source` needs a source of format folder, "
+            "and num_classes beside it; add it, or list the classes"
         )
     digest = hashlib.sha256(f"{body.get('name')}\n{body['num_classes']}".encode()).hexdigest()
     identity = f"classes-{digest[:24]}"
@@ -253,7 +253,7 @@ def _classes_of_source(path: Path, body: dict[str, Any], memory: Memory | None) 
     names = names or remembered or []
     if not names:
         raise UserError(
-            f"{path}: its classes come from the folders in {uri}, and there are none; put the "
-            "data there, or list the classes on the card"
+            f"{path}: its classes come from the folders in {uri}, and there are none; "
+            "put the data there, or list the classes on the card"
         )
     return names

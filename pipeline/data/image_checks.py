@@ -37,8 +37,8 @@ def problem_of(data: bytes, max_pixels: int, per_byte: int = MAX_PIXELS_PER_BYTE
         width, height = image.size
         if width * height > max(SMALL_PIXELS, per_byte * len(data)):
             return (
-                f"{width} x {height} pixels in {len(data)} bytes are more than "
-                f"max_pixels_per_byte = {per_byte}; if they are meant, raise it on the card"
+                f"{width} x {height} pixels in {len(data)} bytes are more "
+                f"than max_pixels_per_byte = {per_byte}; if they are meant, raise it on the card"
             )
         image.verify()
         if image.format == "PNG" and not has_all_rows(data):

@@ -325,9 +325,9 @@ def check_bad_fraction(card: Card, records: list[Record]) -> None:
     examples = "; ".join(f"{record.name} ({record.problem})" for record in bad[:NAMED_IMAGES])
     more = "; ..." if len(bad) > NAMED_IMAGES else ""
     raise UserError(
-        f"card {card.name!r}: {len(bad)} of {len(images)} images are corrupt or unlabelled, and "
-        f"max_bad_fraction allows a share of {card.max_bad_fraction}: {examples}{more}; mend or "
-        "remove them, or raise max_bad_fraction on the card if they are meant to be left out"
+        f"card {card.name!r}: {len(bad)} of {len(images)} images are corrupt or unlabelled, "
+        f"and max_bad_fraction allows a share of {card.max_bad_fraction}: {examples}{more}; mend "
+        "or remove them, or raise max_bad_fraction on the card if they are meant to be left out"
     )
 
 
@@ -484,8 +484,8 @@ def _read_again(record: Record, max_pixels: int) -> tuple[bytes, str]:
         extension = record.ext
     if hashlib.sha256(data).hexdigest() != record.sha256:
         raise UserError(
-            f"{record.name} changed while it was ingested; run the same command again when nobody "
-            "writes there"
+            f"{record.name} changed while it was ingested; "
+            "run the same command again when nobody writes there"
         )
     return data, extension
 

@@ -34,8 +34,8 @@ SPECIAL_FILES = {
 MAX_NAMED = 3  # reasons that an error lists for files that are left out, and names per reason
 NOT_A_URI = "corrupt: `?` or `#` in its name, which no URI can hold; rename it"
 OUTSIDE_LINK = (
-    "link: to a folder outside the source; move that folder into the source, or let source.path "
-    "name one that holds both"
+    "link: to a folder outside the source; "
+    "move that folder into the source, or let source.path name one that holds both"
 )
 
 
@@ -143,8 +143,8 @@ def open_source(uri: str) -> tuple[fs.FileSystem, str]:
         raise type(error)(f"source {uri!r}: {error}") from None
     except (ImportError, ValueError) as error:
         raise UserError(
-            f"source {uri!r} cannot be opened ({error}); install huggingface_hub or download "
-            "the files"
+            f"source {uri!r} cannot be opened ({error}); "
+            "install huggingface_hub or download the files"
         ) from None
     return fs.PyFileSystem(fs.FSSpecHandler(system)), path
 

@@ -54,8 +54,8 @@ def graph_of(
     tasks = [task for task in all_tasks if task.role != "unlabelled"]
     if not tasks:
         raise UserError(
-            f"stream.tasks: {all_tasks[0].name!r} has role `unlabelled`, and there is no task "
-            "beside it; add one"
+            f"stream.tasks: {all_tasks[0].name!r} has role `unlabelled`, "
+            "and there is no task beside it; add one"
         )
     base = _task_with_role(all_tasks, "base")
     unlabelled = _task_with_role(all_tasks, "unlabelled")
@@ -102,9 +102,9 @@ def check_unlabelled_used(builder: Builder, unlabelled: Task) -> None:
         return
     able = ", ".join(name for name, method in METHODS.items() if method.starts_from)
     raise UserError(
-        f"stream.tasks: {unlabelled.name!r} has role `unlabelled`, and no method of this run "
-        "trains on images without labels; leave it out, or "
-        f"add one that pretunes on them: {able} (with `pretune: true`)"
+        f"stream.tasks: {unlabelled.name!r} has role `unlabelled`, "
+        "and no method of this run trains on images without labels; "
+        f"leave it out, or add one that pretunes on them: {able} (with `pretune: true`)"
     )
 
 
@@ -244,9 +244,9 @@ def add_method(
     method = builder.method(label)
     if base is None and method.needs_base(builder.settings(label)):
         raise UserError(
-            f"methods.{label} trains steps on the base task, and the stream has none; give the "
-            "task that the backbone is trained on `role: base`, or change the settings that ask "
-            "for it"
+            f"methods.{label} trains steps on the base task, and the stream has none; "
+            "give the task that the backbone is trained on `role: base`, "
+            "or change the settings that ask for it"
         )
     stages = MethodStages(builder, label)
     if base is not None:

@@ -85,10 +85,8 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
         )
         raise UserError(
             f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not "
-            "exist, or holds no "
-            f"images in its splits{reasons}, and was never ingested into this storage; put the "
-            "data there or mend `source.path` "
-            "or `source.splits` on the card"
+            f"exist, or holds no images in its splits{reasons}, and was never ingested into this "
+            "storage; put the data there or mend `source.path` or `source.splits` on the card"
         )
     known = _recall(store, card, fingerprint)
     if listed is None:
@@ -129,14 +127,14 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
         pass  # listed before, and not ingested yet
     elif before is None:
         say(
-            f"data/{card.name}: its raw files were written again; whether they are the same "
-            "images as before is not known, since no "
-            "digest of them was kept then: they are taken for the same"
+            f"data/{card.name}: its raw files were written again; "
+            "whether they are the same images as before is not known, "
+            "since no digest of them was kept then: they are taken for the same"
         )
     else:
         say(
-            f"data/{card.name}: its raw files were written again (same paths and sizes), they "
-            "are read to compare their content"
+            f"data/{card.name}: its raw files were written again "
+            "(same paths and sizes), they are read to compare their content"
         )
         with ThreadPoolExecutor(READ_THREADS, "raw") as pool:
             content = ingest.raw_content(card, pool.map)
@@ -147,8 +145,8 @@ def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
             say(f"data/{card.name}: they are the same images")
         else:
             say(
-                f"data/{card.name}: they are other images; results of them get keys of their "
-                "own, beside those of the images before"
+                f"data/{card.name}: they are other images; "
+                "results of them get keys of their own, beside those of the images before"
             )
     _remember(store, card, known)
 

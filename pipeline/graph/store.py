@@ -272,9 +272,8 @@ class Store:
             record = self.record(name)
             if record is None and exists(self.record_path(name)):
                 raise UserError(
-                    f"{self.record_path(name)} is not readable, so what run {name!r} needs is "
-                    "not known; start the run again, or "
-                    f"remove {join(self.storage, 'runs', name)}"
+                    f"{self.record_path(name)} is not readable, so what run {name!r} needs is not "
+                    f"known; start the run again, or remove {join(self.storage, 'runs', name)}"
                 )
             if record is not None:
                 needed.update(stage["key"] for stage in record["stages"])
@@ -395,8 +394,7 @@ def version_notes(
     if version != KEY_VERSION:
         notes.append(
             f"the last run of this name had key version {version}, this code has {KEY_VERSION}: "
-            "its results are not found under the new keys, and "
-            "are computed anew"
+            "its results are not found under the new keys, and are computed anew"
         )
     manifests = [lookup.manifest for lookup in lookups.values() if lookup.hit and lookup.manifest]
     made_by = [
@@ -417,9 +415,9 @@ def version_notes(
         if len(changes) > MOST_CHANGES:
             listed += ", ..."
         notes.append(
-            f"{differing} of {len(manifests)} results that stand were made by other versions "
-            f"({listed}); they stay valid: code that gives other "
-            "results has another revision, which is in the key"
+            f"{differing} of {len(manifests)} results "
+            f"that stand were made by other versions ({listed}); they stay valid: "
+            "code that gives other results has another revision, which is in the key"
         )
     return notes
 

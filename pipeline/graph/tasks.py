@@ -69,8 +69,8 @@ def _check_roles(tasks: list[Task]) -> None:
     bases = [task.name for task in tasks if task.role == "base"]
     if len(bases) > 1:
         raise UserError(
-            f"stream.tasks: {bases[0]!r} and {bases[1]!r} both have role `base`; one backbone has "
-            "one base task"
+            f"stream.tasks: {bases[0]!r} and {bases[1]!r} both have role `base`; "
+            "one backbone has one base task"
         )
     unlabelled = [task.name for task in tasks if task.role == "unlabelled"]
     if len(unlabelled) > 1:
@@ -127,8 +127,8 @@ def _classes_of(entry: TaskEntry, card: cards.Card) -> Sequence[str]:
         )
     if entry.order and entry.classes is not None:
         raise UserError(
-            f"stream.tasks: task {name!r} has `classes` and `order` {entry.order!r}; both say "
-            "which classes, so leave one out"
+            f"stream.tasks: task {name!r} has `classes` and `order` {entry.order!r}; "
+            "both say which classes, so leave one out"
         )
     classes: Sequence[str] | None = entry.classes
     if entry.order:
@@ -144,8 +144,8 @@ def _classes_of(entry: TaskEntry, card: cards.Card) -> Sequence[str]:
             if len(card_classes) > MAX_LISTED_CLASSES:
                 listed += " ..."
             raise UserError(
-                f"stream.tasks: class {class_name!r} is not on card {card.name!r}; its classes "
-                f"are {listed}"
+                f"stream.tasks: class {class_name!r} is not on card {card.name!r}; "
+                f"its classes are {listed}"
             )
     if len(set(classes)) != len(classes):
         raise UserError(f"stream.tasks: task {name!r} lists a class twice; list each once")

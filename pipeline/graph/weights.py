@@ -42,8 +42,8 @@ def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
         digest = store.remembered(_identity(path))
         if digest is None:
             raise UserError(
-                f"backbone.weights is {path!r}, which does not exist; give a .safetensors file, "
-                "`hub` or `none`"
+                f"backbone.weights is {path!r}, which does not exist; "
+                "give a .safetensors file, `hub` or `none`"
             )
         return str(digest)
     try:
@@ -51,8 +51,8 @@ def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise UserError(
-            f"backbone.weights is {path!r}, which cannot be read ({error.strerror}); give a "
-            ".safetensors file, `hub` or `none`"
+            f"backbone.weights is {path!r}, which cannot be read ({error.strerror}); "
+            "give a .safetensors file, `hub` or `none`"
         ) from None
     store.remember(_identity(path), digest)
     return digest

@@ -44,9 +44,9 @@ PRIVATE_STORE_BYTES = 200_000_000  # the object store of a private cluster: resu
 START_TRIES = 2
 MAX_REASON = 300  # characters of an error of Ray's in a sentence
 TOKEN_REMEDY = (
-    "set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node, or put that into "
-    "~/.ray/auth_token or into the file that RAY_AUTH_TOKEN_PATH names, with RAY_AUTH_MODE=token "
-    "(RAY_AUTH_MODE=disabled for a cluster without tokens)"
+    "set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node, "
+    "or put that into ~/.ray/auth_token or into the file that RAY_AUTH_TOKEN_PATH names, "
+    "with RAY_AUTH_MODE=token (RAY_AUTH_MODE=disabled for a cluster without tokens)"
 )
 NAMESPACE = "accrete"  # of the actors that drivers register
 SEARCH_SUFFIX = "-search"
@@ -113,8 +113,8 @@ def join_cluster(ray: Any, address: str) -> None:
     except Exception as error:  # Ray raises bare ones
         ray.shutdown()
         raise UserError(
-            f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); mend that, or "
-            "set cluster.address=local"
+            f"the Ray cluster at {address!r} cannot be joined ({refusal(error)}); "
+            "mend that, or set cluster.address=local"
         ) from None
 
 
@@ -172,8 +172,8 @@ def refusal(error: Exception) -> str:
         return f"it asks for its token: {TOKEN_REMEDY}"
     if "local Raylet" in text or "raylet" in text:
         return (
-            "this machine is no node of it: from outside give ray://host:10001, the port of "
-            "Ray's client server"
+            "this machine is no node of it: from outside give ray://host:10001, "
+            "the port of Ray's client server"
         )
     return text[:MAX_REASON]
 
@@ -185,15 +185,15 @@ def check_reachable(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
         raise UserError(
-            f"cluster address {address!r} is not of the form host:port; mend cluster.address or "
-            "RAY_ADDRESS, or set cluster.address=local"
+            f"cluster address {address!r} is not of the form host:port; "
+            "mend cluster.address or RAY_ADDRESS, or set cluster.address=local"
         )
     try:
         socket.create_connection((host, int(port)), timeout=CONNECTION_TIMEOUT_S).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
         raise UserError(
-            f"no Ray cluster answers at {address!r} ({error}); start it, mend cluster.address "
-            "or RAY_ADDRESS, or set cluster.address=local"
+            f"no Ray cluster answers at {address!r} ({error}); "
+            "start it, mend cluster.address or RAY_ADDRESS, or set cluster.address=local"
         ) from None
 
 
@@ -404,18 +404,17 @@ def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
         node_facts = NodeFacts(*ray.get(answer))
     except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
         raise UserError(
-            f"node {node} cannot run this project's code "
-            f"({str(error).strip().splitlines()[-1]}); install the versions of "
-            "constraints.txt there"
+            f"node {node} cannot run this project's code ({str(error).strip().splitlines()[-1]}); "
+            "install the versions of constraints.txt there"
         ) from None
     except ray.exceptions.RayError:
         return
     check_versions(node, node_facts.versions, versions())
     if node_facts.unseen:
         raise UserError(
-            f"node {node} does not see storage {storage!r} ({node_facts.unseen}); give a folder "
-            "that all nodes share, or a bucket whose credentials they have, with --set "
-            "storage=PLACE"
+            f"node {node} does not see storage {storage!r} ({node_facts.unseen}); "
+            "give a folder that all nodes share, "
+            "or a bucket whose credentials they have, with --set storage=PLACE"
         )
 
 
@@ -427,6 +426,6 @@ def check_versions(node: Node, on_node: Mapping[str, str], on_driver: Mapping[st
             continue
         has = f"has {name} {other}" if other else f"has no {name}"
         raise UserError(
-            f"node {node} {has}, this machine {version or 'has none'}: results would not be "
-            "the same; install the versions of constraints.txt on both"
+            f"node {node} {has}, this machine {version or 'has none'}: "
+            "results would not be the same; install the versions of constraints.txt on both"
         )

@@ -417,8 +417,8 @@ def notes(prediction: Forecast) -> list[str]:
     unmeasured = [cost for cost in prediction.costs.values() if cost.device_s is None]
     without = f", without {len(unmeasured)} stages that are not measured" if unmeasured else ""
     lines = [
-        f"wall hours: with {groups} of {counted(prediction.workers, 'worker')}{without}; without "
-        "ingest, report and the start of Ray"
+        f"wall hours: with {groups} of {counted(prediction.workers, 'worker')}{without}; "
+        "without ingest, report and the start of Ray"
     ]
     if prediction.devices:
         lines.append(f"measured on: {'; '.join(prediction.devices)}")
@@ -426,8 +426,8 @@ def notes(prediction: Forecast) -> list[str]:
         names = ", ".join(prediction.unknown[:SHOWN_TASKS])
         more = " ..." if len(prediction.unknown) > SHOWN_TASKS else ""
         lines.append(
-            f"no count of images: {names}{more}; bring the data in with "
-            "`python -m pipeline ingest CONFIG`, or put `counts` on its card"
+            f"no count of images: {names}{more}; bring the data "
+            "in with `python -m pipeline ingest CONFIG`, or put `counts` on its card"
         )
     if unmeasured:
         lines.append(

@@ -310,8 +310,8 @@ class RayExecutor(Executor):
         per_worker = resources_per_worker(self.cluster)
         free = {name: available.get(name, 0.0) for name in per_worker}
         self._note(
-            f"waiting for {len(late)} groups of {late[0].workers} workers that take "
-            f"{in_words(per_worker)} each; free now: {in_words(free)}"
+            f"waiting for {len(late)} groups of {late[0].workers} workers "
+            f"that take {in_words(per_worker)} each; free now: {in_words(free)}"
         )
 
     # ---- nodes -----------------------------------------------------------------------------------
@@ -425,8 +425,8 @@ def describe_breakdown(ray: Any, error: Exception) -> UserError:
     if isinstance(error, ConnectionError):
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         return UserError(
-            f"the connection to the Ray cluster was lost ({reason}); what finished is kept, run "
-            "the same command again when the head node and its client port answer"
+            f"the connection to the Ray cluster was lost ({reason}); what finished is kept, "
+            "run the same command again when the head node and its client port answer"
         )
     reason = str(error).strip().splitlines()[0]
     if isinstance(error, ray.exceptions.GetTimeoutError):

@@ -38,8 +38,8 @@ class LocalExecutor(Executor):
         torch.set_num_threads(cluster.cpus_per_worker)
         if cluster.gpus_per_worker and not torch.cuda.is_available():
             raise UserError(
-                f"cluster.gpus_per_worker is {cluster.gpus_per_worker}, but this machine has no "
-                "GPU that torch can use; set it to 0 or run where there is one"
+                f"cluster.gpus_per_worker is {cluster.gpus_per_worker}, but this machine "
+                "has no GPU that torch can use; set it to 0 or run where there is one"
             )
         self.device = torch.device("cuda" if cluster.gpus_per_worker else "cpu")
 

@@ -114,13 +114,13 @@ def analyse_runs(
             analysis.parts["heads"] = heads_part(heads)
     elif robustness or other_tasks:
         analysis.notes.append(
-            "attention: none of these methods has any, as their backbones are no vision "
-            "transformers"
+            "attention: none of these methods has any, "
+            "as their backbones are no vision transformers"
         )
     else:
         raise UserError(
-            "no method of this run has attention to look at; its backbone must be a vision "
-            "transformer"
+            "no method of this run has attention to look at; "
+            "its backbone must be a vision transformer"
         )
     if drawn:
         pictures, names_without_maps = map_pictures(runs, drawn)
@@ -188,8 +188,8 @@ def check_finished(run: FinishedRun) -> None:
     for stage in evaluate_stages(run):
         if Artifact.open(run.store.root, stage.key) is None:
             raise UserError(
-                f"run {run.name!r}: stage {stage.id} has no result yet; finish the run with "
-                "`python -m pipeline run` first"
+                f"run {run.name!r}: stage {stage.id} has no result yet; "
+                "finish the run with `python -m pipeline run` first"
             )
 
 
@@ -211,8 +211,8 @@ def load_methods(run: FinishedRun, label: str) -> Iterator[tuple[Method, StageJo
         except DamagedArtifact as error:
             lost = next((stage.id for stage in run.graph if stage.key == error.key), error.key)
             raise UserError(
-                f"run {run.name!r}: the result of stage {lost} is missing or damaged; `python "
-                "-m pipeline run` computes it anew"
+                f"run {run.name!r}: the result of stage {lost} is missing or damaged; "
+                "`python -m pipeline run` computes it anew"
             ) from None
         for task, last_job in job_by_task.items():
             if last_job is job:
@@ -306,8 +306,8 @@ def heads_part(rows: list[Row]) -> Part:
     picture = Picture(
         "heads.png",
         "Heads against accuracy",
-        "Accuracy, an average over tasks, of networks that differ in the number of heads; a "
-        "line joins the same method with the same kind of context.",
+        "Accuracy, an average over tasks, of networks that differ in the number of heads; "
+        "a line joins the same method with the same kind of context.",
         plots.to_png(draw_heads(rows)),
     )
     return Part(
@@ -331,8 +331,8 @@ def map_pictures(runs: Sequence[FinishedRun], drawn: int) -> tuple[list[Picture]
             names_without_maps.append(name)
             continue
         caption = (
-            "Test images, and over each what the class token looks at, a mean over heads; 1 is "
-            "what uniform attention gives to a patch."
+            "Test images, and over each what the class token looks at, a mean over heads; "
+            "1 is what uniform attention gives to a patch."
         )
         if any(task_maps.selected is not None for _, task_maps in entries):
             caption += (
@@ -403,8 +403,8 @@ def check_covered(runs: Sequence[FinishedRun], other_tasks: Sequence[Task]) -> N
             if close:
                 hint = f" (it has {close[0]!r})"
             raise UserError(
-                f"--on {other.card!r}: no task of run {run.name!r} has all its "
-                f"{len(other.classes)} classes; {nearest.name!r}, which has most, "
+                f"--on {other.card!r}: no task of run {run.name!r} has "
+                f"all its {len(other.classes)} classes; {nearest.name!r}, which has most, "
                 f"lacks {lost!r}{hint}; name a card whose classes are among those of one task"
             )
 

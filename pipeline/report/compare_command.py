@@ -66,8 +66,8 @@ def _write_copy(path: str, page: bytes) -> None:
             stream.write(page)
     except OSError as error:
         raise UserError(
-            f"--out {path!r} cannot be written ({error.strerror}); name a file in an existing "
-            "folder"
+            f"--out {path!r} cannot be written ({error.strerror}); "
+            "name a file in an existing folder"
         ) from None
 
 

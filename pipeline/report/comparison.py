@@ -394,8 +394,8 @@ def common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:
     if not tasks:
         run_names = dict.fromkeys(str(run.record["name"]) for run in runs)
         raise UserError(
-            f"runs {' and '.join(run_names)} have no task in common (the first has "
-            f"{', '.join(streams[0]) or 'none'}); compare runs on the same tasks"
+            f"runs {' and '.join(run_names)} have no task in common "
+            f"(the first has {', '.join(streams[0]) or 'none'}); compare runs on the same tasks"
         )
     notes = []
     left_out: dict[str, None] = {}
@@ -405,14 +405,14 @@ def common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:
         has_one_order = has_one_order and [name for name in stream if name in tasks] == tasks
     if left_out:
         notes.append(
-            f"Only tasks that all runs share are compared: {', '.join(tasks)}. Left out: "
-            f"{', '.join(left_out)}. The tasks that are left out still influence a run: total "
-            "bytes and growth are those of its whole stream."
+            "Only tasks that all runs share are compared: "
+            f"{', '.join(tasks)}. Left out: {', '.join(left_out)}. The tasks that are left "
+            "out still influence a run: total bytes and growth are those of its whole stream."
         )
     if not has_one_order:
         notes.append(
-            "The runs learn these tasks in different orders. A cell of the matrices compares the "
-            "same pair of tasks, not the same number of tasks learned."
+            "The runs learn these tasks in different orders. A cell of the matrices "
+            "compares the same pair of tasks, not the same number of tasks learned."
         )
     return tasks, notes
 

@@ -75,8 +75,8 @@ def render_head(comparison: Comparison) -> str:
     introduction = "Each run is one line below."
     if any(len(group.runs) > 1 for group in comparison.groups):
         introduction = (
-            "Runs that differ only in seed and name are one line below; their numbers are mean ± "
-            "standard deviation."
+            "Runs that differ only in seed and name are one line below; "
+            "their numbers are mean ± standard deviation."
         )
     table = render_table(["settings of", "runs", "seeds", "methods"], body, 4, is_html=True)
     return (
@@ -209,9 +209,9 @@ def render_differences(comparison: Comparison) -> str:
 def curves_picture(comparison: Comparison) -> Picture:
     """Return the averages after each task, one line per entry."""
     caption = (
-        "Lines: means over the seeds. Bands: from the lowest to the highest run. On the left, a "
-        "falling line means that new tasks are harder or earlier ones are forgotten. On the right, "
-        "a rising line means forgetting."
+        "Lines: means over the seeds. Bands: from the lowest to the highest run. On the left, "
+        "a falling line means that new tasks are harder or earlier ones are forgotten. "
+        "On the right, a rising line means forgetting."
     )
     figure = draw_curves(comparison)
     return Picture("curves.png", "Averages after each task", caption, plots.to_png(figure))
@@ -280,13 +280,13 @@ def matrix_pictures(comparison: Comparison) -> list[Picture]:
         for start in range(0, max(len(compared), 1), SIDE_BY_SIDE - 1):
             entries = [base, *compared[start : start + SIDE_BY_SIDE - 1]]
             caption = (
-                "Row: after learning a task. Column: accuracy on a task in per cent, mean over the "
-                "seeds."
+                "Row: after learning a task. Column: accuracy on a task in per cent, "
+                "mean over the seeds."
             )
             if len(entries) > 1:
                 caption += (
-                    f" Below: the difference from {base.name} in percentage points; blue is "
-                    "better, red is worse."
+                    f" Below: the difference from {base.name} in percentage points; "
+                    "blue is better, red is worse."
                 )
             title = " beside ".join(entry.name for entry in entries)
             png = plots.to_png(draw_matrices(entries, comparison.tasks))
@@ -353,9 +353,9 @@ def render_settings(comparison: Comparison) -> str:
     text = "All settings are the same."
     if rows:
         text = (
-            "Settings that are the same in all runs are left out. So are seed and name, which are "
-            "listed above, and storage, cluster and tracking, which change results at most in "
-            "their rounding."
+            "Settings that are the same in all runs are left out. "
+            "So are seed and name, which are listed above, "
+            "and storage, cluster and tracking, which change results at most in their rounding."
         )
     return f'<h2 id="settings">Settings that differ</h2><p>{text}</p>{_render_differing(rows)}'
 
@@ -366,8 +366,8 @@ def render_provenance(comparison: Comparison) -> str:
     text = "All results were made with the same git commit, package versions and kind of device."
     if rows:
         text = (
-            "Commit, versions and devices that differ between the runs. They may explain a "
-            "difference in the numbers."
+            "Commit, versions and devices that differ between the runs. "
+            "They may explain a difference in the numbers."
         )
     return f'<h2 id="provenance">Environment</h2><p>{text}</p>{_render_differing(rows)}'
 

@@ -51,9 +51,9 @@ class CaptionedFigure(NamedTuple):
 def comparison_figure(tables: RunTables) -> CaptionedFigure:
     """Final metrics, method by method."""
     caption = (
-        "Final average accuracy, average incremental accuracy (the mean over all tasks so far, "
-        "after each task), and forgetting (the accuracy that earlier tasks have lost since their "
-        "best)."
+        "Final average accuracy, average incremental accuracy "
+        "(the mean over all tasks so far, after each task), "
+        "and forgetting (the accuracy that earlier tasks have lost since their best)."
     )
     figure = plots.draw_comparison(tables.summary())
     return CaptionedFigure("Methods side by side", caption, figure)
@@ -62,9 +62,9 @@ def comparison_figure(tables: RunTables) -> CaptionedFigure:
 def averages_figure(tables: RunTables) -> CaptionedFigure:
     """Average accuracy and forgetting after each task."""
     caption = (
-        "Average accuracy and forgetting over the tasks learned so far, after each task. On the "
-        "left, a falling line means that new tasks are harder or earlier ones are forgotten. On "
-        "the right, a rising line means forgetting."
+        "Average accuracy and forgetting over the tasks learned so far, "
+        "after each task. On the left, a falling line means that new tasks are harder "
+        "or earlier ones are forgotten. On the right, a rising line means forgetting."
     )
     matrices = [tables.matrix(label) for label in tables.labels]
     return CaptionedFigure("Along the stream", caption, plots.draw_averages(matrices))
@@ -76,9 +76,9 @@ def size_accuracy_figure(tables: RunTables) -> CaptionedFigure | None:
     if not any(row["growth"] for row in summary):
         return None
     caption = (
-        "What a method stores besides the shared backbone (masks as packed bits, tokens, heads, "
-        "copies, and the state carried to the next task) against its average accuracy. Best is "
-        "top left."
+        "What a method stores besides the shared backbone "
+        "(masks as packed bits, tokens, heads, copies, and the state carried to the next task) "
+        "against its average accuracy. Best is top left."
     )
     return CaptionedFigure("Size against accuracy", caption, plots.draw_size_accuracy(summary))
 
@@ -112,8 +112,8 @@ def matrix_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capti
     """The accuracy matrix."""
     matrix = tables.matrix(label)
     caption = (
-        "Row: the model after learning one more task. Column: the task it is tested on. Read down "
-        "a column to see whether a task is forgotten."
+        "Row: the model after learning one more task. "
+        "Column: the task it is tested on. Read down a column to see whether a task is forgotten."
     )
     if "follows" in matrix.source:
         caption += (
@@ -133,8 +133,8 @@ def task_aware_matrix_figure(
     if "measured" not in matrix.source:
         return None
     caption = (
-        "The same model when the task of each image is given: it chooses among the classes of "
-        "that task only."
+        "The same model when the task of each image is given: "
+        "it chooses among the classes of that task only."
     )
     return CaptionedFigure("Accuracy matrix, task given", caption, plots.draw_matrix(matrix))
 
@@ -145,8 +145,8 @@ def picks_figure(tables: RunTables, label: str, views: list[MaskView]) -> Captio
     if picks is None:
         return None
     caption = (
-        "Row: the task that images belong to. Column: the task that the method inferred before it "
-        "chose a class."
+        "Row: the task that images belong to. "
+        "Column: the task that the method inferred before it chose a class."
     )
     return CaptionedFigure("Inferred tasks", caption, draw_picks(label, picks))
 
@@ -217,8 +217,8 @@ def capacity_figure(tables: RunTables, label: str, views: list[MaskView]) -> Cap
     if figure is None:
         return None
     caption = (
-        "Share of all maskable entries: those that the task reuses from earlier tasks, those that "
-        "it is the first to use, and, as a line, those that any task uses so far."
+        "Share of all maskable entries: those that the task reuses from earlier tasks, "
+        "those that it is the first to use, and, as a line, those that any task uses so far."
     )
     return CaptionedFigure("Capacity used", caption, figure)
 

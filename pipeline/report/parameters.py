@@ -193,8 +193,8 @@ def measure_importance(search: Search, varied: Sequence[Parameter]) -> tuple[dic
         import optuna  # an extra
     except ImportError:
         return {}, (
-            "Importance of settings is not measured, because optuna is not installed; pip install "
-            "optuna, and write the report again."
+            "Importance of settings is not measured, because optuna is not installed; "
+            "pip install optuna, and write the report again."
         )
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -59,8 +59,8 @@ class Drawn:
         if len(self.parameters) == self.num_varied:
             return ""
         return (
-            f" Only the {len(self.parameters)} most important settings of {self.num_varied} are "
-            "drawn."
+            f" Only the {len(self.parameters)} most "
+            f"important settings of {self.num_varied} are drawn."
         )
 
 
@@ -69,8 +69,8 @@ def history_figure(drawn: Drawn) -> CaptionedFigure | None:
     if not drawn.search.trials:
         return None
     caption = (
-        "Every trial by its number. The line is the highest accuracy of the trials finished so "
-        "far. Where it stays flat for long, more trials would hardly help."
+        "Every trial by its number. The line is the highest accuracy of the trials finished "
+        "so far. Where it stays flat for long, more trials would hardly help."
     )
     if drawn.count("failed"):
         caption += " Crosses at the bottom are failed trials."
@@ -85,9 +85,9 @@ def parallel_figure(drawn: Drawn) -> CaptionedFigure | None:
     if len(drawn.search.standing()) < 2 or not drawn.parameters:
         return None
     caption = (
-        "Each line is a trial, from left to right through its settings to its accuracy. Dark lines "
-        "have high accuracy. Where they run close together on an axis, that setting matters. The "
-        f"thick line is the {drawn.chosen_text}."
+        "Each line is a trial, from left to right through its settings to its accuracy. "
+        "Dark lines have high accuracy. Where they run close together on an axis, "
+        f"that setting matters. The thick line is the {drawn.chosen_text}."
     )
     if drawn.has_unfinished:
         caption += " Trials that did not learn all tasks are dashed, failed ones dotted."
@@ -104,13 +104,13 @@ def importance_figure(drawn: Drawn) -> CaptionedFigure | None:
         return None
     caption = (
         f"Share of the variance in accuracy between the {drawn.count('finished')} finished trials "
-        "that each setting explains, alone or together with others (fANOVA, from Optuna). A "
-        "setting near 0 % can be left as it is. With few trials this is only a hint."
+        "that each setting explains, alone or together with others (fANOVA, from Optuna). "
+        "A setting near 0 % can be left as it is. With few trials this is only a hint."
     )
     if drawn.count("stopped"):
         caption += (
-            " A setting whose bad values were all stopped early looks less important here than it "
-            "is."
+            " A setting whose bad values were all stopped "
+            "early looks less important here than it is."
         )
     shares = dict(list(drawn.shares.items())[:MOST_DRAWN])
     names = {parameter.key: parameter.name for parameter in drawn.parameters}
@@ -123,9 +123,9 @@ def slices_figure(drawn: Drawn) -> CaptionedFigure | None:
     if not drawn.search.standing() or not drawn.parameters:
         return None
     caption = (
-        "The same trials, one setting per panel. Points that rise or fall together show which way "
-        "to change a setting. A best point at the edge of its panel means that a wider range may "
-        f"be better.{drawn.left_out_text}"
+        "The same trials, one setting per panel. Points that rise or fall together show "
+        "which way to change a setting. A best point at the edge of its panel means "
+        f"that a wider range may be better.{drawn.left_out_text}"
     )
     figure = search_plots.draw_slices(drawn.search, drawn.parameters)
     return CaptionedFigure("Accuracy against each setting", caption, figure)
@@ -138,8 +138,8 @@ def curves_figure(drawn: Drawn) -> CaptionedFigure | None:
     caption = "Average validation accuracy over the tasks so far, after each task."
     if drawn.has_unfinished:
         caption += (
-            " A line that ends early is a trial that was stopped to save its further cost, that "
-            "failed, or that still runs."
+            " A line that ends early is a trial that was stopped to save its further cost, "
+            "that failed, or that still runs."
         )
     figure = search_plots.draw_curves(drawn.search)
     return CaptionedFigure("Trials along the stream", caption, figure)
@@ -150,9 +150,9 @@ def pareto_figure(drawn: Drawn) -> CaptionedFigure | None:
     if not search_plots.sizes_differ(drawn.search):
         return None
     caption = (
-        "Finished trials by the bytes they store per task. The front, with trial numbers, joins "
-        "the trials that no other trial beats in both accuracy and size. The star is the "
-        f"{drawn.chosen_text}. Best is top left."
+        "Finished trials by the bytes they store per task. The front, with trial numbers, "
+        "joins the trials that no other trial beats in both accuracy and size. "
+        f"The star is the {drawn.chosen_text}. Best is top left."
     )
     return CaptionedFigure("Accuracy against size", caption, search_plots.draw_front(drawn.search))
 

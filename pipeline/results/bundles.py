@@ -23,8 +23,8 @@ def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
     for stage in stages:
         if Artifact.open(store.root, stage.key) is None:
             raise UserError(
-                f"run {graph.name!r}: stage {stage.id} has no result yet; finish the run with "
-                "`python -m pipeline run` first"
+                f"run {graph.name!r}: stage {stage.id} has no result yet; "
+                "finish the run with `python -m pipeline run` first"
             )
     jobs = [stage.job for stage in stages if isinstance(stage.job, StageJob)]
     states: dict[str, str] = {}

@@ -125,8 +125,8 @@ def order_disparity(accuracies: ArrayLike) -> NDArray[np.float64]:
     r: NDArray[np.float64] = np.asarray(accuracies, np.float64)
     if r.ndim != 2 or not len(r):
         raise UserError(
-            f"order_disparity: accuracies have shape {r.shape}; give a row for each order with "
-            "a column for each task"
+            f"order_disparity: accuracies have shape {r.shape}; "
+            "give a row for each order with a column for each task"
         )
     highest: NDArray[np.float64] = r.max(0)
     lowest: NDArray[np.float64] = r.min(0)
@@ -170,15 +170,15 @@ def _counts(
         hits = hits.reshape(0, 0)
     if hits.ndim != 2 or hits.shape[0] != hits.shape[1]:
         raise UserError(
-            f"an accuracy matrix has shape {hits.shape}; it must be square, stages x tasks, NaN "
-            "where not measured"
+            f"an accuracy matrix has shape {hits.shape}; "
+            "it must be square, stages x tasks, NaN where not measured"
         )
     try:
         counts = np.array(np.broadcast_to(np.asarray(total, float), hits.shape))
     except ValueError:
         raise UserError(
-            f"`total` has shape {np.shape(total)}, `correct` has {hits.shape}; give both for "
-            "the same entries"
+            f"`total` has shape {np.shape(total)}, `correct` has {hits.shape}; "
+            "give both for the same entries"
         ) from None
     missing = np.isnan(hits) | ~(counts > 0)
     hits[missing] = NAN

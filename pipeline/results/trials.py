@@ -301,8 +301,8 @@ def keys_of_searches(storage: str) -> set[str]:
         search = load(storage, name)
         if search.problems:
             raise UserError(
-                f"search {name!r}: {search.problems[0]}; so what it needs is not known: start the "
-                f"search again, or remove {join(folder, name)}"
+                f"search {name!r}: {search.problems[0]}; so what it needs is not known: "
+                f"start the search again, or remove {join(folder, name)}"
             )
         for trial in search.trials:
             graph = trial.get("graph") or {"stages": []}

@@ -158,8 +158,8 @@ def no_winner(search: Search, phase: str, resume_command: str) -> str:
         )
     for_task = f" for task {phase!r}" if phase else ""
     return (
-        f"search {search.name!r} has no winner{for_task}: {reason}; what was found is kept, go on "
-        f"with: {resume_command}"
+        f"search {search.name!r} has no winner{for_task}: {reason}; "
+        f"what was found is kept, go on with: {resume_command}"
     )
 
 
@@ -185,8 +185,8 @@ def write_winner(search: Search, outcome: Outcome, tests: Sequence[SeedTest]) ->
     last = record["results"][-1]
     search_folder = folder(search.storage, search.name)
     lines = [
-        f"# Winner of search {search.name}: trial {outcome.trial}, validation accuracy "
-        f"{100 * last['accuracy']:.2f} % after {last['position'] + 1} tasks",
+        f"# Winner of search {search.name}: trial {outcome.trial}, "
+        f"validation accuracy {100 * last['accuracy']:.2f} % after {last['position'] + 1} tasks",
         f"# ({search.settings.protocol}), {last['bytes']:.0f} bytes kept per task.",
     ]
     lines += [f"# {key}: {value}" for key, value in record["params"].items()]
@@ -219,8 +219,8 @@ def command(args: argparse.Namespace) -> int:
             search_and_record(search, screen, resume_command, report_command)
     except BlockingIOError:
         raise UserError(
-            f"search {search.name!r} is being run by another process; wait for it, or give this "
-            "one another name with --set name=NAME"
+            f"search {search.name!r} is being run by another process; "
+            "wait for it, or give this one another name with --set name=NAME"
         ) from None
     return 0
 

@@ -36,8 +36,8 @@ class SearchScreen:
         phase = f"{record['phase']}, " if record["phase"] else ""
         stages = f"{record['stages']['run']} stages run, {record['stages']['reused']} reused"
         print(
-            f"{phase}trial {number}: {point_text(record['params'])}: {score}{end}; {stages}, "
-            f"{record['device_s']:.0f} s",
+            f"{phase}trial {number}: {point_text(record['params'])}: {score}{end}; "
+            f"{stages}, {record['device_s']:.0f} s",
             flush=True,
         )
 

@@ -37,8 +37,8 @@ class Conditional(Frozen, ABC):
 
     when: dict[str, Any] = Field(
         default_factory=dict,
-        description="keys of the space, each with the value or the list of values for which this "
-        "dimension applies",
+        description="keys of the space, each with the value "
+        "or the list of values for which this dimension applies",
     )
 
     @abstractmethod
@@ -358,8 +358,8 @@ def _sorted(dimensions: Mapping[str, Dimension]) -> dict[str, Dimension]:
         ready = [key for key in waiting if ordered.keys() >= dimensions[key].when.keys()]
         if not ready:
             raise UserError(
-                f"space.{waiting[0]}.when: these dimensions wait for each other in a circle; take "
-                "one `when` out"
+                f"space.{waiting[0]}.when: these dimensions wait for each other in a circle; "
+                "take one `when` out"
             )
         for key in ready:
             ordered[key] = dimensions[key]
@@ -409,14 +409,14 @@ def _searched_labels(space: Space, body: Mapping[str, Any], path: str) -> list[s
     if dimension is None:
         if len(labels) != 1:
             raise UserError(
-                f"{path}: the base has {len(labels)} methods, a trial one; add to the space "
-                f"`method: {{dist: choice, values: [{labels_text}]}}`"
+                f"{path}: the base has {len(labels)} methods, a trial one; "
+                f"add to the space `method: {{dist: choice, values: [{labels_text}]}}`"
             )
         return labels
     if not isinstance(dimension, Choice):
         raise UserError(
-            f"{path}: space.method must be a choice; write {{dist: choice, values: "
-            f"[{labels_text}]}}"
+            f"{path}: space.method must be a choice; "
+            f"write {{dist: choice, values: [{labels_text}]}}"
         )
     for label in dimension.values:
         if label not in labels:
@@ -438,8 +438,8 @@ def _check_key(key: str, labels: Sequence[str], path: str) -> None:
         )
     if top in NOT_LEARNED:
         raise UserError(
-            f"{path}: space.{key} cannot be searched, because it does not change what is "
-            "learned (or only by chance); take it out"
+            f"{path}: space.{key} cannot be searched, "
+            "because it does not change what is learned (or only by chance); take it out"
         )
     label = rest.partition(".")[0]
     if top == "methods" and label not in labels:
@@ -461,6 +461,6 @@ def check_per_task(keys: Iterable[str], path: str) -> None:
     for key in keys:
         if not key.startswith("methods."):
             raise UserError(
-                f"{path}: space.{key} cannot differ from task to task; search it with another "
-                "protocol, or give only keys `methods.LABEL...`"
+                f"{path}: space.{key} cannot differ from task to task; "
+                "search it with another protocol, or give only keys `methods.LABEL...`"
             )

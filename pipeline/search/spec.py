@@ -77,8 +77,8 @@ class SearchSettings(Frozen):
     objectives: tuple[Literal["accuracy", "bytes"], ...] = Field(("accuracy",), min_length=1)
     tolerance: NonNegativeFloat = Field(
         0.0,
-        description="how far below the best accuracy (0 to 1) a trial may be and win with fewer "
-        "bytes",
+        description="how far below the best accuracy (0 to 1) "
+        "a trial may be and win with fewer bytes",
     )
     budget: Budget = Budget(trials=16)
     seed: NonNegativeInt = Field(0, description="draws the points; training uses the base's seed")
@@ -143,8 +143,8 @@ class SearchSettings(Frozen):
             )
         if len(self.objectives) > 1:
             raise ValueError(
-                f"scheduler {self.scheduler} judges by accuracy alone; use scheduler none, or "
-                "objectives [accuracy]"
+                f"scheduler {self.scheduler} judges by accuracy alone; "
+                "use scheduler none, or objectives [accuracy]"
             )
         return self
 
@@ -155,8 +155,8 @@ class SearchSettings(Frozen):
         has_trials = "budget" in self.model_fields_set and self.budget.trials is not None
         if self.algorithm == "grid" and has_trials:
             raise ValueError(
-                "a grid has as many trials as points; leave budget.trials out (hours and stages "
-                "bound a grid), or use algorithm random"
+                "a grid has as many trials as points; "
+                "leave budget.trials out (hours and stages bound a grid), or use algorithm random"
             )
         return self
 
@@ -250,8 +250,8 @@ def load(path: str, overrides: list[str]) -> SearchFile:
         apply_override(raw, override)
     if "space" not in raw and "methods" in raw:
         raise UserError(
-            f"{path}: this is a config to run, with no `space`; use `python -m pipeline run`, "
-            "or write a search that has it as `base`"
+            f"{path}: this is a config to run, with no `space`; "
+            "use `python -m pipeline run`, or write a search that has it as `base`"
         )
     settings = configs.checked(SearchSettings, {"name": file.stem, **raw}, "", path)
     base = file.parent / settings.base
@@ -382,13 +382,13 @@ def _check_space(settings: SearchSettings, space: Space, body: dict[str, Any], p
         spaces.check_per_task([key for key in settings.space if key != spaces.METHOD], path)
         if spaces.METHOD in settings.space:
             raise UserError(
-                f"{path}: space.method cannot change within a stream, as protocol per_task or "
-                "scheduler pbt would have it; search it end_of_stream"
+                f"{path}: space.method cannot change within a stream, "
+                "as protocol per_task or scheduler pbt would have it; search it end_of_stream"
             )
     if settings.algorithm == "grid" and space.size > MAX_GRID_POINTS:
         raise UserError(
-            f"{path}: the grid has up to {space.size} points, more than {MAX_GRID_POINTS}; give "
-            "fewer values, or use algorithm random"
+            f"{path}: the grid has up to {space.size} points, more than {MAX_GRID_POINTS}; "
+            "give fewer values, or use algorithm random"
         )
 
 
@@ -406,8 +406,8 @@ def _check_first_tasks(settings: SearchSettings, count: int, path: str) -> None:
     """Raise `UserError` when the first tasks are not fewer than the `count` tasks of the stream."""
     if settings.first_tasks is not None and settings.first_tasks >= count:
         raise UserError(
-            f"{path}: first_tasks is {settings.first_tasks}, and the stream has {count} "
-            "tasks; give fewer, or use protocol end_of_stream"
+            f"{path}: first_tasks is {settings.first_tasks}, and the stream has {count} tasks; "
+            "give fewer, or use protocol end_of_stream"
         )
 
 
@@ -421,8 +421,8 @@ def _check_rungs(settings: SearchSettings, count: int, path: str) -> None:
         )
     if settings.scheduler == "pbt" and count < 2:
         raise UserError(
-            f"{path}: scheduler pbt lets trials take over from each other between tasks, and "
-            f"they learn {count}; use scheduler none"
+            f"{path}: scheduler pbt lets trials take over from each other between tasks, "
+            f"and they learn {count}; use scheduler none"
         )
 
 
@@ -448,9 +448,9 @@ def _note(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> 
     verb = "learns" if len(independent) == 1 else "learn"
     first = "the first task" if settings.grace == 1 else f"the first {settings.grace} tasks"
     return (
-        f"{', '.join(independent)} {verb} every task by itself, so asha's first rung "
-        f"compares trials on {first} alone, "
-        "which says nothing of the others; a larger `grace` compares them on more"
+        f"{', '.join(independent)} {verb} every task by itself, "
+        f"so asha's first rung compares trials on {first} alone, which says nothing of the others; "
+        "a larger `grace` compares them on more"
     )
 
 

@@ -243,8 +243,8 @@ def _take_over(record: Trial, plan: Plan, parent: int) -> None:
     previous = read_record(plan.storage, plan.name, number)
     if source is None or previous is None or len(source["results"]) < len(tasks):
         raise TrialFailed(
-            f"the record of trial {parent}, which trial {number} goes on from, is gone or "
-            "damaged; give the search another name"
+            f"the record of trial {parent}, which trial {number} goes on from, is gone or damaged; "
+            "give the search another name"
         )
     inherited = lineage(source, tasks)
     record["results"] = inherited["results"]
@@ -420,8 +420,8 @@ def result_of(
     accuracy = float(matrix.over_time[position]["average_accuracy"])
     if math.isnan(accuracy):
         raise UserError(
-            f"task {task!r} has no validation accuracy, so the trial cannot be judged; data of "
-            "an earlier task may be gone"
+            f"task {task!r} has no validation accuracy, so the trial cannot be judged; "
+            "data of an earlier task may be gone"
         )
     rates = zip(matrix.tasks[: position + 1], matrix.rates[position].tolist(), strict=False)
     return {

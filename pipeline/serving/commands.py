@@ -39,8 +39,8 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     ask.add_argument(
         "--rule",
         default="refuse",
-        help="without a task: `refuse`, or `confident`: the task that answers with the highest "
-        "probability",
+        help="without a task: `refuse`, or `confident`: the task that answers "
+        "with the highest probability",
     )
     ask.add_argument(
         "--top",
@@ -72,8 +72,8 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a name under which clients may ask, beside the address and localhost; may be "
-        "repeated",
+        help="a name under which clients may ask, "
+        "beside the address and localhost; may be repeated",
     )
     start.add_argument(
         "--max-pixels",
@@ -110,8 +110,8 @@ def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
     if os.path.isdir(args.config) or ("://" in args.config and exists(join(args.config, MODEL))):
         if args.method or args.overrides:
             raise UserError(
-                f"{args.config!r} is a model folder, which holds one method as it is; leave out "
-                "--method and --set"
+                f"{args.config!r} is a model folder, which holds one method as it is; "
+                "leave out --method and --set"
             )
         return Bundle.open(args.config)
     from pipeline import app
@@ -215,8 +215,8 @@ def serve(args: argparse.Namespace) -> int:
     """Answer requests over HTTP until interrupted."""
     if args.max_pixels < 1:
         raise UserError(
-            f"--max-pixels is {args.max_pixels}; give the most pixels that all images of a "
-            "request may have together, at least 1"
+            f"--max-pixels is {args.max_pixels}; "
+            "give the most pixels that all images of a request may have together, at least 1"
         )
     port = ui.free_port(args.host, args.port)
     ui.warn_if_exposed(args.host, port, "ask it, at your expense: it asks for no password")

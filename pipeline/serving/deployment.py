@@ -126,8 +126,8 @@ def predict_of(handle: DeploymentHandle[Any]) -> Callable[[bytes], Awaitable[Rep
             return Reply(
                 503,
                 {
-                    "error": f"the model cannot answer now ({type(error).__name__}); send this "
-                    "request again later"
+                    "error": f"the model cannot answer now ({type(error).__name__}); "
+                    "send this request again later"
                 },
             )
 

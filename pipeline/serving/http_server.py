@@ -179,8 +179,8 @@ class Front:
         if route != ("POST", "/predict"):
             raise Refused(
                 404,
-                f"there is no {route[0][:20]} {route[1][:80]}; there are POST /predict, GET "
-                "/tasks and GET /health",
+                f"there is no {route[0][:20]} {route[1][:80]}; "
+                "there are POST /predict, GET /tasks and GET /health",
             )
         self.check_room()
         upload = await self.receive(request)
@@ -200,15 +200,15 @@ class Front:
         if not self.hosts.allow(host):
             raise Refused(
                 421,
-                f"host {host[:80]!r} is not served here; ask under the server's own address, or "
-                "start it with --allow-host NAME",
+                f"host {host[:80]!r} is not served here; "
+                "ask under the server's own address, or start it with --allow-host NAME",
             )
         origin = request.headers.get("origin")
         if origin is not None and not self.hosts.allow(origin.partition("://")[2]):
             raise Refused(
                 403,
-                f"pages of {origin[:80]!r} may not ask here; start the server with --allow-host "
-                "NAME to allow those of NAME",
+                f"pages of {origin[:80]!r} may not ask here; "
+                "start the server with --allow-host NAME to allow those of NAME",
             )
 
     def check_room(self) -> None:
@@ -240,13 +240,13 @@ class Front:
         """Receive a body. Raise `Refused` when it is too large or slow, or gives way to others."""
         large = Refused(
             413,
-            f"the body takes more than {self.bounds.body_bytes} bytes; send fewer or smaller "
-            "images",
+            f"the body takes more than {self.bounds.body_bytes} bytes; "
+            "send fewer or smaller images",
         )
         slow = Refused(
             408,
-            f"the body did not arrive within {self.bounds.body_s:g} s; send fewer or smaller "
-            "images",
+            f"the body did not arrive within {self.bounds.body_s:g} s; "
+            "send fewer or smaller images",
         )
         length = request.headers.get("content-length", "").lstrip("0") or "0"
         if len(length) > len(str(self.bounds.body_bytes)) or int(length) > self.bounds.body_bytes:
@@ -284,8 +284,8 @@ class Front:
             oldest = next(iter(self.uploads))
             refusal = Refused(
                 503,
-                f"bodies of more than {self.bounds.held_bytes} bytes are being received; send "
-                "this one again later",
+                f"bodies of more than {self.bounds.held_bytes} bytes are being received; "
+                "send this one again later",
             )
             if oldest is upload:
                 raise refusal
@@ -316,8 +316,8 @@ class Front:
                 raise ClientDisconnect
             raise Refused(
                 504,
-                f"there was no answer within {self.bounds.answer_s:g} s; send fewer images, or "
-                "send this request again later",
+                f"there was no answer within {self.bounds.answer_s:g} s; "
+                "send fewer images, or send this request again later",
             )
         finally:
             work.cancel()
@@ -441,8 +441,8 @@ def bound(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"port {port} on {host} cannot be used ({reason}); give another with --port, or none "
-            "for a free one"
+            f"port {port} on {host} cannot be used ({reason}); "
+            "give another with --port, or none for a free one"
         ) from None
     return sock
 

@@ -75,13 +75,13 @@ def columns(model_input: Any) -> tuple[list[Any], list[str | None]]:
             frame = pd.DataFrame.from_records(model_input)
     except Exception as error:  # whatever was sent
         raise UserError(
-            f"the input is no table ({error}); give records such as {{'image': BASE64, 'task': "
-            f"NAME}}"
+            f"the input is no table ({error}); "
+            "give records such as {'image': BASE64, 'task': NAME}"
         ) from None
     if "image" not in frame:
         raise UserError(
-            f"the input has no column 'image', it has {[str(name) for name in frame][:8]}; give "
-            f"records such as {{'image': BASE64, 'task': NAME}}"
+            f"the input has no column 'image', it has {[str(name) for name in frame][:8]}; "
+            "give records such as {'image': BASE64, 'task': NAME}"
         )
     tasks: list[str | None] = [None] * len(frame)
     if "task" in frame:

@@ -62,9 +62,8 @@ def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], 
             )
             path.rename(aside)
             filesystem.notify(
-                f"{path} was left half-made, with no run in it, by a process that was killed or "
-                "by another version of MLflow; it is now "
-                f"{aside.name}, and made anew"
+                f"{path} was left half-made, with no run in it, by a process that was killed "
+                f"or by another version of MLflow; it is now {aside.name}, and made anew"
             )
         else:
             path.unlink(missing_ok=True)

@@ -110,9 +110,8 @@ def tracking_uri(storage: str, uri: str = "") -> str:
         return configured
     if not is_local(storage):
         raise UserError(
-            f"storage {storage!r} cannot hold MLflow's SQLite database; name a tracking server "
-            "in tracking.uri or "
-            "MLFLOW_TRACKING_URI, or set tracking=off"
+            f"storage {storage!r} cannot hold MLflow's SQLite database; "
+            "name a tracking server in tracking.uri or MLFLOW_TRACKING_URI, or set tracking=off"
         )
     folder = Path(storage.removeprefix("file://")).absolute()
     make_dirs(str(folder))
@@ -176,9 +175,8 @@ def check_password(uri: str) -> None:
     if BROKEN_PASSWORD.match(uri) and not HOST_AND_PORT.match(uri):
         raise UserError(
             "the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with `/`, "
-            "`?` or `#` in it, which end the host's part of "
-            "a URI; write them as %2F, %3F and %23, or give MLFLOW_TRACKING_USERNAME and "
-            "MLFLOW_TRACKING_PASSWORD instead"
+            "`?` or `#` in it, which end the host's part of a URI; write them as %2F, "
+            "%3F and %23, or give MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
         )
 
 
@@ -195,21 +193,20 @@ def explain_missing_drivers(address: str) -> Iterator[None]:
         module = name.partition(".")[0]
         package = DRIVERS.get(module, module)
         raise UserError(
-            f"the database of {redact(address)} needs the Python package {name!r}, which is not "
-            "installed; install it beside MLflow "
+            f"the database of {redact(address)} needs the Python package {name!r}, "
+            "which is not installed; install it beside MLflow "
             f"(pip install {package}), or name another tracking URI"
         ) from None
     except NoSuchModuleError:
         raise UserError(
-            f"no database is known by the scheme {scheme!r} of the tracking URI; MLflow knows "
-            "sqlite, postgresql, mysql, mssql, and servers "
-            "by http and https"
+            f"no database is known by the scheme {scheme!r} of the tracking URI; "
+            "MLflow knows sqlite, postgresql, mysql, mssql, and servers by http and https"
         ) from None
     except ArgumentError:
         raise UserError(
-            f"the tracking URI {redact(address)} is not of the form "
-            f"{scheme}://user:password@host:port/database; mend tracking.uri or "
-            "MLFLOW_TRACKING_URI"
+            f"the tracking URI {redact(address)} "
+            f"is not of the form {scheme}://user:password@host:port/database; "
+            "mend tracking.uri or MLFLOW_TRACKING_URI"
         ) from None
 
 
@@ -397,8 +394,7 @@ class SystemMetrics:
         except ImportError:
             raise UserError(
                 "tracking.system_metrics needs the package psutil, which is not installed; "
-                "install `.[monitor]`, or leave the setting "
-                "off"
+                "install `.[monitor]`, or leave the setting off"
             ) from None
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 

@@ -126,17 +126,17 @@ class Outbox:
     def _wait_for_answer(self, reason: str) -> None:
         self._set_away(time.monotonic())
         self.log(
-            f"{self.name} does not answer ({reason[:120]}); the run goes on, and what it should "
-            "hear of is kept until it does"
+            f"{self.name} does not answer ({reason[:120]}); "
+            "the run goes on, and what it should hear of is kept until it does"
         )
         pause = FIRST_S
         while not self.given_up:
             self._pause(pause)
             if not self.given_up and self.answers():
                 self.log(
-                    f"{self.name} answers again after "
-                    f"{time.monotonic() - (self.away_since or 0):.0f} s; it is told what it has "
-                    "missed"
+                    f"{self.name} answers "
+                    f"again after {time.monotonic() - (self.away_since or 0):.0f} s; "
+                    "it is told what it has missed"
                 )
                 self._set_away(None)
                 return

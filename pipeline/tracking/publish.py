@@ -73,8 +73,8 @@ def log(
         return Published(
             "",
             warning=f"the model of {bundle.body['method']!r} takes {bundle.nbytes / 1e6:.0f} MB, "
-            f"more than {most_bytes / 1e6:.0f}, and "
-            "was not logged to MLflow; `python -m pipeline bundle` makes a folder of it",
+            f"more than {most_bytes / 1e6:.0f}, and was not logged to MLflow; "
+            "`python -m pipeline bundle` makes a folder of it",
         )
     client = MlflowClient(uri)
     run = client.get_run(run_id)

@@ -522,9 +522,9 @@ def note_of(record: Mapping[str, Any], label: str, task: str) -> str:
     if task:
         owner = f"method **{label}**" if label else "all methods"
         return (
-            f"Task **{task}** of run **{record['name']}**, as learned by {owner}. Model metrics "
-            "are curves over epochs. Artifacts are masks, learned tokens, the confusion matrix "
-            "and the state of the task, as far as the method has them."
+            f"Task **{task}** of run **{record['name']}**, as learned by {owner}. "
+            "Model metrics are curves over epochs. Artifacts are masks, learned tokens, "
+            "the confusion matrix and the state of the task, as far as the method has them."
         )
     if label:
         return (
@@ -534,7 +534,7 @@ def note_of(record: Mapping[str, Any], label: str, task: str) -> str:
             "learned before. There is one child run per task."
         )
     return (
-        f"Run **{record['name']}**. The artifact `report.html` is the whole report, `graph.svg` "
-        "the graph of stages. There is one child run per method, and below each method one run "
-        "per task. To compare methods, select their runs and press Compare."
+        f"Run **{record['name']}**. The artifact `report.html` is the whole report, "
+        "`graph.svg` the graph of stages. There is one child run per method, and below each "
+        "method one run per task. To compare methods, select their runs and press Compare."
     )

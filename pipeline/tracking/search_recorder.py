@@ -156,9 +156,8 @@ class SearchRecorder:
         search = read_record(join(folder, "search.json"))
         if search is None:
             raise UserError(
-                f"{join(folder, 'search.json')} is not there or not readable, so there is no "
-                f"search {name!r} to record; give the name of "
-                "a folder in searches/"
+                f"{join(folder, 'search.json')} is not there or not readable, so there "
+                f"is no search {name!r} to record; give the name of a folder in searches/"
             )
         if settings is None:
             settings = TrackingSettings.model_validate(search["config"].get("tracking") or {})
@@ -455,8 +454,8 @@ def trial_note(search: Mapping[str, Any], trial: Trial) -> str:
         end = f" It failed: {trial.get('message', '')}"
     return (
         f"Trial {trial['number']} of search **{search['name']}**{phase}: "
-        f"{params_text(trial['params'])}. `accuracy` is measured on validation images: the "
-        f"average over the tasks so far. Its step is the number of tasks learned.{end}"
+        f"{params_text(trial['params'])}. `accuracy` is measured on validation images: "
+        f"the average over the tasks so far. Its step is the number of tasks learned.{end}"
     )
 
 

@@ -128,8 +128,8 @@ def address_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         default=LOOPBACK,
-        help=f"address to listen on (default: {LOOPBACK}, for this machine alone; nobody is "
-        "asked for a password)",
+        help=f"address to listen on (default: {LOOPBACK}, for this machine alone; "
+        "nobody is asked for a password)",
     )
     parser.add_argument("--port", type=int, default=0, help="port (default: a free one)")
 
@@ -146,8 +146,8 @@ def warn_if_exposed(host: str, port: int, what: str) -> None:
     """Print a line on stderr when other machines can reach a server. what: what they can do."""
     if not is_loopback(host):
         print(
-            f"accrete: anyone who reaches {host}:{port} can {what}; put it behind a proxy that "
-            "asks for a password, or leave out --host and tunnel: "
+            f"accrete: anyone who reaches {host}:{port} can {what}; "
+            "put it behind a proxy that asks for a password, or leave out --host and tunnel: "
             f"ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
             file=sys.stderr,
             flush=True,
@@ -164,8 +164,8 @@ def free_port(host: str, port: int = 0) -> int:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"port {port} on {host} cannot be used ({reason}); give another with --port, or "
-                "none for a free one"
+                f"port {port} on {host} cannot be used ({reason}); "
+                "give another with --port, or none for a free one"
             ) from None
         free: int = probe.getsockname()[1]
         return free
@@ -240,8 +240,8 @@ def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, p
             "another program took the port meanwhile: try another --port, or none for a free one"
         )
     return (
-        f"mlflow server ended with exit code {server.returncode} before it answered on "
-        f"{host}:{port} ({last}); {remedy}"
+        f"mlflow server ended with exit code {server.returncode} before "
+        f"it answered on {host}:{port} ({last}); {remedy}"
     )
 
 
@@ -261,8 +261,8 @@ def wait_until_up(server: subprocess.Popen[str], host: str, port: int) -> bool:
         if time.monotonic() - last_notice > NOTICE_S:
             last_notice = time.monotonic()
             print(
-                f"accrete: mlflow server is starting, for {last_notice - start:.0f} s now; Ctrl-C "
-                "ends it",
+                "accrete: mlflow server is starting, "
+                f"for {last_notice - start:.0f} s now; Ctrl-C ends it",
                 file=sys.stderr,
                 flush=True,
             )

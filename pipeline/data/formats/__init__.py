@@ -64,8 +64,8 @@ def _require_entries(card: Card) -> list[Entry]:
     if entries is not None:
         state = f"holds no images in its splits ({dict(card.source.splits)})"
     raise UserError(
-        f"card {card.name!r}: its source {source_uri(card)} {state}; put the data there, or point "
-        "source.path of the card (or the environment variable in it) to where it is"
+        f"card {card.name!r}: its source {source_uri(card)} {state}; put the data there, "
+        "or point source.path of the card (or the environment variable in it) to where it is"
     )
 
 

@@ -103,9 +103,9 @@ def _item(
 ) -> ItemBytes:
     if isinstance(label, (str, bytes)) and len(label) > MAX_LABEL_BYTES:
         raise UserError(
-            f"{printable(uri)}: the label of row {row} has {len(label)} characters, and no class "
-            f"has a name of more than {MAX_LABEL_BYTES}; fetch the file again, or name another "
-            "column in source.label"
+            f"{printable(uri)}: the label of row {row} has {len(label)} characters, "
+            f"and no class has a name of more than {MAX_LABEL_BYTES}; "
+            "fetch the file again, or name another column in source.label"
         )
     path = None
     data = image

@@ -17,8 +17,8 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return one unit with all 1797 digits. Raise UserError for other data sets."""
     if card.source.name != "digits":
         raise UserError(
-            f"card {card.name!r}: source.name is {card.source.name!r}; of scikit-learn's data "
-            "sets `digits` is images"
+            f"card {card.name!r}: source.name is {card.source.name!r}; "
+            "of scikit-learn's data sets `digits` is images"
         )
     return [Unit(read_digits, (card.classes,))]
 

@@ -147,8 +147,8 @@ def _split_name(uri: str, member: tarfile.TarInfo) -> tuple[str, str]:
     is_outside = member.name.startswith("/") or ".." in member.name.split("/")
     if is_outside or not member.isreg() or member.issparse():
         raise UserError(
-            f"{printable(uri)}: member {member.name!r:.200} is a link, or points outside the "
-            "archive; shards hold plain files with relative names, write this one anew"
+            f"{printable(uri)}: member {member.name!r:.200} is a link, or points outside "
+            "the archive; shards hold plain files with relative names, write this one anew"
         )
     folder, _, name = member.name.removeprefix("./").rpartition("/")
     stem, _, suffix = name.partition(".")

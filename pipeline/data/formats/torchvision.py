@@ -59,9 +59,9 @@ def torchvision_set(path: str, name: str, split: str, download: bool) -> Any:
         return kind(root=path, download=download, **split_argument)
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"torchvision's {name} is not below {path} and cannot be downloaded "
-            f"({str(error).splitlines()[0]}); put its files there, or run this once on a machine "
-            "with a network"
+            f"torchvision's {name} is not below {path} and cannot "
+            f"be downloaded ({str(error).splitlines()[0]}); "
+            "put its files there, or run this once on a machine with a network"
         ) from None
 
 

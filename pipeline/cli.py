@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.graph import diagram
-from pipeline.serving import commands as predict
-from pipeline.tracking import ui as browse
+from pipeline.serving import commands as serving_commands
+from pipeline.tracking import ui as mlflow_ui
 from workers import preemption
 from workers.errors import UserError
 from workers.storage import secrets
@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
 
     _add_run_commands(add_command)
     _add_analyse_command(add_command)
-    predict.commands(add_command)
+    serving_commands.commands(add_command)
     _add_compare_command(add_command)
     _add_storage_commands(add_command)
     return top
@@ -233,7 +233,7 @@ def _add_storage_commands(add_command: AddCommand) -> None:
     ui_parser.add_argument(
         "--storage", default="storage", help="storage folder of the runs (default: storage)"
     )
-    browse.address_options(ui_parser)
+    mlflow_ui.address_options(ui_parser)
     gc_parser = add_command(
         "gc",
         collect_garbage,
@@ -362,7 +362,7 @@ def analyse(args: argparse.Namespace) -> int:
     """Measure the attention of finished runs, and print tables and paths of pictures."""
     from pipeline import app, console  # imports torch
 
-    command = [browse.this_python(), "-m pipeline analyse", *args.config, "--on", *args.on]
+    command = [mlflow_ui.this_python(), "-m pipeline analyse", *args.config, "--on", *args.on]
     result = app.analyse(
         args.config,
         args.overrides,
@@ -397,7 +397,7 @@ def ui(args: argparse.Namespace) -> int:
             f"storage {args.storage!r} does not exist; "
             "give the folder that holds the runs with --storage"
         )
-    return browse.serve(storage, args.host, args.port)
+    return mlflow_ui.serve(storage, args.host, args.port)
 
 
 def collect_garbage(args: argparse.Namespace) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from html import escape
+from typing import NamedTuple
 
 from pipeline.graph.stage import Graph, Stage
 
@@ -23,81 +25,105 @@ def to_text(graph: Graph, status: Mapping[str, str]) -> str:
     `->` joins a task to the next when the next waits for it (a chain), `|` when it does not (a
     star).
     """
-    lines = []
-    shared = [s for s in graph if s.method is None and s.step != "report"]
-    lines.append("shared   " + "  ".join(f"{s.id}{_star(s, status)}" for s in shared))
-    labels = list(dict.fromkeys(s.method for s in graph if s.method))
-    width = max((len(label) for label in labels), default=0)
-    for label in labels:
-        steps = [s for s in graph if s.method == label and s.step != "evaluate"]
-        text, before = "", None
-        for stage in steps:
-            name = stage.task if stage.step == "train" else f"{stage.task}/{stage.step}"
-            joint = "" if before is None else (" -> " if before.id in stage.parents else " | ")
-            text += f"{joint}{name}{_star(stage, status)}"
-            before = stage
-        evaluated = [s for s in graph if s.method == label and s.step == "evaluate"]
-        to_run = sum(status.get(s.id) == "miss" for s in evaluated)
-        lines.append(
-            f"{label:<{width}}   {text}   + {len(evaluated)} evaluate"
-            + (f" ({to_run} to run)" if to_run else "")
-        )
+    shared = [stage for stage in graph if stage.method is None and stage.step != "report"]
+    marked_ids = [f"{stage.id}{_star(stage, status)}" for stage in shared]
+    lines = [f"shared   {'  '.join(marked_ids)}"]
+    labels = list(dict.fromkeys(stage.method for stage in graph if stage.method))
+    width = max(map(len, labels), default=0)
+    lines += [f"{name.ljust(width)}   {_method_line(graph, name, status)}" for name in labels]
     return "\n".join(lines)
+
+
+def _method_line(graph: Graph, label: str, status: Mapping[str, str]) -> str:
+    """Return the stages of a method in order, and the number of its evaluations."""
+    line = ""
+    previous: Stage | None = None
+    evaluations = 0
+    to_run = 0
+    for stage in graph:
+        if stage.method != label:
+            continue
+        if stage.step == "evaluate":
+            evaluations += 1
+            if status.get(stage.id) == "miss":
+                to_run += 1
+            continue
+        if previous is not None:
+            line += " -> " if previous.id in stage.parents else " | "
+        line += str(stage.task)
+        if stage.step != "train":
+            line += f"/{stage.step}"
+        line += _star(stage, status)
+        previous = stage
+    line += f"   + {evaluations} evaluate"
+    if to_run:
+        line += f" ({to_run} to run)"
+    return line
 
 
 def _star(stage: Stage, status: Mapping[str, str]) -> str:
     return "*" if status.get(stage.id) == "miss" else ""
 
 
+class Corner(NamedTuple):
+    """The upper left corner of a box, in pixels."""
+
+    x: int
+    y: int
+
+
 def to_svg(graph: Graph, status: Mapping[str, str]) -> str:
     """Return an SVG with a column per depth and a box per stage: green stands, orange will run."""
-    depth: dict[str, int] = {}
-    for stage in graph:
-        depth[stage.id] = max((depth[p] + 1 for p in stage.parents), default=0)
-    rows = _rows(graph, depth)
-    corners: dict[str, tuple[int, int]] = {}  # stage -> x, y of the upper left corner of its box
-    for stage_id, column in depth.items():
-        x = MARGIN + column * (BOX_W + GAP_X)
-        y = MARGIN + rows[stage_id] * (BOX_H + GAP_Y)
-        corners[stage_id] = (x, y)
-    width = max(x for x, _ in corners.values()) + BOX_W + MARGIN
-    height = max(y for _, y in corners.values()) + BOX_H + MARGIN
+    corners = _corners(graph)
+    width = max(corner.x for corner in corners.values()) + BOX_W + MARGIN
+    height = max(corner.y for corner in corners.values()) + BOX_H + MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" '
         'font-family="system-ui, sans-serif" font-size="11">'
     ]
     for stage in graph:
-        x2, y2 = corners[stage.id]
-        implied: set[str] = set()  # an arrow that follows from two others is left out
+        # an arrow that follows from two others is left out
+        implied: set[str] = set()
         for parent in stage.parents:
             implied.update(graph[parent].parents)
-        for parent in stage.parents:
-            if parent in implied:
-                continue
-            left, upper_edge = corners[parent]
-            x1 = left + BOX_W
-            y1 = upper_edge + BOX_H / 2
-            mid = (x1 + x2) / 2
-            parts.append(
-                f'<path d="M{x1} {y1} C{mid} {y1} {mid} {y2 + BOX_H / 2} {x2} {y2 + BOX_H / 2}" '
-                'fill="none" stroke="#b8b8b8"/>'
-            )
-    for stage in graph:
-        x, y = corners[stage.id]
-        colour = COLOURS.get(status.get(stage.id, ""), "#eeeeee")
-        upper = _short(stage.task or stage.id.removeprefix("data/"))
-        lower = _short(f"{stage.method} · {stage.step}" if stage.method else stage.step)
-        parts.append(
-            f"<g><title>{escape(stage.id)} {stage.key[:12]} "
-            f"{escape(status.get(stage.id, ''))}</title>"
-            f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{BOX_H}" rx="5" fill="{colour}" '
-            'stroke="#888"/>'
-            f'<text x="{x + BOX_W / 2}" y="{y + 15}" text-anchor="middle">{escape(upper)}</text>'
-            f'<text x="{x + BOX_W / 2}" y="{y + 29}" text-anchor="middle" '
-            f'fill="#555">{escape(lower)}</text></g>'
-        )
-    return "".join(parts) + "</svg>"
+        drawn_parents = [parent for parent in stage.parents if parent not in implied]
+        parts += [_arrow_svg(corners[parent], corners[stage.id]) for parent in drawn_parents]
+    parts += [_box_svg(stage, corners[stage.id], status.get(stage.id, "")) for stage in graph]
+    parts.append("</svg>")
+    return "".join(parts)
+
+
+def _arrow_svg(start: Corner, end: Corner) -> str:
+    """Return a curve from the right side of one box to the left side of another."""
+    x1 = start.x + BOX_W
+    y1 = start.y + BOX_H / 2
+    x2 = end.x
+    y2 = end.y + BOX_H / 2
+    middle = (x1 + x2) / 2
+    return (
+        f'<path d="M{x1} {y1} C{middle} {y1} {middle} {y2} {x2} {y2}" '
+        'fill="none" stroke="#b8b8b8"/>'
+    )
+
+
+def _box_svg(stage: Stage, corner: Corner, state: str) -> str:
+    """Return the box of a stage, with its task above its method and step."""
+    x, y = corner
+    colour = COLOURS.get(state, "#eeeeee")
+    middle = x + BOX_W / 2
+    upper = _short(stage.task or stage.id.removeprefix("data/"))
+    lower = _short(stage.step)
+    if stage.method:
+        lower = _short(f"{stage.method} · {stage.step}")
+    return (
+        f"<g><title>{escape(stage.id)} {stage.key[:12]} {escape(state)}</title>"
+        f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{BOX_H}" rx="5" fill="{colour}" '
+        'stroke="#888"/>'
+        f'<text x="{middle}" y="{y + 15}" text-anchor="middle">{escape(upper)}</text>'
+        f'<text x="{middle}" y="{y + 29}" text-anchor="middle" '
+        f'fill="#555">{escape(lower)}</text></g>'
+    )
 
 
 def _short(text: str) -> str:
@@ -107,19 +133,28 @@ def _short(text: str) -> str:
     return text[:half] + "…" + text[1 - half :]
 
 
-def _rows(graph: Graph, depth: Mapping[str, int]) -> dict[str, int]:
-    """A box keeps its row free in its column: methods below each other, tasks below each other
-    inside a method."""
-    rows: dict[str, int] = {}
-    top = 0
-    groups: dict[str | None, list[Stage]] = {}
+def _corners(graph: Graph) -> dict[str, Corner]:
+    """Return the corner of each stage's box, by id.
+
+    The column is the depth of the stage. Methods are below each other, and in a column of a method
+    its tasks are.
+    """
+    depth: dict[str, int] = {}
+    stages_by_method: dict[str | None, list[Stage]] = {}
     for stage in graph:
-        groups.setdefault(stage.method, []).append(stage)
-    for group, members in groups.items():
-        used: dict[int, int] = {}
-        for stage in members:
+        depth[stage.id] = max((depth[parent] + 1 for parent in stage.parents), default=0)
+        stages_by_method.setdefault(stage.method, []).append(stage)
+    corners: dict[str, Corner] = {}
+    top = 0  # the first row of the method
+    for method, stages in stages_by_method.items():
+        used_rows: Counter[int] = Counter()  # of the method, by column
+        for stage in stages:
             column = depth[stage.id]
-            rows[stage.id] = top + used.get(column, 0)
-            used[column] = used.get(column, 0) + 1
-        top += max(used.values()) if group is not None else 0
-    return rows
+            row = top + used_rows[column]
+            used_rows[column] += 1
+            x = MARGIN + column * (BOX_W + GAP_X)
+            y = MARGIN + row * (BOX_H + GAP_Y)
+            corners[stage.id] = Corner(x, y)
+        if method is not None:
+            top += max(used_rows.values())
+    return corners

@@ -32,6 +32,10 @@ WIDEST = 1700  # width of the picture, unless a single task is wider
 OPACITY_RANGE = (0.35, 0.8)  # of a map's lowest and highest value
 SELECTED = "selected"
 SCALES = {"looks": "viridis", SELECTED: "magma"}  # colour map of each kind of map
+CAPTIONS = {
+    "looks": "attention of the class token, 1 is uniform",
+    SELECTED: "selected: clamp(cos(x, ξ), 0, 1)",
+}  # of the colour bar of each kind of map
 
 
 def draw_maps(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
@@ -50,10 +54,12 @@ def draw_maps(name: str, entries: Sequence[tuple[str, Maps]]) -> Figure:
     tops = {"looks": _top(looks), SELECTED: _top(selections)}
     task_width = SIDE + (1 + len(titles)) * (CELL + GAP) + APART
     columns = max(1, min(len(entries), WIDEST // task_width))
-    bands = [entries[start : start + columns] for start in range(0, len(entries), columns)]
+    bands = []  # tasks side by side
     heights = []
-    for band in bands:
+    for start in range(0, len(entries), columns):
+        band = entries[start : start + columns]
         rows = max(len(maps.images) for _, maps in band)
+        bands.append(band)
         heights.append(HEAD + rows * (CELL + GAP))
     sheet = Sheet(columns * task_width, TITLE + sum(heights) + FOOT)
     sheet.write(8, 18, name, fontsize=10, fontweight="bold")
@@ -136,6 +142,7 @@ def _draw_task(
     titles: Sequence[str],
     tops: dict[str, float],
 ) -> None:
+    """Draw the rows of a task. tops: the end of the colour scale of each kind of map."""
     sheet.write(left + 8, top + 16, task, fontsize=8.5, fontweight="bold")
     image_x = left + SIDE
     xs = [image_x + column * (CELL + GAP) for column in range(1, 1 + len(titles))]
@@ -192,6 +199,7 @@ def _resize(values: torch.Tensor) -> NDArray[np.float32]:
 
 
 def _draw_scale(sheet: Sheet, x: float, y: float, kind: str, top: float) -> None:
+    """Draw the colour bar of one kind of map, with its caption. top: the end of the scale."""
     colours = matplotlib.colormaps[SCALES[kind]](np.linspace(0, 1, 256))
     opacity = np.linspace(*OPACITY_RANGE, 256)[:, None]
     colours[:, :3] = (1 - opacity) * 0.5 + opacity * colours[:, :3]  # as over a mean grey
@@ -204,11 +212,7 @@ def _draw_scale(sheet: Sheet, x: float, y: float, kind: str, top: float) -> None
     )
     bar.outline.set_visible(False)
     axes.tick_params(labelsize=6.5, length=2, colors=INK)
-    caption = {
-        "looks": "attention of the class token, 1 is uniform",
-        SELECTED: "selected: clamp(cos(x, ξ), 0, 1)",
-    }[kind]
-    sheet.write(x, y - 12, caption, fontsize=6.5)
+    sheet.write(x, y - 12, CAPTIONS[kind], fontsize=6.5)
 
 
 def _shorten(name: str) -> str:

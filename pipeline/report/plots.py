@@ -27,7 +27,9 @@ from pipeline.results.tables import Matrix, Row
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
-INK, FAINT, EMPTY = "#222222", "#9aa0a6", "#f1f3f4"
+INK = "#222222"
+FAINT = "#9aa0a6"
+EMPTY = "#f1f3f4"
 SEQUENTIAL = "YlGnBu"
 DPI = 150
 # matplotlib is not thread-safe; MLflow recording and the report draw in two threads
@@ -85,30 +87,34 @@ def text_size(cells: int) -> float:
     """Return the font size of numbers in a heat map with `cells` rows."""
     if cells <= 6:
         return 9.5
-    return 8.5 if cells <= 12 else 7.5
+    if cells <= 12:
+        return 8.5
+    return 7.5
 
 
 def label_tasks(axes: Axes, tasks: Sequence[str], which: str = "xy") -> None:
     """Label the ticks of the axes in `which` with task names."""
     size = 9 if len(tasks) <= 12 else 7.5
-    names = [task if len(task) <= 18 else task[:16] + "…" for task in tasks]
+    names = list(map(_short_task, tasks))
     if "x" in which:
         is_long = len(tasks) > 6 or max(map(len, names)) > 9
-        rotate_x_ticks(axes, names, 40 if is_long else 0, fontsize=size)
+        angle = 40 if is_long else 0
+        rotate_x_ticks(axes, names, angle, fontsize=size)
     if "y" in which:
         axes.set_yticks(range(len(tasks)), names, fontsize=size)
 
 
+def _short_task(task: str) -> str:
+    if len(task) <= 18:
+        return task
+    return f"{task[:16]}…"
+
+
 def rotate_x_ticks(axes: Axes, names: Sequence[str], angle: float, **style: Any) -> None:
     """Label the ticks of the x axis; rotated labels end at their tick."""
-    axes.set_xticks(
-        range(len(names)),
-        names,
-        rotation=angle,
-        ha="right" if angle else "center",
-        rotation_mode="anchor",
-        **style,
-    )
+    alignment = "right" if angle else "center"
+    style = {"rotation": angle, "rotation_mode": "anchor", "ha": alignment, **style}
+    axes.set_xticks(range(len(names)), names, **style)
 
 
 def draw_cells(
@@ -128,9 +134,11 @@ def draw_cells(
         interpolation="nearest",
     )
     axes.spines[:].set_visible(False)
-    axes.set_xticks(np.arange(-0.5, values.shape[1]), minor=True)
-    axes.set_yticks(np.arange(-0.5, values.shape[0]), minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.5 if max(values.shape) <= 30 else 0)
+    rows, columns = values.shape
+    axes.set_xticks(np.arange(-0.5, columns), minor=True)
+    axes.set_yticks(np.arange(-0.5, rows), minor=True)
+    gap = 1.5 if max(rows, columns) <= 30 else 0
+    axes.grid(which="minor", color="white", linewidth=gap)
     axes.tick_params(which="minor", length=0)
     return image
 
@@ -183,7 +191,8 @@ def _fill_matrix_cell(axes: Axes, matrix: Matrix, t: int, i: int) -> None:
         if source != "measured":
             style = {"fontweight": "normal", "alpha": 0.8}
         count = len(matrix.tasks)
-        text = f"{100 * rate:.1f}" if count <= 12 else f"{100 * rate:.0f}"
+        decimals = 1 if count <= 12 else 0
+        text = f"{100 * rate:.{decimals}f}"
         write_in_cell(axes, t, i, text, rate > 0.55, fontsize=text_size(count), **style)
 
 
@@ -200,8 +209,10 @@ def draw_averages(matrices: Sequence[Matrix]) -> Figure:
         for index, matrix in enumerate(matrices):
             values = [row[metric] for row in matrix.over_time[: matrix.finished]]
             positions = []
-            for t, task in enumerate(matrix.tasks[: matrix.finished]):
-                positions.append(tasks.index(task) if task in tasks else t)
+            for position, task in enumerate(matrix.tasks[: matrix.finished]):
+                if task in tasks:
+                    position = tasks.index(task)
+                positions.append(position)
             axes.plot(positions, values, label=matrix.label, **nested_line_style(index))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlim(-0.25, max(len(tasks) - 0.75, 0.25))
@@ -271,10 +282,11 @@ def draw_comparison(summary: Sequence[Row]) -> Figure:
 
 def _write_bar_value(axes: Axes, y: int, value: float) -> None:
     """Write a share in per cent behind its bar."""
-    x, text, color = max(value, 0), f" {100 * value:.1f}", INK
+    style: dict[str, Any] = {"va": "center", "fontsize": 9}
     if math.isnan(value):
-        x, text, color = 0, " not finished", FAINT
-    axes.text(x, y, text, va="center", fontsize=9, color=color)
+        axes.text(0, y, " not finished", color=FAINT, **style)
+    else:
+        axes.text(max(value, 0), y, f" {100 * value:.1f}", color=INK, **style)
 
 
 def method_label(row: Row) -> str:
@@ -296,7 +308,9 @@ def format_bytes(count: float | None) -> str:
         power += 1
     value = count / 1000**power
     unit = ("B", "kB", "MB", "GB")[power]
-    return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
+    if abs(value) >= 100:
+        return f"{value:.0f} {unit}"
+    return f"{value:.3g} {unit}"
 
 
 class LabelledPoint(NamedTuple):
@@ -404,11 +418,14 @@ def draw_curves(histories: History, title: str = "") -> Figure | None:
     loss_terms, metrics = split_columns(all_rows)
     loss_columns = ["loss", *loss_terms] if len(loss_terms) > 1 else ["loss"]
     panels = [("Loss", loss_columns), ("Validation accuracy", ["val"])]
-    if metrics:
-        panels.append((metrics[0] if len(metrics) == 1 else "Measures", metrics))
+    if len(metrics) == 1:
+        panels.append((metrics[0], metrics))
+    elif metrics:
+        panels.append(("Measures", metrics))
     figure, all_axes = new_figure(10.4, 3.1, 1, len(panels))
     for axes, (name, columns) in zip(all_axes, panels, strict=True):
-        style_axes(axes, f"{title}: {name}" if title else name, "epoch")
+        panel_title = f"{title}: {name}" if title else name
+        style_axes(axes, panel_title, "epoch")
         _plot_columns(axes, histories, columns)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         if columns == ["val"]:
@@ -432,16 +449,18 @@ def _plot_columns(axes: Axes, histories: History, columns: Sequence[str]) -> Non
     has_legend = len(columns) > 1
     for name, rows in histories:
         epochs = np.arange(start, start + len(rows)) + 1
+        marker = "." if len(rows) < 15 else None
+        is_labelled = has_legend and start == 0
         for index, column in enumerate(columns):
-            axes.plot(
-                epochs,
-                [_history_value(row, column) for row in rows],
-                linewidth=1.8 if index == 0 else 1.2,
-                marker="." if len(rows) < 15 else None,
-                color=COLOURS[index % len(COLOURS)],
-                linestyle=DASHES[index % len(DASHES)],
-                label=column if has_legend and start == 0 else None,
-            )
+            values = [_history_value(row, column) for row in rows]
+            style: dict[str, Any] = {"linewidth": 1.2, "marker": marker}
+            if index == 0:
+                style["linewidth"] = 1.8
+            if is_labelled:
+                style["label"] = column
+            style["color"] = COLOURS[index % len(COLOURS)]
+            style["linestyle"] = DASHES[index % len(DASHES)]
+            axes.plot(epochs, values, **style)
         bands.append((start + 0.5, start + len(rows) + 0.5, name))
         start += len(rows)
     mark_spans(axes, bands)
@@ -471,10 +490,15 @@ def split_columns(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 def _history_value(row: Row, column: str) -> float:
     """Return a value of an epoch, NaN when absent. column: `val` is validation accuracy."""
     if column == "val":
-        total = row.get("val_total") or 0
-        return row["val_correct"] / total if total else math.nan
+        total = row.get("val_total")
+        if not total:
+            return math.nan
+        accuracy: float = row["val_correct"] / total
+        return accuracy
     value = row.get(column)
-    return math.nan if value is None else float(value)
+    if value is None:
+        return math.nan
+    return float(value)
 
 
 def mark_spans(axes: Axes, spans: Sequence[tuple[float, float, str]]) -> None:
@@ -484,10 +508,11 @@ def mark_spans(axes: Axes, spans: Sequence[tuple[float, float, str]]) -> None:
     for index, (left, right, task) in enumerate(spans):
         if index % 2:
             axes.axvspan(left, right, color=EMPTY, zorder=0, linewidth=0)
+        text = task if len(spans) <= 6 else str(index)
         axes.text(
             (left + right) / 2,
             0.99,
-            task if len(spans) <= 6 else str(index),
+            text,
             transform=axes.get_xaxis_transform(),
             fontsize=7.5,
             color="#5f6368",
@@ -523,8 +548,10 @@ def draw_confusion(
     axes.spines[:].set_visible(False)
     if size <= 40:
         is_long = size > 4 or max(map(len, columns)) > 12
-        rotate_x_ticks(axes, columns, 60 if is_long else 0)
+        angle = 60 if is_long else 0
+        rotate_x_ticks(axes, columns, angle)
         axes.set_yticks(range(len(names)), names)
-        axes.tick_params(labelsize=9 if size <= 20 else 7)
+        label_size = 9 if size <= 20 else 7
+        axes.tick_params(labelsize=label_size)
     add_share_bar(figure, image, axes)
     return figure

@@ -37,7 +37,9 @@ from pipeline.results.masks import (
 )
 
 MOST_KINDS = 5  # panels side by side
-KEPT, DROPPED = "#56B4E9", "#22303c"  # colours of patches when there is no image
+# colours of patches when there is no image
+KEPT = "#56B4E9"
+DROPPED = "#22303c"
 SHARES = PercentFormatter(1, decimals=0)
 
 
@@ -53,7 +55,8 @@ def spaced_indices(count: int, most: int) -> list[int]:
     """Return at most `most` of `count` indices, evenly spaced, with the first and the last."""
     if count == 0:
         return []
-    return sorted({round(index) for index in np.linspace(0, count - 1, min(count, most))})
+    spaced = np.linspace(0, count - 1, min(count, most))
+    return sorted(set(map(round, spaced)))
 
 
 def darken_patches(image: NDArray[np.uint8], kept_patches: NDArray[np.bool_]) -> NDArray[np.uint8]:
@@ -63,10 +66,11 @@ def darken_patches(image: NDArray[np.uint8], kept_patches: NDArray[np.bool_]) ->
     """
     height, width = image.shape[:2]
     grid_height, grid_width = kept_patches.shape
-    rows = np.arange(height) * grid_height // height
-    columns = np.arange(width) * grid_width // width
-    factor = np.where(kept_patches[np.ix_(rows, columns)], 1.0, 0.18)[..., None]
-    return (image * factor).astype(np.uint8)
+    rows = np.arange(height) * grid_height // height  # (H,): the patch row of each pixel row
+    columns = np.arange(width) * grid_width // width  # (W,)
+    kept_pixels = kept_patches[np.ix_(rows, columns)]  # (H, W)
+    factor = np.where(kept_pixels, 1.0, 0.18)
+    return (image * factor[..., None]).astype(np.uint8)
 
 
 def draw_token_masks(entries: Sequence[TokenMasks], most_blocks: int = 6) -> Figure:
@@ -76,7 +80,9 @@ def draw_token_masks(entries: Sequence[TokenMasks], most_blocks: int = 6) -> Fig
     """
     blocks = spaced_indices(max(len(entry.masks) for entry in entries), most_blocks)
     panels = 1 + len(blocks)
-    columns = panels if len(entries) > 1 else min(panels, 6)
+    columns = panels
+    if len(entries) == 1:
+        columns = min(panels, 6)
     lines = -(-panels // columns)
     rows = len(entries) * lines
     figure, axes = new_figure(1.5 * columns + 0.4, 1.72 * rows + 0.2, rows, columns)
@@ -113,18 +119,36 @@ def _draw_token_mask(axes: Axes, entry: TokenMasks, block: int) -> None:
     axes.set_title(f"block {block}: {100 * mask.mean():.0f} % kept", fontsize=8, color=INK)
 
 
+class DensityLine(NamedTuple):
+    """The kept shares of the masks of one kind and one task, each with its block."""
+
+    blocks: list[int]
+    shares: list[float]
+
+
+def _density_lines(views: Sequence[MaskView]) -> dict[str, list[DensityLine]]:
+    """Return for each kind of mask one line per task, which is empty without such masks."""
+    lines_by_kind: dict[str, list[DensityLine]] = {}
+    for index, view in enumerate(views):
+        for row in view.rows():
+            if row["block"] is None:
+                continue
+            kind = row["kind"]
+            if kind not in lines_by_kind:
+                lines_by_kind[kind] = [DensityLine([], []) for _ in views]
+            line = lines_by_kind[kind][index]
+            line.blocks.append(row["block"])
+            line.shares.append(row["share"])
+    return lines_by_kind
+
+
 def draw_density(views: Sequence[MaskView]) -> Figure | None:
     """Draw the kept share of every mask by depth, one line per task, one panel per kind of mask.
 
     None when no mask belongs to a block.
     """
-    rows_by_kind: dict[str, list[list[tuple[int, float]]]] = {}
-    for index, view in enumerate(views):
-        for row in view.rows():
-            if row["block"] is not None:
-                lines = rows_by_kind.setdefault(row["kind"], [[] for _ in views])
-                lines[index].append((row["block"], row["share"]))
-    panel_kinds = list(rows_by_kind)[:MOST_KINDS]
+    lines_by_kind = _density_lines(views)
+    panel_kinds = list(lines_by_kind)[:MOST_KINDS]
     if not panel_kinds:
         return None
     width = max(2.9 * len(panel_kinds), 4.2) + 1.6
@@ -132,12 +156,12 @@ def draw_density(views: Sequence[MaskView]) -> Figure | None:
     colours = task_colours(len(views))
     handles: list[Any] = []
     for panel, kind in zip(axes, panel_kinds, strict=True):
-        style_axes(panel, kind, "block", "kept" if panel is axes[0] else "")
-        for view, colour, points in zip(views, colours, rows_by_kind[kind], strict=True):
-            if points:
-                blocks, shares = zip(*points, strict=True)
-                style: dict[str, Any] = {"marker": ".", "linewidth": 1.6, "color": colour}
-                panel.plot(blocks, shares, label=view.task, **style)
+        y_label = "kept" if panel is axes[0] else ""
+        style_axes(panel, kind, "block", y_label)
+        style: dict[str, Any] = {"marker": ".", "linewidth": 1.6}
+        for view, colour, line in zip(views, colours, lines_by_kind[kind], strict=True):
+            if line.blocks:
+                panel.plot(line.blocks, line.shares, label=view.task, color=colour, **style)
         panel.yaxis.set_major_formatter(SHARES)
         panel.set_ylim(0, 1.03)
         panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -174,20 +198,24 @@ def draw_layers(view: MaskView) -> Figure | None:
     images: list[Any] = []
     lowest = 1.0
     for panel, kind in zip(axes, panel_kinds, strict=True):
-        lines = [profile for _, profile in sorted(profiles[kind], key=lambda pair: pair[0])]
-        values = np.full((len(lines), max(map(len, lines))), np.nan)
+        profiles[kind].sort(key=lambda pair: pair[0])
+        lines = [profile for _, profile in profiles[kind]]
+        widest = max(map(len, lines))
+        values = np.full((len(lines), widest), np.nan)
         for row, line in zip(values, lines, strict=True):
             row[: len(line)] = line
         lowest = min(lowest, float(np.nanmin(values)))
         masked = np.ma.masked_invalid(values)
         style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest"}
         images.append(panel.imshow(masked, cmap=SEQUENTIAL, vmax=1, **style))
-        style_axes(panel, kind, "unit" if panel is axes[-1] else "", "block", grid=None)
+        x_label = "unit" if panel is axes[-1] else ""
+        style_axes(panel, kind, x_label, "block", grid=None)
         panel.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         panel.set_xticks([])
+    # The scale starts just below the lowest share: masks that keep nearly all would be all dark.
+    scale_start = min(math.floor(10 * lowest) / 10, 0.9)
     for image in images:
-        # The scale ends above the lowest share: masks that keep nearly all would be all dark.
-        image.set_clim(min(math.floor(10 * lowest) / 10, 0.9), 1)
+        image.set_clim(scale_start, 1)
     bar = figure.colorbar(images[0], ax=axes, fraction=0.02, pad=0.01, format=SHARES)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
@@ -206,19 +234,21 @@ def draw_capacity(views: Sequence[MaskView]) -> Figure | None:
     figure, axes = new_figure(width, 3.1, 1, len(panel_kinds), sharey=True)
     for panel, kind in zip(axes, panel_kinds, strict=True):
         rows = capacity(list(views), kind)
+        tasks = [row["task"] for row in rows]
         xs = np.arange(len(rows))
-        again = np.array([row["again"] / row["size"] for row in rows])
-        fresh = np.array([row["fresh"] / row["size"] for row in rows])
-        total = np.array([row["used"] / row["size"] for row in rows])
+        again = _shares_of_entries(rows, "again")
+        fresh = _shares_of_entries(rows, "fresh")
+        total = _shares_of_entries(rows, "used")
         panel.bar(xs, again, color=COLOURS[4], width=0.7, label="used again")
         first_use: dict[str, Any] = {"color": COLOURS[0], "label": "used for the first time"}
         panel.bar(xs, fresh, bottom=again, width=0.7, **first_use)
         any_use: dict[str, Any] = {"color": COLOURS[1], "label": "used by any task so far"}
         panel.plot(xs, total, marker=".", linewidth=1.6, **any_use)
-        style_axes(panel, kind, "", "share of entries" if panel is axes[0] else "")
+        y_label = "share of entries" if panel is axes[0] else ""
+        style_axes(panel, kind, "", y_label)
         panel.yaxis.set_major_formatter(SHARES)
         panel.set_ylim(0, 1.03)
-        panel.set_xticks(xs, [row["task"] for row in rows], rotation=55, ha="right", fontsize=8)
+        panel.set_xticks(xs, tasks, rotation=55, ha="right", fontsize=8)
     figure.legend(
         *axes[0].get_legend_handles_labels(),
         loc="outside upper center",
@@ -227,6 +257,14 @@ def draw_capacity(views: Sequence[MaskView]) -> Figure | None:
         ncols=3,
     )
     return figure
+
+
+def _shares_of_entries(rows: Sequence[dict[str, Any]], column: str) -> NDArray[np.float64]:
+    """Return a count of entries as a share of the mask's size, (tasks,)."""
+    counts = np.array([row[column] for row in rows])
+    sizes = np.array([row["size"] for row in rows])
+    shares: NDArray[np.float64] = counts / sizes
+    return shares
 
 
 def draw_overlaps(views: Sequence[MaskView]) -> Figure | None:
@@ -262,9 +300,9 @@ def draw_prompts(views: Sequence[MaskView]) -> Figure | None:
 
     None without learned tokens.
     """
-    names = list(views[-1].prompts)[:2] if views else []
-    if not names:
+    if not views or not views[-1].prompts:
         return None
+    names = list(views[-1].prompts)[:2]
     figure, axes = new_figure(10.4, 3.6 * len(names), len(names), 2)
     for left, right, name in zip(axes[::2], axes[1::2], names, strict=True):
         values = views[-1].prompts[name]

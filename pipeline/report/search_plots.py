@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import (
     FuncFormatter,
+    Locator,
     LogLocator,
     MaxNLocator,
     NullFormatter,
@@ -37,7 +39,10 @@ from pipeline.report.plots import (
 )
 from pipeline.results.trials import Search, Trial, as_number, pareto, score, size
 
-WINNER, FINISHED, STOPPED = COLOURS[1], COLOURS[0], "#7a8087"
+trial_number = itemgetter("number")
+WINNER = COLOURS[1]
+FINISHED = COLOURS[0]
+STOPPED = "#7a8087"
 # where an axis shows trials without its parameter; its values lie from 0 to 1
 ABSENT = -0.16
 # without the palest colours, which would be lost on white
@@ -99,12 +104,20 @@ class StyledTrials(NamedTuple):
 
 def group_by_style(trials: Sequence[Trial], chosen: Collection[int]) -> list[StyledTrials]:
     """Return the trials by style; chosen ones come last, on top."""
+    by_status: dict[str, list[Trial]] = {}
+    chosen_trials = []
+    for trial in trials:
+        if trial["number"] in chosen:
+            chosen_trials.append(trial)
+        else:
+            by_status.setdefault(trial["status"], []).append(trial)
     groups = []
     for status, style in STATUS_STYLES.items():
-        members = [t for t in trials if t["status"] == status and t["number"] not in chosen]
-        groups.append(StyledTrials(style, members))
-    groups.append(StyledTrials(STAR, [t for t in trials if t["number"] in chosen]))
-    return [group for group in groups if group.trials]
+        if status in by_status:
+            groups.append(StyledTrials(style, by_status[status]))
+    if chosen_trials:
+        groups.append(StyledTrials(STAR, chosen_trials))
+    return groups
 
 
 def draw_points(axes: Axes, x: Any, y: Any, style: Mapping[str, Any]) -> None:
@@ -118,7 +131,9 @@ def chosen_label(search: Search) -> str:
     """Return what the highlighted trials are called."""
     if len(search.phases) > 1:
         return "chosen"
-    return "winner" if search.winner else "leading"
+    if search.winner:
+        return "winner"
+    return "leading"
 
 
 def legend_entries(search: Search, trials: Sequence[Trial]) -> list[Line2D]:
@@ -158,27 +173,35 @@ def spread_positions(parameter: Parameter, trials: Sequence[Trial], width: float
     for index, position in enumerate(positions):
         indices_by_position.setdefault(position, []).append(index)
     for indices in indices_by_position.values():
-        if len(indices) > 1:
-            for order, index in enumerate(indices):
-                positions[index] += width * (order / (len(indices) - 1) - 0.5)
+        if len(indices) == 1:
+            continue
+        for order, index in enumerate(indices):
+            share = order / (len(indices) - 1)  # from 0 to 1
+            positions[index] += width * (share - 0.5)
     return positions
 
 
 def axis_ticks(parameter: Parameter) -> list[tuple[float, str]]:
     """Return (position, label) along an axis: categories, or both ends and round numbers."""
     if parameter.categories:
-        labels = [name if len(name) <= 14 else name[:13] + "…" for name in parameter.categories]
-        return list(enumerate(labels))
-    low, high = parameter.low, parameter.high
+        return list(enumerate(map(_short_category, parameter.categories)))
+    low = parameter.low
+    high = parameter.high
+    locator: Locator = MaxNLocator(4)
     if parameter.log:
-        candidates = LogLocator(numticks=6).tick_values(low, high)
-    else:
-        candidates = MaxNLocator(4).tick_values(low, high)
-    inner = [float(value) for value in candidates if low < value < high]
+        locator = LogLocator(numticks=6)
+    candidates = map(float, locator.tick_values(low, high))
+    inner = [value for value in candidates if low < value < high]
     # Labels closer to an end would overlap its label.
     values = [value for value in inner if 0.09 < parameter.axis_share(value) < 0.91]
     values += [low, high]
     return [(value, f"{value:.3g}") for value in sorted(values)]
+
+
+def _short_category(name: str) -> str:
+    if len(name) <= 14:
+        return name
+    return f"{name[:13]}…"
 
 
 def wrap_name(name: str, width: int) -> str:
@@ -208,25 +231,24 @@ def draw_parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
         if trial["number"] in standing:
             heights.append(accuracy.axis_share(standing[trial["number"]]))
         axes.plot(range(len(heights)), heights, solid_capstyle="round", **style)
-    has_absent = False
+    lowest = 0.0
     for x, parameter in enumerate(varied):
         is_absent = any(parameter.key not in trial["params"] for trial in trials)
-        has_absent = has_absent or is_absent
+        if is_absent:
+            lowest = ABSENT
         _draw_axis(axes, x, axis_ticks(parameter), parameter, is_absent)
-    unit = "" if len(search.phases) > 1 else " %"
+    axes.set_xlim(-0.15, len(varied) + 0.45)
+    axes.set_ylim(lowest - 0.06, 1.06)
+    names = [parameter.name for parameter in varied]
+    if len(search.phases) > 1:
+        unit = ""
+        names.append("behind the best")
+    else:
+        unit = " %"
+        names.append("accuracy")
     ticks = [(value, f"{100 * value:.3g}{unit}") for value, _ in axis_ticks(accuracy)]
     _draw_axis(axes, len(varied), ticks, accuracy, is_absent=False)
-    axes.set_xlim(-0.15, len(varied) + 0.45)
-    axes.set_ylim((ABSENT if has_absent else 0) - 0.06, 1.06)
-    names = [parameter.name for parameter in varied]
-    names.append("behind the best" if len(search.phases) > 1 else "accuracy")
-    is_wide = len(varied) < 8
-    wrapped_names = [wrap_name(name, 15 if is_wide else 11) for name in names]
-    axes.set_xticks(range(len(names)), wrapped_names, fontsize=9 if is_wide else 7.5)
-    axes.xaxis.tick_top()
-    axes.tick_params(length=0)
-    axes.set_yticks([])
-    axes.spines[:].set_visible(False)
+    _name_axes(axes, names)
     bar = figure.colorbar(ScalarMappable(scale, DARK), ax=axes, fraction=0.03, pad=0.02)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
@@ -235,10 +257,25 @@ def draw_parallel(search: Search, varied: Sequence[Parameter]) -> Figure:
     return figure
 
 
+def _name_axes(axes: Axes, names: Sequence[str]) -> None:
+    """Write the names of the parallel axes above them, and hide the frame."""
+    columns = 15
+    font_size = 9.0
+    if len(names) > 8:
+        columns = 11
+        font_size = 7.5
+    wrapped_names = [wrap_name(name, columns) for name in names]
+    axes.set_xticks(range(len(names)), wrapped_names, fontsize=font_size)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+
+
 def _accuracy_scale(trials: Sequence[Trial], standing: Mapping[int, float]) -> Normalize:
     """Return the colour scale of accuracies, from those of finished trials when there are any."""
     numbers = [trial["number"] for trial in trials if trial["status"] == "finished"]
-    finished = [standing[trial_id] for trial_id in numbers if trial_id in standing]
+    finished = [standing[number] for number in numbers if number in standing]
     accuracies = finished or list(standing.values()) or [0.0]
     low = min(accuracies)
     return Normalize(low, max(max(accuracies), low + 0.01), clip=True)
@@ -250,8 +287,10 @@ def _line_heights(varied: Sequence[Parameter], trials: Sequence[Trial]) -> list[
     for parameter in varied:
         positions = spread_positions(parameter, trials, 0.5)
         for heights, position in zip(lines, positions, strict=True):
-            is_absent = math.isnan(position)
-            heights.append(ABSENT if is_absent else parameter.axis_share(position))
+            if math.isnan(position):
+                heights.append(ABSENT)
+            else:
+                heights.append(parameter.axis_share(position))
     return lines
 
 
@@ -271,8 +310,10 @@ def _line_style(
         "linestyle": "-",
         "alpha": 0.85,
     }
-    if num_trials > 50:
-        style["alpha"] = 0.5 if num_trials <= 150 else 0.3
+    if num_trials > 150:
+        style["alpha"] = 0.3
+    elif num_trials > 50:
+        style["alpha"] = 0.5
     if trial["status"] != "finished":
         style |= {"linewidth": 1.0, "linestyle": "--"}
     if trial["number"] in chosen:
@@ -342,7 +383,9 @@ def draw_slices(search: Search, varied: Sequence[Parameter]) -> Figure:
     figure, panels = new_figure(width, 0.6 + 2.5 * rows, rows, columns, sharey=True)
     for index, (axes, parameter) in enumerate(zip(panels, varied, strict=False)):
         name = parameter.name
-        style_axes(axes, name if len(name) <= 34 else "…" + name[-33:], grid="both")
+        if len(name) > 34:
+            name = f"…{name[-33:]}"
+        style_axes(axes, name, grid="both")
         y_label = format_accuracy_axis(axes, search)
         if index % columns == 0:
             axes.set_ylabel(y_label, fontsize=9, color=INK)
@@ -363,9 +406,10 @@ def _draw_slice(axes: Axes, parameter: Parameter, search: Search, trials: Sequen
             positions[trial["number"]] = x
     members = [trial for trial in trials if trial["number"] in positions]
     for group in group_by_style(members, set(search.chosen().values())):
-        numbers = [trial["number"] for trial in group.trials]
-        xs = [positions[trial_id] for trial_id in numbers]
-        draw_points(axes, xs, [standing[trial_id] for trial_id in numbers], group.style)
+        numbers = list(map(trial_number, group.trials))
+        xs = [positions[number] for number in numbers]
+        ys = [standing[number] for number in numbers]
+        draw_points(axes, xs, ys, group.style)
 
 
 def _scale_slice(axes: Axes, parameter: Parameter) -> None:
@@ -378,7 +422,8 @@ def _scale_slice(axes: Axes, parameter: Parameter) -> None:
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
     ticks = axis_ticks(parameter)
-    axes.set_xticks([value for value, _ in ticks], [label for _, label in ticks])
+    values, labels = zip(*ticks, strict=True)
+    axes.set_xticks(values, labels)
     if parameter.log:
         factor = (parameter.high / parameter.low) ** 0.05
         axes.set_xlim(parameter.low / factor, parameter.high * factor)
@@ -405,10 +450,10 @@ def draw_history(search: Search) -> Figure:
         members = search.of(phase)
         _draw_highest(axes, members)
         if members:
-            numbers = [trial["number"] for trial in members]
+            numbers = list(map(trial_number, members))
             spans.append((min(numbers) - 0.5, max(numbers) + 0.5, phase))
     for group in group_by_style(search.trials, set(search.chosen().values())):
-        xs = [trial["number"] for trial in group.trials]
+        xs = list(map(trial_number, group.trials))
         ys = np.full(len(xs), floor)
         for index, trial in enumerate(group.trials):
             if trial["number"] in standing:
@@ -430,8 +475,8 @@ def _draw_highest(axes: Axes, trials: Sequence[Trial]) -> None:
     """Draw the highest accuracy of finished trials so far; nothing without finished ones."""
     finished = [trial for trial in trials if _has_finished(trial)]
     if finished:
-        xs = [trial["number"] for trial in finished]
-        highest = np.maximum.accumulate([score(trial) for trial in finished])
+        xs = list(map(trial_number, finished))
+        highest = np.maximum.accumulate(list(map(score, finished)))
         xs.append(trials[-1]["number"])
         ys = [*highest, highest[-1]]
         axes.step(xs, ys, where="post", color=FINISHED, linewidth=1.6, alpha=0.6)
@@ -453,7 +498,7 @@ def draw_curves(search: Search) -> Figure:
     style_axes(axes, "", "after learning", "average validation accuracy so far")
     trials = [trial for trial in search.trials if trial["results"]]
     trials.sort(key=lambda trial: (trial["number"] in chosen, trial["status"] == "finished"))
-    faint: Style = {"linewidth": 1.3, "alpha": 0.7 if len(trials) <= 50 else 0.3}
+    alpha = 0.7 if len(trials) <= 50 else 0.3
     for trial in trials:
         xs = [positions.index(result["position"]) for result in trial["results"]]
         ys = [as_number(result.get("accuracy")) for result in trial["results"]]
@@ -461,7 +506,7 @@ def draw_curves(search: Search) -> Figure:
         if trial["number"] in chosen:
             axes.plot(xs, ys, color=WINNER, linewidth=3, zorder=5)
         else:
-            axes.plot(xs, ys, color=style["color"], **faint)
+            axes.plot(xs, ys, color=style["color"], linewidth=1.3, alpha=alpha)
         if trial["status"] != "finished":
             draw_points(axes, xs[-1], ys[-1], style)
     axes.yaxis.set_major_formatter(PER_CENT)
@@ -483,8 +528,11 @@ def draw_curves(search: Search) -> Figure:
 # ---- size ----------------------------------------------------------------------------------------
 def sizes_differ(search: Search) -> bool:
     """Return whether finished trials store different numbers of bytes."""
-    sizes = {size(trial) for trial in search.trials if _has_finished(trial)}
-    return len({num_bytes for num_bytes in sizes if not math.isnan(num_bytes)}) > 1
+    sizes = set()
+    for trial in search.trials:
+        if _has_finished(trial) and not math.isnan(size(trial)):
+            sizes.add(size(trial))
+    return len(sizes) > 1
 
 
 def draw_front(search: Search) -> Figure:
@@ -497,17 +545,24 @@ def draw_front(search: Search) -> Figure:
     axes.set_xscale("log")
     chosen = search.chosen()
     colours: Sequence[Any] = [FINISHED]
-    if len(search.phases) > 1:
+    has_phases = len(search.phases) > 1
+    if has_phases:
         colours = list(task_colours(len(search.phases)))
     front: list[Trial] = []
     drawn: list[Trial] = []
     for phase, colour in zip(search.phases, colours, strict=True):
         trials = [t for t in search.of(phase) if _has_finished(t) and size(t) > 0]
         front_numbers = pareto(trials)
-        phase_front = [trial for trial in trials if trial["number"] in front_numbers]
+        phase_front = []
+        dominated = []
+        for trial in trials:
+            if trial["number"] in front_numbers:
+                phase_front.append(trial)
+            else:
+                dominated.append(trial)
         phase_front.sort(key=lambda trial: (size(trial), score(trial), trial["number"]))
-        dominated = [trial for trial in trials if trial["number"] not in front_numbers]
-        _draw_dominated(axes, dominated, colour if len(search.phases) > 1 else FAINT)
+        dominated_colour = colour if has_phases else FAINT
+        _draw_dominated(axes, dominated, dominated_colour)
         _draw_phase_front(axes, phase_front, colour, phase)
         best_trial = search.trial(chosen.get(phase))
         if best_trial is not None and size(best_trial) > 0:
@@ -538,8 +593,8 @@ def _draw_dominated(axes: Axes, trials: Sequence[Trial], colour: Any) -> None:
     """Draw trials that another one beats in accuracy or size."""
     if trials:
         style: Style = {"marker": "o", "markersize": 5, "color": colour, "alpha": 0.45}
-        ys = [score(trial) for trial in trials]
-        axes.plot([size(trial) for trial in trials], ys, linestyle="none", **style)
+        sizes = list(map(size, trials))
+        axes.plot(sizes, list(map(score, trials)), linestyle="none", **style)
 
 
 def _draw_phase_front(axes: Axes, front: Sequence[Trial], colour: Any, phase: str) -> None:
@@ -547,13 +602,13 @@ def _draw_phase_front(axes: Axes, front: Sequence[Trial], colour: Any, phase: st
         style: Style = {"marker": "o", "markersize": 6.5, "color": colour, "linewidth": 1.6}
         style["drawstyle"] = "steps-post"
         style["label"] = phase or "front: nothing is better in both"
-        axes.plot([size(trial) for trial in front], [score(trial) for trial in front], **style)
+        axes.plot(list(map(size, front)), list(map(score, front)), **style)
 
 
 def _fit_front(axes: Axes, trials: Sequence[Trial]) -> None:
     """Set the limits of both axes."""
-    xs = [size(trial) for trial in trials]
-    ys = [score(trial) for trial in trials]
+    xs = list(map(size, trials))
+    ys = list(map(score, trials))
     axes.set_xlim(min(xs) / 1.25, max(xs) * 1.35)
     margin = 0.12 * max(max(ys) - min(ys), 0.02)
     axes.set_ylim(min(ys) - margin, max(ys) + margin)
@@ -574,4 +629,7 @@ def _write_number(axes: Axes, trial: Trial) -> None:
 
 def _format_minor_bytes(value: float, _: int | None) -> str:
     """Return a label for minor ticks that start with 2, 3 or 5; none for others."""
-    return format_bytes(value) if f"{value:.0e}"[0] in "235" else ""
+    first_digit = f"{value:.0e}"[0]
+    if first_digit in "235":
+        return format_bytes(value)
+    return ""

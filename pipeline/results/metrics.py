@@ -37,7 +37,9 @@ def rates(correct: ArrayLike, total: ArrayLike = 1) -> NDArray[np.float64]:
 def average_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
     """mean_i R[T-1, i], every task counts the same (macro). Also called ACC or AA."""
     r = rates(correct, total)
-    return float(r[-1].mean()) if len(r) else NAN
+    if not len(r):
+        return NAN
+    return float(r[-1].mean())
 
 
 def micro_average_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
@@ -57,13 +59,17 @@ def pooled_accuracies(correct: ArrayLike, total: ArrayLike = 1) -> NDArray[np.fl
 def average_incremental_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
     """mean_t acc_t, the first task included: iCaRL's and DyTox's "Avg"."""
     pooled = pooled_accuracies(correct, total)
-    return float(pooled.mean()) if len(pooled) else NAN
+    if not len(pooled):
+        return NAN
+    return float(pooled.mean())
 
 
 def last_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
     """acc_{T-1}: pooled accuracy over all tasks after the last stage."""
     pooled = pooled_accuracies(correct, total)
-    return float(pooled[-1]) if len(pooled) else NAN
+    if not len(pooled):
+        return NAN
+    return float(pooled[-1])
 
 
 def forgetting(correct: ArrayLike, total: ArrayLike = 1) -> float:
@@ -92,13 +98,17 @@ def backward_transfer_all_pairs(correct: ArrayLike, total: ArrayLike = 1) -> flo
     r = rates(correct, total)
     if len(r) < 2:
         return _zero_if_measured(r)
-    return float((r - np.diagonal(r))[np.tril_indices(len(r), -1)].mean())
+    changes = r - np.diagonal(r)
+    is_later = np.tril_indices(len(r), -1)
+    return float(changes[is_later].mean())
 
 
 def learning_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
     """mean_j R[j, j]: accuracy on each task just after it was learned (plasticity)."""
     r = rates(correct, total)
-    return float(np.diagonal(r).mean()) if len(r) else NAN
+    if not len(r):
+        return NAN
+    return float(np.diagonal(r).mean())
 
 
 def forgetting_continuum_pre_2022_05(correct: ArrayLike, total: ArrayLike = 1) -> float:
@@ -109,8 +119,10 @@ def forgetting_continuum_pre_2022_05(correct: ArrayLike, total: ArrayLike = 1) -
     """
     r = rates(correct, total)
     count = len(r)
+    if count == 0:
+        return NAN
     if count < 3:
-        return 0.0 if count else NAN
+        return 0.0
     drops = [r[j : count - 2, j].max() - r[-1, j] for j in range(count - 2)]
     return float(sum(drops) / (count - 1))
 
@@ -133,32 +145,34 @@ def order_disparity(accuracies: ArrayLike) -> NDArray[np.float64]:
     return highest - lowest
 
 
-METRICS: dict[str, Callable[..., float]] = {
-    f.__name__: f
-    for f in (
-        average_accuracy,
-        micro_average_accuracy,
-        average_incremental_accuracy,
-        last_accuracy,
-        forgetting,
-        forgetting_first,
-        backward_transfer,
-        backward_transfer_all_pairs,
-        learning_accuracy,
-        forgetting_continuum_pre_2022_05,
-    )
-}
+METRIC_FUNCTIONS: tuple[Callable[..., float], ...] = (
+    average_accuracy,
+    micro_average_accuracy,
+    average_incremental_accuracy,
+    last_accuracy,
+    forgetting,
+    forgetting_first,
+    backward_transfer,
+    backward_transfer_all_pairs,
+    learning_accuracy,
+    forgetting_continuum_pre_2022_05,
+)
+METRICS = {function.__name__: function for function in METRIC_FUNCTIONS}
 
 
 def all_metrics(correct: ArrayLike, total: ArrayLike = 1) -> dict[str, float]:
-    """Every metric by name."""
+    """Return every metric by name."""
     return {name: metric(correct, total) for name, metric in METRICS.items()}
 
 
 def over_time(correct: ArrayLike, total: ArrayLike = 1) -> list[dict[str, float]]:
     """`all_metrics` after each stage t = 0..T-1: those of the leading (t+1) x (t+1) matrix."""
     hits, counts = _counts(correct, total)
-    return [all_metrics(hits[:n, :n], counts[:n, :n]) for n in range(1, len(hits) + 1)]
+    rows = []
+    for stages in range(1, len(hits) + 1):
+        leading = slice(stages)
+        rows.append(all_metrics(hits[leading, leading], counts[leading, leading]))
+    return rows
 
 
 def _counts(
@@ -190,9 +204,13 @@ def _lost(r: NDArray[np.float64], best: Callable[[NDArray[np.float64], int], flo
     """Return the mean over all tasks but the last of `best(r, task)` - final accuracy."""
     if len(r) < 2:
         return _zero_if_measured(r)
-    return float(np.mean([best(r, j) - r[-1, j] for j in range(len(r) - 1)]))
+    earlier_tasks = range(len(r) - 1)
+    losses = [best(r, j) - r[-1, j] for j in earlier_tasks]
+    return float(np.mean(losses))
 
 
 def _zero_if_measured(r: NDArray[np.float64]) -> float:
     """Return 0 for the matrix of one measured task, NaN when the matrix is empty or missing."""
-    return NAN if r.size == 0 or np.isnan(r).any() else 0.0
+    if r.size == 0 or np.isnan(r).any():
+        return NAN
+    return 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 
@@ -68,8 +69,10 @@ def matrix_points(matrix: Matrix) -> list[Point]:
             name = key_name(f"acc/{matrix.tasks[on_task]}")
             points.append(Point(name, float(matrix.rates[after, on_task]), after, after))
     for after, row in enumerate(matrix.over_time[: matrix.finished]):
-        names = [name for name in MATRIX_METRICS if math.isfinite(row.get(name, math.nan))]
-        points += [Point(name, row[name], after, after) for name in names]
+        for name in MATRIX_METRICS:
+            value = row.get(name, math.nan)
+            if math.isfinite(value):
+                points.append(Point(name, value, after, after))
     return points
 
 
@@ -100,14 +103,15 @@ def pick_points(rows: Sequence[Row]) -> list[Point]:
 
 def mask_points(view: MaskView | None) -> list[Point]:
     """Return `keep/KIND`: the share of entries that the masks of a kind keep, over all blocks."""
-    kept_entries: dict[str, int] = {}
-    total: dict[str, int] = {}
-    for row in view.rows() if view else []:
-        kind = row["kind"]
-        kept_entries[kind] = kept_entries.get(kind, 0) + row["kept"]
-        total[kind] = total.get(kind, 0) + row["size"]
+    if view is None:
+        return []
+    kept_entries: Counter[str] = Counter()
+    all_entries: Counter[str] = Counter()
+    for row in view.rows():
+        kept_entries[row["kind"]] += row["kept"]
+        all_entries[row["kind"]] += row["size"]
     points = []
-    for kind, entries in total.items():
+    for kind, entries in all_entries.items():
         share = kept_entries[kind] / entries
         points.append(Point(key_name(f"keep/{kind}"), share, 0, 0))
     return points
@@ -175,8 +179,10 @@ def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
         "accuracy_matrix.parquet": files.as_parquet(rows),
     }
     if matrix.finished:
-        averages = zip(matrix.tasks[: matrix.finished], matrix.over_time, strict=False)
-        contents["averages.csv"] = files.as_csv([{"after": task, **row} for task, row in averages])
+        averages = []
+        for index, row in enumerate(matrix.over_time[: matrix.finished]):
+            averages.append({"after": matrix.tasks[index], **row})
+        contents["averages.csv"] = files.as_csv(averages)
     sizes = tables.sizes(label)
     if sizes:
         contents["sizes.csv"] = files.as_csv(sizes)
@@ -185,13 +191,21 @@ def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
         contents["picks.csv"] = files.as_csv(picks)
     picked = tables.pick_counts(label)
     if picked is not None:
-        counts, tasks, candidates = picked
-        picked_rows = []
-        for task, row in zip(tasks, counts.tolist(), strict=True):
-            picked_rows.append({"images of": task, **dict(zip(candidates, row, strict=True))})
+        picked_rows = count_rows("images of", picked.tasks, picked.candidates, picked.counts)
         contents["picked.png"] = plots.to_png(figures.draw_picks(label, picked))
         contents["picked.csv"] = files.as_csv(picked_rows)
     return contents
+
+
+def count_rows(
+    name: str, row_names: Sequence[str], column_names: Sequence[str], counts: NDArray[np.int64]
+) -> list[Row]:
+    """Return a matrix of counts as rows of a table. name: of the column with the row names."""
+    rows: list[Row] = []
+    for row_name, row_counts in zip(row_names, counts.tolist(), strict=True):
+        columns = dict(zip(column_names, row_counts, strict=True))
+        rows.append({name: row_name, **columns})
+    return rows
 
 
 def percent_rows(matrix: Matrix) -> list[Row]:
@@ -200,7 +214,9 @@ def percent_rows(matrix: Matrix) -> list[Row]:
     for after, accuracies in zip(matrix.tasks, matrix.rates.tolist(), strict=True):
         row: Row = {"after learning": after}
         for task, accuracy in zip(matrix.tasks, accuracies, strict=True):
-            row[task] = None if math.isnan(accuracy) else round(100 * accuracy, 2)
+            row[task] = None
+            if not math.isnan(accuracy):
+                row[task] = round(100 * accuracy, 2)
         rows.append(row)
     return rows
 
@@ -262,13 +278,9 @@ def confusion_files(tables: RunTables, label: str, task: str) -> dict[str, bytes
     if confusion is None:
         return {}
     counts, names = confusion
-    rows = []
-    for name, row in zip(names, counts.tolist(), strict=True):
-        rows.append({"true class": name, **dict(zip(names, row, strict=True))})
-    return {
-        "confusion.png": plots.to_png(plots.draw_confusion(counts, names, f"{label}: {task}")),
-        "confusion.csv": files.as_csv(rows),
-    }
+    figure = plots.draw_confusion(counts, names, f"{label}: {task}")
+    rows = count_rows("true class", names, names, counts)
+    return {"confusion.png": plots.to_png(figure), "confusion.csv": files.as_csv(rows)}
 
 
 # ---- files of a finished report ------------------------------------------------------------------

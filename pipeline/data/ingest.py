@@ -45,10 +45,10 @@ Report = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Record:
-    """One image on its way into a shard.
+    """One image between the source and its shard.
 
-    split, name, stem, label, problem, uri, offset, size: as in `Item`, with a label that is a class
-    of the card. sha256, ext: of the bytes that are stored. raw: see `raw_row`.
+    split, name, stem, label, problem, uri, offset, size: as in `Item`; the label is a class of the
+    card. sha256, ext: of the bytes that are stored. key: in the shard. raw: see `raw_row`.
     """
 
     split: str
@@ -186,15 +186,20 @@ def examine(job: ExamineJob) -> list[Record]:
 
 
 def _record_of(item: Item, card: Card, class_of_nfc: dict[str, str]) -> Record:
-    label = item.label if card.source.label is not None else card.classes[0]
+    label = item.label
+    if card.source.label is None:  # images without labels, all of one class
+        label = card.classes[0]
     if label is not None and label not in card.classes:
         label = class_of_nfc.get(nfc(label), printable(label))
+    problem = item.problem
+    if problem is not None:
+        problem = printable(problem)
     return Record(
-        item.split,
-        printable(item.name),
-        item.stem,
-        label,
-        item.problem and printable(item.problem),
+        split=item.split,
+        name=printable(item.name),
+        stem=item.stem,
+        label=label,
+        problem=problem,
         uri=item.uri,
         offset=item.offset,
         size=item.size,
@@ -353,8 +358,9 @@ def _missing_images(
         problem = f"class {missing[0]!r} has no train images"
     left_out: list[tuple[str, str]] = []
     for record in records:
-        is_labelled = record.problem and not record.problem.startswith("unlabelled")
-        if record.problem and is_labelled and record.split == split:
+        if record.split != split or not record.problem:
+            continue
+        if not record.problem.startswith("unlabelled"):
             left_out.append((record.name, record.problem))
     return UserError(
         f"card {card.name!r}: {problem} in {card.source.path or card.source.name}"
@@ -379,11 +385,11 @@ def _with_keys(card: Card, records: list[Record]) -> list[Record]:
         table = pa.table({"key": keys, "class": [record.label for record in records]})
         from workers.data.rows import hold_out  # start-up time: imports torch
 
-        test_keys = set(hold_out(table, card.test_fraction)[1]["key"].to_pylist())
-        records = [
-            replace(record, split="test" if record.key in test_keys else "train")
-            for record in records
-        ]
+        _, held_out = hold_out(table, card.test_fraction)
+        test_keys = set(held_out["key"].to_pylist())
+        for index, record in enumerate(records):
+            split = "test" if record.key in test_keys else "train"
+            records[index] = replace(record, split=split)
     return [replace(record, key=f"{record.split}/{record.key}") for record in records]
 
 
@@ -398,10 +404,13 @@ def _with_unique_keys(records: list[Record]) -> list[Record]:
     unique = []
     for record in records:
         if counts[record.split, record.key] > 1:
-            key = f"{record.key}-{hashlib.sha256(nfc(record.name).encode()).hexdigest()[:12]}"
+            digest = hashlib.sha256(nfc(record.name).encode()).hexdigest()
+            key = f"{record.key}-{digest[:12]}"
             numbers[record.split, key] += 1
             number = numbers[record.split, key]
-            record = replace(record, key=key if number == 1 else f"{key}-{number}")
+            if number > 1:
+                key = f"{key}-{number}"
+            record = replace(record, key=key)
         unique.append(record)
     return unique
 
@@ -417,7 +426,12 @@ def key_part(text: str) -> str:
 def _rejected(record: Record, reason: str | None, is_kept: bool = False) -> RejectedRow:
     kept = "yes" if is_kept else "no"
     return RejectedRow(
-        record.key, record.split, record.label or "", reason or "", kept, record.name
+        key=record.key,
+        split=record.split,
+        label=record.label or "",
+        reason=reason or "",
+        kept=kept,
+        source=record.name,
     )
 
 
@@ -439,8 +453,8 @@ def _write_shards(
     for job, (info, rows) in zip(jobs, map_fn(write_shard, jobs), strict=True):
         attempt.files[job.shard] = info
         tables.append(pa.Table.from_pylist(rows, SCHEMA))
-        written = sum(map(len, tables))
-        report({"doing": "writing shards", "images": written, "of": len(records)})
+        num_written = sum(map(len, tables))
+        report({"doing": "writing shards", "images": num_written, "of": len(records)})
     return pa.concat_tables(tables).combine_chunks()
 
 
@@ -476,7 +490,8 @@ def write_shard(job: ShardJob) -> tuple[FileInfo, list[dict[str, Any]]]:
 def _read_again(record: Record, max_pixels: int) -> tuple[bytes, str]:
     """Return what is stored of an image, and its extension."""
     try:
-        data, extension = to_stored(read_at(record.uri, record.offset, record.size), max_pixels)
+        source_bytes = read_at(record.uri, record.offset, record.size)
+        data, extension = to_stored(source_bytes, max_pixels)
     except UserError:
         raise
     except (OSError, ValueError):  # no image any more

@@ -87,7 +87,9 @@ class Matrix:
     @property
     def final(self) -> dict[str, float]:
         """The metrics after the last complete row; empty when no row is complete."""
-        return self.over_time[self.finished - 1] if self.finished else {}
+        if not self.finished:
+            return {}
+        return self.over_time[self.finished - 1]
 
 
 @dataclass
@@ -178,7 +180,10 @@ class RunTables:
     def result(self, label: str, task: str) -> dict[str, Any] | None:
         """Return the result of `evaluate` after learning `task`; None when not finished."""
         artifact = self.artifacts.get(f"{label}/{task}/evaluate")
-        return artifact.manifest["result"] if artifact else None
+        if artifact is None:
+            return None
+        result: dict[str, Any] = artifact.manifest["result"]
+        return result
 
     def state_stage(self, label: str, task: str) -> Artifact | None:
         """Return the finished stage whose `task.safetensors` serves `task`.
@@ -220,7 +225,9 @@ class RunTables:
     def table(self, artifact: Artifact | None, name: str) -> pa.Table | None:
         """Return a Parquet file of a stage as a table; None when it cannot be read."""
         data = self.read(artifact, name)
-        return None if data is None else pq.read_table(io.BytesIO(data))
+        if data is None:
+            return None
+        return pq.read_table(io.BytesIO(data))
 
     def history(self, stage_id: str) -> list[Row]:
         """Return one row per epoch, in the columns of the stage's history."""
@@ -302,8 +309,9 @@ class RunTables:
         `carried`, beside the backbone that all methods share. A star keeps what its base task
         carries to every task.
         """
-        backbone = self.artifacts.get("backbone")
-        backbone_bytes = int(backbone.manifest.get("bytes", 0)) if backbone else 0
+        backbone_bytes = 0
+        if "backbone" in self.artifacts:
+            backbone_bytes = int(self.artifacts["backbone"].manifest.get("bytes", 0))
         sums = dict.fromkeys(STATE_KINDS, 0)
         carried_bytes = 0
         rows = []
@@ -315,6 +323,7 @@ class RunTables:
                 sums[kind] = sums.get(kind, 0) + count
             carried_bytes = task_sizes.carried_bytes or carried_bytes
             total = backbone_bytes + sum(sums.values()) + carried_bytes
+            growth = total / backbone_bytes if backbone_bytes else None
             rows.append(
                 {
                     "label": label,
@@ -325,7 +334,7 @@ class RunTables:
                     **sums,
                     "carried": carried_bytes,
                     "total": total,
-                    "growth": total / backbone_bytes if backbone_bytes else None,
+                    "growth": growth,
                     "task_bytes": sum(task_sizes.bytes_by_kind.values()),
                     "trained_parameters": task_sizes.trained_parameters,
                     "flops_share": task_sizes.flops_share,
@@ -437,7 +446,9 @@ class RunTables:
     def _device_of_evaluation(self, label: str, after: str) -> str:
         """Return the device and the number of threads, which decide the last bits of logits."""
         artifact = self.artifacts.get(f"{label}/{after}/evaluate")
-        provenance = (artifact.manifest.get("provenance") or {}) if artifact else {}
+        provenance: Mapping[str, Any] = {}
+        if artifact is not None:
+            provenance = artifact.manifest.get("provenance") or {}
         return f"{provenance.get('device')} {provenance.get('threads')}"
 
     def logits_verdict(self, label: str) -> str:
@@ -459,7 +470,9 @@ class RunTables:
                 if "picks" not in row:
                     continue
                 picks = row["picks"]
-                share_right = picks["right"] / row["total"] if row["total"] else math.nan
+                share_right = math.nan
+                if row["total"]:
+                    share_right = picks["right"] / row["total"]
                 rows.append(
                     {
                         "label": label,
@@ -650,10 +663,15 @@ def average_rows(matrix: Matrix) -> list[Row]:
 
 
 def _whole(value: float) -> int | None:
-    return None if math.isnan(value) else int(value)
+    """Return a count as an int; None when it is missing."""
+    if math.isnan(value):
+        return None
+    return int(value)
 
 
 def _mean(values: Sequence[float | None]) -> float:
     """Return the mean of the values that are known; NaN when none is."""
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else math.nan
+    if not known:
+        return math.nan
+    return sum(known) / len(known)

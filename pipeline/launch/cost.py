@@ -41,15 +41,17 @@ SHOWN_TASKS = 5
 
 
 class Work(NamedTuple):
-    """images: of one epoch; None where their number is not known yet. epochs: 0 where the step has
-    none."""
+    """The work of a stage.
+
+    images: of one epoch; None when their number is not known yet. epochs: 0 for a step without.
+    """
 
     images: float | None
     epochs: int
 
 
 class TaskData(NamedTuple):
-    """key: of the ingested data of a task, and the classes of it that the task has."""
+    """The data of a task. key: of the ingested data. classes: those that the task has of it."""
 
     key: str
     classes: tuple[str, ...]
@@ -65,8 +67,10 @@ class SourceKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """Device-seconds of one finished stage: those that do not grow with its work, and those per
-    image and epoch."""
+    """The device-seconds of one finished stage.
+
+    fixed_s: those that do not grow with its work. image_s: those per image and epoch.
+    """
 
     fixed_s: float
     image_s: float
@@ -78,8 +82,11 @@ Sources = Mapping[SourceKind, list[Measured]]
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a stage to come. images: of one epoch; None where not known yet. device_s: None
-    where it is not measured."""
+    """The predicted cost of a stage.
+
+    images: of one epoch; None when not known yet. device_s: device-seconds; None when nothing
+    comparable was measured. basis: what was measured.
+    """
 
     label: str
     step: str
@@ -91,9 +98,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Forecast:
-    """costs: by stage id. walls: seconds of wall time of each label alone, and of all `together`,
-    without stages that are not measured. groups: of `workers` ranks each; 0 is as many as stages
-    can use. unknown: tasks whose number of images is not known."""
+    """The predicted costs of a run.
+
+    costs: by stage id. groups: of `workers` ranks each; 0 is as many as stages can use. walls:
+    seconds of wall time of each label alone, and of all `together`, without stages that are not
+    measured. unknown: tasks whose number of images is not known.
+    """
 
     costs: dict[str, Cost]
     workers: int
@@ -105,10 +115,10 @@ class Forecast:
 
 @dataclass
 class Images:
-    """How many images tasks have: by the index of ingested data, else by the counts of the card.
+    """Counts the images of tasks: by the index of ingested data, else by the counts of the card.
 
-    cards: key of an ingest stage -> its card. counts: read from an index, by (split, class); None
-    where there is no index.
+    cards: key of an ingest stage -> its card. counts: key -> images by (split, class), read from
+    an index; None when there is no index.
     """
 
     store: Store
@@ -163,8 +173,11 @@ def work_of(
 def evaluated_images(
     inputs: Mapping[str, Any], tasks: Mapping[str, TaskData], images: Images
 ) -> float | None:
-    """Return the images of an evaluation: the test images of all tasks so far, or the part of their
-    train images that is held out for validation."""
+    """Return the number of images of an evaluation.
+
+    They are the test images of all tasks so far, or their train images that are held out for
+    validation.
+    """
     is_validation = inputs.get("split") == "val"
     split = "train" if is_validation else "test"
     total = count_images(seen_tasks(inputs), tasks, split, images)
@@ -219,8 +232,10 @@ def backbone_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 # ---- what was measured ---------------------------------------------------------------------------
 def read_sources(store: Store, config: Config, images: Images) -> Sources:
-    """Return what finished stages took, of the runs in this storage with the backbone and the kind
-    of device of `config`."""
+    """Return the device-seconds of finished stages by kind.
+
+    They are of runs in this storage with the backbone and the kind of device of `config`.
+    """
     sources: dict[SourceKind, list[Measured]] = {}
     read_keys: set[str] = set()
     on_cpu = not config.cluster.gpus_per_worker
@@ -268,10 +283,11 @@ def measure(artifact: Artifact, work: Work) -> Measured | None:
     if not work.images:  # a backbone that is only built
         return Measured(wall_s * workers, 0.0, device)
     epochs_s = read_epochs_s(artifact) if work.epochs else None
+    images = work.images * max(1, work.epochs)
     if epochs_s is None:
-        return Measured(0.0, wall_s * workers / (work.images * max(1, work.epochs)), device)
+        return Measured(0.0, wall_s * workers / images, device)
     fixed_s = max(0.0, wall_s - epochs_s) * workers
-    return Measured(fixed_s, epochs_s * workers / (work.images * work.epochs), device)
+    return Measured(fixed_s, epochs_s * workers / images, device)
 
 
 def read_epochs_s(artifact: Artifact) -> float | None:
@@ -366,8 +382,10 @@ def wall_times(
 
 
 def wall_time(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups: int) -> float:
-    """Return when the last stage ends, in seconds, where so many groups take stages as in a run.
-    Stages that are not in `seconds` take no time."""
+    """Return the seconds until the last stage ends, with groups that take stages as in a run.
+
+    Stages that are not in `seconds` take no time.
+    """
     walk = Walk.over(graph, [stage.id for stage in graph if stage.id not in todo], retries=0)
     ready = ReadyQueue()
     running: list[tuple[float, str]] = []  # a heap of (end, stage id)
@@ -376,14 +394,17 @@ def wall_time(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups
         for decision in walk.decide():
             walk.carry_out(decision)
             ready.append(ReadyStage(decision.depth, graph[decision.stage]))
-        while len(running) < groups and (stage := ready.take()):
+        while len(running) < groups:
+            stage = ready.take()
+            if stage is None:
+                break
             heappush(running, (now + seconds.get(stage.id, 0.0), stage.id))
         now, stage_id = heappop(running)
         walk.apply(Event(EventKind.DONE, stage_id))
     return now
 
 
-# ---- for people ----------------------------------------------------------------------------------
+# ---- the printed table ---------------------------------------------------------------------------
 def text(prediction: Forecast) -> str:
     """Return the table and the notes that a person reads."""
     if not prediction.costs:
@@ -415,7 +436,9 @@ def notes(prediction: Forecast) -> list[str]:
     if prediction.groups:
         groups = counted(prediction.groups, "group")
     unmeasured = [cost for cost in prediction.costs.values() if cost.device_s is None]
-    without = f", without {len(unmeasured)} stages that are not measured" if unmeasured else ""
+    without = ""
+    if unmeasured:
+        without = f", without {len(unmeasured)} stages that are not measured"
     lines = [
         f"wall hours: with {groups} of {counted(prediction.workers, 'worker')}{without}; "
         "without ingest, report and the start of Ray"
@@ -439,4 +462,6 @@ def notes(prediction: Forecast) -> list[str]:
 
 def counted(count: int, noun: str) -> str:
     """Return `1 group`, `2 groups`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    if count == 1:
+        return f"{count} {noun}"
+    return f"{count} {noun}s"

@@ -68,16 +68,17 @@ def orphaned_placement_groups() -> list[Any]:
     """
     import ray
     from ray._private.state import state
-    from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+    from ray.core.generated import gcs_pb2
     from ray.util.placement_group import PlacementGroup
 
+    messages: Any = gcs_pb2  # generated code without types
     job_id = ray.get_runtime_context().get_job_id()
     no_actor = ray.ActorID.nil().binary()
     orphans = []
     for entry in state._connect_and_get_accessor().get_placement_group_table():
-        row = PlacementGroupTableData.FromString(entry)
+        row = messages.PlacementGroupTableData.FromString(entry)
         is_orphan = row.creator_actor_dead and row.creator_actor_id != no_actor
-        is_removed = row.state == PlacementGroupTableData.REMOVED
+        is_removed = row.state == messages.PlacementGroupTableData.REMOVED
         if is_orphan and not is_removed and row.creator_job_id.hex() == job_id:
             orphans.append(PlacementGroup(ray.PlacementGroupID(row.placement_group_id)))
     return orphans

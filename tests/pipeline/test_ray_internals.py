@@ -68,15 +68,17 @@ def test_a_placement_group_is_orphaned_when_the_actor_of_this_job_that_created_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ray._private.state import state
-    from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+    from ray.core.generated import gcs_pb2
 
+    messages: Any = gcs_pb2
+    table_row = messages.PlacementGroupTableData
     job = ray.JobID.from_int(1)
     actor = ray.ActorID.of(job, ray.TaskID.for_driver_task(job), 1)
-    created = PlacementGroupTableData.CREATED
+    created = table_row.CREATED
     rows: dict[str, dict[str, Any]] = {
         "orphan": {"creator_actor_dead": True, "state": created},
-        "waiting orphan": {"creator_actor_dead": True, "state": PlacementGroupTableData.PENDING},
-        "removed": {"creator_actor_dead": True, "state": PlacementGroupTableData.REMOVED},
+        "waiting orphan": {"creator_actor_dead": True, "state": table_row.PENDING},
+        "removed": {"creator_actor_dead": True, "state": table_row.REMOVED},
         "in use": {"creator_actor_dead": False, "state": created},
         "of another job": {
             "creator_actor_dead": True,
@@ -95,9 +97,7 @@ def test_a_placement_group_is_orphaned_when_the_actor_of_this_job_that_created_i
         placement_group_id = ray.PlacementGroupID.of(job)
         names[placement_group_id] = name
         usual = {"creator_job_id": job.binary(), "creator_actor_id": actor.binary()}
-        entry: Any = PlacementGroupTableData(
-            placement_group_id=placement_group_id.binary(), **{**usual, **row}
-        )
+        entry = table_row(placement_group_id=placement_group_id.binary(), **{**usual, **row})
         table.append(entry.SerializeToString())
     accessor = SimpleNamespace(get_placement_group_table=lambda: table)
     monkeypatch.setattr(state, "_connect_and_get_accessor", lambda: accessor)

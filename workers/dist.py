@@ -55,11 +55,11 @@ class Group:
 
     @staticmethod
     def _sum_bucket(bucket: list[Tensor]) -> int:
-        flat: Tensor = torch._utils._flatten_dense_tensors(bucket)
+        flat = torch.cat([grad.flatten() for grad in bucket])
         dist.all_reduce(flat)
-        sums = torch._utils._unflatten_dense_tensors(flat, bucket)
+        sums = flat.split([grad.numel() for grad in bucket])
         for grad, summed in zip(bucket, sums, strict=True):
-            grad.copy_(summed)
+            grad.copy_(summed.view_as(grad))
         return flat.numel() * flat.element_size()
 
     def share(self, value: Any) -> Any:

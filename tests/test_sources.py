@@ -1,5 +1,5 @@
-"""No source of this project loads a file in a way that could run code from it, or listens to
-everybody unless it is told to."""
+"""No source of this project loads a file in a way that could run code from it, listens to everybody
+unless it is told to, or uses private names of PyTorch outside the one file for them."""
 
 from __future__ import annotations
 
@@ -137,3 +137,74 @@ def test_nothing_listens_to_everybody_by_default() -> None:
         text = (REPOSITORY / name).read_text() if (REPOSITORY / name).exists() else ""
         assert "0.0.0.0" not in text, name
         assert '"::"' not in text, name
+
+
+# ---- private names of PyTorch --------------------------------------------------------------------
+TORCH_INTERNALS = "workers/model/torch_internals.py"
+
+
+def is_private_name_of_torch(name: str) -> bool:
+    """Return whether a dotted name is PyTorch's, and a part of it starts with one underscore."""
+    parts = name.split(".")
+    is_private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+    return parts[0] == "torch" and is_private
+
+
+def private_names_of_torch(source: str) -> set[str]:
+    """Return the private modules and names of PyTorch that a source imports or looks up."""
+    tree = ast.parse(source)
+    full_names = {}  # local name -> what it was imported as
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names.append(alias.name)
+                local_name = alias.asname or alias.name.split(".")[0]
+                full_names[local_name] = alias.name if alias.asname else local_name
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                names.append(name)
+                full_names[alias.asname or alias.name] = name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            names.append(f"{full_names.get(first, first)}.{rest}")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.append(node.value)  # import_module("torch._dynamo"), or what a mock replaces
+    return {name for name in names if is_private_name_of_torch(name)}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import torch._dynamo", "torch._dynamo"),
+        ("import torch\ntorch._utils.f(x)", "torch._utils.f"),
+        ("from torch import _utils", "torch._utils"),
+        ("def f():\n    from torch._dynamo import config", "torch._dynamo.config"),
+        ("from torch import nn as n\nn.modules.b._B", "torch.nn.modules.b._B"),
+        ("import torch.nn.functional as F\nF._f(x)", "torch.nn.functional._f"),
+        ("importlib.import_module('torch._inductor')", "torch._inductor"),
+        ("import torch\ntorch.__version__", None),
+        ("import torch\nself._torch = torch.ones(_n)", None),
+        ("from torch.nn import Module\nmodel._pos_embed(x)", None),
+    ],
+)
+def test_the_scan_sees_private_names_of_pytorch(source: str, name: str | None) -> None:
+    names = private_names_of_torch(source)
+    if name is None:
+        assert names == set()
+    else:
+        assert name in names
+
+
+def test_private_names_of_pytorch_stand_in_one_file_alone() -> None:
+    users = {}
+    for folder in ("pipeline", "workers", "benchmarks"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            names = private_names_of_torch(path.read_text())
+            if names:
+                users[path.relative_to(REPOSITORY).as_posix()] = sorted(names)
+    internals = users.pop(TORCH_INTERNALS)
+    assert internals, "the scan sees nothing even in the file that is for them"
+    assert users == {}, f"move these names into {TORCH_INTERNALS}, with a contract test each"

@@ -39,6 +39,7 @@ from workers.model.superposition import (
     superfluous_share,
     values,
 )
+from workers.model.torch_internals import BatchNormBase
 from workers.model.weights import norm_names
 from workers.rng import derive_seed
 from workers.storage.taskstate import TaskState
@@ -188,9 +189,7 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
         # what stands in for parameters of the backbone that have no mask, by name
         self.fixed: Weights = {}
         if settings.weights == "signed_constant":
-            if any(
-                isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()
-            ):
+            if any(isinstance(module, BatchNormBase) for module in backbone.modules()):
                 raise UserError(
                     "weights is 'signed_constant', but the backbone has batch norms, whose "
                     "statistics are those of its own weights; use "

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from workers.model.context import mixes_all_tokens, uniform_multiply_adds
 from workers.model.masked import BlockMasks
+from workers.model.torch_internals import shapes_only
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def multiply_adds(model: nn.Module, *shape: int) -> int:
     training = [module for module in model.modules() if module.training]
     model.eval()  # while training, stochastic depth stands for the samples of a batch
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+        with shapes_only(), FlopCounterMode(display=False) as counter:
             model(torch.empty(1, *shape, device=next(model.parameters()).device))
     finally:
         for module in training:

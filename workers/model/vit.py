@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import workers.model.convit  # noqa: F401 (enters timm's registry)
 from workers.errors import UserError
 from workers.job import BackboneSettings
-from workers.model import context, signature
+from workers.model import context, signature, torch_internals
 from workers.model.noise import replace_drop_paths
 from workers.model.t2t import T2TVit
 from workers.storage import hub
@@ -128,7 +128,7 @@ def freeze_batch_norms(model: nn.Module) -> None:
         if type(module) in (nn.BatchNorm2d, FrozenBatchNorm):
             module.__class__ = FrozenBatchNorm
             module.eval()
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+        elif isinstance(module, torch_internals.BatchNormBase):
             raise UserError(
                 f"the backbone's {name} is a {type(module).__name__}, whose statistics cannot "
                 "be frozen here; choose a backbone with plain "
@@ -143,13 +143,8 @@ def compile_blocks(model: Any, **options: Any) -> None:
     forward_features or stage by stage. Blocks are alike, in a ConvNeXt those of a stage, so that
     the code of the first one serves all.
     """
-    from torch._dynamo import config  # takes a second to import
-
-    # else code of blocks without hooks serves blocks that have some, and skips them
-    config.skip_nnmodule_hook_guards = False
-    # of one block's code, which serves widths of four stages with and without gradients; beyond it
-    # nothing is compiled
-    config.recompile_limit = 32
+    # One block's code serves the widths of four stages, each with and without gradients.
+    torch_internals.set_compile_options(max_variants=32)
     for block in blocks_of(model) or [model]:
         block.compile(**options)
 

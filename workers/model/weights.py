@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from workers.model.torch_internals import BatchNormBase
+
 
 def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
     """Module name -> weight of every Linear and Conv2d, in order; together N_w entries. Biases,
@@ -19,7 +21,7 @@ def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
 
 def norm_names(backbone: nn.Module) -> list[str]:
     """Names of the affine parameters of all norm layers."""
-    kinds = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+    kinds = (nn.LayerNorm, nn.GroupNorm, BatchNormBase)
     names = []
     for module_name, module in backbone.named_modules():
         if isinstance(module, kinds):

@@ -1,0 +1,79 @@
+"""Contracts of workers/model/torch_internals.py: each private name of PyTorch exists and does what
+it is used for here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from workers.model import torch_internals
+
+
+class Block(nn.Module):
+    """The smallest block with an operation to compile."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_every_batch_norm_of_pytorch_and_no_other_norm_has_the_common_base() -> None:
+    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    for kind in batch_norms:
+        assert isinstance(kind(4), torch_internals.BatchNormBase), kind
+    for norm in (nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)):
+        assert not isinstance(norm, torch_internals.BatchNormBase), norm
+
+
+def test_in_the_context_of_shapes_alone_nothing_is_computed_and_real_parameters_may_be_used() -> (
+    None
+):
+    linear = nn.Linear(8, 3)
+    with torch_internals.shapes_only():
+        images = torch.empty(1 << 40, 8)  # 32 TiB, if it were real
+        assert linear(images).shape == (1 << 40, 3)
+    assert linear(torch.zeros(2, 8)).shape == (2, 3), "afterwards operations are real again"
+
+
+def test_the_compiler_knows_the_options_that_are_set() -> None:
+    from torch._dynamo import config
+
+    with config.patch(skip_nnmodule_hook_guards=True, recompile_limit=8):  # restored afterwards
+        torch_internals.set_compile_options(max_variants=3)
+        assert config.skip_nnmodule_hook_guards is False
+        assert config.recompile_limit == 3
+
+
+def test_the_code_of_a_block_without_hooks_does_not_serve_a_block_with_a_hook() -> None:
+    from torch._dynamo import config
+
+    plain_block = Block()
+    hooked_block = Block()
+    hooked_block.register_forward_hook(lambda module, arguments, output: output * 10)
+    torch.compiler.reset()
+    with config.patch(skip_nnmodule_hook_guards=True, recompile_limit=8):  # restored afterwards
+        torch_internals.set_compile_options(max_variants=8)
+        for block in (plain_block, hooked_block):
+            # A module's own hooks run outside its compiled code, so a parent is compiled.
+            parent = nn.Sequential(block)
+            parent.compile(backend="eager")
+            expected = nn.Sequential(block)(torch.zeros(2))
+            assert torch.equal(parent(torch.zeros(2)), expected)
+
+
+def test_at_the_limit_of_variants_a_block_runs_uncompiled() -> None:
+    from torch._dynamo import config
+
+    compiled_graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        compiled_graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    with config.patch(skip_nnmodule_hook_guards=True, recompile_limit=8):  # restored afterwards
+        torch_internals.set_compile_options(max_variants=2)
+        block = Block()
+        block.compile(backend=count)
+        for dimensions in range(1, 6):
+            assert block(torch.zeros([2] * dimensions)).eq(1).all()
+    assert len(compiled_graphs) == 2

@@ -1,0 +1,33 @@
+"""Every name of PyTorch that is not part of its public interface, and nothing else.
+
+PyTorch may rename or drop these in any release. tests/workers/test_torch_internals.py holds one
+contract test for each, so that an upgrade fails there with the name that is gone.
+"""
+
+from __future__ import annotations
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+
+BatchNormBase = _BatchNorm  # of batch norms of 1 to 3 dimensions and of synchronised ones
+
+
+def shapes_only() -> FakeTensorMode:
+    """Return a context in which operations have results with shapes and no values.
+
+    They take neither time nor memory. Parameters from outside the context may be used.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def set_compile_options(max_variants: int) -> None:
+    """Set how `torch.compile` treats blocks of one class; the setting is global.
+
+    max_variants: how often the code of one block is compiled, for other shapes or modes. Beyond it
+    the block runs uncompiled.
+    """
+    from torch._dynamo import config  # takes a second to import
+
+    # Otherwise the code of a block without hooks would serve blocks with hooks, and skip these.
+    config.skip_nnmodule_hook_guards = False
+    config.recompile_limit = max_variants

@@ -1,5 +1,6 @@
-"""APD: weights as a shared part, scaled per task and output feature, plus a sparse part of each
-task's own; both go on learning.
+"""APD: each weight is a shared part, scaled per task and output feature, plus a sparse task part.
+
+Later tasks go on training the shared part, and the sparse parts of earlier tasks follow.
 
 Yoon, Kim, Yang, Hwang: Scalable and Order-robust Continual Learning with Additive Parameter
 Decomposition, ICLR 2020.
@@ -7,8 +8,10 @@ Decomposition, ICLR 2020.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -30,50 +33,59 @@ from workers.methods.base import (
 from workers.model.weights import Copies, norm_names, weight_sites
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
-ROUNDS = 100  # of k-means, which ends far earlier
-# share of a task's own entries from which on a consolidation that replaces them is warned about
-MUCH = 0.5
+MAX_KMEANS_ROUNDS = 100  # k-means converges far earlier
+# Warn about a consolidation that replaces more than this share of a task's entries of tau.
+REPLACED_SHARE_LIMIT = 0.5
 
 
 class ApdSettings(MethodSettings):
     lambda1: NonNegativeFloat = Field(
-        4e-4, description="price of |tau|; also the size up to which an entry of tau becomes zero"
+        4e-4,
+        description="weight of the L1 penalty on tau; also the magnitude up to which an entry of "
+        "tau becomes zero",
     )
     lambda2: PositiveFloat = Field(
-        100.0, description="weight of what holds the earlier tasks' weights where they are"
+        100.0, description="weight of the L2 penalty on changes of the weights of earlier tasks"
     )
     retro: Literal["train", "frozen_tau"] = Field(
-        "train", description="whether the tau of earlier tasks follow when sigma moves, or stay"
+        "train",
+        description="tau of earlier tasks: `train`: follows sigma; `frozen_tau`: fixed",
     )
     zeros: Literal["threshold", "proximal"] = Field(
         "threshold",
-        description="where zeros of tau come from: cut at the end of a task, or kept in every step",
+        description="how tau gets sparse: `threshold`: small entries are cut at the end of a task; "
+        "`proximal`: entries are held at zero in every step",
     )
     tau_start: Literal["zero", "sigma"] = Field(
-        "zero", description="where tau starts; sigma: as the released code"
+        "zero",
+        description="initial value of tau; `sigma`: a copy of sigma, as in the released code",
     )
-    v_start: float = Field(4.0, description="where v starts: M = sigmoid(v)")
-    copies: bool = Field(True, description="train norms and biases, in a copy for each task")
+    v_start: float = Field(
+        4.0, description="initial value of v; the scale of an output feature is M = sigmoid(v)"
+    )
+    copies: bool = Field(True, description="train a copy of norms and biases for each task")
     consolidate_every: NonNegativeInt = Field(
-        5, description="K: tasks from one consolidation to the next; 0 for none"
+        5, description="K: consolidate after every K-th task; 0: never"
     )
     clusters: PositiveInt = Field(
         2,
-        description="k0: clusters of tasks at the first consolidation; each later one has k0 more",
+        description="k0: clusters of tasks at the first consolidation; k0 more at each later one",
     )
     gap: NonNegativeFloat = Field(
         0.1,
-        description="entries of tau that differ within a cluster by at most this many times the "
-        "mean size of its entries "
-        "become one shared value",
+        description="an entry of tau becomes one shared value of a cluster when its range there is "
+        "at most this many times the mean magnitude of the cluster's entries",
     )
 
 
 @dataclass(frozen=True)
 class Sparse:
-    """The nonzero entries of a tensor: `values` in order, and where they are. `at`: int32 positions
-    in the flat tensor, or `bits`: one bit for each entry, whichever needs less (bits from 1 in 32
-    entries on)."""
+    """The nonzero entries of a tensor, on the CPU.
+
+    values: (n,) in the order of the flat tensor. where: for `at` int32 positions (n,) in the flat
+    tensor, for `bits` one packed bit per entry. The smaller form is taken: bits from 1 nonzero
+    entry in 32 on.
+    """
 
     values: Tensor
     where: Tensor
@@ -81,36 +93,33 @@ class Sparse:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Sparse:
+        """Return the sparse form of a dense tensor."""
         flat = tensor.detach().flatten()
-        used = flat != 0
-        at = used.nonzero().squeeze(1)
-        dense = 4 * len(at) >= (flat.numel() + 7) // 8
-        return cls(
-            flat[at].cpu(),
-            pack(used) if dense else at.to(torch.int32).cpu(),
-            "bits" if dense else "at",
-        )
+        is_nonzero = flat != 0
+        positions = is_nonzero.nonzero().squeeze(1)
+        values = flat[positions].cpu()
+        num_bytes_of_positions = 4 * len(positions)
+        num_bytes_of_bits = (flat.numel() + 7) // 8
+        if num_bytes_of_positions >= num_bytes_of_bits:
+            return cls(values, pack(is_nonzero), "bits")
+        return cls(values, positions.to(torch.int32).cpu(), "at")
 
     def support(self, shape: tuple[int, ...]) -> Tensor:
-        """Boolean: True where the tensor is not zero."""
+        """Return a boolean mask of this shape: True where the tensor is not zero."""
         if self.kind == "bits":
             return unpack(self.where, shape)
-        return (
-            torch.zeros(shape, dtype=torch.bool)
-            .flatten()
-            .index_fill_(0, self.where.long(), True)
-            .view(shape)
-        )
+        is_nonzero = torch.zeros(math.prod(shape), dtype=torch.bool)
+        is_nonzero[self.where.long()] = True
+        return is_nonzero.view(shape)
 
     def dense(self, like: Tensor) -> Tensor:
-        """The tensor again, of the shape and on the device of `like`."""
+        """Return the dense fp32 tensor, in the shape and on the device of `like`."""
         support = self.support(tuple(like.shape)).to(like.device)
-        return torch.zeros_like(like, dtype=torch.float32).masked_scatter_(
-            support, self.values.to(like.device)
-        )
+        zeros = torch.zeros_like(like, dtype=torch.float32)
+        return zeros.masked_scatter_(support, self.values.to(like.device))
 
     def named(self, prefix: str) -> dict[str, Tensor]:
-        """Copies of the parts, by name; the inverse of `sparse_parts`."""
+        """Return copies of the parts by name; the inverse of `sparse_parts`."""
         return {
             f"{prefix}/values": self.values.clone(),
             f"{prefix}/{self.kind}": self.where.clone(),
@@ -118,8 +127,7 @@ class Sparse:
 
 
 def sparse_parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, str, Sparse]]:
-    """(owner, site, tensor) of everything below `KIND/OWNER/SITE` among the tensors of a carried
-    state."""
+    """Yield (owner, site, tensor) of each `KIND/OWNER/SITE` among tensors of a carried state."""
     for name, values in tensors.items():
         if name.startswith(f"{kind}/") and name.endswith("/values"):
             prefix = name.removesuffix("/values")
@@ -190,30 +198,32 @@ class Apd(Method[ApdSettings]):
     def validate(
         cls, settings: ApdSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
-        if (
-            settings.retro == "frozen_tau"
-            and train.optimizer == "sgd"
-            and train.lr * settings.lambda2 >= 2
-        ):
+        if settings.retro != "frozen_tau" or train.optimizer != "sgd":
+            return
+        step_size = train.lr * settings.lambda2
+        if step_size >= 2:
             raise UserError(
                 "retro is 'frozen_tau' with train.optimizer 'sgd' and train.lr * lambda2 = "
-                f"{train.lr * settings.lambda2:g}: a step would "
+                f"{step_size:g}: a step would "
                 "overshoot what holds sigma; keep the product below 2, or use adamw or retro "
                 "'train'"
             )
 
     @classmethod
     def steps_for(cls, settings: ApdSettings, position: int) -> tuple[Step, ...]:
-        """Every K-th task ends with a consolidation; the base task stays with the backbone as it
-        is."""
+        """Every K-th task ends with a consolidation; a base task has no step."""
+        if position < 0:
+            return ()
         every = settings.consolidate_every
-        return (
-            cls.steps[: 2 if every and (position + 1) % every == 0 else 1] if position >= 0 else ()
-        )
+        if every and (position + 1) % every == 0:
+            return cls.steps
+        return cls.steps[:1]
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        return frozenset({"clusters", "gap"}) if step == "train" else frozenset()
+        if step == "train":
+            return frozenset({"clusters", "gap"})
+        return frozenset()
 
     def __init__(self, backbone: Any, settings: ApdSettings, seed: int):
         super().__init__(backbone, settings, seed)
@@ -223,19 +233,15 @@ class Apd(Method[ApdSettings]):
             if site.startswith("blocks.")
         }
         self.sigma: dict[str, Tensor] = {}  # by site: attached, or the parameters in training
-        self.tau: dict[
-            str, dict[str, Sparse]
-        ] = {}  # task -> site -> tau as the last stage left it, in stream order
-        self.shared: dict[
-            str, dict[tuple[str, ...], Sparse]
-        ] = {}  # site -> tasks of a cluster -> their shared values
-        self.loaded: dict[
-            str, dict[str, Tensor]
-        ] = {}  # task -> v by site, copies by parameter name
-        self.step = ""  # in which the method is; none while it only serves
-        self.replaced: dict[
-            str, tuple[int, int]
-        ] = {}  # by a consolidation: task -> entries of its tau, and of those that were
+        # task -> site -> tau as the last stage left it, in stream order
+        self.tau: dict[str, dict[str, Sparse]] = {}
+        # site -> tasks of a cluster -> their shared values
+        self.shared: dict[str, dict[tuple[str, ...], Sparse]] = {}
+        # task -> v by site, copies by parameter name
+        self.loaded: dict[str, dict[str, Tensor]] = {}
+        self.step = ""  # the step that trains; empty while consolidating and serving
+        # task -> nonzero entries of its tau, and how many of them a consolidation replaced
+        self.replaced: dict[str, tuple[int, int]] = {}
 
     # ---- training --------------------------------------------------------------------------------
     def begin(self, context: StepContext) -> list[ParamGroup]:
@@ -279,9 +285,8 @@ class Apd(Method[ApdSettings]):
             site: nn.Parameter(t.clone() if s.tau_start == "sigma" else torch.zeros_like(t))
             for site, t in self.start.items()
         }
-        self.orthant: dict[
-            str, Tensor
-        ] = {}  # between `after_backward` and `after_step`: the sign that an entry may have
+        # from `after_backward` to `after_step`: the sign that each entry of tau may have
+        self.orthant: dict[str, Tensor] = {}
         self.own_copies = Copies(
             self.backbone, copied_names(self.backbone, list(self.sites)) if s.copies else []
         )
@@ -303,37 +308,39 @@ class Apd(Method[ApdSettings]):
         ]
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        found = [
-            Decomposed.apply(
+        weights: dict[str, Tensor] = {}
+        sizes: list[Tensor] = []
+        anchors: list[Tensor] = []
+        for site in self.sites:
+            theta, size, anchor = Decomposed.apply(
                 self.sigma[site], self.own_v[site], self.own_tau[site], *self.anchor(site)
             )
-            for site in self.sites
-        ]
-        theta, sizes, anchors = zip(*found, strict=True)
+            weights[f"{site}.weight"] = theta
+            sizes.append(size)
+            anchors.append(anchor)
         self.penalties = {
             "sparsity": self.settings.lambda1 * torch.stack(sizes).sum(),
             "anchor": torch.stack(anchors).sum(),
         }
-        return (
-            dict(zip((f"{site}.weight" for site in self.sites), theta, strict=True))
-            | self.own_copies.tensors()
-        )
+        return weights | self.own_copies.tensors()
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """CE + lambda1 |tau_t|_1 + what `anchor` says of earlier tasks."""
+        """CE + lambda1 |tau_t|_1 + the penalty of `anchor` on earlier tasks."""
         ce, terms = super().loss(batch, progress)
-        return ce + sum(self.penalties.values()), terms | {
-            name: p.detach() for name, p in self.penalties.items()
-        }
+        penalty_terms = {name: penalty.detach() for name, penalty in self.penalties.items()}
+        return ce + sum(self.penalties.values()), terms | penalty_terms
 
     @torch.no_grad()
     def anchor(self, site: str) -> tuple[Tensor, Tensor | None]:
-        """What holds the earlier tasks' weights at a site, and its gradient for sigma. With d =
-        sigma - sigma*, task i would need a = tau_i* - d .* M_i to keep theta_i*. retro train: tau_i
-        is soft(a, lambda1 / lambda2), which leaves lambda1 |tau_i| + lambda2 / 2 (a - tau_i)^2 =
-        lambda2 (c a - c^2 / 2), c = a clipped at lambda1 / lambda2. frozen_tau: lambda2 / 2 (d .*
-        M_i)^2."""
-        weight, limit = self.settings.lambda2, self.settings.lambda1 / self.settings.lambda2
+        """Return the penalty on earlier tasks' weights at a site, and its gradient in sigma (o, i).
+
+        With d = sigma - sigma*, task i needs a = tau_i* - d .* M_i to keep theta_i*.
+        retro train: tau_i is soft(a, lambda1 / lambda2), which leaves lambda1 |tau_i| +
+        lambda2 / 2 (a - tau_i)^2 = lambda2 (c a - c^2 / 2), c = a clipped at lambda1 / lambda2.
+        frozen_tau: lambda2 / 2 (d .* M_i)^2. The gradient is None without earlier tasks.
+        """
+        weight = self.settings.lambda2
+        limit = self.settings.lambda1 / weight
         if not self.rows:
             return self.start[site].new_zeros(()), None
         drift = torch.sub(self.sigma[site], self.start[site])
@@ -343,26 +350,25 @@ class Apd(Method[ApdSettings]):
             )
             gradient = drift * (weight * rows)
             return torch.dot(gradient.flatten(), drift.flatten()) / 2, gradient
-        value, gradient = drift.new_zeros(()), torch.zeros_like(drift)
+        value = drift.new_zeros(())
+        gradient = torch.zeros_like(drift)
         for old, m in self.rows.items():
             needed = torch.addcmul(self.before[old][site], drift, m[site], value=-1)
             clipped = needed.clamp(-limit, limit)
-            value += (
-                torch.dot(clipped.flatten(), needed.flatten())
-                - torch.dot(clipped.flatten(), clipped.flatten()) / 2
-            )
+            flat = clipped.flatten()
+            value += torch.dot(flat, needed.flatten()) - torch.dot(flat, flat) / 2
             gradient.addcmul_(clipped, m[site], value=-weight)
         return value * weight, gradient
 
     def after_backward(self) -> None:
-        if self.settings.zeros == "proximal":
-            for site, tau in self.own_tau.items():
-                assert tau.grad is not None
-                still = tau.detach() == 0
-                torch.where(
-                    still, F.softshrink(tau.grad, self.settings.lambda1), tau.grad, out=tau.grad
-                )
-                self.orthant[site] = torch.where(still, -tau.grad, tau.detach()).sign()
+        if self.settings.zeros != "proximal":
+            return
+        for site, tau in self.own_tau.items():
+            assert tau.grad is not None
+            is_zero = tau.detach() == 0
+            shrunk = F.softshrink(tau.grad, self.settings.lambda1)
+            torch.where(is_zero, shrunk, tau.grad, out=tau.grad)
+            self.orthant[site] = torch.where(is_zero, -tau.grad, tau.detach()).sign()
 
     @torch.no_grad()
     def after_step(self, progress: Progress) -> None:
@@ -371,8 +377,11 @@ class Apd(Method[ApdSettings]):
 
     @torch.no_grad()
     def tau_of(self, task: str, site: str) -> Tensor:
-        """tau of a task at a site as it would be stored now: of the one in training without its
-        small entries, of earlier ones what retro training makes of it."""
+        """Return tau of a task at a site, as it would be stored now.
+
+        The task in training loses its small entries. With `retro: train`, tau of earlier tasks
+        follows sigma.
+        """
         if not self.step or (task != self.task_name and self.settings.retro == "frozen_tau"):
             return self.tau[task][site].dense(self.sites[site])
         if task == self.task_name:
@@ -386,45 +395,45 @@ class Apd(Method[ApdSettings]):
         return self.with_zeros(F.softshrink(needed, self.settings.lambda1 / self.settings.lambda2))
 
     def with_zeros(self, tau: Tensor) -> Tensor:
-        return (
-            tau.masked_fill(tau.abs() <= self.settings.lambda1, 0.0)
-            if self.settings.zeros == "threshold"
-            else tau
-        )
+        """Return tau without the entries that `zeros: threshold` cuts."""
+        if self.settings.zeros != "threshold":
+            return tau
+        return tau.masked_fill(tau.abs() <= self.settings.lambda1, 0.0)
 
     @property
     def task_name(self) -> str | None:
+        """Return the name of the task in training; None while the method only serves."""
         return None if self.task is None else self.task.name
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """The share of zeros in tau. While training, how far all earlier tasks' weights have moved
-        in this task, relative to their size; after a consolidation, the share of all tasks' entries
-        that shared values replaced."""
-        taus = [self.tau_of(str(self.task_name), site) for site in self.sites]
-        found = {
-            "tau_zeros": 1
-            - sum(int(t.count_nonzero()) for t in taus) / sum(t.numel() for t in taus)
-        }
+        """The share of zeros in tau, and one number on earlier tasks.
+
+        While training: how far all earlier tasks' weights moved in this task, relative to their
+        size. After a consolidation: the share of all tasks' entries that shared values replaced.
+        """
+        num_nonzero = 0
+        num_entries = 0
+        for site in self.sites:
+            tau = self.tau_of(str(self.task_name), site)
+            num_nonzero += int(tau.count_nonzero())
+            num_entries += tau.numel()
+        metrics = {"tau_zeros": 1 - num_nonzero / num_entries}
         if not self.step:
-            entries, replaced = (
-                sum(counts) for counts in zip(*self.replaced.values(), strict=True)
-            )
-            return found | {"replaced": replaced / max(1, entries)}
-        moved = size = torch.zeros((), dtype=torch.float64)
-        for old, site in ((old, site) for old in self.before for site in self.sites):
+            entries = sum(entries for entries, _ in self.replaced.values())
+            replaced = sum(replaced for _, replaced in self.replaced.values())
+            return metrics | {"replaced": replaced / max(1, entries)}
+        moved = torch.zeros((), dtype=torch.float64)
+        size = torch.zeros((), dtype=torch.float64)
+        for old, site in product(self.before, self.sites):
             m = self.rows[old][site]
-            then = torch.addcmul(self.before[old][site], self.start[site], m)
-            moved = (
-                moved
-                + (torch.addcmul(self.tau_of(old, site), self.sigma[site], m) - then)
-                .square()
-                .sum()
-                .double()
-                .cpu()
-            )
-            size = size + then.square().sum().double().cpu()
-        return found | ({"drift": float((moved / size).sqrt())} if self.before else {})
+            theta_before = torch.addcmul(self.before[old][site], self.start[site], m)
+            theta = torch.addcmul(self.tau_of(old, site), self.sigma[site], m)
+            moved += (theta - theta_before).square().sum().double().cpu()
+            size += theta_before.square().sum().double().cpu()
+        if self.before:
+            metrics["drift"] = float((moved / size).sqrt())
+        return metrics
 
     def warnings(self) -> list[str]:
         if not self.step:
@@ -438,12 +447,12 @@ class Apd(Method[ApdSettings]):
         return []
 
     def losses_of_consolidation(self) -> list[str]:
-        """A sentence where a consolidation replaced most of what a task had of its own."""
+        """Warn if a consolidation replaced most entries of a task's tau."""
         shares = {
             task: replaced / max(1, entries) for task, (entries, replaced) in self.replaced.items()
         }
         most = max(shares, key=lambda task: shares[task], default="")
-        if not most or shares[most] <= MUCH:
+        if not most or shares[most] <= REPLACED_SHARE_LIMIT:
             return []
         dense = self.replaced[most][0] / sum(w.numel() for w in self.sites.values())
         return [
@@ -455,23 +464,22 @@ class Apd(Method[ApdSettings]):
         ]
 
     def finish(self) -> tuple[TaskState, Carried]:
-        """Before a consolidation, the task's own state goes along: that step leaves it behind."""
+        """Before a consolidation, also carry the task's state, which that step stores again."""
         assert self.task is not None
         if not self.step:
             return self.state(copies=dict(self.loaded[self.task.name])), self.carried()
         for task in [*self.tau, self.task.name]:
             self.tau[task] = {site: Sparse.of(self.tau_of(task, site)) for site in self.sites}
-        state, carried = (
-            self.state(copies={name: t.clone() for name, t in self.own_parts().items()}),
-            self.carried(),
-        )
-        if len(self.steps_for(self.settings, sum(t.role != "base" for t in self.stream) - 1)) > 1:
+        state = self.state(copies={name: t.clone() for name, t in self.own_parts().items()})
+        carried = self.carried()
+        position = sum(task.role != "base" for task in self.stream) - 1
+        if len(self.steps_for(self.settings, position)) > 1:
             carried.tensors |= {f"own/head/{name}": t.clone() for name, t in state.head.items()}
             carried.tensors |= {f"own/copies/{name}": t.clone() for name, t in state.copies.items()}
         return state, carried
 
     def own_parts(self) -> dict[str, Tensor]:
-        """v and copies of the task in training, under the names of its state."""
+        """Return v and copies of the task in training, under the names of its state."""
         parts = {f"{site}.v": v for site, v in self.own_v.items()} | self.own_copies.tensors()
         return {name: t.detach() for name, t in parts.items()}
 
@@ -493,50 +501,51 @@ class Apd(Method[ApdSettings]):
     # ---- consolidation ---------------------------------------------------------------------------
     @torch.no_grad()
     def consolidate(self) -> None:
-        """Per site: tasks with similar tau (what they share already counted in) form a cluster;
-        where its largest and its smallest value are at most `gap` mean sizes of its entries apart,
-        all members take the middle from one shared tensor, and their own tau is zero."""
+        """Replace similar entries of tau by values that a cluster of tasks shares.
+
+        At each site, tasks with similar tau, including what they share already, form a cluster.
+        An entry is shared where its range in the cluster is at most `gap` mean magnitudes: all
+        members take the midpoint from one shared tensor, and their tau is zero there.
+        """
         count = self.settings.clusters * (len(self.tau) // self.settings.consolidate_every)
         self.replaced = dict.fromkeys(self.tau, (0, 0))
         for site in self.sites:
             full = torch.stack(
                 [self.tau_of(task, site) + self.shared_of(task, site) for task in self.tau]
             )
-            labels, tasks, self.shared[site] = (
-                cluster(full.flatten(1).double(), count),
-                [*self.tau],
-                {},
-            )
+            labels = cluster(full.flatten(1).double(), count)
+            tasks = [*self.tau]
+            self.shared[site] = {}
             for label in sorted(set(labels)):
-                members = [i for i, found in enumerate(labels) if found == label]
-                mine = full[members]
-                high, low = mine.amax(0), mine.amin(0)
-                near = high - low <= self.settings.gap * mean_size(mine)
-                same = near & (mine.count_nonzero(0) > 1)
-                if bool(same.any()):
-                    self.shared[site][tuple(tasks[i] for i in members)] = Sparse.of(
-                        torch.where(same, (high + low) / 2, 0.0)
-                    )
+                members = [i for i, task_label in enumerate(labels) if task_label == label]
+                member_taus = full[members]  # (members, o, i)
+                high = member_taus.amax(0)
+                low = member_taus.amin(0)
+                is_near = high - low <= self.settings.gap * mean_size(member_taus)
+                is_shared = is_near & (member_taus.count_nonzero(0) > 1)
+                if bool(is_shared.any()):
+                    midpoints = torch.where(is_shared, (high + low) / 2, 0.0)
+                    member_names = tuple(tasks[i] for i in members)
+                    self.shared[site][member_names] = Sparse.of(midpoints)
                 for i in members:
-                    self.tau[tasks[i]][site] = Sparse.of(full[i].masked_fill(same, 0.0))
+                    self.tau[tasks[i]][site] = Sparse.of(full[i].masked_fill(is_shared, 0.0))
                     entries, replaced = self.replaced[tasks[i]]
                     entries += int(full[i].count_nonzero())
-                    replaced += int(full[i][same].count_nonzero())
+                    replaced += int(full[i][is_shared].count_nonzero())
                     self.replaced[tasks[i]] = entries, replaced
 
     def shared_of(self, task: str, site: str) -> Tensor:
-        """What a task has at a site from its cluster."""
-        parts = (
-            values.dense(self.sites[site])
-            for tasks, values in self.shared.get(site, {}).items()
-            if task in tasks
-        )
-        return next(parts, torch.zeros_like(self.sites[site]))
+        """Return the shared values of a task's cluster at a site; zeros without a cluster."""
+        for tasks, values in self.shared.get(site, {}).items():
+            if task in tasks:
+                return values.dense(self.sites[site])
+        return torch.zeros_like(self.sites[site])
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
         super().load_carried(carried)
-        self.step, self.sigma = "", _below(carried.tensors, "sigma/")
+        self.step = ""
+        self.sigma = _below(carried.tensors, "sigma/")
         self.tau = {task: {} for task in carried.meta["tasks"]}
         for task, site, tau in sparse_parts(carried.tensors, "tau"):
             self.tau[task][site] = tau
@@ -551,13 +560,16 @@ class Apd(Method[ApdSettings]):
                 self.shared[site][tuple(tasks)] = shared[site, number]
 
     def load_task(self, state: TaskState) -> None:
-        """Keeps v and copies of the task. A base task has none: it is served by the backbone."""
+        """Keep v and copies of the task. A base task has none: the backbone serves it."""
         super().load_task(state)
-        for site, weight in self.sites.items() if state.copies else ():
-            found = tuple(state.copies[f"{site}.v"].shape) if f"{site}.v" in state.copies else None
-            if found != (len(weight),):
+        sites = self.sites if state.copies else {}
+        for site, weight in sites.items():
+            shape = None
+            if f"{site}.v" in state.copies:
+                shape = tuple(state.copies[f"{site}.v"].shape)
+            if shape != (len(weight),):
                 raise UserError(
-                    f"task {state.task!r}: its state has scales {site}.v of shape {found}, this "
+                    f"task {state.task!r}: its state has scales {site}.v of shape {shape}, this "
                     f"backbone has {len(weight)} output features "
                     "there; use the backbone of its run"
                 )
@@ -632,17 +644,18 @@ def cluster(points: Tensor, count: int) -> list[int]:
     while len(chosen) < min(count, len(points)):
         chosen.append(int(distances(points[chosen]).amin(1).argmax()))
     centres, labels = points[chosen], torch.full((len(points),), -1)
-    for _ in range(ROUNDS):
+    for _ in range(MAX_KMEANS_ROUNDS):
         nearest = distances(centres).argmin(1).cpu()
         if torch.equal(nearest, labels):
             break
         labels = nearest
-        centres = torch.stack(
-            [
-                points[labels == j].mean(0) if bool((labels == j).any()) else c
-                for j, c in enumerate(centres)
-            ]
-        )
+        means = []
+        for j, centre in enumerate(centres):
+            members = points[labels == j]
+            if len(members):
+                centre = members.mean(0)
+            means.append(centre)
+        centres = torch.stack(means)
     return labels.tolist()
 
 

@@ -1,5 +1,7 @@
-"""StageJob: all that a worker is told. Plain, picklable, with absolute URIs; also the schema of
-what can change a result."""
+"""StageJob: the complete input of a worker, plain and picklable, with absolute URIs.
+
+Also the schema of all settings that can change a result.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ LARGEST = 1e30  # of all numbers that are not whole
 
 
 class Frozen(BaseModel):
-    """Base of all settings: immutable, an unknown key is an error, and no number is so large that
-    it overflows, or has a loop run for ever."""
+    """Base of all settings: immutable; unknown keys and very large numbers are errors.
+
+    Larger numbers would overflow, or let a loop run for ever.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     largest_whole: ClassVar[int] = 2**63 - 1
@@ -35,14 +39,17 @@ class Frozen(BaseModel):
     def _check_numbers(cls, value: Any) -> Any:
         for number in value if isinstance(value, (list, tuple)) else (value,):
             if type(number) in (int, float):
-                largest = cls.largest_whole if type(number) is int else LARGEST
-                if abs(number) > largest:
-                    raise ValueError(
-                        f"a number here is at most {largest:g}"
-                        if largest == LARGEST
-                        else f"a whole number here is at most {largest}"
-                    )
+                _check_size(number, cls.largest_whole)
         return value
+
+
+def _check_size(number: float, largest_whole: int) -> None:
+    """Raise `ValueError` when a number is too large, whole or not."""
+    if type(number) is int:
+        if abs(number) > largest_whole:
+            raise ValueError(f"a whole number here is at most {largest_whole}")
+    elif abs(number) > LARGEST:
+        raise ValueError(f"a number here is at most {LARGEST:g}")
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,9 @@ class Neutral:
 
 
 def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, Any]:
-    """The part of some settings that belongs into a key: all values, defaults too, by their names
-    in a config; without those that are at their neutral value, at any depth of nested settings.
+    """Return the settings that enter a key: all values, also defaults, by their names in a config.
 
+    Settings at their neutral value are left out, at any depth of nested settings.
     exclude: names of fields that the result does not depend on.
     """
     inputs = settings.model_dump(by_alias=True)
@@ -76,8 +83,10 @@ def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, 
 
 
 def with_neutral(model: type[BaseModel], written: dict[str, Any]) -> dict[str, Any]:
-    """Settings as a file has them, with the neutral value of each setting that it does not have: it
-    was written before the setting existed, and the default may be another one."""
+    """Return the settings of a stored file, with neutral values for those that it lacks.
+
+    The file was written before these settings existed; their defaults may differ.
+    """
     neutral = {
         info.alias or name: mark.value
         for name, info in model.model_fields.items()
@@ -182,17 +191,19 @@ class ContextSettings(Frozen):
         "`parallel`: one more that is, `compensate`: both",
     )
     blocks: Literal["all"] | tuple[NonNegativeInt, ...] = Field(
-        "all", description="the blocks that have it, from 0; `[]`: none"
+        "all", description="indices, from 0, of the blocks with uniform attention; `[]`: none"
     )
     pool: Literal["mean", "max", "class"] = Field(
-        "mean", description="c of `cb` and `cbs`: over all tokens, or the class token"
+        "mean",
+        description="what c of `cb` and `cbs` is: mean or maximum over tokens, or the class token",
     )
     own: PositiveFloat = Field(
-        1.0, description="cbs: factor of a token itself; with own and start at 0.5 it starts as cb"
+        1.0,
+        description="for `cbs`: factor of the token x; with own and start at 0.5 it starts as `cb`",
     )
     start: float = Field(
         0.0,
-        description="cbs: where Lambda starts, and where it stays under a method that freezes the "
+        description="for `cbs`: initial value of Lambda, fixed under a method that freezes the "
         "backbone",
     )
 
@@ -201,7 +212,7 @@ class ContextSettings(Frozen):
     def _places(cls, value: Any) -> Any:
         if value != "all" and not (
             isinstance(value, (list, tuple))
-            and all(type(place) is int and place >= 0 for place in value)
+            and all(type(index) is int and index >= 0 for index in value)
         ):
             raise ValueError("it must be `all`, or a list of blocks, which count from 0")
         return value
@@ -238,10 +249,16 @@ class BackboneSettings(Frozen):
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.5, 0.5, 0.5)
     crop_pct: float = Field(
-        0.9, ge=0.1, le=1, description="share of the resized image that evaluation crops"
+        0.9,
+        ge=0.1,
+        le=1,
+        description="side of the centre crop in evaluation, as a share of the resized image's side",
     )
     drop_path: float = Field(
-        0.0, ge=0, lt=1, description="stochastic depth while training, linear over depth"
+        0.0,
+        ge=0,
+        lt=1,
+        description="stochastic depth: drop rate of the last block; linear over depth",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
@@ -275,32 +292,40 @@ class DataSettings(Frozen):
     """How samples reach the model."""
 
     val_fraction: float = Field(
-        0.1, ge=0, lt=1, description="share of train held out, per class, by hash of the key"
+        0.1,
+        ge=0,
+        lt=1,
+        description="share of training samples held out, per class, by hash of the key",
     )
     crop: Literal["none", "pad", "resized"] = Field(
-        "none", description="`pad`: shift by up to 1/8; `resized`: random resized crop"
+        "none",
+        description="random crop; `pad`: shift by up to 1/8 of the side; `resized`: resized crop",
     )
     crop_scale: tuple[float, float] = (0.5, 1.0)
     flip: float = Field(0.0, ge=0, le=1, description="probability of a horizontal flip")
-    randaugment: int = Field(0, ge=0, le=100, description="operations per image; 0 turns it off")
+    randaugment: int = Field(
+        0, ge=0, le=100, description="RandAugment: operations per image; 0: off"
+    )
     magnitude: float = Field(9.0, ge=0, le=10, description="RandAugment magnitude, 0 to 10")
     mixup: NonNegativeFloat = Field(
-        0.0, description="alpha of the Beta distribution; 0 turns it off"
+        0.0, description="mixup: alpha of the Beta distribution; 0: off"
     )
     cutmix: NonNegativeFloat = Field(
-        0.0, description="alpha of the Beta distribution; 0 turns it off"
+        0.0, description="CutMix: alpha of the Beta distribution; 0: off"
     )
     erase: float = Field(0.0, ge=0, le=1, description="probability of random erasing")
-    smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing")
+    smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing, in [0, 1)")
     resident_mb: NonNegativeInt = Field(
-        2048, description="a task whose decoded images need more is streamed, in another order"
+        2048,
+        description="most MiB of images of a task that are kept decoded; a larger task is "
+        "streamed, in another order",
     )
     repeats: Annotated[int, Neutral(1)] = Field(
         1,
         gt=0,
         le=1000,
-        description="repeated augmentation: how often an image comes, one copy after the "
-        "other, in an epoch of as many samples; 1 turns it off",
+        description="repeated augmentation: copies of an image, one after the other, in an epoch "
+        "of unchanged length; 1: off",
     )
 
 
@@ -309,7 +334,7 @@ class TrainSettings(Frozen):
 
     largest_whole: ClassVar[int] = 1_000_000
 
-    epochs: int = Field(10, ge=0, le=100_000)
+    epochs: int = Field(10, ge=0, le=100_000, description="passes over the training data of a task")
     batch_size: PositiveInt = Field(
         64, description="GLOBAL batch size, over all ranks and accumulation steps"
     )
@@ -317,14 +342,13 @@ class TrainSettings(Frozen):
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: PositiveFloat = Field(1e-3, description="peak learning rate of weights and heads")
     weight_decay: NonNegativeFloat = 0.05
-    momentum: float = Field(0.9, ge=0, lt=1, description="of sgd")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adamw ignores it")
     schedule: Annotated[Literal["step", "epoch"], Neutral("step")] = Field(
         "step",
-        description="whether the rate changes with every step, or with every "
-        "epoch as timm's cosine does",
+        description="when the learning rate changes: every step, or every epoch as timm's cosine",
     )
     warmup: float = Field(
-        0.1, ge=0, lt=1, description="share of all steps with a linearly rising rate"
+        0.1, ge=0, lt=1, description="share of all steps with a linearly rising learning rate"
     )
     warmup_start: Annotated[float | None, Neutral(None)] = Field(
         None,
@@ -334,13 +358,16 @@ class TrainSettings(Frozen):
         "by epochs, of which two stay there, at 0.01",
     )
     floor: float = Field(
-        0.01, ge=0, le=1, description="last learning rate of the cosine, relative to the peak"
+        0.01,
+        ge=0,
+        le=1,
+        description="final learning rate of the cosine schedule, relative to the peak",
     )
-    clip: NonNegativeFloat = Field(0.0, description="largest gradient norm; 0 turns clipping off")
+    clip: NonNegativeFloat = Field(0.0, description="clip the global gradient norm to this; 0: off")
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
     keep: Literal["last", "best"] = Field(
-        "last", description="`best`: the epoch with the highest validation accuracy"
+        "last", description="the epoch whose weights are kept; `best`: highest validation accuracy"
     )
 
 
@@ -357,6 +384,7 @@ class Task:
 
     @property
     def num_classes(self) -> int:
+        """Return the number of classes."""
         return len(self.classes)
 
 

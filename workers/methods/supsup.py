@@ -59,11 +59,11 @@ class SupSupSettings(WeightMaskSettings):
     )
     mask_travel: PositiveFloat = Field(
         1.0,
-        description="for mask_lr auto: how far a score can go over all steps, in 1 / sqrt(inputs "
-        "of its layer)",
+        description="for mask_lr auto: most distance a score can move over all steps, in units of "
+        "1 / sqrt(inputs of its layer)",
     )
     outputs_travel: PositiveFloat = Field(
-        8.0, description="the same for the shared output layer, which always starts at random"
+        8.0, description="mask_travel of the shared output layer, whose scores start at random"
     )
     scores: Literal["topk", "threshold"] = Field(
         "topk",
@@ -82,10 +82,11 @@ class SupSupSettings(WeightMaskSettings):
         "layer)",
     )
     start: Literal["weights", "kaiming"] = Field(
-        "weights", description="scores start in the order of |W|, or at random as the paper's"
+        "weights", description="initial scores: in the order of |W|, or random as in the paper"
     )
     weights: Literal["pretrained", "signed_constant"] = Field(
-        "pretrained", description="W: the backbone's, or random signs made from the seed"
+        "pretrained",
+        description="frozen weights W: the backbone's, or random signs drawn from the seed",
     )
     outputs: NonNegativeInt = Field(
         100,
@@ -94,16 +95,16 @@ class SupSupSettings(WeightMaskSettings):
     )
     infer: Literal["one_shot", "binary", "brute_force"] = Field(
         "brute_force",
-        description="scenario `class`: how the task is found: with a forward for each mask, or "
-        "with one or a few through all superposed",
+        description="how scenario `class` infers the task: `brute_force`: one forward pass per "
+        "mask; `one_shot`, `binary`: one, or log2 of the masks, through all superposed",
     )
     objective: Literal["entropy", "superfluous"] = Field(
         "superfluous",
-        description="what the right mask keeps small: H; or the superfluous outputs, by G or under "
-        "brute_force by their share",
+        description="what the right mask minimises: entropy H; or superfluous outputs, as G, or "
+        "under `brute_force` as their share of the softmax",
     )
     infer_images: PositiveInt = Field(
-        1, description="images that follow each other, all of one task, and are judged together"
+        1, description="consecutive images, all of one task, whose task is inferred together"
     )
 
 

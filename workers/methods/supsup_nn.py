@@ -1,5 +1,6 @@
-"""SupSup without task identities: one mask after the other, a new one where images fit none so far;
-never told the task.
+"""SupSup without task identities, neither in training nor at test time.
+
+It trains one mask after the other, and starts a new one when images fit none so far.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020, scenario NNs.
 """
@@ -33,25 +34,26 @@ class SupSupNNSettings(SupSupSettings):
     )
     outputs: PositiveInt = Field(
         100,
-        description="width of the masked output layer; class i of every task is output i. Best as "
-        "many as the largest task "
-        "has classes: any trained mask keeps superfluous ones low, which hides that images are "
-        "new to it",
+        description="width of the masked output layer; class i of every task is output i. Best: "
+        "the number of classes of the largest task, as any trained mask keeps superfluous outputs "
+        "low, which hides that images are new to it",
     )
     infer: Literal["one_shot"] = "one_shot"
     objective: Literal["entropy", "superfluous"] = Field(
         "entropy",
-        description="what a mask that fits keeps small: H, or G of the superfluous outputs",
+        description="what a mask that fits minimises: entropy H, or G of the superfluous outputs",
     )
-    every: PositiveInt = Field(100, description="steps between two decisions which mask is trained")
-    look: PositiveInt = Field(
-        128, description="images of the coming batch that a decision looks at"
+    every: PositiveInt = Field(
+        100, description="optimizer steps between two decisions on which mask to train"
     )
+    look: PositiveInt = Field(128, description="most images of the next batch that a decision uses")
     eps: NonNegativeFloat = Field(
-        0.125, description="a new mask where the best one's share nu is below (1 + eps) / k"
+        0.125, description="start a new mask when the best share nu is below (1 + eps) / k"
     )
-    least: PositiveInt = Field(5, description="k is at least this: untrained masks fill up")
-    most: PositiveInt = Field(32, description="masks there can be; then the best known one goes on")
+    least: PositiveInt = Field(5, description="minimum of k, reached with untrained masks")
+    most: PositiveInt = Field(
+        32, description="maximum number of masks; beyond it the best known mask is trained on"
+    )
 
 
 class SupSupNN(SupSup[SupSupNNSettings]):

@@ -87,7 +87,7 @@ def as_json(value: Any) -> Any:
 
 def revisions() -> dict[str, int]:
     """What is raised where results of the same settings change."""
-    found = {
+    versions = {
         name: getattr(module, name)
         for module, name in (
             (loop, "TRAIN_REVISION"),
@@ -97,8 +97,8 @@ def revisions() -> dict[str, int]:
             (build, "REPORT_REVISION"),
         )
     }
-    found["ingest.REVISION"] = ingest.REVISION
-    return found | {f"methods.{name}": method.revision for name, method in METHODS.items()}
+    versions["ingest.REVISION"] = ingest.REVISION
+    return versions | {f"methods.{name}": method.revision for name, method in METHODS.items()}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

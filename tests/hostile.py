@@ -37,8 +37,8 @@ class Site:
     """A place of a test's own. `own` is for its files; whatever stands beside it is outside."""
 
     def __init__(self, folder: Path) -> None:
-        self.own, self.outside = folder / "own", folder / "outside"
-        self.own.mkdir()
+        self.own_folder, self.outside = folder / "own", folder / "outside"
+        self.own_folder.mkdir()
         self.outside.mkdir()
         (self.outside / "kept").write_text("kept")
         self.mark = self.outside / MARK
@@ -55,17 +55,17 @@ class Site:
             "max_bad_fraction": 0.9,
             **changes,
         }
-        (self.own / "card.yaml").write_text(yaml.safe_dump(body))
-        return str(self.own / "card.yaml")
+        (self.own_folder / "card.yaml").write_text(yaml.safe_dump(body))
+        return str(self.own_folder / "card.yaml")
 
     def config(self, card: str, **changes: Any) -> str:
-        body = small_run.make_body(self.own, {"bad": card}, ["finetune"], **changes)
-        return small_run.write_config(self.own / "config.yaml", body)
+        body = small_run.make_body(self.own_folder, {"bad": card}, ["finetune"], **changes)
+        return small_run.write_config(self.own_folder / "config.yaml", body)
 
     def untouched(self) -> None:
         assert [p.name for p in self.outside.iterdir()] == ["kept"]
         assert (self.outside / "kept").read_text() == "kept"
-        assert sorted(p.name for p in self.own.parent.iterdir()) == ["outside", "own"]
+        assert sorted(p.name for p in self.own_folder.parent.iterdir()) == ["outside", "own"]
 
 
 # ---- backbones that a config or a model folder may ask for; what is said of each -----------------
@@ -190,24 +190,24 @@ def measured(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
     resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        said = function(*arguments)
+        outcome = function(*arguments)
     except UserError as error:
-        said = str(error)
+        outcome = str(error)
     except BaseException as error:
-        said = f"!!! {type(error).__name__}: {error}"
-    pipe.send((said, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10))
+        outcome = f"!!! {type(error).__name__}: {error}"
+    pipe.send((outcome, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10))
 
 
 def costs(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
     """(what it gave or said as UserError, megabytes by which it grew the memory of its process)."""
     context = small_run.processes()
-    mine, other = context.Pipe()
+    parent_end, other = context.Pipe()
     process = context.Process(target=measured, args=(other, function, arguments))
     process.start()
     other.close()
-    said, megabytes = mine.recv()
+    outcome, megabytes = parent_end.recv()
     process.join()
-    return said, megabytes
+    return outcome, megabytes
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def parquet(table: pa.Table, **options: Any) -> bytes:
 
 def ingested(site: Site, index: bytes | None = None, data: bytes = bytes(4096)) -> str:
     """The key of an ingest stage as a stranger may have written it: all its digests are right."""
-    attempt = Attempt(str(site.own), "k" * 32)
+    attempt = Attempt(str(site.own_folder), "k" * 32)
     attempt.write("train-00000.tar", data)
     attempt.write(INDEX, parquet(pa.Table.from_pylist([ROW], SCHEMA)) if index is None else index)
     assert attempt.commit({"kind": "ingest"})
@@ -246,7 +246,9 @@ def ingested(site: Site, index: bytes | None = None, data: bytes = bytes(4096)) 
 
 
 def source(site: Site, data: bytes) -> str:
-    (site.own / "raw").mkdir()
+    (site.own_folder / "raw").mkdir()
     for split in ("train", "test"):
-        (site.own / "raw" / f"{split}.parquet").write_bytes(data)
-    return site.config(site.card(source={"format": "parquet", "path": str(site.own / "raw")}))
+        (site.own_folder / "raw" / f"{split}.parquet").write_bytes(data)
+    return site.config(
+        site.card(source={"format": "parquet", "path": str(site.own_folder / "raw")})
+    )

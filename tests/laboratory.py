@@ -124,12 +124,12 @@ class Lab:
 
         pixels, labels = load_digits(return_X_y=True)
         for name in sorted({c for classes in TASKS.values() for c in classes}):
-            mine = iter(pixels[labels == int(name)])
+            class_pixels = iter(pixels[labels == int(name)])
             for split, count in PER_CLASS.items():
                 folder = self.folder / "raw" / split / name
                 folder.mkdir(parents=True)
                 for i in range(count):
-                    Image.fromarray((next(mine).reshape(8, 8) * 15).astype("uint8")).save(
+                    Image.fromarray((next(class_pixels).reshape(8, 8) * 15).astype("uint8")).save(
                         folder / f"{i:03d}.png"
                     )
         path = self.folder / "card.yaml"
@@ -369,18 +369,18 @@ def other_values(method: str) -> dict[str, Any]:
     usual = cls.Settings.model_validate(
         {name: value for name, value in BESIDE.get(method, {}).items() if name in fields}
     )
-    found = {}
+    values = {}
     for name in sorted(cls.per_task):
         value, annotation = (
             getattr(usual, fields[name]),
             cls.Settings.model_fields[fields[name]].annotation,
         )
-        found[name] = next(
+        values[name] = next(
             other
             for other in _tries(value, annotation)
             if other != value and _accepted(cls, {name: other})
         )
-    return found | OWN.get(method, {})
+    return values | OWN.get(method, {})
 
 
 def _tries(usual: Any, annotation: Any) -> list[Any]:

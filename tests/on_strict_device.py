@@ -123,14 +123,14 @@ def results(case: Case, device: str) -> dict[str, Any]:
     """Every stage of both tasks, evaluations with their canaries among them, and answers of the
     served model."""
     run = case.run_in(laboratory(device))
-    found: dict[str, Any] = {}
+    results_by_name: dict[str, Any] = {}
     for task in range(len(run.order)):
-        found[f"evaluation {task}"] = run.evaluated(task)
+        results_by_name[f"evaluation {task}"] = run.evaluated(task)
         for job in run.stages(task):
             artifact = run.artifact(job)
-            found[f"{job.id} state"] = artifact.read("task.safetensors")
-            found[f"{job.id} carried"] = artifact.read("carried.safetensors")
-    return found | served(run)
+            results_by_name[f"{job.id} state"] = artifact.read("task.safetensors")
+            results_by_name[f"{job.id} carried"] = artifact.read("carried.safetensors")
+    return results_by_name | served(run)
 
 
 def served(run: Run) -> dict[str, Any]:
@@ -146,9 +146,9 @@ def served(run: Run) -> dict[str, Any]:
     rows = {task.name: select(run.lab.store.root, (task,), "test", 0.1) for task in model.tasks}
     images = [rows[name].bytes_of(row) for row in range(6) for name in rows]
     names = [name for _ in range(6) for name in rows]
-    told = [a.row() for a in model.predict(images, names)]
+    rows_with_task = [a.row() for a in model.predict(images, names)]
     return {
-        "answers, told": told,
+        "answers, told": rows_with_task,
         "answers, not told": [a.row() for a in model.predict(images, None, rule="confident")],
     }
 
@@ -165,10 +165,10 @@ def resumed(case: Case, device: str) -> None:
         with contextlib.suppress(Interrupted), interrupted_after(1):
             run.lab.stage(repeated)
         with interrupted_after(1000) as steps:
-            found = run.lab.stage(repeated)
+            artifact = run.lab.stage(repeated)
         assert steps[0].global_step == 1, f"{job.id}: it started anew after an interruption"
         for name in ("task.safetensors", "carried.safetensors"):
-            assert found.read(name) == expected.read(name), (
+            assert artifact.read(name) == expected.read(name), (
                 f"{job.id}: {name} differs after an interruption"
             )
 
@@ -177,13 +177,13 @@ def resumed(case: Case, device: str) -> None:
 def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Counts]]]:
     """Inside, what each step costs by stage id: from the end of one step to the end of the next of
     the same epoch, the feed's part too."""
-    found: dict[str, list[Counts]] = defaultdict(list)
+    counts_by_stage: dict[str, list[Counts]] = defaultdict(list)
     train_step, before = loop.train_step, [Counts()]
 
     def watched(*arguments: Any) -> Any:
         terms = train_step(*arguments)
         if arguments[3].step:
-            found[arguments[4].id].append(device.counts - before[0])
+            counts_by_stage[arguments[4].id].append(device.counts - before[0])
         before[0] = device.counts
         return terms
 
@@ -192,7 +192,7 @@ def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Count
         mock.patch.object(loop, "train_step", watched),
         mock.patch.object(loop, "REPORT_S", math.inf),
     ):
-        yield found
+        yield counts_by_stage
 
 
 # ---- cases in a process of their own -------------------------------------------------------------
@@ -209,7 +209,7 @@ def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, C
     are not those of the CPU."""
     with strict_device.strict_device() as device:
         with counted(device) as steps:
-            found = results(case, strict_device.NAME)
+            device_results = results(case, strict_device.NAME)
         if resume:
             resumed(case, strict_device.NAME)
     if compare:
@@ -217,7 +217,7 @@ def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, C
             SDPBackend.MATH
         ):  # the strict device has none of the CPU's fused attention
             expected = results(case, "cpu")
-        differing = [name for name in expected if found[name] != expected[name]]
+        differing = [name for name in expected if device_results[name] != expected[name]]
         assert not differing, f"{case}: not what the CPU makes: {', '.join(differing)}"
     costs: dict[Step, Counts] = {}
     for job_id, each in steps.items():
@@ -230,11 +230,11 @@ def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, C
 def counts_of(method: str, scenario: str) -> dict[Step, Counts]:
     """Of each training step of a method; of one that starts from a base task those of its steps
     too."""
-    found = check(Case(method, scenario), compare=False, resume=False)
+    counts = check(Case(method, scenario), compare=False, resume=False)
     return (
-        found | check(Case(method, scenario, base=True), compare=False, resume=False)
+        counts | check(Case(method, scenario, base=True), compare=False, resume=False)
         if METHODS[method].starts_from
-        else found
+        else counts
     )
 
 
@@ -258,12 +258,14 @@ def higher(step: Step, counts: Counts, bound: Counts) -> list[str]:
         "copies": "copies from pageable memory",
         "reads": "reads that the host waits for",
     }
-    found = [(name, getattr(counts, field), getattr(bound, field)) for field, name in names.items()]
+    comparisons = [
+        (name, getattr(counts, field), getattr(bound, field)) for field, name in names.items()
+    ]
     return [
         f"{'/'.join(step)}: a training step costs {count} {name}, and benchmarks/README.md "
         f"records {most}; these may only go down: "
         "take out what was added"
-        for name, count, most in found
+        for name, count, most in comparisons
         if count > most
     ]
 

@@ -34,11 +34,11 @@ class Reference:
 
     @classmethod
     def made_in(
-        cls, folder: Path, names: tuple[str, ...] = ("base", "a", "b"), **own: Any
+        cls, folder: Path, names: tuple[str, ...] = ("base", "a", "b"), **changes: Any
     ) -> Reference:
         """own: how its body differs from others."""
         cards = small_run.make_cards(folder, names)
-        body = small_run.make_body(folder, cards, **own)
+        body = small_run.make_body(folder, cards, **changes)
         # the fork server is up after it
         small_run.run(
             ["plan", small_run.write_config(folder / "warm.yaml", body)], folder / "warm.txt"
@@ -53,43 +53,44 @@ class Reference:
             body,
             small_run.results(folder / "storage"),
             time.monotonic() - started,
-            own,
+            changes,
         )
 
-    def config(self, place: Path, **changes: Any) -> str:
+    def config(self, folder: Path, **changes: Any) -> str:
         """The same run in a storage of its own."""
         return small_run.write_config(
-            place / "config.yaml", small_run.make_body(place, self.cards, **self.changes | changes)
+            folder / "config.yaml",
+            small_run.make_body(folder, self.cards, **self.changes | changes),
         )
 
-    def copy(self, place: Path, **changes: Any) -> str:
+    def copy(self, folder: Path, **changes: Any) -> str:
         """The same with everything done."""
-        shutil.copytree(self.folder / "storage", place / "storage")
-        return self.config(place, **changes)
+        shutil.copytree(self.folder / "storage", folder / "storage")
+        return self.config(folder, **changes)
 
 
-def judge(reference: Reference, place: Path, before: dict[str, str], said: str) -> None:
+def judge(reference: Reference, folder: Path, before: dict[str, str], output: str) -> None:
     """What must hold after the command was given again."""
-    storage = place / "storage"
+    storage = folder / "storage"
     after = small_run.attempts(storage)
     assert before.items() <= after.items(), "a result that stood was computed again"
     assert (
         not before
-        or f"{len(after) - len(before)} stages run, {len(before)} reused" in said
+        or f"{len(after) - len(before)} stages run, {len(before)} reused" in output
         or len(after) == len(before)
     )
     assert small_run.results(storage) == reference.expected
     for stage_id, manifest in small_run.manifests(storage).items():
-        found = Artifact.need(str(storage / "stages"), manifest["key"])
-        assert found.damage() is None, stage_id
+        artifact = Artifact.need(str(storage / "stages"), manifest["key"])
+        assert artifact.damage() is None, stage_id
         assert not any(name.endswith(".part") for name in manifest["files"])
 
 
-def standing(place: Path) -> dict[str, str]:
+def standing(folder: Path) -> dict[str, str]:
     """The attempts that are published, also where the run died before it wrote its record."""
     return (
-        small_run.attempts(place / "storage")
-        if (place / "storage" / "runs" / "small" / "run.json").exists()
+        small_run.attempts(folder / "storage")
+        if (folder / "storage" / "runs" / "small" / "run.json").exists()
         else {}
     )
 

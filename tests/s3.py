@@ -80,17 +80,17 @@ class Proxy:
 
     def choose(self, method: str, path: str) -> str:
         with self.lock:
-            found = ""
+            kind = ""
             for fault in self.faults:
                 if fault.times > 0 and method.startswith(fault.method) and fault.path in path:
                     fault.times -= 1
-                    found = fault.kind
+                    kind = fault.kind
                     break
             else:
                 if self.draw.random() < self.share:
-                    found = self.draw.choice(self.kinds)
-            self.seen.append((method, path, found))
-            return found
+                    kind = self.draw.choice(self.kinds)
+            self.seen.append((method, path, kind))
+            return kind
 
     def counts(self, part: str = "") -> Counter[str]:
         """Requests by method, of those with `part` in their path."""
@@ -138,12 +138,12 @@ class Proxy:
 def body_of(request: BaseHTTPRequestHandler, part: float = 1.0) -> bytes:
     """The body of a request, or the first part of it."""
     if "chunked" in request.headers.get("Transfer-Encoding", "").lower():
-        found = b""
+        body = b""
         while size := int(request.rfile.readline().split(b";")[0], 16):
-            found += request.rfile.read(size)
+            body += request.rfile.read(size)
             request.rfile.readline()
         request.rfile.readline()
-        return found
+        return body
     return request.rfile.read(int(int(request.headers.get("Content-Length", 0)) * part))
 
 
@@ -171,21 +171,21 @@ def relay(request: BaseHTTPRequestHandler, proxy: Proxy) -> None:
             if n.lower() not in ("transfer-encoding", "connection", "expect", "content-length")
         }
         upstream.request(method, request.path, body, {**headers, "Content-Length": str(len(body))})
-        found = upstream.getresponse()
-        data = found.read()
-        kept = [
+        response = upstream.getresponse()
+        data = response.read()
+        response_headers = [
             (n, v)
-            for n, v in found.getheaders()
+            for n, v in response.getheaders()
             if n.lower()
             not in ("transfer-encoding", "connection", "content-length", "date", "server")
         ]
-        length = found.getheader("Content-Length") if method == "HEAD" else None
+        length = response.getheader("Content-Length") if method == "HEAD" else None
     finally:
         upstream.close()
     if fault == "done, unsaid":
         request.close_connection = True
         return
-    answer(request, found.status, kept, data, method, fault, length)
+    answer(request, response.status, response_headers, data, method, fault, length)
 
 
 def answer(
@@ -234,7 +234,7 @@ def files(port: int, bucket: str) -> dict[str, bytes]:
     """All objects of a bucket, without the code under test and the proxy."""
     client = client_of(port)
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
-    names = [found["Key"] for page in pages for found in page.get("Contents", [])]
+    names = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
     return {name: client.get_object(Bucket=bucket, Key=name)["Body"].read() for name in names}
 
 
@@ -262,8 +262,8 @@ def fetched(port: int, bucket: str, folder: Path) -> Path:
 
 def leaks(folder: Path) -> list[str]:
     """Files that hold the key or the secret."""
-    found = ((path, path.read_bytes()) for path in folder.rglob("*") if path.is_file())
-    return [str(path) for path, data in found if KEY.encode() in data or SECRET.encode() in data]
+    contents = ((path, path.read_bytes()) for path in folder.rglob("*") if path.is_file())
+    return [str(path) for path, data in contents if KEY.encode() in data or SECRET.encode() in data]
 
 
 def start(argv: list[str], out: Path, env: dict[str, str], stop_before: int = 0) -> Any:

@@ -43,8 +43,8 @@ class Finished:
         """Task -> how many test images the last evaluation that measured it got right."""
         return {
             row["task"]: row["correct"]
-            for place in range(len(self.run.order))
-            for row in self.run.evaluated(place)["rows"]
+            for index in range(len(self.run.order))
+            for row in self.run.evaluated(index)["rows"]
         }
 
 
@@ -63,11 +63,11 @@ def finished(
             ],
         }
     run = lab.run_of(method, body, **rest)
-    for place in range(len(run.order)):
-        run.evaluated(place)
+    for index in range(len(run.order)):
+        run.evaluated(index)
     last, jobs = (
         run.evaluate_job(len(run.order) - 1),
-        [run.evaluate_job(place) for place in range(len(run.order))],
+        [run.evaluate_job(index) for index in range(len(run.order))],
     )
     tasks = tuple(dict.fromkeys(t for job in jobs for t in job.tasks))
     return Finished(

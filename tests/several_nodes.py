@@ -1,5 +1,7 @@
-"""A Ray cluster of several nodes on this machine, whose nodes can be killed as a machine dies: at
-once, with all that runs on them."""
+"""A Ray cluster of several nodes on this machine.
+
+A node can be killed as when its machine fails: at once, with all its processes.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +18,36 @@ SMALL: dict[str, Any] = {"object_store_memory": 100_000_000}
 
 
 class Nodes:
-    """A head without CPUs, and nodes of some. address: host:port of the cluster; client: what a
-    driver outside of it gives. client_port: where Ray's client server listens, if it is wanted.
-    dashboard_port: where jobs are submitted, if any are."""
+    """A head node without CPUs, and worker nodes with the given numbers of CPUs.
+
+    address: host:port of the cluster, for drivers on it. client: the ray:// address, for drivers
+    elsewhere. client_port: where Ray's client server listens; 0 starts none. dashboard_port: where
+    jobs are submitted; 0 starts no dashboard.
+    """
 
     def __init__(self, cpus: list[int], client_port: int = 0, dashboard_port: int = 0) -> None:
         from pipeline.launch.cluster import ENVIRONMENT
 
-        # short: sockets lie below
+        # directly in /tmp: paths of sockets must be short
         self.folder = tempfile.TemporaryDirectory(prefix="acc", dir="/tmp")
         os.environ |= {**ENVIRONMENT, "RAY_TMPDIR": self.folder.name}
         from ray.cluster_utils import Cluster
 
-        more: dict[str, Any] = {"ray_client_server_port": client_port} if client_port else {}
-        # jobs go through the agent of the head, whose own port is that of any other Ray on this
-        # machine unless it is asked for
+        head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False, **SMALL}
+        if client_port:
+            head["ray_client_server_port"] = client_port
+        # Jobs go through the head's agent. Port 0 lets it choose a free port: the default one
+        # may be in use by another Ray on this machine.
         if dashboard_port:
-            more |= {
+            head |= {
                 "include_dashboard": True,
                 "dashboard_port": dashboard_port,
                 "dashboard_agent_listen_port": 0,
             }
         self.num_added = 0
-        self.cluster: Any = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL, **more},
-        )
-        self.address, self.client = self.cluster.address, f"ray://127.0.0.1:{client_port}"
+        self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        self.address = self.cluster.address
+        self.client = f"ray://127.0.0.1:{client_port}"
         self.nodes: list[Any] = [self.add(count) for count in cpus]
 
     def add(self, cpus: int) -> Any:
@@ -56,26 +61,28 @@ class Nodes:
         return self.cluster.add_node(num_cpus=cpus, runtime_env_dir_name=folder, **SMALL)
 
     def processes(self, node: Any) -> list[psutil.Process]:
-        """Everything that runs on a node: its raylet first."""
+        """Return all processes of a node, its raylet first."""
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
         return [raylet, *raylet.children(recursive=True)]
 
-    def everything(self) -> list[psutil.Process]:
-        return [
-            process for node in self.cluster.list_all_nodes() for process in self.processes(node)
-        ]
+    def all_processes(self) -> list[psutil.Process]:
+        """Return all processes of all nodes."""
+        processes = []
+        for node in self.cluster.list_all_nodes():
+            processes += self.processes(node)
+        return processes
 
-    def holding(self, what: str) -> list[Any]:
-        """Nodes on which a process runs whose command line has `what` in it."""
-        found = []
+    def nodes_running(self, text: str) -> list[Any]:
+        """Return the nodes with a process whose command line contains `text`."""
+        nodes = []
         for node in self.cluster.worker_nodes:
             with contextlib.suppress(psutil.NoSuchProcess, KeyError):
-                if any(what in title(process) for process in self.processes(node)):
-                    found.append(node)
-        return found
+                if any(text in title(process) for process in self.processes(node)):
+                    nodes.append(node)
+        return nodes
 
     def kill(self, node: Any) -> None:
-        """The machine is gone: nothing on it ends in good order."""
+        """Kill all processes of a node with SIGKILL, as when its machine fails."""
         processes = self.processes(node)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -83,9 +90,8 @@ class Nodes:
         psutil.wait_procs(processes, 20)
         self.cluster.worker_nodes.discard(node)
 
-    def announce(self, node: Any, seconds: float = 120) -> None:
-        """The machine is going to be taken away: what a cloud says of a spot instance some time
-        before."""
+    def announce_preemption(self, node: Any, seconds: float = 120) -> None:
+        """Announce a preemption of a node in `seconds`, as a cloud does for spot instances."""
         import ray._raylet
         from ray.core.generated import autoscaler_pb2
 
@@ -93,17 +99,19 @@ class Nodes:
         messages: Any = autoscaler_pb2
 
         reason = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        taken, why = raylet.GcsClient(address=self.address).drain_node(
-            node.node_id, reason, "spot", int((time.time() + seconds) * 1000)
-        )
-        assert taken, why
+        deadline_ms = int((time.time() + seconds) * 1000)
+        client = raylet.GcsClient(address=self.address)
+        is_accepted, rejection = client.drain_node(node.node_id, reason, "spot", deadline_ms)
+        assert is_accepted, rejection
 
     def close(self) -> None:
+        """Stop the cluster, and delete its folder."""
         self.cluster.shutdown()
         self.folder.cleanup()
 
 
 def title(process: psutil.Process) -> str:
+    """Return the command line of a process, or "" when the process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return " ".join(process.cmdline())
     return ""
@@ -111,6 +119,7 @@ def title(process: psutil.Process) -> str:
 
 @contextlib.contextmanager
 def nodes_up(cpus: list[int], client_port: int = 0, dashboard_port: int = 0) -> Iterator[Nodes]:
+    """Start a cluster, and stop it at the end; the environment variables are restored."""
     before = dict(os.environ)
     nodes = Nodes(cpus, client_port, dashboard_port)
     try:
@@ -121,12 +130,14 @@ def nodes_up(cpus: list[int], client_port: int = 0, dashboard_port: int = 0) -> 
         os.environ.update(before)
 
 
-def wait_for(what: Any, seconds: float, or_end_of: Any = None) -> Any:
-    """What `what` gives as soon as it gives something; raises where it takes too long, or a process
-    ends before."""
-    until = time.monotonic() + seconds
-    while not (found := what()):
+def wait_for(condition: Any, seconds: float, or_end_of: Any = None) -> Any:
+    """Call `condition` until its result is true, and return that result.
+
+    Raise AssertionError when this takes longer than `seconds`, or the process `or_end_of` ends.
+    """
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
         assert or_end_of is None or or_end_of.is_alive(), "the run ended before"
-        assert time.monotonic() < until, "it took too long"
+        assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.05)
-    return found
+    return result

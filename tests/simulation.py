@@ -214,11 +214,11 @@ def graph(
 def deal(graph: Graph, seed: int, stragglers: float = 0.01) -> dict[str, float]:
     """Seconds by stage: 20 to 200, evaluation a quarter of it; a straggler takes five times as
     long."""
-    rng, found = random.Random(seed), {}
+    rng, seconds = random.Random(seed), {}
     for stage in graph:
         long = rng.uniform(20, 200) * (5 if rng.random() < stragglers else 1)
-        found[stage.id] = long / 4 if stage.step == "evaluate" else long if stage.method else 5.0
-    return found
+        seconds[stage.id] = long / 4 if stage.step == "evaluate" else long if stage.method else 5.0
+    return seconds
 
 
 def least(graph: Graph, seconds: dict[str, float], nodes: int) -> float:

@@ -58,9 +58,9 @@ def make_card(
     for label in classes:
         rows = np.flatnonzero(labels == int(label))[: train + test]
         for number, row in enumerate(rows):
-            place = folder / "raw" / name / ("train" if number < train else "test") / label
-            place.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(images[row]).save(place / f"{row:05d}.png")
+            image_folder = folder / "raw" / name / ("train" if number < train else "test") / label
+            image_folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(images[row]).save(image_folder / f"{row:05d}.png")
     body = {
         "name": name,
         "licence": "CC BY 4.0",
@@ -200,9 +200,9 @@ def run(argv: list[str], out: Path, timeout: float = 240) -> str:
     """The same, to its end. Returns what it said; AssertionError where its exit code is not 0."""
     process = start(argv, out)
     process.join(timeout)
-    said = out.read_text()
-    assert process.exitcode == 0, f"exit code {process.exitcode}: {said}"
-    return said
+    output = out.read_text()
+    assert process.exitcode == 0, f"exit code {process.exitcode}: {output}"
+    return output
 
 
 # ---- what must be equal --------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
     """Stage id -> what may not depend on interruptions: integer counts and logits digests of
     evaluations, digests of states, shards and index, the history without its seconds; not the
     report, which is made of these."""
-    found = {}
+    values_by_stage = {}
     for stage_id, manifest in manifests(storage, name).items():
         if manifest["step"] != "report":
             body = {
@@ -235,8 +235,8 @@ def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
                     artifact(storage, stage_id, "history.parquet", name)
                 ).to_pylist()
                 body["history"] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
-            found[stage_id] = manifest.get("result") or body
-    return found
+            values_by_stage[stage_id] = manifest.get("result") or body
+    return values_by_stage
 
 
 def attempts(storage: Path | str, name: str = "small") -> dict[str, str]:

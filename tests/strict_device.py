@@ -1,20 +1,20 @@
-"""A simulated accelerator: tensors that hold real numbers on the host, claim another device, and
-are as strict about it as CUDA.
+"""A simulated accelerator that finds device mistakes on a machine without a GPU.
 
-What only a GPU shows is an error here, on a machine without one: an operation over two devices, a
-generator of another device, `.numpy()`, a write from the host. What costs a GPU its speed is
-counted (`Counts`). The numbers are those of the CPU's kernels.
+Its tensors hold their values on the host, but report the device `strict`. Mistakes that only a GPU
+would reveal raise an error: an operation on tensors of two devices, a generator of another device,
+`.numpy()`, a write from the host. What would slow down a GPU is counted (`Counts`). Results are
+those of the CPU's kernels.
 
-The device is PyTorch's `PrivateUse1` under the name `strict`, with autograd's thread for it;
-nothing but this module implements its operations. Registering it changes the process for good, and
-must come before the first backward: give it a process of its own.
+The device is PyTorch's `PrivateUse1`, and this module alone implements its operations. Registering
+it changes the process for good, and must come before the first backward pass. So use it in a
+process that does nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -63,22 +63,22 @@ TAKES_HOST_SCALARS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """ops: kernels that the device is given, views and copies left out. copies: from the host's
-    pageable memory, which the host waits for. reads: of values by the host, which waits until the
-    device has computed them."""
+    """What the device did.
+
+    ops: kernels launched, without views and copies. copies: from pageable host memory, for which
+    the host waits. reads: values that the host reads, for which it waits for the device.
+    """
 
     ops: int = 0
     copies: int = 0
     reads: int = 0
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(
-            *(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
-        )
+        return Counts(self.ops - other.ops, self.copies - other.copies, self.reads - other.reads)
 
 
 class DeviceError(RuntimeError):
-    """What CUDA refuses."""
+    """An operation that CUDA would refuse."""
 
 
 class StrictTensor(torch.Tensor):
@@ -189,42 +189,47 @@ class StrictDevice(TorchDispatchMode):
         return self.execute(func, args, kwargs)
 
     def add(self, **changes: int) -> None:
+        """Increase the counts of these names."""
         self.counts = replace(
             self.counts,
             **{name: getattr(self.counts, name) + count for name, count in changes.items()},
         )
 
     def execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """One operation as it reaches the dispatcher, on the device where any of its tensors, or
-        what it makes, is there."""
+        """Execute one operation as it reaches the dispatcher, and return its result.
+
+        It runs on the device when any of its tensors, or its result, is on the device.
+        """
         if func in PINNING:
             return PINNING[func](self, args[0])
         tensors = [*tensors_in((*args, *kwargs.values()))]
-        here = [t for t in tensors if isinstance(t, StrictTensor)]
+        device_tensors = [t for t in tensors if isinstance(t, StrictTensor)]
         target = kwargs.get("device")
         target = (
-            torch.device(target) if target is not None else torch.device(NAME if here else "cpu")
+            torch.device(target)
+            if target is not None
+            else torch.device(NAME if device_tensors else "cpu")
         )
-        if not here and target.type != NAME:
+        if not device_tensors and target.type != NAME:
             check_generator(func, kwargs, CPU)
             return func(*args, **kwargs)
         check_generator(func, kwargs, target)
         if func in COPIES:
             self.count_copy(tensors, kwargs)
         else:
-            self.check_devices(func, args, kwargs, tensors, here)
+            self.check_devices(func, args, kwargs, tensors, device_tensors)
             self.count_op(func, args, kwargs)
         plain = {
             name: mapped(values_of, value) for name, value in kwargs.items() if name != "pin_memory"
         }
         if kwargs.get("device") is not None:
             plain["device"] = CPU
-        found = func(*mapped(values_of, args), **plain)
+        result = func(*mapped(values_of, args), **plain)
         if target.type == NAME:
-            found = mapped(StrictTensor, found)
+            result = mapped(StrictTensor, result)
         if func.is_view or func._schema.is_mutable:
-            return return_and_correct_aliasing(func, args, kwargs, found)
-        return found
+            return return_and_correct_aliasing(func, args, kwargs, result)
+        return result
 
     # ---- what is refused -------------------------------------------------------------------------
     def check_devices(
@@ -233,18 +238,17 @@ class StrictDevice(TorchDispatchMode):
         args: Any,
         kwargs: dict[str, Any],
         tensors: list[Tensor],
-        here: list[StrictTensor],
+        device_tensors: list[StrictTensor],
     ) -> None:
-        """Raises DeviceError where tensors of both devices meet and CUDA would not take them."""
+        """Raise DeviceError when tensors of both devices meet and CUDA would refuse them."""
         strangers = [t for t in tensors if not isinstance(t, StrictTensor)]
-        if not strangers or not here:
+        if not strangers or not device_tensors:
             return
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         written = [named.get(a.name) for a in func._schema.arguments if is_written(a)]
+        device = device_tensors[0].device
         if any(isinstance(t, Tensor) and not isinstance(t, StrictTensor) for t in written):
-            raise DeviceError(
-                f"{func}: the output is on the CPU, and another tensor on {here[0].device}"
-            )
+            raise DeviceError(f"{func}: the output is on the CPU, and another tensor on {device}")
         if func in INDEXED and isinstance(args[0], StrictTensor):
             indices = [
                 t for t in args[1] if isinstance(t, Tensor) and not isinstance(t, StrictTensor)
@@ -257,12 +261,12 @@ class StrictDevice(TorchDispatchMode):
             return
         raise DeviceError(
             "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{here[0].device} and cpu! (in {func})"
+            f"{device} and cpu! (in {func})"
         )
 
     # ---- what is counted -------------------------------------------------------------------------
     def count_copy(self, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
-        """`_to_copy(source, device=)` or `copy_(target, source)`."""
+        """Count a copy: `_to_copy(source, device=)` or `copy_(target, source)`."""
         source = tensors[-1]
         to_device = (
             isinstance(tensors[0], StrictTensor)
@@ -275,11 +279,13 @@ class StrictDevice(TorchDispatchMode):
             self.add(copies=1)
 
     def count_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Count a kernel, and a read when the host has to wait for its result."""
         if not func.is_view:
             self.add(ops=1, reads=int(waits(func, args, kwargs)))
 
     # ---- pinned memory ---------------------------------------------------------------------------
     def pin(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a host tensor that counts as pinned."""
         if isinstance(tensor, StrictTensor):
             raise DeviceError(
                 "cannot pin a tensor that is on the device, only dense CPU tensors can be pinned"
@@ -289,6 +295,7 @@ class StrictDevice(TorchDispatchMode):
         return pinned
 
     def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's memory was pinned by `pin`."""
         return (
             not isinstance(tensor, StrictTensor)
             and tensor.untyped_storage().data_ptr() in self.pinned
@@ -303,7 +310,7 @@ PINNING = {
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Those among the arguments of an operation, which may be in lists."""
+    """Yield the tensors among the arguments of an operation, also those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -312,26 +319,26 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def mapped(fn: Any, value: Any) -> Any:
-    """The same arguments, or results, with each tensor replaced by what `fn` makes of it."""
+    """Return `value` with `fn` applied to each tensor in it, also in lists and tuples."""
     if isinstance(value, Tensor):
         return fn(value)
-    return (
-        type(value)(mapped(fn, each) for each in value)
-        if isinstance(value, (list, tuple))
-        else value
-    )
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(fn, item) for item in value)
+    return value
 
 
 def values_of(tensor: Tensor) -> Tensor:
+    """Return the host values of a tensor of any device."""
     return tensor.values if isinstance(tensor, StrictTensor) else tensor
 
 
 def is_written(argument: Any) -> bool:
+    """Return whether an operation writes to this argument of its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the host cannot go on before the device has computed it."""
+    """Return whether the host must wait until the device has computed the result."""
     if func in READS:
         return True
     if func is aten.repeat_interleave.Tensor:
@@ -347,30 +354,36 @@ def waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def check_generator(func: Any, kwargs: dict[str, Any], device: torch.device) -> None:
+    """Raise DeviceError when an operation on `device` is given a generator of another device."""
     generator = kwargs.get("generator")
-    if (
-        generator is not None
-        and (found := Generator.by_address.get(generator._cdata, CPU)).type != device.type
-    ):
+    if generator is None:
+        return
+    generator_device = Generator.by_address.get(generator._cdata, CPU)
+    if generator_device.type != device.type:
         raise DeviceError(
-            f"Expected a {device.type!r} device type for generator but found {found.type!r} (in "
-            f"{func})"
+            f"Expected a {device.type!r} device type for generator but found "
+            f"{generator_device.type!r} (in {func})"
         )
 
 
 def become(parameter: Tensor, other: Tensor) -> None:
-    """`parameter` is from now on what `other` is, and still the same object, whoever refers to it:
-    as when a real device takes it over."""
+    """Give `parameter` the class and contents of `other`; it stays the same Python object.
+
+    So every reference to it stays valid, as after `Module.to` with a real device.
+    """
     for name in ("__class__", "__dict__"):
-        mine, theirs = getattr(parameter, name), getattr(other, name)
-        setattr(parameter, name, theirs)
-        setattr(other, name, mine)
+        parameter_value = getattr(parameter, name)
+        other_value = getattr(other, name)
+        setattr(parameter, name, other_value)
+        setattr(other, name, parameter_value)
     torch._C._swap_tensor_impl(parameter, other)
 
 
 def apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-    """`Module._apply`, which `to` stands on. PyTorch's refuses to swap a tensor that anybody has a
-    weak reference to."""
+    """Replace `Module._apply`, which `Module.to` uses.
+
+    PyTorch's version refuses to swap a tensor that has a weak reference.
+    """
     for child in module.children() if recurse else ():
         child._apply(fn)
     for parameter in module._parameters.values():
@@ -391,7 +404,7 @@ def apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
 
 
 class Backend:
-    """`torch.strict`, what PyTorch asks of the module of a backend."""
+    """The module `torch.strict`, with the functions that PyTorch expects of a backend."""
 
     _is_in_bad_fork = staticmethod(lambda: False)
     is_initialized = is_available = staticmethod(lambda: True)
@@ -403,12 +416,14 @@ class Backend:
     mem_get_info = staticmethod(lambda device=None: (1 << 40, 1 << 40))
 
 
-libraries: list[torch.library.Library] = []  # what one registers goes with it
+libraries: list[torch.library.Library] = []  # kept alive: a library unregisters when it is freed
 
 
 def register() -> None:
-    """Makes the device known to this process. Raises RuntimeError where another backend has taken
-    its place."""
+    """Register the device in this process.
+
+    Raise RuntimeError when another backend is registered as PrivateUse1.
+    """
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     if not hasattr(torch, NAME):
@@ -422,6 +437,7 @@ active: list[StrictDevice] = []
 
 
 def current() -> StrictDevice:
+    """Return the innermost active `strict_device()`, or raise DeviceError."""
     if not active:
         raise DeviceError("a tensor of the strict device is used outside of `strict_device()`")
     return active[-1]
@@ -429,7 +445,7 @@ def current() -> StrictDevice:
 
 @contextlib.contextmanager
 def strict_device() -> Iterator[StrictDevice]:
-    """Inside, tensors and modules can be moved to `torch.device("strict")`."""
+    """Allow tensors and modules to be moved to `torch.device("strict")` in this context."""
     register()
     mode = StrictDevice()
     active.append(mode)

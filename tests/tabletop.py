@@ -110,12 +110,12 @@ def each_step(
     for i in range(epochs * steps):
         progress = Progress(i // steps, i % steps, epochs, steps)
         optimizer.zero_grad()
-        found = (
+        step_batch = (
             batch(progress.step, batch_of.num_classes, progress.epoch)
             if isinstance(batch_of, Task)
             else batch_of(progress)
         )
-        method.loss(found, progress)[0].backward()
+        method.loss(step_batch, progress)[0].backward()
         method.after_backward()
         yield 2 * i
         optimizer.step()

@@ -29,12 +29,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @dataclass
 class Site:
-    """A finished run, and what a bad input needs: its folder, its config as plain values, and a
-    place of the test's own."""
+    """A finished run and what a test changes of it.
+
+    folder: of the finished run; body: its config as plain values; test_folder: for bad files.
+    """
 
     folder: Path
     body: dict[str, Any]
-    own: Path
+    test_folder: Path
 
     def card(self, name: str = "a", **changes: Any) -> None:
         """Points the last task to a changed copy of a card."""
@@ -42,25 +44,25 @@ class Site:
         self.write_card(yaml.safe_dump({**card, "name": "bad", **changes}))
 
     def write_card(self, text: str) -> None:
-        (self.own / "bad.yaml").write_text(text)
-        self.body["stream"]["tasks"][-1]["card"] = str(self.own / "bad.yaml")
+        (self.test_folder / "bad.yaml").write_text(text)
+        self.body["stream"]["tasks"][-1]["card"] = str(self.test_folder / "bad.yaml")
 
     def source(self, name: str = "a") -> Path:
         """A copy of a card's raw data that the last task reads, free to be harmed."""
-        shutil.copytree(self.folder / "raw" / name, self.own / "raw")
-        self.card(name, source={"format": "folder", "path": str(self.own / "raw")})
-        return self.own / "raw"
+        shutil.copytree(self.folder / "raw" / name, self.test_folder / "raw")
+        self.card(name, source={"format": "folder", "path": str(self.test_folder / "raw")})
+        return self.test_folder / "raw"
 
     def config(self) -> str:
-        return small_run.write_config(self.own / "config.yaml", self.body)
+        return small_run.write_config(self.test_folder / "config.yaml", self.body)
 
     def set(self, **changes: Any) -> None:
         for path, value in changes.items():
             *parents, last = path.split("__")
-            here = self.body
+            section = self.body
             for part in parents:
-                here = here.setdefault(part, {})
-            here[last] = value
+                section = section.setdefault(part, {})
+            section[last] = value
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +82,11 @@ def site(finished: Site, tmp_path: Path) -> Iterator[Site]:
     """After each test, everything that stood before still stands, byte for byte."""
     before = whole(finished.folder / "storage" / "stages")
     record = finished.folder / "storage" / "runs" / "small" / "run.json"
-    said = record.read_bytes()
+    record_bytes = record.read_bytes()
     yield Site(finished.folder, copy.deepcopy(finished.body), tmp_path)
     after = whole(finished.folder / "storage" / "stages")
     assert before.items() <= after.items()
-    record.write_bytes(said)
+    record.write_bytes(record_bytes)
 
 
 def whole(folder: Path) -> dict[str, FileInfo]:
@@ -337,9 +339,9 @@ def test_a_bad_setting_is_named_with_its_rule_and_remedy(
 ) -> None:
     change, says = CONFIGS[case]
     change(site)
-    said = sentence(capfd, ["run", site.config()])
+    message = sentence(capfd, ["run", site.config()])
     for words in says:
-        assert words in said
+        assert words in message
 
 
 FILES: dict[str, tuple[bytes | None, list[str]]] = {
@@ -358,16 +360,16 @@ def test_a_file_that_is_no_config_is_refused(
     case: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data, says = FILES[case]
-    (site.own / "confog.yaml").write_bytes(data or b"")
-    said = sentence(
-        capfd, ["run", str(site.own / ("config.yaml" if data is None else "confog.yaml"))]
+    (site.test_folder / "confog.yaml").write_bytes(data or b"")
+    message = sentence(
+        capfd, ["run", str(site.test_folder / ("config.yaml" if data is None else "confog.yaml"))]
     )
     for words in says:
-        assert words in said
+        assert words in message
 
 
 def test_a_folder_is_no_config(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "not readable as text" in sentence(capfd, ["plan", str(site.own)])
+    assert "not readable as text" in sentence(capfd, ["plan", str(site.test_folder)])
 
 
 @pytest.mark.parametrize(
@@ -386,9 +388,9 @@ def test_a_folder_is_no_config(site: Any, capfd: pytest.CaptureFixture[str]) -> 
 def test_a_bad_override_is_refused(
     override: str, says: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = sentence(capfd, ["run", site.config(), "--set", override])
+    message = sentence(capfd, ["run", site.config(), "--set", override])
     for words in says:
-        assert words in said
+        assert words in message
 
 
 @pytest.mark.parametrize(
@@ -403,9 +405,9 @@ def test_a_bad_override_is_refused(
 def test_a_bad_command_line_is_refused(
     argv: Any, says: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = sentence(capfd, argv)
+    message = sentence(capfd, argv)
     for words in [*says, "--help"]:
-        assert words in said
+        assert words in message
 
 
 # ---- cards ---------------------------------------------------------------------------------------
@@ -443,9 +445,11 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
     "one name for two": (
         lambda site: (
             site.card(name="b"),  # type: ignore[func-returns-value]
-            site.body["stream"]["tasks"].append({"name": "c", "card": str(site.own / "bad.yaml")}),
             site.body["stream"]["tasks"].append(
-                {"name": "d", "card": small_run.make_card(site.own, "bad", "8")}
+                {"name": "c", "card": str(site.test_folder / "bad.yaml")}
+            ),
+            site.body["stream"]["tasks"].append(
+                {"name": "d", "card": small_run.make_card(site.test_folder, "bad", "8")}
             ),
         ),
         ["have the same name 'bad'", "rename one"],
@@ -496,21 +500,21 @@ def test_a_bad_card_is_named_with_its_rule_and_remedy(
 ) -> None:
     change, says = CARDS[case]
     change(site)
-    said = sentence(capfd, ["run", site.config()])
+    message = sentence(capfd, ["run", site.config()])
     for words in says:
-        assert words in said
+        assert words in message
 
 
 # ---- sources -------------------------------------------------------------------------------------
 def test_a_tar_that_is_cut_short_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     tar = next((site.folder / "storage" / "stages").glob("*/*/train-00000.tar"))
-    (site.own / "train.tar").write_bytes(tar.read_bytes()[:5000])
-    (site.own / "test.tar").write_bytes(tar.read_bytes())
-    site.card(source={"format": "tar", "path": str(site.own)})
-    said = sentence(capfd, ["run", site.config()])
-    assert "stage data/bad failed" in said
-    assert "train.tar is cut short" in said
-    assert re.search(r"resume with: \S+ -m pipeline run \S+config.yaml", said)
+    (site.test_folder / "train.tar").write_bytes(tar.read_bytes()[:5000])
+    (site.test_folder / "test.tar").write_bytes(tar.read_bytes())
+    site.card(source={"format": "tar", "path": str(site.test_folder)})
+    message = sentence(capfd, ["run", site.config()])
+    assert "stage data/bad failed" in message
+    assert "train.tar is cut short" in message
+    assert re.search(r"resume with: \S+ -m pipeline run \S+config.yaml", message)
 
 
 def test_too_many_corrupt_images_are_refused_with_some_of_their_names(
@@ -518,9 +522,9 @@ def test_too_many_corrupt_images_are_refused_with_some_of_their_names(
 ) -> None:
     for path in (site.source() / "train" / "2").iterdir():
         path.write_bytes(b"no image")
-    said = sentence(capfd, ["run", site.config()])
+    message = sentence(capfd, ["run", site.config()])
     for words in ("20 of 60 images are corrupt", "max_bad_fraction", "train/2/", "not an image"):
-        assert words in said
+        assert words in message
 
 
 def test_no_image_at_all_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -536,15 +540,15 @@ def test_validation_that_would_be_empty_is_refused(
     for label in "23":
         for path in sorted((raw / "train" / label).iterdir())[1:]:
             path.unlink()
-    said = sentence(capfd, ["run", site.config()])
+    message = sentence(capfd, ["run", site.config()])
     for words in ("task 'b' has no validation images", "data.val_fraction = 0.1", "set it to 0"):
-        assert words in said
+        assert words in message
     assert cli.main(["ingest", site.config()]) == 0, "what was ingested stands"
 
 
 # ---- backbones -----------------------------------------------------------------------------------
 def saved(site: Site, tensors: dict[str, torch.Tensor]) -> str:
-    path = site.own / "weights.safetensors"
+    path = site.test_folder / "weights.safetensors"
     safetensors.torch.save_file(tensors, path)
     return str(path)
 
@@ -556,8 +560,8 @@ def state_of(site: Site) -> dict[str, torch.Tensor]:
 
 
 def text_as_weights(site: Site) -> str:
-    (site.own / "weights.safetensors").write_text("no weights")
-    return str(site.own / "weights.safetensors")
+    (site.test_folder / "weights.safetensors").write_text("no weights")
+    return str(site.test_folder / "weights.safetensors")
 
 
 BACKBONES: dict[str, tuple[Callable[[Site], dict[str, Any]], list[str]]] = {
@@ -597,7 +601,7 @@ BACKBONES: dict[str, tuple[Callable[[Site], dict[str, Any]], list[str]]] = {
         ["backbone.weights", "nowhere.safetensors", "does not exist"],
     ),
     "weights that are a folder": (
-        lambda site: {"weights": str(site.own)},
+        lambda site: {"weights": str(site.test_folder)},
         ["backbone.weights", "folder", ".safetensors file"],
     ),
     "weights that are no weights": (
@@ -629,9 +633,9 @@ BACKBONES: dict[str, tuple[Callable[[Site], dict[str, Any]], list[str]]] = {
 def test_a_bad_backbone_is_refused(case: Any, site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     change, says = BACKBONES[case]
     site.set(backbone={**site.body["backbone"], **change(site)})
-    said = sentence(capfd, ["run", site.config()])
+    message = sentence(capfd, ["run", site.config()])
     for words in says:
-        assert words in said
+        assert words in message
 
 
 def test_a_backbone_that_is_not_the_one_it_says_is_refused(
@@ -639,7 +643,7 @@ def test_a_backbone_that_is_not_the_one_it_says_is_refused(
 ) -> None:
     """Files and digests fit each other, but the weights are not those that the digest in the
     manifest was taken of."""
-    storage = site.own / "storage"
+    storage = site.test_folder / "storage"
     shutil.copytree(site.folder / "storage", storage)
     state = small_run.artifact(storage, "backbone", "state.safetensors")
     tensors = safetensors.torch.load_file(state)
@@ -650,9 +654,9 @@ def test_a_backbone_that_is_not_the_one_it_says_is_refused(
     body["files"]["state.safetensors"] = file_info(state.read_bytes())
     manifest.write_text(json.dumps({**body, "sha256": digest_of(body)}))
     site.set(storage=str(storage), train__epochs=1)
-    said = sentence(capfd, ["run", site.config()])
-    assert "masks mean nothing on other weights" in said
-    assert "digest" in said
+    message = sentence(capfd, ["run", site.config()])
+    assert "masks mean nothing on other weights" in message
+    assert "digest" in message
 
 
 # ---- training, storage, cluster ------------------------------------------------------------------
@@ -661,9 +665,9 @@ def test_a_loss_that_is_no_number_ends_the_stage_and_says_what_to_lower(
     method: str, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     site.set(methods={method: {}}, train__lr=1e30, train__epochs=3)
-    said = sentence(capfd, ["run", site.config()])
+    message = sentence(capfd, ["run", site.config()])
     for words in (f"stage {method}/", "the loss became", "lower train.lr", "resume with"):
-        assert words in said
+        assert words in message
 
 
 def test_answers_that_are_no_numbers_are_no_accuracy(
@@ -671,19 +675,19 @@ def test_answers_that_are_no_numbers_are_no_accuracy(
 ) -> None:
     """The only step of a training may go wrong after its loss was found good."""
     site.set(methods={"finetune": {}}, train__lr=1e30, train__epochs=1, train__batch_size=64)
-    said = sentence(capfd, ["run", site.config()])
+    message = sentence(capfd, ["run", site.config()])
     for words in ("/evaluate failed", "not finite", "lower train.lr"):
-        assert words in said
+        assert words in message
 
 
 def test_a_storage_that_is_a_file_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    (site.own / "file").write_text("x")
-    for place in ("file", "file/below"):
-        site.set(storage=str(site.own / place))
-        said = sentence(capfd, ["run", site.config()])
-        assert "cannot be written" in said
-        assert "--set storage=" in said
-        assert (site.own / "file").read_text() == "x"
+    (site.test_folder / "file").write_text("x")
+    for storage_path in ("file", "file/below"):
+        site.set(storage=str(site.test_folder / storage_path))
+        message = sentence(capfd, ["run", site.config()])
+        assert "cannot be written" in message
+        assert "--set storage=" in message
+        assert (site.test_folder / "file").read_text() == "x"
 
 
 def test_a_storage_of_no_known_kind_is_refused(
@@ -696,7 +700,7 @@ def test_a_storage_of_no_known_kind_is_refused(
 def test_a_damaged_record_of_the_run_is_no_obstacle(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    storage = site.own / "storage"
+    storage = site.test_folder / "storage"
     shutil.copytree(site.folder / "storage", storage)
     site.set(storage=str(storage))
     for text in ("{}", "[]", "{", "\udcff"):
@@ -728,17 +732,17 @@ def test_a_cluster_that_does_not_answer_is_told_at_once(
     else:
         monkeypatch.setenv("RAY_ADDRESS", address)
     site.set(cluster__workers=1, train__epochs=1)
-    said = sentence(capfd, ["run", site.config()])
+    message = sentence(capfd, ["run", site.config()])
     for words in says:
-        assert words in said
+        assert words in message
 
 
 @pytest.mark.slow
 def test_a_cluster_without_the_accelerators_asked_for_is_refused(site: Any) -> None:
     site.set(cluster__workers=1, cluster__gpus_per_worker=64, train__epochs=1)
-    said = in_a_process(["run", site.config()])
-    assert "do not fit into this cluster" in said
-    assert "lower cluster.workers or what each takes, add nodes" in said
+    message = in_a_process(["run", site.config()])
+    assert "do not fit into this cluster" in message
+    assert "lower cluster.workers or what each takes, add nodes" in message
 
 
 # ---- as people call it ---------------------------------------------------------------------------
@@ -757,5 +761,5 @@ def in_a_process(argv: list[str]) -> str:
 def test_a_process_ends_with_one_line_and_code_2(site: Any) -> None:
     for path in (site.source() / "train" / "2").iterdir():
         path.write_bytes(b"no image")
-    said = in_a_process(["run", site.config()])
-    assert "stage data/bad failed" in said
+    message = in_a_process(["run", site.config()])
+    assert "stage data/bad failed" in message

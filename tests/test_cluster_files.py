@@ -44,11 +44,11 @@ def cluster_spec(name: str) -> dict[str, Any]:
 def pods(name: str) -> dict[str, dict[str, Any]]:
     """Group -> spec of its pods, of all that a manifest starts."""
     cluster = cluster_spec(name)
-    found = {
+    pod_specs = {
         "head": cluster["headGroupSpec"],
         **{group["groupName"]: group for group in cluster["workerGroupSpecs"]},
     }
-    specs = {group: spec["template"]["spec"] for group, spec in found.items()}
+    specs = {group: spec["template"]["spec"] for group, spec in pod_specs.items()}
     submitter = body(name)["spec"].get("submitterPodTemplate")
     return {**specs, "submitter": submitter["spec"]} if submitter else specs
 
@@ -67,29 +67,30 @@ def test_the_launchers_file_has_rays_schema() -> None:
 
 
 def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages() -> None:
-    found = body("ray-cluster.yaml")
-    assert re.search(rf":{re.escape(RAY)}-py3\d\d$", found["docker"]["image"])
-    assert found["docker"]["worker_image"] == found["docker"]["image"] + "-gpu"
-    assert found["docker"]["worker_run_options"] == ["--gpus all"]
-    assert not any("gpus" in option for option in found["docker"]["run_options"]), (
+    launcher = body("ray-cluster.yaml")
+    assert re.search(rf":{re.escape(RAY)}-py3\d\d$", launcher["docker"]["image"])
+    assert launcher["docker"]["worker_image"] == launcher["docker"]["image"] + "-gpu"
+    assert launcher["docker"]["worker_run_options"] == ["--gpus all"]
+    assert not any("gpus" in option for option in launcher["docker"]["run_options"]), (
         "the head has none"
     )
-    assert found["head_node_type"] in found["available_node_types"]
-    assert found["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert launcher["head_node_type"] in launcher["available_node_types"]
+    assert launcher["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     assert all(
-        (REPOSITORY / place).exists()
-        for place in found["file_mounts"].values()
-        if not place.startswith("~")
+        (REPOSITORY / mount).exists()
+        for mount in launcher["file_mounts"].values()
+        if not mount.startswith("~")
     )
-    assert "--env RAY_AUTH_MODE=token" in found["docker"]["run_options"]
-    assert "chmod 600 ~/.ray/auth_token" in found["setup_commands"]
+    assert "--env RAY_AUTH_MODE=token" in launcher["docker"]["run_options"]
+    assert "chmod 600 ~/.ray/auth_token" in launcher["setup_commands"]
     assert any(
-        "pip install" in line and "-r ~/constraints.txt" in line for line in found["setup_commands"]
+        "pip install" in line and "-r ~/constraints.txt" in line
+        for line in launcher["setup_commands"]
     )
     starts = [
         line
         for key in ("head_start_ray_commands", "worker_start_ray_commands")
-        for line in found[key]
+        for line in launcher[key]
         if "ray start" in line
     ]
     assert len(starts) == 2
@@ -100,12 +101,12 @@ def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages() -
 # ---- KubeRay -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_has_what_kuberay_requires(name: Any) -> None:
-    found, cluster = body(name), cluster_spec(name)
-    assert (found["apiVersion"], found["kind"]) == (
+    manifest, cluster = body(name), cluster_spec(name)
+    assert (manifest["apiVersion"], manifest["kind"]) == (
         "ray.io/v1",
         {"kuberay-cluster.yaml": "RayCluster", "kuberay-job.yaml": "RayJob"}[name],
     )
-    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", found["metadata"]["name"])
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", manifest["metadata"]["name"])
     assert cluster["rayVersion"] == RAY
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values()), (
@@ -114,7 +115,7 @@ def test_a_manifest_has_what_kuberay_requires(name: Any) -> None:
     for group in cluster["workerGroupSpecs"]:
         assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     if name == "kuberay-job.yaml":
-        assert found["spec"]["shutdownAfterJobFinishes"] is True
+        assert manifest["spec"]["shutdownAfterJobFinishes"] is True
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -177,7 +178,7 @@ def test_the_image_is_of_the_pinned_ray_and_a_python_that_is_supported_and_not_r
     assert lines[-1] == "USER ray"
     assert any("-r /home/ray/accrete/constraints.txt" in line for line in lines)
     copied = [words[-2] for line in lines if (words := line.split())[0] == "COPY"]
-    assert all((REPOSITORY / place).exists() for place in copied)
+    assert all((REPOSITORY / copied_path).exists() for copied_path in copied)
 
 
 # ---- all of them ---------------------------------------------------------------------------------
@@ -189,10 +190,10 @@ def commands() -> list[list[str]]:
         (CLUSTER / "slurm.sh").read_text(),
         "run ".join(("", body("kuberay-job.yaml")["spec"]["entrypoint"])),
     ]
-    found = re.findall(
+    blocks = re.findall(
         r"(?:pipeline run|slurm\.sh) (\S*configs/\S+\.yaml(?: --set \S+)*)", "\n".join(texts)
     )
-    return [shlex.split(line) for line in found]
+    return [shlex.split(line) for line in blocks]
 
 
 def test_every_command_names_a_config_and_settings_that_there_are() -> None:
@@ -255,13 +256,13 @@ esac""",
 def slurm(tmp_path: Path) -> dict[str, str]:
     """The environment of a job on three nodes whose programs only say what they were called
     with."""
-    place = tmp_path / "bin"
-    place.mkdir()
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
     for name, text in FAKES.items():
-        (place / name).write_text(f"#!/bin/bash\n{text}\n")
-        (place / name).chmod(0o755)
+        (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_folder / name).chmod(0o755)
     return {
-        "PATH": f"{place}:{os.environ['PATH']}",
+        "PATH": f"{bin_folder}:{os.environ['PATH']}",
         "SAID": str(tmp_path / "said"),
         "SLURM_JOB_ID": "42",
         "SLURM_JOB_NODELIST": "node[1-3]",
@@ -283,7 +284,7 @@ def job(env: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def said(env: dict[str, str]) -> list[str]:
+def logged_commands(env: dict[str, str]) -> list[str]:
     return Path(env["SAID"]).read_text().splitlines()
 
 
@@ -300,9 +301,9 @@ def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everyth
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, out + err
     assert "srun: error" not in err, "every task has ended by itself"
-    lines = said(slurm)
+    lines = logged_commands(slurm)
     starts = [i for i, line in enumerate(lines) if line.startswith("srun")]
-    head, others = (lines[i] for i in starts)
+    head, other_lines = (lines[i] for i in starts)
     for words in (
         "--nodelist=node1",
         "--head",
@@ -327,7 +328,7 @@ def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everyth
         "--block",
         "mode=token",
     ):
-        assert words in others
+        assert words in other_lines
     asked = [i for i, line in enumerate(lines) if line == "health-check 10.0.0.7:7001"]
     assert len(asked) == 3
     assert starts[0] < max(asked) < starts[1], "the others join a head that answers"
@@ -347,7 +348,7 @@ def test_the_head_is_named_by_an_address_that_other_nodes_reach(slurm: Any) -> N
     process = job({**slurm, "HOST_ADDRESS": "127.0.1.1"}, "configs/demo.yaml")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, out + err
-    assert any("--node-ip-address=10.0.0.7" in line for line in said(slurm))
+    assert any("--node-ip-address=10.0.0.7" in line for line in logged_commands(slurm))
 
 
 @pytest.mark.parametrize(
@@ -360,13 +361,13 @@ def test_a_preempted_job_saves_and_goes_back_into_the_queue(
 ) -> None:
     process = job({**slurm, "STAYS": "1", "ENDS_WITH": str(ends_with)}, "configs/demo.yaml")
     log = Path(slurm["SAID"])
-    while not (log.exists() and any(line.startswith("driver") for line in said(slurm))):
+    while not (log.exists() and any(line.startswith("driver") for line in logged_commands(slurm))):
         assert process.poll() is None, process.communicate()
         os.sched_yield()
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == ends_with, out + err
-    lines = said(slurm)
+    lines = logged_commands(slurm)
     assert lines.count("driver was asked to end") == 1
     assert lines.count("stopped") == 2
     assert lines.count("scontrol requeue 42") == requeues
@@ -384,7 +385,7 @@ def test_a_node_on_which_ray_does_not_start_ends_the_job_with_a_sentence(
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "accrete: Ray did not start on a node" in err
-    assert not any(line.startswith("driver") for line in said(slurm))
+    assert not any(line.startswith("driver") for line in logged_commands(slurm))
     assert not list(tmp_path.glob(".ray-*"))
 
 

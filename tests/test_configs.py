@@ -156,7 +156,7 @@ NAMED: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
 }
 
 
-def own(name: str) -> type[Method]:
+def method_class(name: str) -> type[Method]:
     return METHODS[name]
 
 
@@ -165,8 +165,8 @@ def test_a_config_is_valid_and_says_how_to_run_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
-    found = config.load(str(path))
-    assert found.name == path.stem
+    run_config = config.load(str(path))
+    assert run_config.name == path.stem
     header = [
         line.split(maxsplit=2)[1]
         for line in path.read_text().splitlines()
@@ -236,8 +236,8 @@ def test_every_method_has_a_config_for_each_setting(
     method: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
-    found = config.load(str(CONFIGS / "methods" / f"{method}-{setting}.yaml"))
-    assert method in {entry.method for entry in found.methods.values()}
+    run_config = config.load(str(CONFIGS / "methods" / f"{method}-{setting}.yaml"))
+    assert method in {entry.method for entry in run_config.methods.values()}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -26,7 +26,7 @@ def judge(report: dict[str, Any]) -> tuple[list[str], str]:
     """(a sentence for each known vulnerability, how many packages could not be audited, empty where
     all were) of pip-audit's JSON."""
     packages = report["dependencies"]
-    found = [
+    vulnerabilities = [
         f"{p['name']} {p['version']} has {v['id']}, fixed in "
         f"{', '.join(v['fix_versions']) or 'no version yet'}"
         for p in packages
@@ -35,7 +35,7 @@ def judge(report: dict[str, Any]) -> tuple[list[str], str]:
     unknown = [p for p in packages if "vulns" not in p]
     why = unknown[0].get("skip_reason", "no reason given") if unknown else ""
     return (
-        found,
+        vulnerabilities,
         f"{len(unknown)} of {len(packages)} packages could not be audited; the first: {why}"
         if unknown or not packages
         else "",
@@ -64,7 +64,7 @@ def skipped(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("packages", "found", "unknown"),
+    ("packages", "vulnerabilities", "unknown"),
     [
         ([sound("a"), sound("b")], [], ""),
         ([sound("a"), holed("b", "1.1", "2.0")], ["b 1.0 has PYSEC-1, fixed in 1.1, 2.0"], ""),
@@ -76,10 +76,10 @@ def skipped(name: str) -> dict[str, Any]:
     ],
 )
 def test_a_report_is_sound_only_where_every_package_was_asked_for(
-    packages: Any, found: Any, unknown: str
+    packages: Any, vulnerabilities: Any, unknown: str
 ) -> None:
-    said, left = judge({"dependencies": packages})
-    assert said == found
+    sentences, left = judge({"dependencies": packages})
+    assert sentences == vulnerabilities
     assert left.startswith(unknown)
     assert bool(left) == bool(unknown)
 
@@ -108,8 +108,8 @@ def test_no_dependency_has_a_known_vulnerability() -> None:
                 f"the advisory service does not answer: {done.stderr.strip().splitlines()[-1]}"
             )
         raise AssertionError(done.stderr) from None
-    found, unknown = judge(report)
-    assert not found, "; ".join(found)
+    vulnerabilities, unknown = judge(report)
+    assert not vulnerabilities, "; ".join(vulnerabilities)
     assert len(report["dependencies"]) == len(CONSTRAINTS.read_text().split()), (
         "some packages were not looked at"
     )

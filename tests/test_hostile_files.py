@@ -47,9 +47,9 @@ MARK = "the-code-of-a-stranger-ran"
 
 
 def test_the_mark_is_left_by_what_is_loaded(tmp_path: Path) -> None:
-    found = Site(tmp_path)
-    pickle.loads(found.pickled())
-    assert found.mark.exists()
+    new_site = Site(tmp_path)
+    pickle.loads(new_site.pickled())
+    assert new_site.mark.exists()
 
 
 def take(megabytes: int) -> str:
@@ -68,12 +68,12 @@ def archive(site: Site, *members: bytes) -> str:
         for n, label in enumerate("ab")
         for ext, data in (("png", png(n)), ("cls", label.encode()))
     ]
-    (site.own / "raw").mkdir()
+    (site.own_folder / "raw").mkdir()
     for split in ("train", "test"):
-        (site.own / "raw" / f"{split}.tar").write_bytes(
+        (site.own_folder / "raw" / f"{split}.tar").write_bytes(
             b"".join([*good, *members]) + bytes(2 * tarfile.BLOCKSIZE)
         )
-    return site.config(site.card(source={"format": "tar", "path": str(site.own / "raw")}))
+    return site.config(site.card(source={"format": "tar", "path": str(site.own_folder / "raw")}))
 
 
 def pax(text: str) -> bytes:
@@ -118,9 +118,9 @@ TARS: dict[str, tuple[list[bytes], str]] = {
 @pytest.mark.parametrize("case", TARS)
 def test_a_hostile_tar_is_refused(case: Any, site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     members, says = TARS[case]
-    said = sentence(capfd, ["ingest", archive(site, *members)])
-    assert says in said
-    assert "train.tar" in said
+    message = sentence(capfd, ["ingest", archive(site, *members)])
+    assert says in message
+    assert "train.tar" in message
 
 
 def list_one(path: str) -> str:
@@ -130,10 +130,10 @@ def list_one(path: str) -> str:
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
 def test_sizes_in_a_tar_take_no_memory(kind: Any, site: Any) -> None:
     archive(site, member("x.cls", size=3 << 30, kind=kind))
-    with open(site.own / "raw" / "train.tar", "ab") as stream:
+    with open(site.own_folder / "raw" / "train.tar", "ab") as stream:
         stream.truncate(4 << 30)  # a file of holes, so that the size is true
-    said, megabytes = costs(list_one, str(site.own / "raw" / "train.tar"))
-    assert not said.startswith("!!!")
+    outcome, megabytes = costs(list_one, str(site.own_folder / "raw" / "train.tar"))
+    assert not outcome.startswith("!!!")
     assert megabytes < 100
 
 
@@ -141,7 +141,7 @@ def test_a_pickle_in_a_tar_is_not_loaded(site: Any, capfd: pytest.CaptureFixture
     """WebDataset's decoders would load what is called so."""
     hidden = [member(f"a0.{ext}", site.pickled()) for ext in ("pkl", "pyd", "pickle", "pth", "npy")]
     assert cli.main(["ingest", archive(site, *hidden)]) == 0
-    shard = next((site.own / "storage" / "stages").glob("*/*/train-00000.tar"))
+    shard = next((site.own_folder / "storage" / "stages").glob("*/*/train-00000.tar"))
     with tarfile.open(shard) as tar:
         assert [name.rpartition(".")[2] for name in tar.getnames()] == ["png", "cls"] * 2
 
@@ -183,11 +183,13 @@ def sized(kind: str, at: int, form: str) -> bytes:
 
 def tiff(side: int, data: bytes = bytes(64), compression: int = 1, tile: int = 0) -> bytes:
     tags = {256: side, 257: side, 258: 8, 259: compression, 262: 1, 277: 1}
-    place = (322, 323, 324, 325) if tile else (273, 278, 279)
-    start = 8 + 2 + 12 * (len(tags) + len(place)) + 4
+    layout_tags = (322, 323, 324, 325) if tile else (273, 278, 279)
+    start = 8 + 2 + 12 * (len(tags) + len(layout_tags)) + 4
     tags |= dict(
         zip(
-            place, (tile, tile, start, len(data)) if tile else (start, side, len(data)), strict=True
+            layout_tags,
+            (tile, tile, start, len(data)) if tile else (start, side, len(data)),
+            strict=True,
         )
     )
     entries = b"".join(
@@ -275,23 +277,23 @@ def ingest_quietly(path: str) -> int:
 def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(
     site: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", f"{site.own}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{site.own_folder}:{os.environ['PATH']}")
     # what Pillow would give PostScript to
-    (site.own / "gs").write_text(f"#!/bin/sh\ntouch {site.mark}\n")
-    (site.own / "gs").chmod(0o755)
+    (site.own_folder / "gs").write_text(f"#!/bin/sh\ntouch {site.mark}\n")
+    (site.own_folder / "gs").chmod(0o755)
     for split in ("train", "test"):
         for n, label in enumerate("ab"):
-            (site.own / "raw" / split / label).mkdir(parents=True)
-            (site.own / "raw" / split / label / "good.png").write_bytes(png(n))
+            (site.own_folder / "raw" / split / label).mkdir(parents=True)
+            (site.own_folder / "raw" / split / label / "good.png").write_bytes(png(n))
     for name, (make, _) in IMAGES.items():
-        (site.own / "raw" / "train" / "a" / f"{name}.png").write_bytes(make())
+        (site.own_folder / "raw" / "train" / "a" / f"{name}.png").write_bytes(make())
     code, megabytes = costs(
         ingest_quietly,
-        site.config(site.card(source={"format": "folder", "path": str(site.own / "raw")})),
+        site.config(site.card(source={"format": "folder", "path": str(site.own_folder / "raw")})),
     )
     assert code == 0
     assert megabytes < 300
-    with open(next((site.own / "storage" / "stages").glob("*/*/rejected.csv"))) as stream:
+    with open(next((site.own_folder / "storage" / "stages").glob("*/*/rejected.csv"))) as stream:
         reasons = {
             row["source"].rsplit("/", 1)[-1].removesuffix(".png"): row["reason"]
             for row in csv.DictReader(stream)
@@ -362,22 +364,24 @@ def test_an_image_file_of_a_terabyte_is_listed_and_not_read(
 ) -> None:
     for split in ("train", "test"):
         for label in "ab":
-            (site.own / "raw" / split / label).mkdir(parents=True)
-            (site.own / "raw" / split / label / "good.png").write_bytes(png(ord(label)))
-    with open(site.own / "raw" / "train" / "a" / "huge.png", "wb") as stream:
+            (site.own_folder / "raw" / split / label).mkdir(parents=True)
+            (site.own_folder / "raw" / split / label / "good.png").write_bytes(png(ord(label)))
+    with open(site.own_folder / "raw" / "train" / "a" / "huge.png", "wb") as stream:
         stream.truncate(1 << 40)
     assert (
         cli.main(
             [
                 "ingest",
-                site.config(site.card(source={"format": "folder", "path": str(site.own / "raw")})),
+                site.config(
+                    site.card(source={"format": "folder", "path": str(site.own_folder / "raw")})
+                ),
             ]
         )
         == 0
     )
     assert (
         "1099511627776 bytes are more than"
-        in next((site.own / "storage" / "stages").glob("*/*/rejected.csv")).read_text()
+        in next((site.own_folder / "storage" / "stages").glob("*/*/rejected.csv")).read_text()
     )
 
 
@@ -429,13 +433,15 @@ def test_hostile_yaml_is_refused(
     monkeypatch.chdir(site.outside)
     monkeypatch.setattr(yaml_files, "MOST_VALUES", 2000)
     text, says = YAMLS[case]
-    (site.own / "bad.yaml").write_text(text)
+    (site.own_folder / "bad.yaml").write_text(text)
     path = (
-        str(site.own / "bad.yaml") if kind == "config" else site.config(str(site.own / "bad.yaml"))
+        str(site.own_folder / "bad.yaml")
+        if kind == "config"
+        else site.config(str(site.own_folder / "bad.yaml"))
     )
-    said = sentence(capfd, ["plan", path])
-    assert says in said
-    assert "bad.yaml" in said
+    message = sentence(capfd, ["plan", path])
+    assert says in message
+    assert "bad.yaml" in message
 
 
 def whole(text: str) -> str:
@@ -446,8 +452,8 @@ def whole(text: str) -> str:
     "text", [LAUGHS, MERGES, "[" * 1_000_000], ids=["laughs", "merges", "deep"]
 )
 def test_hostile_yaml_takes_no_memory(text: Any) -> None:
-    said, megabytes = costs(whole, text)
-    assert "not readable as YAML" in said
+    outcome, megabytes = costs(whole, text)
+    assert "not readable as YAML" in outcome
     assert megabytes < 100
 
 
@@ -497,8 +503,8 @@ MEANS: dict[str, Any] = {
 
 @pytest.mark.parametrize("text", MEANS)
 def test_words_mean_what_yaml_1_2_says(text: Any) -> None:
-    found = yaml_files.parse_yaml(f"key: {text}", "x")["key"]
-    assert (type(found), found) == (type(MEANS[text]), MEANS[text])
+    value = yaml_files.parse_yaml(f"key: {text}", "x")["key"]
+    assert (type(value), value) == (type(MEANS[text]), MEANS[text])
 
 
 def test_what_is_written_is_read_back_and_by_yaml_1_1_too() -> None:
@@ -527,7 +533,7 @@ def test_what_is_written_is_read_back_and_by_yaml_1_1_too() -> None:
 
 
 def config_of(site: Site, **changes: Any) -> str:
-    return site.config(small_run.make_card(site.own, "good", "01", 3, 2), **changes)
+    return site.config(small_run.make_card(site.own_folder, "good", "01", 3, 2), **changes)
 
 
 @pytest.mark.parametrize(
@@ -584,15 +590,15 @@ def test_tracking_may_be_switched_off_by_a_word(site: Any) -> None:
 def test_an_override_that_overflows_or_hides_something_is_refused(
     override: Any, says: str, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = sentence(
+    message = sentence(
         capfd,
         ["run" if override.startswith("cluster={") else "plan", config_of(site), "--set", override],
     )
-    assert says in said
+    assert says in message
 
 
 def test_classes_may_be_called_no_and_on(site: Any) -> None:
-    tasks = [{"card": small_run.make_card(site.own, "good", "01", 3, 2)}]
+    tasks = [{"card": small_run.make_card(site.own_folder, "good", "01", 3, 2)}]
     path = site.config(tasks[0]["card"], stream={"scenario": "task", "tasks": tasks})
     Path(path).write_text(
         Path(path).read_text().replace("- card:", "- classes: [no, on, 1, y]\n    card:")
@@ -604,19 +610,21 @@ def test_classes_may_be_called_no_and_on(site: Any) -> None:
 def test_a_seed_that_numpy_does_not_take_is_refused(
     seed: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    card = site.card(class_order_seed=seed, source={"format": "folder", "path": str(site.own)})
+    card = site.card(
+        class_order_seed=seed, source={"format": "folder", "path": str(site.own_folder)}
+    )
     assert "class_order_seed is" in sentence(capfd, ["plan", site.config(card)])
 
 
 # ---- files of files ------------------------------------------------------------------------------
 def test_bases_that_double_are_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
     for number in range(1, 24):
-        (site.own / f"{number}.yaml").write_text(
+        (site.own_folder / f"{number}.yaml").write_text(
             f"extends: [{number - 1}.yaml, {number - 1}.yaml]\n"
         )
-    (site.own / "0.yaml").write_text("seed: 1\n")
+    (site.own_folder / "0.yaml").write_text("seed: 1\n")
     assert "23.yaml: extends more than 100 files" in sentence(
-        capfd, ["plan", str(site.own / "23.yaml")]
+        capfd, ["plan", str(site.own_folder / "23.yaml")]
     )
 
 
@@ -624,19 +632,19 @@ def test_a_thousand_bases_one_behind_the_other_are_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(1500):
-        (site.own / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
+        (site.own_folder / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
     assert "0.yaml: extends more than 100 files" in sentence(
-        capfd, ["plan", str(site.own / "0.yaml")]
+        capfd, ["plan", str(site.own_folder / "0.yaml")]
     )
 
 
 def test_bases_that_people_write_are_read(site: Any) -> None:
     for number in range(1, 6):
-        (site.own / f"{number}.yaml").write_text(
+        (site.own_folder / f"{number}.yaml").write_text(
             f"extends: [{number - 1}.yaml, 0.yaml]\nkey{number}: {number}\n"
         )
-    (site.own / "0.yaml").write_text("seed: 1\n")
-    assert yaml_files.read_with_bases(site.own / "5.yaml") == {
+    (site.own_folder / "0.yaml").write_text("seed: 1\n")
+    assert yaml_files.read_with_bases(site.own_folder / "5.yaml") == {
         "seed": 1,
         **{f"key{n}": n for n in range(1, 6)},
     }
@@ -645,27 +653,27 @@ def test_bases_that_people_write_are_read(site: Any) -> None:
 def test_a_base_that_is_a_circle_of_links_is_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (site.own / "a.yaml").symlink_to("b.yaml")
-    (site.own / "b.yaml").symlink_to("a.yaml")
-    (site.own / "c.yaml").write_text("extends: a.yaml\n")
-    assert "does not exist" in sentence(capfd, ["plan", str(site.own / "c.yaml")])
+    (site.own_folder / "a.yaml").symlink_to("b.yaml")
+    (site.own_folder / "b.yaml").symlink_to("a.yaml")
+    (site.own_folder / "c.yaml").write_text("extends: a.yaml\n")
+    assert "does not exist" in sentence(capfd, ["plan", str(site.own_folder / "c.yaml")])
 
 
 # ---- files without end ---------------------------------------------------------------------------
 def pipe(site: Site) -> str:
-    os.mkfifo(site.own / "pipe.yaml")
-    return str(site.own / "pipe.yaml")
+    os.mkfifo(site.own_folder / "pipe.yaml")
+    return str(site.own_folder / "pipe.yaml")
 
 
 def zeros(site: Site) -> str:
-    (site.own / "zeros.yaml").symlink_to("/dev/zero")
-    return str(site.own / "zeros.yaml")
+    (site.own_folder / "zeros.yaml").symlink_to("/dev/zero")
+    return str(site.own_folder / "zeros.yaml")
 
 
 def terabyte(site: Site) -> str:
-    with open(site.own / "large.yaml", "wb") as stream:
+    with open(site.own_folder / "large.yaml", "wb") as stream:
         stream.truncate(1 << 40)
-    return str(site.own / "large.yaml")
+    return str(site.own_folder / "large.yaml")
 
 
 ENDLESS: dict[str, tuple[Callable[[Site], str], str]] = {
@@ -688,7 +696,7 @@ AS: dict[str, Callable[[Site, str], list[str]]] = {
     "weights of a model folder": lambda site, path: [
         "predict",
         in_a_folder(site, path, "backbone.safetensors"),
-        str(site.own / "x.png"),
+        str(site.own_folder / "x.png"),
         "--task",
         "a",
     ],
@@ -696,8 +704,8 @@ AS: dict[str, Callable[[Site, str], list[str]]] = {
 
 
 def written_over(site: Site, path: str) -> str:
-    (site.own / "over.yaml").write_text(f"extends: {Path(path).name}\n")
-    return str(site.own / "over.yaml")
+    (site.own_folder / "over.yaml").write_text(f"extends: {Path(path).name}\n")
+    return str(site.own_folder / "over.yaml")
 
 
 def served(site: Site) -> str:
@@ -713,9 +721,9 @@ def served(site: Site) -> str:
         head={"weight": torch.zeros(2, 32), "bias": torch.zeros(2)},
     )
     files = {"backbone.safetensors": vit.to_bytes(backbone), "tasks/a.safetensors": task.to_bytes()}
-    (site.own / "model" / "tasks").mkdir(parents=True)
+    (site.own_folder / "model" / "tasks").mkdir(parents=True)
     for name, data in files.items():
-        (site.own / "model" / name).write_bytes(data)
+        (site.own_folder / "model" / name).write_bytes(data)
     body = {
         "format": 1,
         "method": "individual",
@@ -731,15 +739,15 @@ def served(site: Site) -> str:
         "files": {name: file_info(data) for name, data in files.items()},
         "tasks": [{"name": "a", "classes": classes, "card": "c", "data": "d", "role": "task"}],
     }
-    (site.own / "model" / "model.json").write_text(json.dumps(sealed(body)))
-    return str(site.own / "model")
+    (site.own_folder / "model" / "model.json").write_text(json.dumps(sealed(body)))
+    return str(site.own_folder / "model")
 
 
 def in_a_folder(site: Site, path: str, name: str) -> str:
     folder = served(site)
-    (site.own / "x.png").write_bytes(png())
-    (site.own / "model" / name).unlink()
-    (site.own / "model" / name).symlink_to(path)
+    (site.own_folder / "x.png").write_bytes(png())
+    (site.own_folder / "model" / name).unlink()
+    (site.own_folder / "model" / name).symlink_to(path)
     return folder
 
 
@@ -750,8 +758,8 @@ def test_a_file_without_end_is_refused_at_once(
 ) -> None:
     make, says = ENDLESS[case]
     path = make(site)
-    said = sentence(capfd, AS[kind](site, path))
-    others = {
+    message = sentence(capfd, AS[kind](site, path))
+    other_kinds = {
         "config": "longer than 16777216",
         "card": "longer than 16777216",
         "base of a config": "longer than 16777216",
@@ -759,7 +767,7 @@ def test_a_file_without_end_is_refused_at_once(
         "image": "takes more than",
         "model.json": "no model folder",
     }
-    assert says in said or (case == "terabyte" and others.get(kind, says) in said)
+    assert says in message or (case == "terabyte" and other_kinds.get(kind, says) in message)
 
 
 # ---- cells ---------------------------------------------------------------------------------------
@@ -783,8 +791,8 @@ def test_no_cell_of_a_table_is_a_formula() -> None:
     plain = {"number": -1.5, "count": -3, "text": "-1.5", "none": float("nan"), "nothing": "-"}
     rows = [{**plain, text: text} for text in FORMULAS]
     data = csv_files.as_csv(rows).decode()
-    heading, *found = csv.reader(io.StringIO(data, newline=""))
-    for line in (heading, *found):
+    heading, *table_rows = csv.reader(io.StringIO(data, newline=""))
+    for line in (heading, *table_rows):
         assert not [
             cell
             for cell in line
@@ -792,16 +800,16 @@ def test_no_cell_of_a_table_is_a_formula() -> None:
             or (cell[:1] == "-" and cell not in ("-", "-1.5", "-3"))
         ]
         assert len(line) == len(plain) + len(FORMULAS)
-    assert found[0][: len(plain)] == ["-1.5", "-3", "-1.5", "", "-"]
-    assert len(found) == len(FORMULAS), "a cell that goes over several lines is in quotes"
+    assert table_rows[0][: len(plain)] == ["-1.5", "-3", "-1.5", "", "-"]
+    assert len(table_rows) == len(FORMULAS), "a cell that goes over several lines is in quotes"
 
 
 def test_names_of_files_are_no_formulas_in_the_list_of_what_was_left_out(site: Any) -> None:
-    card = small_run.make_card(site.own, "good", "01", 3, 2, max_bad_fraction=0.9)
-    (site.own / "raw" / "good" / "train" / "0" / "=cmd|' !A0.png").write_bytes(b"no image")
+    card = small_run.make_card(site.own_folder, "good", "01", 3, 2, max_bad_fraction=0.9)
+    (site.own_folder / "raw" / "good" / "train" / "0" / "=cmd|' !A0.png").write_bytes(b"no image")
     assert cli.main(["ingest", site.config(card)]) == 0
     with open(
-        next((site.own / "storage" / "stages").glob("*/*/rejected.csv")), newline=""
+        next((site.own_folder / "storage" / "stages").glob("*/*/rejected.csv")), newline=""
     ) as stream:
         rows = list(csv.DictReader(stream))
     assert rows
@@ -813,9 +821,9 @@ def test_names_of_files_are_no_formulas_in_the_list_of_what_was_left_out(site: A
 def test_a_text_of_many_megabytes_is_no_config(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (site.own / "bad.yaml").write_text("#" * (17 << 20))
+    (site.own_folder / "bad.yaml").write_text("#" * (17 << 20))
     assert "longer than 16777216 characters" in sentence(
-        capfd, ["plan", str(site.own / "bad.yaml")]
+        capfd, ["plan", str(site.own_folder / "bad.yaml")]
     )
 
 
@@ -830,15 +838,18 @@ def test_a_backbone_of_a_stranger_is_refused_by_plan_and_reaches_nothing(
 ) -> None:
     monkeypatch.setattr(socket.socket, "connect", no_connection)
     backbone, says = backbones(site.outside)[case]
-    card = small_run.make_card(site.own, "good", "01", 3, 2)
-    said = sentence(capfd, ["plan", written(site, card, backbone)])
-    assert says in said
+    card = small_run.make_card(site.own_folder, "good", "01", 3, 2)
+    message = sentence(capfd, ["plan", written(site, card, backbone)])
+    assert says in message
 
 
 def written(site: Site, card: str, backbone: dict[str, Any]) -> str:
     """The path of a config with this backbone alone."""
-    body = {**small_run.make_body(site.own, {"bad": card}, ["finetune"]), "backbone": backbone}
-    return small_run.write_config(site.own / "config.yaml", body)
+    body = {
+        **small_run.make_body(site.own_folder, {"bad": card}, ["finetune"]),
+        "backbone": backbone,
+    }
+    return small_run.write_config(site.own_folder / "config.yaml", body)
 
 
 @pytest.mark.parametrize(
@@ -906,7 +917,7 @@ def test_hostile_tensors_are_refused(case: Any) -> None:
 def test_hostile_weights_of_a_backbone_are_refused(
     case: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = site.own / "weights.pt"
+    path = site.own_folder / "weights.pt"
     if case == "torch.save":
 
         class Evil:
@@ -916,11 +927,11 @@ def test_hostile_weights_of_a_backbone_are_refused(
         torch.save({"cls_token": Evil()}, path)
     else:
         path.write_bytes(site.pickled() if case == "old pickle" else TENSORS[case])
-    card = small_run.make_card(site.own, "good", "01", 3, 2)
-    said = sentence(
+    card = small_run.make_card(site.own_folder, "good", "01", 3, 2)
+    message = sentence(
         capfd, ["run", site.config(card, backbone={**small_run.BACKBONE, "weights": str(path)})]
     )
-    assert "not readable as safetensors" in said
+    assert "not readable as safetensors" in message
 
 
 def state(shape: Any, **changes: Any) -> bytes:
@@ -949,8 +960,8 @@ def state_said(data: bytes) -> str:
 def test_a_mask_that_says_it_is_larger_than_its_bits_is_refused_and_takes_no_memory(
     shape: Any,
 ) -> None:
-    said, megabytes = costs(state_said, state(shape))
-    assert "not a task state" in said
+    outcome, megabytes = costs(state_said, state(shape))
+    assert "not a task state" in outcome
     assert megabytes < 50
 
 
@@ -1006,8 +1017,8 @@ def test_a_hostile_parquet_is_refused(
     case: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make, says = PARQUETS[case]
-    said = sentence(capfd, ["ingest", source(site, make())])
-    assert says.replace("4 of 4", "8 of 8") in said
+    message = sentence(capfd, ["ingest", source(site, make())])
+    assert says.replace("4 of 4", "8 of 8") in message
 
 
 def test_pickled_objects_in_parquet_stay_bytes(
@@ -1047,10 +1058,10 @@ def test_rows_that_all_say_the_same_huge_value_take_the_memory_of_one(
     table = pa.table(
         {"image": pa.array([png()] * 80), "label": pa.array([b"a"] * 80), column: names}
     )
-    (site.own / "x.parquet").write_bytes(parquet(table, compression="zstd"))
-    assert (site.own / "x.parquet").stat().st_size < 20_000
-    said, megabytes = costs(read_rows, str(site.own / "x.parquet"))
-    assert ("20971520 characters" if column == "label" else "80") in said
+    (site.own_folder / "x.parquet").write_bytes(parquet(table, compression="zstd"))
+    assert (site.own_folder / "x.parquet").stat().st_size < 20_000
+    outcome, megabytes = costs(read_rows, str(site.own_folder / "x.parquet"))
+    assert ("20971520 characters" if column == "label" else "80") in outcome
     assert megabytes < 200
 
 
@@ -1064,7 +1075,7 @@ def test_pickles_of_cifar_that_are_not_the_published_ones_are_not_loaded(
         raise OSError("no network")
 
     monkeypatch.setattr(cifar, "download_and_extract_archive", away)
-    folder = site.own / "cifar-10-batches-py"
+    folder = site.own_folder / "cifar-10-batches-py"
     folder.mkdir()
     for name, _ in [
         *cifar.CIFAR10.train_list,
@@ -1073,17 +1084,21 @@ def test_pickles_of_cifar_that_are_not_the_published_ones_are_not_loaded(
     ]:
         (folder / name).write_bytes(site.pickled())
     torchvision_format.torchvision_set.cache_clear()
-    said = sentence(
+    message = sentence(
         capfd,
         [
             "ingest",
             site.config(
                 site.card(
-                    source={"format": "torchvision", "name": "CIFAR10", "path": str(site.own)}
+                    source={
+                        "format": "torchvision",
+                        "name": "CIFAR10",
+                        "path": str(site.own_folder),
+                    }
                 )
             ),
         ],
     )
-    assert "CIFAR10 is not below" in said
+    assert "CIFAR10 is not below" in message
     with pytest.raises(UserError, match="CIFAR10 is not below"):
-        torchvision_format.torchvision_set(str(site.own), "CIFAR10", "train", False)
+        torchvision_format.torchvision_set(str(site.own_folder), "CIFAR10", "train", False)

@@ -51,7 +51,7 @@ def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site: Any) -> None:
             member("train/a/1.pkl", site.pickled()),
         ]
     ) + bytes(1024)
-    shards = Shards.open(str(site.own), ingested(site, data=data))
+    shards = Shards.open(str(site.own_folder), ingested(site, data=data))
     assert [key for key, _ in shards.stream(["train-00000.tar"])] == ["train/a/0", "train/a/1"]
 
 
@@ -88,11 +88,11 @@ def test_a_hostile_index_is_refused(case: Any, site: Any) -> None:
     with pytest.raises(
         DamagedArtifact, match=r"not readable as an index .*; run the same command again"
     ):
-        Shards.open(str(site.own), key)
+        Shards.open(str(site.own_folder), key)
 
 
 def test_an_honest_index_is_read(site: Any) -> None:
-    assert Shards.open(str(site.own), ingested(site)).index.num_rows == 1
+    assert Shards.open(str(site.own_folder), ingested(site)).index.num_rows == 1
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -112,11 +112,11 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("case", MANIFESTS)
 def test_a_manifest_that_names_what_is_not_its_own_does_not_stand(case: Any, site: Any) -> None:
     key = ingested(site)
-    path = site.own / key / "manifest.json"
+    path = site.own_folder / key / "manifest.json"
     body = json.loads(path.read_text())
     MANIFESTS[case](body)
     path.write_text(json.dumps({**body, "sha256": digest_of(body)}))
-    assert Artifact.open(str(site.own), key) is None
+    assert Artifact.open(str(site.own_folder), key) is None
 
 
 DEEP, ENDLESS = "[" * 100_000, '{"name": ' + "9" * 5000 + "}"
@@ -130,23 +130,23 @@ DEEP, ENDLESS = "[" * 100_000, '{"name": ' + "9" * 5000 + "}"
 def test_json_of_a_stranger_is_no_record_and_no_obstacle(
     text: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    store = Store(str(site.own / "storage"))
-    card = small_run.make_card(site.own, "good", "01", 3, 2)
-    for place in (
+    store = Store(str(site.own_folder / "storage"))
+    card = small_run.make_card(site.own_folder, "good", "01", 3, 2)
+    for path in (
         "stages/k/manifest.json",
         "runs/small/run.json",
         "checkpoints/k/latest.json",
         "sources/x.json",
         "model/model.json",
     ):
-        (site.own / "storage" / place).parent.mkdir(parents=True, exist_ok=True)
-        (site.own / "storage" / place).write_text(text)
+        (site.own_folder / "storage" / path).parent.mkdir(parents=True, exist_ok=True)
+        (site.own_folder / "storage" / path).write_text(text)
     assert Artifact.open(store.root, "k") is None
     assert store.record("small") is None
     assert store.remembered("x") is None
     assert checkpoint.load(store.root, "k") is None
     with pytest.raises(UserError, match=r"model\.json"):
-        Bundle.open(str(site.own / "storage" / "model"))
+        Bundle.open(str(site.own_folder / "storage" / "model"))
     assert cli.main(["plan", site.config(card)]) == 0
 
 
@@ -160,10 +160,10 @@ def read_one(path: str) -> str:
 
 
 def test_json_of_gigabytes_takes_little_memory(site: Any) -> None:
-    with open(site.own / "manifest.json", "wb") as stream:
+    with open(site.own_folder / "manifest.json", "wb") as stream:
         stream.truncate(4 << 30)
-    said, megabytes = costs(read_one, str(site.own / "manifest.json"))
-    assert "larger than" in said
+    outcome, megabytes = costs(read_one, str(site.own_folder / "manifest.json"))
+    assert "larger than" in outcome
     assert megabytes < 200
 
 
@@ -177,10 +177,12 @@ def test_json_of_gigabytes_takes_little_memory(site: Any) -> None:
     ],
 )
 def test_a_checkpoint_elsewhere_is_neither_loaded_nor_deleted(name: str, site: Any) -> None:
-    root, folder = str(site.own / "stages"), site.own / "checkpoints" / "k"
+    root, folder = str(site.own_folder / "stages"), site.own_folder / "checkpoints" / "k"
     folder.mkdir(parents=True)
-    (site.own / "checkpoints" / "k2").mkdir()
-    (site.own / "checkpoints" / "k2" / "e00000-s000000-00000000.safetensors").write_text("kept")
+    (site.own_folder / "checkpoints" / "k2").mkdir()
+    (site.own_folder / "checkpoints" / "k2" / "e00000-s000000-00000000.safetensors").write_text(
+        "kept"
+    )
     data = (folder / name).resolve().read_bytes() if (folder / name).resolve().exists() else b""
     (folder / "latest.json").write_text(
         json.dumps({"file": name.replace("../../outside", str(site.outside)), **file_info(data)})
@@ -196,24 +198,24 @@ def test_a_checkpoint_elsewhere_is_neither_loaded_nor_deleted(name: str, site: A
         checkpoint.Checkpoint(0, 1, [], {}, {}),
     )
     assert checkpoint.load(root, "k") is not None
-    assert (site.own / "checkpoints" / "k2" / "e00000-s000000-00000000.safetensors").exists()
+    assert (site.own_folder / "checkpoints" / "k2" / "e00000-s000000-00000000.safetensors").exists()
 
 
 def test_a_checkpoint_of_other_words_starts_the_stage_anew(site: Any) -> None:
-    folder = site.own / "checkpoints" / "k"
+    folder = site.own_folder / "checkpoints" / "k"
     folder.mkdir(parents=True)
     data = safetensors.torch.save({"x": torch.zeros(1)}, {"accrete": json.dumps({"nothing": 1})})
     name = "e00000-s000001-00000000.safetensors"
     (folder / name).write_bytes(data)
     (folder / "latest.json").write_text(json.dumps({"file": name, **file_info(data)}))
-    assert checkpoint.load(str(site.own / "stages"), "k") is None
+    assert checkpoint.load(str(site.own_folder / "stages"), "k") is None
 
 
 @pytest.mark.parametrize(
     "key", ["../../../outside", "/etc", "a/b", "..", "<script>", "", None, 3.5, ["x"]]
 )
 def test_a_record_whose_keys_lead_out_of_the_store_is_none(key: Any, site: Any) -> None:
-    store = Store(str(site.own))
+    store = Store(str(site.own_folder))
     store.save_record({"name": "r", "stages": [{"id": "x", "key": "0" * 32, "step": "train"}]})
     assert store.record("r") is not None
     store.save_record({"name": "r", "stages": [{"id": "x", "key": key, "step": "train"}]})
@@ -231,7 +233,7 @@ def test_a_record_whose_keys_lead_out_of_the_store_is_none(key: Any, site: Any) 
     ],
 )
 def test_a_record_with_less_than_a_stage_is_none(stage: Any, site: Any) -> None:
-    store = Store(str(site.own))
+    store = Store(str(site.own_folder))
     store.save_record({"name": "r", "stages": [stage]})
     assert store.record("r") is None
 
@@ -241,15 +243,15 @@ def test_a_record_with_less_than_a_stage_is_none(stage: Any, site: Any) -> None:
 def test_a_card_cannot_name_a_place(
     name: str, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = sentence(
+    message = sentence(
         capfd,
         [
             "ingest",
             site.config(site.card(name=name, source={"format": "sklearn", "name": "digits"})),
         ],
     )
-    assert "card.yaml" in said
-    assert "name is" in said
+    assert "card.yaml" in message
+    assert "name is" in message
 
 
 @pytest.mark.parametrize(
@@ -262,26 +264,28 @@ def test_a_card_cannot_name_a_place(
     ],
 )
 def test_a_card_holds_no_nul(changes: Any, site: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    said = sentence(capfd, ["ingest", site.config(site.card(**changes))])
-    assert "card.yaml" in said
-    assert "a character that no file can be named with" in said
+    message = sentence(capfd, ["ingest", site.config(site.card(**changes))])
+    assert "card.yaml" in message
+    assert "a character that no file can be named with" in message
 
 
 @pytest.mark.parametrize("name", ["x\ny", "x\x1b[2Jy", "", "x" * 10_000, "x\u202ey"])
 def test_a_class_has_a_name_that_can_be_shown(
     name: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = sentence(
+    message = sentence(
         capfd,
         [
             "ingest",
             site.config(
-                site.card(classes=["a", name], source={"format": "folder", "path": str(site.own)})
+                site.card(
+                    classes=["a", name], source={"format": "folder", "path": str(site.own_folder)}
+                )
             ),
         ],
     )
-    assert "printable characters" in said
-    assert "\x1b" not in said
+    assert "printable characters" in message
+    assert "\x1b" not in message
 
 
 @pytest.mark.parametrize(
@@ -289,9 +293,9 @@ def test_a_class_has_a_name_that_can_be_shown(
 )
 def test_whatever_a_class_is_called_its_files_stay_where_they_belong(name: Any, site: Any) -> None:
     table = pa.table({"image": [png(n) for n in range(4)], "label": ["a", name, "a", name]})
-    (site.own / "raw").mkdir()
+    (site.own_folder / "raw").mkdir()
     for split in ("train", "test"):
-        pq.write_table(table, site.own / "raw" / f"{split}.parquet")
+        pq.write_table(table, site.own_folder / "raw" / f"{split}.parquet")
     assert (
         cli.main(
             [
@@ -299,15 +303,15 @@ def test_whatever_a_class_is_called_its_files_stay_where_they_belong(name: Any, 
                 site.config(
                     site.card(
                         classes=["a", name],
-                        source={"format": "parquet", "path": str(site.own / "raw")},
+                        source={"format": "parquet", "path": str(site.own_folder / "raw")},
                     )
                 ),
             ]
         )
         == 0
     )
-    key = next((site.own / "storage" / "stages").iterdir()).name
-    shards = Shards.open(str(site.own / "storage" / "stages"), key)
+    key = next((site.own_folder / "storage" / "stages").iterdir()).name
+    shards = Shards.open(str(site.own_folder / "storage" / "stages"), key)
     assert {*shards.index["class"].to_pylist()} == {"a", name}
     for path in shards.index["key"].to_pylist():
         assert len(path.split("/")) == 3
@@ -321,11 +325,13 @@ def test_a_label_of_the_source_does_not_fill_the_terminal(
     table = pa.table(
         {"image": [png(n) for n in range(4)], "label": ["a", "x" * 4000, "\x1b[2J" * 50, "b"]}
     )
-    place = source(site, parquet(table))
-    site.card(max_bad_fraction=0.0, source={"format": "parquet", "path": str(site.own / "raw")})
-    said = sentence(capfd, ["ingest", place])
-    assert "4 of 8 images are corrupt or unlabelled" in said
-    assert "\x1b" not in said
+    config_path = source(site, parquet(table))
+    site.card(
+        max_bad_fraction=0.0, source={"format": "parquet", "path": str(site.own_folder / "raw")}
+    )
+    message = sentence(capfd, ["ingest", config_path])
+    assert "4 of 8 images are corrupt or unlabelled" in message
+    assert "\x1b" not in message
 
 
 EVIL = [
@@ -390,12 +396,14 @@ def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(
         {"seed": -1},
     ):
         changed = {**body, **change}
-        (site.own / "model.json").write_text(json.dumps({**changed, "sha256": digest_of(changed)}))
-        said = sentence(capfd, ["tasks", str(site.own), "list"])
-        assert "model.json" in said
-        assert "\x1b" not in said
-    (site.own / "model.json").write_text(json.dumps({**body, "sha256": digest_of(body)}))
-    assert "tasks/a.safetensors" in sentence(capfd, ["tasks", str(site.own), "list"]), (
+        (site.own_folder / "model.json").write_text(
+            json.dumps({**changed, "sha256": digest_of(changed)})
+        )
+        message = sentence(capfd, ["tasks", str(site.own_folder), "list"])
+        assert "model.json" in message
+        assert "\x1b" not in message
+    (site.own_folder / "model.json").write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    assert "tasks/a.safetensors" in sentence(capfd, ["tasks", str(site.own_folder), "list"]), (
         "a file that is not there"
     )
 
@@ -423,8 +431,8 @@ def model_of_a_stranger(site: Site, **changes: Any) -> str:
         "tasks": [{"name": "a", "classes": ["x"], "card": "c", "data": "d", "role": "task"}],
         **changes,
     }
-    (site.own / "model.json").write_text(json.dumps({**body, "sha256": digest_of(body)}))
-    return str(site.own)
+    (site.own_folder / "model.json").write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    return str(site.own_folder)
 
 
 @pytest.mark.parametrize("case", BACKBONES)
@@ -434,9 +442,9 @@ def test_a_model_folder_that_asks_for_another_backbone_is_refused(
     """Whether a task is imported into it, or it is asked about an image."""
     backbone, says = backbones(site.outside)[case]
     folder = model_of_a_stranger(site, backbone=backbone)
-    (site.own / "x.png").write_bytes(png())
-    said = sentence(capfd, ["predict", folder, str(site.own / "x.png"), "--task", "a"])
-    assert says in said
+    (site.own_folder / "x.png").write_bytes(png())
+    message = sentence(capfd, ["predict", folder, str(site.own_folder / "x.png"), "--task", "a"])
+    assert says in message
     with pytest.raises(UserError):
         Bundle.open(folder).method()
 
@@ -448,8 +456,8 @@ def test_a_model_folder_with_less_than_its_backbone_is_refused_before_one_is_mad
         **small_run.BACKBONE,
         "options": {**small_run.BACKBONE["options"], "embed_dim": 8192, "num_heads": 1},
     }
-    said, megabytes = costs(load_model, model_of_a_stranger(site, backbone=backbone))
-    assert "backbone.safetensors has 1 bytes, and a backbone of these settings" in said
+    outcome, megabytes = costs(load_model, model_of_a_stranger(site, backbone=backbone))
+    assert "backbone.safetensors has 1 bytes, and a backbone of these settings" in outcome
     assert megabytes < 300
 
 

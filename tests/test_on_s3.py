@@ -16,26 +16,26 @@ from workers.storage.artifact import list_files
 DATA = Path(os.environ.get("ACCRETE_DATA", "../shared/data"))
 
 
-def config_of(reference: Reference, bucket: s3.Proxy, place: Path, **changes: Any) -> str:
-    body = small_run.make_body(place, reference.cards, storage=bucket.uri)
-    body["cluster"]["cache"] = str(place / "cache")
-    return small_run.write_config(place / "config.yaml", body | changes)
+def config_of(reference: Reference, bucket: s3.Proxy, folder: Path, **changes: Any) -> str:
+    body = small_run.make_body(folder, reference.cards, storage=bucket.uri)
+    body["cluster"]["cache"] = str(folder / "cache")
+    return small_run.write_config(folder / "config.yaml", body | changes)
 
 
 def through(
-    argv: list[str], bucket: s3.Proxy, place: Path, stop_before: int = 0
+    argv: list[str], bucket: s3.Proxy, folder: Path, stop_before: int = 0
 ) -> tuple[int, str]:
     """Exit code, and what it said."""
-    process = s3.start(argv, place / "out.txt", s3.environment(bucket.port), stop_before)
+    process = s3.start(argv, folder / "out.txt", s3.environment(bucket.port), stop_before)
     process.join(300)
-    return process.exitcode, (place / "out.txt").read_text()
+    return process.exitcode, (folder / "out.txt").read_text()
 
 
-def judge(reference: Reference, bucket: s3.Proxy, place: Path) -> None:
-    storage = s3.fetched(bucket.upstream, bucket.bucket, place / "bucket") / "storage"
+def judge(reference: Reference, bucket: s3.Proxy, folder: Path) -> None:
+    storage = s3.fetched(bucket.upstream, bucket.bucket, folder / "bucket") / "storage"
     assert small_run.results(storage) == reference.expected
     assert not list(storage.glob("checkpoints/*/*"))
-    assert not s3.leaks(place)
+    assert not s3.leaks(folder)
 
 
 def test_a_run_through_errors_that_pass_has_the_same_numbers(
@@ -43,8 +43,8 @@ def test_a_run_through_errors_that_pass_has_the_same_numbers(
 ) -> None:
     bucket.share = 0.05
     config = config_of(reference, bucket, tmp_path)
-    code, said = through(["run", config], bucket, tmp_path)
-    assert code == 0, said
+    code, output = through(["run", config], bucket, tmp_path)
+    assert code == 0, output
     assert sum(bool(fault) for _, _, fault in bucket.seen) > 10
     judge(reference, bucket, tmp_path)
     stages = len(reference.expected) + 1
@@ -54,9 +54,9 @@ def test_a_run_through_errors_that_pass_has_the_same_numbers(
         (["report", config], "report: s3://"),
         (["gc", "--storage", bucket.uri, "--yes"], "nothing to delete"),
     ):
-        code, said = through(argv, bucket, tmp_path)
-        assert code == 0, said
-        assert expected in said
+        code, output = through(argv, bucket, tmp_path)
+        assert code == 0, output
+        assert expected in output
 
 
 @pytest.mark.parametrize("call", [9, 31])
@@ -68,9 +68,9 @@ def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(
     code, _ = through(["run", config], bucket, tmp_path, stop_before=call)
     assert code == -9
     before = {name for name in list_files(bucket.uri) if name.endswith("manifest.json")}
-    code, said = through(["run", config], bucket, tmp_path)
-    assert code == 0, said
-    assert f"{len(before)} reused" in said or not before
+    code, output = through(["run", config], bucket, tmp_path)
+    assert code == 0, output
+    assert f"{len(before)} reused" in output or not before
     judge(reference, bucket, tmp_path)
 
 
@@ -83,8 +83,8 @@ def test_few_requests_are_made_of_each_stage(reference: Any, bucket: Any, tmp_pa
         cluster={"checkpoint_s": 1e6, "cache": str(tmp_path / "cache")},
     )
     config = small_run.write_config(tmp_path / "config.yaml", body)
-    code, said = through(["run", config], bucket, tmp_path)
-    assert code == 0, said
+    code, output = through(["run", config], bucket, tmp_path)
+    assert code == 0, output
     stages = len(reference.expected) + 1
     assert len(bucket.seen) < 30 * stages
     assert bucket.counts(".tar")["GET"] == 6  # three cards, train and test: once each
@@ -102,10 +102,10 @@ def test_a_run_on_ray_through_errors_that_pass_has_the_same_numbers(
         "address": "local",
         "cache": str(tmp_path / "cache"),
     }
-    code, said = through(
+    code, output = through(
         ["run", small_run.write_config(tmp_path / "config.yaml", body)], bucket, tmp_path
     )
-    assert code == 0, said
+    assert code == 0, output
     judge(reference, bucket, tmp_path)
     assert not [name for name in list_files(bucket.uri) if name.startswith("ray/")], (
         "what Ray wrote of its own is taken away"
@@ -123,12 +123,12 @@ def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(
         tracking={"uri": f"sqlite:///{tmp_path}/mlflow.db", "models": False},
     )
     bucket.share = 0.02
-    code, said = through(["run", config], bucket, tmp_path)
-    assert code == 0, said
-    assert "warning" not in said.lower(), said
+    code, output = through(["run", config], bucket, tmp_path)
+    assert code == 0, output
+    assert "warning" not in output.lower(), output
     judge(reference, bucket, tmp_path)
-    found = [name for name in list_files(bucket.uri) if name.startswith("mlartifacts/")]
-    assert any(name.endswith("report.html") for name in found)
+    artifacts = [name for name in list_files(bucket.uri) if name.startswith("mlartifacts/")]
+    assert any(name.endswith("report.html") for name in artifacts)
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_seven_real_tasks_through_errors_that_pass_have_the_same_numbers(
     process.join(1500)
     assert process.exitcode == 0, (tmp_path / "remote.txt").read_text()
     storage = s3.fetched(bucket.upstream, bucket.bucket, tmp_path / "bucket") / "storage"
-    found = small_run.results(storage)
-    assert found == small_run.results(tmp_path / "local")
-    assert len(found) == 7 + 1 + 2 * 14
+    results = small_run.results(storage)
+    assert results == small_run.results(tmp_path / "local")
+    assert len(results) == 7 + 1 + 2 * 14
     assert not s3.leaks(tmp_path)

@@ -19,33 +19,33 @@ from tests.recovery import MOMENTS, Crash, Reference, judge, spoil, standing, st
 
 
 # ---- SIGKILL of the driver -----------------------------------------------------------------------
-def killed_at_a_moment(reference: Reference, place: Path, moment: float) -> None:
-    process = small_run.start(["run", reference.config(place)], place / "killed.txt")
+def killed_at_a_moment(reference: Reference, folder: Path, moment: float) -> None:
+    process = small_run.start(["run", reference.config(folder)], folder / "killed.txt")
     process.join(moment)
     process.kill()
     process.join()
-    before = standing(place)
+    before = standing(folder)
     judge(
         reference,
-        place,
+        folder,
         before,
-        small_run.run(["run", reference.config(place)], place / "again.txt"),
+        small_run.run(["run", reference.config(folder)], folder / "again.txt"),
     )
 
 
-def killed_at_a_call(reference: Reference, place: Path, call: int) -> bool:
+def killed_at_a_call(reference: Reference, folder: Path, call: int) -> bool:
     """Returns whether the process lived to make so many calls."""
     process = small_run.start(
-        ["run", reference.config(place)], place / "killed.txt", kill_before=call
+        ["run", reference.config(folder)], folder / "killed.txt", kill_before=call
     )
     process.join(240)
     assert process.exitcode in (-9, 0)
-    before = standing(place)
+    before = standing(folder)
     judge(
         reference,
-        place,
+        folder,
         before,
-        small_run.run(["run", reference.config(place)], place / "again.txt"),
+        small_run.run(["run", reference.config(folder)], folder / "again.txt"),
     )
     was_killed: bool = process.exitcode == -9
     return was_killed
@@ -130,13 +130,13 @@ def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_s
     )
     process.join(240)
     assert process.exitcode == 143
-    said = (tmp_path / "out.txt").read_text()
+    output = (tmp_path / "out.txt").read_text()
     assert (
-        said.splitlines()[-1]
+        output.splitlines()[-1]
         == "accrete: told to stop; what was under way is saved as far as its last checkpoint, "
         "run the same command again to go on"
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     saved = [*(tmp_path / "storage" / "checkpoints").rglob("latest.json")]
     assert len(saved) == 1
     before = standing(tmp_path)
@@ -189,9 +189,9 @@ def test_a_disk_that_fills_up_is_told_in_a_sentence_and_nothing_is_lost(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         assert cli.main(["run", config]) == 2
-    said = capfd.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert "No space left on device" in said
+    output = capfd.readouterr().err
+    assert len(output.splitlines()) == 1
+    assert "No space left on device" in output
     assert not list((tmp_path / "storage").rglob("*.part")), "what was half written is removed"
     assert cli.main(["run", config]) == 0
     judge(reference, tmp_path, {}, capfd.readouterr().out)

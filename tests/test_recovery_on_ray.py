@@ -20,9 +20,9 @@ from tests import small_run
 from tests.recovery import MOMENTS, Reference, judge, standing
 
 
-def on_ray(reference: Reference, place: Path, workers: int = 1, **changes: Any) -> str:
+def on_ray(reference: Reference, folder: Path, workers: int = 1, **changes: Any) -> str:
     return reference.config(
-        place,
+        folder,
         cluster={"workers": workers, "groups": 1, "address": "local", "retries": 3},
         **changes,
     )
@@ -45,13 +45,13 @@ def test_two_ray_workers_give_the_same_up_to_the_order_of_sums(
     """Gradients are summed in another order: weights differ in their last bits, predictions on few
     images."""
     small_run.run(["run", on_ray(reference, tmp_path, 2)], tmp_path / "out.txt")
-    found = small_run.results(tmp_path / "storage")
-    assert found.keys() == reference.expected.keys()
+    results = small_run.results(tmp_path / "storage")
+    assert results.keys() == reference.expected.keys()
     for stage_id, expected in reference.expected.items():
         if stage_id.startswith("data/"):
-            assert found[stage_id] == expected
+            assert results[stage_id] == expected
         elif stage_id.endswith("/evaluate"):
-            for one, two in zip(expected["rows"], found[stage_id]["rows"], strict=True):
+            for one, two in zip(expected["rows"], results[stage_id]["rows"], strict=True):
                 assert one["total"] == two["total"]
                 assert abs(one["correct"] - two["correct"]) <= 2
         else:
@@ -102,12 +102,12 @@ def gone_within(processes: list[psutil.Process], seconds: float) -> list[str]:
 
 
 def train_workers(pid: int) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in descendants(pid):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             if "TrainWorker" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def kill(process: psutil.Process) -> None:
@@ -118,9 +118,9 @@ def kill(process: psutil.Process) -> None:
 @pytest.fixture(scope="module")
 def ray_seconds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> float:
     """How long an uninterrupted run takes on Ray."""
-    place = tmp_path_factory.mktemp("ray")
+    folder = tmp_path_factory.mktemp("ray")
     started = time.monotonic()
-    small_run.run(["run", on_ray(reference, place)], place / "out.txt")
+    small_run.run(["run", on_ray(reference, folder)], folder / "out.txt")
     return time.monotonic() - started
 
 
@@ -146,24 +146,24 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(
         time.sleep(0.1)
     family = descendants(process.pid) or family
     if victim == "worker":
-        found = train_workers(process.pid)
-        if found:
-            kill(random.Random(trial).choice(found))
+        processes = train_workers(process.pid)
+        if processes:
+            kill(random.Random(trial).choice(processes))
         process.join(240)
-        said = (tmp_path / "killed.txt").read_text()
-        assert process.exitcode == 0, said
+        output = (tmp_path / "killed.txt").read_text()
+        assert process.exitcode == 0, output
     else:
         process.kill()
         for child in family if victim == "tree" else []:
             kill(child)
         process.join()
     before = standing(tmp_path)
-    said = small_run.run(["run", config], tmp_path / "again.txt")
+    output = small_run.run(["run", config], tmp_path / "again.txt")
     # two agents of Ray look around once a minute
     assert not gone_within(family, 100), "processes of the run are left behind"
     after = small_run.attempts(tmp_path / "storage")
     assert before.items() <= after.items()
-    assert victim != "worker" or "no stage was run" in said
+    assert victim != "worker" or "no stage was run" in output
     assert small_run.results(tmp_path / "storage") == (
         reference.expected if workers == 1 else two_workers(reference)
     )
@@ -202,9 +202,9 @@ def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_
     )
 
 
-def until_checkpoint(place: Path, stage_id: str, process: Any, out: str = "killed.txt") -> None:
+def until_checkpoint(folder: Path, stage_id: str, process: Any, out: str = "killed.txt") -> None:
     """Waits until a stage in training has one."""
-    record = place / "storage" / "runs" / "small" / "run.json"
+    record = folder / "storage" / "runs" / "small" / "run.json"
     while process.is_alive():
         keys = (
             {stage["id"]: stage["key"] for stage in json.loads(record.read_text())["stages"]}
@@ -213,11 +213,11 @@ def until_checkpoint(place: Path, stage_id: str, process: Any, out: str = "kille
         )
         if (
             stage_id in keys
-            and (place / "storage" / "checkpoints" / keys[stage_id] / "latest.json").exists()
+            and (folder / "storage" / "checkpoints" / keys[stage_id] / "latest.json").exists()
         ):
             return
         time.sleep(0.02)
-    raise AssertionError(f"{stage_id} came to its end: {(place / out).read_text()}")
+    raise AssertionError(f"{stage_id} came to its end: {(folder / out).read_text()}")
 
 
 @pytest.mark.slow
@@ -236,12 +236,12 @@ def test_where_ray_itself_is_killed_the_run_says_so_and_goes_on_by_the_same_comm
                         killed = True
         time.sleep(0.05)
     process.join(120)
-    said = (tmp_path / "killed.txt").read_text()
+    output = (tmp_path / "killed.txt").read_text()
     assert killed
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     if process.exitcode:  # without a raylet the workers that are up may well finish
-        assert process.exitcode == 2, said
-        assert said.splitlines()[-1].startswith("accrete: Ray itself broke down")
+        assert process.exitcode == 2, output
+        assert output.splitlines()[-1].startswith("accrete: Ray itself broke down")
     judge(
         reference,
         tmp_path,

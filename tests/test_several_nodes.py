@@ -40,15 +40,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     }
 
 
-def on(nodes: Nodes, reference: Reference, place: Path, **cluster: Any) -> str:
+def on(nodes: Nodes, reference: Reference, folder: Path, **cluster: Any) -> str:
     """checkpoint_s: checkpoints after each step make the moments of the tests sharp."""
     body = {"workers": 1, "address": nodes.address, "checkpoint_s": 1e-6, "retries": 1, **cluster}
-    return reference.config(place, cluster=body)
+    return reference.config(folder, cluster=body)
 
 
 def working(nodes: Nodes) -> list[Any]:
     """Nodes on which a worker of a group runs."""
-    return nodes.holding("TrainWorker")
+    return nodes.nodes_running("TrainWorker")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,11 +64,11 @@ def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_proces
         nodes.kill(victim)
         nodes.nodes.append(nodes.add(1))
         process.join(240)
-        said = (tmp_path / "out.txt").read_text()
-        assert process.exitcode == 0, said
-    assert "was lost; what ran on it goes on from its last checkpoint" in said
-    assert " joined (1 CPUs)" in said
-    assert "Traceback" not in said
+        output = (tmp_path / "out.txt").read_text()
+        assert process.exitcode == 0, output
+    assert "was lost; what ran on it goes on from its last checkpoint" in output
+    assert " joined (1 CPUs)" in output
+    assert "Traceback" not in output
     assert before.items() <= small_run.attempts(tmp_path / "storage").items()
     assert small_run.results(tmp_path / "storage") == reference.expected
 
@@ -87,12 +87,12 @@ def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path: 
         # then the next task is trained
         wait_for(lambda: "hat/base/train" in standing(tmp_path), 200, process)
         [node] = working(nodes)
-        nodes.announce(node)
+        nodes.announce_preemption(node)
         process.join(240)
-        said = (tmp_path / "out.txt").read_text()
-        assert process.exitcode == 0, said
-    assert "is going to be taken away; what runs on it is saved and moved" in said
-    assert "hat/a/train: it is told to leave, its state is saved; it goes on from there" in said
+        output = (tmp_path / "out.txt").read_text()
+        assert process.exitcode == 0, output
+    assert "is going to be taken away; what runs on it is saved and moved" in output
+    assert "hat/a/train: it is told to leave, its state is saved; it goes on from there" in output
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
@@ -112,12 +112,22 @@ def test_a_controller_that_is_killed_holds_nothing_and_leaves_nobody(
             until_checkpoint(tmp_path, "hat/a/train", process, "out.txt")
         else:
             wait_for(lambda: working(nodes), 120, process)
-        [controller] = [found for found in nodes.everything() if "TrainController" in title(found)]
+        [controller] = [
+            candidate
+            for candidate in nodes.all_processes()
+            if "TrainController" in title(candidate)
+        ]
         controller.kill()
         process.join(240)
         assert process.exitcode == 0, (tmp_path / "out.txt").read_text()
         wait_for(
-            lambda: not [found for found in nodes.everything() if re.search(REMAINS, title(found))],
+            lambda: (
+                not [
+                    candidate
+                    for candidate in nodes.all_processes()
+                    if re.search(REMAINS, title(candidate))
+                ]
+            ),
             60,
         )
     assert small_run.results(tmp_path / "storage") == reference.expected
@@ -136,15 +146,15 @@ def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(
         wait_for(lambda: "hat/a/train" in standing(tmp_path), 200, process)
         nodes.add(1)
         process.join(300)
-        said = (tmp_path / "out.txt").read_text()
-        assert process.exitcode == 0, said
+        output = (tmp_path / "out.txt").read_text()
+        assert process.exitcode == 0, output
     manifests = small_run.manifests(tmp_path / "storage")
     assert manifests["hat/a/train"]["workers"] == 1
     assert manifests["hat/b/evaluate"]["workers"] == 2, "it has grown again"
-    found = small_run.results(tmp_path / "storage")
+    results = small_run.results(tmp_path / "storage")
     for stage_id, expected in reference.expected.items():
         if stage_id.endswith("/evaluate"):
-            for one, two in zip(expected["rows"], found[stage_id]["rows"], strict=True):
+            for one, two in zip(expected["rows"], results[stage_id]["rows"], strict=True):
                 assert abs(one["correct"] - two["correct"]) <= 2, (
                     "gradients are summed in another order, and that is all"
                 )
@@ -164,8 +174,8 @@ def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(
         )
         for process in (inside, outside):
             process.join(300)
-        said = [(tmp_path / f"{name}.txt").read_text() for name in ("inside", "outside")]
-        assert (inside.exitcode, outside.exitcode) == (0, 0), said
+        outputs = [(tmp_path / f"{name}.txt").read_text() for name in ("inside", "outside")]
+        assert (inside.exitcode, outside.exitcode) == (0, 0), outputs
     assert small_run.results(tmp_path / "storage") == reference.expected
     assert not [*(tmp_path / "storage").rglob("*.part")]
     attempts = [
@@ -267,10 +277,10 @@ def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(
         process.join(1200)
         three_s = time.monotonic() - began
         assert process.exitcode == 0, out.read_text()
-    said = out.read_text()
+    output = out.read_text()
     lost = [
         line
-        for line in said.splitlines()
+        for line in output.splitlines()
         if "it goes on from there" in line or "tried again" in line
     ]
     again_s = (storage / "stages" / lost_key / "manifest.json").stat().st_mtime - killed
@@ -280,7 +290,7 @@ def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(
             f"{three_s:.0f} s; the stage whose checkpoint was seen stood "
             f"{again_s:.0f} s after the kill; {lost}"
         )
-    assert "was lost; " in said
+    assert "was lost; " in output
     assert lost
     assert before.items() <= small_run.attempts(storage).items(), "what stood was computed again"
     assert small_run.results(storage) == small_run.results(tmp_path / "one" / "storage")

@@ -16,7 +16,7 @@ LOADS = {"pickle", "dill", "joblib", "shelve", "marshal", "cPickle", "jsonpickle
 
 def dangers(source: str) -> list[str]:
     """Calls by which a file could run code, as `line: what`."""
-    found = []
+    lines = []
     tree = ast.parse(source)
     safe = {
         name.id
@@ -33,52 +33,52 @@ def dangers(source: str) -> list[str]:
                 if isinstance(node, ast.Import)
                 else {(node.module or "").split(".")[0]}
             )
-            found += [f"{node.lineno}: import {name}" for name in names & LOADS]
+            lines += [f"{node.lineno}: import {name}" for name in names & LOADS]
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        given = {k.arg: k.value for k in node.keywords}
-        value = {key: v.value for key, v in given.items() if isinstance(v, ast.Constant)}
+        keywords = {k.arg: k.value for k in node.keywords}
+        value = {key: v.value for key, v in keywords.items() if isinstance(v, ast.Constant)}
         if (
             name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen")
             or name.split(".")[0] in LOADS
         ):
-            found.append(f"{node.lineno}: {name}")
+            lines.append(f"{node.lineno}: {name}")
         if name == "torch.load" and value.get("weights_only") is not True:
-            found.append(f"{node.lineno}: torch.load")
+            lines.append(f"{node.lineno}: torch.load")
         if name in ("np.load", "numpy.load") and value.get("allow_pickle") not in (None, False):
-            found.append(f"{node.lineno}: np.load")
+            lines.append(f"{node.lineno}: np.load")
         if (
             name in ("np.load", "numpy.load")
-            and "allow_pickle" in given
+            and "allow_pickle" in keywords
             and "allow_pickle" not in value
         ):
-            found.append(f"{node.lineno}: np.load")
+            lines.append(f"{node.lineno}: np.load")
         loader = (
-            ast.unparse(given["Loader"])
-            if "Loader" in given
+            ast.unparse(keywords["Loader"])
+            if "Loader" in keywords
             else ast.unparse(node.args[1])
             if len(node.args) > 1
             else ""
         )
         if name in ("yaml.load", "yaml.load_all") and loader not in safe:
-            found.append(f"{node.lineno}: yaml.load")
+            lines.append(f"{node.lineno}: yaml.load")
         if name in (
             "yaml.unsafe_load",
             "yaml.full_load",
             "yaml.unsafe_load_all",
             "yaml.full_load_all",
         ):
-            found.append(f"{node.lineno}: {name}")
-        if "shell" in given and value.get("shell", True):
-            found.append(f"{node.lineno}: shell=True")
+            lines.append(f"{node.lineno}: {name}")
+        if "shell" in keywords and value.get("shell", True):
+            lines.append(f"{node.lineno}: shell=True")
         if name.endswith(("extractall", ".extract")):
-            found.append(f"{node.lineno}: {name}")
-    return found
+            lines.append(f"{node.lineno}: {name}")
+    return lines
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "count"),
     [
         ("import pickle", 1),
         ("from pickle import loads", 1),
@@ -106,8 +106,8 @@ def dangers(source: str) -> list[str]:
         ("block.compile()", 0),
     ],
 )
-def test_the_scan_sees_what_could_run_code(line: str, found: int) -> None:
-    assert len(dangers(line)) == found
+def test_the_scan_sees_what_could_run_code(line: str, count: int) -> None:
+    assert len(dangers(line)) == count
 
 
 @pytest.mark.parametrize(

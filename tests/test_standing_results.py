@@ -46,12 +46,14 @@ def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
     before = small_run.attempts(tmp_path / "storage")
     spoil(small_run.artifact(tmp_path / "storage", stage_id, file), harm)
     assert cli.main(["run", config]) == 0
-    said = capsys.readouterr().out
-    assert f"{stage_id}: damaged: {file} is {'damaged' if harm == 'flip' else 'truncated'}" in said
+    output = capsys.readouterr().out
+    assert (
+        f"{stage_id}: damaged: {file} is {'damaged' if harm == 'flip' else 'truncated'}" in output
+    )
     after = small_run.attempts(tmp_path / "storage")
     assert {i for i in after if after[i] != before[i]} == {stage_id}
     assert small_run.results(tmp_path / "storage") == reference.expected
-    assert "1 stages run" in said
+    assert "1 stages run" in output
 
 
 @pytest.mark.parametrize(("stage_id", "file"), DATA)
@@ -70,9 +72,9 @@ def test_damaged_data_is_named_left_alone_while_unneeded_and_ingested_anew_when_
     before = small_run.attempts(storage)
     spoil(small_run.artifact(storage, stage_id, file), harm)
     assert cli.main(["run", config]) == 0
-    said = capsys.readouterr().out
-    assert f"{stage_id}: damaged: {file} is" in said
-    assert "no stage was run" in said
+    output = capsys.readouterr().out
+    assert f"{stage_id}: damaged: {file} is" in output
+    assert "no stage was run" in output
     assert small_run.attempts(storage) == before
     shutil.rmtree(storage / "stages" / small_run.manifests(storage)["finetune/b/evaluate"]["key"])
     assert cli.main(["run", config]) == 0
@@ -131,9 +133,9 @@ def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
     before = small_run.attempts(storage)
 
     def then_it_goes_bad(*arguments: Any) -> Any:
-        found = look_up_all(*arguments)
+        lookups = look_up_all(*arguments)
         spoil(small_run.artifact(storage, stage_id, file), "flip")
-        return found
+        return lookups
 
     monkeypatch.setattr(app, "look_up_all", then_it_goes_bad)
     assert cli.main(["run", config]) == 0
@@ -154,8 +156,8 @@ def test_the_same_command_again_runs_nothing_and_says_so(
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")
     assert cli.main(["run", config]) == 0
-    said = capsys.readouterr().out
-    assert f"nothing to do: all {len(before)} stage results stand, no stage was run" in said
+    output = capsys.readouterr().out
+    assert f"nothing to do: all {len(before)} stage results stand, no stage was run" in output
     assert small_run.attempts(tmp_path / "storage") == before
 
 
@@ -272,9 +274,9 @@ def test_what_has_to_learn_from_data_that_is_gone_says_so(
     )
     capsys.readouterr()
     assert cli.main(["run", config]) == 2
-    said = capsys.readouterr().err
-    assert "stage data/a failed: card 'a': its source" in said
-    assert len(said.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert "stage data/a failed: card 'a': its source" in output
+    assert len(output.splitlines()) == 1
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate"])

@@ -72,19 +72,24 @@ def test_a_run_in_one_process_is_killed_at_120_moments(both: Any, tmp_path: Path
     """Life after life of one storage, until it is done, and then of the next one."""
     rng, kills, storages, before = random.Random(MOMENTS), 0, 0, names_in_tmp()
     while kills < IN_PROCESS:
-        place = tmp_path / str(storages)
-        config, storages = both.config(place), storages + 1
+        storage_folder = tmp_path / str(storages)
+        config, storages = both.config(storage_folder), storages + 1
         while kills < IN_PROCESS:
-            process = small_run.start(["run", config], place / "killed.txt")
+            process = small_run.start(["run", config], storage_folder / "killed.txt")
             process.join(rng.uniform(0.05, 0.6) * both.seconds)
             if not process.is_alive():
                 break
             process.kill()
             process.join()
             kills += 1
-        found = standing(place)
-        judge(both, place, found, small_run.run(["run", config], place / "again.txt"))
-        assert leftovers(place / "storage", before) == []
+        attempts = standing(storage_folder)
+        judge(
+            both,
+            storage_folder,
+            attempts,
+            small_run.run(["run", config], storage_folder / "again.txt"),
+        )
+        assert leftovers(storage_folder / "storage", before) == []
 
 
 def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_same_digests(
@@ -98,9 +103,9 @@ def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_s
     )
     with nodes_up([1, 1]) as nodes, capsys.disabled():
         while sum(kills.values()) < ON_RAY:
-            place, storages = tmp_path / str(storages), storages + 1
+            storage_folder, storages = tmp_path / str(storages), storages + 1
             config = both.config(
-                place,
+                storage_folder,
                 cluster={
                     "workers": 1,
                     "address": nodes.address,
@@ -109,33 +114,33 @@ def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_s
                 },
             )
             done: dict[str, str] = {}
-            driver = small_run.start(["run", config], place / "out.txt")
+            driver = small_run.start(["run", config], storage_folder / "out.txt")
             while sum(kills.values()) < ON_RAY and (kind := struck(rng, nodes, driver)):
                 kills[kind] += 1
                 print(kills, flush=True)
                 if not driver.is_alive():
                     driver.join()
-                    assert done.items() <= (done := standing(place)).items()
-                    driver = small_run.start(["run", config], place / "out.txt")
+                    assert done.items() <= (done := standing(storage_folder)).items()
+                    driver = small_run.start(["run", config], storage_folder / "out.txt")
             driver.join(240)
-            assert driver.exitcode in (0, 2), (place / "out.txt").read_text()
-            small_run.run(["run", config], place / "again.txt")
-            assert done.items() <= small_run.attempts(place / "storage").items(), (
+            assert driver.exitcode in (0, 2), (storage_folder / "out.txt").read_text()
+            small_run.run(["run", config], storage_folder / "again.txt")
+            assert done.items() <= small_run.attempts(storage_folder / "storage").items(), (
                 "a result that stood was computed again"
             )
-            assert small_run.results(place / "storage") == both.expected
+            assert small_run.results(storage_folder / "storage") == both.expected
         assert all(kills.values()), kills
         until = time.monotonic() + 120
-        while (left := ours(nodes)) and time.monotonic() < until:
+        while (left := our_processes(nodes)) and time.monotonic() < until:
             time.sleep(0.5)
         assert not left, "processes that only a run needs are left behind"
     for number in range(storages):
         assert leftovers(tmp_path / str(number) / "storage", before) == []
 
 
-def ours(nodes: Nodes) -> list[psutil.Process]:
+def our_processes(nodes: Nodes) -> list[psutil.Process]:
     return [
-        process for process in nodes.everything() if any(name in title(process) for name in OURS)
+        process for process in nodes.all_processes() if any(name in title(process) for name in OURS)
     ]
 
 
@@ -143,7 +148,9 @@ def struck(rng: random.Random, nodes: Nodes, driver: Any) -> str:
     """Waits until a worker is at work, or for so long that something hangs, and a moment more; then
     kills something. What it was; empty where the driver has ended."""
     until = time.monotonic() + 120
-    while driver.is_alive() and not any("TrainWorker" in title(process) for process in ours(nodes)):
+    while driver.is_alive() and not any(
+        "TrainWorker" in title(process) for process in our_processes(nodes)
+    ):
         assert time.monotonic() < until, "no worker came up"
         time.sleep(0.1)
     driver.join(rng.uniform(0, 1.5))
@@ -157,8 +164,8 @@ def struck(rng: random.Random, nodes: Nodes, driver: Any) -> str:
         nodes.kill(rng.choice(sorted(nodes.cluster.worker_nodes, key=lambda node: node.node_id)))
         nodes.add(1)
     else:
-        found = [process for process in ours(nodes) if KINDS[kind] in title(process)]
-        if not found:
+        targets = [process for process in our_processes(nodes) if KINDS[kind] in title(process)]
+        if not targets:
             return struck(rng, nodes, driver)
-        rng.choice(found).kill()
+        rng.choice(targets).kill()
     return kind

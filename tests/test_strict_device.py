@@ -97,7 +97,9 @@ def sentences(counts: dict[Step, Counts]) -> list[str]:
         "a training step is not in the table: record it, see tests/on_strict_device.py"
     )
     return [
-        sentence for step, found in counts.items() for sentence in higher(step, found, bounds[step])
+        sentence
+        for step, step_counts in counts.items()
+        for sentence in higher(step, step_counts, bounds[step])
     ]
 
 
@@ -152,56 +154,62 @@ def host(*shape: int) -> Tensor:
     return torch.ones(shape)
 
 
-def there(*shape: int) -> Tensor:
+def device_tensor(*shape: int) -> Tensor:
     return torch.ones(shape).to(NAME)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a sum of both": (lambda: there(2) + host(2), "at least two devices"),
-    "joined": (lambda: torch.cat([there(2), host(2)]), "at least two devices"),
-    "a layer": (lambda: nn.Linear(2, 2)(there(1, 2)), "at least two devices"),
+    "a sum of both": (lambda: device_tensor(2) + host(2), "at least two devices"),
+    "joined": (lambda: torch.cat([device_tensor(2), host(2)]), "at least two devices"),
+    "a layer": (lambda: nn.Linear(2, 2)(device_tensor(1, 2)), "at least two devices"),
     "a loss": (
-        lambda: nn.functional.cross_entropy(there(2, 3), host(2).long()),
+        lambda: nn.functional.cross_entropy(device_tensor(2, 3), host(2).long()),
         "at least two devices",
     ),
     "rows by index_select": (
-        lambda: there(2).index_select(0, host(1).long()),
+        lambda: device_tensor(2).index_select(0, host(1).long()),
         "at least two devices",
     ),
-    "an index on the device": (lambda: host(2)[there(1).long()], "at least two devices"),
+    "an index on the device": (lambda: host(2)[device_tensor(1).long()], "at least two devices"),
     "a write from the host": (
-        lambda: there(2).__setitem__(slice(0, 1), there(2)[:1] + host(1)),
+        lambda: device_tensor(2).__setitem__(slice(0, 1), device_tensor(2)[:1] + host(1)),
         "at least two devices",
     ),
     "values from the host": (
-        lambda: there(2).index_put_((host(1).long(),), host(1)),
+        lambda: device_tensor(2).index_put_((host(1).long(),), host(1)),
         "at least two devices",
     ),
-    "a sum into the host": (lambda: host(2).add_(there(2)), "output is on the CPU"),
+    "a sum into the host": (lambda: host(2).add_(device_tensor(2)), "output is on the CPU"),
     "a result into the host": (
-        lambda: torch.gt(there(2), 0, out=host(2).bool()),
+        lambda: torch.gt(device_tensor(2), 0, out=host(2).bool()),
         "output is on the CPU",
     ),
-    "a scalar of the host that is written": (lambda: host().add_(there()), "output is on the CPU"),
+    "a scalar of the host that is written": (
+        lambda: host().add_(device_tensor()),
+        "output is on the CPU",
+    ),
     "a generator of the host": (
         lambda: torch.rand(2, generator=torch.Generator(), device=NAME),
         "'strict' device type for generator but found 'cpu'",
     ),
     "one in place": (
-        lambda: there(2).uniform_(generator=torch.Generator()),
+        lambda: device_tensor(2).uniform_(generator=torch.Generator()),
         "'strict' device type for generator but found 'cpu'",
     ),
     "a generator of the device": (
         lambda: torch.randperm(2, generator=torch.Generator(NAME)),
         "'cpu' device type for generator but found 'strict'",
     ),
-    "numpy": (lambda: there(2).numpy(), "can't convert strict:0 device type tensor to numpy"),
-    "numpy of its own": (
-        lambda: __import__("numpy").asarray(there(2)),
+    "numpy": (
+        lambda: device_tensor(2).numpy(),
         "can't convert strict:0 device type tensor to numpy",
     ),
-    "other data": (lambda: setattr(there(2), "data", host(2)), "attempted to set the data"),
-    "pinned": (lambda: there(2).pin_memory(), "cannot pin"),
+    "numpy of its own": (
+        lambda: __import__("numpy").asarray(device_tensor(2)),
+        "can't convert strict:0 device type tensor to numpy",
+    ),
+    "other data": (lambda: setattr(device_tensor(2), "data", host(2)), "attempted to set the data"),
+    "pinned": (lambda: device_tensor(2).pin_memory(), "cannot pin"),
 }
 
 COUNTED: dict[str, tuple[Callable[[Tensor], Any], Counts]] = {  # of a tensor (4, 4) of ones
@@ -248,7 +256,7 @@ def test_what_cuda_refuses_is_refused(device: Any, name: str) -> None:
 def allowed() -> None:
     """What CUDA takes; in the device's process."""
     with strict_device():
-        x = there(3, 2).requires_grad_()
+        x = device_tensor(3, 2).requires_grad_()
         ((x * host() + torch.tensor(2.0)).sum() / 2).backward()
         assert x.grad is not None
         assert x.grad.device.type == NAME
@@ -264,7 +272,7 @@ def test_what_cuda_takes_is_taken(device: Any) -> None:
 
 def counts_of(name: str) -> Counts:
     with strict_device() as strict:
-        x = there(4, 4)
+        x = device_tensor(4, 4)
         before = strict.counts
         COUNTED[name][0](x)
         return strict.counts - before
@@ -377,8 +385,8 @@ def test_a_method_that_makes_the_host_wait_is_found_out(device: Any) -> None:
     counts = device.submit(broken, "WaitsInEveryStep").result()[step]
     bound = recorded(TABLE.read_text())[step]
     assert counts.reads == bound.reads + 1
-    found = next(sentence for sentence in higher(step, counts, bound) if "reads" in sentence)
-    assert found == (
+    message = next(sentence for sentence in higher(step, counts, bound) if "reads" in sentence)
+    assert message == (
         f"finetune/task/train: a training step costs {bound.reads + 1} reads that the host "
         f"waits for, and benchmarks/README.md records {bound.reads}; "
         "these may only go down: take out what was added"

@@ -15,18 +15,18 @@ from tests import small_run
 from tests.recovery import MOMENTS, Reference
 
 
-def raced(reference: Reference, place: Path, between_s: float) -> None:
+def raced(reference: Reference, storage_folder: Path, between_s: float) -> None:
     """between_s: how much later the second one starts."""
-    config = reference.config(place)
-    first = small_run.start(["run", config], place / "first.txt")
+    config = reference.config(storage_folder)
+    first = small_run.start(["run", config], storage_folder / "first.txt")
     time.sleep(between_s)
-    second = small_run.start(["run", config], place / "second.txt")
+    second = small_run.start(["run", config], storage_folder / "second.txt")
     for process in (first, second):
         process.join(240)
     assert (first.exitcode, second.exitcode) == (0, 0), [
-        (place / f"{name}.txt").read_text() for name in ("first", "second")
+        (storage_folder / f"{name}.txt").read_text() for name in ("first", "second")
     ]
-    storage = place / "storage"
+    storage = storage_folder / "storage"
     assert small_run.results(storage) == reference.expected
     for folder in (storage / "stages").iterdir():
         standing = json.loads((folder / "manifest.json").read_text())["attempt"]

@@ -72,14 +72,18 @@ def stages() -> list[Stage]:
             name, step, hashlib.sha256(name.encode()).hexdigest()[:32], inputs, parents, label, task
         )
 
-    found = [stage(f"data/{card}", "ingest") for card in dict.fromkeys(t["card"] for t in TASKS)]
-    found.append(stage("backbone", "backbone", ("data/shapes",), task="shapes"))
+    graph_stages = [
+        stage(f"data/{card}", "ingest") for card in dict.fromkeys(t["card"] for t in TASKS)
+    ]
+    graph_stages.append(stage("backbone", "backbone", ("data/shapes",), task="shapes"))
     for label, method in METHODS.items():
-        found.append(stage(f"{label}/shapes/evaluate", "evaluate", ("backbone",), label, "shapes"))
+        graph_stages.append(
+            stage(f"{label}/shapes/evaluate", "evaluate", ("backbone",), label, "shapes")
+        )
         before: tuple[str, ...] = ()
         for task in TASKS[1:]:
             train, data = f"{label}/{task['name']}/train", f"data/{task['card']}"
-            found.append(
+            graph_stages.append(
                 stage(
                     train,
                     "train",
@@ -89,7 +93,7 @@ def stages() -> list[Stage]:
                 )
             )
             before = (train,)
-            found.append(
+            graph_stages.append(
                 stage(
                     f"{label}/{task['name']}/evaluate",
                     "evaluate",
@@ -98,8 +102,10 @@ def stages() -> list[Stage]:
                     task["name"],
                 )
             )
-    found.append(stage("report", "report", tuple(s.id for s in found if s.step == "evaluate")))
-    return found
+    graph_stages.append(
+        stage("report", "report", tuple(s.id for s in graph_stages if s.step == "evaluate"))
+    )
+    return graph_stages
 
 
 def record(name: str = "tiny") -> dict[str, Any]:
@@ -262,10 +268,10 @@ def _backbone(attempt: Attempt, stage: Stage) -> dict[str, Any]:
 
 def _masks(label: str, index: int) -> dict[str, torch.Tensor]:
     """Half of each mask belongs to the task, half is common to all tasks."""
-    own, common = torch.Generator().manual_seed(index), torch.Generator().manual_seed(99)
+    task_rng, common = torch.Generator().manual_seed(index), torch.Generator().manual_seed(99)
 
     def mask(keep: float, *shape: int) -> torch.Tensor:
-        halves = torch.rand(shape, generator=own), torch.rand(shape, generator=common)
+        halves = torch.rand(shape, generator=task_rng), torch.rand(shape, generator=common)
         return torch.where(torch.arange(shape[-1]) % 2 == 0, *halves) < keep
 
     if label == "meat":

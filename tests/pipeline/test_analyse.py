@@ -51,16 +51,16 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             },
         },
     }
-    found = {}
+    config_paths = {}
     for name, change in changes.items():
         body = small_run.make_body(
             folder, cards, change["methods"], name=name, seed=change.get("seed", 5)
         )
         body["backbone"] = {**body["backbone"], **change.get("backbone", {})}
-        found[name] = small_run.write_config(folder / f"{name}.yaml", body)
+        config_paths[name] = small_run.write_config(folder / f"{name}.yaml", body)
     for name in ("plain", "scaled", "one-head", "convolutions"):
-        small_run.run(["run", found[name]], folder / f"{name}.txt")
-    return found
+        small_run.run(["run", config_paths[name]], folder / f"{name}.txt")
+    return config_paths
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +79,12 @@ def say(configs: dict[str, str], capsys: pytest.CaptureFixture[str]) -> Say:
     """Gives a command, names of configs in place of their paths; returns its code and what it
     said."""
 
-    def given(*arguments: str) -> tuple[int, str]:
+    def run_command(*arguments: str) -> tuple[int, str]:
         code = cli.main([configs.get(a, a) for a in arguments])
-        said = capsys.readouterr()
-        return code, said.err if code else said.out
+        captured = capsys.readouterr()
+        return code, captured.err if code else captured.out
 
-    return given
+    return run_command
 
 
 def out(configs: dict[str, str], name: str) -> Path:
@@ -104,7 +104,7 @@ def page_of(configs: dict[str, str], name: str) -> str:
 def test_a_run_gets_tables_pictures_and_a_line_per_method(
     configs: dict[str, str], say: Say
 ) -> None:
-    code, said = say("analyse", "plain", "--images", "8", "--robustness")
+    code, output = say("analyse", "plain", "--images", "8", "--robustness")
     rows = rows_of(configs, "plain", "analysis")
     assert code == 0
     assert [(r["label"], r["task"], r["block"], r["head"]) for r in rows] == [
@@ -120,7 +120,7 @@ def test_a_run_gets_tables_pictures_and_a_line_per_method(
     for name in ("analysis.png", "robustness.png", "maps-finetune.png", "maps-meat.png"):
         assert (out(configs, "plain") / name).read_bytes().startswith(b"\x89PNG")
     assert {r["kind"] for r in rows_of(configs, "plain", "robustness")} == {"occlusion", "fgsm"}
-    assert "fgsm" in said
+    assert "fgsm" in output
     assert not (out(configs, "plain") / "heads.png").exists(), "all have as many heads"
 
 
@@ -148,7 +148,7 @@ def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]) -
 
 
 def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say: Say) -> None:
-    code, said = say("analyse", "scaled", "plain", "--images", "8", "--maps", "1")
+    code, output = say("analyse", "scaled", "plain", "--images", "8", "--maps", "1")
     rows = rows_of(configs, "scaled", "analysis")
     assert code == 0
     assert list(dict.fromkeys(r["name"] for r in rows)) == [
@@ -157,7 +157,7 @@ def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say
         "plain: meat",
     ], "a run of one method is called by its own name"
     assert all((r["scale"] is not None) == (r["run"] == "scaled") for r in rows)
-    assert "plain: meat" in said
+    assert "plain: meat" in output
     assert {p.name for p in out(configs, "scaled").glob("maps-*.png")} == {
         "maps-scaled.png",
         "maps-plain~finetune.png",
@@ -168,11 +168,11 @@ def test_several_runs_are_compared_beside_the_first(configs: dict[str, str], say
 
 def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str], say: Say) -> None:
     assert say("analyse", "one-head", "plain", "scaled", "--images", "8", "--maps", "0")[0] == 0
-    found = [
+    differences = [
         (r["run"], r["label"], r["family"], r["heads"])
         for r in rows_of(configs, "one-head", "heads")
     ]
-    assert found == [
+    assert differences == [
         ("one-head", "finetune", "finetune", 1),
         ("plain", "finetune", "finetune", 2),
         ("plain", "meat", "meat", 2),
@@ -202,10 +202,10 @@ def test_heads_stand_against_accuracy_where_they_differ(configs: dict[str, str],
 def test_what_cannot_be_analysed_gets_a_sentence(
     say: Say, arguments: list[str], sentence: str
 ) -> None:
-    code, said = say("analyse", *arguments)
+    code, output = say("analyse", *arguments)
     assert code == 2
-    assert sentence in said
-    assert said.count("\n") == 1
+    assert sentence in output
+    assert output.count("\n") == 1
 
 
 def test_nothing_is_measured_before_all_runs_are_known_to_be_finished(
@@ -220,27 +220,27 @@ def test_a_result_that_is_gone_or_damaged_is_named_with_its_stage(
 ) -> None:
     run = app.prepare(configs["one-head"])
     files = [*(Path(run.store.root) / run.graph["finetune/b/train"].key).rglob("task.safetensors")]
-    kept = files[0].read_bytes()
+    original_bytes = files[0].read_bytes()
     try:
-        for harm in (lambda: files[0].write_bytes(kept[:-1]), lambda: files[0].unlink()):
+        for harm in (lambda: files[0].write_bytes(original_bytes[:-1]), lambda: files[0].unlink()):
             harm()
-            code, said = say("analyse", "one-head", "--images", "8", "--maps", "0")
+            code, output = say("analyse", "one-head", "--images", "8", "--maps", "0")
             assert code == 2
             assert (
                 "run 'one-head': the result of stage finetune/b/train is missing or damaged; "
-                "`python -m pipeline run` computes it anew" in said
+                "`python -m pipeline run` computes it anew" in output
             )
     finally:
-        files[0].write_bytes(kept)
+        files[0].write_bytes(original_bytes)
 
 
 def test_a_network_without_attention_is_tested_all_the_same(
     configs: dict[str, str], say: Say
 ) -> None:
-    code, said = say("analyse", "convolutions", "--images", "8", "--robustness")
+    code, output = say("analyse", "convolutions", "--images", "8", "--robustness")
     assert code == 0
-    assert "attention: none of these methods has any" in said
-    assert "maps: none of linear" in said
+    assert "attention: none of these methods has any" in output
+    assert "maps: none of linear" in output
     assert rows_of(configs, "convolutions", "robustness")
     assert not (out(configs, "convolutions") / "analysis.png").exists()
 
@@ -251,9 +251,9 @@ def inverted(configs: dict[str, str]) -> str:
     """The digits of task b, dark on white: a card with test images alone."""
     folder = Path(configs["plain"]).parent
     for path in (folder / "raw" / "b" / "test").rglob("*.png"):
-        place = folder / "raw" / "inverted" / "all" / path.parent.name / path.name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        ImageOps.invert(Image.open(path).convert("L")).save(place)
+        target = folder / "raw" / "inverted" / "all" / path.parent.name / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        ImageOps.invert(Image.open(path).convert("L")).save(target)
     body = {
         "name": "inverted",
         "licence": "CC BY 4.0",
@@ -273,22 +273,22 @@ def inverted(configs: dict[str, str]) -> str:
 def test_a_finished_model_is_tested_on_another_card(
     configs: dict[str, str], inverted: str, say: Say
 ) -> None:
-    code, said = say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
+    code, output = say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)
     rows = rows_of(configs, "plain", "shifted")
     assert code == 0
     assert [
         (r["label"], r["task"], r["kind"], r["card"], r["images"], r["total"]) for r in rows
     ] == [
-        (label, "b", "shifted", "inverted", shown, 20)
+        (label, "b", "shifted", "inverted", card_name, 20)
         for label in ("finetune", "meat")
-        for shown in ("b", "inverted")
+        for card_name in ("b", "inverted")
     ], "all its test images"
-    assert "own (inverted)" in said
-    kept = rows_of(configs, "plain", "shifted")
+    assert "own (inverted)" in output
+    first_rows = rows_of(configs, "plain", "shifted")
     assert say("analyse", "plain", "--images", "8", "--maps", "0", "--on", inverted)[0] == 0, (
         "its shards stand"
     )
-    assert rows_of(configs, "plain", "shifted") == kept
+    assert rows_of(configs, "plain", "shifted") == first_rows
 
 
 def test_own_images_of_all_classes_give_the_accuracy_that_was_evaluated(
@@ -316,13 +316,13 @@ def test_tests_on_another_card_stand_beside_those_of_robustness(
 
 def test_a_card_that_no_task_covers_gets_a_sentence(configs: dict[str, str], say: Say) -> None:
     other = small_run.make_card(Path(configs["plain"]).parent, "beyond", "49")
-    code, said = say("analyse", "plain", "--on", other)
+    code, output = say("analyse", "plain", "--on", other)
     assert code == 2
     assert (
         "--on 'beyond': no task of run 'plain' has all its 2 classes; 'b', which has most, "
-        "lacks '9'" in said
+        "lacks '9'" in output
     )
-    assert said.count("\n") == 1
+    assert output.count("\n") == 1
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -349,14 +349,14 @@ def test_the_page_keeps_it_when_the_run_is_started_once_more(
     configs: dict[str, str], say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say("analyse", "plain", "--images", "8", "--maps", "1")
-    shown = page_of(configs, "plain")
+    page_before = page_of(configs, "plain")
     monkeypatch.setattr(
         app, "report_files", lambda *_: {"report.html": "".join(analysis_section.BEFORE).encode()}
     )
-    code, said = say("run", "plain")
+    code, output = say("run", "plain")
     assert code == 0
-    assert "nothing to do" in said
-    assert page_of(configs, "plain") == shown
+    assert "nothing to do" in output
+    assert page_of(configs, "plain") == page_before
 
 
 def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: Say) -> None:
@@ -476,7 +476,7 @@ def test_the_record_gets_curves_over_blocks_once(
             "one value for each step"
         )
         paths = {f.path for f in client.list_artifacts(runs["", ""].info.run_id, "analysis")}
-        return {place: dict(curve) for place, curve in curves.items()}, paths, len(runs)
+        return {key: dict(curve) for key, curve in curves.items()}, paths, len(runs)
 
     command = ["analyse", tracked, "--images", "8", "--robustness", "--on", inverted, "--maps", "1"]
     assert say(*command)[0] == 0
@@ -516,6 +516,6 @@ def test_without_tracking_nothing_is_recorded_and_a_broken_record_is_a_warning(
 
     monkeypatch.setattr(mlflow_client, "open_store", broken)
     assert "no database" not in say("analyse", "scaled", "--images", "8", "--maps", "0")[1]
-    code, said = say("analyse", tracked, "--images", "8", "--maps", "0")
+    code, output = say("analyse", tracked, "--images", "8", "--maps", "0")
     assert code == 0
-    assert "no database today" in said
+    assert "no database today" in output

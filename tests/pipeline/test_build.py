@@ -92,17 +92,17 @@ def second_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_classes_of_a_stream_are_those_of_the_card_in_both_unicode_forms(tmp_path: Path) -> None:
     nfc, nfd = "caf\u00e9", "cafe\u0301"
-    for own, named in ((nfc, nfd), (nfd, nfc)):
+    for card_form, named in ((nfc, nfd), (nfd, nfc)):
         path = small_run.make_card(tmp_path, "cafe", "01")
         for split in ("train", "test"):
-            place = tmp_path / "raw" / "cafe" / split
-            (place / "1").rename(place / own)
-        card = yaml.safe_load(Path(path).read_text()) | {"classes": ["0", own]}
+            split_folder = tmp_path / "raw" / "cafe" / split
+            (split_folder / "1").rename(split_folder / card_form)
+        card = yaml.safe_load(Path(path).read_text()) | {"classes": ["0", card_form]}
         Path(path).write_text(yaml.safe_dump(card))
         task = {"name": "a", "card": path, "classes": ["0", named]}
         body = {"name": "r", "methods": {"finetune": {}}, "stream": {"tasks": [task]}}
         (built,) = build.graph_of(check(body, "test"), Store(str(tmp_path)))[1]
-        assert built.classes == ("0", own)
+        assert built.classes == ("0", card_form)
         shutil.rmtree(tmp_path / "raw")
 
 
@@ -376,9 +376,9 @@ def test_where_the_task_is_not_told_every_method_is_measured_on_all_tasks_so_far
         scenarios = frozenset({"task", "class"})
 
     monkeypatch.setitem(METHODS, "apart", Apart)
-    told, _ = graph_of(tmp_path, "apart", "finetune")
+    graph_with_task, _ = graph_of(tmp_path, "apart", "finetune")
     graph, _ = graph_of(tmp_path, "apart", "finetune", stream={"scenario": "class", "tasks": TASKS})
-    assert told["apart/c/evaluate"].job.measured == ("b", "c")
+    assert graph_with_task["apart/c/evaluate"].job.measured == ("b", "c")
     assert (
         graph["apart/c/evaluate"].job.measured
         == graph["finetune/c/evaluate"].job.measured
@@ -452,7 +452,7 @@ def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the
         "tasks": {"b": {"prune": 0.5, "train": {"lr": 0.5, "epochs": 4}}},
     }
     graph, _ = graph_of(tmp_path, methods={"packnet": settings})
-    found = {
+    job_settings = {
         i: graph[f"packnet/{i}"].job
         for i in (
             "a/train",
@@ -464,7 +464,7 @@ def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the
             "c/evaluate",
         )
     }
-    assert {i: job.settings["prune"] for i, job in found.items()} == {
+    assert {i: job.settings["prune"] for i, job in job_settings.items()} == {
         "a/train": 0.6,
         "b/train": 0.5,
         "b/prune": 0.5,
@@ -474,7 +474,7 @@ def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the
         "c/evaluate": 0.6,
     }
     trained = [
-        (found[i].train.lr, found[i].train.epochs)
+        (job_settings[i].train.lr, job_settings[i].train.epochs)
         for i in ("a/train", "b/train", "b/retrain", "b/evaluate")
     ]
     assert trained == [(1e-3, 10), (0.5, 4), (0.25, 4), (1e-3, 10)]
@@ -484,7 +484,7 @@ def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the
 
 
 @pytest.mark.parametrize(
-    ("method", "own", "alike"),
+    ("method", "task_settings", "alike"),
     [
         ("meat", {"lambda": 0.6}, {"a/train", "a/evaluate", "c/train"}),
         ("hat", {"c": 0.5}, {"a/train", "a/evaluate"}),
@@ -492,10 +492,10 @@ def test_the_steps_of_a_task_are_told_its_own_settings_and_all_are_served_by_the
     ],
 )
 def test_what_a_task_has_of_its_own_is_in_its_keys_and_in_those_of_what_follows_from_it(
-    tmp_path: Path, method: str, own: dict[str, Any], alike: set[str]
+    tmp_path: Path, method: str, task_settings: dict[str, Any], alike: set[str]
 ) -> None:
     before, _ = graph_of(tmp_path, method)
-    after, _ = graph_of(tmp_path, methods={method: {"tasks": {"b": own}}})
+    after, _ = graph_of(tmp_path, methods={method: {"tasks": {"b": task_settings}}})
     assert before.stages.keys() == after.stages.keys()
     assert {s.id for s in before if s.key == after[s.id].key} == {
         "data/digits",
@@ -541,7 +541,7 @@ def test_steps_with_the_base_task_or_with_images_without_labels_may_have_setting
 
 
 @pytest.mark.parametrize(
-    ("name", "base", "said"),
+    ("name", "base", "message"),
     [
         ("flwers", False, "did you mean 'flowers'"),
         ("elsewhere", False, "those with steps are: a, b, flowers-0, flowers-1"),
@@ -550,19 +550,19 @@ def test_steps_with_the_base_task_or_with_images_without_labels_may_have_setting
     ],
 )
 def test_settings_for_a_task_that_no_step_is_for_are_refused(
-    tmp_path: Path, name: str, base: bool, said: str
+    tmp_path: Path, name: str, base: bool, message: str
 ) -> None:
     entry = {
         "name": "flowers",
         "card": "digits",
         "classes": ["6", "7"],
-        "split": 0 if said in ("did you mean 'flowers'",) or base else 2,
+        "split": 0 if message in ("did you mean 'flowers'",) or base else 2,
     }
     stream = {"tasks": [*([BASE] if base else []), *TASKS[:2], entry]}
     with pytest.raises(
         UserError,
         match=rf"methods\.m\.tasks\.{name}: 'meat' has no step for a task '{name}' in this "
-        rf"stream; {said}",
+        rf"stream; {message}",
     ):
         graph_of(
             tmp_path,
@@ -637,8 +637,8 @@ def test_arrows_point_to_the_right(tmp_path: Path) -> None:
     graph, _ = graph_of(tmp_path, *LABELS)
     root = ElementTree.fromstring(diagram.to_svg(graph, {}))
     groups = list(root.iter("{http://www.w3.org/2000/svg}g"))
-    place = {g[0].text.split()[0]: float(g[1].get("x", 0)) for g in groups if g[0].text}
-    assert all(place[p] < place[s.id] for s in graph for p in s.parents)
+    x_by_label = {g[0].text.split()[0]: float(g[1].get("x", 0)) for g in groups if g[0].text}
+    assert all(x_by_label[p] < x_by_label[s.id] for s in graph for p in s.parents)
 
 
 def test_the_text_shows_stars_chains_and_what_will_run(tmp_path: Path) -> None:

@@ -35,13 +35,13 @@ NAMES = tuple(f"class {i}" for i in range(100))
 def test_a_published_order_is_a_permutation_with_its_hash(
     name: str, count: int, digest: str, first: tuple[int, ...], last: tuple[int, ...]
 ) -> None:
-    found = [
+    orders = [
         int(label.split()[1])
         for label in cards.in_order(name, tuple(f"class {i}" for i in range(1000)))
     ]
-    assert sorted(found) == list(range(count))
-    assert hashlib.sha256(",".join(map(str, found)).encode()).hexdigest()[:16] == digest
-    assert (tuple(found[: len(first)]), tuple(found[-len(last) :])) == (first, last)
+    assert sorted(orders) == list(range(count))
+    assert hashlib.sha256(",".join(map(str, orders)).encode()).hexdigest()[:16] == digest
+    assert (tuple(orders[: len(first)]), tuple(orders[-len(last) :])) == (first, last)
 
 
 def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean() -> None:
@@ -60,10 +60,10 @@ def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean(
 def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid() -> None:
     """As a card lists them: sorted. The list's hash is that of BiC's hundred classes."""
     wnids = tuple(sorted(ImageNetInfo().label_names()))
-    found = cards.in_order("imagenet/imagenet100-order1", wnids)
-    assert {*found} == {*wnids[:100]}
+    selected_wnids = cards.in_order("imagenet/imagenet100-order1", wnids)
+    assert {*selected_wnids} == {*wnids[:100]}
     assert hashlib.sha256(",".join(wnids[:100]).encode()).hexdigest()[:16] == "46391eba563f110f"
-    assert (wnids[0], wnids[99], found[0]) == ("n01440764", "n01855672", wnids[68])
+    assert (wnids[0], wnids[99], selected_wnids[0]) == ("n01440764", "n01855672", wnids[68])
 
 
 @pytest.fixture

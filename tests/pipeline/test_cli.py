@@ -36,7 +36,7 @@ STAGES = 8  # 2 cards, the backbone, 2 tasks each trained and evaluated, the rep
 class Run:
     folder: Path
     body: dict[str, Any]
-    said: str
+    text: str
 
     def config(self, **changes: Any) -> str:
         return small_run.write_config(
@@ -71,10 +71,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture
-def own(finished: Run, tmp_path: Path) -> Run:
+def run_copy(finished: Run, tmp_path: Path) -> Run:
     """A copy of the finished run, free to be changed."""
     shutil.copytree(finished.storage, tmp_path / "storage")
-    return Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, finished.said)
+    return Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, finished.text)
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
@@ -84,9 +84,9 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str
 
 
 # ---- plan ----------------------------------------------------------------------------------------
-def table(said: str) -> dict[str, tuple[str, str]]:
+def table(text: str) -> dict[str, tuple[str, str]]:
     """Stage id -> (hit or miss, reason) of what plan printed."""
-    rows = [re.match(r"(hit|miss) +(\S+) +[0-9a-f]{12} *(.*)$", line) for line in said.splitlines()]
+    rows = [re.match(r"(hit|miss) +(\S+) +[0-9a-f]{12} *(.*)$", line) for line in text.splitlines()]
     return {row[2]: (row[1], row[3]) for row in rows if row}
 
 
@@ -94,74 +94,84 @@ def test_plan_of_a_new_run_says_that_everything_is_new_and_runs_nothing(
     finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
-    said = output(capsys, "plan", run.config())
-    assert set(table(said).values()) == {("miss", "new")}
-    assert f"{STAGES} stages: 0 stand, {STAGES} to run" in said
+    text = output(capsys, "plan", run.config())
+    assert set(table(text).values()) == {("miss", "new")}
+    assert f"{STAGES} stages: 0 stand, {STAGES} to run" in text
     assert not (run.storage / "stages").exists()
 
 
-def test_plan_of_a_finished_run_has_hits_only(own: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    said = output(capsys, "plan", own.config())
-    assert set(table(said).values()) == {("hit", "")}
-    assert f"{STAGES} stages: {STAGES} stand, 0 to run" in said
+def test_plan_of_a_finished_run_has_hits_only(
+    run_copy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output(capsys, "plan", run_copy.config())
+    assert set(table(text).values()) == {("hit", "")}
+    assert f"{STAGES} stages: {STAGES} stand, 0 to run" in text
 
 
 def test_plan_says_what_changed_from_old_to_new(
-    own: Any, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = small_run.attempts(own.storage)
-    rows = table(output(capsys, "plan", own.config(), "--set", "methods.meat.lambda=0.8"))
+    before = small_run.attempts(run_copy.storage)
+    rows = table(output(capsys, "plan", run_copy.config(), "--set", "methods.meat.lambda=0.8"))
     assert rows["data/a"][0] == rows["backbone"][0] == "hit"
     assert re.fullmatch(r"changed settings\.lambda: [\d.]+ -> 0\.8", rows["meat/a/train"][1])
     assert rows["report"] == ("miss", "changed name: 'small' -> 'small-methods.meat.lambda-0.8'")
-    rows = table(output(capsys, "plan", own.config(), "--set", "backbone.img_size=32"))
+    rows = table(output(capsys, "plan", run_copy.config(), "--set", "backbone.img_size=32"))
     assert rows["backbone"] == ("miss", "changed backbone.img_size: 16 -> 32")
     assert rows["meat/b/train"] == ("miss", "an earlier stage changed")
-    assert small_run.attempts(own.storage) == before
+    assert small_run.attempts(run_copy.storage) == before
 
 
-def test_plan_says_what_is_not_finished(own: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)["meat/b/train"]["key"])
-    rows = table(output(capsys, "plan", own.config()))
+def test_plan_says_what_is_not_finished(run_copy: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(
+        run_copy.storage / "stages" / small_run.manifests(run_copy.storage)["meat/b/train"]["key"]
+    )
+    rows = table(output(capsys, "plan", run_copy.config()))
     assert {i: row for i, row in rows.items() if row[0] == "miss"} == {
         "meat/b/train": ("miss", "not finished")
     }
 
 
 def test_plan_says_that_data_is_gone_and_not_missed(
-    own: Any, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)["data/a"]["key"])
-    assert table(output(capsys, "plan", own.config()))["data/a"] == (
+    shutil.rmtree(
+        run_copy.storage / "stages" / small_run.manifests(run_copy.storage)["data/a"]["key"]
+    )
+    assert table(output(capsys, "plan", run_copy.config()))["data/a"] == (
         "hit",
         "result is gone, and nothing that is missing waits for it",
     )
 
 
-def test_run_runs_what_plan_says(own: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_runs_what_plan_says(run_copy: Any, capsys: pytest.CaptureFixture[str]) -> None:
     override = ["--set", "methods.meat.train.lr=0.01"]
-    rows = table(output(capsys, "plan", own.config(), *override))
-    before = small_run.attempts(own.storage)
-    output(capsys, "run", own.config(), *override)
-    after = small_run.attempts(own.storage, "small-methods.meat.train.lr-0.01")
+    rows = table(output(capsys, "plan", run_copy.config(), *override))
+    before = small_run.attempts(run_copy.storage)
+    output(capsys, "run", run_copy.config(), *override)
+    after = small_run.attempts(run_copy.storage, "small-methods.meat.train.lr-0.01")
     assert {i for i in after if after[i] != before[i]} == {
         i for i, row in rows.items() if row[0] == "miss"
     }
-    assert small_run.attempts(own.storage) == before, "the run as its file says it stands beside"
+    assert small_run.attempts(run_copy.storage) == before, (
+        "the run as its file says it stands beside"
+    )
 
 
 def test_plan_writes_the_picture(
-    own: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = output(capsys, "plan", own.config(), "--svg", str(tmp_path / "graph.svg"))
-    assert f"picture: {tmp_path / 'graph.svg'}" in said
+    text = output(capsys, "plan", run_copy.config(), "--svg", str(tmp_path / "graph.svg"))
+    assert f"picture: {tmp_path / 'graph.svg'}" in text
     titles = [
         t.text or ""
         for t in ElementTree.parse(tmp_path / "graph.svg").iter("{http://www.w3.org/2000/svg}title")
     ]
-    assert {t.split()[0] for t in titles} == set(table(said))
+    assert {t.split()[0] for t in titles} == set(table(text))
     assert all(t.endswith(" hit") for t in titles)
-    assert cli.main(["plan", own.config(), "--svg", str(tmp_path / "nowhere" / "graph.svg")]) == 2
+    assert (
+        cli.main(["plan", run_copy.config(), "--svg", str(tmp_path / "nowhere" / "graph.svg")]) == 2
+    )
     assert "name a file in an existing folder" in capsys.readouterr().err
 
 
@@ -170,57 +180,67 @@ def test_ingest_brings_the_data_and_trains_nothing(
     finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
-    said = output(capsys, "ingest", run.config())
+    text = output(capsys, "ingest", run.config())
     for name in "ab":
         assert (
-            f"data/{name}: 20 test, 40 train; none rejected" in said
-            or f"data/{name}: 40 train, 20 test; none rejected" in said
+            f"data/{name}: 20 test, 40 train; none rejected" in text
+            or f"data/{name}: 40 train, 20 test; none rejected" in text
         )
     assert len(list((run.storage / "stages").iterdir())) == 2
     rows = table(output(capsys, "plan", run.config()))
     assert {i for i, row in rows.items() if row[0] == "hit"} == {"data/a", "data/b"}
-    kept = {p: p.stat().st_mtime_ns for p in (run.storage / "stages").rglob("*") if p.is_file()}
+    modified_before = {
+        p: p.stat().st_mtime_ns for p in (run.storage / "stages").rglob("*") if p.is_file()
+    }
     output(capsys, "ingest", run.config())
-    assert kept == {
+    assert modified_before == {
         p: p.stat().st_mtime_ns for p in (run.storage / "stages").rglob("*") if p.is_file()
     }
 
 
 def test_report_writes_the_page_again_from_the_store(
-    own: Any, pages: Any, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, pages: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(own.storage / "runs" / "small")
-    assert cli.main(["run", own.config()]) == 0
+    shutil.rmtree(run_copy.storage / "runs" / "small")
+    assert cli.main(["run", run_copy.config()]) == 0
     assert not pages, "the report stage stands, its files are copied"
-    place = own.storage / "runs" / "small" / "report.html"
-    assert place.read_bytes() == b"a page"
-    place.unlink()
-    said = output(capsys, "report", own.config())
+    page_path = run_copy.storage / "runs" / "small" / "report.html"
+    assert page_path.read_bytes() == b"a page"
+    page_path.unlink()
+    text = output(capsys, "report", run_copy.config())
     assert pages == ["small"]
-    assert f"report: {place}" in said
-    assert place.exists()
-    assert (place.parent / "tables" / "matrix.csv").exists()
+    assert f"report: {page_path}" in text
+    assert page_path.exists()
+    assert (page_path.parent / "tables" / "matrix.csv").exists()
 
 
 def test_report_of_an_unfinished_run_shows_what_is_there(
-    own: Any, pages: Any, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, pages: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for stage_id in ("meat/b/evaluate", "report"):
-        shutil.rmtree(own.storage / "stages" / small_run.manifests(own.storage)[stage_id]["key"])
-    output(capsys, "report", own.config())
+        shutil.rmtree(
+            run_copy.storage / "stages" / small_run.manifests(run_copy.storage)[stage_id]["key"]
+        )
+    output(capsys, "report", run_copy.config())
     assert pages == ["small"]
-    assert "meat/b/evaluate" not in small_run.attempts(own.storage)
+    assert "meat/b/evaluate" not in small_run.attempts(run_copy.storage)
 
 
 # ---- gc ------------------------------------------------------------------------------------------
 @pytest.fixture
-def littered(own: Run, capsys: pytest.CaptureFixture[str]) -> Run:
+def littered(run_copy: Run, capsys: pytest.CaptureFixture[str]) -> Run:
     """A run whose record was removed: five results belong to no named run any more."""
     output(
-        capsys, "run", own.config(), "--set", "methods.meat.train.lr=0.01", "--set", "name=faster"
+        capsys,
+        "run",
+        run_copy.config(),
+        "--set",
+        "methods.meat.train.lr=0.01",
+        "--set",
+        "name=faster",
     )
-    shutil.rmtree(own.storage / "runs" / "small")
-    return own
+    shutil.rmtree(run_copy.storage / "runs" / "small")
+    return run_copy
 
 
 def folders(run: Run) -> set[str]:
@@ -241,9 +261,9 @@ def test_gc_deletes_nothing_without_a_yes(
 
     before = folders(littered)
     monkeypatch.setattr("builtins.input", reply)
-    said = output(capsys, "gc", "--storage", str(littered.storage))
-    assert re.search(r"5 results .* belong to no named run", said)
-    assert "nothing was deleted" in said
+    text = output(capsys, "gc", "--storage", str(littered.storage))
+    assert re.search(r"5 results .* belong to no named run", text)
+    assert "nothing was deleted" in text
     assert folders(littered) == before
 
 
@@ -252,15 +272,15 @@ def test_gc_deletes_what_no_named_run_needs_and_nothing_else(
     way: str, littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda question: way)
-    kept = small_run.attempts(littered.storage, "faster")
-    said = output(
+    faster_attempts = small_run.attempts(littered.storage, "faster")
+    text = output(
         capsys, "gc", "--storage", str(littered.storage), *(["--yes"] if way == "--yes" else [])
     )
-    assert "deleted" in said.splitlines()[-1]
+    assert "deleted" in text.splitlines()[-1]
     assert folders(littered) == {
         m["key"] for m in small_run.manifests(littered.storage, "faster").values()
     }
-    assert small_run.attempts(littered.storage, "faster") == kept
+    assert small_run.attempts(littered.storage, "faster") == faster_attempts
     assert "nothing to do" in output(
         capsys,
         "run",
@@ -282,7 +302,7 @@ def test_gc_of_a_storage_that_is_not_there_deletes_nothing(
 
 # ---- what is printed -----------------------------------------------------------------------------
 def test_a_run_prints_a_line_per_stage_and_a_summary(finished: Any) -> None:
-    lines = finished.said.splitlines()
+    lines = finished.text.splitlines()
     stages = [line for line in lines if line.startswith("[")]
     assert len(stages) == STAGES
     assert [line.split("]")[0] for line in stages] == [
@@ -290,11 +310,11 @@ def test_a_run_prints_a_line_per_stage_and_a_summary(finished: Any) -> None:
     ]
     assert all(re.fullmatch(r"\[\d+/\d+\] \S+: .+ in [\d.]+ s", line) for line in stages)
     assert len(lines) < STAGES + 20
-    assert "\r" not in finished.said
-    assert "\x1b" not in finished.said
-    assert "meat: accuracy in %, row = after task, column = on task" in finished.said
-    assert re.search(r"8 stages run, 0 reused, [\d.]+ s", finished.said)
-    assert f"report: {finished.storage / 'runs' / 'small' / 'report.html'}" in finished.said
+    assert "\r" not in finished.text
+    assert "\x1b" not in finished.text
+    assert "meat: accuracy in %, row = after task, column = on task" in finished.text
+    assert re.search(r"8 stages run, 0 reused, [\d.]+ s", finished.text)
+    assert f"report: {finished.storage / 'runs' / 'small' / 'report.html'}" in finished.text
 
 
 class Terminal(io.StringIO):
@@ -406,8 +426,8 @@ def test_gc_keeps_what_a_run_began_to_need_while_a_person_thought(
         store.Store(str(littered.storage)).save_record({"name": "begun", "stages": stages})
 
     answering(monkeypatch, begin)
-    said = output(capsys, "gc", "--storage", str(littered.storage))
-    assert "2 of them are kept: a run has begun that needs them" in said
+    text = output(capsys, "gc", "--storage", str(littered.storage))
+    assert "2 of them are kept: a run has begun that needs them" in text
     assert folders(littered) == before - (lost - {*needed})
 
 
@@ -419,8 +439,8 @@ def test_gc_keeps_what_a_process_is_computing(
     lost = sorted(before - {stage["key"] for stage in record["stages"]})
     root = str(littered.storage / "stages")
     with stage_lock(root, lost[0]):
-        said = output(capsys, "gc", "--yes", "--storage", str(littered.storage))
-    assert "1 of them are kept: a process is at work on them" in said
+        text = output(capsys, "gc", "--yes", "--storage", str(littered.storage))
+    assert "1 of them are kept: a process is at work on them" in text
     assert folders(littered) == before - {*lost[1:]}
 
 
@@ -429,7 +449,7 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
 ) -> None:
     """Else it would find results that are deleted a moment later."""
     order: list[str] = []
-    here = store.Store(str(littered.storage))
+    run_store = store.Store(str(littered.storage))
     delete_dir = artifact.delete_dir
     begun = threading.Thread(target=lambda: cli.main(["run", littered.config()]))
 
@@ -446,7 +466,7 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
 
     monkeypatch.setattr(app, "delete_dir", delete)
     monkeypatch.setattr(app, "look_up_all", look_up)
-    app.delete_garbage(here, [path for path, _ in app.find_garbage(here)], False)
+    app.delete_garbage(run_store, [path for path, _ in app.find_garbage(run_store)], False)
     assert order == ["delete"] * 5
     begun.join(120)
     assert order[5] == "look up"
@@ -457,87 +477,89 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
 
 # ---- runs that differ ----------------------------------------------------------------------------
 def test_a_run_with_another_seed_is_another_run(
-    own: Any, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = (own.storage / "runs" / "small" / "run.json").read_text()
-    said = output(capsys, "run", own.config(), "--set", "seed=7")
+    before = (run_copy.storage / "runs" / "small" / "run.json").read_text()
+    text = output(capsys, "run", run_copy.config(), "--set", "seed=7")
     assert (
-        "run small-seed-7: --set changes what small computes, so this is a run of its own" in said
+        "run small-seed-7: --set changes what small computes, so this is a run of its own" in text
     )
-    assert (own.storage / "runs" / "small" / "run.json").read_text() == before
-    record = json.loads((own.storage / "runs" / "small-seed-7" / "run.json").read_text())
+    assert (run_copy.storage / "runs" / "small" / "run.json").read_text() == before
+    record = json.loads((run_copy.storage / "runs" / "small-seed-7" / "run.json").read_text())
     assert (record["name"], record["config"]["seed"]) == ("small-seed-7", 7)
-    assert (own.storage / "runs" / "small-seed-7" / "report.html").exists()
-    assert "nothing to delete" in output(capsys, "gc", "--yes", "--storage", str(own.storage))
-    assert "nothing to do" in output(capsys, "run", own.config(), "--set", "seed=7")
-    assert "nothing to do" in output(capsys, "run", own.config())
-    said = output(capsys, "compare", "small", "small-seed-7", "--storage", str(own.storage))
-    assert "small-seed-7" in said
+    assert (run_copy.storage / "runs" / "small-seed-7" / "report.html").exists()
+    assert "nothing to delete" in output(capsys, "gc", "--yes", "--storage", str(run_copy.storage))
+    assert "nothing to do" in output(capsys, "run", run_copy.config(), "--set", "seed=7")
+    assert "nothing to do" in output(capsys, "run", run_copy.config())
+    text = output(capsys, "compare", "small", "small-seed-7", "--storage", str(run_copy.storage))
+    assert "small-seed-7" in text
 
 
 def test_a_config_that_was_changed_keeps_the_results_of_before_until_a_person_lets_go(
-    own: Any, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = folders(own)
+    before = folders(run_copy)
     methods = {"meat": {"train": {"lr": 0.01}}}
-    output(capsys, "run", own.config(methods=methods))
-    said = output(capsys, "gc", "--yes", "--storage", str(own.storage))
+    output(capsys, "run", run_copy.config(methods=methods))
+    text = output(capsys, "gc", "--yes", "--storage", str(run_copy.storage))
     assert (
-        "what runs needed before their config files or images were changed is kept (small)" in said
+        "what runs needed before their config files or images were changed is kept (small)" in text
     )
-    assert len(before - folders(own)) == 1, "the old report alone: it is made again at no cost"
-    said = output(capsys, "run", own.config())
-    assert re.search(r"\n1 stages run, 7 reused", said)
-    output(capsys, "run", own.config(methods=methods))
-    said = output(capsys, "gc", "--yes", "--earlier", "--storage", str(own.storage))
-    assert folders(own) == {m["key"] for m in small_run.manifests(own.storage).values()}
-    assert "nothing to delete" in output(capsys, "gc", "--earlier", "--storage", str(own.storage))
+    assert len(before - folders(run_copy)) == 1, "the old report alone: it is made again at no cost"
+    text = output(capsys, "run", run_copy.config())
+    assert re.search(r"\n1 stages run, 7 reused", text)
+    output(capsys, "run", run_copy.config(methods=methods))
+    text = output(capsys, "gc", "--yes", "--earlier", "--storage", str(run_copy.storage))
+    assert folders(run_copy) == {m["key"] for m in small_run.manifests(run_copy.storage).values()}
+    assert "nothing to delete" in output(
+        capsys, "gc", "--earlier", "--storage", str(run_copy.storage)
+    )
 
 
 def test_a_longer_run_takes_the_place_of_the_one_before(
-    own: Any, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output(capsys, "run", own.config(methods={"meat": {}, "linear": {}}))
-    assert not (own.storage / "runs" / "small" / "earlier").exists()
+    output(capsys, "run", run_copy.config(methods={"meat": {}, "linear": {}}))
+    assert not (run_copy.storage / "runs" / "small" / "earlier").exists()
 
 
 def test_an_earlier_record_that_cannot_be_read_is_no_reason_to_delete(
-    own: Any, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output(capsys, "run", own.config(methods={"meat": {"train": {"lr": 0.01}}}))
-    path = next((own.storage / "runs" / "small" / "earlier").iterdir())
+    output(capsys, "run", run_copy.config(methods={"meat": {"train": {"lr": 0.01}}}))
+    path = next((run_copy.storage / "runs" / "small" / "earlier").iterdir())
     path.write_text("{")
-    before = folders(own)
-    assert cli.main(["gc", "--yes", "--storage", str(own.storage)]) == 2
+    before = folders(run_copy)
+    assert cli.main(["gc", "--yes", "--storage", str(run_copy.storage)]) == 2
     assert (
         "what run 'small' needed before its config was changed is not known"
         in capsys.readouterr().err
     )
-    assert folders(own) == before
+    assert folders(run_copy) == before
 
 
 # ---- upgrades ------------------------------------------------------------------------------------
 def test_plan_says_which_results_other_versions_made_and_that_they_stay(
-    own: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "other versions" not in output(capsys, "plan", own.config())
+    assert "other versions" not in output(capsys, "plan", run_copy.config())
     now = app.provenance()
     newer = {**now, "packages": {**now["packages"], "torch": "99.0"}}
     monkeypatch.setattr(app, "provenance", lambda: newer)
-    said = output(capsys, "plan", own.config())
+    text = output(capsys, "plan", run_copy.config())
     change = f"torch {now['packages']['torch']} -> 99.0"
-    assert f"5 of {STAGES} results that stand were made by other versions ({change})" in said
-    assert "they stay valid" in said
-    assert set(table(said).values()) == {("hit", "")}
+    assert f"5 of {STAGES} results that stand were made by other versions ({change})" in text
+    assert "they stay valid" in text
+    assert set(table(text).values()) == {("hit", "")}
 
 
 def test_plan_says_that_a_key_version_was_raised(
-    own: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_copy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(store, "KEY_VERSION", 2)
-    said = output(capsys, "plan", own.config())
-    assert "the last run of this name had key version 1, this code has 2" in said
-    assert set(table(said).values()) == {("miss", "key version 1 -> 2")}
+    text = output(capsys, "plan", run_copy.config())
+    assert "the last run of this name had key version 1, this code has 2" in text
+    assert set(table(text).values()) == {("miss", "key version 1 -> 2")}
 
 
 def test_a_lost_connection_is_no_file(

@@ -58,12 +58,12 @@ def test_nodes_that_are_lost_or_leave_are_no_room() -> None:
 
 
 def test_an_elastic_group_has_as_many_ranks_as_there_is_room_for() -> None:
-    own: dict[str, Any] = {"workers": 4, "min_workers": 1}
-    assert sizes(nodes_of([{"CPU": 1.0}] * 3), width=1, **own) == [3]
-    assert sizes(nodes_of([{"CPU": 1.0}] * 3, lost=[1, 2]), width=1, **own) == [1]
-    assert sizes(nodes_of([{"CPU": 1.0}] * 9), width=1, **own) == [4]
-    assert sizes(nodes_of([{"CPU": 1.0}] * 9), width=3, **own) == [3] * 3
-    assert sizes(nodes_of([{"CPU": 1.0}] * 2), width=7, **own) == [1, 1], (
+    settings: dict[str, Any] = {"workers": 4, "min_workers": 1}
+    assert sizes(nodes_of([{"CPU": 1.0}] * 3), width=1, **settings) == [3]
+    assert sizes(nodes_of([{"CPU": 1.0}] * 3, lost=[1, 2]), width=1, **settings) == [1]
+    assert sizes(nodes_of([{"CPU": 1.0}] * 9), width=1, **settings) == [4]
+    assert sizes(nodes_of([{"CPU": 1.0}] * 9), width=3, **settings) == [3] * 3
+    assert sizes(nodes_of([{"CPU": 1.0}] * 2), width=7, **settings) == [1, 1], (
         "many small groups before few large ones: a star has no sums to wait for"
     )
 
@@ -109,18 +109,22 @@ def test_what_does_not_fit_is_said_with_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "said"),
+    ("node_versions", "message"),
     [
         ({"torch": "1.0"}, "has torch 1.0"),
         ({"torch": ""}, "has no torch"),
         ({"Python": "3.9"}, "has Python 3.9"),
     ],
 )
-def test_a_node_with_other_versions_is_named_with_what_to_do(theirs: Any, said: str) -> None:
-    node, ours = nodes_of(THREE).nodes["1"], cluster.versions()
-    cluster.check_versions(node, ours, ours)
-    with pytest.raises(UserError, match=f"node 10.0.0.1 .* {said}, this machine .*constraints.txt"):
-        cluster.check_versions(node, ours | theirs, ours)
+def test_a_node_with_other_versions_is_named_with_what_to_do(
+    node_versions: Any, message: str
+) -> None:
+    node, driver_versions = nodes_of(THREE).nodes["1"], cluster.versions()
+    cluster.check_versions(node, driver_versions, driver_versions)
+    with pytest.raises(
+        UserError, match=f"node 10.0.0.1 .* {message}, this machine .*constraints.txt"
+    ):
+        cluster.check_versions(node, driver_versions | node_versions, driver_versions)
 
 
 def test_builds_of_one_version_are_one_version() -> None:
@@ -136,7 +140,7 @@ def test_a_node_says_whether_it_sees_the_storage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "said"),
+    ("raised", "message"),
     [
         ("Authentication failed: Authentication token is missing", "get-auth-token"),
         (
@@ -149,8 +153,8 @@ def test_a_node_says_whether_it_sees_the_storage(tmp_path: Path) -> None:
         ("Version mismatch: The cluster was started with: Ray 1.0", "Version mismatch"),
     ],
 )
-def test_why_a_cluster_lets_nobody_in_is_one_line(raised: str, said: str) -> None:
-    assert said in cluster.refusal(RuntimeError(raised))
+def test_why_a_cluster_lets_nobody_in_is_one_line(raised: str, message: str) -> None:
+    assert message in cluster.refusal(RuntimeError(raised))
     assert "\n" not in cluster.refusal(RuntimeError(raised + "\n at line 3"))
     assert len(cluster.refusal(RuntimeError(raised + " more" * 1000))) <= 300
 
@@ -213,7 +217,7 @@ except UserError as error:
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"RAY_AUTH_TOKEN": "right" * 8}, "let in"),
         (
@@ -229,7 +233,7 @@ except UserError as error:
 )
 @pytest.mark.parametrize("scheme", ["ray://", ""])
 def test_a_wrong_or_missing_token_is_told_by_name_before_ray_tries_for_long(
-    scheme: str, environment: Any, said: str, tmp_path: Path
+    scheme: str, environment: Any, message: str, tmp_path: Path
 ) -> None:
     """In a process of its own: Ray reads its mode and its token once."""
     import concurrent.futures
@@ -242,7 +246,7 @@ def test_a_wrong_or_missing_token_is_told_by_name_before_ray_tries_for_long(
     server.start()
     bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     try:
-        told = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", ASK, f"{scheme}127.0.0.1:{port}"],
             capture_output=True,
             text=True,
@@ -252,13 +256,13 @@ def test_a_wrong_or_missing_token_is_told_by_name_before_ray_tries_for_long(
         )
     finally:
         server.stop(None)
-    assert said in told.stdout
-    assert told.stdout.count("\n") == 1
-    assert "rightright" not in told.stdout
-    assert "wrongwrong" not in told.stdout
-    if said != "let in":
-        assert "RAY_AUTH_TOKEN_PATH" in told.stdout
-        assert "RAY_AUTH_MODE=token" in told.stdout
+    assert message in process.stdout
+    assert process.stdout.count("\n") == 1
+    assert "rightright" not in process.stdout
+    assert "wrongwrong" not in process.stdout
+    if message != "let in":
+        assert "RAY_AUTH_TOKEN_PATH" in process.stdout
+        assert "RAY_AUTH_MODE=token" in process.stdout
 
 
 # ---- joined or started ---------------------------------------------------------------------------
@@ -300,10 +304,10 @@ def listening() -> Iterator[Any]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def connected(monkeypatch: pytest.MonkeyPatch, ray: FakeRay, **own: Any) -> Any:
+def connected(monkeypatch: pytest.MonkeyPatch, ray: FakeRay, **settings: Any) -> Any:
     monkeypatch.setattr(cluster, "check_token", lambda address: None)  # it needs the real one
     monkeypatch.setitem(sys.modules, "ray", ray)
-    assert cluster.connect(ClusterSettings(**own)) is ray
+    assert cluster.connect(ClusterSettings(**settings)) is ray
     return ray.started
 
 
@@ -390,8 +394,8 @@ def test_a_private_cluster_is_started_where_none_is_named_and_a_forgotten_one_ca
     bare_environment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    for own, cpus in (({}, 4), ({"workers": 3, "cpus_per_worker": 2}, 6)):
-        (how,) = connected(monkeypatch, FakeRay(), **own)
+    for settings, cpus in (({}, 4), ({"workers": 3, "cpus_per_worker": 2}, 6)):
+        (how,) = connected(monkeypatch, FakeRay(), **settings)
         assert (how["address"], how["num_cpus"], how["include_dashboard"]) == ("local", cpus, False)
         assert "runtime_env" not in how, "its workers have this environment, and this code"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -455,21 +459,21 @@ def test_a_cluster_that_lets_nobody_in_is_a_sentence_and_nothing_of_it_stays(
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (RuntimeError("took too long\nmore"), r"\(took too long\)"),
         (TimeoutError(), r"\(TimeoutError\)"),
     ],
 )
 def test_a_private_cluster_has_a_second_try(
-    error: Any, said: str, bare_environment: Any, monkeypatch: pytest.MonkeyPatch
+    error: Any, message: str, bare_environment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = FakeRay(error)
     assert len(connected(monkeypatch, ray)) == 2
     assert ray.ended == 1
     ray = FakeRay(error, error)
     with pytest.raises(
-        UserError, match=rf"Ray did not start on this machine {said}; .*--set cluster\.workers=0"
+        UserError, match=rf"Ray did not start on this machine {message}; .*--set cluster\.workers=0"
     ):
         connected(monkeypatch, ray)
     assert (len(ray.started), ray.ended) == (2, 2)
@@ -493,14 +497,14 @@ class Asked:
         assert how["scheduling_strategy"].soft is False, "no other one answers for it"
         self.nodes.append(node)
         return lambda function: SimpleNamespace(
-            remote=lambda *args: partial(self.said, node, function(*args))
+            remote=lambda *args: partial(self.answer_of, node, function(*args))
         )
 
-    def said(self, node: Any, found: Any) -> Any:
-        found = self.answers.get(node, found)
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def answer_of(self, node: Any, answer: Any) -> Any:
+        answer = self.answers.get(node, answer)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def get(self, answer: Any) -> Any:
         return answer()
@@ -527,7 +531,7 @@ def test_all_nodes_that_live_are_asked_and_the_storage_is_left_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (
             lambda ray: ray.exceptions.RuntimeEnvSetupError("bad\nno timm"),
@@ -541,11 +545,11 @@ def test_all_nodes_that_live_are_asked_and_the_storage_is_left_as_it_was(
     ],
 )
 def test_a_node_that_cannot_do_the_work_is_named(
-    answer: Any, said: str, affinity: Any, tmp_path: Path
+    answer: Any, message: str, affinity: Any, tmp_path: Path
 ) -> None:
     ray = Asked()
     ray.answers["1"] = answer(ray)
-    with pytest.raises(UserError, match=rf"node 10\.0\.0\.1 \(1\) {said}"):
+    with pytest.raises(UserError, match=rf"node 10\.0\.0\.1 \(1\) {message}"):
         cluster.check_nodes(ray, nodes_of(THREE).nodes, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -581,11 +585,11 @@ def test_who_registers_takes_nothing_and_lives_on_the_head() -> None:
 
 
 def test_ray_writes_by_streams_of_its_own(tmp_path: Path) -> None:
-    found = cluster.where_ray_writes(str(tmp_path))
-    assert found["storage_path"] == str(tmp_path)
-    assert isinstance(found["storage_filesystem"], fs.LocalFileSystem)
-    found = cluster.where_ray_writes("s3://bucket/runs/ray?region=eu-west-1")
-    assert found["storage_path"] == "bucket/runs/ray"
-    assert isinstance(found["storage_filesystem"], fs.S3FileSystem), (
+    streams = cluster.where_ray_writes(str(tmp_path))
+    assert streams["storage_path"] == str(tmp_path)
+    assert isinstance(streams["storage_filesystem"], fs.LocalFileSystem)
+    streams = cluster.where_ray_writes("s3://bucket/runs/ray?region=eu-west-1")
+    assert streams["storage_path"] == "bucket/runs/ray"
+    assert isinstance(streams["storage_filesystem"], fs.S3FileSystem), (
         "a stream is never closed half-way there: ours offers none"
     )

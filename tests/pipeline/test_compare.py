@@ -91,9 +91,9 @@ def test_means_and_deviations_are_those_of_the_sample(storage: Any) -> None:
         run_of(storage, name, seed, shift=shift)
         for name, seed, shift in (("a", 0, 0), ("b", 1, 2), ("c", 2, 6))
     ]
-    found = compare_runs(runs)
+    comparison = compare_runs(runs)
     values = [accuracy(r) for r in runs]
-    spread = found.entries[0].spread("average_accuracy")
+    spread = comparison.entries[0].spread("average_accuracy")
     assert spread.n == 3
     assert spread.mean == pytest.approx(statistics.fmean(values))
     assert spread.deviation == pytest.approx(statistics.stdev(values))
@@ -103,7 +103,10 @@ def test_means_and_deviations_are_those_of_the_sample(storage: Any) -> None:
         .spread("average_accuracy")
         .deviation
     )
-    assert found.entries[0].spread("bytes_per_task").mean == runs[0].summary()[0]["bytes_per_task"]
+    assert (
+        comparison.entries[0].spread("bytes_per_task").mean
+        == runs[0].summary()[0]["bytes_per_task"]
+    )
 
 
 def test_differences_are_paired_by_seed_where_seeds_match(storage: Any) -> None:
@@ -113,16 +116,16 @@ def test_differences_are_paired_by_seed_where_seeds_match(storage: Any) -> None:
         run_of(storage, "d", 0, shift=2, train={}),
         run_of(storage, "e", 5, shift=50, train={}),
     ]
-    found = compare_runs([*first, *second])
+    comparison = compare_runs([*first, *second])
     pairs = [accuracy(second[1]) - accuracy(first[0]), accuracy(second[0]) - accuracy(first[1])]
-    spread = found.entries[1].difference(found.entries[0], "average_accuracy")
+    spread = comparison.entries[1].difference(comparison.entries[0], "average_accuracy")
     assert (spread.n, spread.paired) == (2, True)
     assert spread.mean == pytest.approx(statistics.fmean(pairs))
     assert spread.deviation == pytest.approx(statistics.stdev(pairs))
 
 
 def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storage: Any) -> None:
-    found = compare_runs(
+    comparison = compare_runs(
         [
             run_of(storage, "a", 0),
             run_of(storage, "b", 1, shift=4),
@@ -130,11 +133,11 @@ def test_without_common_seeds_means_are_subtracted_and_both_spreads_count(storag
             run_of(storage, "d", 3, shift=2, train={}),
         ]
     )
-    own, base = (found.entries[i].spread("average_accuracy") for i in (1, 0))
-    spread = found.entries[1].difference(found.entries[0], "average_accuracy")
+    first_spread, base = (comparison.entries[i].spread("average_accuracy") for i in (1, 0))
+    spread = comparison.entries[1].difference(comparison.entries[0], "average_accuracy")
     assert not spread.paired
-    assert spread.mean == pytest.approx(own.mean - base.mean)
-    assert spread.deviation == pytest.approx(math.hypot(own.deviation, base.deviation))
+    assert spread.mean == pytest.approx(first_spread.mean - base.mean)
+    assert spread.deviation == pytest.approx(math.hypot(first_spread.deviation, base.deviation))
 
 
 def test_a_mean_is_never_one_over_fewer_runs() -> None:
@@ -144,37 +147,41 @@ def test_a_mean_is_never_one_over_fewer_runs() -> None:
 
 def test_methods_are_compared_with_the_same_method_or_with_the_only_one(storage: Any) -> None:
     both = run_of(storage, "both", labels=("meat", "finetune"))
-    found = compare_runs(
+    comparison = compare_runs(
         [
             both,
             run_of(storage, "one", labels=("finetune",)),
             run_of(storage, "other", labels=("hat-small",)),
         ]
     )
-    assert [e.name for e in found.entries] == ["both: meat", "both: finetune", "one", "other"]
-    assert [b.name if (b := found.base(e)) else None for e in found.entries] == [
+    assert [e.name for e in comparison.entries] == ["both: meat", "both: finetune", "one", "other"]
+    assert [b.name if (b := comparison.base(e)) else None for e in comparison.entries] == [
         None,
         None,
         "both: finetune",
         None,
     ]
-    found = compare_runs([run_of(storage, "one", labels=("finetune",)), both])
-    assert [b.name if (b := found.base(e)) else None for e in found.entries] == [None, "one", "one"]
+    comparison = compare_runs([run_of(storage, "one", labels=("finetune",)), both])
+    assert [b.name if (b := comparison.base(e)) else None for e in comparison.entries] == [
+        None,
+        "one",
+        "one",
+    ]
 
 
 # ---- tasks ---------------------------------------------------------------------------------------
 def test_partly_common_tasks_are_compared_alone_and_that_is_said(storage: Any) -> None:
     whole, part = run_of(storage, "a"), run_of(storage, "b", tasks=["shapes", "birds", "roots"])
-    found = compare_runs([whole, part])
-    assert found.tasks == ["shapes", "birds", "roots"]
-    assert "Left out: leaves" in found.notes[0]
+    comparison = compare_runs([whole, part])
+    assert comparison.tasks == ["shapes", "birds", "roots"]
+    assert "Left out: leaves" in comparison.notes[0]
     rates = [whole.matrix("meat").rates[i, i] for i in (0, 1, 3)]
-    assert found.entries[0].spread("average_accuracy").mean == pytest.approx(
+    assert comparison.entries[0].spread("average_accuracy").mean == pytest.approx(
         statistics.fmean(rates)
     )
     assert (
-        found.entries[0].spread("average_accuracy").mean
-        == found.entries[1].spread("average_accuracy").mean
+        comparison.entries[0].spread("average_accuracy").mean
+        == comparison.entries[1].spread("average_accuracy").mean
     )
 
 
@@ -204,33 +211,33 @@ def test_tasks_in_another_order_are_matched_by_name(storage: Any) -> None:
     turned = run_of(
         storage, "b", labels=("finetune",), tasks=["shapes", "leaves", "birds", "roots"]
     )
-    found = compare_runs([run_of(storage, "a", labels=("finetune",)), turned])
-    assert any("different orders" in note for note in found.notes)
-    rows = {(r["entry"], r["after"], r["task"]): r["accuracy"] for r in found.matrix_rows()}
+    comparison = compare_runs([run_of(storage, "a", labels=("finetune",)), turned])
+    assert any("different orders" in note for note in comparison.notes)
+    rows = {(r["entry"], r["after"], r["task"]): r["accuracy"] for r in comparison.matrix_rows()}
     assert rows["b", "roots", "leaves"] == turned.matrix("finetune").rates[3, 1]
 
 
 def test_a_run_that_is_not_finished_has_no_averages_and_that_is_said(storage: Any) -> None:
     run = run_of(storage, "b", train={})
     del run.artifacts["meat/roots/evaluate"]
-    found = compare_runs([run_of(storage, "a"), run])
-    assert math.isnan(found.entries[1].spread("average_accuracy").mean)
-    assert any("meat of run b has finished 3 of these 4 tasks" in note for note in found.notes)
-    assert "finished 3 of these 4" in text_of(render_page(found))
+    comparison = compare_runs([run_of(storage, "a"), run])
+    assert math.isnan(comparison.entries[1].spread("average_accuracy").mean)
+    assert any("meat of run b has finished 3 of these 4 tasks" in note for note in comparison.notes)
+    assert "finished 3 of these 4" in text_of(render_page(comparison))
 
 
 # ---- what else differs ---------------------------------------------------------------------------
 def test_settings_and_provenance_that_differ_are_shown_and_equal_ones_left_out(
     storage: Any,
 ) -> None:
-    found = compare_runs(
+    comparison = compare_runs(
         [
             run_of(storage, "a", train={"epochs": 6, "lr": 0.1}),
             run_of(storage, "b", train={"epochs": 6, "lr": 0.2}, commit="feed"),
         ]
     )
-    assert found.setting_rows() == [{"name": "train.lr", "a": "0.1", "b": "0.2"}]
-    assert found.provenance_rows() == [
+    assert comparison.setting_rows() == [{"name": "train.lr", "a": "0.1", "b": "0.2"}]
+    assert comparison.provenance_rows() == [
         {"name": "git_commit", "a": "0123456789abcdef", "b": "feed, 0123456789abcdef"}
     ]
 
@@ -240,14 +247,14 @@ def test_shared_stages_are_those_with_the_same_key(storage: Any) -> None:
     for stage in other.record["stages"]:
         if stage["label"]:
             stage["key"] = "x" + stage["key"][1:]
-    found = compare_runs([run_of(storage, "a"), other])
-    assert [row["stage"] for row in found.stage_rows()] == [
+    comparison = compare_runs([run_of(storage, "a"), other])
+    assert [row["stage"] for row in comparison.stage_rows()] == [
         "data/shapes",
         "data/birds",
         "data/plants",
         "backbone",
     ]
-    assert {row["runs"] for row in found.stage_rows()} == {"a, b"}
+    assert {row["runs"] for row in comparison.stage_rows()} == {"a, b"}
 
 
 # ---- the page and the command --------------------------------------------------------------------
@@ -292,10 +299,10 @@ def test_the_command_writes_page_and_tables_and_prints_a_short_table(
 ) -> None:
     out = tmp_path / "page.html"
     assert cli.main(["compare", "one", "two", "three", "--storage", stored, "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"one \(2 seeds\) +2 +\d\d\.\d ± 0\.0 %", said)
-    assert re.search(r"three +1 +\d\d\.\d % .*\+0\.0 pp", said)
-    assert re.search(r"train\.lr +0\.1 +0\.2", said)
+    output = capsys.readouterr().out
+    assert re.search(r"one \(2 seeds\) +2 +\d\d\.\d ± 0\.0 %", output)
+    assert re.search(r"three +1 +\d\d\.\d % .*\+0\.0 pp", output)
+    assert re.search(r"train\.lr +0\.1 +0\.2", output)
     folder = Path(stored) / "compare" / "one~two~three"
     assert out.read_bytes() == (folder / "compare.html").read_bytes()
     assert {p.name for p in folder.iterdir()} == {
@@ -334,9 +341,9 @@ def test_mistakes_get_one_sentence(
     stored: Any, argv: Any, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["compare", *argv, "--storage", stored]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert sentence in output
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -354,6 +361,6 @@ def test_a_record_that_is_not_as_it_was_written_is_named(
     path = Path(stored) / "runs" / "two" / "run.json"
     path.write_text(record)
     assert cli.main(["compare", "one", "two", "--storage", stored]) == 2
-    said = capsys.readouterr().err
-    assert "the record of run 'two'" in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "the record of run 'two'" in output
+    assert output.count("\n") == 1

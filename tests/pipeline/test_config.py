@@ -57,7 +57,7 @@ def without_base() -> Config:
 def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(BODY))
-    found = load(
+    run_config = load(
         str(path),
         [
             "train.lr=1e-3",
@@ -71,16 +71,24 @@ def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path: Path) -> Non
             "name=other",
         ],
     )
-    assert (found.train.lr, found.stream.tasks[1].name, found.methods["meat"].settings) == (
+    assert (
+        run_config.train.lr,
+        run_config.stream.tasks[1].name,
+        run_config.methods["meat"].settings,
+    ) == (
         1e-3,
         "first",
         {"mask_lr": 0.05, "lambda": 0.75},
     )
-    assert (found.train_of("meat").epochs, found.train_of("finetune").epochs) == (7, 2)
-    assert found.backbone.options["depth"] == 3
-    assert found.backbone.options["embed_dim"] == 32
-    assert found.data.crop_scale == (0.2, 0.9)
-    assert (found.tracking.enabled, found.cluster.workers, found.name) == (False, 2, "other")
+    assert (run_config.train_of("meat").epochs, run_config.train_of("finetune").epochs) == (7, 2)
+    assert run_config.backbone.options["depth"] == 3
+    assert run_config.backbone.options["embed_dim"] == 32
+    assert run_config.data.crop_scale == (0.2, 0.9)
+    assert (run_config.tracking.enabled, run_config.cluster.workers, run_config.name) == (
+        False,
+        2,
+        "other",
+    )
 
 
 def test_later_overrides_win() -> None:
@@ -103,35 +111,39 @@ def test_a_key_that_stands_twice_is_refused_at_any_depth() -> None:
 
 
 def test_settings_cannot_be_changed_after_they_were_checked() -> None:
-    found = config()
-    for target, key in ((found, "seed"), (found.train, "epochs"), (found.cluster, "workers")):
+    run_config = config()
+    for target, key in (
+        (run_config, "seed"),
+        (run_config.train, "epochs"),
+        (run_config.cluster, "workers"),
+    ):
         with pytest.raises(ValidationError):
             setattr(target, key, 1)
 
 
 def test_a_label_stands_for_its_method_unless_it_names_one() -> None:
-    found = config(
+    run_config = config(
         methods={
             "meat": {"lambda": 0.8},
             "meat-soft": {"method": "meat", "lambda": 0.9, "train": {"lr": 0.1}},
             "linear": None,
         }
     )
-    assert {label: entry.method for label, entry in found.methods.items()} == {
+    assert {label: entry.method for label, entry in run_config.methods.items()} == {
         "meat": "meat",
         "meat-soft": "meat",
         "linear": "linear",
     }
-    assert found.methods["meat-soft"].settings == {"lambda": 0.9}
-    assert found.train_of("meat-soft").lr == 0.1
+    assert run_config.methods["meat-soft"].settings == {"lambda": 0.9}
+    assert run_config.train_of("meat-soft").lr == 0.1
 
 
 def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_general_ones() -> None:
-    found = config(
+    run_config = config(
         methods={"meat": {"train": {"epochs": 5, "lr": 0.5}, "steps": {"train": {"epochs": 9}}}},
         train={"epochs": 1, "momentum": 0.5},
     )
-    train = found.train_of("meat", "train")
+    train = run_config.train_of("meat", "train")
     assert (train.epochs, train.lr, train.momentum) == (9, 0.5, 0.5)
 
 
@@ -150,19 +162,24 @@ def test_settings_of_a_task_override_the_methods_and_settings_of_a_step_override
             "b": None,
         },
     }
-    found = config(methods={"meat": body})
-    own, common = found.train_of("meat", task="a"), found.train_of("meat")
-    assert (own.epochs, own.lr, own.clip, own.warmup) == (5, 0.1, 1.0, 0.5)
+    run_config = config(methods={"meat": body})
+    task_train, common = run_config.train_of("meat", task="a"), run_config.train_of("meat")
+    assert (task_train.epochs, task_train.lr, task_train.clip, task_train.warmup) == (
+        5,
+        0.1,
+        1.0,
+        0.5,
+    )
     assert (common.epochs, common.lr, common.clip, common.warmup) == (
         5,
         0.5,
         1.0,
         TrainSettings().warmup,
     )
-    assert found.entry_of("meat", "a").settings == {"lambda": 0.7, "alpha": 3}
+    assert run_config.entry_of("meat", "a").settings == {"lambda": 0.7, "alpha": 3}
     for other in (None, "b", "elsewhere"):
-        assert found.entry_of("meat", other).settings == {"lambda": 0.9, "alpha": 3}
-        assert found.train_of("meat", task=other) == common
+        assert run_config.entry_of("meat", other).settings == {"lambda": 0.9, "alpha": 3}
+        assert run_config.train_of("meat", task=other) == common
 
 
 def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_path: Path) -> None:
@@ -173,7 +190,7 @@ def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_pat
         top="extends: [low.yaml, middle.yaml]\nname: top\nmethods: {meat: {tasks: {digits: "
         "{alpha: 3}}}}\n",
     )
-    found = load(
+    run_config = load(
         path,
         [
             "methods.meat.tasks.digits.train.lr=1e-2",
@@ -181,9 +198,12 @@ def test_overrides_and_extended_configs_reach_what_a_task_has_of_its_own(tmp_pat
             "methods.linear.tasks.digits.train.epochs=7",
         ],
     )
-    assert found.entry_of("meat", "digits").settings == {"lambda": 0.5, "alpha": 3, "tau": 2}
-    assert found.train_of("meat", task="digits").lr == 0.01
-    assert (found.train_of("linear", task="digits").epochs, found.train_of("linear").epochs) == (
+    assert run_config.entry_of("meat", "digits").settings == {"lambda": 0.5, "alpha": 3, "tau": 2}
+    assert run_config.train_of("meat", task="digits").lr == 0.01
+    assert (
+        run_config.train_of("linear", task="digits").epochs,
+        run_config.train_of("linear").epochs,
+    ) == (
         7,
         3,
     )
@@ -242,10 +262,10 @@ def test_tracking_is_switched_by_a_word(text: str, enabled: bool) -> None:
     ],
 )
 def test_a_dumped_config_reads_back_as_the_same(changes: Any) -> None:
-    found = config(**changes)
-    again = check(parse_yaml(yaml.safe_dump(dump(found)), "dumped"), "dumped")
-    assert again == found
-    assert dump(again) == dump(found)
+    run_config = config(**changes)
+    again = check(parse_yaml(yaml.safe_dump(dump(run_config)), "dumped"), "dumped")
+    assert again == run_config
+    assert dump(again) == dump(run_config)
 
 
 def test_a_config_without_tasks_of_their_own_is_dumped_as_it_was_before_there_were_any() -> None:
@@ -282,8 +302,8 @@ def test_paths_become_absolute_and_addresses_stay(
 
 
 # ---- keys ----------------------------------------------------------------------------------------
-def keys_of(found: Config, folder: Any) -> dict[str, str]:
-    graph, _ = build.graph_of(found, Store(str(folder)))
+def keys_of(run_config: Config, folder: Any) -> dict[str, str]:
+    graph, _ = build.graph_of(run_config, Store(str(folder)))
     return {stage.id: stage.key for stage in graph}
 
 
@@ -332,10 +352,10 @@ def test_where_a_run_happens_is_in_no_key(section: str, model: Any, tmp_path: Pa
         "say for the new setting that it cannot change a result but in its rounding"
     )
     before = keys_of(config(), tmp_path)
-    own: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name, value in FREE[section].items():
-        own[name] = value
-        assert not changed(before, keys_of(config(**{section: own}), tmp_path)), name
+        changes[name] = value
+        assert not changed(before, keys_of(config(**{section: changes}), tmp_path)), name
     assert not changed(before, keys_of(config(storage="elsewhere"), tmp_path / "elsewhere"))
 
 
@@ -457,22 +477,22 @@ def test_an_override_that_says_what_is_so_already_changes_no_key(tmp_path: Path)
         keys_of(config(), tmp_path),
         keys_of(config(f"methods.meat.lambda={default}", "methods.meat.train.epochs=2"), tmp_path),
     )
-    own = config(
+    with_override = config(
         f"methods.meat.tasks.a.lambda={default}",
         "methods.meat.tasks.a.train.epochs=2",
         "methods.meat.tasks.b={}",
     )
-    assert not changed(keys_of(config(), tmp_path), keys_of(own, tmp_path))
+    assert not changed(keys_of(config(), tmp_path), keys_of(with_override, tmp_path))
 
 
 def test_a_task_that_has_by_itself_what_all_could_have_shares_their_result(tmp_path: Path) -> None:
-    own, common = (
+    per_task, common = (
         keys_of(config(override), tmp_path)
         for override in ("methods.meat.tasks.a.lambda=0.8", "methods.meat.lambda=0.8")
     )
-    assert own["meat/a/train"] == common["meat/a/train"]
-    assert own["meat/b/train"] == keys_of(config(), tmp_path)["meat/b/train"]
-    assert own["meat/a/evaluate"] != common["meat/a/evaluate"], (
+    assert per_task["meat/a/train"] == common["meat/a/train"]
+    assert per_task["meat/b/train"] == keys_of(config(), tmp_path)["meat/b/train"]
+    assert per_task["meat/a/evaluate"] != common["meat/a/evaluate"], (
         "it is served under the common settings"
     )
 
@@ -565,8 +585,8 @@ def test_the_base_task_comes_first_wherever_it_stands(tmp_path: Path) -> None:
 
 
 def test_the_classes_of_a_split_are_dealt_in_the_cards_order(tmp_path: Path) -> None:
-    found = config(stream={"tasks": [{"name": "d", "card": "digits", "split": 5}]})
-    _, tasks = build.graph_of(found, Store(str(tmp_path)))
+    run_config = config(stream={"tasks": [{"name": "d", "card": "digits", "split": 5}]})
+    _, tasks = build.graph_of(run_config, Store(str(tmp_path)))
     assert [(t.name, t.classes) for t in tasks] == [
         (f"d-{i}", (str(2 * i), str(2 * i + 1))) for i in range(5)
     ]
@@ -595,21 +615,26 @@ def test_a_config_extends_others_mapping_by_mapping_and_the_last_word_counts(
         top="extends: [low.yaml, middle.yaml]\nname: top\ntrain: {batch_size: 7}\nmethods: "
         "{meat: {alpha: 3}}\n",
     )
-    found = load(path, ["train.epochs=9"])
-    assert (found.base_name, found.train.epochs, found.train.lr, found.train.batch_size) == (
+    run_config = load(path, ["train.epochs=9"])
+    assert (
+        run_config.base_name,
+        run_config.train.epochs,
+        run_config.train.lr,
+        run_config.train.batch_size,
+    ) == (
         "top",
         9,
         0.25,
         7,
     )
-    assert {label: entry.settings for label, entry in found.methods.items()} == {
+    assert {label: entry.settings for label, entry in run_config.methods.items()} == {
         "linear": {},
         "meat": {"lambda": 0.5, "alpha": 3},
     }
 
 
 @pytest.mark.parametrize(
-    ("extends", "said"),
+    ("extends", "message"),
     [
         ("[top.yaml]", "extends this file in turn"),
         ("low.yaml", "extends this file in turn"),
@@ -618,12 +643,12 @@ def test_a_config_extends_others_mapping_by_mapping_and_the_last_word_counts(
     ],
 )
 def test_a_config_that_extends_nonsense_gets_one_sentence(
-    tmp_path: Path, extends: str, said: str
+    tmp_path: Path, extends: str, message: str
 ) -> None:
     path = written(
         tmp_path, low=f"extends: top.yaml\n{STREAM}", top=f"extends: {extends}\nname: top\n"
     )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         load(path)
 
 

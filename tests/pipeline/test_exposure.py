@@ -187,10 +187,10 @@ def test_what_is_printed_of_a_tracking_server_has_no_password(
     calls = mlflow_client.MlflowClientAdapter(str(tmp_path), TrackingSettings())
     calls.close(calls.find({})[0], "FINISHED")
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 0
-    said = "".join(capfd.readouterr())
+    output = "".join(capfd.readouterr())
     assert {*asked} == {f"Basic {base64.b64encode(b'me:hush').decode()}"}, "it is used"
-    assert "hush" not in said, "and not shown"
-    assert said.startswith(f"MLflow: http://127.0.0.1:{port}/#/experiments/1/runs"), (
+    assert "hush" not in output, "and not shown"
+    assert output.startswith(f"MLflow: http://127.0.0.1:{port}/#/experiments/1/runs"), (
         "MLflow prints no links of its own"
     )
 
@@ -200,13 +200,13 @@ def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hush@127.0.0.1:1")
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
-    said = "".join(capfd.readouterr())
-    assert said.startswith(
+    output = "".join(capfd.readouterr())
+    assert output.startswith(
         "accrete: MLflow at http://127.0.0.1:1 does not show its runs (API request to "
         "http://127.0.0.1:1/api/"
     )
-    assert said.count("\n") == 1
-    assert "hush" not in said
+    assert output.count("\n") == 1
+    assert "hush" not in output
     lines: list[str] = []
     has_logged = threading.Event()
 
@@ -234,7 +234,7 @@ def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
 
 
 @pytest.mark.parametrize(
-    ("uri", "said"),
+    ("uri", "message"),
     [
         (
             "postgresql+psycopg2://me:hu/sh#w@host/db",
@@ -263,7 +263,7 @@ def test_what_is_said_of_a_tracking_server_that_is_away_has_no_password(
 )
 def test_a_database_without_a_driver_and_a_broken_password_are_one_sentence(
     uri: str,
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -272,11 +272,11 @@ def test_a_database_without_a_driver_and_a_broken_password_are_one_sentence(
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
-    told = "".join(capfd.readouterr())
-    assert told.startswith(said)
-    assert told.count("\n") == 1
+    output = "".join(capfd.readouterr())
+    assert output.startswith(message)
+    assert output.count("\n") == 1
     assert not {"hush", "hu/sh", "hu#sh"} & {
-        word for word in ("hush", "hu/sh", "hu#sh") if word in told
+        word for word in ("hush", "hu/sh", "hu#sh") if word in output
     }
 
 
@@ -327,11 +327,11 @@ def test_a_server_that_ends_is_told_by_its_last_line_and_no_other_port_is_asked_
     monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(command, **options))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
-    said = capfd.readouterr().err
-    assert "mlflow server ended with exit code 3 before it answered on 127.0.0.1:" in said
-    assert "(no way: postgresql://host/db)" in said
-    assert "--port" not in said
-    assert said.count("\n") == 1
+    output = capfd.readouterr().err
+    assert "mlflow server ended with exit code 3 before it answered on 127.0.0.1:" in output
+    assert "(no way: postgresql://host/db)" in output
+    assert "--port" not in output
+    assert output.count("\n") == 1
     server: Any = SimpleNamespace(returncode=1)
     log = ["[Errno 98] Address already in use"]
     assert "another program took the port" in ui.why_it_ended(server, log, "h", 1)
@@ -360,10 +360,10 @@ print(len(listeners), [name for name, address in listeners if not address.is_loo
 @pytest.mark.slow
 def test_a_private_ray_listens_for_this_machine_alone() -> None:
     pytest.importorskip("psutil")
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PRIVATE], capture_output=True, text=True, timeout=240, check=True
     ).stdout.splitlines()[-1]
-    count, open_to_all = told.split(" ", 1)
+    count, open_to_all = process.split(" ", 1)
     assert int(count) > 5, "its servers were seen"
     assert open_to_all == "[]"
 

@@ -34,7 +34,7 @@ def break_in_torch() -> dict[str, object]:
     }
 
 
-def kept(storage: Path, key: str = "k1") -> list[Path]:
+def traceback_files(storage: Path, key: str = "k1") -> list[Path]:
     return sorted((storage / failures.FOLDER / key).glob("*.txt"))
 
 
@@ -44,7 +44,7 @@ def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path: Path) -> N
         return {}
 
     event = attempt.attempt_stage(stage_of(), run, str(tmp_path), dist.Group(1, 4))
-    (path,) = kept(tmp_path)
+    (path,) = traceback_files(tmp_path)
     assert event.kind == "failed"
     assert f"traceback: {path}" in event.message
     text = path.read_text()
@@ -97,7 +97,7 @@ def test_a_sentence_for_people_needs_no_traceback_and_a_storage_that_is_away_hid
         raise UserError("mend it")
 
     assert attempt.attempt_stage(stage_of(), refused, str(tmp_path)).message == "mend it"
-    assert not kept(tmp_path)
+    assert not traceback_files(tmp_path)
 
     def away(*_: object) -> None:
         raise OSError("storage is away")
@@ -114,7 +114,7 @@ def test_no_password_of_an_error_is_kept(tmp_path: Path) -> None:
         raise RuntimeError(f"{address} says no")
 
     event = attempt.attempt_stage(stage_of(), run, str(tmp_path))
-    text = kept(tmp_path)[0].read_text()
+    text = traceback_files(tmp_path)[0].read_text()
     assert "https://host/x says no" in event.message
     assert "https://host/x says no" in text
     assert "hush" not in event.message + text
@@ -147,9 +147,9 @@ def test_a_run_that_fails_says_where_its_traceback_is(
         tmp_path, small_run.make_cards(tmp_path, ["a"]), ["finetune"], cluster={"retries": 1}
     )
     assert cli.main(["run", small_run.write_config(tmp_path / "c.yaml", body)]) == 2
-    said = capsys.readouterr().err
-    path = Path(said.split("traceback: ")[1].split(";")[0].split(" ")[0])
-    assert said.count("\n") == 1
-    assert "ZeroDivisionError: by nothing (at pipeline/launch/local.py:" in said
+    output = capsys.readouterr().err
+    path = Path(output.split("traceback: ")[1].split(";")[0].split(" ")[0])
+    assert output.count("\n") == 1
+    assert "ZeroDivisionError: by nothing (at pipeline/launch/local.py:" in output
     assert "by nothing" in path.read_text()
     assert path.is_relative_to(tmp_path / "storage" / "failures")

@@ -482,7 +482,7 @@ def test_top_is_bounded_by_the_number_of_classes(model: tuple[Server, Finished],
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "message"),
     [
         ('"top": 1' + "0" * 5000, "a number of thousands of digits"),
         ('"top": -1', "top is -1"),
@@ -497,11 +497,11 @@ def test_top_is_bounded_by_the_number_of_classes(model: tuple[Server, Finished],
     ],
 )
 def test_a_field_that_is_no_such_value_gets_one_sentence(
-    model: tuple[Server, Finished], field: str, said: str
+    model: tuple[Server, Finished], field: str, message: str
 ) -> None:
     server, _ = model
     status, body = server.ask("POST", "/predict", f'{{"images": ["aa"], "tasks": "two", {field}}}')
-    assert (status, said in body["error"], "\n" in body["error"]) == (400, True, False)
+    assert (status, message in body["error"], "\n" in body["error"]) == (400, True, False)
 
 
 @pytest.mark.parametrize("part", ["[],", "{},"])

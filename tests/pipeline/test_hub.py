@@ -79,15 +79,15 @@ def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(
     if how == "offline":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert cli.main(["plan", config_on(tmp_path, SOURCE)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(
+    output = capsys.readouterr().err
+    assert output.startswith(
         f"accrete: source '{SOURCE}': the Hugging Face hub at {constants.ENDPOINT} cannot be "
         "reached ("
     )
-    assert said.count("\n") == 1
+    assert output.count("\n") == 1
     assert {"silent": "no answer within", "refused": "refused", "offline": "HF_HUB_OFFLINE"}[
         how
-    ] in said
+    ] in output
 
 
 @pytest.mark.parametrize("classes", ["listed", "from_source"])

@@ -309,7 +309,7 @@ def test_linked_folders_are_read_once_and_never_outside_the_source(
     (source / "more" / "cats" / "new.png").write_bytes(picture(88))
     (source / "more" / "cats" / "up").symlink_to("../..")
     cat, dog = source / "train" / "cat", source / "train" / "dog"
-    for place, target in (
+    for link_path, target in (
         (cat / "up", ".."),
         (cat / "top", "../.."),
         (dog / "cat", "../cat"),
@@ -320,14 +320,14 @@ def test_linked_folders_are_read_once_and_never_outside_the_source(
         (dog / "more", "../../more/cats"),
         (cat / "self", "self"),
     ):
-        place.symlink_to(target)
+        link_path.symlink_to(target)
     manifest, shards = run(card_of(source, max_bad_fraction=0.2), tmp_path)
     assert manifest["counts"] == {"train": 21, "test": 8}
     assert "train/cat/new" in shards.index["key"].to_pylist()
-    found = {name: reason.split(";")[0] for name, reason in reasons(tmp_path).items()}
+    reason_by_name = {name: reason.split(";")[0] for name, reason in reasons(tmp_path).items()}
     again, out = "other file: a link to {} read anyway", "link: to a folder outside the source"
     holds = again.format("a folder that holds others which are")
-    assert found == {
+    assert reason_by_name == {
         "train/cat/up": again.format("train, which is"),
         "train/cat/top": holds,
         "train/dog/cat": again.format("train/cat, which is"),
@@ -359,11 +359,11 @@ def test_a_link_to_a_file_stands_for_the_file_wherever_it_lies(source: Any, tmp_
     """Caches of hubs, and tools that keep versions of data, are laid out so."""
     blob = tmp_path / "blob"
     (source / "train" / "cat" / "00.png").rename(blob)
-    wanted = (tmp_path / "blob").read_bytes()
+    expected = (tmp_path / "blob").read_bytes()
     (source / "train" / "cat" / "00.png").symlink_to(blob)
     manifest, shards = run(card_of(source), tmp_path)
     assert manifest["counts"] == {"train": 20, "test": 8}
-    assert hashlib.sha256(wanted).hexdigest() in shards.index["sha256"].to_pylist()
+    assert hashlib.sha256(expected).hexdigest() in shards.index["sha256"].to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -394,16 +394,16 @@ def test_a_shard_that_is_a_link_to_nothing_is_an_error_and_what_is_none_is_liste
     form: str, source: Any, tmp_path: Path
 ) -> None:
     card = tar_card(tmp_path, source) if form == "tar" else parquet_card(tmp_path, source)
-    place = Path(card.source.path)
-    (place / "train-notes.md").write_text("notes")
-    os.mkfifo(place / f"train-pipe.{form}")
-    (place / "README.md").write_text("of no split")
+    source_folder = Path(card.source.path)
+    (source_folder / "train-notes.md").write_text("notes")
+    os.mkfifo(source_folder / f"train-pipe.{form}")
+    (source_folder / "README.md").write_text("of no split")
     run(card, tmp_path)
     assert reasons(tmp_path) == {
         "train-notes.md": "other file: .md",
         f"train-pipe.{form}": "other file: a named pipe",
     }
-    (place / f"train-gone.{form}").symlink_to(f"nowhere.{form}")
+    (source_folder / f"train-gone.{form}").symlink_to(f"nowhere.{form}")
     with pytest.raises(UserError, match=rf"train-gone\.{form} .* is left out \(link: to nothing\)"):
         run(card, tmp_path, "other")
 
@@ -413,15 +413,15 @@ def test_shards_and_members_whose_names_are_no_utf8_are_read(
     form: str, source: Any, tmp_path: Path
 ) -> None:
     card = tar_card(tmp_path, source) if form == "tar" else parquet_card(tmp_path, source)
-    place = Path(card.source.path)
-    old = next(place.glob("train*"))
+    source_folder = Path(card.source.path)
+    old = next(source_folder.glob("train*"))
     if form == "tar":
         with tarfile.open(old, "a") as tar:
             for suffix, data in (("png", picture(99)), ("cls", b"cat")):
                 member = tarfile.TarInfo(f"caf\udce9.{suffix}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
-    os.rename(old, os.fsencode(place) + b"/train-caf\xe9." + form.encode())
+    os.rename(old, os.fsencode(source_folder) + b"/train-caf\xe9." + form.encode())
     manifest, shards = run(card, tmp_path)
     assert manifest["counts"]["train"] == 20 + (form == "tar")
     assert ("train/cat/caf_" in shards.index["key"].to_pylist()) == (form == "tar")
@@ -583,17 +583,17 @@ def test_the_fingerprint_follows_nothing_beside_the_images(
         "parquet": lambda: parquet_card(tmp_path, source),
     }
     card = makers[form]()
-    place = Path(card.source.path)
+    source_folder = Path(card.source.path)
     names = ["README.txt", "Thumbs.db", "notes/more.png", "notes/more.tar", "train-notes.txt"]
     if form == "folder":
         names += ["train/Thumbs.db", "train/cat/notes.txt"]
     before = fingerprint(card)
-    files = sorted(p for p in place.rglob("*") if p.is_file())
-    text = "\n".join(f"{p.relative_to(place)}\t{p.stat().st_size}" for p in files)
+    files = sorted(p for p in source_folder.rglob("*") if p.is_file())
+    text = "\n".join(f"{p.relative_to(source_folder)}\t{p.stat().st_size}" for p in files)
     assert before == hashlib.sha256(text.encode()).hexdigest(), "what it was is kept"
     for name in names:
-        (place / name).parent.mkdir(exist_ok=True)
-        (place / name).write_text("a note")
+        (source_folder / name).parent.mkdir(exist_ok=True)
+        (source_folder / name).write_text("a note")
     assert fingerprint(card) == before
     for file in files:
         file.unlink()
@@ -816,9 +816,9 @@ def test_a_flipped_bit_in_a_shard_is_detected(source: Any, tmp_path: Path) -> No
     data = bytearray(path.read_bytes())
     data[row["offset"] + row["bytes"] // 2] ^= 1
     path.write_bytes(data)
-    found = shards.read(row["shard"], row["offset"], row["bytes"])
+    image_bytes = shards.read(row["shard"], row["offset"], row["bytes"])
     with pytest.raises(DamagedArtifact, match=row["key"]):
-        shards.verify(row["key"], found, row["sha256"])
+        shards.verify(row["key"], image_bytes, row["sha256"])
 
 
 @pytest.mark.skipif(
@@ -852,18 +852,18 @@ def test_images_without_labels_are_of_the_one_class_of_their_card(
         "parquet": lambda: parquet_card(tmp_path, source),
         "tar": lambda: tar_card(tmp_path, source),
     }[form]()
-    wanted = digests(run(card, tmp_path, "labelled")[1])
+    expected = digests(run(card, tmp_path, "labelled")[1])
     if form == "folder":  # directly in the split, and test images are not asked for
         for split in ("train", "test"):
             for file in sorted((source / split).rglob("*.png")):
                 file.rename(source / split / f"{file.parent.name}{file.name}")
         (source / "test").rename(tmp_path / "elsewhere")
-        wanted = {row for row in wanted if row[0] == "train"}
+        expected = {row for row in expected if row[0] == "train"}
     if form == "parquet":
         for file in (tmp_path / "pq").iterdir():
             pq.write_table(pq.read_table(file).drop(["fine_label"]), file)
     manifest, shards = run(without_labels(card), tmp_path, "images")
-    assert digests(shards) == {(split, "image", digest) for split, _, digest in wanted}
+    assert digests(shards) == {(split, "image", digest) for split, _, digest in expected}
     assert manifest["classes"] == ["image"]
     assert manifest["rejected"] == {}
 

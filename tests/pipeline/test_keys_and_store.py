@@ -104,10 +104,10 @@ def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path: Path, harm: str) 
             stream.write(b"0123456788" if harm == "flip" else b"01234")
     with pytest.raises(DamagedArtifact, match=r"state\.safetensors"):
         artifact.read("state.safetensors")
-    found = store.look_up(stage("k"))
-    assert not found.hit
-    assert found.damaged
-    assert "state.safetensors" in found.reason
+    lookup = store.look_up(stage("k"))
+    assert not lookup.hit
+    assert lookup.damaged
+    assert "state.safetensors" in lookup.reason
     store.withdraw("k")
     assert Artifact.open(store.root, "k") is None
     assert (tmp_path / "stages" / "k" / artifact.manifest["attempt"] / "other").exists(), (
@@ -161,9 +161,9 @@ def test_a_half_written_manifest_is_no_result(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         assert Artifact.open(store.root, "k") is None
-        found = store.look_up(stage("k"))
-        assert not found.hit
-        assert "manifest.json is not as it was written" in found.reason
+        lookup = store.look_up(stage("k"))
+        assert not lookup.hit
+        assert "manifest.json is not as it was written" in lookup.reason
         store.withdraw("k")
         assert publish(store, "k", {"a": b"1"}), "the stage can be published again"
         assert store.look_up(stage("k")).hit
@@ -277,9 +277,9 @@ def test_on_an_object_store_many_results_are_looked_up_at_a_time_and_each_miss_h
         return Lookup(False, why(stage, before))
 
     monkeypatch.setattr(Store, "look_up", look_up)
-    found = look_up_all(graph, Store("s3://bucket/storage"), previous)
-    assert list(found) == [f"s{i}" for i in range(32)]
-    assert (found["s3"].reason, found["s7"].reason, found["s31"].reason) == (
+    lookups = look_up_all(graph, Store("s3://bucket/storage"), previous)
+    assert list(lookups) == [f"s{i}" for i in range(32)]
+    assert (lookups["s3"].reason, lookups["s7"].reason, lookups["s31"].reason) == (
         "changed lambda: 7 -> 3",
         "an earlier stage changed",
         "new",

@@ -183,21 +183,22 @@ def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_offers_are_taken_in_the_order_that_a_look_at_all_of_them_gives(seed: Any) -> None:
     rng = random.Random(seed)
-    offers, there, last = ReadyQueue(), list[ReadyStage](), None
+    offers, ready_stages, last = ReadyQueue(), list[ReadyStage](), None
     for number in range(200):
-        if there and rng.random() < 0.5:
+        if ready_stages and rng.random() < 0.5:
             best = max(
-                there, key=lambda o: (o.depth, last is not None and last.id in o.stage.parents)
+                ready_stages,
+                key=lambda o: (o.depth, last is not None and last.id in o.stage.parents),
             )
-            there.remove(best)
+            ready_stages.remove(best)
             last = offers.take(last)
             assert last is best.stage
         else:
-            there.append(
+            ready_stages.append(
                 ReadyStage(
                     rng.randrange(3),
                     stage(f"s{number}", *(f"s{rng.randrange(number)}" for _ in range(3) if number)),
                 )
             )
-            offers.append(there[-1])
-        assert len(offers) == len(there)
+            offers.append(ready_stages[-1])
+        assert len(offers) == len(ready_stages)

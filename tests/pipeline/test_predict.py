@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, config
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> str:
     capsys.readouterr()
     assert cli.main([str(a) for a in argv]) == code
     captured = capsys.readouterr()
@@ -42,11 +42,11 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> st
 
 
 def counts(folder: Path, label: str) -> dict[str, int]:
-    found = small_run.results(folder / "storage")
+    stage_results = small_run.results(folder / "storage")
     return {
         row["task"]: row["correct"]
         for task in ("base", "a", "b")
-        for row in found[f"{label}/{task}/evaluate"]["rows"]
+        for row in stage_results[f"{label}/{task}/evaluate"]["rows"]
     }
 
 
@@ -61,7 +61,7 @@ def test_predict_says_of_files_what_evaluation_counted(
     folder, config = run
     for task, right in counts(folder, label).items():
         images = images_of(folder, task)
-        text = said(
+        text = output_of(
             capsys,
             "predict",
             config,
@@ -84,11 +84,11 @@ def test_a_folder_is_served_after_the_run_is_gone(
 ) -> None:
     folder, config = run
     image = images_of(folder, "a")[0]
-    wanted = said(capsys, "predict", config, image, "--method", "hat", "--task", "a")
-    assert "hat, 3 tasks" in said(
+    expected = output_of(capsys, "predict", config, image, "--method", "hat", "--task", "a")
+    assert "hat, 3 tasks" in output_of(
         capsys, "bundle", config, "--method", "hat", "--out", tmp_path / "model"
     )
-    assert said(capsys, "predict", tmp_path / "model", image, "--task", "a") == wanted
+    assert output_of(capsys, "predict", tmp_path / "model", image, "--task", "a") == expected
 
 
 def test_tasks_are_listed_exported_removed_and_imported(
@@ -96,22 +96,26 @@ def test_tasks_are_listed_exported_removed_and_imported(
 ) -> None:
     _, config = run
     model, file = tmp_path / "model", tmp_path / "a.task"
-    said(capsys, "bundle", config, "--method", "meat", "--out", model)
+    output_of(capsys, "bundle", config, "--method", "meat", "--out", model)
 
     def names() -> list[str]:
-        return [line.split()[0] for line in said(capsys, "tasks", model, "list").splitlines()[1:]]
+        return [
+            line.split()[0] for line in output_of(capsys, "tasks", model, "list").splitlines()[1:]
+        ]
 
     assert names() == ["base", "a", "b"]
-    said(capsys, "tasks", model, "export", "a", file)
-    assert "serves a no more" in said(capsys, "tasks", model, "remove", "a")
+    output_of(capsys, "tasks", model, "export", "a", file)
+    assert "serves a no more" in output_of(capsys, "tasks", model, "remove", "a")
     assert names() == ["base", "b"]
-    assert "serves a too, 2 classes" in said(capsys, "tasks", model, "import", file)
+    assert "serves a too, 2 classes" in output_of(capsys, "tasks", model, "import", file)
     assert names() == ["base", "b", "a"]
-    said(capsys, "bundle", config, "--method", "hat", "--out", tmp_path / "chain")
-    assert "only tasks of a star can be imported" in said(
+    output_of(capsys, "bundle", config, "--method", "hat", "--out", tmp_path / "chain")
+    assert "only tasks of a star can be imported" in output_of(
         capsys, "tasks", tmp_path / "chain", "import", file, code=2
     )
-    assert "later tasks stand on it" in said(capsys, "tasks", tmp_path / "chain", "remove", "a")
+    assert "later tasks stand on it" in output_of(
+        capsys, "tasks", tmp_path / "chain", "remove", "a"
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,8 +138,8 @@ def test_mistakes_of_predict_get_one_sentence(
     run: Any, argv: Any, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, config = run
-    given = [{"IMAGE": images_of(folder, "a")[0], "CONFIG": config}.get(a, a) for a in argv]
-    text = said(capsys, "predict", config, *given, code=2)
+    arguments = [{"IMAGE": images_of(folder, "a")[0], "CONFIG": config}.get(a, a) for a in argv]
+    text = output_of(capsys, "predict", config, *arguments, code=2)
     assert sentence in text
     assert text.count("\n") == 1
 
@@ -144,14 +148,14 @@ def test_other_mistakes_get_one_sentence(
     run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder, config = run
-    assert "is no model folder" in said(capsys, "tasks", tmp_path, "list", code=2)
-    assert "is there already and not an empty folder" in said(
+    assert "is no model folder" in output_of(capsys, "tasks", tmp_path, "list", code=2)
+    assert "is there already and not an empty folder" in output_of(
         capsys, "bundle", config, "--method", "meat", "--out", folder, code=2
     )
     shutil.copytree(folder / "storage", tmp_path / "storage")
     key = small_run.manifests(folder / "storage")["hat/b/evaluate"]["key"]
     (tmp_path / "storage" / "stages" / key / "manifest.json").unlink()
-    text = said(
+    text = output_of(
         capsys,
         "bundle",
         config,
@@ -212,8 +216,8 @@ def test_the_mlflow_model_gives_the_accuracy_that_was_recorded(
     for task in run.names:
         images, classes = run.images(task)
         frame = pd.DataFrame({"image": [base64.b64encode(data).decode() for data in images]})
-        found = model.predict(frame if MODELS[name][1] else frame.assign(task=task))
-        right[task] = int(((found["class"] == classes) & (found["task"] == task)).sum())
+        answers = model.predict(frame if MODELS[name][1] else frame.assign(task=task))
+        right[task] = int(((answers["class"] == classes) & (answers["task"] == task)).sum())
     assert right == run.recorded()
 
 

@@ -231,8 +231,8 @@ def test_logits_are_compared_where_they_were_measured_on_as_many_threads(
     for threads, after in enumerate(tables.tasks("finetune")):
         stage = tables.artifacts.get(f"finetune/{after}/evaluate")
         if stage:
-            place = {"device": "cpu", "threads": 1 + (threads > 2)}
-            monkeypatch.setitem(stage.manifest, "provenance", place)
+            machine = {"device": "cpu", "threads": 1 + (threads > 2)}
+            monkeypatch.setitem(stage.manifest, "provenance", machine)
     rows = {r["task"]: r for r in tables.logits_rows("finetune")}
     assert (rows["birds"]["measured"], rows["birds"]["distinct_logits"]) == (3, 2)
     assert rows["birds"]["logits_equal"] is False, "twice on one thread"
@@ -298,10 +298,10 @@ def test_masks_are_listed_tokens_first_then_block_by_block() -> None:
     masks = {f"blocks.{b}.fc1": torch.ones(4).bool() for b in (10, 2, 0)} | {
         "tokens": torch.ones(3, 4).bool()
     }
-    found = MaskView.of("m", TaskState("a", (), "m", "", masks=masks))
-    assert list(found.bits) == ["tokens", "blocks.0.fc1", "blocks.2.fc1", "blocks.10.fc1"]
-    assert kinds([found]) == ["tokens", "fc1"]
-    assert [(r["kind"], r["block"], r["share"]) for r in found.rows()][:4] == [
+    mask_view = MaskView.of("m", TaskState("a", (), "m", "", masks=masks))
+    assert list(mask_view.bits) == ["tokens", "blocks.0.fc1", "blocks.2.fc1", "blocks.10.fc1"]
+    assert kinds([mask_view]) == ["tokens", "fc1"]
+    assert [(r["kind"], r["block"], r["share"]) for r in mask_view.rows()][:4] == [
         ("tokens", 0, 1),
         ("tokens", 1, 1),
         ("tokens", 2, 1),
@@ -311,10 +311,10 @@ def test_masks_are_listed_tokens_first_then_block_by_block() -> None:
 
 def test_dropped_patches_are_darkened_also_when_the_grid_does_not_divide_the_image() -> None:
     image = np.full((10, 10, 3), 200, np.uint8)
-    shown = mask_plots.darken_patches(image, np.array([[True, False, True]] * 3))
-    assert (shown[:, 0] == 200).all()
-    assert (shown[:, 4] < 60).all()
-    assert (shown[:, 9] == 200).all()
+    dark_image = mask_plots.darken_patches(image, np.array([[True, False, True]] * 3))
+    assert (dark_image[:, 0] == 200).all()
+    assert (dark_image[:, 4] < 60).all()
+    assert (dark_image[:, 9] == 200).all()
 
 
 def test_the_sample_image_is_a_test_image_and_its_absence_leaves_the_bare_grid(
@@ -381,7 +381,7 @@ def test_the_page_asks_for_nothing_outside_itself(report: Any) -> None:
 
 def test_the_page_has_one_place_for_what_is_analysed(report: Any) -> None:
     text = report["report.html"].decode()
-    assert [text.count(place) for place in analysis_section.BEFORE] == [1, 1]
+    assert [text.count(marker) for marker in analysis_section.BEFORE] == [1, 1]
 
 
 def test_names_from_a_config_cannot_break_the_page(tmp_path: Path) -> None:
@@ -491,10 +491,10 @@ def test_capacity_counts_what_is_new_what_is_used_again_and_what_is_used_by_now(
         view("a", blocks_0_fc1=torch.tensor([1, 1, 0, 0]).bool()),
         view("b", blocks_0_fc1=torch.tensor([0, 1, 1, 0]).bool()),
     )
-    found = [
+    shares = [
         (r["task"], r["fresh"], r["again"], r["used"], r["size"]) for r in capacity([a, b], "fc1")
     ]
-    assert found == [("a", 2, 0, 2, 4), ("b", 1, 1, 3, 4)]
+    assert shares == [("a", 2, 0, 2, 4), ("b", 1, 1, 3, 4)]
 
 
 def test_capacity_of_layers_that_grew_counts_the_new_entries_as_new() -> None:
@@ -507,10 +507,10 @@ def test_capacity_of_layers_that_grew_counts_the_new_entries_as_new() -> None:
 
 def test_a_masks_profile_is_the_kept_share_of_each_output_unit() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
-    found = view("a", blocks_0_fc1=mask, blocks_0_ff=torch.tensor([True, False]))
-    assert found.profile["blocks.0.fc1"].tolist() == [0.5, 0.25, 0.0]
-    assert found.profile["blocks.0.ff"].tolist() == [1.0, 0.0]
-    assert mask_plots.draw_layers(found) is not None
+    mask_view = view("a", blocks_0_fc1=mask, blocks_0_ff=torch.tensor([True, False]))
+    assert mask_view.profile["blocks.0.fc1"].tolist() == [0.5, 0.25, 0.0]
+    assert mask_view.profile["blocks.0.ff"].tolist() == [1.0, 0.0]
+    assert mask_plots.draw_layers(mask_view) is not None
     assert len(view("b", blocks_0_fc1=torch.ones(5000, 2).bool()).profile["blocks.0.fc1"]) == BINS
 
 
@@ -530,9 +530,9 @@ def test_pictures_show_the_masks_that_the_method_says(
     monkeypatch.setattr(
         tables, "carried", lambda label, task: Carried({"owner": torch.tensor([0, 1, 1, 2])})
     )
-    found = figures.load_mask_view(tables, "owners", "birds")
-    assert found is not None
-    assert found.num_kept == {"blocks.0.fc1": 2}
+    mask_view = figures.load_mask_view(tables, "owners", "birds")
+    assert mask_view is not None
+    assert mask_view.num_kept == {"blocks.0.fc1": 2}
 
 
 # ---- new figures ---------------------------------------------------------------------------------

@@ -60,13 +60,13 @@ def made(
         else None
     )
     name = fake.write(tmp_path, body, some, winner)
-    found = load(str(tmp_path), name)
+    search_result = load(str(tmp_path), name)
     if drawn:
-        return found, search_page.build(str(tmp_path), name)
-    varied = search_parameters(found)
-    return found, {
+        return search_result, search_page.build(str(tmp_path), name)
+    varied = search_parameters(search_result)
+    return search_result, {
         "search.html": search_page.render_page(
-            found, varied, [], measure_importance(found, varied)[1]
+            search_result, varied, [], measure_importance(search_result, varied)[1]
         ).encode()
     }
 
@@ -87,13 +87,13 @@ def greedy(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
-def page_of(found: Any) -> Any:
-    return found[1]["search.html"].decode()
+def page_of(search_result: Any) -> Any:
+    return search_result[1]["search.html"].decode()
 
 
-def words(found: Any) -> Any:
+def words(search_result: Any) -> Any:
     """What a person reads, without pictures."""
-    text = re.sub(r"<style>.*?</style>|<img[^>]*>", "", page_of(found), flags=re.DOTALL)
+    text = re.sub(r"<style>.*?</style>|<img[^>]*>", "", page_of(search_result), flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", text)).replace("\u00a0", " ").split())
 
 
@@ -118,18 +118,18 @@ class Balance(HTMLParser):
         assert self.open.pop() == tag
 
 
-def check_page(found: Any) -> None:
+def check_page(search_result: Any) -> None:
     """Well-formed, self-contained, every link inside the page, no number that is none."""
-    page = page_of(found)
+    page = page_of(search_result)
     parser = Balance()
     parser.feed(page)
     assert parser.open == []
     assert not re.findall(r'(?:src|href)="(?!data:image/png;base64,|#)', page)
     for anchor in re.findall(r"""href=["']#([^"']*)["']""", page):
         assert f'id="{anchor}"' in page
-    assert " nan" not in words(found)
-    assert "None" not in words(found)
-    for name, data in found[1].items():
+    assert " nan" not in words(search_result)
+    assert "None" not in words(search_result)
+    for name, data in search_result[1].items():
         if name.endswith(".png"):
             assert np.asarray(Image.open(io.BytesIO(data)).convert("L")).std() > 3, name
 
@@ -298,11 +298,11 @@ def test_nothing_from_a_record_becomes_markup(tmp_path: Path) -> None:
     won["tests"][0] |= {"seed": evil, "run": evil}
     fake.write(tmp_path, body, some, won)
     (tmp_path / "searches/evil/trials" / "<b>.json").write_text("{")
-    found = load(str(tmp_path), "evil"), search_page.build(str(tmp_path), "evil")
-    assert "<script" not in page_of(found)
-    assert "<b>.json" not in page_of(found)
-    assert "&lt;b&gt;.json" in page_of(found)
-    check_page(found)
+    search_result = load(str(tmp_path), "evil"), search_page.build(str(tmp_path), "evil")
+    assert "<script" not in page_of(search_result)
+    assert "<b>.json" not in page_of(search_result)
+    assert "&lt;b&gt;.json" in page_of(search_result)
+    check_page(search_result)
 
 
 def test_phases_of_a_greedy_search_stand_task_by_task(greedy: Any) -> None:
@@ -330,13 +330,13 @@ def test_phases_of_a_greedy_search_stand_task_by_task(greedy: Any) -> None:
 
 
 def test_an_unfinished_search_shows_what_is_there(tmp_path: Path) -> None:
-    found = made(tmp_path, fake.trials(14), won=False, drawn=False)
-    text = words(found)
+    search_result = made(tmp_path, fake.trials(14), won=False, drawn=False)
+    text = words(search_result)
     assert "not finished: there is no winner yet" in text
     assert "14 trials of 40 planned" in text
     assert "Leading so far: trial" in text
     assert "On test images" not in text
-    check_page(found)
+    check_page(search_result)
 
 
 def test_a_search_without_trials_and_one_of_one_trial(tmp_path: Path) -> None:
@@ -357,35 +357,40 @@ def test_a_search_without_trials_and_one_of_one_trial(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", ["failed", "running", "stopped"])
 def test_searches_in_which_nothing_has_finished(tmp_path: Path, status: str) -> None:
-    found = made(tmp_path, [fake.trial(n, None, status, results=[]) for n in range(5)])
-    assert "no trial has finished yet" in words(found)
-    check_page(found)
+    search_result = made(tmp_path, [fake.trial(n, None, status, results=[]) for n in range(5)])
+    assert "no trial has finished yet" in words(search_result)
+    check_page(search_result)
 
 
 def test_damaged_records_are_named_on_the_page(tmp_path: Path) -> None:
     name = fake.write(tmp_path, fake.record(), fake.trials(6), fake.winner(fake.trial(77)))
     (tmp_path / "searches" / name / "trials/0003.json").write_text("{")
-    found = (
+    search_result = (
         load(str(tmp_path), name),
         {"search.html": search_page.build(str(tmp_path), name)["search.html"]},
     )
-    assert "1 file could not be used" in words(found)
-    assert "0003.json cannot be read" in words(found)
-    check_page(found)
+    assert "1 file could not be used" in words(search_result)
+    assert "0003.json cannot be read" in words(search_result)
+    check_page(search_result)
 
 
 def test_a_winner_whose_record_is_lost_does_not_stop_the_page(tmp_path: Path) -> None:
     fake.write(tmp_path, fake.record(), [], fake.winner(fake.trial(7)))
-    found = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
-    assert "the record of trial 7 of winner.json is missing" in words(found)
-    check_page(found)
+    search_result = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
+    assert "the record of trial 7 of winner.json is missing" in words(search_result)
+    check_page(search_result)
 
 
 def test_a_winner_that_the_rule_would_not_choose_is_said_to_be_one(tmp_path: Path) -> None:
     some = [fake.trial(n, {}, accuracy=0.8 + n / 100) for n in range(3)]
     fake.write(tmp_path, fake.record(), some, fake.winner(some[0]))
-    found = load(str(tmp_path), "meat-real")
-    text = words((found, {"search.html": search_page.render_page(found, [], [], "").encode()}))
+    search_result = load(str(tmp_path), "meat-real")
+    text = words(
+        (
+            search_result,
+            {"search.html": search_page.render_page(search_result, [], [], "").encode()},
+        )
+    )
     assert "names trial 0 (80.0 %). The rule of this page gives trial 2" in text
 
 
@@ -400,12 +405,16 @@ def test_five_hundred_trials_give_a_page_of_sane_size(
 ) -> None:
     # takes seconds of 500 trials
     monkeypatch.setattr(search_page, "importance", lambda *_: ({}, "not now"))
-    found = made(tmp_path, fake.trials(500))
-    without_pictures = re.sub(r"base64,[^\"]*", "", page_of(found))
+    search_result = made(tmp_path, fake.trials(500))
+    without_pictures = re.sub(r"base64,[^\"]*", "", page_of(search_result))
     assert len(without_pictures) < 500_000
     assert len(re.findall(r"<tr>", without_pictures)) > 500
     assert (
-        max(Image.open(io.BytesIO(v)).width for k, v in found[1].items() if k.endswith(".png"))
+        max(
+            Image.open(io.BytesIO(v)).width
+            for k, v in search_result[1].items()
+            if k.endswith(".png")
+        )
         <= 10.5 * plots.DPI
     )
 
@@ -422,9 +431,9 @@ def test_of_many_parameters_those_that_matter_most_are_drawn(tmp_path: Path) -> 
     ]
     body = fake.record()
     fake.write(tmp_path, body | {"space": space}, some)
-    found = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
-    assert "Only the 12 most important settings of 20 are drawn" in words(found)
-    check_page(found)
+    search_result = load(str(tmp_path), "meat-real"), search_page.build(str(tmp_path), "meat-real")
+    assert "Only the 12 most important settings of 20 are drawn" in words(search_result)
+    check_page(search_result)
 
 
 # ---- parameters and their importance -------------------------------------------------------------
@@ -470,8 +479,8 @@ def test_settings_of_one_of_several_methods_say_so(tmp_path: Path) -> None:
         "methods.meat.lambda": fake.SPACE["methods.meat.lambda"],
         "methods.hat.s_max": {"dist": "int", "low": 100, "high": 400, "when": {}},
     }
-    found = search_parameters(of(tmp_path, [], space))
-    assert [(p.name, p.says) for p in found] == [
+    search_result = search_parameters(of(tmp_path, [], space))
+    assert [(p.name, p.says) for p in search_result] == [
         ("method", "one of meat, hat"),
         ("meat.lambda", "from 0.5 to 1; only where method is meat"),
         ("hat.s_max", "whole numbers from 100 to 400; only where method is hat"),
@@ -479,7 +488,7 @@ def test_settings_of_one_of_several_methods_say_so(tmp_path: Path) -> None:
 
 
 def test_parameters_that_the_space_does_not_have_any_more_are_kept(tmp_path: Path) -> None:
-    found = search_parameters(
+    search_result = search_parameters(
         of(
             tmp_path,
             [
@@ -489,26 +498,26 @@ def test_parameters_that_the_space_does_not_have_any_more_are_kept(tmp_path: Pat
             {},
         )
     )
-    assert [(p.key, p.categories, p.says) for p in found] == [
+    assert [(p.key, p.categories, p.says) for p in search_result] == [
         ("train.lr", ("0.001", "high"), "not in the space any more")
     ]
 
 
 def test_importance_finds_the_setting_that_made_the_difference(tmp_path: Path) -> None:
-    found = of(
+    search_result = of(
         tmp_path,
         [
             t | {"status": "finished", "results": fake.trial(t["number"])["results"]}
             for t in fake.trials(40)
         ],
     )
-    shares, reason = measure_importance(found, search_parameters(found))
+    shares, reason = measure_importance(search_result, search_parameters(search_result))
     assert reason == ""
     assert next(iter(shares)) == "methods.meat.mask_lr"
     assert shares["methods.meat.mask_lr"] > 0.6
     assert sum(shares.values()) == pytest.approx(1)
     assert set(shares) == set(fake.SPACE)  # conditional ones too
-    assert measure_importance(found, search_parameters(found)) == (shares, "")
+    assert measure_importance(search_result, search_parameters(search_result)) == (shares, "")
 
 
 def test_importance_counts_finished_trials_alone(tmp_path: Path) -> None:
@@ -524,9 +533,10 @@ def test_importance_counts_finished_trials_alone(tmp_path: Path) -> None:
         fake.trial(n, {"methods.meat.lambda": 5.0, "methods.meat.alpha": 1}, status, accuracy=0.01)
         for n, status in ((8, "stopped"), (9, "failed"))
     ]
-    found = of(tmp_path, some, {})
+    search_result = of(tmp_path, some, {})
     assert (
-        next(iter(measure_importance(found, search_parameters(found))[0])) == "methods.meat.alpha"
+        next(iter(measure_importance(search_result, search_parameters(search_result))[0]))
+        == "methods.meat.alpha"
     )
 
 
@@ -542,29 +552,29 @@ def test_without_optuna_everything_else_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    found = made(tmp_path, fake.trials(6, "none"))
-    assert set(found[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES - {
+    search_result = made(tmp_path, fake.trials(6, "none"))
+    assert set(search_result[1]) == {"search.html", "trials.csv", "trials.parquet"} | PICTURES - {
         "importance.png"
     }
-    assert "optuna is not installed; pip install optuna" in words(found)
-    check_page(found)
+    assert "optuna is not installed; pip install optuna" in words(search_result)
+    check_page(search_result)
 
 
 # ---- pictures ------------------------------------------------------------------------------------
 def test_parallel_lines_end_at_the_accuracy_and_the_winner_is_on_top(forty: Any) -> None:
-    found: Search = forty[0]
-    axes = search_plots.draw_parallel(found, search_parameters(found)).axes[0]
+    search_result: Search = forty[0]
+    axes = search_plots.draw_parallel(search_result, search_parameters(search_result)).axes[0]
     trials = [line for line in axes.lines if len(x_values(line)) >= len(fake.SPACE)]
-    assert len(trials) == len(found.trials)
+    assert len(trials) == len(search_result.trials)
     (winner,) = [line for line in trials if line.get_color() == search_plots.WINNER]
     assert winner.get_zorder() > max(line.get_zorder() for line in trials if line is not winner)
     whole = [line for line in trials if len(x_values(line)) == len(fake.SPACE) + 1]
-    assert len(whole) == len(found.standing())
+    assert len(whole) == len(search_result.standing())
     heights = [y_values(line)[-1] for line in whole]
     assert min(heights) >= 0
     assert max(heights) <= 1
     absent = sum(y_values(line)[4] == search_plots.ABSENT for line in trials)
-    assert absent == sum("methods.meat.keep" not in t["params"] for t in found.trials)
+    assert absent == sum("methods.meat.keep" not in t["params"] for t in search_result.trials)
     assert all(0 <= y <= 1 for line in trials for y in y_values(line) if y != search_plots.ABSENT)
 
 
@@ -617,7 +627,9 @@ def test_slices_show_each_parameter_on_its_own_scale(forty: Any) -> None:
     axes = search_plots.draw_slices(forty[0], varied).axes[:5]
     assert [a.get_title(loc="left") for a in axes] == [p.name for p in varied]
     assert [a.get_xscale() for a in axes] == ["log", "linear", "linear", "linear", "linear"]
-    shown = [t for t in forty[0].trials if t["number"] in forty[0].standing()]
+    finished_trials = [t for t in forty[0].trials if t["number"] in forty[0].standing()]
     points = [sum(len(x_values(line)) for line in a.lines) for a in axes]
-    assert points == [len(shown)] * 4 + [sum("methods.meat.keep" in t["params"] for t in shown)]
+    assert points == [len(finished_trials)] * 4 + [
+        sum("methods.meat.keep" in t["params"] for t in finished_trials)
+    ]
     assert axes[1].get_xlim()[0] < 0.5 < 1 < axes[1].get_xlim()[1]

@@ -67,7 +67,7 @@ def bad_images(run: Finished) -> dict[str, tuple[Any, str]]:
 
 async def storm(url: str, data: bytes) -> collections.Counter[int | str]:
     """Statuses of STORM requests at the same moment; a refused connection is none."""
-    found: collections.Counter[int | str] = collections.Counter()
+    status_counts: collections.Counter[int | str] = collections.Counter()
 
     async def one(session: aiohttp.ClientSession) -> None:
         try:
@@ -75,26 +75,26 @@ async def storm(url: str, data: bytes) -> collections.Counter[int | str]:
                 url, data=data, headers={"Content-Type": "application/json"}
             ) as answer:
                 await answer.read()
-                found[answer.status] += 1
+                status_counts[answer.status] += 1
         except aiohttp.ClientError as error:
-            found[type(error).__name__] += 1
+            status_counts[type(error).__name__] += 1
 
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=400)
     ) as session:
         await asyncio.gather(*(one(session) for _ in range(STORM)))
-    return found
+    return status_counts
 
 
 def memory(root: int) -> int:
     """Resident bytes of a process and all that it started."""
-    found = 0
+    total_bytes = 0
     for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
         try:
-            found += process.memory_info().rss
+            total_bytes += process.memory_info().rss
         except psutil.NoSuchProcess:
             continue
-    return found
+    return total_bytes
 
 
 def started(command: list[str], log: Path, cwd: str, **env: str) -> subprocess.Popen[bytes]:
@@ -157,14 +157,14 @@ def test_ray_serve_answers_mixed_requests_and_refuses_bad_ones(run: Any, ray_ser
         f"{url}/predict", json.dumps({"images": [b64(i) for i in images], "tasks": tasks}).encode()
     )
     assert status == 200
-    for found, wanted in zip(
+    for answer, expected in zip(
         json.loads(text)["predictions"], run.served.predict(images, tasks), strict=True
     ):
-        assert (found["class"], found["task"]) == (wanted.class_, wanted.task)
-        assert found["probability"] == pytest.approx(wanted.probability, abs=1e-5)
+        assert (answer["class"], answer["task"]) == (expected.class_, expected.task)
+        assert answer["probability"] == pytest.approx(expected.probability, abs=1e-5)
     bodies: dict[str, tuple[dict[str, Any], str]] = {
-        name: ({"images": [image], "tasks": "two"}, said)
-        for name, (image, said) in bad_images(run).items()
+        name: ({"images": [image], "tasks": "two"}, message)
+        for name, (image, message) in bad_images(run).items()
     }
     bodies |= {
         "task": ({"images": [b64(images[0])], "tasks": "tow"}, "did you mean two"),
@@ -173,10 +173,10 @@ def test_ray_serve_answers_mixed_requests_and_refuses_bad_ones(run: Any, ray_ser
         "field": ({"images": ["x"], "taks": 1}, "'taks'"),
         "tasks": ({"images": ["x"], "tasks": [[]]}, "tasks must be"),
     }
-    for name, (body, said) in bodies.items():
+    for name, (body, message) in bodies.items():
         status, text = post(f"{url}/predict", json.dumps(body).encode())
         assert status == 400, name
-        assert said in json.loads(text)["error"], name
+        assert message in json.loads(text)["error"], name
         assert "\n" not in json.loads(text)["error"]
     assert post(f"{url}/predict", b"{")[0] == 400
     assert post(f"{url}/predict", b"x" * (33 << 20))[0] == 413
@@ -189,10 +189,10 @@ def test_ray_serve_outlives_a_storm(run: Any, ray_serve: Any) -> None:
     data = json.dumps({"images": [b64(run.images("two")[0][0])], "tasks": "two"}).encode()
     assert post(f"{url}/predict", data)[0] == 200
     before = memory(process)
-    found = asyncio.run(storm(f"{url}/predict", data))
-    assert set(found) <= {200, 429, 503}, found
-    assert found[200] >= 64
-    assert sum(found.values()) == STORM
+    status_counts = asyncio.run(storm(f"{url}/predict", data))
+    assert set(status_counts) <= {200, 429, 503}, status_counts
+    assert status_counts[200] >= 64
+    assert sum(status_counts.values()) == STORM
     assert memory(process) - before < MORE_BYTES
     assert post(f"{url}/predict", data)[0] == 200
 
@@ -253,14 +253,14 @@ def mlflow_server(
         "--port",
         str(port),
     ]
-    place = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    search_path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     process = started(
         command,
         folder / "log",
         str(folder),
         MLFLOW_DISABLE_TELEMETRY="true",
         UVICORN_LIMIT_CONCURRENCY="256",
-        PATH=place,
+        PATH=search_path,
     )
     try:
         until_up(process, f"http://127.0.0.1:{port}/ping", folder / "log")
@@ -284,12 +284,12 @@ def test_mlflow_answers_mixed_requests_and_refuses_bad_ones(run: Any, mlflow_ser
         records(*({"image": b64(i), "task": t} for i, t in zip(images, tasks, strict=True)), top=1),
     )
     assert status == 200, text
-    for found, wanted in zip(
+    for answer, expected in zip(
         json.loads(text)["predictions"], run.served.predict(images, tasks), strict=True
     ):
-        assert (found["class"], found["task"]) == (wanted.class_, wanted.task)
-        assert found["probability"] == pytest.approx(wanted.probability, abs=1e-5)
-    for name, (image, said) in {**bad_images(run), "many": (None, "more than 1024")}.items():
+        assert (answer["class"], answer["task"]) == (expected.class_, expected.task)
+        assert answer["probability"] == pytest.approx(expected.probability, abs=1e-5)
+    for name, (image, message) in {**bad_images(run), "many": (None, "more than 1024")}.items():
         rows = (
             [{"image": image, "task": "two"}]
             if name != "many"
@@ -297,7 +297,7 @@ def test_mlflow_answers_mixed_requests_and_refuses_bad_ones(run: Any, mlflow_ser
         )
         status, text = post(url, records(*rows))
         assert status == 400, (name, text)
-        assert said in json.loads(text)["message"], name
+        assert message in json.loads(text)["message"], name
         assert "\n" not in json.loads(text)["message"]
     status, text = post(url, records({"image": b64(images[0]), "task": "tow"}))
     assert (status, "did you mean two" in text) == (400, True)
@@ -310,16 +310,16 @@ def test_mlflow_outlives_a_storm(run: Any, mlflow_server: Any) -> None:
     data = records({"image": b64(run.images("two")[0][0]), "task": "two"})
     assert post(url, data)[0] == 200
     before = memory(process)
-    found = asyncio.run(storm(url, data))
-    assert set(found) <= {200, 503}, found
-    assert sum(found.values()) == STORM
+    status_counts = asyncio.run(storm(url, data))
+    assert set(status_counts) <= {200, 503}, status_counts
+    assert sum(status_counts.values()) == STORM
     assert memory(process) - before < MORE_BYTES
     assert post(url, data)[0] == 200
 
 
 # ---- without a server ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"{", "the body is not JSON"),
         (b"[" * 100_000, "the body is not JSON"),
@@ -333,10 +333,10 @@ def test_mlflow_outlives_a_storm(run: Any, mlflow_server: Any) -> None:
         (b"\xff\xfe", "the body is not JSON"),
     ],
 )
-def test_a_malformed_request_gets_one_sentence(data: Any, said: str) -> None:
+def test_a_malformed_request_gets_one_sentence(data: Any, message: str) -> None:
     from pipeline.serving.deployment import parse_request
 
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         parse_request(data)
 
 

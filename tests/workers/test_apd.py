@@ -148,11 +148,13 @@ def test_weights_and_their_gradients_are_those_of_the_composed_operations() -> N
     assert torch.allclose(theta, plain)
     assert (size.item(), value.item()) == pytest.approx((tau.abs().sum().item(), 2.0))
     pull = torch.randn(3, 4, dtype=torch.float64)
-    mine = torch.autograd.grad((theta * pull).sum() + 0.3 * size + 0.5 * value, (sigma, v, tau))
+    gradients = torch.autograd.grad(
+        (theta * pull).sum() + 0.3 * size + 0.5 * value, (sigma, v, tau)
+    )
     expected = torch.autograd.grad(
         (plain * pull).sum() + 0.3 * tau.abs().sum() + 0.5 * (sigma * known).sum(), (sigma, v, tau)
     )
-    for got, want in zip(mine, expected, strict=True):
+    for got, want in zip(gradients, expected, strict=True):
         assert torch.allclose(got, want)
 
 
@@ -383,14 +385,14 @@ def test_the_terms_add_up_to_the_loss(first: Any) -> None:
 
 def test_measures_are_those_of_what_is_stored(first: Any) -> None:
     method = trained(begun(2, first))
-    found, (state, carried) = method.metrics(), method.finish()
+    metrics, (state, carried) = method.metrics(), method.finish()
     now = served([*first[0], state], carried)
     taus = [now.tau_of("two", site) for site in now.sites]
-    assert found["tau_zeros"] == pytest.approx(
+    assert metrics["tau_zeros"] == pytest.approx(
         float(torch.cat([(t == 0).flatten() for t in taus]).float().mean())
     )
     a, b = (torch.cat([t.flatten() for t in theta(m, 0).values()]) for m in (served(*first), now))
-    assert found["drift"] == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-3)
+    assert metrics["drift"] == pytest.approx(float((a - b).norm() / a.norm()), rel=1e-3)
     assert "drift" not in begun().metrics()
 
 
@@ -457,9 +459,11 @@ def test_what_is_trained_is_what_is_served() -> None:
             method.weight_overrides = method.training_weights(batch(), PROGRESS)
             trained_for = method.heads["one"](method.features(images()))
         state, carried = method.finish()
-        found = served([state], carried, **settings).logits(images(), "one")
-        assert torch.allclose(found, trained_for, atol=tolerance)
-        assert not torch.allclose(found, begun().eval().logits(images(), "one"), atol=2 * tolerance)
+        logits = served([state], carried, **settings).logits(images(), "one")
+        assert torch.allclose(logits, trained_for, atol=tolerance)
+        assert not torch.allclose(
+            logits, begun().eval().logits(images(), "one"), atol=2 * tolerance
+        )
 
 
 def test_a_tau_that_never_left_zero_is_said(first: Any) -> None:
@@ -520,8 +524,8 @@ def test_a_task_takes_32_bits_per_output_feature_and_tau_by_its_nonzero_entries(
         == 4 * (5_455_872 - 768 * width)
     )
     assert size_of(carried, "") == size_of(carried, "tau/") + size_of(carried, "sigma/")
-    shown = Apd.display_masks(state, carried)
-    assert all(torch.equal(shown[site], tau != 0) for site, tau in method.own_tau.items())
+    display_masks = Apd.display_masks(state, carried)
+    assert all(torch.equal(display_masks[site], tau != 0) for site, tau in method.own_tau.items())
 
 
 def test_a_base_task_is_answered_by_the_backbone(first: Any) -> None:

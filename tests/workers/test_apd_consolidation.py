@@ -81,9 +81,9 @@ def test_consolidation_by_hand() -> None:
     method = consolidating([one, two], gap=0.125)
     shared = torch.tensor([0.328125, 0.0, 0.0, 0.0078125, 0.75, 0.53125, 0.0])
     for task, tau in (("one", one), ("two", two)):
-        own = method.tau_of(task, SITE).flatten()[:7]
+        task_tau = method.tau_of(task, SITE).flatten()[:7]
         assert torch.equal(method.shared_of(task, SITE).flatten()[:7], shared)
-        assert torch.equal(own, torch.where(shared != 0, 0.0, tau))
+        assert torch.equal(task_tau, torch.where(shared != 0, 0.0, tau))
     assert method.shared_of("one", SITE).count_nonzero() == 4
     assert method.shared_of("three", SITE).count_nonzero() == 0
     assert method.replaced == {"one": (7, 4), "two": (6, 4)}
@@ -94,9 +94,9 @@ def test_what_is_shared_does_not_depend_on_the_scale_of_tau(scale: float) -> Non
     torch.manual_seed(0)
     taus = [torch.randn(40), torch.randn(40)]
     expected = consolidating(taus).shared_of("one", SITE) != 0
-    found = consolidating([scale * tau for tau in taus]).shared_of("one", SITE) != 0
+    is_shared = consolidating([scale * tau for tau in taus]).shared_of("one", SITE) != 0
     assert 0 < int(expected.count_nonzero()) < 20
-    assert torch.equal(found, expected)
+    assert torch.equal(is_shared, expected)
 
 
 def test_tasks_with_nothing_in_common_keep_what_they_have() -> None:

@@ -38,24 +38,24 @@ from workers.model.sites import TokenSites
 
 def maps(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The attention of each block (B, H, N, N)."""
-    found: list[Tensor] = []
+    attention_maps: list[Tensor] = []
     monkeypatch.setattr(
-        AttentionStatistics, "add", lambda layer, attention: found.append(attention)
+        AttentionStatistics, "add", lambda layer, attention: attention_maps.append(attention)
     )
     with record_attention(model), torch.no_grad():
         model(x)
-    return found
+    return attention_maps
 
 
 # ---- measures ------------------------------------------------------------------------------------
 def test_entropy_and_distance_of_known_attention() -> None:
-    uniform, own = torch.full((1, 1, 4, 4), 0.25), torch.eye(4)[None, None]
+    uniform, identity = torch.full((1, 1, 4, 4), 0.25), torch.eye(4)[None, None]
     apart = patch_distances((2, 2))
     assert apart.tolist()[0] == pytest.approx([0, 1, 1, math.sqrt(2)])
     assert entropy(uniform).item() == pytest.approx(math.log(4))
-    assert entropy(own).item() == 0
+    assert entropy(identity).item() == 0
     assert distance(uniform, apart).item() == pytest.approx(1)
-    assert distance(own, apart).item() == 0
+    assert distance(identity, apart).item() == 0
     some = torch.tensor([[[[0.25, 0.75], [0.5, 0.5]]]])
     assert entropy(some).item() == pytest.approx(
         (-0.25 * math.log(0.25) - 0.75 * math.log(0.75) + math.log(2)) / 2
@@ -68,10 +68,10 @@ def test_entropy_and_distance_of_known_attention() -> None:
 
 
 def test_the_class_token_has_entropy_and_no_place() -> None:
-    own = torch.eye(5)[None, None]
-    own[..., 0, :] = 0.2
+    identity = torch.eye(5)[None, None]
+    identity[..., 0, :] = 0.2
     layer = AttentionStatistics("", 0, patch_distances((2, 2)))
-    layer.add(own)
+    layer.add(identity)
     assert layer.rows()[0]["distance"] == 0
     assert layer.rows()[0]["entropy"] == pytest.approx(math.log(5) / 5)
 
@@ -100,9 +100,9 @@ def test_masked_keys_get_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(None)
     sites = TokenSites(model, "all", "off", self_loop=False)
     sites.folded({"tokens": torch.tensor([[True, False, True, False]] * 3)})
-    found = maps(model, images(), monkeypatch)
-    assert all(bool((a[..., [2, 4]] == 0).all()) for a in found)
-    assert all(torch.allclose(a.sum(-1), torch.ones(())) for a in found)
+    attention_maps = maps(model, images(), monkeypatch)
+    assert all(bool((a[..., [2, 4]] == 0).all()) for a in attention_maps)
+    assert all(torch.allclose(a.sum(-1), torch.ones(())) for a in attention_maps)
 
 
 def test_gated_attention_is_what_it_multiplies_values_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +121,11 @@ def test_a_uniform_head_has_the_largest_entropy_and_distance_one() -> None:
         model(images())
         model(images() + 1)
     for layer in layers:
-        first, *others = layer.rows()
+        first, *other_rows = layer.rows()
         assert layer.images == 8
         assert first["entropy"] == pytest.approx(math.log(5), abs=1e-5)
         assert (first["entropy_share"], first["distance"]) == (pytest.approx(1), pytest.approx(1))
-        assert all(row["entropy"] < math.log(5) - 1e-4 for row in others)
+        assert all(row["entropy"] < math.log(5) - 1e-4 for row in other_rows)
 
 
 def test_means_are_over_all_images_whatever_the_batches() -> None:
@@ -170,17 +170,17 @@ def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab) ->
     )
     job = run.evaluate_job(1)
     method = run.served(1)
-    for place in range(2):
-        rows = attention_rows(method, job, job.tasks[place], 16)
+    for task_index in range(2):
+        rows = attention_rows(method, job, job.tasks[task_index], 16)
         assert [(row["block"], row["head"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-        own = [
-            run.state(place).copies[f"blocks.{block}.mlp.context.scale"].abs().mean()
+        task_maps = [
+            run.state(task_index).copies[f"blocks.{block}.mlp.context.scale"].abs().mean()
             for block in range(2)
         ]
         assert [rows[0]["scale"], rows[2]["scale"]] == pytest.approx(
-            [float(scale) for scale in own]
+            [float(scale) for scale in task_maps]
         )
-        assert own[0] > 0
+        assert task_maps[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -200,10 +200,12 @@ def test_methods_of_any_form_are_measured(lab: Lab, method: str, networks: int) 
 def test_a_method_that_guesses_the_task_is_told_it(lab: Lab) -> None:
     run = lab.run("supsup_nn")
     method, x = run.served(1), run.images(1)
-    place = next(p for p, tasks in enumerate(method.candidates().values()) if run.order[1] in tasks)
+    candidate_index = next(
+        p for p, tasks in enumerate(method.candidates().values()) if run.order[1] in tasks
+    )
     assert torch.equal(
         logits_with_task(method, x, run.order[1]),
-        method.answer(x, torch.full((len(x),), place), run.order[1]),
+        method.answer(x, torch.full((len(x),), candidate_index), run.order[1]),
     )
 
 
@@ -213,14 +215,14 @@ def test_a_gaze_is_the_class_tokens_row_of_attention(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = built(None, options=options)
-    with record_class_attention(model) as found, torch.no_grad():
+    with record_class_attention(model) as attention_rows, torch.no_grad():
         model(images())
         model(images()[:2])
     whole = maps(model, images(), monkeypatch)
-    assert [(gaze.network, gaze.block, len(gaze.passes)) for gaze in found] == [
+    assert [(gaze.network, gaze.block, len(gaze.passes)) for gaze in attention_rows] == [
         ("", block, 2) for block in range(3)
     ]
-    for gaze, attention in zip(found, whole, strict=True):
+    for gaze, attention in zip(attention_rows, whole, strict=True):
         tokens, (height, width) = attention.shape[-1], gaze.grid
         assert gaze.passes[0].shape == (4, height, width)
         assert torch.allclose(
@@ -232,30 +234,30 @@ def test_a_gaze_is_the_class_tokens_row_of_attention(
 
 def test_without_a_class_token_there_is_no_gaze() -> None:
     model = built(None, LOCAL)
-    with record_class_attention(model) as found:
+    with record_class_attention(model) as attention_rows:
         model(images())
-    assert found == []
+    assert attention_rows == []
 
 
 def test_maps_of_a_method_are_those_of_its_own_network(lab: Lab) -> None:
     run = lab.run("finetune")
     job, method = run.evaluate_job(1), run.served(1)
     task = job.tasks[1]
-    found = analysis.maps(method, job, task, 6)
-    assert found is not None
-    ((shown, labels),) = analysis.spread(job, task, 6)
-    assert found.right == [task.classes[label] for label in labels]
-    assert found.answered == [
-        task.classes[answer] for answer in method.logits(shown, task.name).argmax(1)
+    attention_maps = analysis.maps(method, job, task, 6)
+    assert attention_maps is not None
+    ((images_shown, labels),) = analysis.spread(job, task, 6)
+    assert attention_maps.right == [task.classes[label] for label in labels]
+    assert attention_maps.answered == [
+        task.classes[answer] for answer in method.logits(images_shown, task.name).argmax(1)
     ]
-    assert [*found.looks] == ["block 0", "block 1"]
-    assert torch.allclose(found.images.permute(0, 3, 1, 2) * 2 - 1, shown, atol=1e-6), (
-        "mean and std are 1/2"
-    )
+    assert [*attention_maps.looks] == ["block 0", "block 1"]
+    assert torch.allclose(
+        attention_maps.images.permute(0, 3, 1, 2) * 2 - 1, images_shown, atol=1e-6
+    ), "mean and std are 1/2"
     with record_class_attention(method) as heard, torch.no_grad():
-        method.logits(shown, task.name)
-    assert torch.equal(found.looks["block 1"], heard[1].passes[0])
-    assert found.selected is None
+        method.logits(images_shown, task.name)
+    assert torch.equal(attention_maps.looks["block 1"], heard[1].passes[0])
+    assert attention_maps.selected is None
 
 
 @pytest.mark.parametrize("name", ["toast", "toast_lite"])
@@ -273,19 +275,19 @@ def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
         return tokens
 
     monkeypatch.setattr(top_down, "select_tokens", recording_select)
-    found = analysis.maps(method, job, job.tasks[1], 6)
-    assert found is not None
-    assert found.selected is not None
-    assert [*found.looks] == ["block 1, first look", "block 1, second look"]
-    first, second = found.looks.values()
+    attention_maps = analysis.maps(method, job, job.tasks[1], 6)
+    assert attention_maps is not None
+    assert attention_maps.selected is not None
+    assert [*attention_maps.looks] == ["block 1, first look", "block 1, second look"]
+    first, second = attention_maps.looks.values()
     assert not torch.equal(first, second)
-    x, kept = used[0]
+    x, selected_tokens = used[0]
     assert torch.allclose(
-        found.selected.flatten(1)[..., None] * x[:, 1:], kept[:, 1:], atol=1e-6
+        attention_maps.selected.flatten(1)[..., None] * x[:, 1:], selected_tokens[:, 1:], atol=1e-6
     ), "what the second look is steered by"
-    ((shown, _),) = analysis.spread(job, job.tasks[1], 6)
+    ((images_shown, _),) = analysis.spread(job, job.tasks[1], 6)
     with record_class_attention(method.backbone) as plain, torch.no_grad():
-        method.backbone(shown)
+        method.backbone(images_shown)
     assert torch.allclose(first, plain[1].passes[0], atol=1e-5), (
         "the first look is the plain backbone's"
     )
@@ -294,9 +296,9 @@ def test_a_method_that_looks_twice_shows_both_looks_and_what_it_selected(
 def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab) -> None:
     run = lab.run_of("toast", OPTIMIZERS["adamw"], methods={"toast": {"feedback_from": 1}})
     job = run.evaluate_job(1)
-    found = analysis.maps(run.served(1), job, job.tasks[1], 2)
-    assert found is not None
-    assert [*found.looks] == ["block 0, first look", "block 0, second look", "block 1"]
+    attention_maps = analysis.maps(run.served(1), job, job.tasks[1], 2)
+    assert attention_maps is not None
+    assert [*attention_maps.looks] == ["block 0, first look", "block 0, second look", "block 1"]
 
 
 @pytest.mark.parametrize(
@@ -310,12 +312,14 @@ def test_early_feedback_shows_the_last_block_that_looked_twice(lab: Lab) -> None
 def test_maps_of_methods_of_any_form(lab: Lab, method: str, looks: list[str]) -> None:
     run = lab.run(method)
     job = run.evaluate_job(1)
-    found = analysis.maps(run.served(1), job, job.tasks[0], 4)
-    assert found is not None
-    assert [*found.looks] == looks
-    assert all(look.shape == (len(found.images), 4, 4) for look in found.looks.values())
-    assert set(found.right) <= set(job.tasks[0].classes)
-    assert set(found.answered) <= {name for task in job.tasks for name in task.classes}
+    attention_maps = analysis.maps(run.served(1), job, job.tasks[0], 4)
+    assert attention_maps is not None
+    assert [*attention_maps.looks] == looks
+    assert all(
+        look.shape == (len(attention_maps.images), 4, 4) for look in attention_maps.looks.values()
+    )
+    assert set(attention_maps.right) <= set(job.tasks[0].classes)
+    assert set(attention_maps.answered) <= {name for task in job.tasks for name in task.classes}
 
 
 # ---- another source ------------------------------------------------------------------------------
@@ -365,21 +369,21 @@ def test_an_attack_goes_so_far_in_pixels_and_stays_in_their_range() -> None:
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (backbone.mean, backbone.std))
     pixels = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     uphill = torch.where(pixels > 0.5, 1.0, -1.0)
-    found = attacked((pixels - mean) / std, uphill, 0.1, backbone) * std + mean
-    assert torch.allclose(found, (pixels + 0.1 * uphill).clamp(0, 1), atol=1e-6)
+    attacked_pixels = attacked((pixels - mean) / std, uphill, 0.1, backbone) * std + mean
+    assert torch.allclose(attacked_pixels, (pixels + 0.1 * uphill).clamp(0, 1), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["finetune", "toast"])
 def test_an_attack_is_uphill_and_without_a_gradient_there_is_none(lab: Lab, name: str) -> None:
     run = lab.run(name)
     method, x = run.served(0), run.images(0)
-    wanted = torch.zeros(len(x), dtype=torch.long)
-    uphill = slope(method, x, wanted, run.order[0])
+    targets = torch.zeros(len(x), dtype=torch.long)
+    uphill = slope(method, x, targets, run.order[0])
     assert uphill is not None
 
     def loss(images: Tensor) -> float:
         return float(
-            nn.functional.cross_entropy(method.logits(images, run.order[0]), wanted).detach()
+            nn.functional.cross_entropy(method.logits(images, run.order[0]), targets).detach()
         )
 
     assert loss(x + 0.02 * uphill) > loss(x) > loss(x - 0.02 * uphill)
@@ -402,11 +406,11 @@ def test_where_nothing_is_done_to_images_the_accuracy_is_the_measured_one(
     job = run.evaluate_job(1)
     want = {row["task"]: (row["correct"], row["total"]) for row in run.evaluated(1)["rows"]}
     for task in job.tasks:
-        found = robustness_rows(run.served(1), job, task, 10_000)
-        assert [(row["correct"], row["total"]) for row in found if row["level"] == 0] == [
+        rows = robustness_rows(run.served(1), job, task, 10_000)
+        assert [(row["correct"], row["total"]) for row in rows if row["level"] == 0] == [
             want[task.name]
         ] * 2
-        assert [row["level"] for row in found if row["kind"] == "fgsm"] == [*analysis.EPSILONS]
+        assert [row["level"] for row in rows if row["kind"] == "fgsm"] == [*analysis.EPSILONS]
 
 
 @pytest.mark.parametrize("most", [1, 7, 40, 1000])

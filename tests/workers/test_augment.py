@@ -123,14 +123,14 @@ def test_pad_moves_the_image_by_up_to_an_eighth_and_brings_in_black(crop_pct: fl
     padded = torch.nn.functional.pad(pixels, (pad,) * 4)
     moves = set()
     for i, image in enumerate(images):
-        found = []
+        offsets = []
         for y in range(-reach, reach + 1):
             for x in range(-reach, reach + 1):
                 window = padded[i, :, pad + margin + y :, pad + margin + x :][:, :24, :24]
                 if torch.allclose(image, plain(window, settings), atol=1e-5):
-                    found.append((y, x))
-        assert len(found) == 1
-        moves.add(found[0])
+                    offsets.append((y, x))
+        assert len(offsets) == 1
+        moves.add(offsets[0])
     assert {y for y, _ in moves} == {x for _, x in moves} == set(range(-reach, reach + 1))
 
 
@@ -302,10 +302,12 @@ def test_mixup_mixes_pixels_and_targets_with_the_same_weight() -> None:
     assert targets is not None
     torch.testing.assert_close(targets.sum(1), torch.ones(size))
     clean, other = plain(pixels, settings), partner_positions(draw(size))
-    own = targets[torch.arange(size), labels].view(-1, 1, 1, 1)
-    own[other == labels] = 1
-    torch.testing.assert_close(images, own * clean + (1 - own) * clean[other], atol=1e-5, rtol=0)
-    assert len(own.unique()) > size // 2
+    label_weight = targets[torch.arange(size), labels].view(-1, 1, 1, 1)
+    label_weight[other == labels] = 1
+    torch.testing.assert_close(
+        images, label_weight * clean + (1 - label_weight) * clean[other], atol=1e-5, rtol=0
+    )
+    assert len(label_weight.unique()) > size // 2
 
 
 def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,14 +333,16 @@ def test_cutmix_targets_count_the_pixels() -> None:
     )
     assert targets is not None
     clean, other = plain(pixels, settings), partner_positions(draw(size))
-    mine, theirs = ((images - clean[which]).abs().amax(1) < 1e-5 for which in (labels, other))
-    assert (mine | theirs).all()
+    own_pixels, other_pixels = (
+        (images - clean[which]).abs().amax(1) < 1e-5 for which in (labels, other)
+    )
+    assert (own_pixels | other_pixels).all()
     strangers = other != labels
     torch.testing.assert_close(
-        targets[torch.arange(size), labels][strangers], mine.float().mean((1, 2))[strangers]
+        targets[torch.arange(size), labels][strangers], own_pixels.float().mean((1, 2))[strangers]
     )
     torch.testing.assert_close(targets.sum(1), torch.ones(size))
-    assert (theirs & ~mine).any()
+    assert (other_pixels & ~own_pixels).any()
 
 
 def test_mixup_and_cutmix_share_the_batch() -> None:

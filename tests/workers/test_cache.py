@@ -80,11 +80,11 @@ def test_a_file_that_is_cut_short_is_made_again_and_one_that_is_whole_is_not(
     cache = Cache(str(tmp_path), 1000)
     keep(cache, "a", 4)
     keep(cache, "a", 4)
-    with cache.open_file("a", 4, written(b"1234")) as found:
-        assert found.read() == b"xxxx"
+    with cache.open_file("a", 4, written(b"1234")) as stream:
+        assert stream.read() == b"xxxx"
     (tmp_path / "a").write_bytes(b"xx")
-    with cache.open_file("a", 4, written(b"1234")) as found:
-        assert found.read() == b"1234"
+    with cache.open_file("a", 4, written(b"1234")) as stream:
+        assert stream.read() == b"1234"
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_a_disk_that_keeps_nothing_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = hashlib.sha256(b"1234").hexdigest()
-    with Cache(str(tmp_path), 1000).open_file("a", 4, written(b"1234"), right) as found:
-        assert found.read() == b"1234", "it is read from its start"
+    with Cache(str(tmp_path), 1000).open_file("a", 4, written(b"1234"), right) as stream:
+        assert stream.read() == b"1234", "it is read from its start"
     monkeypatch.setattr(cache, "_checked", set())
     monkeypatch.setattr(CachedFile, "read_at", lambda file, size, offset: b"5678"[offset:])
     with pytest.raises(
@@ -170,9 +170,9 @@ def test_of_several_one_makes_it_and_the_others_wait(tmp_path: Path) -> None:
         go.wait()
         stream.write(b"1234")
 
-    found: list[bytes] = []
+    contents: list[bytes] = []
     threads = [
-        threading.Thread(target=lambda: found.append(cache.open_file("a", 4, write).read()))
+        threading.Thread(target=lambda: contents.append(cache.open_file("a", 4, write).read()))
         for _ in range(3)
     ]
     for thread in threads:
@@ -181,7 +181,7 @@ def test_of_several_one_makes_it_and_the_others_wait(tmp_path: Path) -> None:
     go.set()
     for thread in threads:
         thread.join()
-    assert (found, made) == ([b"1234"] * 3, [1])
+    assert (contents, made) == ([b"1234"] * 3, [1])
 
 
 # ---- between processes, and what is promised of the folder ---------------------------------------
@@ -231,14 +231,16 @@ def test_another_process_waits_for_the_one_that_makes_it_and_takes_over_where_th
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", announced)
-    found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.append(cache.open_file("a", 4, second).read()))
+    contents: list[bytes] = []
+    thread = threading.Thread(
+        target=lambda: contents.append(cache.open_file("a", 4, second).read())
+    )
     thread.start()
     waiting.wait()
     go.set() if end == "done" else process.kill()
     thread.join()
     process.join()
-    assert (found, made) == (([b"1234"], []) if end == "done" else ([b"5678"], [1]))
+    assert (contents, made) == (([b"1234"], []) if end == "done" else ([b"5678"], [1]))
     assert names(cache) == {"a"}, "and nothing is left of who was killed"
 
 
@@ -254,8 +256,8 @@ def test_a_file_that_is_deleted_between_finding_and_using_it_is_made_again(
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with cache.open_file("a", 100, written(b"y" * 100)) as found:
-        assert found.read() == b"y" * 100
+    with cache.open_file("a", 100, written(b"y" * 100)) as stream:
+        assert stream.read() == b"y" * 100
     assert names(cache) == {"a"}
 
 
@@ -353,16 +355,16 @@ def test_a_shard_arrives_through_errors_that_pass(kind: str, shards: Any, bucket
     assert bucket.faults[0].times == 0
 
 
-@pytest.mark.parametrize("place", ["storage", "cache"])
+@pytest.mark.parametrize("location", ["storage", "cache"])
 def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(
-    place: str, shards: Any, bucket: Any, capfd: pytest.CaptureFixture[str]
+    location: str, shards: Any, bucket: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected = read_all(shards)
     names = {name: info["sha256"] for name, info in shards.artifact.manifest["files"].items()}
     path = Path(shards.cache.folder, "shards", names["train-00001.tar"])
     data = bytearray(path.read_bytes())
     data[data.find(b"IDAT") + 9] ^= 1
-    if place == "cache":
+    if location == "cache":
         path.write_bytes(data)
         assert read_all(shards) == expected, "also while the shard is open"
         assert capfd.readouterr().err.count("its shard is fetched again") == 1

@@ -76,11 +76,17 @@ def test_what_is_restored_goes_on_as_if_nothing_had_happened(root: str, optimize
     save(root, KEY, model, trainer, {"head.bias": torch.tensor([1.0, 2.0])}, mark())
     step(model, trainer)
     fresh, other = trained(0, optimizer)
-    found = load(root, KEY)
-    assert found is not None
-    best = found.restore(fresh, other)
+    checkpoint = load(root, KEY)
+    assert checkpoint is not None
+    best = checkpoint.restore(fresh, other)
     assert torch.equal(best["head.bias"], torch.tensor([1.0, 2.0]))
-    assert (found.epoch, found.step, found.history, found.sums, found.best) == (
+    assert (
+        checkpoint.epoch,
+        checkpoint.step,
+        checkpoint.history,
+        checkpoint.sums,
+        checkpoint.best,
+    ) == (
         mark().epoch,
         mark().step,
         mark().history,
@@ -117,9 +123,9 @@ def test_only_the_last_one_is_kept(root: str) -> None:
         save(root, KEY, model, trainer, {}, mark(0, at))
         step(model, trainer)
         assert len(files(root)) == 2
-    found = load(root, KEY)
-    assert found is not None
-    assert found.step == 2
+    checkpoint = load(root, KEY)
+    assert checkpoint is not None
+    assert checkpoint.step == 2
 
 
 def test_one_that_was_broken_off_leaves_the_one_before(
@@ -138,9 +144,9 @@ def test_one_that_was_broken_off_leaves_the_one_before(
     monkeypatch.setattr(checkpoint, "write_bytes", killed)
     with pytest.raises(KeyboardInterrupt):
         save(root, KEY, model, trainer, {}, mark(0, 2))
-    found = load(root, KEY)
-    assert found is not None
-    assert found.step == 1
+    loaded_checkpoint = load(root, KEY)
+    assert loaded_checkpoint is not None
+    assert loaded_checkpoint.step == 1
 
 
 def test_none_is_found_where_none_was_written_or_after_it_was_dropped(root: str) -> None:
@@ -177,9 +183,9 @@ def test_after_damage_the_next_one_is_written_as_usual(root: str) -> None:
             harm(files(root)[index])
             assert load(root, KEY) is None
             save(root, KEY, model, trainer, {}, mark(0, 5))
-            found = load(root, KEY)
-            assert found is not None
-            assert found.step == 5
+            checkpoint = load(root, KEY)
+            assert checkpoint is not None
+            assert checkpoint.step == 5
 
 
 def test_a_checkpoint_holds_no_code(root: str) -> None:

@@ -56,10 +56,14 @@ def built(
     kind: str | None = "cb",
     settings: BackboneSettings = SMALL,
     options: dict[str, Any] | None = None,
-    **own: Any,
+    **options_of_context: Any,
 ) -> Any:
     """All parameters are drawn, those that have a name in the plain backbone alike in all."""
-    chosen = None if kind is None else ContextSettings.model_validate({"kind": kind, **own})
+    chosen = (
+        None
+        if kind is None
+        else ContextSettings.model_validate({"kind": kind, **options_of_context})
+    )
     torch.manual_seed(0)  # buffers are drawn too
     model: Any = vit.build(
         settings.model_copy(
@@ -76,8 +80,8 @@ def built(
     return model.eval()
 
 
-def scaled(width: int, own: float, start: float) -> ScaledContext:
-    return ScaledContext("mean", width, own, start).double()
+def scaled(width: int, own_scale: float, start: float) -> ScaledContext:
+    return ScaledContext("mean", width, own_scale, start).double()
 
 
 # ---- the equations -------------------------------------------------------------------------------
@@ -218,20 +222,22 @@ def test_it_has_no_parameters_and_its_scales_are_a_width_for_each_block() -> Non
 
 def test_the_first_head_looks_at_all_tokens_alike() -> None:
     plain, x = built(None, options={"qk_norm": True}).blocks[0].attn, tokens(2, 5, 32).float()
-    found = built("replace", options={"qk_norm": True}).blocks[0].attn(x)
+    head_output = built("replace", options={"qk_norm": True}).blocks[0].attn(x)
     v = plain.qkv(x).reshape(2, 5, 3, 4, 8)[:, :, 2]
     heads: list[Tensor] = []
     plain.proj.register_forward_pre_hook(lambda module, inputs: heads.append(inputs[0]))
     plain(x)
     want = torch.cat([v[:, :, 0].mean(1, keepdim=True).expand(-1, 5, -1), heads[0][..., 8:]], -1)
-    assert torch.allclose(found, F.linear(want, plain.proj.weight, plain.proj.bias), atol=1e-5)
+    assert torch.allclose(
+        head_output, F.linear(want, plain.proj.weight, plain.proj.bias), atol=1e-5
+    )
 
 
 def test_a_head_beside_the_others_adds_the_projected_mean() -> None:
     model, x = built("parallel"), tokens(2, 5, 32).float()
-    own, plain = model.blocks[2].attn, built(None).blocks[2].attn
-    added = x.mean(1, keepdim=True) @ own.uniform.v.weight.T @ own.uniform.proj.weight.T
-    assert torch.allclose(own(x), plain(x) + added, atol=1e-5)
+    attention, plain = model.blocks[2].attn, built(None).blocks[2].attn
+    added = x.mean(1, keepdim=True) @ attention.uniform.v.weight.T @ attention.uniform.proj.weight.T
+    assert torch.allclose(attention(x), plain(x) + added, atol=1e-5)
     both = built("compensate").blocks[2].attn
     assert torch.allclose(both(x), built("replace").blocks[2].attn(x) + added, atol=1e-5)
 
@@ -285,10 +291,12 @@ def test_weights_from_elsewhere_load_and_what_they_lack_stays_as_it_starts(
     assert torch.allclose(model(images()), plain(images()), atol=1e-5) == (kind == "cbs"), (
         "it starts as the backbone"
     )
-    own = built(kind)
-    path.write_bytes(vit.to_bytes(own))
+    model_with_context = built(kind)
+    path.write_bytes(vit.to_bytes(model_with_context))
     vit.load_weights(model, settings)
-    assert torch.equal(model(images()), own(images())), "weights that have it fill it"
+    assert torch.equal(model(images()), model_with_context(images())), (
+        "weights that have it fill it"
+    )
     path.write_bytes(
         safetensors.torch.save({k: v for k, v in plain.state_dict().items() if "fc2" not in k})
     )
@@ -355,12 +363,12 @@ def test_a_network_that_grows_counts_it_too() -> None:
 
 # ---- masks ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("kind", "own"),
+    ("kind", "settings"),
     [("cb", {}), ("cb", {"blocks": [1]}), ("cb", {"pool": "max"}), ("cbs", {}), ("replace", {})],
 )
-def test_pruned_inference_equals_the_masked_one(kind: str, own: dict[str, Any]) -> None:
+def test_pruned_inference_equals_the_masked_one(kind: str, settings: dict[str, Any]) -> None:
     method = Meat(
-        built(kind, options={"patch_size": 4}, **own), MeatSettings(ffn_masks="neuron"), 0
+        built(kind, options={"patch_size": 4}, **settings), MeatSettings(ffn_masks="neuron"), 0
     ).eval()
     generator = torch.Generator().manual_seed(1)
     masks = {

@@ -61,9 +61,9 @@ def written_out(layer: GatedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     q, k = (part.view(b, n, heads, -1).transpose(1, 2) for part in layer.qk(x).split(width, 2))
     v = layer.v(x).view(b, n, heads, -1).transpose(1, 2)
     content = (q @ k.transpose(2, 3) / math.sqrt(width / heads)).softmax(-1)
-    place = layer.pos_proj(r.expand(b, -1, -1, -1)).permute(0, 3, 1, 2).softmax(-1)
+    position_scores = layer.pos_proj(r.expand(b, -1, -1, -1)).permute(0, 3, 1, 2).softmax(-1)
     g = torch.sigmoid(layer.gate)[None, :, None, None]
-    a = (1 - g) * content + g * place
+    a = (1 - g) * content + g * position_scores
     a = a / a.sum(-1, keepdim=True)
     return layer.proj((a @ v).transpose(1, 2).reshape(b, n, width)), a
 
@@ -73,16 +73,16 @@ def test_the_fast_form_is_the_written_out_one_in_values_and_gradients() -> None:
     layer = shaken(encoder.blocks[1].attn)
     x = torch.randn(3, 16, 48, dtype=torch.float64, requires_grad=True)
     want, a = written_out(layer, x)
-    found = layer(x)
-    assert torch.allclose(found, want, atol=1e-12)
+    output = layer(x)
+    assert torch.allclose(output, want, atol=1e-12)
     assert torch.allclose(a.sum(-1), torch.ones(3, 6, 16, dtype=torch.float64))
-    noise = torch.randn_like(found)
-    for mine, theirs in zip(
-        torch.autograd.grad((found * noise).sum(), [x, *layer.parameters()]),
+    noise = torch.randn_like(output)
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad((output * noise).sum(), [x, *layer.parameters()]),
         torch.autograd.grad((want * noise).sum(), [x, *layer.parameters()]),
         strict=True,
     ):
-        assert torch.allclose(mine, theirs, atol=1e-10)
+        assert torch.allclose(gradient, expected_gradient, atol=1e-10)
 
 
 def test_offsets_are_columns_then_rows_then_squares() -> None:
@@ -103,8 +103,8 @@ def test_it_starts_as_a_convolution_of_three_by_three() -> None:
         }
         assert attn.pos_proj.weight[:9].tolist()[5] == [2.0, 0.0, -1.0], "columns first"
         assert attn.pos_proj.weight[9:].abs().max() < 0.11, "the others start as any layer"
-        place = attn.pos_proj(attn.offsets).permute(2, 0, 1).softmax(-1)
-        assert place[5, 27].argmax() == 28, "the patch to the right"
+        position_scores = attn.pos_proj(attn.offsets).permute(2, 0, 1).softmax(-1)
+        assert position_scores[5, 27].argmax() == 28, "the patch to the right"
 
 
 def test_patches_and_positions_are_tied_to_their_places() -> None:
@@ -187,16 +187,16 @@ def test_all_tokens_at_once_are_the_loop_over_tokens_in_values_and_gradients() -
         for shape in ((5, 48), (3, 16, 48))
     )
     want = torch.stack([one_at_a_time(block, token, patches) for token in tokens], 1)
-    found = block(tokens, patches)
-    assert torch.allclose(found, want, atol=1e-12)
-    noise = torch.randn_like(found)
+    output = block(tokens, patches)
+    assert torch.allclose(output, want, atol=1e-12)
+    noise = torch.randn_like(output)
     inputs = [tokens, patches, *block.parameters()]
-    for mine, theirs in zip(
-        torch.autograd.grad((found * noise).sum(), inputs),
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad((output * noise).sum(), inputs),
         torch.autograd.grad((want * noise).sum(), inputs),
         strict=True,
     ):
-        assert torch.allclose(mine, theirs, atol=1e-10)
+        assert torch.allclose(gradient, expected_gradient, atol=1e-10)
 
 
 def test_a_token_knows_nothing_of_another() -> None:

@@ -169,7 +169,7 @@ def test_weights_under_the_names_of_the_papers_code_are_read(tmp_path: Path) -> 
 
 
 def as_released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {}
+    renamed_state = {}
     for name, tensor in tensors.items():
         parts = (
             name.replace("conv_dw", "dwconv")
@@ -183,8 +183,8 @@ def as_released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             parts[:3] = ["downsample_layers", parts[1]]
         elif parts[0] == "stages":
             parts.remove("blocks")
-        found[".".join(parts)] = tensor
-    return found
+        renamed_state[".".join(parts)] = tensor
+    return renamed_state
 
 
 def test_the_hubs_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_every_method_works_on_it_or_says_in_a_sentence_before_anything_runs_why
         return
     run = lab.run_of(name, {**OPTIMIZERS["adamw"], "epochs": 1}, backbone=backbone)
     for task in (0, 1):
-        found = answers(run.served(1), run.images(task), run.order[task])
-        assert found.shape == (len(run.images(task)), 2 + task)
-        assert found.isfinite().all()
+        logits = answers(run.served(1), run.images(task), run.order[task])
+        assert logits.shape == (len(run.images(task)), 2 + task)
+        assert logits.isfinite().all()
         assert run.evaluated(task)["rows"]

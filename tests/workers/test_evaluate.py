@@ -54,24 +54,24 @@ def predictions(artifact: Artifact) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("method", ["finetune", "joint"])
 def test_where_the_task_is_not_told_all_outputs_compete(lab: Lab, method: str) -> None:
     run = in_class_scenario(lab, method)
-    found, served = run.evaluated(1), run.served(1)
-    assert found["rewrites"] is True
-    assert found["canary"] is None
-    assert [row["task"] for row in found["rows"]] == [*TASKS]
+    evaluation, served = run.evaluated(1), run.served(1)
+    assert evaluation["rewrites"] is True
+    assert evaluation["canary"] is None
+    assert [row["task"] for row in evaluation["rows"]] == [*TASKS]
     lines = predictions(run.artifact(run.evaluate_job(1)))
-    for place, row in enumerate(found["rows"]):
+    for task_index, row in enumerate(evaluation["rows"]):
         with torch.no_grad():
-            logits = served.logits(run.images(place), None)
-        first = sum(SIZES[:place])
+            logits = served.logits(run.images(task_index), None)
+        first = sum(SIZES[:task_index])
         labels = torch.tensor([line["label"] for line in lines if line["task"] == row["task"]])
         assert logits.shape[1] == sum(SIZES)
-        assert set(labels.tolist()) == set(range(first, first + SIZES[place]))
+        assert set(labels.tolist()) == set(range(first, first + SIZES[task_index]))
         assert [
             line["prediction"] for line in lines if line["task"] == row["task"]
         ] == logits.argmax(1).tolist()
         assert row["correct"] == int((logits.argmax(1) == labels).sum())
         assert row["correct_task_aware"] == int(
-            (logits[:, first : first + SIZES[place]].argmax(1) + first == labels).sum()
+            (logits[:, first : first + SIZES[task_index]].argmax(1) + first == labels).sum()
         )
         assert row["correct_top5"] == row["total"] == len(labels), "there are five classes"
         assert row["correct"] <= row["correct_task_aware"]
@@ -93,11 +93,11 @@ def test_an_answer_is_right_among_five_where_its_class_is_one_of_the_first_five_
     logits = torch.rand(40, 2 + classes, generator=torch.Generator().manual_seed(classes))
     keys = [str(i) for i in range(40)]
     row, _ = result(method, tasks[1], Answers(keys, labels, logits, {}))
-    places = [
+    ranks = [
         int((line > line[2 + label]).sum()) for line, label in zip(logits, labels, strict=True)
     ]
-    assert row["correct"] == places.count(0)
-    assert row["correct_top5"] == sum(place < 5 for place in places)
+    assert row["correct"] == ranks.count(0)
+    assert row["correct_top5"] == sum(rank < 5 for rank in ranks)
     assert (row["correct_top5"] == 40) == (classes <= 3)
 
 
@@ -222,9 +222,9 @@ def test_old_test_data_that_is_gone_costs_the_canary_alone_and_a_damaged_state_i
     run.evaluated(1)
     job = run.evaluate_job(1)
     gone = tuple(replace(t, data="0" * 32) if t.name == run.order[0] else t for t in job.tasks)
-    found = lab.stage(again(job, "gone", tasks=gone)).manifest["result"]
-    assert found["canary"] is None
-    assert found["rows"] == run.evaluated(1)["rows"]
+    evaluation = lab.stage(again(job, "gone", tasks=gone)).manifest["result"]
+    assert evaluation["canary"] is None
+    assert evaluation["rows"] == run.evaluated(1)["rows"]
     with pytest.raises(DamagedArtifact) as caught:
         lab.stage(again(job, "no-state", states={**job.states, run.order[0]: "1" * 32}))
     assert caught.value.key == "1" * 32
@@ -267,13 +267,13 @@ def test_steps_side_by_side_hand_on_together_and_never_the_same_name(
         root=str(tmp_path),
         previous={"herd": herd, "calibrate": bias},
     )
-    found = restore.load_carried(job)
-    assert found is not None
-    assert {name: t.tolist() for name, t in found.tensors.items()} == {
+    carried = restore.load_carried(job)
+    assert carried is not None
+    assert {name: t.tolist() for name, t in carried.tensors.items()} == {
         "means": [1, 1],
         "bias": [0, 0, 0],
     }
-    assert found.meta == {"memory": {"two": ["a"]}, "steps": 5}
+    assert carried.meta == {"memory": {"two": ["a"]}, "steps": 5}
     with pytest.raises(
         UserError, match="steps 'herd' and 'align' of method 'finetune' both hand on 'memory'"
     ):
@@ -292,29 +292,29 @@ class Rehearses(FineTune):
     KEPT = 4
 
     def memory(self, context: StepContext) -> dict[str, list[str]]:
-        kept = dict(context.carried.meta["memory"]) if context.carried else {}
+        memory_keys = dict(context.carried.meta["memory"]) if context.carried else {}
         return {
             name: keys
-            for name, keys in kept.items()
+            for name, keys in memory_keys.items()
             if context.step == "balance" or name != context.task.name
         }
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         self.loaded, self.rates = list(self.heads.names), context.optim
-        kept = dict(context.carried.meta["memory"]) if context.carried else {}
+        memory = dict(context.carried.meta["memory"]) if context.carried else {}
         if context.step == "train":
-            kept[context.task.name] = sorted(
+            memory[context.task.name] = sorted(
                 k
                 for b in context.data.feed("train").evaluate()
                 for k in b.keys or []
                 if f"/{context.task.classes[0]}/" in k
             )[: self.KEPT]
-        self.kept = kept
+        self.memory_keys = memory
         return super().begin(context)
 
     def finish(self) -> Any:
         state, carried = super().finish()
-        carried.meta["memory"] = self.kept
+        carried.meta["memory"] = self.memory_keys
         return state, carried
 
 
@@ -324,8 +324,8 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
     monkeypatch.setitem(METHODS, Rehearses.name, Rehearses)
     run = lab.run(Rehearses.name)
     train, balance = run.stages(1)
-    own = history(run.artifact(run.stages(0)[0]))[0]["images"] // SIZES[0] * SIZES[1]
-    assert history(run.artifact(train))[0]["images"] == own + Rehearses.KEPT
+    own_images = history(run.artifact(run.stages(0)[0]))[0]["images"] // SIZES[0] * SIZES[1]
+    assert history(run.artifact(train))[0]["images"] == own_images + Rehearses.KEPT
     assert history(run.artifact(balance))[0]["images"] == 2 * Rehearses.KEPT, (
         "of the task itself too, what is named and no more"
     )
@@ -333,13 +333,13 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
     assert isinstance(live, Rehearses)
     assert [t.name for t in live.training_tasks] == [*TASKS]
     assert live.loaded == ["two"], "the states of earlier tasks were there before it began"
-    feed = Feed(train, train.tasks, "train", Group(), True, {"two": live.kept["two"]})
+    feed = Feed(train, train.tasks, "train", Group(), True, {"two": live.memory_keys["two"]})
     assert live.rates.mean_rate_steps == optim.mean_rate_steps(
         train.train.epochs * feed.steps_per_epoch, feed.steps_per_epoch, train.train
     )
     first = feed.samples.tasks == 0
-    assert sorted(feed.samples.keys(first.nonzero().squeeze(1).numpy())) == live.kept["two"]
-    assert len(live.kept["two"]) == Rehearses.KEPT
+    assert sorted(feed.samples.keys(first.nonzero().squeeze(1).numpy())) == live.memory_keys["two"]
+    assert len(live.memory_keys["two"]) == Rehearses.KEPT
     assert set(feed.samples.labels[first].tolist()) == {0}
 
 

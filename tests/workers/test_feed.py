@@ -40,16 +40,16 @@ def publish(
     """An artifact as ingest writes it; the pixels of every image say which one it is."""
     attempt, rows = Attempt(str(root), key), []
     for split in ("train", "test"):
-        wanted = [
+        samples_to_write = [
             (split, name, i)
             for name, count in classes.items()
             for i in range(count if split == "train" else test)
         ]
-        wanted.sort(key=lambda w: hashlib.sha256(repr(w).encode()).digest())
-        for first in range(0, len(wanted), shard_images):
+        samples_to_write.sort(key=lambda w: hashlib.sha256(repr(w).encode()).digest())
+        for first in range(0, len(samples_to_write), shard_images):
             shard, buffer = f"{split}-{first:05d}.tar", io.BytesIO()
             with tarfile.open(fileobj=buffer, mode="w") as tar:
-                for _, name, i in wanted[first : first + shard_images]:
+                for _, name, i in samples_to_write[first : first + shard_images]:
                     record = f"{split}/{name}/{i:03d}"
                     png = io.BytesIO()
                     noise = np.random.default_rng([*record.encode()]).integers(
@@ -94,7 +94,7 @@ AUGMENTED = {"crop": "pad", "flip": 0.5, "erase": 0.5}
 
 def feed_of(
     root: Path,
-    place: str,
+    storage_kind: str,
     rank: int = 0,
     world: int = 1,
     split: str = "train",
@@ -116,7 +116,12 @@ def feed_of(
         {},
         BackboneSettings(img_size=SIDE, crop_pct=1.0),
         DataSettings(
-            **{"val_fraction": 0.25, "resident_mb": PLACES[place], **AUGMENTED, **(data or {})}
+            **{
+                "val_fraction": 0.25,
+                "resident_mb": PLACES[storage_kind],
+                **AUGMENTED,
+                **(data or {}),
+            }
         ),
         TrainSettings(batch_size=batch, accumulate=accumulate),
         "task",
@@ -128,7 +133,7 @@ def feed_of(
         cache_gb=cache_gb,
     )
     feed = Feed(job, tasks, split, Group(rank, world), training)
-    assert feed.resident == (place == "resident")
+    assert feed.resident == (storage_kind == "resident")
     return feed
 
 
@@ -162,9 +167,9 @@ def plain(feed: Feed, epoch: int = 0) -> Counter[bytes]:
 
 
 # ---- exactly once, the same everywhere -----------------------------------------------------------
-@pytest.mark.parametrize("place", PLACES)
-def test_every_sample_comes_exactly_once_per_epoch(root: Any, place: Any) -> None:
-    feed = feed_of(root, place, training=False)
+@pytest.mark.parametrize("storage_kind", PLACES)
+def test_every_sample_comes_exactly_once_per_epoch(root: Any, storage_kind: Any) -> None:
+    feed = feed_of(root, storage_kind, training=False)
     table = feed.samples.table
     expected: Counter[bytes] = Counter()
     for row in range(len(feed.samples)):
@@ -174,17 +179,19 @@ def test_every_sample_comes_exactly_once_per_epoch(root: Any, place: Any) -> Non
     assert plain(feed, 0) == plain(feed, 1) == expected
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
 def test_samples_and_their_augmentation_do_not_depend_on_ranks_or_threads(
-    root: Any, place: Any, world: int, accumulate: int, data: Any
+    root: Any, storage_kind: Any, world: int, accumulate: int, data: Any
 ) -> None:
-    one = samples([feed_of(root, place, data=data)], epoch=2)
+    one = samples([feed_of(root, storage_kind, data=data)], epoch=2)
     many = samples(
         [
-            feed_of(root, place, r, world, workers=1 + 2 * r, accumulate=accumulate, data=data)
+            feed_of(
+                root, storage_kind, r, world, workers=1 + 2 * r, accumulate=accumulate, data=data
+            )
             for r in range(world)
         ],
         epoch=2,
@@ -193,9 +200,9 @@ def test_samples_and_their_augmentation_do_not_depend_on_ranks_or_threads(
     assert [len(step) for step in one] == [4, 4, 4, 4, 1]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_all_ranks_take_equal_steps_and_weights_sum_to_one(root: Any, place: Any) -> None:
-    feeds = [feed_of(root, place, rank, 3, accumulate=2) for rank in range(3)]
+@pytest.mark.parametrize("storage_kind", PLACES)
+def test_all_ranks_take_equal_steps_and_weights_sum_to_one(root: Any, storage_kind: Any) -> None:
+    feeds = [feed_of(root, storage_kind, rank, 3, accumulate=2) for rank in range(3)]
     per_rank = [list(feed.epoch(0)) for feed in feeds]
     assert [len(steps) for steps in per_rank] == [feeds[0].steps_per_epoch] * 3 == [5] * 3
     for step in range(5):
@@ -206,35 +213,35 @@ def test_all_ranks_take_equal_steps_and_weights_sum_to_one(root: Any, place: Any
     assert [b.weight for steps in per_rank for b in steps[4]] == [1, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_epochs_differ_and_repeat(root: Any, place: Any) -> None:
-    feed = feed_of(root, place)
+@pytest.mark.parametrize("storage_kind", PLACES)
+def test_epochs_differ_and_repeat(root: Any, storage_kind: Any) -> None:
+    feed = feed_of(root, storage_kind)
     assert samples([feed], 0) != samples([feed], 1)
-    assert samples([feed], 1) == samples([feed_of(root, place)], 1)
+    assert samples([feed], 1) == samples([feed_of(root, storage_kind)], 1)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_resumed_epoch_goes_on_where_it_stopped(root: Any, place: Any) -> None:
-    whole = samples([feed_of(root, place)], 1)
-    assert samples([feed_of(root, place)], 1, start=3) == whole[3:]
-    assert samples([feed_of(root, place)], 1, start=5) == []
+@pytest.mark.parametrize("storage_kind", PLACES)
+def test_a_resumed_epoch_goes_on_where_it_stopped(root: Any, storage_kind: Any) -> None:
+    whole = samples([feed_of(root, storage_kind)], 1)
+    assert samples([feed_of(root, storage_kind)], 1, start=3) == whole[3:]
+    assert samples([feed_of(root, storage_kind)], 1, start=5) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage_kind", PLACES)
 def test_the_order_does_not_depend_on_the_place_of_the_task_in_the_stream(
-    root: Any, place: Any
+    root: Any, storage_kind: Any
 ) -> None:
-    alone = feed_of(root, place)
-    assert alone.seed == feed_of(root, place, tasks=(COLOURS,), batch=9).seed
-    assert alone.seed != feed_of(root, place, tasks=(SHAPES,)).seed
+    alone = feed_of(root, storage_kind)
+    assert alone.seed == feed_of(root, storage_kind, tasks=(COLOURS,), batch=9).seed
+    assert alone.seed != feed_of(root, storage_kind, tasks=(SHAPES,)).seed
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_several_tasks_are_mixed_and_keep_their_labels(root: Any, place: Any) -> None:
+@pytest.mark.parametrize("storage_kind", PLACES)
+def test_several_tasks_are_mixed_and_keep_their_labels(root: Any, storage_kind: Any) -> None:
     # classes of another task, in another order
     shared = Task("warm", "colours", "colours", ("blue", "red"))
     tasks = (SHAPES, COLOURS, shared)
-    feed = feed_of(root, place, tasks=tasks, training=False)
+    feed = feed_of(root, storage_kind, tasks=tasks, training=False)
     counts: Counter[tuple[str, str]] = Counter()
     for batches in feed.epoch(0):
         for b in batches:
@@ -263,70 +270,84 @@ UNCHANGED = {
 }  # what an image is, whatever its place in a batch
 
 
-def shown(feed: Feed, epoch: int = 0) -> list[bytes]:
+def images_of_epoch(feed: Feed, epoch: int = 0) -> list[bytes]:
     """The images of an epoch in its order."""
     return [step[position][0] for step in samples([feed], epoch) for position in sorted(step)]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("repeats", [2, 3, 17, 40])
 def test_repeated_images_are_the_first_of_the_shuffle_one_copy_after_the_other(
-    root: Any, place: Any, repeats: int
+    root: Any, storage_kind: Any, repeats: int
 ) -> None:
     for epoch in (0, 1):
         once, again = (
-            shown(feed_of(root, place, data={**UNCHANGED, "repeats": r}), epoch)
+            images_of_epoch(feed_of(root, storage_kind, data={**UNCHANGED, "repeats": r}), epoch)
             for r in (1, repeats)
         )
         assert again == [image for image in once[: -(-17 // repeats)] for _ in range(repeats)][:17]
     assert len(set(once)) == 17
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage_kind", PLACES)
 def test_an_epoch_of_repeated_images_has_as_many_steps_and_copies_differ(
-    root: Any, place: Any
+    root: Any, storage_kind: Any
 ) -> None:
-    plain, feed = feed_of(root, place), feed_of(root, place, data={"repeats": 3})
+    plain, feed = feed_of(root, storage_kind), feed_of(root, storage_kind, data={"repeats": 3})
     assert (
         (feed.steps_per_epoch, feed.num_samples)
         == (plain.steps_per_epoch, plain.num_samples)
         == (5, 17)
     )
     assert [len(step) for step in samples([feed])] == [4, 4, 4, 4, 1]
-    assert len(set(shown(feed))) > 12, "each copy is augmented on its own"
+    assert len(set(images_of_epoch(feed))) > 12, "each copy is augmented on its own"
     samples_of_two_tasks = 0
-    for batches in feed_of(root, place, data={"repeats": 3}, tasks=(SHAPES, COLOURS)).epoch(0):
+    for batches in feed_of(root, storage_kind, data={"repeats": 3}, tasks=(SHAPES, COLOURS)).epoch(
+        0
+    ):
         for batch in batches:
             assert batch.counts is not None
             samples_of_two_tasks += sum(batch.counts)
     assert samples_of_two_tasks == 26
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "cutmix": 1.0}], ids=["alone", "mixed"])
 def test_repeated_samples_do_not_depend_on_ranks_or_threads_and_a_resumed_epoch_goes_on(
-    root: Any, place: Any, world: int, data: Any
+    root: Any, storage_kind: Any, world: int, data: Any
 ) -> None:
-    one = samples([feed_of(root, place, data={**data, "repeats": 3})], epoch=2)
+    one = samples([feed_of(root, storage_kind, data={**data, "repeats": 3})], epoch=2)
     many = samples(
         [
             feed_of(
-                root, place, r, world, workers=1 + 2 * r, accumulate=2, data={**data, "repeats": 3}
+                root,
+                storage_kind,
+                r,
+                world,
+                workers=1 + 2 * r,
+                accumulate=2,
+                data={**data, "repeats": 3},
             )
             for r in range(world)
         ],
         epoch=2,
     )
     assert one == many
-    assert samples([feed_of(root, place, data={**data, "repeats": 3})], 2, start=3) == one[3:]
+    assert (
+        samples([feed_of(root, storage_kind, data={**data, "repeats": 3})], 2, start=3) == one[3:]
+    )
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(root: Any, place: Any) -> None:
-    assert samples([feed_of(root, place, data={"repeats": 1})]) == samples([feed_of(root, place)])
+@pytest.mark.parametrize("storage_kind", PLACES)
+def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(
+    root: Any, storage_kind: Any
+) -> None:
+    assert samples([feed_of(root, storage_kind, data={"repeats": 1})]) == samples(
+        [feed_of(root, storage_kind)]
+    )
     plain, repeated = (
-        [b.keys for b in feed_of(root, place, training=False, data=data).evaluate(4)]
+        [b.keys for b in feed_of(root, storage_kind, training=False, data=data).evaluate(4)]
         for data in ({}, {"repeats": 3})
     )
     assert plain == repeated
@@ -343,7 +364,7 @@ def test_copies_of_a_streamed_image_are_decoded_once(
         return decode_one(source, row, data)
 
     monkeypatch.setattr(Streamed, "_decode", counted)
-    shown(feed_of(root, "streamed", batch=6, data={"repeats": 3}))
+    images_of_epoch(feed_of(root, "streamed", batch=6, data={"repeats": 3}))
     assert len(decoded) == 6
     assert set(decoded.values()) == {1}
 
@@ -362,9 +383,10 @@ def test_measuring_deals_whole_batches_in_a_fixed_order(root: Any, world: int) -
     assert [len(keys) for keys, _, _ in expected] == [4, 4, 4, 3]
     keys_in_order = [key for keys, _, _ in expected for key in keys]
     assert keys_in_order == whole.samples.table["key"].to_pylist()
-    for place in PLACES:
+    for storage_kind in PLACES:
         feeds = [
-            feed_of(root, place, rank, world, split="test", training=False) for rank in range(world)
+            feed_of(root, storage_kind, rank, world, split="test", training=False)
+            for rank in range(world)
         ]
         for rank, feed in enumerate(feeds):
             dealt = [answers_of(batch) for batch in feed.evaluate(4)]
@@ -468,9 +490,9 @@ def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(
     file.write_bytes(data)
     gc.collect()
     assert samples([feed_of(root, "resident", cache=folder)]) == expected
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    assert "1 decoded images in" in said
+    output = capfd.readouterr().err
+    assert output.count("\n") == 1
+    assert "1 decoded images in" in output
     assert file.read_bytes() == whole
     assert samples([feed_of(root, "resident", cache=folder)]) == expected
     assert not capfd.readouterr().err
@@ -525,13 +547,13 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(root: Any, tmp_path: Path)
         feed_of(root, "resident", cache=str(tmp_path / "file"))
 
 
-def use(root: Path, place: str) -> None:
-    for _ in feed_of(root, place).epoch(0):
+def use(root: Path, storage_kind: str) -> None:
+    for _ in feed_of(root, storage_kind).epoch(0):
         pass
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_flipped_bit_names_the_damaged_image(root: Any, place: Any) -> None:
+@pytest.mark.parametrize("storage_kind", PLACES)
+def test_a_flipped_bit_names_the_damaged_image(root: Any, storage_kind: Any) -> None:
     shards = Shards.open(str(root), "colours")
     row = feed_of(root, "resident").samples.table.slice(3, 1).to_pylist()[0]
     path = Path(shards.uri(row["shard"]))
@@ -539,20 +561,22 @@ def test_a_flipped_bit_names_the_damaged_image(root: Any, place: Any) -> None:
     data[row["offset"] + row["bytes"] - 20] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamagedArtifact, match=row["key"]) as caught:
-        use(root, place)
+        use(root, storage_kind)
     assert caught.value.key == "colours"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("storage_kind", PLACES)
 @pytest.mark.parametrize("left", [0, 512 * 8, 512 * 9 + 100, None])
-def test_a_shard_that_is_cut_short_or_missing_is_damage(root: Any, place: Any, left: Any) -> None:
+def test_a_shard_that_is_cut_short_or_missing_is_damage(
+    root: Any, storage_kind: Any, left: Any
+) -> None:
     path = Path(Shards.open(str(root), "colours").uri("train-00006.tar"))
     if left is None:
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(DamagedArtifact, match="run the same command again"):
-        use(root, place)
+        use(root, storage_kind)
 
 
 # ---- decoding ------------------------------------------------------------------------------------

@@ -145,9 +145,9 @@ def test_a_command_on_a_storage_that_is_away_ends_with_2_and_a_sentence(
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, ("a",)), storage=bucket.uri)
     assert cli.main(["run", small_run.write_config(tmp_path / "c.yaml", body)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"accrete: storage s3://{bucket.bucket} does not answer (")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"accrete: storage s3://{bucket.bucket} does not answer (")
+    assert output.count("\n") == 1
 
 
 # ---- how long it is waited, and for what ---------------------------------------------------------
@@ -349,20 +349,20 @@ def put_and_list(system: fs.FileSystem, folder: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("get_file_info", lambda system, place: system.get_file_info(f"{place}/a").size == 4),
+        ("get_file_info", lambda system, folder: system.get_file_info(f"{folder}/a").size == 4),
         (
             "get_file_info",
-            lambda system, place: (
-                [info.size for info in system.get_file_info(fs.FileSelector(place))] == [4]
+            lambda system, folder: (
+                [info.size for info in system.get_file_info(fs.FileSelector(folder))] == [4]
             ),
         ),
         (
             "open_input_file",
-            lambda system, place: system.open_input_file(f"{place}/a").read() == b"1234",
+            lambda system, folder: system.open_input_file(f"{folder}/a").read() == b"1234",
         ),
         (
             "open_input_file",
-            lambda system, place: system.open_input_stream(f"{place}/a").read() == b"1234",
+            lambda system, folder: system.open_input_stream(f"{folder}/a").read() == b"1234",
         ),
         (
             "open_output_stream",
@@ -370,31 +370,34 @@ def put_and_list(system: fs.FileSystem, folder: str) -> bool:
         ),
         (
             "create_dir",
-            lambda system, place: (
-                system.create_dir(f"{place}/b/c") or os.path.isdir(f"{place}/b/c")
+            lambda system, folder: (
+                system.create_dir(f"{folder}/b/c") or os.path.isdir(f"{folder}/b/c")
             ),
         ),
         (
             "copy_file",
-            lambda system, place: (
-                system.copy_file(f"{place}/a", f"{place}/b")
-                or list_files(place) == {"a": 4, "b": 4}
+            lambda system, folder: (
+                system.copy_file(f"{folder}/a", f"{folder}/b")
+                or list_files(folder) == {"a": 4, "b": 4}
             ),
         ),
         (
             "copy_file",
-            lambda system, place: (
-                system.move(f"{place}/a", f"{place}/b") or list_files(place) == {"b": 4}
+            lambda system, folder: (
+                system.move(f"{folder}/a", f"{folder}/b") or list_files(folder) == {"b": 4}
             ),
         ),
         (
             "delete_file",
-            lambda system, place: system.delete_file(f"{place}/a") or list_files(place) == {},
+            lambda system, folder: system.delete_file(f"{folder}/a") or list_files(folder) == {},
         ),
-        ("delete_dir", lambda system, place: system.delete_dir(place) or not os.path.exists(place)),
+        (
+            "delete_dir",
+            lambda system, folder: system.delete_dir(folder) or not os.path.exists(folder),
+        ),
         (
             "delete_dir_contents",
-            lambda system, place: system.delete_dir_contents(place) or list_files(place) == {},
+            lambda system, folder: system.delete_dir_contents(folder) or list_files(folder) == {},
         ),
     ],
 )
@@ -551,18 +554,18 @@ def test_the_uri_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
 
-    def place(options: dict[str, str]) -> tuple[Any, ...]:
+    def endpoint_of(options: dict[str, str]) -> tuple[Any, ...]:
         filesystem.s3(options)
         return tuple(made[-1][name] for name in ("region", "scheme", "endpoint_override"))
 
-    assert place({}) == ("us-east-1", "https", None)
+    assert endpoint_of({}) == ("us-east-1", "https", None)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "a")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://all:1/")
-    assert place({}) == ("a", "http", "all:1")
+    assert endpoint_of({}) == ("a", "http", "all:1")
     monkeypatch.setenv("AWS_REGION", "b")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://own:2")
-    assert place({}) == ("b", "https", "own:2")
-    assert place({"region": "c", "endpoint_override": "here:3", "scheme": "http"}) == (
+    assert endpoint_of({}) == ("b", "https", "own:2")
+    assert endpoint_of({"region": "c", "endpoint_override": "here:3", "scheme": "http"}) == (
         "c",
         "http",
         "here:3",
@@ -669,7 +672,7 @@ CREDENTIALS = (
 
 
 @pytest.mark.parametrize(
-    ("uri", "environment", "said"),
+    ("uri", "environment", "message"),
     [
         (
             "s3://mine/x",
@@ -699,14 +702,14 @@ CREDENTIALS = (
     ],
 )
 def test_a_remedy_for_a_bucket_names_it_its_region_and_where_credentials_come_from(
-    uri: str, environment: Any, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uri: str, environment: Any, message: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in CREDENTIALS:
         monkeypatch.delenv(name, raising=False)
     for name, value in {**environment, "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     remedy = filesystem.access_remedy(uri)
-    for part in said:
+    for part in message:
         assert part in remedy
     assert "folder" not in remedy
     assert "AKIA1" not in remedy
@@ -736,11 +739,11 @@ def test_a_storage_in_a_bucket_that_refuses_is_told_by_its_bucket(
         tmp_path, small_run.make_cards(tmp_path, ("a",)), storage=f"s3://{name}/x"
     )
     assert cli.main(["plan", small_run.write_config(tmp_path / "c.yaml", body)]) == 2
-    said = capsys.readouterr().err
-    assert f"bucket '{name}' exists in region us-east-1" in said
-    assert "read from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in said
-    assert "folder" not in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert f"bucket '{name}' exists in region us-east-1" in output
+    assert "read from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in output
+    assert "folder" not in output
+    assert output.count("\n") == 1
 
 
 def test_a_bucket_that_refuses_in_the_middle_is_no_file(
@@ -750,10 +753,10 @@ def test_a_bucket_that_refuses_in_the_middle_is_no_file(
     write = [lambda *_: write_bytes(join(bucket.uri, "x"), b"1")]
     monkeypatch.setattr(ui, "serve", lambda *_: write[0]())
     assert cli.main(["ui", "--storage", bucket.uri]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("accrete: the storage refuses (")
-    assert f"bucket '{bucket.bucket}' exists in region" in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("accrete: the storage refuses (")
+    assert f"bucket '{bucket.bucket}' exists in region" in output
+    assert output.count("\n") == 1
 
 
 def test_a_full_disk_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

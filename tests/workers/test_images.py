@@ -65,9 +65,9 @@ def test_arrays_lists_and_pictures_are_the_same_image() -> None:
     array = np.asarray(PICTURE)
     nested = np.empty(9, object)
     nested[:] = [[*row] for row in array]
-    found = pixels_of([PICTURE, array, array.tolist(), nested, encoded("PNG")], 6, Limits())
-    assert found.shape == (5, 3, 6, 6)
-    assert all(np.array_equal(found[0], other) for other in found)
+    pixels = pixels_of([PICTURE, array, array.tolist(), nested, encoded("PNG")], 6, Limits())
+    assert pixels.shape == (5, 3, 6, 6)
+    assert all(np.array_equal(pixels[0], other) for other in pixels)
 
 
 BAD = {
@@ -117,8 +117,8 @@ BAD = {
 
 @pytest.mark.parametrize("kind", [*BAD])
 def test_what_cannot_be_an_image_gets_one_sentence(kind: Any) -> None:
-    image, said = BAD[kind]
-    with pytest.raises(UserError, match=said) as error:
+    image, message = BAD[kind]
+    with pytest.raises(UserError, match=message) as error:
         pixels_of([encoded("PNG"), image], 6, Limits(max_pixels=1000, image_bytes=2000))
     assert "\n" not in str(error.value)
 
@@ -133,11 +133,11 @@ def test_too_many_pixels_are_refused_before_one_is_decoded(monkeypatch: pytest.M
 
 
 def test_a_file_is_read_where_that_is_allowed_alone(tmp_path: Path) -> None:
-    place = tmp_path / "a.png"
-    place.write_bytes(encoded("PNG"))
-    pixels_of([str(place)], 6, Limits(paths=True))
+    image_path = tmp_path / "a.png"
+    image_path.write_bytes(encoded("PNG"))
+    pixels_of([str(image_path)], 6, Limits(paths=True))
     with pytest.raises(UserError, match="no files are read here"):
-        pixels_of([str(place)], 6, Limits())
+        pixels_of([str(image_path)], 6, Limits())
     with pytest.raises(
         UserError, match=r"image 0 \(.*b.png\) cannot be read \(No such file or directory\)"
     ):

@@ -123,16 +123,16 @@ def test_masked_softmax_has_the_gradients_of_the_composed_operations() -> None:
     policy[..., 0] = 1
     policy.requires_grad_()
     weights = torch.randn(2, 3, 5, 5, dtype=torch.float64)
-    mine = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         (MaskedSoftmax.apply(scores, policy) * weights).sum(), (scores, policy)
     )
     exps = scores.exp() * policy
     plain = torch.autograd.grad(
         (exps / exps.sum(-1, keepdim=True) * weights).sum(), (scores, policy)
     )
-    for got, want in zip(mine, plain, strict=True):
+    for got, want in zip(gradients, plain, strict=True):
         assert torch.allclose(got, want, atol=1e-12)
-    assert bool((mine[1][policy == 0] != 0).all()), (
+    assert bool((gradients[1][policy == 0] != 0).all()), (
         "the mask of a dropped token needs a gradient to come back"
     )
 
@@ -173,12 +173,12 @@ def test_one_logit_has_the_law_of_the_gumbel_pair(gap: float) -> None:
     mask = GumbelHard((count,), gamma=1.0, tau=tau)
     with torch.no_grad():
         mask.logits.fill_(gap)
-    kept = mask.sample(torch.rand(count))
-    kept.sum().backward()
+    mask_values = mask.sample(torch.rand(count))
+    mask_values.sum().backward()
     pair = torch.tensor([gap / 2, -gap / 2]).expand(count, 2).clone().requires_grad_()
     reference = nn.functional.gumbel_softmax(pair, tau=tau, hard=True)[:, 0]
     reference.sum().backward()
-    assert math.isclose(kept.mean().item(), reference.mean().item(), abs_tol=5e-3)
+    assert math.isclose(mask_values.mean().item(), reference.mean().item(), abs_tol=5e-3)
     gradient = gradient_of(mask.logits)
     expected = gradient_of(pair)[:, 0]
     assert math.isclose(gradient.mean().item(), expected.mean().item(), rel_tol=2e-2)
@@ -288,9 +288,9 @@ def test_mask_logits_are_neither_decayed_nor_starved_by_adams_epsilon() -> None:
 def test_masks_that_never_flip_are_reported() -> None:
     method = meat(mask_lr=1e-6)
     trained(method)
-    said = method.warnings()
-    assert len(said) == 2
-    for kind, sentence in zip(("token", "FFN"), said, strict=True):
+    warnings = method.warnings()
+    assert len(warnings) == 2
+    for kind, sentence in zip(("token", "FFN"), warnings, strict=True):
         assert f"no {kind} mask entry left its initial state" in sentence
     flipping = meat(mask_travel=30)
     trained(flipping)
@@ -408,13 +408,13 @@ def test_validation_sees_masks_that_were_restored_from_a_checkpoint() -> None:
     method = meat()
     trained(method)
     method.eval()
-    kept = {name: t.clone() for name, t in method.state_dict().items()}
+    state_before = {name: t.clone() for name, t in method.state_dict().items()}
     before = method.logits(images(), "one")
     method.load_state_dict(
-        {name: -t if name.startswith("mask_modules") else t for name, t in kept.items()}
+        {name: -t if name.startswith("mask_modules") else t for name, t in state_before.items()}
     )
     assert not torch.equal(method.logits(images(), "one"), before)
-    method.load_state_dict(kept)
+    method.load_state_dict(state_before)
     assert torch.equal(method.logits(images(), "one"), before)
 
 

@@ -189,8 +189,8 @@ def test_served_logits_are_those_of_the_training_form_with_hard_masks(
     }
     method.active_task, method.weight_overrides = None, method.sites.weights(masks)
     with method.sites.sampled(masks), torch.no_grad():
-        found = method.heads["one"](method.features(images()))
-    assert torch.allclose(found, want, atol=1e-5)
+        logits = method.heads["one"](method.features(images()))
+    assert torch.allclose(logits, want, atol=1e-5)
     assert not torch.allclose(
         want,
         served(
@@ -385,7 +385,7 @@ def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch() -> None:
         m.training for m in vit.build(BASIC).modules() if isinstance(m, nn.BatchNorm2d)
     ), "as built, before anybody says train or eval"
     model = resnet().train()
-    kept = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    buffers_before = {name: tensor.clone() for name, tensor in model.named_buffers()}
     one, all_ = model(images()[:1]), model(images())
     assert torch.allclose(one, all_[:1], atol=1e-4)
     method = FineTune(model, FineTune.Settings(), seed=0)
@@ -395,7 +395,7 @@ def test_batch_norm_never_uses_nor_gathers_the_statistics_of_a_batch() -> None:
     method.train()
     method.loss(batch(), PROGRESS)[0].backward()
     optimizer.step()
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.named_buffers())
+    assert all(torch.equal(tensor, buffers_before[name]) for name, tensor in model.named_buffers())
     assert vit.digest_of(model) != method.backbone_digest, (
         "its weights and biases are trained all the same"
     )

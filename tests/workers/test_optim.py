@@ -21,12 +21,12 @@ def factors(total: int, **settings: Any) -> list[float]:
 
 
 def test_the_rate_rises_linearly_to_its_peak_and_falls_as_a_cosine_towards_its_floor() -> None:
-    found = factors(100, warmup=0.1, floor=0.01)
-    assert found[:10] == pytest.approx([i / 11 for i in range(1, 11)])
-    assert found[10] == max(found) == 1
-    assert found[55] == pytest.approx(0.01 + 0.99 / 2)
-    assert all(a > b for a, b in itertools.pairwise(found[10:]))
-    assert 0.01 <= found[-1] < 0.011
+    rates = factors(100, warmup=0.1, floor=0.01)
+    assert rates[:10] == pytest.approx([i / 11 for i in range(1, 11)])
+    assert rates[10] == max(rates) == 1
+    assert rates[55] == pytest.approx(0.01 + 0.99 / 2)
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+    assert 0.01 <= rates[-1] < 0.011
 
 
 @pytest.mark.parametrize("schedule", ["step", "epoch"])
@@ -37,10 +37,10 @@ def test_no_step_is_without_a_rate_or_above_the_peak(
     total: int, warmup: float, floor: float, schedule: str
 ) -> None:
     train = TrainSettings.model_validate({"warmup": warmup, "floor": floor, "schedule": schedule})
-    found = [factor(step, total, 1, train) for step in range(total)]
-    assert all(0 < f <= 1 for f in found)
+    rates = [factor(step, total, 1, train) for step in range(total)]
+    assert all(0 < f <= 1 for f in rates)
     risen = int(warmup * total) if schedule == "step" else round(warmup * total) + 1
-    assert floor < 1 or all(f == 1 for f in found[risen:])
+    assert floor < 1 or all(f == 1 for f in rates[risen:])
 
 
 def test_the_sum_of_all_factors_is_what_methods_are_told() -> None:
@@ -53,31 +53,31 @@ def test_the_sum_of_all_factors_is_what_methods_are_told() -> None:
 
 
 def test_a_rise_starts_where_it_is_told_to() -> None:
-    found = factors(100, warmup=0.1, warmup_start=0.5)
-    assert found[:10] == pytest.approx([0.5 + i / 22 for i in range(1, 11)])
+    rates = factors(100, warmup=0.1, warmup_start=0.5)
+    assert rates[:10] == pytest.approx([0.5 + i / 22 for i in range(1, 11)])
 
 
 def test_by_epochs_the_rates_are_those_of_timm_as_deit_and_dytox_step_it() -> None:
     """500 epochs, 5 of warm-up from 1e-6, down to 1e-5: the first two at 1e-6 (DyTox's options)."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([weight], lr=2.5e-4)
-    theirs, schedule = (
+    timm_optimizer, schedule = (
         list[float](),
         CosineLRScheduler(optimizer, t_initial=500, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6),
     )
     for epoch in range(500):
-        theirs.append(optimizer.param_groups[0]["lr"])
+        timm_optimizer.append(optimizer.param_groups[0]["lr"])
         schedule.step(epoch)
     train = TrainSettings(
         schedule="epoch", warmup=0.01, warmup_start=1e-6 / 2.5e-4, floor=1e-5 / 2.5e-4
     )
-    ours = [
+    our_rates = [
         [2.5e-4 * factor(3 * epoch + step, 1500, 3, train) for step in range(3)]
         for epoch in range(500)
     ]
-    assert [rates[0] for rates in ours] == pytest.approx(theirs, rel=1e-9)
-    assert all(len(set(rates)) == 1 for rates in ours)
-    assert ours[0] == ours[1] == pytest.approx([1e-6] * 3)
+    assert [rates[0] for rates in our_rates] == pytest.approx(timm_optimizer, rel=1e-9)
+    assert all(len(set(rates)) == 1 for rates in our_rates)
+    assert our_rates[0] == our_rates[1] == pytest.approx([1e-6] * 3)
 
 
 def layers(count: int) -> list[nn.Parameter]:
@@ -85,9 +85,9 @@ def layers(count: int) -> list[nn.Parameter]:
 
 
 def test_every_group_follows_the_schedule_from_its_own_peak() -> None:
-    own, configured = layers(2)
+    own_layer, configured = layers(2)
     optimizer = build(
-        [{"params": [own], "lr": 0.5}, {"params": [configured]}], TrainSettings(lr=0.01)
+        [{"params": [own_layer], "lr": 0.5}, {"params": [configured]}], TrainSettings(lr=0.01)
     )
     for scale in (1.0, 0.25, 0.5):
         set_rate(optimizer, scale)
@@ -96,12 +96,12 @@ def test_every_group_follows_the_schedule_from_its_own_peak() -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_groups_take_what_they_do_not_name_from_the_settings(kind: str) -> None:
-    own, configured = layers(2)
+    own_layer, configured = layers(2)
     train = TrainSettings.model_validate(
         {"optimizer": kind, "lr": 0.01, "weight_decay": 0.3, "momentum": 0.7}
     )
     groups: list[dict[str, Any]] = [
-        {"params": [own], "weight_decay": 0.0},
+        {"params": [own_layer], "weight_decay": 0.0},
         {"params": [configured]},
         {"params": []},
     ]

@@ -66,8 +66,8 @@ def learn(
 ) -> Left:
     """All steps of a task, each on a method of its own."""
     method = packnet(**settings)
-    place = -1 if task is BASE else TASKS.index(task)
-    for step in method.steps_for(method.settings, place):
+    task_index = -1 if task is BASE else TASKS.index(task)
+    for step in method.steps_for(method.settings, task_index):
         method = packnet(**settings)
         if base is not None:
             method.load_task(base)
@@ -124,9 +124,9 @@ def test_exactly_the_rounded_share_is_freed_also_where_that_is_none(
 ) -> None:
     among = torch.zeros(12, dtype=torch.bool)
     among[:count] = True
-    found = smallest(torch.randn(12), among, share)
-    assert len(found) == len(set(found.tolist())) == freed
-    assert all(bool(among[i]) for i in found.tolist())
+    chosen = smallest(torch.randn(12), among, share)
+    assert len(chosen) == len(set(chosen.tolist())) == freed
+    assert all(bool(among[i]) for i in chosen.tolist())
 
 
 def test_only_what_the_task_owns_is_given_back_in_every_layer_alike() -> None:
@@ -134,8 +134,8 @@ def test_only_what_the_task_owns_is_given_back_in_every_layer_alike() -> None:
     _, second = learn(TWO, first, prune=0.25)
     for site, before in owners(first).items():
         count = before.numel()
-        kept, free = count - round(0.5 * count), round(0.5 * count)
-        assert int((before == 1).sum()) == kept
+        num_kept, free = count - round(0.5 * count), round(0.5 * count)
+        assert int((before == 1).sum()) == num_kept
         assert torch.equal(owners(second)[site] == 1, before == 1)
         assert int((owners(second)[site] == FREE).sum()) == round(0.25 * free)
 
@@ -186,7 +186,7 @@ def forgotten(optimizer: str, **settings: Any) -> list[str]:
         for after in (1, 2)
         for at in range(after)
     ]
-    return [TASKS[at].name for at, found in late if not torch.equal(found, right[at])]
+    return [TASKS[at].name for at, answers_now in late if not torch.equal(answers_now, right[at])]
 
 
 @OF_ANY
@@ -220,8 +220,9 @@ def gradients_stay_inside(method: PackNet, task: Task, step: str, carried: Carri
     """Clipping sees the gradient of the task's own weights only, and there is some."""
     for at in each_step(method, begun(method, task, step, carried), task, STEPS):
         for site, weight in method.sites.items() if at % 2 == 0 else ():
-            gradient, own = weight.grad, method.owners[site] == method.latest
-            if gradient is None or bool(gradient[~own].any()) or not bool(gradient[own].any()):
+            gradient = weight.grad
+            is_owned = method.owners[site] == method.latest
+            if gradient is None or gradient[~is_owned].any() or not gradient[is_owned].any():
                 return False
     return True
 
@@ -240,15 +241,16 @@ def test_weights_of_others_stay_and_free_ones_are_zero_after_every_step(optimize
     for step in ("train", "prune", "retrain"):
         method = packnet(prune=0.5)
         going = begun(method, TWO, step, carried, TRAININGS[optimizer])
-        kept = {site: weight.detach().clone() for site, weight in method.sites.items()}
+        weights_before = {site: weight.detach().clone() for site, weight in method.sites.items()}
         for _ in each_step(method, going, TWO, STEPS) if step != "prune" else ():
             for site, weight in method.sites.items():
                 old = owners(first)[site] == 1
-                assert torch.equal(weight[old], kept[site][old])
+                assert torch.equal(weight[old], weights_before[site][old])
                 assert not bool(weight[method.owners[site] == FREE].any())
         if step != "prune":
             assert all(
-                not torch.equal(weight, kept[site]) for site, weight in method.sites.items()
+                not torch.equal(weight, weights_before[site])
+                for site, weight in method.sites.items()
             ), "and its own are trained"
         carried = method.finish()[1]
 
@@ -256,16 +258,16 @@ def test_weights_of_others_stay_and_free_ones_are_zero_after_every_step(optimize
 def test_what_is_no_weight_stays_that_of_the_backbone() -> None:
     _, carried = stream([ONE, TWO], prune=0.5)
     start, now = BACKBONE.state_dict(), under("backbone", carried[-1])
-    others = packnet().others
-    assert len(others) + len(owners(carried[-1])) == len(start) == len(now)
+    other_tensors = packnet().others
+    assert len(other_tensors) + len(owners(carried[-1])) == len(start) == len(now)
     assert {
         "cls_token",
         "pos_embed",
         "norm.weight",
         "blocks.0.attn.qkv.bias",
         "patch_embed.proj.bias",
-    } <= set(others)
-    assert all(torch.equal(start[name], now[name]) for name in others)
+    } <= set(other_tensors)
+    assert all(torch.equal(start[name], now[name]) for name in other_tensors)
 
 
 def test_serving_an_earlier_task_writes_nothing_into_the_weights() -> None:
@@ -317,9 +319,11 @@ def test_the_base_keeps_its_largest_weights_where_it_is_only_pruned() -> None:
             assert int((owner == 1).sum()) == owner.numel() - round(0.5 * owner.numel())
             assert torch.equal(under("backbone", carried)[site][owner == 1], weight[owner == 1])
     for after in (carried, learn(ONE, None, base_mode="prune_only")[1]):
-        found = answers(served([base], after, base_mode="prune_only"), BASE)
-        assert torch.equal(found, answers(served([base], carried, base_mode="prune_only"), BASE))
-    assert not torch.equal(found, answers_of_backbone(base)), "pruning has a price"
+        base_answers = answers(served([base], after, base_mode="prune_only"), BASE)
+        assert torch.equal(
+            base_answers, answers(served([base], carried, base_mode="prune_only"), BASE)
+        )
+    assert not torch.equal(base_answers, answers_of_backbone(base)), "pruning has a price"
 
 
 def answers_of_backbone(base: TaskState) -> Tensor:
@@ -351,10 +355,10 @@ def test_the_base_is_pruned_and_trained_again_with_its_norms_and_then_stays(opti
     one, after = learn(ONE, carried, optimizer, base=base, **settings)
     assert shares(after) == pytest.approx([0.375, 0.5, 0.125], abs=2e-3)
     assert torch.equal(answers(served([base, one], after, **settings), BASE), right)
-    others = packnet().others
+    other_tensors = packnet().others
     assert all(
         torch.equal(under("backbone", after)[name], under("backbone", carried)[name])
-        for name in others
+        for name in other_tensors
     )
 
 

@@ -306,13 +306,13 @@ def test_a_base_task_is_served_by_the_plain_weights_between_masked_ones() -> Non
 def test_validation_sees_masks_that_were_restored_from_a_checkpoint() -> None:
     method = piggyback()
     trained(method)
-    kept = {name: t.clone() for name, t in method.state_dict().items()}
+    state_before = {name: t.clone() for name, t in method.state_dict().items()}
     before = answers(method)
     method.load_state_dict(
-        {name: -t if name.startswith("mask_modules") else t for name, t in kept.items()}
+        {name: -t if name.startswith("mask_modules") else t for name, t in state_before.items()}
     )
     assert not torch.equal(answers(method), before)
-    method.load_state_dict(kept)
+    method.load_state_dict(state_before)
     assert torch.equal(answers(method), before)
 
 

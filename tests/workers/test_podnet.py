@@ -56,11 +56,11 @@ def test_equal_maps_are_at_no_distance_and_get_a_gradient_of_zero() -> None:
 
 def test_sums_over_rows_do_not_see_their_order() -> None:
     a = some_maps(0, 3, 5)
-    turned, here, there = a[:, :, [2, 0, 1]], pool_axes(a), pool_axes(a[:, :, [2, 0, 1]])
-    assert here.shape == (2, 4 * (3 + 5))
-    assert torch.allclose(here[:, :20], there[:, :20], atol=1e-7), "of each column"
-    assert not torch.allclose(here[:, 20:], there[:, 20:], atol=1e-2)
-    assert torch.allclose(pool_axes(-turned), there, atol=1e-7), "squares"
+    turned, pooled, pooled_turned = a[:, :, [2, 0, 1]], pool_axes(a), pool_axes(a[:, :, [2, 0, 1]])
+    assert pooled.shape == (2, 4 * (3 + 5))
+    assert torch.allclose(pooled[:, :20], pooled_turned[:, :20], atol=1e-7), "of each column"
+    assert not torch.allclose(pooled[:, 20:], pooled_turned[:, 20:], atol=1e-2)
+    assert torch.allclose(pool_axes(-turned), pooled_turned, atol=1e-7), "squares"
 
 
 POOLED = SMALL.model_copy(update={"options": {**SMALL.options, "global_pool": "avg", "depth": 3}})
@@ -76,17 +76,17 @@ def test_maps_are_the_patch_tokens_of_all_blocks_but_the_last(settings: Backbone
     images = torch.randn(2, 3, settings.img_size, settings.img_size)
     seen: list[Tensor] = []
     for block in vit.blocks[:-1]:
-        block.register_forward_hook(lambda module, given, tokens: seen.append(tokens))
+        block.register_forward_hook(lambda module, inputs, tokens: seen.append(tokens))
     plain = vit(images)
     expected = [*seen]
     features, maps = features_and_maps(vit, images)
     assert torch.equal(features, plain)
     side = vit.patch_embed.grid_size[0]
     assert [tuple(m.shape) for m in maps] == [(2, 32, side, side)] * (len(vit.blocks) - 1)
-    for found, tokens in zip(maps, expected, strict=True):
+    for patch_map, tokens in zip(maps, expected, strict=True):
         patches = tokens[:, vit.num_prefix_tokens :]
         assert all(
-            torch.equal(found[:, :, row, column], patches[:, row * side + column])
+            torch.equal(patch_map[:, :, row, column], patches[:, row * side + column])
             for row in range(side)
             for column in range(side)
         )
@@ -162,11 +162,13 @@ def test_entries_of_gradients_are_clamped() -> None:
     method = begun("podnet", A, B, clamp=1e-3)
     moved(method)
     method.loss(batch(A, B), START)[0].backward()
-    found = {name: p.grad.clone() for name, p in method.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.clone() for name, p in method.named_parameters() if p.grad is not None
+    }
     method.after_backward()
-    assert any(g.abs().max() > 1e-3 for g in found.values())
+    assert any(g.abs().max() > 1e-3 for g in gradients.values())
     assert all(
-        torch.equal(p.grad, found[name].clamp(-1e-3, 1e-3))
+        torch.equal(p.grad, gradients[name].clamp(-1e-3, 1e-3))
         for name, p in method.named_parameters()
         if p.grad is not None
     )

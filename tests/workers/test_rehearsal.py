@@ -83,7 +83,7 @@ def test_every_method_keeps_to_its_memory_and_shortens_lists_from_the_end(
     run = three_tasks(
         lab, method, memory=17, per_class=0, **({"top_k": 1} if method == "ucir" else {})
     )
-    kept = [
+    memory_sizes = [
         {
             kind: memory
             for kind, memory in run.carried(task).meta.items()
@@ -91,7 +91,7 @@ def test_every_method_keeps_to_its_memory_and_shortens_lists_from_the_end(
         }
         for task in range(3)
     ]
-    for task, meta in enumerate(kept):
+    for task, meta in enumerate(memory_sizes):
         assert {*meta["memory"]} == {*"xyz"[: task + 1]}
         every = [
             key
@@ -103,7 +103,7 @@ def test_every_method_keeps_to_its_memory_and_shortens_lists_from_the_end(
         assert len({*every}) == len(every) <= 17
         classes = (2, 4, 5)[task]
         assert len(every) == 17 // classes * classes, "as many as fit"
-    for before, after in pairwise(kept):
+    for before, after in pairwise(memory_sizes):
         for kind, memory in before.items():
             assert all(
                 after[kind][name][c] == keys[: len(after[kind][name][c])]
@@ -154,7 +154,7 @@ def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_wi
             assert chosen[name] != sorted(chosen[name])
         else:
             picked = SELECTIONS[selection](features[rows], 5, torch.Generator())
-            assert chosen[name] == [keys[rows[place]] for place in picked]
+            assert chosen[name] == [keys[rows[index]] for index in picked]
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -163,7 +163,7 @@ def ranked(
 ) -> dict[str, tuple[Run, list[StageJob], list[StageJob]]]:
     """All that is asked of so many ranks, in one start: method -> run, its stages, the same on
     ranks. Of `replay` the last herding alone."""
-    found: dict[str, tuple[Run, list[StageJob], list[StageJob]]] = {}
+    runs_by_method: dict[str, tuple[Run, list[StageJob], list[StageJob]]] = {}
     for method in ("replay", "dytox", "icarl"):
         run = lab.run_of(
             method, {**OPTIMIZERS["sgd"], "epochs": 1}, methods={method: {"memory": 20}}
@@ -182,13 +182,17 @@ def ranked(
             }
             jobs.append(again(job, f"{request.param} ranks", **parts))
             keys[job.key] = jobs[-1].key
-        found[method] = run, stages[-1 - len(jobs) : -1] if method == "replay" else stages, jobs
+        runs_by_method[method] = (
+            run,
+            stages[-1 - len(jobs) : -1] if method == "replay" else stages,
+            jobs,
+        )
     on_ranks(
-        [job for _, _, jobs in found.values() for job in jobs],
+        [job for _, _, jobs in runs_by_method.values() for job in jobs],
         request.param,
         lab.folder / f"rehearsal-{request.param}",
     )
-    return found
+    return runs_by_method
 
 
 def test_any_number_of_ranks_keeps_the_same_exemplars(
@@ -210,11 +214,11 @@ def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
     run, alone, many = ranked[method]
     assert [job.step for job in many] == [job.step for job in alone]
     for one, other in zip(alone[:-1], many[:-1], strict=True):
-        found = [
+        stage_results = [
             Carried.from_bytes(Artifact.need(job.root, job.key).read("carried.safetensors")).meta
             for job in (one, other)
         ]
-        assert found[0] == found[1], one.id
+        assert stage_results[0] == stage_results[1], one.id
     images = torch.cat([run.images(task) for task in (0, 1)])
     one, other = (
         restore.finished_method(job, Group()).logits(images, None) for job in (alone[-1], many[-1])
@@ -298,8 +302,8 @@ def everything(artifact: Artifact) -> dict[str, Tensor]:
         Carried.from_bytes(artifact.read("carried.safetensors")),
         TaskState.from_bytes(artifact.read("task.safetensors"), "state"),
     )
-    own = {f"heads/three/{name}": t for name, t in (state.head | state.tokens).items()}
-    kept = {
+    task_tensors = {f"heads/three/{name}": t for name, t in (state.head | state.tokens).items()}
+    memory_tensors = {
         f"{kind}/{name}": t
         for kind in ("copies", "masks")
         for name, t in getattr(state, kind).items()
@@ -309,7 +313,7 @@ def everything(artifact: Artifact) -> dict[str, Tensor]:
         "/".join([elsewhere.get(name.split("/")[0], name.split("/")[0]), name.partition("/")[2]]): t
         for name, t in carried.tensors.items()
     }
-    return own | kept | handed
+    return task_tensors | memory_tensors | handed
 
 
 @pytest.mark.parametrize("method", ["bic", "e2e", "icarl", "podnet", "replay", "ucir", "wa"])
@@ -336,21 +340,21 @@ def test_the_share_of_old_classes_rises_by_halves_thirds_and_quarters() -> None:
 # ---- what a step trains on -----------------------------------------------------------------------
 def test_training_sees_the_task_whole_and_of_earlier_ones_the_exemplars_alone(lab: Lab) -> None:
     run = run_of(lab, memory=10)
-    kept = run.carried(0)
+    carried_state = run.carried(0)
     train = run.stages(1)[0]
     assert train.task is not None
-    remembered = run.fresh(1).memory(step_context(train.task, "train", kept))
+    remembered = run.fresh(1).memory(step_context(train.task, "train", carried_state))
     assert {name: len(keys) for name, keys in remembered.items()} == {"two": 10}
     run.trained(1)
     assert history(run.artifact(train))[0]["images"] == 10 + 3 * 36
 
 
 def test_the_loss_of_replay_is_cross_entropy_over_all_classes() -> None:
-    method, here = begun("replay", A, B), batch(A, B)
+    method, mixed_batch = begun("replay", A, B), batch(A, B)
     moved(method)
-    z = torch.cat([method.heads[name](method.backbone(here.images)) for name in "ab"], 1)
+    z = torch.cat([method.heads[name](method.backbone(mixed_batch.images)) for name in "ab"], 1)
     assert torch.allclose(
-        method.loss(here, START)[0], F.cross_entropy(z, wide(here, A, B)), atol=1e-6
+        method.loss(mixed_batch, START)[0], F.cross_entropy(z, wide(mixed_batch, A, B)), atol=1e-6
     )
 
 
@@ -361,7 +365,7 @@ def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab) -> 
         "replay", QUICK, data={"mixup": 0.8, "smoothing": 0.1}, methods={"replay": {"memory": 10}}
     )
     train = run.stages(1)[0]
-    kept = run.carried(0).meta["memory"]["two"]
+    remembered_keys = run.carried(0).meta["memory"]["two"]
     assert train.task is not None
     feed = Feed(
         train,
@@ -369,16 +373,16 @@ def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab) -> 
         "train",
         Group(),
         True,
-        {"two": [key for keys in kept.values() for key in keys]},
+        {"two": [key for keys in remembered_keys.values() for key in keys]},
     )
     (first,) = next(feed.epoch(0))
     assert first.targets is not None
     assert first.targets.shape == (16, 5)
     assert torch.allclose(first.targets.sum(1), torch.ones(16))
     assert (first.tasks == 0).any()
-    places = first.labels + 2 * first.tasks
+    labels_in_stream = first.labels + 2 * first.tasks
     heavy = first.targets.argsort(dim=1, descending=True)[:, :2]
-    assert ((heavy == places[:, None]).any(1)).all(), (
+    assert ((heavy == labels_in_stream[:, None]).any(1)).all(), (
         "each sample's own class is one of the two that it is made of"
     )
     other = Feed(
@@ -387,7 +391,7 @@ def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab) -> 
         "train",
         Group(),
         True,
-        {"two": [key for keys in kept.values() for key in keys]},
+        {"two": [key for keys in remembered_keys.values() for key in keys]},
     )
     assert next(other.epoch(0))[0].targets is None
-    assert F.one_hot(places, 5).shape == first.targets.shape
+    assert F.one_hot(labels_in_stream, 5).shape == first.targets.shape

@@ -38,12 +38,12 @@ Left = tuple[TaskState, Carried]
 
 
 # ---- paths ---------------------------------------------------------------------------------------
-def path(*places: tuple[int, int], seed: int = 0) -> Path:
+def path(*module_positions: tuple[int, int], seed: int = 0) -> Path:
     """All its numbers are drawn."""
-    found = Path([*places], 32, 5)
-    for i, p in enumerate(found.parameters()):
+    new_path = Path([*module_positions], 32, 5)
+    for i, p in enumerate(new_path.parameters()):
         torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(10 * seed + i))
-    return found
+    return new_path
 
 
 def by_hand(vit: Any, *paths: Path) -> Tensor:
@@ -78,9 +78,9 @@ def test_the_union_of_paths_is_the_sum_of_their_modules() -> None:
 def test_a_new_path_leaves_the_features_of_the_backbone_and_can_learn() -> None:
     vit = tabletop.vit()
     expected, new = vit(IMAGES), Path([(0, 1), (1, 1)], 32, 5)
-    found = PathNetwork(vit, AdapterSites(vit, houlsby, ("",)), [new])(IMAGES)
-    assert torch.equal(found, expected)
-    found.sum().backward()
+    network = PathNetwork(vit, AdapterSites(vit, houlsby, ("",)), [new])(IMAGES)
+    assert torch.equal(network, expected)
+    network.sum().backward()
     gradient = new.up.grad
     assert gradient is not None
     assert all(gradient[row].abs().max() > 0 for row in range(2))
@@ -116,15 +116,15 @@ def begun(*tasks: Task, seed: int = 0, base: str = "", **settings: Any) -> Any:
     what it leaves."""
     settings = {"every": 1, "width": 5, **settings}
     left: list[Left] = []
-    for place, task in enumerate(tasks):
+    for task_index, task in enumerate(tasks):
         torch.manual_seed(3)
         method = Rpsnet(build(SMALL), RpsnetSettings(**settings), seed)
-        method.scenario, method.stream = "class", tasks[: place + 1]
+        method.scenario, method.stream = "class", tasks[: task_index + 1]
         for state, _ in left:
             method.load_task(TaskState.from_bytes(state.to_bytes()))
         carried = Carried.from_bytes(left[-1][1].to_bytes()) if left else None
         method.groups = method.begin(
-            step_context(task, "train", carried, RATES, tasks[: place + 1])
+            step_context(task, "train", carried, RATES, tasks[: task_index + 1])
         )  # type: ignore[assignment]
         if task != tasks[-1]:
             del method.rivals[1:]
@@ -221,7 +221,7 @@ def test_a_module_that_an_earlier_path_has_serves_again_and_is_not_trained() -> 
     assert torch.equal(method.features(IMAGES), method.network(None)(IMAGES))
     trained(method, A, B)
     wide_bank = begun(A, B, C, modules=2)
-    held = {place for each in wide_bank.frozen.values() for place in each.indices}
+    held = {position for each in wide_bank.frozen.values() for position in each.indices}
     assert not held & {*wide_bank.path.indices}
     assert not begun(A, B, modules=50).warnings()
 
@@ -274,10 +274,11 @@ def test_the_first_task_of_all_is_plain_cross_entropy_on_one_path() -> None:
 @pytest.mark.parametrize("candidate", [0, 1, 2])
 def test_a_candidate_trains_beside_others_exactly_as_it_does_alone(candidate: int) -> None:
     beside, alone = begun(A, B, candidates=3), begun(A, B, candidates=3)
-    own = {id(p) for p in alone.rivals[candidate].parameters()}
+    trained_ids = {id(p) for p in alone.rivals[candidate].parameters()}
     alone.rivals = torch.nn.ModuleList([alone.rivals[candidate]])
     alone.groups = [
-        {**group, "params": [p for p in group["params"] if id(p) in own]} for group in alone.groups
+        {**group, "params": [p for p in group["params"] if id(p) in trained_ids]}
+        for group in alone.groups
     ]
     start = tensors(beside.rivals[candidate])
     assert same(start, tensors(alone.rivals[0]))
@@ -331,19 +332,19 @@ def test_the_candidate_with_the_lowest_loss_is_kept_and_no_test_image_is_read(
     holds_out: bool, split: str, tasks: tuple[Task, ...]
 ) -> None:
     """Held-out images are of the task alone, and their labels count from its first class."""
-    kept = set()
+    chosen_candidates = set()
     for seed in range(6):
-        method, looked = begun(A, B, C, candidates=3, seed=seed), Looked(*tasks)
+        method, feed = begun(A, B, C, candidates=3, seed=seed), Looked(*tasks)
         torch.manual_seed(seed)
         with torch.no_grad():
             for p in method.rivals.parameters():
                 p.add_(torch.randn(p.shape), alpha=0.1)
-        data = StepData(looked, has_validation=holds_out)
+        data = StepData(feed, has_validation=holds_out)
         method.context = replace(method.context, data=data)
         expected = []
         for rival in method.rivals:
             total = 0.0
-            for b in looked.evaluate():
+            for b in feed.evaluate():
                 labels = wide(b, *tasks) + (5 if holds_out else 0)
                 ce, kd = method.terms(
                     rival, b.images, labels, method.teacher.joined(b.images)
@@ -352,15 +353,15 @@ def test_the_candidate_with_the_lowest_loss_is_kept_and_no_test_image_is_read(
             expected.append(total / 10)
         rivals = [*method.rivals]
         state, carried = method.finish()
-        assert looked.asked == [(split, False)]
+        assert feed.asked == [(split, False)]
         assert method.losses == state.meta["losses"] == pytest.approx(expected, rel=1e-5)
         best = rivals[expected.index(min(expected))]
         assert method.path is best.path
         assert method.heads is best.heads
         assert torch.equal(carried.tensors["path/down"], best.path.down)
         assert torch.equal(carried.tensors["heads/a/weight"], best.heads["a"].weight)
-        kept.add(rivals.index(best))
-    assert len(kept) > 1, "it is not always the same"
+        chosen_candidates.add(rivals.index(best))
+    assert len(chosen_candidates) > 1, "it is not always the same"
 
 
 def test_what_is_kept_of_one_epoch_for_all_is_refused() -> None:
@@ -398,8 +399,8 @@ def test_paths_and_trunk_stay_as_they_were_stored_to_the_end_of_a_stream(lab: La
     assert [bool(run.state(task).copies) for task in range(4)] == [False, True, False, True]
     for live in (last, run.live(3), run.served(2), run.live(2)):
         first: Any = live.frozen["1"]
-        own = {name: t for name, t in run.state(1).copies.items() if "/" not in name}
-        assert same(tensors(first), own)
+        trunk = {name: t for name, t in run.state(1).copies.items() if "/" not in name}
+        assert same(tensors(first), trunk)
         assert same(
             tensors(live.backbone),
             {
@@ -437,12 +438,12 @@ def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float) -> 
         "this decides which images they are compared on"
     )
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
-    found = Artifact.need(job.root, again(job, "ranks").key)
-    two = TaskState.from_bytes(found.read("task.safetensors"))
+    artifact = Artifact.need(job.root, again(job, "ranks").key)
+    two = TaskState.from_bytes(artifact.read("task.safetensors"))
     assert len(one.meta["losses"]) == 3
     assert two.meta["losses"] == pytest.approx(one.meta["losses"], abs=1e-3)
     chosen, expected = (
-        Carried.from_bytes(a.read("carried.safetensors")) for a in (found, run.artifact(job))
+        Carried.from_bytes(a.read("carried.safetensors")) for a in (artifact, run.artifact(job))
     )
     assert chosen.meta["path"] == expected.meta["path"]
     assert torch.allclose(chosen.tensors["path/up"], expected.tensors["path/up"], atol=1e-4)
@@ -457,7 +458,7 @@ def test_after_a_base_task_the_trunk_rests_from_the_start(lab: Lab, every: int) 
         ["train", "herd"],
     ]
     assert not run.carried(0).tensors
-    kept = (
+    trunk_before = (
         {*run.state(1).copies}
         if every == 1
         else {
@@ -466,7 +467,7 @@ def test_after_a_base_task_the_trunk_rests_from_the_start(lab: Lab, every: int) 
             if name.startswith("path/")
         }
     )
-    assert kept == {"down", "down_bias", "up", "up_bias"}
+    assert trunk_before == {"down", "down_bias", "up", "up_bias"}
     served = run.served(1)
     assert same(tensors(served.backbone), tensors(run.fresh().backbone))
 

@@ -76,10 +76,10 @@ def test_a_uri_with_a_secret_is_refused_and_not_repeated(
         ["predict", uri, "--task", "a", "image.png"],
     ):
         assert cli.main(argv) == 2
-    said = "".join(capsys.readouterr())
-    assert "hush" not in said
-    assert "Traceback" not in said
-    assert said.count("give it in the environment") == 9, said
+    output = "".join(capsys.readouterr())
+    assert "hush" not in output
+    assert "Traceback" not in output
+    assert output.count("give it in the environment") == 9, output
 
 
 def test_a_uri_that_names_a_secret_of_the_environment_is_refused(
@@ -153,9 +153,9 @@ def test_addresses_are_shown_without_their_user() -> None:
 )
 def test_no_form_of_a_secret_in_a_uri_is_shown(uri: str) -> None:
     for text in (uri, f"cannot connect to {uri!r}, (Background on {uri})", f"a\n{uri}\nb"):
-        said = redact(text)
-        assert "hush" not in said
-        assert "host" in said or "s3://b" in said
+        redacted_text = redact(text)
+        assert "hush" not in redacted_text
+        assert "host" in redacted_text or "s3://b" in redacted_text
     assert redact(f"{uri} b").endswith(" b"), "what follows stays"
 
 

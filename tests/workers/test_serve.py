@@ -79,10 +79,11 @@ def test_as_many_answers_are_right_as_evaluation_recorded(runs: Any, name: Any) 
 def test_a_mixed_batch_is_answered_like_single_images(runs: Any, name: Any) -> None:
     run = runs(name)
     images, tasks = mixed(run)
-    wanted = [None] * len(tasks) if name in FOUND_OUT else tasks
-    together = run.served.predict(images, wanted)
+    task_names = [None] * len(tasks) if name in FOUND_OUT else tasks
+    together = run.served.predict(images, task_names)
     alone = [
-        run.served.predict([image], [task])[0] for image, task in zip(images, wanted, strict=True)
+        run.served.predict([image], [task])[0]
+        for image, task in zip(images, task_names, strict=True)
     ]
     assert [(a.task, a.class_) for a in together] == [(a.task, a.class_) for a in alone]
     for a, b in zip(together, alone, strict=True):
@@ -142,13 +143,13 @@ def test_masked_tasks_are_served_compact(runs: Any) -> None:
 def test_what_is_folded_stays_within_its_limit_and_answers_stay(runs: Any, name: str) -> None:
     run = runs(name)
     images, tasks = mixed(run)
-    wanted = exact(run.served, images, tasks)
+    expected = exact(run.served, images, tasks)
     size = max(bytes_ for _, bytes_ in run.served.cache.items.values())
     assert size > 0
     small, none = (Predictor(run.bundle, limit) for limit in (size, 0))
     assert (
         exact(small, images, tasks)
-        == wanted
+        == expected
         == exact(none, images, tasks)
         == exact(small, images, tasks)
     )
@@ -196,8 +197,8 @@ def test_without_a_task_it_refuses_or_takes_the_surest_head(runs: Any) -> None:
         run.served.predict(images)
     answers = run.served.predict(images, rule="confident")
     heads = [run.served.predict(images, task) for task in run.names]
-    for place, answer in enumerate(answers):
-        best = max((head[place] for head in heads), key=lambda a: a.probability)
+    for row, answer in enumerate(answers):
+        best = max((head[row] for head in heads), key=lambda a: a.probability)
         assert (answer.task, answer.class_) == (best.task, best.class_)
         assert answer.confidence == answer.probability == pytest.approx(best.probability, abs=1e-5)
 
@@ -205,7 +206,7 @@ def test_without_a_task_it_refuses_or_takes_the_surest_head(runs: Any) -> None:
 def test_told_and_untold_images_share_a_request(runs: Any) -> None:
     run = runs("icarl")
     images, tasks = mixed(run)
-    some = [task if place % 2 else None for place, task in enumerate(tasks)]
+    some = [task if row % 2 else None for row, task in enumerate(tasks)]
     answers = run.served.predict(images, some)
     assert all(
         a.task == task and a.confidence == 1 for a, task in zip(answers, some, strict=True) if task
@@ -222,7 +223,7 @@ def test_top_shortens_the_list(runs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"tasks": "tow"}, "task 'tow' is not served; did you mean two"),
         ({"tasks": ["two", "two"]}, "there are 1 images and 2 tasks"),
@@ -230,8 +231,8 @@ def test_top_shortens_the_list(runs: Any) -> None:
         ({"tasks": "two", "top": -1}, "top is -1"),
     ],
 )
-def test_what_cannot_be_answered_gets_a_sentence(runs: Any, arguments: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_what_cannot_be_answered_gets_a_sentence(runs: Any, arguments: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         runs("meat").served.predict([np.zeros((4, 4, 3), np.uint8)], **arguments)
 
 
@@ -254,8 +255,8 @@ def test_a_folder_answers_like_the_store(runs: Any, folder: Any) -> None:
 
 
 def test_a_folder_holds_no_pickle_and_no_path_of_the_store(runs: Any, folder: Any) -> None:
-    place = Path(folder("packnet"))
-    names = {str(p.relative_to(place)) for p in place.rglob("*") if p.is_file()}
+    model_folder = Path(folder("packnet"))
+    names = {str(p.relative_to(model_folder)) for p in model_folder.rglob("*") if p.is_file()}
     assert names == {
         "model.json",
         "backbone.safetensors",
@@ -263,7 +264,7 @@ def test_a_folder_holds_no_pickle_and_no_path_of_the_store(runs: Any, folder: An
         "tasks/three.safetensors",
         "carried/retrain.safetensors",
     }
-    assert runs("packnet").run.lab.store.storage not in (place / "model.json").read_text()
+    assert runs("packnet").run.lab.store.storage not in (model_folder / "model.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -272,13 +273,13 @@ def test_a_folder_holds_no_pickle_and_no_path_of_the_store(runs: Any, folder: An
 )
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
 def test_every_damage_is_found(folder: Any, file: str, damage: str) -> None:
-    place = Path(folder("packnet"), file)
-    data = place.read_bytes()
-    place.unlink() if damage == "gone" else place.write_bytes(
+    model_folder = Path(folder("packnet"), file)
+    data = model_folder.read_bytes()
+    model_folder.unlink() if damage == "gone" else model_folder.write_bytes(
         data[:-1] if damage == "cut" else data.replace(b"0", b"1", 1)
     )
     with pytest.raises(UserError, match=file):
-        Predictor.open(str(place.parents["/" in file]))
+        Predictor.open(str(model_folder.parents["/" in file]))
 
 
 def test_a_bundle_goes_into_a_new_folder_alone(folder: Any, runs: Any) -> None:
@@ -296,22 +297,25 @@ class Retuned(MeatSettings):
 def test_a_folder_is_served_with_the_settings_it_was_made_with(
     folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = folder("meat")
-    before = Bundle.open(place).method().settings
-    assert json.loads(Path(place, "model.json").read_text())["settings"]["alpha"] == before.alpha
+    model_folder = folder("meat")
+    before = Bundle.open(model_folder).method().settings
+    assert (
+        json.loads(Path(model_folder, "model.json").read_text())["settings"]["alpha"]
+        == before.alpha
+    )
     monkeypatch.setattr(METHODS["meat"], "Settings", Retuned)
-    after = Bundle.open(place).method().settings
+    after = Bundle.open(model_folder).method().settings
     assert (after.alpha, after.fresh) == (before.alpha, 0)
 
 
 def test_a_task_whose_settings_are_written_less_fully_is_the_same_task(folder: Any) -> None:
     """An older version wrote only what a config had set."""
-    place = folder("meat")
-    bundle = Bundle.open(place)
+    model_folder = folder("meat")
+    bundle = Bundle.open(model_folder)
     older = replace(bundle, body={**bundle.body, "settings": {}})
     data = bundles.export_task(older, "two")
-    bundles.remove_task(place, "two")
-    assert bundles.import_task(place, data, "two.task").name == "two"
+    bundles.remove_task(model_folder, "two")
+    assert bundles.import_task(model_folder, data, "two.task").name == "two"
 
 
 # ---- tasks that come and go ----------------------------------------------------------------------
@@ -319,17 +323,17 @@ def test_a_task_whose_settings_are_written_less_fully_is_the_same_task(folder: A
 def test_a_removed_task_is_not_served_and_the_others_answer_as_before(
     runs: Any, folder: Any, name: Any
 ) -> None:
-    place, images = folder(name), runs(name).images("three")[0]
-    before = exact(Predictor.open(place), images, "three")
-    said = bundles.remove_task(place, "two")
-    left = Predictor.open(place)
+    model_folder, images = folder(name), runs(name).images("three")[0]
+    before = exact(Predictor.open(model_folder), images, "three")
+    message = bundles.remove_task(model_folder, "two")
+    left = Predictor.open(model_folder)
     assert exact(left, images, "three") == before
     with pytest.raises(UserError, match="task 'two' is not served"):
         left.predict(images, "two")
-    assert not Path(place, "tasks/two.safetensors").exists()
-    assert ("stays, because later tasks stand on it" in said) == (name in [*CHAINS, "supsup_nn"])
+    assert not Path(model_folder, "tasks/two.safetensors").exists()
+    assert ("stays, because later tasks stand on it" in message) == (name in [*CHAINS, "supsup_nn"])
     carried = [
-        t for p in Path(place).glob("carried/*") for t in load_tensors(p.read_bytes(), "")[0]
+        t for p in Path(model_folder).glob("carried/*") for t in load_tensors(p.read_bytes(), "")[0]
     ]
     assert not [name for name in carried if name.startswith("heads/two/")]
 
@@ -341,18 +345,18 @@ def test_a_task_that_others_answer_with_is_not_removed(runs: Any, folder: Any) -
 
 @pytest.mark.parametrize("name", ["meat", "toast", "linear", "supsup"])
 def test_an_exported_task_is_served_elsewhere_as_it_was(runs: Any, folder: Any, name: str) -> None:
-    place = folder(name)
+    model_folder = folder(name)
     images, tasks = mixed(runs(name))
-    before = exact(Predictor.open(place), images, tasks)
-    bytes_before = Path(place, "tasks/two.safetensors").read_bytes()
-    data = bundles.export_task(Bundle.open(place), "two")
-    bundles.remove_task(place, "two")
-    assert bundles.import_task(place, data, "two.task").classes == ("0", "1")
-    assert Path(place, "tasks/two.safetensors").read_bytes() == bytes_before
-    assert [t.name for t in Bundle.open(place).tasks] == ["three", "two"]
-    assert exact(Predictor.open(place), images, tasks) == before
+    before = exact(Predictor.open(model_folder), images, tasks)
+    bytes_before = Path(model_folder, "tasks/two.safetensors").read_bytes()
+    data = bundles.export_task(Bundle.open(model_folder), "two")
+    bundles.remove_task(model_folder, "two")
+    assert bundles.import_task(model_folder, data, "two.task").classes == ("0", "1")
+    assert Path(model_folder, "tasks/two.safetensors").read_bytes() == bytes_before
+    assert [t.name for t in Bundle.open(model_folder).tasks] == ["three", "two"]
+    assert exact(Predictor.open(model_folder), images, tasks) == before
     with pytest.raises(UserError, match="serves a task 'two' already"):
-        bundles.import_task(place, data, "two.task")
+        bundles.import_task(model_folder, data, "two.task")
 
 
 def test_what_does_not_belong_together_is_not_imported(runs: Any, folder: Any, lab: Any) -> None:
@@ -390,27 +394,27 @@ def test_limits_are_kept(runs: Any) -> None:
 def test_a_folder_of_a_stranger_names_nothing_outside_itself_and_says_what_it_must(
     folder: Any, change: Any
 ) -> None:
-    place = Path(folder("packnet"))
-    precious = place.parent.parent / "precious.txt"
+    model_folder = Path(folder("packnet"))
+    precious = model_folder.parent.parent / "precious.txt"
     precious.write_text("mine")
-    body = json.loads((place / "model.json").read_text())
+    body = json.loads((model_folder / "model.json").read_text())
     merged = {
         **body,
         **{k: {**body[k], **v} if isinstance(v, dict) else v for k, v in change.items()},
     }
-    bundles.write_model(str(place), bundles.sealed(merged))
+    bundles.write_model(str(model_folder), bundles.sealed(merged))
     with pytest.raises(UserError, match=r"model\.json"):
-        bundles.remove_task(str(place), "two")
+        bundles.remove_task(str(model_folder), "two")
     with pytest.raises(UserError, match=r"model\.json"):
-        Bundle.open(str(place)).write(str(place.parent / "copy"))
+        Bundle.open(str(model_folder)).write(str(model_folder.parent / "copy"))
     assert precious.read_text() == "mine"
     precious.unlink()
 
 
 def test_the_state_of_another_task_is_not_served_under_a_name(folder: Any) -> None:
-    place = Path(folder("meat"))
-    body = json.loads((place / "model.json").read_text())
+    model_folder = Path(folder("meat"))
+    body = json.loads((model_folder / "model.json").read_text())
     body["tasks"][0]["classes"] = body["tasks"][0]["classes"][:1]
-    bundles.write_model(str(place), bundles.sealed(body))
+    bundles.write_model(str(model_folder), bundles.sealed(body))
     with pytest.raises(UserError, match="other classes"):
-        Predictor.open(str(place))
+        Predictor.open(str(model_folder))

@@ -32,8 +32,8 @@ def use(storage: str, name: str) -> None:
     store = Store(storage)
     store.check_writable()
     for other in ("first", "second"):
-        if (found := Artifact.open(store.root, other)) is not None:
-            assert found.read("state") == b"1"
+        if (artifact := Artifact.open(store.root, other)) is not None:
+            assert artifact.read("state") == b"1"
             withdraw(store.root, other)
     write_bytes(join(storage, "runs", "r", "run.json"), name.encode())
     with stage_lock(store.root, "k"):
@@ -63,9 +63,9 @@ def as_user(user: int, group: int, mask: int, call: Callable[[], None]) -> str:
         os._exit(0)
     os.close(writer)
     with open(reader, "rb") as stream:
-        told = stream.read().decode()
+        output = stream.read().decode()
     os.waitpid(child, 0)
-    return told
+    return output
 
 
 def umasked(mask: int) -> int:
@@ -104,16 +104,16 @@ def test_what_is_made_in_a_shared_storage_is_for_its_group_whatever_the_umask(sh
     attempt.write("deep/er/state", b"1")
     attempt.commit({})
     with stage_lock(str(shared / "stages"), "c"):
-        found = modes(shared)
+        mode_by_path = modes(shared)
     assert {
         "claims/c",
         "runs/r/run.json",
         "stages/k/manifest.json",
         f"stages/k/{attempt.name}/deep/er/state",
-    } <= found.keys()
-    for path, mode in found.items():
-        wanted = 0o2070 if (shared / path).is_dir() else 0o060
-        assert mode & wanted == wanted, path
+    } <= mode_by_path.keys()
+    for path, mode in mode_by_path.items():
+        expected_mode = 0o2070 if (shared / path).is_dir() else 0o060
+        assert mode & expected_mode == expected_mode, path
         assert not mode & 0o007, "others have no more than the umask gives them"
 
 
@@ -124,8 +124,8 @@ def test_what_is_made_in_a_storage_of_ones_own_follows_the_umask(tmp_path: Path)
         write_bytes(str(tmp_path / "a" / "b" / "c"), b"1")
     finally:
         umasked(before)
-    found = modes(tmp_path)
-    assert {path: found[path] & 0o777 for path in ("a", "a/b", "a/b/c")} == {
+    mode_by_path = modes(tmp_path)
+    assert {path: mode_by_path[path] & 0o777 for path in ("a", "a/b", "a/b/c")} == {
         "a": 0o750,
         "a/b": 0o750,
         "a/b/c": 0o640,
@@ -148,9 +148,9 @@ def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(
     ):
         assert as_user(user, 12000, mask, lambda name=name: use(str(storage), name)) == ""  # type: ignore[misc]
     assert (storage / "runs" / "r" / "run.json").read_text() == "third"
-    found = Artifact.open(str(storage / "stages"), "third")
-    assert found is not None
-    assert found.read("state") == b"1"
+    artifact = Artifact.open(str(storage / "stages"), "third")
+    assert artifact is not None
+    assert artifact.read("state") == b"1"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="it takes root to be two users")
@@ -160,10 +160,10 @@ def test_a_storage_that_is_not_shared_is_one_sentence_for_another_user(folder_of
     os.chown(storage, 12001, 12000)
     storage.chmod(0o755)
     assert as_user(12001, 12000, 0o022, lambda: use(str(storage), "first")) == ""
-    told = as_user(12002, 12000, 0o022, lambda: use(str(storage), "second"))
-    assert "UserError: storage" in told
-    assert f"chmod -R g+rwX {storage}" in told
-    assert "chmod g+s" in told
+    output = as_user(12002, 12000, 0o022, lambda: use(str(storage), "second"))
+    assert "UserError: storage" in output
+    assert f"chmod -R g+rwX {storage}" in output
+    assert "chmod g+s" in output
 
 
 def test_a_cache_that_another_user_made_is_left_to_that_user(

@@ -91,8 +91,8 @@ def test_the_worked_example_has_its_numbers() -> None:
     mixed = superpose(WORKED, MASKS, HALF)
     assert linear(mixed, X[0]).tolist() == [[1.5, -1.5]]
     assert entropy(linear(mixed, X[0])).item() == pytest.approx(0.190865, abs=1e-6)
-    found = judged(range(2), X)
-    assert found.tolist() == pytest.approx(
+    scores = judged(range(2), X)
+    assert scores.tolist() == pytest.approx(
         [pytest.approx([-0.8132, 0], abs=1e-4), pytest.approx([0, -0.8132], abs=1e-4)]
     )
     assert infer_at_once(judged, X, 2)[0].tolist() == [0, 1], "the entropy is minimised"
@@ -118,8 +118,8 @@ def test_slopes_are_the_gradient_in_alpha_also_where_gradients_are_off_and_alpha
             for group in groups
         ]
         with torch.no_grad():
-            found = slopes(network, weights, masks, alpha.detach(), groups, objective)
-        assert torch.allclose(found, torch.stack(want), atol=1e-6)
+            alpha_slopes = slopes(network, weights, masks, alpha.detach(), groups, objective)
+        assert torch.allclose(alpha_slopes, torch.stack(want), atol=1e-6)
 
 
 def test_many_groups_are_judged_a_few_at_a_time_with_the_same_slopes(
@@ -168,8 +168,8 @@ def test_binary_search_ends_after_log2_rounds_with_one_mask(count: int, ties: bo
             rounds[row].append(len(alive))
         return scores[rows[:, 0].long()][:, list(alive)]
 
-    places, sure = infer_by_halves(judge, torch.arange(6.0)[:, None], count)
-    assert places.tolist() == scores.argmin(1).tolist()
+    picked_tasks, sure = infer_by_halves(judge, torch.arange(6.0)[:, None], count)
+    assert picked_tasks.tolist() == scores.argmin(1).tolist()
     assert all(len(asked) == math.ceil(math.log2(count)) for asked in rounds)
     assert all(asked == [math.ceil(count / 2**i) for i in range(len(asked))] for asked in rounds), (
         "the better half, rounded up"
@@ -215,7 +215,7 @@ def test_layer_budgets_are_those_of_the_formula() -> None:
     method = SupSup(
         build(BackboneSettings(options={"depth": 1})), SupSupSettings(budget=16, outputs=100), 0
     )
-    wanted = {
+    expected_budgets = {
         "patch_embed.proj": 16 * (192 + 3) / (192 * 3 * 256),
         "blocks.0.attn.qkv": 16 * (576 + 192) / (576 * 192),
         "blocks.0.attn.proj": 16 * 384 / 192**2,
@@ -223,7 +223,7 @@ def test_layer_budgets_are_those_of_the_formula() -> None:
         "blocks.0.mlp.fc2": 16 * 960 / (768 * 192),
         "outputs": 16 * 292 / 19200,
     }
-    assert {site: method.density(site) for site in method.sites} == pytest.approx(wanted)
+    assert {site: method.density(site) for site in method.sites} == pytest.approx(expected_budgets)
     generous = SupSup(vit(), SupSupSettings(budget=1000), 0)
     assert {generous.density(site) for site in generous.sites} == {0.5}
 
@@ -301,29 +301,33 @@ def test_under_random_weights_nothing_of_the_pretrained_layers_is_left() -> None
 
 # ---- shared outputs ------------------------------------------------------------------------------
 def test_the_loss_runs_over_all_outputs_also_with_soft_targets() -> None:
-    method, here = made(), batch(COLOURS, 0)
+    method, colour_batch = made(), batch(COLOURS, 0)
     begun(method, COLOURS)
-    outputs = torch.randn(len(here), 10)
+    outputs = torch.randn(len(colour_batch), 10)
     assert torch.equal(
-        method.classification_loss(outputs, here), F.cross_entropy(outputs, here.labels)
+        method.classification_loss(outputs, colour_batch),
+        F.cross_entropy(outputs, colour_batch.labels),
     )
-    here.targets = torch.full((len(here), 3), 0.05) + 0.85 * F.one_hot(here.labels, 3)
-    soft = torch.cat([here.targets, torch.zeros(len(here), 7)], 1)
+    colour_batch.targets = torch.full((len(colour_batch), 3), 0.05) + 0.85 * F.one_hot(
+        colour_batch.labels, 3
+    )
+    soft = torch.cat([colour_batch.targets, torch.zeros(len(colour_batch), 7)], 1)
     assert torch.allclose(
-        method.classification_loss(outputs, here), -(soft * outputs.log_softmax(1)).sum(1).mean()
+        method.classification_loss(outputs, colour_batch),
+        -(soft * outputs.log_softmax(1)).sum(1).mean(),
     )
 
 
 def test_training_pushes_superfluous_outputs_down(states: list[TaskState]) -> None:
     method = serving(states)
     images, labels = samples(COLOURS, 30)
-    found = answers(method, "colours", images)
+    logits = answers(method, "colours", images)
     method.activate_task("colours")
     with torch.no_grad():
         everything = method.features(images)
-    assert torch.equal(everything[:, :3], found)
+    assert torch.equal(everything[:, :3], logits)
     assert everything.softmax(1)[:, 3:].sum(1).max() < 0.1
-    assert (found.argmax(1) == labels).float().mean() > 0.9
+    assert (logits.argmax(1) == labels).float().mean() > 0.9
 
 
 def test_a_task_with_more_classes_than_outputs_is_refused_before_anything_runs() -> None:
@@ -389,15 +393,15 @@ def test_the_stored_size_is_the_formulas_to_the_byte(outputs: int) -> None:
     method = SupSup(build(BackboneSettings()), SupSupSettings(outputs=outputs), 0)
     begun(method, COLOURS)
     state = method.finish()[0]
-    wanted = {
+    expected_sizes = {
         "masks": 5_455_872 // 8 + outputs * 192 // 8,
         "tokens": 0,
         "head": 0 if outputs else 4 * 3 * 193,
         "copies": 0,
     }
-    assert state.sizes() == wanted
+    assert state.sizes() == expected_sizes
     data = state.to_bytes()
-    assert len(data) - 8 - int.from_bytes(data[:8], "little") == sum(wanted.values())
+    assert len(data) - 8 - int.from_bytes(data[:8], "little") == sum(expected_sizes.values())
 
 
 def kept_answers(method: SupSup, optimizer: str, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -449,32 +453,34 @@ def test_the_domain_of_an_image_is_found_well_above_chance(
     states: list[TaskState], settings: dict[str, Any]
 ) -> None:
     method = serving(states, **settings)
-    for place, task in enumerate((STRIPES, COLOURS)):
+    for task_index, task in enumerate((STRIPES, COLOURS)):
         images, labels = samples(task, 16)
         with torch.no_grad():
-            places, sure = method.infer(images)
-            found = method.logits(images, None)
-        assert (places == place).float().mean() > 0.8
+            picked_tasks, sure = method.infer(images)
+            logits = method.logits(images, None)
+        assert (picked_tasks == task_index).float().mean() > 0.8
         assert ((sure > 0.5) & (sure <= 1)).all()
-        assert (found.argmax(1) == labels + (0, 2)[place]).float().mean() > 0.8
+        assert (logits.argmax(1) == labels + (0, 2)[task_index]).float().mean() > 0.8
 
 
 def test_answers_stand_in_the_columns_of_the_task_that_was_picked(states: list[TaskState]) -> None:
     method, images = serving(states), samples(STRIPES, 6)[0]
-    places = torch.tensor([0, 1, 1, 0, 1, 0])
+    picked_tasks = torch.tensor([0, 1, 1, 0, 1, 0])
     with torch.no_grad():
-        found = method.answer(images, places, None)
-    assert found.shape == (6, 5)
-    assert found.isfinite().all()
-    for row, place in enumerate(places.tolist()):
-        task, own, other = [
+        logits = method.answer(images, picked_tasks, None)
+    assert logits.shape == (6, 5)
+    assert logits.isfinite().all()
+    for row, picked_index in enumerate(picked_tasks.tolist()):
+        task, own_columns, other = [
             ("stripes", slice(0, 2), slice(2, 5)),
             ("colours", slice(2, 5), slice(0, 2)),
-        ][place]
-        told = answers(method, task, images[row : row + 1])[0]
-        assert torch.allclose(found[row, own], told, atol=1e-5)
-        assert found[row, other].max() < found[row, own].min() - 0.99 * BELOW
-        assert torch.allclose(found[row].softmax(0)[own], told.softmax(0), atol=1e-5)
+        ][picked_index]
+        task_logits = answers(method, task, images[row : row + 1])[0]
+        assert torch.allclose(logits[row, own_columns], task_logits, atol=1e-5)
+        assert logits[row, other].max() < logits[row, own_columns].min() - 0.99 * BELOW
+        assert torch.allclose(
+            logits[row].softmax(0)[own_columns], task_logits.softmax(0), atol=1e-5
+        )
 
 
 def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(
@@ -483,8 +489,8 @@ def test_images_that_are_judged_together_get_one_task_and_the_rest_theirs(
     method = serving(states, infer_images=4)
     mixed = torch.cat([samples(STRIPES, 4)[0], samples(COLOURS, 4)[0], samples(STRIPES, 2)[0]])
     with torch.no_grad():
-        places, sure = method.infer(mixed)
-    assert places.tolist() == [0] * 4 + [1] * 4 + [0] * 2
+        picked_tasks, sure = method.infer(mixed)
+    assert picked_tasks.tolist() == [0] * 4 + [1] * 4 + [0] * 2
     assert [len(part.unique()) for part in sure.split(4)] == [1, 1, 1]
     alone = serving(states, infer_images=100).infer(mixed[4:8])
     assert torch.allclose(alone[1], sure[4:8], atol=1e-5)
@@ -501,12 +507,12 @@ def test_what_a_mask_leaves_to_outputs_beyond_its_own_tasks_classes_speaks_again
     assert (method.settings.infer, method.settings.objective) == ("brute_force", "superfluous")
     masks = [method.loaded[name] for name in ("stripes", "colours")]
     for alive in ((0, 1), (1, 0), (1,)):
-        found = method.judge(masks, alive, images[:, None])
-        for column, place in enumerate(alive):
-            method.activate_task(("stripes", "colours")[place])
+        scores = method.judge(masks, alive, images[:, None])
+        for column, mask_index in enumerate(alive):
+            method.activate_task(("stripes", "colours")[mask_index])
             with torch.no_grad():
-                superfluous = method.features(images).softmax(1)[:, (2, 3)[place] :].sum(1)
-            assert torch.allclose(found[:, column], superfluous.log(), atol=1e-5)
+                superfluous = method.features(images).softmax(1)[:, (2, 3)[mask_index] :].sum(1)
+            assert torch.allclose(scores[:, column], superfluous.log(), atol=1e-5)
 
 
 def test_one_task_needs_no_finding_out(
@@ -514,18 +520,18 @@ def test_one_task_needs_no_finding_out(
 ) -> None:
     method = serving(states[:1])
     monkeypatch.setattr(supsup, "slopes", None)
-    places, sure = method.infer(samples(COLOURS, 3)[0])
-    assert (places.tolist(), sure.tolist()) == ([0, 0, 0], [1, 1, 1])
+    picked_tasks, sure = method.infer(samples(COLOURS, 3)[0])
+    assert (picked_tasks.tolist(), sure.tolist()) == ([0, 0, 0], [1, 1, 1])
     assert method.candidates() == {"stripes": ("stripes",)}
 
 
 def test_finding_out_leaves_everything_as_it_was(states: list[TaskState]) -> None:
     method, images = serving(states), samples(COLOURS, 5)[0]
     before = {n: p.detach().clone() for n, p in method.named_parameters()}
-    told = answers(method, "stripes", images)
+    task_logits = answers(method, "stripes", images)
     answers(method, None, images)
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in method.named_parameters())
-    assert torch.equal(answers(method, "stripes", images), told)
+    assert torch.equal(answers(method, "stripes", images), task_logits)
 
 
 def test_heads_of_their_own_need_the_task() -> None:
@@ -562,35 +568,43 @@ def predictions(run: Run, task: int) -> list[dict[str, Any]]:
 
 def test_measuring_records_what_was_picked_and_how_sure(lab: Lab) -> None:
     run = not_told(lab, "supsup", outputs=5)
-    found, lines, served = run.evaluated(1), predictions(run, 1), run.served(1)
-    assert [row["task"] for row in found["rows"]] == [*TASKS]
-    for place, row in enumerate(found["rows"]):
-        mine = [line for line in lines if line["task"] == row["task"]]
+    evaluation, lines, served = run.evaluated(1), predictions(run, 1), run.served(1)
+    assert [row["task"] for row in evaluation["rows"]] == [*TASKS]
+    for task_index, row in enumerate(evaluation["rows"]):
+        task_lines = [line for line in lines if line["task"] == row["task"]]
         with torch.no_grad():
-            places, sure = served.infer(run.images(place))
-            told = served.logits(run.images(place), row["task"]).argmax(1)
-            logits = served.answer(run.images(place), places, None)
-        first = 2 * place
-        labels = torch.tensor([line["label"] for line in mine])
-        assert [line["picked"] for line in mine] == [[*TASKS][p] for p in places.tolist()]
-        assert [line["picked_confidence"] for line in mine] == pytest.approx(sure.tolist())
-        assert [line["prediction"] for line in mine] == logits.argmax(1).tolist()
+            picked_tasks, sure = served.infer(run.images(task_index))
+            task_answers = served.logits(run.images(task_index), row["task"]).argmax(1)
+            logits = served.answer(run.images(task_index), picked_tasks, None)
+        first = 2 * task_index
+        labels = torch.tensor([line["label"] for line in task_lines])
+        assert [line["picked"] for line in task_lines] == [
+            [*TASKS][p] for p in picked_tasks.tolist()
+        ]
+        assert [line["picked_confidence"] for line in task_lines] == pytest.approx(sure.tolist())
+        assert [line["prediction"] for line in task_lines] == logits.argmax(1).tolist()
         assert row["correct"] == int((logits.argmax(1) == labels).sum())
-        assert row["correct_task_aware"] == int((told + first == labels).sum()) >= row["correct"]
+        assert (
+            row["correct_task_aware"]
+            == int((task_answers + first == labels).sum())
+            >= row["correct"]
+        )
         picks = row["picks"]
         assert picks["candidates"] == [*TASKS]
-        assert picks["picked"] == [[line["picked"] for line in mine].count(name) for name in TASKS]
-        assert picks["right"] == picks["picked"][place]
-        for kind, wanted in (("right", True), ("wrong", False)):
+        assert picks["picked"] == [
+            [line["picked"] for line in task_lines].count(name) for name in TASKS
+        ]
+        assert picks["right"] == picks["picked"][task_index]
+        for kind, is_right in (("right", True), ("wrong", False)):
             those = [
                 line["picked_confidence"]
-                for line in mine
-                if (line["picked"] == row["task"]) is wanted
+                for line in task_lines
+                if (line["picked"] == row["task"]) is is_right
             ]
             assert picks[f"confidence_{kind}"] == (
                 pytest.approx(sum(those) / len(those)) if those else None
             )
-    assert sum(row["picks"]["right"] for row in found["rows"]) < len(lines), (
+    assert sum(row["picks"]["right"] for row in evaluation["rows"]) < len(lines), (
         "else it would not matter"
     )
 

@@ -40,10 +40,12 @@ Chain = list[tuple[TaskState, Carried]]
 @pytest.fixture(scope="module")
 def chain() -> Chain:
     """Stripes, then colours, then stripes again; nobody says which is which."""
-    found: Chain = []
+    task_results: Chain = []
     for task in (STRIPES, COLOURS, STRIPES):
-        found.append(learned(made(), task, STEPS, found[-1][1] if found else None))
-    return found
+        task_results.append(
+            learned(made(), task, STEPS, task_results[-1][1] if task_results else None)
+        )
+    return task_results
 
 
 def judging(method: SupSupNN, scores: list[float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -251,10 +253,10 @@ def test_packed_and_attached_again_it_gives_the_same_answers(chain: Chain) -> No
 
 def test_pictures_show_the_mask_that_a_task_ended_with(chain: Chain) -> None:
     state, carried = chain[1]
-    shown = SupSupNN.display_masks(state, carried)
+    display_masks = SupSupNN.display_masks(state, carried)
     stored = serving([state], carried).bits(1)
-    assert shown.keys() == stored.keys()
-    assert all(torch.equal(mask, stored[site]) for site, mask in shown.items())
+    assert display_masks.keys() == stored.keys()
+    assert all(torch.equal(mask, stored[site]) for site, mask in display_masks.items())
 
 
 # ---- how it answers ------------------------------------------------------------------------------
@@ -264,16 +266,16 @@ def test_each_domain_is_answered_with_its_own_mask_cut_to_its_classes(
 ) -> None:
     method = serving([chain[2][0], chain[1][0]], chain[2][1], infer_images=infer_images)
     assert method.candidates() == {"mask 0": ("stripes",), "mask 1": ("colours",)}
-    for place, task in enumerate((STRIPES, COLOURS)):
+    for task_index, task in enumerate((STRIPES, COLOURS)):
         images, labels = samples(task, 18)
         with torch.no_grad():
-            places, sure = method.infer(images)
-            found = method.logits(images, task.name)
-        assert (places == place).float().mean() > 0.8
+            picked_tasks, sure = method.infer(images)
+            logits = method.logits(images, task.name)
+        assert (picked_tasks == task_index).float().mean() > 0.8
         assert ((sure > 0.2) & (sure <= 1)).all()
-        assert found.shape == (18, task.num_classes)
-        assert (found.argmax(1) == labels).float().mean() > 0.8
-        assert torch.equal(method.logits(images, None)[:, : task.num_classes], found)
+        assert logits.shape == (18, task.num_classes)
+        assert (logits.argmax(1) == labels).float().mean() > 0.8
+        assert torch.equal(method.logits(images, None)[:, : task.num_classes], logits)
 
 
 def test_an_untrained_mask_is_superposed_and_never_picked(
@@ -281,9 +283,9 @@ def test_an_untrained_mask_is_superposed_and_never_picked(
 ) -> None:
     method = serving([chain[0][0], chain[1][0]], chain[1][1])
     counts = judging(method, [0.5, 0.4, -3.0, 0.0, 0.0], monkeypatch)
-    places, sure = method.infer(samples(STRIPES, 3)[0])
+    picked_tasks, sure = method.infer(samples(STRIPES, 3)[0])
     assert counts == [5]
-    assert places.tolist() == [1, 1, 1]
+    assert picked_tasks.tolist() == [1, 1, 1]
     assert sure.tolist() == pytest.approx(
         [shares(torch.tensor([[0.5, 0.4, -3.0, 0.0, 0.0]]))[0, 1].item()] * 3
     )

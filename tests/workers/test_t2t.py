@@ -151,7 +151,7 @@ def test_the_performer_is_attention_by_random_features_written_out() -> None:
     x = torch.randn(2, 5, 6)
     with torch.no_grad():
         k, q, v = one.kqv(one.norm1(x)).split(4, dim=-1)
-        found = torch.zeros(2, 5, 4)
+        attention_output = torch.zeros(2, 5, 4)
 
         def phi(y: Tensor) -> Tensor:
             return torch.stack([torch.exp(w @ y - y @ y / 2) for w in one.w]) / math.sqrt(2)
@@ -159,10 +159,10 @@ def test_the_performer_is_attention_by_random_features_written_out() -> None:
         for b in range(2):
             for i in range(5):
                 scores = torch.stack([phi(q[b, i]) @ phi(k[b, j]) for j in range(5)])
-                found[b, i] = (scores / scores.sum()) @ v[b]
-        found = v + one.proj(found)
-        found = found + one.mlp(one.norm2(found))
-        assert torch.allclose(one(x), found, atol=1e-5)
+                attention_output[b, i] = (scores / scores.sum()) @ v[b]
+        attention_output = v + one.proj(attention_output)
+        attention_output = attention_output + one.mlp(one.norm2(attention_output))
+        assert torch.allclose(one(x), attention_output, atol=1e-5)
 
 
 def test_many_random_features_give_softmax_attention() -> None:
@@ -345,7 +345,10 @@ def test_meat_trains_masks_alone_and_keeps_an_old_task() -> None:
             optimizer.step()
         method.load_task(TaskState.from_bytes(method.finish()[0].to_bytes()))
         answers[task.name] = method.eval().logits(images(), task.name)
-    assert all(torch.equal(method.logits(images(), name), kept) for name, kept in answers.items())
+    assert all(
+        torch.equal(method.logits(images(), name), logits_before)
+        for name, logits_before in answers.items()
+    )
     assert vit.digest_of(method.backbone) == method.backbone_digest
 
 

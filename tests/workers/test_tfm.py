@@ -87,11 +87,11 @@ def stream(
 
 
 def served(
-    found: list[Left], cls: type[Tfm] = Tfm, backbone: nn.Module | None = None, **settings: Any
+    results: list[Left], cls: type[Tfm] = Tfm, backbone: nn.Module | None = None, **settings: Any
 ) -> Tfm:
     fresh = cls(copy.deepcopy(backbone or vit()), TfmSettings(**settings), 0)
-    _, carried = found[-1]
-    method: Tfm = serving(fresh, [state for state, _ in found], carried)
+    _, carried = results[-1]
+    method: Tfm = serving(fresh, [state for state, _ in results], carried)
     return method
 
 
@@ -102,11 +102,11 @@ def answers(method: Tfm, task: str) -> Tensor:
 
 # ---- nothing is forgotten ------------------------------------------------------------------------
 def old_answers_stay(cls: type[Tfm], train: TrainSettings, **settings: Any) -> None:
-    found = stream(cls, train, **settings)
-    last = served(found, cls)
+    results = stream(cls, train, **settings)
+    last = served(results, cls)
     for position, task in enumerate(TASKS):
         assert torch.equal(
-            answers(last, task.name), answers(served(found[: position + 1], cls), task.name)
+            answers(last, task.name), answers(served(results[: position + 1], cls), task.name)
         ), task.name
 
 
@@ -217,42 +217,42 @@ def test_weight_decay_acts_on_rows_and_columns_alone() -> None:
 
 
 # ---- states and widths ---------------------------------------------------------------------------
-def states_of(found: list[Left], site: str) -> Tensor:
+def states_of(results: list[Left], site: str) -> Tensor:
     """(units, tasks): 0 unused, 1 forward-only, 2 normal."""
-    masks = [state.masks for state, _ in found]
+    masks = [state.masks for state, _ in results]
     columns = [m[f"{site}.used"].int() + m[f"{site}.own"].int() for m in masks]
     width = max(map(len, columns))
     return torch.stack([nn.functional.pad(c, (0, width - len(c))) for c in columns], 1)
 
 
 def test_a_unit_is_unused_then_normal_then_forward_only() -> None:
-    found = stream(**GROWN)
+    results = stream(**GROWN)
     old, one, two, three = [1, 1, 1], [2, 1, 1], [0, 2, 1], [0, 0, 2]
     assert (
-        states_of(found, "blocks.1.ff").tolist()
+        states_of(results, "blocks.1.ff").tolist()
         == [old] * HIDDEN + [one] * 16 + [two] * 16 + [three] * 16
     )
     for site in ("blocks.0.qk", "blocks.1.v"):
-        assert states_of(found, site).tolist() == [old] * WIDTH + [one] * 16 + [three] * 16
+        assert states_of(results, site).tolist() == [old] * WIDTH + [one] * 16 + [three] * 16
 
 
 def test_where_the_first_task_trains_everything_its_units_are_normal_and_it_adds_none() -> None:
     backbone = vit()
-    found = stream(backbone=backbone, **{**GROWN, "heads_every": 1}, first="trained")
+    results = stream(backbone=backbone, **{**GROWN, "heads_every": 1}, first="trained")
     assert (
-        states_of(found, "blocks.0.ff").tolist()
+        states_of(results, "blocks.0.ff").tolist()
         == [[2, 1, 1]] * HIDDEN + [[0, 2, 1]] * 16 + [[0, 0, 2]] * 16
     )
     assert (
-        states_of(found, "blocks.0.v").tolist()
+        states_of(results, "blocks.0.v").tolist()
         == [[2, 1, 1]] * WIDTH + [[0, 2, 1]] * 16 + [[0, 0, 2]] * 16
     )
-    assert not found[0][0].copies
-    first = {n.removeprefix("weights/"): t for n, t in found[0][1].tensors.items()}
+    assert not results[0][0].copies
+    first = {n.removeprefix("weights/"): t for n, t in results[0][1].tensors.items()}
     original: dict[str, Tensor] = dict(backbone.named_parameters())
     assert first.keys() == original.keys()
     assert not any(torch.equal(t, original[name]) for name, t in first.items())
-    assert all(torch.equal(found[2][1].tensors[f"weights/{n}"], t) for n, t in first.items())
+    assert all(torch.equal(results[2][1].tensors[f"weights/{n}"], t) for n, t in first.items())
 
 
 def test_stochastic_depth_acts_where_the_whole_backbone_is_trained() -> None:
@@ -268,8 +268,8 @@ def test_stochastic_depth_acts_where_the_whole_backbone_is_trained() -> None:
 )
 def test_hidden_units_come_in_multiples_of_eight(growth: float, units: int) -> None:
     carried = stream(tasks=TASKS[:1], growth=growth)[0][1]
-    found = {name: t.shape[1] for name, t in carried.tensors.items()}
-    assert found == (
+    widths = {name: t.shape[1] for name, t in carried.tensors.items()}
+    assert widths == (
         {
             f"blocks.{i}.mlp.{kind}": units
             for i in range(DEPTH)
@@ -284,10 +284,10 @@ def test_hidden_units_come_in_multiples_of_eight(growth: float, units: int) -> N
     ("every", "heads"), [(0, [0, 0, 0]), (1, [1, 2, 3]), (2, [1, 1, 2]), (3, [1, 1, 1])]
 )
 def test_a_head_comes_at_every_so_many_tasks_from_the_first(every: int, heads: list[int]) -> None:
-    found = [
+    heads_added = [
         len(state.masks["blocks.0.v.used"]) for state, _ in stream(growth=0, heads_every=every)
     ]
-    assert found == [WIDTH + n * WIDTH // HEADS for n in heads]
+    assert heads_added == [WIDTH + n * WIDTH // HEADS for n in heads]
 
 
 @pytest.mark.parametrize(("settings", "heads"), [({}, 0), ({"heads_every": 1}, 1)])
@@ -326,9 +326,9 @@ def test_operations_grow_with_the_widths() -> None:
 
 def test_pictures_show_the_units_that_a_task_uses() -> None:
     state, carried = stream(tasks=TASKS[:1], **GROWN)[0]
-    shown = Tfm.display_masks(state, carried)
+    display_masks = Tfm.display_masks(state, carried)
     assert {
-        name: int(mask.sum()) for name, mask in shown.items() if name.startswith("blocks.1")
+        name: int(mask.sum()) for name, mask in display_masks.items() if name.startswith("blocks.1")
     } == {"blocks.1.qk": WIDTH + 16, "blocks.1.v": WIDTH + 16, "blocks.1.ff": HIDDEN + 16}
 
 
@@ -371,15 +371,15 @@ def by_hand(backbone: nn.Module, state: TaskState, carried: Carried) -> nn.Modul
         mlp.fc1.bias = nn.Parameter(torch.cat([mlp.fc1.bias, t[f"blocks.{i}.mlp.bias"][0]]))
         mlp.fc2.weight = nn.Parameter(torch.cat([mlp.fc2.weight, t[f"blocks.{i}.mlp.columns"]], 1))
 
-        def renormalised(places: dict[str, slice]) -> Any:
-            def hook(module: nn.Module, given: Any, found: Tensor) -> Tensor:
-                found = found.clone()
-                for site, old in places.items():
-                    found[..., old] = (
-                        found[..., old] * state.copies[f"{site}.gamma"]
+        def renormalised(slices: dict[str, slice]) -> Any:
+            def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+                output = output.clone()
+                for site, old in slices.items():
+                    output[..., old] = (
+                        output[..., old] * state.copies[f"{site}.gamma"]
                         + state.copies[f"{site}.beta"]
                     )
-                return found
+                return output
 
             return hook
 
@@ -409,8 +409,8 @@ def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations
     backbone = vit(**options)
     for block in backbone.blocks:
         block.attn.fused_attn = fused
-    found = stream(backbone=backbone, tasks=TASKS[:1], train=TrainSettings(lr=0.05), **GROWN)
-    state, carried = found[0]
+    results = stream(backbone=backbone, tasks=TASKS[:1], train=TrainSettings(lr=0.05), **GROWN)
+    state, carried = results[0]
     assert (
         min(
             (state.copies["blocks.0.qk.gamma"] - 1).abs().max(),
@@ -422,7 +422,7 @@ def test_the_weights_in_effect_are_a_wider_network_with_renormalised_activations
         expected = nn.functional.linear(
             by_hand(backbone, state, carried)(images()), state.head["weight"], state.head["bias"]
         )
-    assert torch.allclose(answers(served(found, backbone=backbone), "one"), expected, atol=1e-4)
+    assert torch.allclose(answers(served(results, backbone=backbone), "one"), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
@@ -471,9 +471,9 @@ def test_a_unit_that_is_not_used_has_no_part_in_the_answers(site: str, at: int, 
         else:
             layer.weight[:, at] = 0
         expected = nn.functional.linear(wide(images()), state.head["weight"], state.head["bias"])
-    found = answers(served([(state, carried)]), "one")
-    assert torch.allclose(found, expected, atol=1e-4)
-    assert not torch.allclose(found, before, atol=1e-4)
+    logits = answers(served([(state, carried)]), "one")
+    assert torch.allclose(logits, expected, atol=1e-4)
+    assert not torch.allclose(logits, before, atol=1e-4)
 
 
 def test_keys_are_never_renormalised() -> None:
@@ -506,11 +506,11 @@ def test_timms_attention_is_left_as_it_was_also_after_an_error() -> None:
 def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: str) -> None:
     backbone = vit()
     head = {"weight": torch.randn(4, WIDTH), "bias": torch.randn(4)}
-    found = stream(backbone=backbone, **GROWN, first=first)
+    results = stream(backbone=backbone, **GROWN, first=first)
     method = served(
         [
             (TaskState("zero", tuple("abcd"), "base", digest_of(backbone), head=head), Carried()),
-            *found,
+            *results,
         ],
         backbone=backbone,
     )
@@ -523,27 +523,27 @@ def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: 
 def test_units_are_folded_once_per_switch() -> None:
     method, folded = served(stream(**GROWN)), []
     fold = method.in_effect
-    method.in_effect = lambda *given: folded.append(1) or fold(*given)  # type: ignore[method-assign,func-returns-value]
+    method.in_effect = lambda *arguments: folded.append(1) or fold(*arguments)  # type: ignore[method-assign,func-returns-value]
     for task in ("one", "one", "two", "two", "one"):
         answers(method, task)
     assert len(folded) == 3
 
 
 def test_a_task_that_is_trained_again_is_served_as_it_stands() -> None:
-    found = stream(tasks=TASKS[:1], **GROWN)
-    method = served(found, **GROWN)
+    results = stream(tasks=TASKS[:1], **GROWN)
+    method = served(results, **GROWN)
     begun(method, TASKS[0], None)
     assert torch.allclose(answers(method, "one"), method.heads["one"](vit()(images())), atol=1e-4)
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
 def test_mistakes_get_a_sentence() -> None:
-    found = stream(**GROWN)
+    results = stream(**GROWN)
     with pytest.raises(
         UserError,
         match=r"blocks\.0\.attn: a task's state has 64 units, the carried weights have 48",
     ):
-        answers(served([found[2], found[0]], **GROWN), "three")
+        answers(served([results[2], results[0]], **GROWN), "three")
     for options in ({"scale_mlp_norm": True}, {"scale_attn_norm": True}, {"mlp_layer": SwiGLU}):
         with pytest.raises(
             UserError, match="block 0 of the backbone has no plain attention and FFN"

@@ -63,12 +63,12 @@ def layers_of(method: Any) -> tuple[Tensor, Tensor]:
 def by_hand(method: Any, pictures: Tensor) -> Tensor:
     """Two whole passes with attention written out, the whole qkv layer on what is fed back,
     feedback from layer to layer."""
-    model, own, s = method.backbone, dict(method.own.items()), method.settings
+    model, parameters_by_name, s = method.backbone, dict(method.own.items()), method.settings
     top = s.feedback_from or len(model.blocks)
 
     def run(fed_back: dict[int, Tensor]) -> list[Tensor]:
         x = model.norm_pre(model._pos_embed(model.patch_embed(pictures)))
-        found = [x]
+        block_outputs = [x]
         for index, block in enumerate(model.blocks):
 
             def heads(qkv: Tensor, attn: Any = block.attn) -> Tensor:
@@ -82,12 +82,16 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
             a = (q @ k.mT * block.attn.head_dim**-0.5).softmax(-1)
             x = x + block.attn.proj((a @ v).transpose(1, 2).flatten(2))
             x = x + block.mlp(block.norm2(x))
-            found.append(x)
-        return [*found, model.norm(x)]
+            block_outputs.append(x)
+        return [*block_outputs, model.norm(x)]
 
     seen = run({})[-1 if top == len(model.blocks) else top]
-    cosine = F.cosine_similarity(seen, own["prior"].expand_as(seen), dim=-1)
-    r = seen * cosine.clamp(0, 1)[..., None] @ own.get("transform", torch.eye(32, dtype=seen.dtype))
+    cosine = F.cosine_similarity(seen, parameters_by_name["prior"].expand_as(seen), dim=-1)
+    r = (
+        seen
+        * cosine.clamp(0, 1)[..., None]
+        @ parameters_by_name.get("transform", torch.eye(32, dtype=seen.dtype))
+    )
     fed_back = {}
     for layer in reversed(range(top - s.feedback_to)):
         w1, w2 = (w[layer] for w in layers_of(method))
@@ -143,18 +147,18 @@ def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradie
     method, pictures = in_double(name, **settings), images().double()
     weight = torch.linspace(-1, 2, 32).double()
     parameters = [*method.own.values()]
-    found, wanted = steered(method, pictures), by_hand(method, pictures)
-    assert torch.allclose(found, wanted, rtol=0, atol=1e-10)
-    for ours, theirs in zip(
+    features, expected = steered(method, pictures), by_hand(method, pictures)
+    assert torch.allclose(features, expected, rtol=0, atol=1e-10)
+    for gradient, expected_gradient in zip(
         *(
             torch.autograd.grad(f @ weight @ torch.arange(8.0).double(), parameters)
-            for f in (found, wanted)
+            for f in (features, expected)
         ),
         strict=True,
     ):
-        assert theirs.abs().max() > 1e-6
-        assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-10)
-    assert (found - method.backbone(pictures)).abs().max() > 0.01
+        assert expected_gradient.abs().max() > 1e-6
+        assert torch.allclose(gradient, expected_gradient, rtol=1e-9, atol=1e-10)
+    assert (features - method.backbone(pictures)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(("to", "top"), RANGES)
@@ -172,12 +176,12 @@ def test_images_that_want_a_gradient_get_that_of_both_passes() -> None:
         images().double().requires_grad_(),
         torch.linspace(-1, 2, 32).double(),
     )
-    ours, theirs = (
+    gradient, expected_gradient = (
         torch.autograd.grad((f @ weight).sum(), pictures)[0]
         for f in (steered(method, pictures), by_hand(method, pictures))
     )
-    assert theirs.abs().max() > 1e-3
-    assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-10)
+    assert expected_gradient.abs().max() > 1e-3
+    assert torch.allclose(gradient, expected_gradient, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize(("to", "top"), RANGES)
@@ -408,9 +412,9 @@ def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(TopDown, "first_pass", counted)
     for order in (["one", "two", "base"], ["two", "one", "two"]):
-        found = method.logits_of(images(), order)
-        assert set(found) == set(order)
-        assert all(torch.equal(found[task], alone[task]) for task in order)
+        logits = method.logits_of(images(), order)
+        assert set(logits) == set(order)
+        assert all(torch.equal(logits[task], alone[task]) for task in order)
     assert passes == [8, 8]
 
 

@@ -63,10 +63,10 @@ def layers_of(method: Any) -> dict[str, Tensor]:
 
 def run(model: Any, pictures: Tensor, fed_back: dict[int, Tensor]) -> list[Tensor]:
     """Maps in front of the first stage and behind each, of a whole pass."""
-    found = [model.stem(pictures)]
+    stage_outputs = [model.stem(pictures)]
     for index, stage in enumerate(model.stages):
-        found.append(stage(found[-1] + fed_back.get(index, 0)))
-    return found
+        stage_outputs.append(stage(stage_outputs[-1] + fed_back.get(index, 0)))
+    return stage_outputs
 
 
 def transposed(x: Tensor, matrix: Tensor, front: int) -> Tensor:
@@ -76,7 +76,7 @@ def transposed(x: Tensor, matrix: Tensor, front: int) -> Tensor:
 
 def by_hand(method: Any, pictures: Tensor) -> Tensor:
     """Two whole passes, places one by one, feedback from stage to stage."""
-    model, own, s = method.backbone, dict(method.own.items()), method.settings
+    model, parameters_by_name, s = method.backbone, dict(method.own.items()), method.settings
     top = s.feedback_from or 4
     seen = run(model, pictures, {})[top]
     normed = seen
@@ -85,11 +85,13 @@ def by_hand(method: Any, pictures: Tensor) -> Tensor:
         normed = F.layer_norm(
             seen.movedim(1, -1), seen.shape[1:2], norm.weight, norm.bias, norm.eps
         ).movedim(-1, 1)
-    cosine = F.cosine_similarity(normed, own["prior"][None, :, None, None].expand_as(normed), dim=1)
+    cosine = F.cosine_similarity(
+        normed, parameters_by_name["prior"][None, :, None, None].expand_as(normed), dim=1
+    )
     r = torch.einsum(
         "bchw,cd->bdhw",
         seen * cosine.clamp(0, 1)[:, None],
-        own.get("transform", torch.eye(seen.shape[1], dtype=seen.dtype)),
+        parameters_by_name.get("transform", torch.eye(seen.shape[1], dtype=seen.dtype)),
     )
     fed_back, layers = {}, layers_of(method)
     widths = [SMALL["dims"][0], *SMALL["dims"]]
@@ -172,18 +174,18 @@ def test_it_is_two_full_passes_with_a_chain_of_feedback_layers_values_and_gradie
     method, pictures = in_double(name, options, **settings), images().double()
     weight = torch.linspace(-1, 2, 32).double()
     parameters = [*method.own.values()]
-    found, wanted = steered(method, pictures), by_hand(method, pictures)
-    assert torch.allclose(found, wanted, rtol=0, atol=1e-10)
-    for ours, theirs in zip(
+    features, expected = steered(method, pictures), by_hand(method, pictures)
+    assert torch.allclose(features, expected, rtol=0, atol=1e-10)
+    for gradient, expected_gradient in zip(
         *(
             torch.autograd.grad(f @ weight @ torch.arange(8.0).double(), parameters)
-            for f in (found, wanted)
+            for f in (features, expected)
         ),
         strict=True,
     ):
-        assert theirs.abs().max() > 1e-6
-        assert torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10)
-    assert (found - method.backbone(pictures)).abs().max() > 0.01
+        assert expected_gradient.abs().max() > 1e-6
+        assert torch.allclose(gradient, expected_gradient, rtol=1e-8, atol=1e-10)
+    assert (features - method.backbone(pictures)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
@@ -191,17 +193,17 @@ def test_feedback_is_linear_and_each_map_has_the_shape_of_what_its_stage_is_give
     options: dict[str, Any],
 ) -> None:
     method = in_double(options=options)
-    given: list[Tensor] = []
+    stage_inputs: list[Tensor] = []
     for stage in method.backbone.stages:
-        stage.register_forward_pre_hook(lambda stage, x: given.append(x[0]))
+        stage.register_forward_pre_hook(lambda stage, x: stage_inputs.append(x[0]))
     entered, seen = method.top_down.first_pass(images().double())
-    assert torch.equal(entered, given[0])
+    assert torch.equal(entered, stage_inputs[0])
     layers = method.top_down.folded(layers_of(method), method.own["transform"])
     u = torch.randn(seen.shape, generator=torch.Generator().manual_seed(2)).double()
     one, two, both = (
         method.top_down.handed_down(r, layers) for r in (u, u.flip(0) + 1, u + u.flip(0) + 1)
     )
-    assert [t.shape for t in one] == [t.shape for t in given]
+    assert [t.shape for t in one] == [t.shape for t in stage_inputs]
     assert all(
         torch.allclose(a + b, c, rtol=1e-12, atol=1e-11)
         for a, b, c in zip(one, two, both, strict=True)
@@ -388,10 +390,10 @@ def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
         return first_pass(self, x)
 
     monkeypatch.setattr(StageTopDown, "first_pass", counted)
-    found = method.logits_of(images(), ["one", "two", "base"])
+    logits = method.logits_of(images(), ["one", "two", "base"])
     assert passes == [8]
     assert all(
-        torch.equal(found[task], direct[task])
+        torch.equal(logits[task], direct[task])
         and torch.equal(tabletop.answers(method, replace(ONE, name=task)), direct[task])
         for task in direct
     )
@@ -463,11 +465,11 @@ def test_the_variational_loss_is_zero_where_a_layer_undoes_its_stage_and_moves_n
         torch.randn(3, c, 2, 2, generator=generator, dtype=torch.float64, requires_grad=True)
         for c in SMALL["dims"]
     ]
-    given = [
+    stage_inputs = [
         transposed(x.detach(), layers[f"w1_{i}"].detach(), c).requires_grad_()
         for i, (x, c) in enumerate(zip(left, (8, 8, 16, 16), strict=True))
     ]
-    stream = [*zip(given, left, strict=True)]
+    stream = [*zip(stage_inputs, left, strict=True)]
     assert method.top_down.inversion(stream, layers).item() == pytest.approx(0, abs=1e-20)
     further = [(x + i + 1, y) for i, (x, y) in enumerate(stream)]
     loss = method.top_down.inversion(further, layers)

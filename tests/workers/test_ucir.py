@@ -108,10 +108,11 @@ def test_the_parts_of_a_global_batch_add_up_to_the_whole(cuts: tuple[int, ...]) 
         rows = slice(first, last)
         part = batch(A, B, rows=rows, counts=(3, 3))
         part.tasks, part.labels = whole.tasks[rows], whole.labels[rows]
-        loss, found = method.loss(part, START)
+        loss, part_terms = method.loss(part, START)
         total += float(loss.detach()) * (last - first) / 6
         parts = {
-            name: value + float(found[name]) * (last - first) / 6 for name, value in parts.items()
+            name: value + float(part_terms[name]) * (last - first) / 6
+            for name, value in parts.items()
         }
     assert total == pytest.approx(float(expected.detach()), abs=1e-5)
     assert parts == pytest.approx({name: float(t) for name, t in terms.items()}, abs=1e-5)
@@ -130,9 +131,9 @@ def test_a_feed_says_how_many_samples_of_each_task_the_global_batch_holds(lab: L
     total = torch.zeros(2, dtype=torch.long)
     for shares in zip(*(feed.epoch(0) for feed in feeds), strict=True):
         held = [b for batches in shares for b in batches if b.weight]
-        here = torch.cat([b.tasks for b in held]).bincount(minlength=2)
-        assert {b.counts for b in held} == {tuple(here.tolist())}
-        total += here
+        batch_counts = torch.cat([b.tasks for b in held]).bincount(minlength=2)
+        assert {b.counts for b in held} == {tuple(batch_counts.tolist())}
+        total += batch_counts
     assert total.tolist() == [7, 3 * 36]
 
 
@@ -234,13 +235,13 @@ def test_two_ranks_start_from_the_same_vectors_and_train_the_same_network(
     alone, job = run.trained(1), run.stages(1)[0]
     on_ranks([again(job, "ranks")], 2, tmp_path / "ranks")
     expected = Carried.from_bytes(run.artifact(job).read("carried.safetensors")).tensors
-    found = Carried.from_bytes(
+    carried = Carried.from_bytes(
         Artifact.need(job.root, f"{job.key}-ranks").read("carried.safetensors")
     ).tensors
     assert alone.key != job.key
-    assert found.keys() == expected.keys()
+    assert carried.keys() == expected.keys()
     assert all(
-        torch.allclose(found[name], t, atol=2e-3)
+        torch.allclose(carried[name], t, atol=2e-3)
         for name, t in expected.items()
         if name.startswith("heads/")
     )

@@ -53,8 +53,8 @@ def test_masked_weights_are_masked_activations(qkv_bias: bool) -> None:
     and gradients."""
     model = vit(qkv_bias=qkv_bias)
     masks = {site: torch.rand(size, requires_grad=True) for site, size in unit_sites(model).items()}
-    found = functional_call(model, masked_weights(model, masks), (images(),))
-    mine = torch.autograd.grad(found.square().sum(), list(masks.values()))
+    logits = functional_call(model, masked_weights(model, masks), (images(),))
+    gradients = torch.autograd.grad(logits.square().sum(), list(masks.values()))
     for i, block in enumerate(model.blocks):
         qk, v, ff = (masks[f"blocks.{i}.{kind}"] for kind in ("qk", "v", "ff"))
         block.attn.qkv.register_forward_hook(
@@ -63,9 +63,9 @@ def test_masked_weights_are_masked_activations(qkv_bias: bool) -> None:
         block.attn.proj.register_forward_pre_hook(lambda module, x, v=v: (x[0] * v,))
         block.mlp.fc2.register_forward_pre_hook(lambda module, x, ff=ff: (x[0] * ff,))
     gated = model(images())
-    assert torch.allclose(found, gated, atol=1e-5)
+    assert torch.allclose(logits, gated, atol=1e-5)
     for a, b in zip(
-        mine, torch.autograd.grad(gated.square().sum(), list(masks.values())), strict=True
+        gradients, torch.autograd.grad(gated.square().sum(), list(masks.values())), strict=True
     ):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-3)
 
@@ -82,7 +82,7 @@ def test_cutting_unused_units_out_leaves_the_answers() -> None:
     added to what is cut."""
     model = vit()
     masks = some_units(model)
-    found = functional_call(model, masked_weights(model, masks), (images(),))
+    logits = functional_call(model, masked_weights(model, masks), (images(),))
     cut = copy.deepcopy(model)
     cut.load_state_dict(model.state_dict() | masked_weights(model, masks))
     for i, block in enumerate(cut.blocks):
@@ -93,7 +93,7 @@ def test_cutting_unused_units_out_leaves_the_answers() -> None:
         )
         block.mlp.fc2.weight.data = block.mlp.fc2.weight[:, left].detach()
     assert cut.blocks[0].mlp.fc1.weight.shape[0] == int(masks["blocks.0.ff"].sum()) < 64
-    assert torch.allclose(cut(images()), found, atol=1e-5)
+    assert torch.allclose(cut(images()), logits, atol=1e-5)
 
 
 def test_the_lock_of_a_weight_is_that_of_its_less_used_side() -> None:
@@ -142,13 +142,13 @@ def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not() -> 
     known = dict(model.named_parameters())
     for name, lock in unit_values(model, masks).items():
         held = lock.expand(known[name].shape)
-        kept = known[name].detach().clone()
-        known[name].data = torch.where(held, kept, torch.randn_like(kept) * 10)
+        weight_before = known[name].detach().clone()
+        known[name].data = torch.where(held, weight_before, torch.randn_like(weight_before) * 10)
         assert torch.equal(
             functional_call(model, masked_weights(model, masks), (images(),)), before
         ), name
         for group in lock.flatten().nonzero()[:, 0].tolist()[:40]:
-            known[name].data = kept.clone()
+            known[name].data = weight_before.clone()
             entries = (
                 known[name].data if lock.ndim == 1 or lock.shape[1] == 1 else known[name].data.T
             )
@@ -159,7 +159,7 @@ def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not() -> 
             assert not torch.equal(
                 functional_call(model, masked_weights(model, masks), (images(),)), before
             ), (name, group)
-        known[name].data = kept
+        known[name].data = weight_before
 
 
 @pytest.mark.parametrize(
@@ -289,9 +289,9 @@ def test_r_of_the_worked_example() -> None:
 
 def test_r_is_one_ratio_over_all_sites_and_the_mean_of_the_masks_at_first() -> None:
     one, two = torch.rand(3, requires_grad=True), torch.rand(9)
-    found = newly_used(
+    share = newly_used(
         [one, two], [torch.zeros(3, dtype=torch.bool), torch.zeros(9, dtype=torch.bool)]
     )
-    assert torch.isclose(found, torch.cat([one, two]).mean())
-    found.backward()
+    assert torch.isclose(share, torch.cat([one, two]).mean())
+    share.backward()
     assert torch.allclose(one.grad, torch.full((3,), 1 / 12))  # type: ignore[arg-type]

@@ -71,9 +71,9 @@ def test_prompts_stand_behind_the_prefix_and_enter_no_pool(
     sites = PromptSites(model, depth)
     prompts, plain = drawn(len(sites)), model(IMAGES)
     with sites.using(prompts):
-        found, tokens = model(IMAGES), model.forward_features(IMAGES)
-    assert torch.allclose(found, by_hand(model, prompts), atol=1e-6)
-    assert not torch.allclose(found, plain, atol=1e-2)
+        logits, tokens = model(IMAGES), model.forward_features(IMAGES)
+    assert torch.allclose(logits, by_hand(model, prompts), atol=1e-6)
+    assert not torch.allclose(logits, plain, atol=1e-2)
     assert (
         tokens.shape == model.forward_features(IMAGES).shape == (3, model.num_prefix_tokens + 4, 32)
     )
@@ -129,11 +129,11 @@ def test_prompts_start_uniformly_in_the_range_of_the_patch_embedding() -> None:
     """sqrt(6 / (3 * 16 * 16 + 192)) for a ViT-Ti; each block's are drawn anew."""
     with torch.device("meta"):
         model: Any = build(BackboneSettings())
-    found, reach = initial_prompts(12, 100, model), math.sqrt(6 / 960)
-    assert 0.99 * reach < found.max() <= reach
-    assert -reach <= found.min() < -0.99 * reach
-    assert float(found.std()) == pytest.approx(reach / math.sqrt(3), rel=0.01)
-    assert len({float(t.sum()) for t in found}) == 12
+    prompts, reach = initial_prompts(12, 100, model), math.sqrt(6 / 960)
+    assert 0.99 * reach < prompts.max() <= reach
+    assert -reach <= prompts.min() < -0.99 * reach
+    assert float(prompts.std()) == pytest.approx(reach / math.sqrt(3), rel=0.01)
+    assert len({float(t.sum()) for t in prompts}) == 12
 
 
 @pytest.mark.parametrize(("depth", "count"), [("shallow", 100 * 768), ("deep", 921_600)])

@@ -92,14 +92,14 @@ def test_training_starts_from_the_largest_weights() -> None:
 
 
 def test_random_scores_are_drawn_anew_for_a_task_and_are_the_same_for_a_seed() -> None:
-    found = []
+    scores_by_seed = []
     for task in (ONE, ONE, TWO):
         method = wsn(start="random")
         next(training(method, ONE, None))
         if task is TWO:
             next(training(method, TWO, method.finish()[1]))
-        found.append(method.hard())
-    first, again, later = found
+        scores_by_seed.append(method.hard())
+    first, again, later = scores_by_seed
     for site, mask in first.items():
         assert torch.equal(mask, again[site])
         assert not torch.equal(mask, later[site])
@@ -145,7 +145,7 @@ def forgotten(optimizer: str) -> list[str]:
         for after in (1, 2)
         for at in range(after)
     ]
-    return [TASKS[at].name for at, found in late if not torch.equal(found, right[at])]
+    return [TASKS[at].name for at, answers_now in late if not torch.equal(answers_now, right[at])]
 
 
 @OF_ANY
@@ -198,10 +198,10 @@ def test_locked_weights_keep_their_bits_while_a_later_task_uses_them_and_trains_
             old, mask = first.tensors[f"weights/{site}"], one.masks[site]
             assert torch.equal(weight[mask], old[mask])
             assert not torch.equal(weight, old)
-    found = method.metrics()
-    assert found["density"] == pytest.approx(0.5, abs=2e-3)
-    assert 0 < found["reused"] < found["density"] < found["used"] < 1
-    assert found["used"] == pytest.approx(0.5 + found["density"] - found["reused"], abs=2e-3)
+    metrics = method.metrics()
+    assert metrics["density"] == pytest.approx(0.5, abs=2e-3)
+    assert 0 < metrics["reused"] < metrics["density"] < metrics["used"] < 1
+    assert metrics["used"] == pytest.approx(0.5 + metrics["density"] - metrics["reused"], abs=2e-3)
 
 
 def test_a_task_that_finds_nothing_free_to_use_is_told_of() -> None:

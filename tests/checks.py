@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-from laboratory import (
+from stage_lab import (
     BESIDE,
     OPTIMIZERS,
     TASKS,

@@ -13,12 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Helpers whose assertions say what they saw, as those of test files do.
 HELPERS = (
     "checks",
-    "growing",
-    "imprinting",
-    "laboratory",
+    "class_incremental_steps",
+    "cosine_head_steps",
+    "stage_lab",
     "on_strict_device",
     "strict_device",
-    "tabletop",
+    "method_steps",
     "tests.hostile",
     "tests.recovery",
     "two_domains",
@@ -28,9 +28,9 @@ pytest.register_assert_rewrite(*HELPERS)
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """Run streams of tiny tasks through the real stages, each once: see `laboratory.Lab`."""
+    """Run streams of tiny tasks through the real stages, each once: see `stage_lab.Lab`."""
     import torch
-    from laboratory import Lab
+    from stage_lab import Lab
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -28,7 +28,7 @@ from unittest import mock
 
 import torch
 from checks import Interrupted, interrupted_after
-from laboratory import SETTINGS, TASKS, TINY, Lab, Run, again
+from stage_lab import SETTINGS, TASKS, TINY, Lab, Run, again
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import strict_device
@@ -113,7 +113,7 @@ folders: list[Path] = []  # of this process, given by `start`
 
 
 @cache
-def laboratory(device: str) -> Lab:
+def lab_on(device: str) -> Lab:
     """One for each device for as long as this process lives."""
     return Lab(folders[0] / device, Group(device=torch.device(device)))
 
@@ -122,7 +122,7 @@ def laboratory(device: str) -> Lab:
 def results(case: Case, device: str) -> dict[str, Any]:
     """Every stage of both tasks, evaluations with their canaries among them, and answers of the
     served model."""
-    run = case.run_in(laboratory(device))
+    run = case.run_in(lab_on(device))
     results_by_name: dict[str, Any] = {}
     for task in range(len(run.order)):
         results_by_name[f"evaluation {task}"] = run.evaluated(task)
@@ -156,7 +156,7 @@ def served(run: Run) -> dict[str, Any]:
 def resumed(case: Case, device: str) -> None:
     """A stage that is interrupted, and goes on from its checkpoint, leaves what it leaves
     uninterrupted. Raises AssertionError."""
-    run = case.run_in(laboratory(device))
+    run = case.run_in(lab_on(device))
     for job in run.stages(len(run.order) - 1):
         expected = run.artifact(job)
         if not expected.manifest["epochs"]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from laboratory import TINY, Lab, Run
+from stage_lab import TINY, Lab, Run
 
 from workers.data.rows import select
 from workers.serving.bundle import Bundle

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checks import PROMISES, BrokenPromise
-from laboratory import Lab, answers
+from stage_lab import Lab, answers
 from torch import Tensor
 
 from workers.methods import METHODS

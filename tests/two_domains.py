@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import tabletop
+import method_steps
 import torch
 from step_contexts import feed_data
 from torch import Tensor
@@ -73,7 +73,7 @@ def begun(
     torch.manual_seed(2)
     rates = OptimPlan(1e-2, 0.05, SIZE, steps / 2)
     data = feed_data(feed or Stream(task, steps))
-    groups: list[dict[str, Any]] = tabletop.begun(method, task, carried, rates=rates, data=data)
+    groups: list[dict[str, Any]] = method_steps.begun(method, task, carried, rates=rates, data=data)
     return groups
 
 
@@ -91,7 +91,7 @@ def learned(
     """
     make_optimizer = optimizer or torch.optim.AdamW
     groups = begun(method, task, steps, carried, feed)
-    tabletop.train(
+    method_steps.train(
         method, make_optimizer(groups), lambda progress: batch(task, progress.step), steps
     )
     return method.eval().finish()

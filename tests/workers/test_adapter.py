@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
-from tabletop import BASE, ONE, OPTIMIZERS, TWO, answers, batch, begun, images, vit
+from method_steps import BASE, ONE, OPTIMIZERS, TWO, answers, batch, begun, images, vit
 from timm.models.vision_transformer import ParallelThingsBlock, ResPostBlock
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,7 +26,7 @@ def adapter(**settings: Any) -> Adapter:
 
 
 def trained(method: Adapter, task: Task = ONE, steps: int = 6) -> TaskState:
-    tabletop.train(method, OPTIMIZERS["adamw"](begun(method, task)), task, steps)
+    method_steps.train(method, OPTIMIZERS["adamw"](begun(method, task)), task, steps)
     return method.finish()[0]
 
 
@@ -171,7 +171,7 @@ def test_every_kind_starts_as_the_backbone_and_all_its_weights_learn(kind: str) 
     assert start["down"].abs().max() <= 32**-0.5
     assert start["down"].flatten(1).any(1).all()
     assert not any(start[name].any() for name in ("up", "up_bias", "down_bias"))
-    tabletop.train(
+    method_steps.train(
         method, torch.optim.SGD([g | {"weight_decay": 0.0} for g in groups], lr=0.1), ONE, steps=3
     )
     for name, t in method.adapters.tensors().items():
@@ -241,10 +241,11 @@ def test_dropout_is_drawn_for_each_sample_and_only_while_training() -> None:
         draw=replace(whole.draw, positions=rows),
     )
     assert torch.equal(method.dropout_factors(part)["kept"], factors[:, rows])
-    served, loss = answers(method), method.loss(whole, tabletop.PROGRESS)[0]
-    assert torch.equal(loss, method.loss(whole, tabletop.PROGRESS)[0])
+    served, loss = answers(method), method.loss(whole, method_steps.PROGRESS)[0]
+    assert torch.equal(loss, method.loss(whole, method_steps.PROGRESS)[0])
     assert not torch.equal(
-        loss, method.loss(replace(whole, draw=replace(whole.draw, step=1)), tabletop.PROGRESS)[0]
+        loss,
+        method.loss(replace(whole, draw=replace(whole.draw, step=1)), method_steps.PROGRESS)[0],
     )
     assert torch.equal(answers(method), served)
     with torch.no_grad(), method.sites.using(method.adapters.tensors()):

@@ -6,8 +6,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
 from timm.models.vision_transformer import ParallelThingsBlock
 from torch import Tensor
@@ -19,7 +19,7 @@ from workers.model.vit import compile_blocks, digest_of
 
 
 def vit(**options: Any) -> Any:
-    return tabletop.vit(**options).requires_grad_(False)
+    return method_steps.vit(**options).requires_grad_(False)
 
 
 def stacked(seed: int, sites: int = 4) -> dict[str, Tensor]:
@@ -30,7 +30,7 @@ def stacked(seed: int, sites: int = 4) -> dict[str, Tensor]:
     }
 
 
-IMAGES = tabletop.images(3)
+IMAGES = method_steps.images(3)
 
 
 def by_hand(model: Any, tensors: dict[str, Tensor]) -> Tensor:

@@ -9,11 +9,11 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
+from method_steps import PROGRESS, images, rates, serving
 from step_contexts import step_context
-from tabletop import PROGRESS, images, rates, serving
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": lambda groups: torch.optim.AdamW([{**g, "weight_decay": 0.0} for g in groups], lr=1e-2),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.05),
 }
-VIT = tabletop.vit(std=0.1, embed_dim=16)
+VIT = method_steps.vit(std=0.1, embed_dim=16)
 
 
 def apd(**settings: Any) -> Apd:
@@ -79,7 +79,7 @@ def begun(
 def trained(method: Apd, steps: int = 12, optimizer: str = "adamw", freeze: str = "") -> Apd:
     """`freeze`: the name of a parameter group that stays."""
     groups = [g for g in groups_of(method) if g["name"] != freeze]
-    tabletop.train(
+    method_steps.train(
         method, OPTIMIZERS[optimizer](groups), lambda progress: batch(progress.step), steps
     )
     return method.eval()

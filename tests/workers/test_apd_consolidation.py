@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checks import PROMISES
-from laboratory import SETTINGS
+from stage_lab import SETTINGS
 from step_contexts import step_context
 from test_apd import (
     RATES,

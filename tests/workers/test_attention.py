@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import OPTIMIZERS, TINY, Lab
+from stage_lab import OPTIMIZERS, TINY, Lab
 from test_context import LOCAL, built, images
 from torch import Tensor, nn
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from growing import SMALL, START, TRAIN, A, B, C, batch, begun, moved, stream, wide
-from laboratory import Lab, Run, again, history, on_ranks
+from class_incremental_steps import SMALL, START, TRAIN, A, B, C, batch, begun, moved, stream, wide
+from stage_lab import Lab, Run, again, history, on_ranks
 from torch import Tensor
 from torch.nn import functional as F
 

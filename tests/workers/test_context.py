@@ -6,13 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import laboratory
 import pytest
 import safetensors.torch
+import stage_lab
 import torch
 from checks import PROMISES
-from laboratory import OPTIMIZERS, TINY, Lab, answers
 from pydantic import ValidationError
+from stage_lab import OPTIMIZERS, TINY, Lab, answers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -485,9 +485,9 @@ def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]) -> None:
 def test_methods_learn_and_are_stored_with_it(
     lab: Lab, method: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(laboratory, "TINY", {**TINY, "context": {"kind": kind}})
+    monkeypatch.setattr(stage_lab, "TINY", {**TINY, "context": {"kind": kind}})
     for name in ("it_learns", "the_stored_bytes_are_the_method", "old_answers_stay"):
-        if PROMISES[name].applies(laboratory.METHODS[method]):
+        if PROMISES[name].applies(stage_lab.METHODS[method]):
             PROMISES[name].check(lab, method, "adamw")
 
 

@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from laboratory import OPTIMIZERS, Lab, answers
-from tabletop import images
+from method_steps import images
+from stage_lab import OPTIMIZERS, Lab, answers
 from timm.models.convnext import ConvNeXt
 from torch import nn
 

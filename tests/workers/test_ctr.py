@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_contexts import step_context
-from tabletop import (
+from method_steps import (
     BASE,
     ONE,
     OPTIMIZERS,
@@ -24,6 +23,7 @@ from tabletop import (
     train,
     vit,
 )
+from step_contexts import step_context
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, Task, TrainSettings

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
+from method_steps import ONE, THREE, TWO, answers, batch, images, vit
 from step_contexts import step_context
-from tabletop import ONE, THREE, TWO, answers, batch, images, vit
 from test_ctr import RATES, STEPS, ctr, served, started, stepped, stream
 from torch import Tensor
 from torch.nn import functional as F

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from growing import RATES, SMALL, START, TRAIN, A, B, C, batch, stream, wide
-from laboratory import OPTIMIZERS, TASKS, TINY, Lab, again, history, on_ranks
+from class_incremental_steps import RATES, SMALL, START, TRAIN, A, B, C, batch, stream, wide
+from stage_lab import OPTIMIZERS, TASKS, TINY, Lab, again, history, on_ranks
 from step_contexts import keys_data, step_context
 from torch import Tensor
 from torch.nn import functional as F

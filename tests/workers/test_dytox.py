@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import OPTIMIZERS, TASKS, Lab
+from stage_lab import OPTIMIZERS, TASKS, Lab
 from step_contexts import step_context
 from torch import Tensor, nn
 from torch.nn import functional as F

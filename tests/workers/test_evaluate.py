@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from laboratory import OPTIMIZERS, TASKS, Lab, Run, again, history
+from stage_lab import OPTIMIZERS, TASKS, Lab, Run, again, history
 from torch import Tensor
 
 from workers import loop, optim, restore

@@ -6,12 +6,10 @@ import math
 from functools import cache
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
-from pydantic import ValidationError
-from step_contexts import step_context
-from tabletop import (
+from method_steps import (
     ONE,
     OPTIMIZERS,
     TWO,
@@ -25,6 +23,8 @@ from tabletop import (
     serving,
     vit,
 )
+from pydantic import ValidationError
+from step_contexts import step_context
 from torch import Tensor, nn
 
 from workers.errors import UserError
@@ -74,7 +74,7 @@ def answers(done: list[Left], task: Task = ONE, cls: type[Hat] = Hat) -> Tensor:
     states = [state for state, _ in done]
     _, carried = done[-1]
     method = serving(cls(vit(), cls.Settings(), 1), states, carried)
-    logits: Tensor = tabletop.answers(method, task)
+    logits: Tensor = method_steps.answers(method, task)
     return logits
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from laboratory import OPTIMIZERS, TINY, Lab, Run, again, history, on_ranks, small_batches
+from stage_lab import OPTIMIZERS, TINY, Lab, Run, again, history, on_ranks, small_batches
 from test_feed import PLACES, feed_of, root  # noqa: F401 (a fixture)
 
 from workers.dist import Group

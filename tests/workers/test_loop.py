@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from checks import CARRIED, STATE, Interrupted, interrupted_after
-from laboratory import OPTIMIZERS, TINY, Lab, Run, Steps, again, history, on_ranks, small_batches
+from stage_lab import OPTIMIZERS, TINY, Lab, Run, Steps, again, history, on_ranks, small_batches
 
 from workers import loop, preemption
 from workers.dist import Group

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
-from tabletop import BASE, ONE, TWO, answers, batch, begun, images, vit
+from method_steps import BASE, ONE, TWO, answers, batch, begun, images, vit
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -114,7 +114,7 @@ def test_weights_come_back_as_they_were(target: str) -> None:
     before = answers(method, BASE)
     states = []
     for task in (ONE, TWO):
-        states.append(tabletop.trained(method, task))
+        states.append(method_steps.trained(method, task))
         method.load_task(TaskState.from_bytes(states[-1].to_bytes()))
         assert not torch.equal(answers(method, task), before[:, :1].expand(-1, task.num_classes))
     first = answers(method, ONE)
@@ -152,7 +152,7 @@ def test_what_is_stored_is_the_factors() -> None:
 
 @pytest.mark.parametrize("other", [{"rank": 4}, {"target": "qv"}, {"alpha": 3.0}])
 def test_a_state_of_other_settings_is_refused(other: dict[str, Any]) -> None:
-    state = tabletop.trained(lora())
+    state = method_steps.trained(lora())
     with pytest.raises(
         UserError, match=r"its state has updates of shapes .* with alpha 6.0, these settings have"
     ):

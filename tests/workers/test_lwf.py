@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import TASKS, Lab
-from tabletop import begun
+from method_steps import begun
+from stage_lab import TASKS, Lab
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -7,12 +7,12 @@ import copy
 import math
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
+from method_steps import PROGRESS, rates
 from pydantic import ValidationError
 from step_contexts import step_context
-from tabletop import PROGRESS, rates
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
@@ -33,7 +33,7 @@ RATES = rates(12.0)
 
 
 def vit(**changes: Any) -> Any:
-    return tabletop.vit(img_size=32, embed_dim=64, depth=3, num_heads=4, **changes)
+    return method_steps.vit(img_size=32, embed_dim=64, depth=3, num_heads=4, **changes)
 
 
 def meat(backbone: nn.Module | None = None, **settings: Any) -> Meat:
@@ -41,7 +41,7 @@ def meat(backbone: nn.Module | None = None, **settings: Any) -> Meat:
 
 
 def images(count: int = 8) -> Tensor:
-    pictures: Tensor = tabletop.images(count, img_size=32)
+    pictures: Tensor = method_steps.images(count, img_size=32)
     return pictures
 
 
@@ -66,7 +66,7 @@ def trained(method: Meat, task: Task = TASK, steps: int = 12) -> TaskState:
     optimizer = torch.optim.AdamW(
         method.begin(step_context(task, "train", None, RATES, (task,))), lr=RATES.lr
     )
-    tabletop.train(method, optimizer, lambda progress: batch(progress.step), steps)
+    method_steps.train(method, optimizer, lambda progress: batch(progress.step), steps)
     return method.finish()[0]
 
 

@@ -7,14 +7,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import laboratory
 import pytest
 import safetensors.torch
+import stage_lab
 import torch
 from checks import PROMISES
-from laboratory import OPTIMIZERS, Lab, answers
+from method_steps import PROGRESS
+from stage_lab import OPTIMIZERS, Lab, answers
 from step_contexts import step_context
-from tabletop import PROGRESS
 from test_meat import (
     OTHER,
     RATES,
@@ -499,10 +499,10 @@ CNN_PROMISES = [
 
 
 @pytest.mark.parametrize("promise", CNN_PROMISES)
-def test_the_laboratorys_promises_hold_on_it(
+def test_the_promises_of_every_method_hold_on_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
 ) -> None:
-    monkeypatch.setattr(laboratory, "TINY", tiny(lab))
+    monkeypatch.setattr(stage_lab, "TINY", tiny(lab))
     PROMISES[promise].check(lab, "meat", "adamw")
 
 

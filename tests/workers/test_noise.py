@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laboratory import TINY, Lab, again
+from stage_lab import TINY, Lab, again
 
 from workers.job import BackboneSettings
 from workers.model import noise, vit

@@ -7,11 +7,10 @@ import copy
 from itertools import pairwise
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
-from laboratory import Lab, history
-from tabletop import (
+from method_steps import (
     BASE,
     ONE,
     TASKS,
@@ -28,6 +27,7 @@ from tabletop import (
     train,
     vit,
 )
+from stage_lab import Lab, history
 from torch import Tensor, nn
 
 from workers import optim
@@ -54,7 +54,7 @@ def begun(
     carried: Carried | None,
     train: TrainSettings = TRAININGS["adamw"],
 ) -> torch.optim.Optimizer:
-    return optim.build(tabletop.begun(method, task, carried, step, rates(STEPS, train)), train)
+    return optim.build(method_steps.begun(method, task, carried, step, rates(STEPS, train)), train)
 
 
 def learn(

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
-from tabletop import (
+from method_steps import (
     BASE,
     ONE,
     OPTIMIZERS,
@@ -22,6 +21,7 @@ from tabletop import (
     trained,
     vit,
 )
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from workers.errors import UserError

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from growing import SMALL, START, A, B, C, batch, moved, stream, wide
-from imprinting import begun, counted, trained
-from laboratory import Lab
+from class_incremental_steps import SMALL, START, A, B, C, batch, moved, stream, wide
+from cosine_head_steps import begun, counted, trained
+from stage_lab import Lab
 from torch import Tensor
 from torch.nn import functional as F
 

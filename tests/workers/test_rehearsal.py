@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from growing import START, A, B, batch, begun, moved, wide
-from laboratory import OPTIMIZERS, Lab, Run, again, history, on_ranks, small_batches
+from class_incremental_steps import START, A, B, batch, begun, moved, wide
+from stage_lab import OPTIMIZERS, Lab, Run, again, history, on_ranks, small_batches
 from step_contexts import step_context
 from torch import Tensor
 from torch.nn import functional as F

@@ -9,12 +9,12 @@ from pathlib import Path as Folder
 from types import SimpleNamespace
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
 from checks import PROMISES
-from growing import RATES, SMALL, START, A, B, C, batch, moved, stream, wide
-from laboratory import SETTINGS, Lab, Run, again, on_ranks
+from class_incremental_steps import RATES, SMALL, START, A, B, C, batch, moved, stream, wide
+from stage_lab import SETTINGS, Lab, Run, again, on_ranks
 from step_contexts import step_context
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,7 +32,7 @@ from workers.model.vit import build
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried, TaskState
 
-IMAGES = tabletop.images(3)
+IMAGES = method_steps.images(3)
 D = Task("d", "card", "", ("d1", "d2"))
 Left = tuple[TaskState, Carried]
 
@@ -65,7 +65,7 @@ def by_hand(vit: Any, *paths: Path) -> Tensor:
 
 
 def test_the_union_of_paths_is_the_sum_of_their_modules() -> None:
-    vit = tabletop.vit()
+    vit = method_steps.vit()
     sites, paths = (
         AdapterSites(vit, houlsby, ("",)),
         [path((0, 3), (1, 0), seed=1), path((1, 2), seed=2), path(seed=3)],
@@ -76,7 +76,7 @@ def test_the_union_of_paths_is_the_sum_of_their_modules() -> None:
 
 
 def test_a_new_path_leaves_the_features_of_the_backbone_and_can_learn() -> None:
-    vit = tabletop.vit()
+    vit = method_steps.vit()
     expected, new = vit(IMAGES), Path([(0, 1), (1, 1)], 32, 5)
     network = PathNetwork(vit, AdapterSites(vit, houlsby, ("",)), [new])(IMAGES)
     assert torch.equal(network, expected)
@@ -87,7 +87,7 @@ def test_a_new_path_leaves_the_features_of_the_backbone_and_can_learn() -> None:
 
 
 def test_a_copy_of_the_network_has_its_paths_and_knows_nothing_of_the_first() -> None:
-    vit, new = tabletop.vit(), path((0, 1), (1, 1))
+    vit, new = method_steps.vit(), path((0, 1), (1, 1))
     network = PathNetwork(vit, AdapterSites(vit, houlsby, ("",)), [new])
     before, other = network(IMAGES), copy.deepcopy(network)
     with torch.no_grad():

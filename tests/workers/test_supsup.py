@@ -7,13 +7,13 @@ import math
 from functools import partial
 from typing import Any
 
+import method_steps
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tabletop
 import torch
-from laboratory import OPTIMIZERS, TASKS, Lab, Run
-from tabletop import PROGRESS
+from method_steps import PROGRESS
+from stage_lab import OPTIMIZERS, TASKS, Lab, Run
 from torch import Tensor
 from torch.nn import functional as F
 from two_domains import COLOURS, STRIPES, batch, begun, learned, samples, vit
@@ -40,7 +40,7 @@ from workers.storage.checkpoint import trained_state
 from workers.storage.taskstate import TaskState
 
 RANDOM = {"weights": "signed_constant", "start": "kaiming", "density": 0.5, "mask_travel": 8}
-KEPT: dict[str, Any] = tabletop.OPTIMIZERS | {
+KEPT: dict[str, Any] = method_steps.OPTIMIZERS | {
     "adamw": lambda groups: torch.optim.AdamW(
         [g | {"weight_decay": 0.05} if g["name"] != "masks" else g for g in groups], lr=1e-2
     )
@@ -60,7 +60,7 @@ def states() -> list[TaskState]:
 def serving(states: list[TaskState], **settings: Any) -> SupSup:
     method = made(**settings)
     method.scenario, method.stream = "class", (STRIPES, COLOURS)
-    tabletop.serving(method, states)
+    method_steps.serving(method, states)
     return method
 
 

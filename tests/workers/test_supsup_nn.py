@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
 from torch import Tensor
 from two_domains import COLOURS, SIZE, STRIPES, Stream, batch, begun, learned, samples, vit
@@ -30,7 +30,7 @@ def made(**settings: Any) -> SupSupNN:
 
 
 def serving(states: list[TaskState], carried: Carried, **settings: Any) -> SupSupNN:
-    method: SupSupNN = tabletop.serving(made(**settings), states, carried)
+    method: SupSupNN = method_steps.serving(made(**settings), states, carried)
     return method
 
 

@@ -7,14 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-import laboratory
 import pytest
 import safetensors.torch
+import stage_lab
 import torch
 from checks import PROMISES
-from laboratory import Lab
+from method_steps import PROGRESS
+from stage_lab import Lab
 from step_contexts import step_context
-from tabletop import PROGRESS
 from test_meat import OTHER, RATES, TASK, batch, with_random_masks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -397,7 +397,7 @@ def test_compact_inference_equals_the_dense_one_and_costs_less(ffn: str) -> None
 @pytest.mark.parametrize(
     "promise", ["old_answers_stay", "the_stored_bytes_are_the_method", "the_backbone_stays_frozen"]
 )
-def test_the_laboratorys_promises_hold_on_it(
+def test_the_promises_of_every_method_hold_on_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, promise: str
 ) -> None:
     tiny = {
@@ -406,5 +406,5 @@ def test_the_laboratorys_promises_hold_on_it(
         "crop_pct": 1.0,
         "options": {"embed_dim": 32, "depth": 2, "num_heads": 2},
     }
-    monkeypatch.setattr(laboratory, "TINY", tiny)
+    monkeypatch.setattr(stage_lab, "TINY", tiny)
     PROMISES[promise].check(lab, "meat", "adamw")

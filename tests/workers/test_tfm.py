@@ -7,12 +7,12 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
+from method_steps import ONE, THREE, TRAININGS, TWO, Left, batch, images, in_turn, rates, serving
 from pydantic import ValidationError
 from step_contexts import step_context
-from tabletop import ONE, THREE, TRAININGS, TWO, Left, batch, images, in_turn, rates, serving
 from timm.layers import SwiGLU
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ GROWN: dict[str, Any] = {
 
 
 def vit(**options: Any) -> Any:
-    return tabletop.vit(
+    return method_steps.vit(
         **{
             "patch_size": 4,
             "embed_dim": WIDTH,
@@ -58,7 +58,7 @@ def begun(
 def trained(
     method: Tfm, task: Task, carried: Carried | None, train: TrainSettings = TRAININGS["adamw"]
 ) -> Left:
-    tabletop.train(
+    method_steps.train(
         method,
         optim.build(begun(method, task, carried, train), train),
         lambda progress: batch(classes=task.num_classes),

@@ -7,11 +7,11 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
-from laboratory import TASKS, Lab, answers
-from tabletop import BASE, ONE, PROGRESS, TWO, begun, images, vit
+from method_steps import BASE, ONE, PROGRESS, TWO, begun, images, vit
+from stage_lab import TASKS, Lab, answers
 from timm.models.vision_transformer import ParallelThingsBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -250,7 +250,7 @@ def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient() -> N
     method.backbone.requires_grad_(True)  # or there would be nothing to build one of
     assert all(not t.requires_grad for t in method.top_down.first_pass(images()))
     method.backbone.requires_grad_(False)
-    method.loss(tabletop.batch(), PROGRESS)[0].backward()
+    method.loss(method_steps.batch(), PROGRESS)[0].backward()
     assert all(p.grad is None for p in method.backbone.parameters())
     assert all(p.grad is not None and p.grad.any() for p in method.own.values())
     assert digest_of(method.backbone) == method.backbone_digest
@@ -354,7 +354,7 @@ def test_the_shares_of_a_vit_b() -> None:
     [("toast", 2 * 2 * 32 * 32 + 32 * 32), ("toast_lite", 2 * 2 * 2 * 4 * 32 + 32 * 32)],
 )
 def test_what_is_stored(name: str, copies: int) -> None:
-    state = tabletop.trained(method_of(name))
+    state = method_steps.trained(method_of(name))
     assert state.sizes() == {"masks": 0, "tokens": 4 * 32, "copies": 4 * copies, "head": 4 * 2 * 33}
 
 
@@ -367,11 +367,11 @@ def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers() -> None:
             2, 32, 32, generator=torch.Generator().manual_seed(4)
         )
         begun(method)
-    assert torch.equal(tabletop.answers(full), tabletop.answers(lite))
+    assert torch.equal(method_steps.answers(full), method_steps.answers(lite))
     assert not torch.allclose(
-        tabletop.answers(full), tabletop.answers(begun_anew("toast")), atol=1e-3
+        method_steps.answers(full), method_steps.answers(begun_anew("toast")), atol=1e-3
     )
-    lite.loss(tabletop.batch(), PROGRESS)[0].backward()
+    lite.loss(method_steps.batch(), PROGRESS)[0].backward()
     assert lite.own["w1_up"].grad.any()
     assert not lite.own["w1_down"].grad.any()
     assert 0.9 < float(lite.own["w2_down"].detach().abs().max() * 32**0.5) <= 1
@@ -389,7 +389,7 @@ def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.Monke
     learner, method = method_of(name), method_of(name)
     for task in (ONE, TWO):
         with torch.enable_grad():
-            method.load_task(TaskState.from_bytes(tabletop.trained(learner, task).to_bytes()))
+            method.load_task(TaskState.from_bytes(method_steps.trained(learner, task).to_bytes()))
     method.load_task(
         TaskState(
             "base",
@@ -399,7 +399,7 @@ def test_several_tasks_share_the_first_pass(name: str, monkeypatch: pytest.Monke
             head={"weight": torch.ones(2, 32), "bias": torch.zeros(2)},
         )
     )
-    alone = {task.name: tabletop.answers(method, task) for task in (ONE, TWO, BASE)}
+    alone = {task.name: method_steps.answers(method, task) for task in (ONE, TWO, BASE)}
     assert torch.equal(
         alone["base"], F.linear(vit()(images()), torch.ones(2, 32), torch.zeros(2))
     ), "the backbone answers what it was trained on"
@@ -430,11 +430,11 @@ def test_without_pretuning_a_task_starts_as_the_backbone_and_learns_to_steer_it(
     first."""
     method = begun_anew(name)
     assert torch.equal(steered(method, images()), vit()(images()))
-    method.loss(tabletop.batch(), PROGRESS)[0].backward()
+    method.loss(method_steps.batch(), PROGRESS)[0].backward()
     first = {"toast": {"w2"}, "toast_lite": {"w2_up"}}[name]
     assert {n for n, p in method.own.items() if p.grad.any()} == first
-    tabletop.train(method, tabletop.OPTIMIZERS["adamw"](begun(method)), ONE, steps=3)
-    method.loss(tabletop.batch(), PROGRESS)[0].backward()
+    method_steps.train(method, method_steps.OPTIMIZERS["adamw"](begun(method)), ONE, steps=3)
+    method.loss(method_steps.batch(), PROGRESS)[0].backward()
     assert all(p.grad.any() for p in method.own.values())
 
 
@@ -448,7 +448,7 @@ def test_a_fresh_prior_is_one_that_tokens_of_any_image_look_towards(top: int) ->
 
 
 def test_feedback_of_another_shape_is_refused() -> None:
-    state = tabletop.trained(method_of("toast_lite", rank=2))
+    state = method_steps.trained(method_of("toast_lite", rank=2))
     with pytest.raises(
         UserError,
         match=r"its state has feedback .*'w1_down': \(2, 2, 32\).*, these settings have "
@@ -456,7 +456,7 @@ def test_feedback_of_another_shape_is_refused() -> None:
     ):
         method_of("toast_lite").load_task(state)
     with pytest.raises(UserError, match="use the backbone and the method's settings of its run"):
-        method_of(train_P=False).load_task(tabletop.trained(method_of()))
+        method_of(train_P=False).load_task(method_steps.trained(method_of()))
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_the_work_per_image_counts_both_passes_and_the_feedback(name: str) -> No
     block = tokens * (12 * width * width + 2 * tokens * width)
     # its class token alone is read
     last = 2 * width * width * (1 + tokens) + 2 * tokens * width + 8 * width * width
-    share = method.flops_share(tabletop.trained(method))
+    share = method.flops_share(method_steps.trained(method))
     assert share == pytest.approx(
         1 + 2 * (block + tokens * width * width) / (4 * 3 * 64 * width + 3 * block + last)
     )
@@ -529,13 +529,13 @@ def test_pretuning_adds_the_inversion_of_the_blocks_of_the_second_pass(name: str
     method = method_of(name, vit(depth=3), feedback_to=1, variational=0.3)
     begun(method, BASE, step="pretune")
     moved(method)
-    loss, terms = method.loss(tabletop.batch(), PROGRESS)
+    loss, terms = method.loss(method_steps.batch(), PROGRESS)
     inner: list[tuple[Tensor, Tensor]] = []
     hooks = [
         block.register_forward_hook(lambda block, x, y: inner.append((x[0].detach(), y.detach())))
         for block in method.backbone.blocks[1:]
     ]
-    features = steered(method, tabletop.batch().images)
+    features = steered(method, method_steps.batch().images)
     for hook in hooks:
         hook.remove()
     errors = [
@@ -544,7 +544,7 @@ def test_pretuning_adds_the_inversion_of_the_blocks_of_the_second_pass(name: str
     ]
     assert torch.allclose(terms["variational"], torch.stack(errors).sum())
     assert torch.allclose(
-        terms["ce"], F.cross_entropy(method.heads["base"](features), tabletop.batch().labels)
+        terms["ce"], F.cross_entropy(method.heads["base"](features), method_steps.batch().labels)
     )
     assert torch.allclose(loss, terms["ce"] + 0.3 * terms["variational"])
     both = dict(zip(method.own, torch.autograd.grad(loss, [*method.own.values()]), strict=True))
@@ -555,7 +555,7 @@ def test_pretuning_adds_the_inversion_of_the_blocks_of_the_second_pass(name: str
         zip(
             without.own,
             torch.autograd.grad(
-                without.loss(tabletop.batch(), PROGRESS)[0], [*without.own.values()]
+                without.loss(method_steps.batch(), PROGRESS)[0], [*without.own.values()]
             ),
             strict=True,
         )
@@ -566,9 +566,9 @@ def test_pretuning_adds_the_inversion_of_the_blocks_of_the_second_pass(name: str
 @pytest.mark.parametrize("name", BOTH)
 def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
     method = method_of(name)
-    optimizer = tabletop.OPTIMIZERS["adamw"](begun(method, BASE, step="pretune"))
+    optimizer = method_steps.OPTIMIZERS["adamw"](begun(method, BASE, step="pretune"))
     fresh = {n: t.clone() for n, t in method.start.items()}
-    tabletop.train(method, optimizer, BASE)
+    method_steps.train(method, optimizer, BASE)
     moved(method)
     state, carried = method.finish()
     assert state.sizes() == {"masks": 0, "tokens": 0, "copies": 0, "head": 4 * 2 * 33}, (
@@ -583,9 +583,9 @@ def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
     begun(learner, ONE, handed)
     assert torch.equal(layers_of(learner)[0], carried.tensors["w1"])
     assert torch.equal(learner.own["prior"], carried.tensors["prior"])
-    direct = tabletop.answers(method, BASE)
+    direct = method_steps.answers(method, BASE)
     assert torch.equal(
-        tabletop.answers(tabletop.serving(method_of(name), [state], carried), BASE), direct
+        method_steps.answers(method_steps.serving(method_of(name), [state], carried), BASE), direct
     )
     assert not torch.allclose(direct, method.heads["base"](vit()(images())), atol=1e-3), (
         "its feedback has a part in it"
@@ -597,9 +597,9 @@ def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str
     method, pictures = method_of(name), replace(BASE, name="pictures", role="unlabelled")
     groups = begun(method, pictures, step="pretune")
     assert [(g["name"], [*g["params"]]) for g in groups] == [("w1", [method.own["w1"]])]
-    tabletop.train(method, tabletop.OPTIMIZERS["adamw"](groups), pictures)
-    loss, terms = method.loss(tabletop.batch(), PROGRESS)
-    stream = [tabletop.batch().images]
+    method_steps.train(method, method_steps.OPTIMIZERS["adamw"](groups), pictures)
+    loss, terms = method.loss(method_steps.batch(), PROGRESS)
+    stream = [method_steps.batch().images]
     hooks = [
         block.register_forward_hook(lambda block, x, y: stream.append(y.detach()))
         for block in method.backbone.blocks
@@ -607,7 +607,7 @@ def test_without_labels_pretuning_is_the_inversion_of_the_blocks_alone(name: str
     method.backbone.blocks[0].register_forward_pre_hook(
         lambda block, x: stream.__setitem__(0, x[0].detach())
     )
-    method.backbone(tabletop.batch().images)
+    method.backbone(method_steps.batch().images)
     for hook in hooks:
         hook.remove()
     assert terms.keys() == {"variational"}

@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import laboratory
+import method_steps
 import pytest
-import tabletop
+import stage_lab
 import torch
 from checks import PROMISES
-from laboratory import TASKS, Lab, answers
-from tabletop import BASE, ONE, PROGRESS, TWO, begun, images
+from method_steps import BASE, ONE, PROGRESS, TWO, begun, images
+from stage_lab import TASKS, Lab, answers
 from test_convnext import SMALL, convnext
 from test_toast import moved
 from torch import Tensor, nn
@@ -242,7 +242,7 @@ def test_the_first_pass_builds_no_graph_and_the_backbone_gets_no_gradient() -> N
     method.backbone.requires_grad_(True)  # or there would be nothing to build one of
     assert all(not t.requires_grad for t in method.top_down.first_pass(images()))
     method.backbone.requires_grad_(False)
-    method.loss(tabletop.batch(), PROGRESS)[0].backward()
+    method.loss(method_steps.batch(), PROGRESS)[0].backward()
     assert all(p.grad is None for p in method.backbone.parameters())
     assert all(p.grad is not None and p.grad.any() for p in method.own.values())
     assert digest_of(method.backbone) == method.backbone_digest
@@ -308,7 +308,7 @@ def test_a_fresh_one_repeats_channels_and_lets_nothing_in() -> None:
     )
     assert all(torch.equal(t, method_of().start[name]) for name, t in method.start.items())
     begun(method)
-    method.loss(tabletop.batch(), PROGRESS)[0].backward()
+    method.loss(method_steps.batch(), PROGRESS)[0].backward()
     assert all(
         p.grad is not None and bool(p.grad.any()) == name.startswith("w2")
         for name, p in method.own.items()
@@ -342,11 +342,11 @@ def test_lite_starts_as_toast_and_its_tasks_share_the_feedback_layers() -> None:
     handed = Carried({n: t + 0.1 for n, t in full.start.items()})
     for method in (full, lite):
         begun(method, ONE, handed)
-    assert torch.equal(tabletop.answers(full), tabletop.answers(lite))
+    assert torch.equal(method_steps.answers(full), method_steps.answers(lite))
     assert not torch.allclose(
-        tabletop.answers(lite), lite.heads["one"](convnext()(images())), atol=1e-3
+        method_steps.answers(lite), lite.heads["one"](convnext()(images())), atol=1e-3
     )
-    lite.loss(tabletop.batch(), PROGRESS)[0].backward()
+    lite.loss(method_steps.batch(), PROGRESS)[0].backward()
     assert all(bool(p.grad.any()) == (not name.endswith("_down")) for name, p in lite.own.items())
     assert 0.9 < float(lite.own["w1_3_down"].detach().abs().max() * 32**0.5) <= 1
     drawn = lite.own["w1_3_down"].detach().clone()
@@ -367,8 +367,8 @@ def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
     learner, method, direct = method_of(name), method_of(name), {}
     for task in (ONE, TWO):
         with torch.enable_grad():
-            state = tabletop.trained(learner, task)
-        direct[task.name] = tabletop.answers(learner, task)
+            state = method_steps.trained(learner, task)
+        direct[task.name] = method_steps.answers(learner, task)
         assert state.tokens.keys() == {"prior"}
         assert state.copies.keys() == {*method.shapes(), "transform"}
         method.load_task(TaskState.from_bytes(state.to_bytes()))
@@ -394,13 +394,13 @@ def test_what_is_stored_answers_as_it_did_beside_others_with_one_first_pass(
     assert passes == [8]
     assert all(
         torch.equal(logits[task], direct[task])
-        and torch.equal(tabletop.answers(method, replace(ONE, name=task)), direct[task])
+        and torch.equal(method_steps.answers(method, replace(ONE, name=task)), direct[task])
         for task in direct
     )
 
 
 def test_feedback_of_another_shape_is_refused() -> None:
-    state = tabletop.trained(method_of(feedback_to=1))
+    state = method_steps.trained(method_of(feedback_to=1))
     with pytest.raises(
         UserError,
         match=r"its state has feedback .*'w1_1': \(32, 16\).*, these settings have .*'w1_0': \(8, "
@@ -489,13 +489,13 @@ def test_pretuning_adds_the_inversion_of_the_stages_of_the_second_pass(name: str
     method = method_of(name, feedback_to=1, variational=0.3)
     begun(method, BASE, step="pretune")
     moved(method)
-    loss, terms = method.loss(tabletop.batch(), PROGRESS)
+    loss, terms = method.loss(method_steps.batch(), PROGRESS)
     inner: list[tuple[Tensor, Tensor]] = []
     hooks = [
         stage.register_forward_hook(lambda stage, x, y: inner.append((x[0].detach(), y.detach())))
         for stage in method.backbone.stages[1:]
     ]
-    features = steered(method, tabletop.batch().images)
+    features = steered(method, method_steps.batch().images)
     for hook in hooks:
         hook.remove()
     errors = [
@@ -504,7 +504,7 @@ def test_pretuning_adds_the_inversion_of_the_stages_of_the_second_pass(name: str
     ]
     assert torch.allclose(terms["variational"], torch.stack(errors).sum())
     assert torch.allclose(
-        terms["ce"], F.cross_entropy(method.heads["base"](features), tabletop.batch().labels)
+        terms["ce"], F.cross_entropy(method.heads["base"](features), method_steps.batch().labels)
     )
     assert torch.allclose(loss, terms["ce"] + 0.3 * terms["variational"])
     both = dict(zip(method.own, torch.autograd.grad(loss, [*method.own.values()]), strict=True))
@@ -515,7 +515,7 @@ def test_pretuning_adds_the_inversion_of_the_stages_of_the_second_pass(name: str
         zip(
             without.own,
             torch.autograd.grad(
-                without.loss(tabletop.batch(), PROGRESS)[0], [*without.own.values()]
+                without.loss(method_steps.batch(), PROGRESS)[0], [*without.own.values()]
             ),
             strict=True,
         )
@@ -526,8 +526,8 @@ def test_pretuning_adds_the_inversion_of_the_stages_of_the_second_pass(name: str
 @pytest.mark.parametrize("name", BOTH)
 def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
     method = method_of(name)
-    optimizer = tabletop.OPTIMIZERS["adamw"](begun(method, BASE, step="pretune"))
-    tabletop.train(method, optimizer, BASE)
+    optimizer = method_steps.OPTIMIZERS["adamw"](begun(method, BASE, step="pretune"))
+    method_steps.train(method, optimizer, BASE)
     moved(method)
     state, carried = method.finish()
     assert not state.copies
@@ -535,16 +535,16 @@ def test_every_task_starts_from_what_pretuning_left(name: str) -> None:
     learner, handed = method_of(name), Carried.from_bytes(carried.to_bytes())
     begun(learner, ONE, handed)
     assert all(torch.equal(layer, carried.tensors[n]) for n, layer in layers_of(learner).items())
-    direct = tabletop.answers(method, BASE)
+    direct = method_steps.answers(method, BASE)
     assert torch.equal(
-        tabletop.answers(tabletop.serving(method_of(name), [state], carried), BASE), direct
+        method_steps.answers(method_steps.serving(method_of(name), [state], carried), BASE), direct
     )
     assert not torch.allclose(direct, method.heads["base"](convnext()(images())), atol=1e-3), (
         "its feedback has a part in it"
     )
 
 
-# ---- in the laboratory ---------------------------------------------------------------------------
+# ---- through the real stages ---------------------------------------------------------------------
 ON_LAB = {
     "name": "convnext_atto",
     "img_size": 16,
@@ -555,10 +555,10 @@ ON_LAB = {
 
 @pytest.mark.parametrize("promise", [name for name, p in PROMISES.items() if p.applies(Toast)])
 @pytest.mark.parametrize("name", BOTH)
-def test_the_laboratorys_promises_hold_on_it(
+def test_the_promises_of_every_method_hold_on_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str, promise: str
 ) -> None:
-    monkeypatch.setattr(laboratory, "TINY", ON_LAB)
+    monkeypatch.setattr(stage_lab, "TINY", ON_LAB)
     PROMISES[promise].check(lab, name, PROMISES[promise].optimizers[-1])
 
 

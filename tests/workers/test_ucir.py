@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from growing import SMALL, START, A, B, C, batch, moved, stream, wide
-from imprinting import begun, counted, feed_of_three_batches, trained
-from laboratory import Lab, again, on_ranks
+from class_incremental_steps import SMALL, START, A, B, C, batch, moved, stream, wide
+from cosine_head_steps import begun, counted, feed_of_three_batches, trained
+from stage_lab import Lab, again, on_ranks
 from torch.nn import functional as F
 
 from workers.data.feed import Feed

@@ -8,10 +8,10 @@ import copy
 import math
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
-from tabletop import images
+from method_steps import images
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -25,7 +25,7 @@ from workers.model.vit import build
 
 
 def vit(**options: Any) -> Any:
-    return tabletop.vit(std=0.3, embed_dim=16, **options)
+    return method_steps.vit(std=0.3, embed_dim=16, **options)
 
 
 def some_units(model: nn.Module, share: float = 0.5) -> dict[str, Tensor]:

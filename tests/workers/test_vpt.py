@@ -7,10 +7,10 @@ import copy
 import math
 from typing import Any
 
+import method_steps
 import pytest
-import tabletop
 import torch
-from tabletop import BASE, ONE, TWO, answers, batch, begun, images, vit
+from method_steps import BASE, ONE, TWO, answers, batch, begun, images, vit
 from torch import Tensor
 
 from workers.errors import UserError
@@ -116,7 +116,7 @@ def test_every_prompt_learns_and_the_backbone_does_not(depth: Any) -> None:
     method = vpt(depth=depth, prompts=4)
     groups = begun(method)
     start = method.prompts.detach().clone()
-    tabletop.train(method, tabletop.OPTIMIZERS["sgd"](groups), ONE)
+    method_steps.train(method, method_steps.OPTIMIZERS["sgd"](groups), ONE)
     assert (method.prompts != start).all(2).all()
     assert digest_of(method.backbone) == method.backbone_digest == digest_of(vit())
     state = method.eval().finish()[0]
@@ -184,7 +184,7 @@ def test_turning_from_task_to_task_is_exact(depth: Any) -> None:
     plain = answers(method, BASE)
     assert torch.allclose(plain, vit()(images()) @ torch.ones(32, 2), atol=1e-5)
     for task in (ONE, TWO):
-        method.load_task(TaskState.from_bytes(tabletop.trained(method, task).to_bytes()))
+        method.load_task(TaskState.from_bytes(method_steps.trained(method, task).to_bytes()))
     first, second = answers(method, ONE), answers(method, TWO)
     for _ in range(2):
         assert torch.equal(answers(method, TWO), second)
@@ -194,7 +194,7 @@ def test_turning_from_task_to_task_is_exact(depth: Any) -> None:
 
 @pytest.mark.parametrize("other", [{"prompts": 6}, {"depth": "deep"}])
 def test_a_state_of_other_settings_is_refused(other: dict[str, Any]) -> None:
-    state = tabletop.trained(vpt())
+    state = method_steps.trained(vpt())
     with pytest.raises(
         UserError, match=r"its state has prompts of shapes .*\(5, 32\).*, these settings have"
     ):
@@ -220,8 +220,8 @@ def test_a_copy_of_the_backbone_has_no_prompts_of_the_original() -> None:
 def test_compiled_blocks_turn_too(depth: Any) -> None:
     method = vpt(depth=depth)
     begun(method)
-    expected, plain = method.loss(batch(), tabletop.PROGRESS)[0], method.backbone(images())
+    expected, plain = method.loss(batch(), method_steps.PROGRESS)[0], method.backbone(images())
     compile_blocks(method.backbone, backend="eager")
     for _ in range(2):
-        assert torch.allclose(method.loss(batch(), tabletop.PROGRESS)[0], expected, atol=1e-6)
+        assert torch.allclose(method.loss(batch(), method_steps.PROGRESS)[0], expected, atol=1e-6)
         assert torch.allclose(method.backbone(images()), plain, atol=1e-6)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from growing import START, A, B, C, batch, begun, moved, stream, wide
-from laboratory import Lab, history
+from class_incremental_steps import START, A, B, C, batch, begun, moved, stream, wide
+from stage_lab import Lab, history
 from torch.nn import functional as F
 
 from workers import loop, optim

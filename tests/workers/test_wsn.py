@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_contexts import step_context
-from tabletop import (
+from method_steps import (
     ONE,
     THREE,
     TRAININGS,
@@ -24,6 +23,7 @@ from tabletop import (
     serving,
     vit,
 )
+from step_contexts import step_context
 from torch import nn
 
 from workers import optim

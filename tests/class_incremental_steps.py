@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from laboratory import TASKS, Lab, Run
+from stage_lab import TASKS, Lab, Run
 from step_contexts import step_context
 from torch import Tensor, nn
 
@@ -77,7 +77,7 @@ def moved(method: Method) -> None:
 
 
 def stream(lab: Lab, method: str, base: str | None = None, **settings: Any) -> Run:
-    """Run both tasks of the laboratory in scenario `class`, one epoch each.
+    """Run both tasks of `stage_lab` in scenario `class`, one epoch each.
 
     base: the name of the task that the backbone is trained on.
     """

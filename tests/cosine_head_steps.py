@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from growing import RATES, SMALL, batch
+from class_incremental_steps import RATES, SMALL, batch
 from step_contexts import feed_data, step_context
 
 from workers import loop, optim

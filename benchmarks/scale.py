@@ -27,8 +27,9 @@ from pipeline.config import Config
 from pipeline.console import Console
 from pipeline.graph.build import graph_of
 from pipeline.graph.run import look_up_all, run_graph
+from pipeline.graph.run_record import record_of
 from pipeline.graph.stage import Graph, Stage
-from pipeline.graph.store import Store, record_of
+from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
 from workers.storage.artifact import Attempt
 

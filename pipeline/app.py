@@ -29,8 +29,9 @@ from pipeline.graph.run import (
     run_graph,
     stages_to_run,
 )
+from pipeline.graph.run_record import RunRecord, record_of
 from pipeline.graph.stage import Graph, Stage
-from pipeline.graph.store import Lookup, Store, record_of, version_notes
+from pipeline.graph.store import Lookup, Store, version_notes
 from pipeline.launch.cluster import is_submitted_job
 from pipeline.results.tables import RunTables
 from pipeline.results.trials import keys_of_searches
@@ -271,7 +272,7 @@ def plan(run: PreparedRun) -> RunPlan:
     )
 
 
-def previous_record(store: Store, config: Config) -> dict[str, Any] | None:
+def previous_record(store: Store, config: Config) -> RunRecord | None:
     """Return the record that explains misses: of this run, else of its config without `--set`."""
     return store.record(config.name) or store.record(config.base_name)
 
@@ -312,7 +313,7 @@ def execute(
 
 def _run_and_record(
     run: PreparedRun,
-    record: dict[str, Any],
+    record: RunRecord,
     lookups: dict[str, Lookup],
     screen: Screen,
     resume_command: str,
@@ -376,7 +377,7 @@ def _run_and_record(
 
 def _finish(
     run: PreparedRun,
-    record: dict[str, Any],
+    record: RunRecord,
     outcome: Outcome,
     files: Mapping[str, bytes],
     warnings: list[str],
@@ -392,9 +393,7 @@ def _no_executor(stages_to_run: set[str]) -> Executor:
     raise AssertionError(f"nothing is to be run, and {stages_to_run} are")
 
 
-def _add_analysis(
-    files: dict[str, bytes], record: Mapping[str, Any], store: Store
-) -> dict[str, bytes]:
+def _add_analysis(files: dict[str, bytes], record: RunRecord, store: Store) -> dict[str, bytes]:
     """Add the section on attention to the page of a report, where the run was analysed."""
     if not exists(join(store.storage, "runs", record["name"], ANALYSIS_FILE)):
         return files
@@ -437,7 +436,7 @@ def bring(
 
 
 # ---- reports -------------------------------------------------------------------------------------
-def make_report(run: PreparedRun, record: dict[str, Any], stage: Stage) -> dict[str, Any]:
+def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
     """Run the report stage: write pages, pictures and tables of the run; return its manifest."""
     from pipeline.report import page  # imports matplotlib
 
@@ -466,9 +465,7 @@ def report_files(run: PreparedRun) -> dict[str, bytes]:
     return {name: artifact.read(name) for name in artifact.manifest["files"]}
 
 
-def report_files_or_build(
-    run: PreparedRun, record: Mapping[str, Any], picture: str
-) -> dict[str, bytes]:
+def report_files_or_build(run: PreparedRun, record: RunRecord, picture: str) -> dict[str, bytes]:
     """Return the files of the report stage; build them when the stage has no result."""
     from pipeline.report import page  # imports matplotlib
 
@@ -515,7 +512,7 @@ def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
     bundle_of(run.graph, run.store, label).write(folder)
 
 
-def current_record(run: PreparedRun) -> dict[str, Any]:
+def current_record(run: PreparedRun) -> RunRecord:
     """Return the stored record of a run; a new one when its graph has changed since."""
     record = run.store.record(run.config.name)
     keys = {stage.id: stage.key for stage in run.graph}
@@ -595,7 +592,7 @@ def check_image_count(option: str, count: int, least: int, most: float) -> None:
 
 def _record_analysis(
     run: PreparedRun,
-    record: Mapping[str, Any],
+    record: RunRecord,
     analysis: Analysis,
     analysis_files: Mapping[str, bytes],
     images: int,

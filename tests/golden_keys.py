@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from pipeline import config
 from pipeline.data import cards, ingest
-from pipeline.graph import build, store
+from pipeline.graph import build, run_record, store
 from pipeline.search import spec
 from workers import evaluate, loop
 from workers.data import sources
@@ -57,7 +57,7 @@ def pinned() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         graph, _ = build.graph_of(demo, store.Store(folder))
     pins = {
-        "key_version": store.KEY_VERSION,
+        "key_version": run_record.KEY_VERSION,
         "settings": {name: fields_of(model) for name, model in models.items()},
         "revisions": revisions(),
         "demo": {stage.id: stage.key for stage in graph},

@@ -25,7 +25,7 @@ from pyarrow import fs
 
 from pipeline.config import Config, dump
 from pipeline.data import cards
-from pipeline.graph import raw_data, store
+from pipeline.graph import raw_data, run_record
 from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
@@ -87,7 +87,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
         "sources": {name: [source.text, source.note] for name, source in sources.items()},
         "class_orders": class_orders,
         "weights": weights,
-        "key_version": store.KEY_VERSION,
+        "key_version": run_record.KEY_VERSION,
         "code": code_digest(),
         "versions": package_versions(),
     }
@@ -165,7 +165,7 @@ def _stage_json(stage: Stage) -> dict[str, Any]:
 def _from_json(content: Mapping[str, Any]) -> CachedGraph:
     stages = []
     for entry in content["stages"]:
-        if not store.is_stage(entry):
+        if not run_record.is_stage(entry):
             raise ValueError("an entry is no stage")
         stages.append(Stage(**{**entry, "parents": tuple(entry["parents"])}))
     tasks = [Task(**{**entry, "classes": tuple(entry["classes"])}) for entry in content["tasks"]]

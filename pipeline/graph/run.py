@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pipeline.graph.run_record import RunRecord
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, outdated
 from pipeline.graph.walk import (
@@ -84,14 +85,14 @@ def contents_of(lookups: Mapping[str, Lookup]) -> dict[str, str]:
 
 
 def look_up_all(
-    graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True
+    graph: Graph, store: Store, previous: RunRecord | None, verify: bool = True
 ) -> dict[str, Lookup]:
     """Look up every stage of a whole graph, and mark results that are outdated."""
     return mark_outdated(graph, look_up_each(graph, store, previous, verify))
 
 
 def look_up_each(
-    graph: Graph, store: Store, previous: dict[str, Any] | None, verify: bool = True
+    graph: Graph, store: Store, previous: RunRecord | None, verify: bool = True
 ) -> dict[str, Lookup]:
     """Look up every stage by itself; with `verify`, compare every file with its digest.
 

@@ -8,8 +8,6 @@ import hashlib
 import json
 import os
 import posixpath
-import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -18,11 +16,11 @@ from typing import Any
 
 from pyarrow import fs
 
-from pipeline.config import Config, dump, flatten
-from pipeline.graph import failures
+from pipeline.config import flatten
+from pipeline.graph import failures, run_record
+from pipeline.graph.run_record import RunRecord, is_stage, needed_keys
 from pipeline.graph.stage import Graph, Stage
 from workers.errors import UserError
-from workers.job import Task
 from workers.storage.artifact import (
     MANIFEST,
     Artifact,
@@ -40,17 +38,14 @@ from workers.storage.artifact import (
 )
 from workers.storage.filesystem import FIRST_CONTACT_S, access_remedy, patience
 
-# a key names a folder: a record from elsewhere must not lead out of the store
-PLAIN = re.compile(r"[\w-]+")
 EARLIER = "earlier"  # folder in that of a run: records of what it was before its config was changed
 MOST_CHANGES = 4  # versions that a note names
-KEY_VERSION = 1  # raise it when `key_of` itself changes: every result is then computed anew
 
 
 def key_of(inputs: Mapping[str, Any], parents: Iterable[str]) -> str:
     """Content address of a stage: hash of its inputs and its parents' keys, in order. Type-tagged:
     1, 1.0, "1" and True differ."""
-    return hashlib.sha256(_tagged([KEY_VERSION, inputs, list(parents)])).hexdigest()[:32]
+    return hashlib.sha256(_tagged([run_record.KEY_VERSION, inputs, list(parents)])).hexdigest()[:32]
 
 
 def _tagged(value: Any) -> bytes:
@@ -80,22 +75,6 @@ class Lookup:
     reason: str
     manifest: Mapping[str, Any] | None = None
     damaged: bool = False
-
-
-def needed_keys(record: Mapping[str, Any]) -> set[str]:
-    """Keys of what a run computes; a report is made again at no cost."""
-    return {
-        stage["key"] for stage in record["stages"] if is_stage(stage) and stage["step"] != "report"
-    }
-
-
-def is_stage(entry: Any) -> bool:
-    """Whether an entry of a record names a stage, by a key that leads nowhere else."""
-    return (
-        isinstance(entry, dict)
-        and all(isinstance(entry.get(name), str) for name in ("id", "key", "step"))
-        and bool(PLAIN.fullmatch(entry["key"]))
-    )
 
 
 def remove(path: str) -> None:
@@ -184,11 +163,11 @@ class Store:
         """Return the path of the record of a named run."""
         return join(self.storage, "runs", name, "run.json")
 
-    def record(self, name: str) -> dict[str, Any] | None:
+    def record(self, name: str) -> RunRecord | None:
         """What the named run consisted of when it was last started."""
         return self._read_record(self.record_path(name), name)
 
-    def _read_record(self, path: str, name: str) -> dict[str, Any] | None:
+    def _read_record(self, path: str, name: str) -> RunRecord | None:
         try:
             record = read_json(path)
         except (FileNotFoundError, ValueError):
@@ -200,7 +179,7 @@ class Store:
         )
         return record if whole and all(is_stage(s) for s in record["stages"]) else None
 
-    def save_record(self, record: dict[str, Any]) -> None:
+    def save_record(self, record: RunRecord) -> None:
         """Writes the record of a run that begins, before it looks up what stands: from now on
         `gc` keeps what it needs. A record of the same name that needs other results is kept
         beside it."""
@@ -216,7 +195,7 @@ class Store:
 
         return stage_lock(self.root, "gc")
 
-    def _keep_earlier(self, record: Mapping[str, Any]) -> None:
+    def _keep_earlier(self, record: RunRecord) -> None:
         """Of a run whose config was changed, the record of what it was; a longer stream or a
         further method needs all of what it was, and takes its place."""
         name, keys = record["name"], needed_keys(record)
@@ -229,11 +208,11 @@ class Store:
                 with suppress(FileNotFoundError):
                     system.delete_file(resolve(path)[1])
 
-    def _earlier_path(self, name: str, record: Mapping[str, Any]) -> str:
+    def _earlier_path(self, name: str, record: RunRecord) -> str:
         digest = hashlib.sha256("\n".join(sorted(needed_keys(record))).encode()).hexdigest()
         return join(self.storage, "runs", name, EARLIER, f"{digest[:16]}.json")
 
-    def _earlier(self, name: str) -> dict[str, dict[str, Any] | None]:
+    def _earlier(self, name: str) -> dict[str, RunRecord | None]:
         """Path -> record, of what a run was before its config was changed; None where it cannot be
         read."""
         folder = join(self.storage, "runs", name, EARLIER)
@@ -368,9 +347,9 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
         return "new"
     if before["key"] == stage.key:
         return "not finished"
-    version = previous.get("key_version", 1) if previous else KEY_VERSION
-    if version != KEY_VERSION:
-        return f"key version {version} -> {KEY_VERSION}"
+    version = previous.get("key_version", 1) if previous else run_record.KEY_VERSION
+    if version != run_record.KEY_VERSION:
+        return f"key version {version} -> {run_record.KEY_VERSION}"
     old, new = flatten(before["inputs"]), flatten(stage.inputs)
     changes = [
         f"{k}: {old.get(k, 'absent')!r} -> {new.get(k, 'absent')!r}"
@@ -390,11 +369,12 @@ def version_notes(
     key version; those that stand and were made by other versions of the code or of packages stay
     valid."""
     notes = []
-    version = previous.get("key_version", 1) if previous else KEY_VERSION
-    if version != KEY_VERSION:
+    version = previous.get("key_version", 1) if previous else run_record.KEY_VERSION
+    if version != run_record.KEY_VERSION:
         notes.append(
-            f"the last run of this name had key version {version}, this code has {KEY_VERSION}: "
-            "its results are not found under the new keys, and are computed anew"
+            f"the last run of this name had key version {version}, this code has "
+            f"{run_record.KEY_VERSION}: its results are not found under the new keys, and are "
+            "computed anew"
         )
     manifests = [lookup.manifest for lookup in lookups.values() if lookup.hit and lookup.manifest]
     made_by = [
@@ -427,40 +407,3 @@ def _versions(provenance: Mapping[str, Any]) -> dict[str, str]:
     packages = provenance.get("packages")
     versions = {**packages} if isinstance(packages, dict) else {}
     return {**versions, "git commit": str(provenance.get("git_commit", ""))}
-
-
-def record_of(
-    graph: Graph, config: Config, tasks: list[Task], provenance: dict[str, Any]
-) -> dict[str, Any]:
-    """The record of a named run: its config, its tasks and the keys of all its stages."""
-    stages = [
-        {
-            "id": s.id,
-            "key": s.key,
-            "step": s.step,
-            "label": s.method,
-            "task": s.task,
-            "parents": list(s.parents),
-            "method": config.methods[s.method].method if s.method else None,
-            "inputs": dict(s.inputs),
-        }
-        for s in graph
-    ]
-    return {
-        "name": graph.name,
-        "key_version": KEY_VERSION,
-        "config": dump(config),
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "stages": stages,
-        "tasks": [
-            {
-                "name": t.name,
-                "card": t.card,
-                "role": t.role,
-                "classes": list(t.classes),
-                "data": t.data,
-            }
-            for t in tasks
-        ],
-        "provenance": provenance,
-    }

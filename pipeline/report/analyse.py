@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from pipeline.config import Config
 from pipeline.console import table_text
+from pipeline.graph.run_record import RunRecord
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.report import files, plots
@@ -46,7 +46,7 @@ class FinishedRun:
     config: Config
     graph: Graph
     store: Store
-    record: Mapping[str, Any]
+    record: RunRecord
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from pipeline.graph.run_record import RunRecord
 from pipeline.graph.store import Store
 from pipeline.report.figures import Picture
 from pipeline.report.html_parts import render_picture, render_table
@@ -38,7 +39,7 @@ class Part:
         return {**self.files, **{picture.name: picture.png for picture in self.pictures}}
 
 
-def evaluation_keys(record: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_keys(record: RunRecord) -> dict[str, Any]:
     """Return what identifies the analysed results of a run: its name and its evaluations' keys."""
     keys = {}
     for stage in record["stages"]:
@@ -48,7 +49,7 @@ def evaluation_keys(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def analysis_files(
-    parts: Mapping[str, Part], records: Sequence[Mapping[str, Any]], store: Store
+    parts: Mapping[str, Part], records: Sequence[RunRecord], store: Store
 ) -> dict[str, bytes]:
     """Return the files of an analysis for the folder of the first run, with a list of its parts.
 
@@ -87,7 +88,7 @@ def _is_valid(part: Any) -> bool:
     return isinstance(part, dict) and bool(part.get("analysis-of"))
 
 
-def is_current(part: Mapping[str, Any], record: Mapping[str, Any], store: Store) -> bool:
+def is_current(part: Mapping[str, Any], record: RunRecord, store: Store) -> bool:
     """Return whether a part was made from the present evaluations of all its runs.
 
     The first run may have been renamed since. Other runs without a record are not checked.
@@ -102,9 +103,7 @@ def is_current(part: Mapping[str, Any], record: Mapping[str, Any], store: Store)
     return True
 
 
-def add_section(
-    files: Mapping[str, bytes], record: Mapping[str, Any], store: Store
-) -> dict[str, bytes]:
+def add_section(files: Mapping[str, bytes], record: RunRecord, store: Store) -> dict[str, bytes]:
     """Return the files of a report, with the section in its page when the run was analysed."""
     parts = load_parts(store, record["name"])
     page = files.get("report.html", b"").decode()
@@ -116,7 +115,7 @@ def add_section(
     return {**files, "report.html": page.encode()}
 
 
-def render_section(parts: Mapping[str, Any], record: Mapping[str, Any], store: Store) -> str:
+def render_section(parts: Mapping[str, Any], record: RunRecord, store: Store) -> str:
     """Return the section as HTML, with the parts that are current."""
     folder = join(store.storage, "runs", record["name"])
     text = ""

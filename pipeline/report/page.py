@@ -6,8 +6,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from pipeline.graph.run_record import RunRecord
 from pipeline.report import figures, files
 from pipeline.report.figures import Picture
 from pipeline.report.html_parts import (
@@ -30,7 +31,7 @@ FITS = 1500
 MOST_TASKS = 12  # named in the head of the page
 
 
-def build(storage: str, record: Mapping[str, Any], graph_svg: str = "") -> dict[str, bytes]:
+def build(storage: str, record: RunRecord, graph_svg: str = "") -> dict[str, bytes]:
     """Return all files of the report by name: `report.html`, tables as CSV and Parquet, PNGs."""
     tables = RunTables.load(storage, record)
     views = {label: figures.load_mask_views(tables, label) for label in tables.labels}

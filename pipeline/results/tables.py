@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.results import metrics
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, Manifest, join
@@ -100,7 +101,7 @@ class RunTables:
     """
 
     storage: str
-    record: Mapping[str, Any]
+    record: RunRecord
     artifacts: dict[str, Artifact]
     problems: list[str] = field(default_factory=list)
 
@@ -108,7 +109,7 @@ class RunTables:
     def load(
         cls,
         storage: str,
-        record: Mapping[str, Any],
+        record: RunRecord,
         known: Mapping[str, Manifest] | None = None,
     ) -> RunTables:
         """Read the manifests of all stages. known: manifests by stage id, which are not read."""
@@ -161,7 +162,7 @@ class RunTables:
         task: Mapping[str, Any] = next(t for t in self.record["tasks"] if t["name"] == name)
         return task
 
-    def stages(self, label: str, task: str) -> list[Mapping[str, Any]]:
+    def stages(self, label: str, task: str) -> list[StageRecord]:
         """Return the stages that learned `task`, in order, without `evaluate`.
 
         A method that does not train on the base task has only the backbone stage there.
@@ -540,7 +541,7 @@ class RunTables:
         """Return one row per stage: its state, wall time, bytes and device."""
         rows = []
         for stage in self.record["stages"]:
-            row = {
+            row: Row = {
                 "stage": stage["id"],
                 "step": stage["step"],
                 "label": stage["label"],
@@ -614,8 +615,12 @@ class RunTables:
             tables["picks"] += self.picks(label)
         for stage in self.record["stages"]:
             if stage["step"] not in ("ingest", "evaluate", "report"):
-                columns = {"stage": stage["id"]}
-                columns |= {name: stage[name] for name in ("label", "task", "step")}
+                columns = {
+                    "stage": stage["id"],
+                    "label": stage["label"],
+                    "task": stage["task"],
+                    "step": stage["step"],
+                }
                 tables["histories"] += [columns | row for row in self.history(stage["id"])]
         # Last: reading the tables above may add problems.
         tables["warnings"] = self.warnings()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from pyarrow import fs
 
+from pipeline.graph.run_record import RunRecord
 from workers.errors import UserError
 from workers.storage.artifact import exists, join, read_json, resolve
 
@@ -88,7 +89,7 @@ class Trial(TypedDict):
     wall_s: NotRequired[float]
     started: NotRequired[str]
     ended: NotRequired[str | None]
-    graph: NotRequired[dict[str, Any] | None]
+    graph: NotRequired[RunRecord | None]
     history: NotRequired[dict[str, dict[str, Any]]]
 
 
@@ -305,8 +306,9 @@ def keys_of_searches(storage: str) -> set[str]:
                 f"start the search again, or remove {join(folder, name)}"
             )
         for trial in search.trials:
-            graph = trial.get("graph") or {"stages": []}
-            keys |= {stage["key"] for stage in graph["stages"]}
+            graph = trial.get("graph")
+            if graph:
+                keys |= {stage["key"] for stage in graph["stages"]}
     return keys
 
 

@@ -14,8 +14,9 @@ from pipeline import config
 from pipeline.graph import build
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import Executor, look_up_each, mark_outdated, run_graph
+from pipeline.graph.run_record import RunRecord, record_of
 from pipeline.graph.stage import Graph, Stage
-from pipeline.graph.store import Lookup, Store, record_of
+from pipeline.graph.store import Lookup, Store
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.launch import executor
 from pipeline.results.tables import RunTables
@@ -405,9 +406,7 @@ def ancestors(graph: Graph, stage_id: str) -> set[str]:
     return stage_ids
 
 
-def result_of(
-    store: Store, record: Mapping[str, Any], label: str, task: str, position: int
-) -> TrialResult:
+def result_of(store: Store, record: RunRecord, label: str, task: str, position: int) -> TrialResult:
     """Return the validation accuracies after a task, and bytes stored per task beyond the backbone.
 
     record: the run record of the trial's graph. Raises `UserError` when the task has no accuracy.

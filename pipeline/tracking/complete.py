@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from pipeline.config import TrackingSettings
+from pipeline.graph.run_record import RunRecord
 from workers.storage.artifact import join, read_json, write_bytes
 
 FILE = "recorded.json"
@@ -34,7 +35,7 @@ class RecordState:
 def state_of(
     settings: TrackingSettings,
     storage: str,
-    record: Mapping[str, Any],
+    record: RunRecord,
     manifests: Mapping[str, Mapping[str, Any] | None],
     files: Mapping[str, bytes],
 ) -> RecordState:

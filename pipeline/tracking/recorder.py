@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from pipeline.graph.run_record import RunRecord
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.tracking.mlflow_client import MlflowClientAdapter, SystemMetrics, transient
 from pipeline.tracking.outbox import Outbox
@@ -65,7 +66,7 @@ class Recorder:
         """Sentences on what is not in the record."""
         return self.outbox.warnings
 
-    def start(self, record: Mapping[str, Any], graph_svg: str = "", watch: bool = False) -> None:
+    def start(self, record: RunRecord, graph_svg: str = "", watch: bool = False) -> None:
         """Find or create the runs of this graph, and record the stages that are finished.
 
         record: the run record. watch: this machine works on the run, so its system metrics may be
@@ -206,7 +207,7 @@ class RecordingObserver:
     """Observes a walk over the graph and passes finished stages on to a recorder, so that no stage
     waits for MLflow."""
 
-    def __init__(self, recorder: Recorder, graph: Graph, record: Mapping[str, Any], graph_svg: str):
+    def __init__(self, recorder: Recorder, graph: Graph, record: RunRecord, graph_svg: str):
         self.recorder = recorder
         self.graph = graph
         recorder.start(record, graph_svg, watch=True)

@@ -12,9 +12,10 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pipeline.config import flatten
+from pipeline.graph.run_record import RunRecord
 from pipeline.tracking.mlflow_client import InputData, MlflowClientAdapter, Point, key_name
 from workers.storage.artifact import Artifact, join
 
@@ -67,7 +68,7 @@ class RunIdentity:
     pictures: bool = True
 
 
-def run_key(record: Mapping[str, Any]) -> str:
+def run_key(record: RunRecord) -> str:
     """Return what makes two runs the same run: the name and the keys of all stages."""
     keys = "\n".join(sorted(stage["key"] for stage in record["stages"]))
     return f"{record['name']}-{hashlib.sha256(keys.encode()).hexdigest()[:16]}"
@@ -81,7 +82,7 @@ class RunWriter:
         self.settings = settings
         self.storage = storage
         self.identity = identity
-        self.record: Mapping[str, Any] = {}
+        self.record = cast(RunRecord, {})  # empty before `begin`
         self.stages: dict[str, Mapping[str, Any]] = {}
         self.graph_svg = ""
         self.location: RecordLocation | None = None
@@ -91,7 +92,7 @@ class RunWriter:
         self.newly_evaluated: set[str] = set()
         self.forget()
 
-    def begin(self, record: Mapping[str, Any], graph_svg: str = "") -> None:
+    def begin(self, record: RunRecord, graph_svg: str = "") -> None:
         """Set the graph to write. record: the run record."""
         self.record = record
         self.graph_svg = graph_svg
@@ -482,7 +483,7 @@ def tag_of(stage: Mapping[str, Any]) -> str:
     return f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}"
 
 
-def keys_of(record: Mapping[str, Any], label: str) -> dict[str, str]:
+def keys_of(record: RunRecord, label: str) -> dict[str, str]:
     """Return the keys of the stages of a method as tags.
 
     label: of the method; "" for the stages that all methods share. Data have a tag once they are
@@ -496,7 +497,7 @@ def keys_of(record: Mapping[str, Any], label: str) -> dict[str, str]:
     return tags
 
 
-def tags_of(record: Mapping[str, Any]) -> dict[str, str]:
+def tags_of(record: RunRecord) -> dict[str, str]:
     """Return the tags by which all runs of a graph are sorted and filtered."""
     config = record["config"]
     provenance = record.get("provenance") or {}
@@ -517,7 +518,7 @@ def tags_of(record: Mapping[str, Any]) -> dict[str, str]:
     return tags
 
 
-def note_of(record: Mapping[str, Any], label: str, task: str) -> str:
+def note_of(record: RunRecord, label: str, task: str) -> str:
     """Return the description that MLflow shows for a run (Markdown)."""
     if task:
         owner = f"method **{label}**" if label else "all methods"

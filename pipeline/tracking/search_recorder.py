@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pyarrow import fs
 
 from pipeline.config import flatten
+from pipeline.graph.run_record import KEY_VERSION, RunRecord
 from pipeline.results import trials
 from pipeline.results.trials import Trial, Winner, as_number, score
 from pipeline.tracking.mlflow_client import (
@@ -214,17 +215,11 @@ class SearchRecorder:
     def _tags(self) -> dict[str, str]:
         settings = self.search["settings"]
         config = self.search["config"]
-        record = {
-            "config": config,
-            "provenance": self.search.get("provenance"),
-            "stages": [],
-            "tasks": [],
-        }
         entries = config.get("methods", {}).items()
         methods = [str((entry or {}).get("method", label)) for label, entry in entries]
         tasks = config.get("stream", {}).get("tasks", [])
         stream = [str(task.get("name") or task.get("card", "")) for task in tasks]
-        return tags_of(record) | {
+        return tags_of(self._record(None, self.search["name"])) | {
             "accrete.kind": "search",
             "accrete.search": search_identity(self.search),
             "mlflow.source.name": "python -m pipeline search",
@@ -243,14 +238,24 @@ class SearchRecorder:
             self.writers[number] = RunWriter(self.settings, self.storage, identity)
         writer = self.writers[number]
         writer.client = client
-        graph = trial.get("graph") or {"config": self.search["config"], "stages": [], "tasks": []}
-        record = {
-            **graph,
-            "name": f"{self.search['name']}-{number:04d}",
-            "provenance": graph.get("provenance") or self.search.get("provenance"),
-        }
-        writer.begin(record)
+        writer.begin(self._record(trial.get("graph"), f"{self.search['name']}-{number:04d}"))
         return writer
+
+    def _record(self, graph: RunRecord | None, name: str) -> RunRecord:
+        """Return a run record under another name; without a graph, one of no stages."""
+        record: RunRecord = {
+            "name": name,
+            "key_version": KEY_VERSION,
+            "config": self.search["config"],
+            "created": str(self.search.get("created", "")),
+            "stages": [],
+            "tasks": [],
+            "provenance": self.search.get("provenance") or {},
+        }
+        if graph is None:
+            return record
+        provenance = graph.get("provenance") or record["provenance"]
+        return {**graph, "name": name, "provenance": provenance}
 
     def _trial_identity(self, trial: Trial, search_run_id: str) -> RunIdentity:
         number = f"{trial['number']:04d}"

@@ -108,7 +108,7 @@ def stages() -> list[Stage]:
     return graph_stages
 
 
-def record(name: str = "tiny") -> dict[str, Any]:
+def record(name: str = "tiny") -> Any:
     config = {
         "name": name,
         "seed": 3,

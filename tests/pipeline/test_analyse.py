@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -140,7 +140,7 @@ def test_accuracy_stands_beside_entropy_as_it_was_evaluated(
 
 def test_a_task_is_looked_at_as_the_last_stage_has_it(configs: dict[str, str]) -> None:
     prepared = app.prepare(configs["plain"])
-    run = analyse.FinishedRun(prepared.config, prepared.graph, prepared.store, {})
+    run = analyse.FinishedRun(prepared.config, prepared.graph, prepared.store, cast(Any, {}))
     for label in ("finetune", "meat"):
         assert [(job.id, task) for _, job, task in analyse.load_methods(run, label)] == [
             (f"{label}/b/evaluate", task) for task in prepared.tasks
@@ -367,7 +367,7 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     assert other is not None
     page = {"report.html": "".join(analysis_section.BEFORE).encode()}
     assert b"data:image" in analysis_section.add_section(page, record, store)["report.html"]
-    changed = {
+    changed: Any = {
         **record,
         "stages": [
             {**s, "key": "0" * 32} if s["id"] == "finetune/b/evaluate" else s
@@ -377,7 +377,7 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     without = analysis_section.add_section(page, changed, store)["report.html"].decode()
     assert "data:image" not in without
     assert "is left out, because the results that it measured have changed" in without
-    renamed = {**record, "name": "moved"}
+    renamed: Any = {**record, "name": "moved"}
     assert analysis_section.add_section(page, renamed, store) == page, (
         "there is none in that folder"
     )
@@ -387,7 +387,7 @@ def test_an_analysis_of_other_results_is_left_out(configs: dict[str, str], say: 
     assert b"data:image" in analysis_section.add_section(page, renamed, store)["report.html"], (
         "a name is no result"
     )
-    grown = {
+    grown: Any = {
         **record,
         "stages": [
             *record["stages"],
@@ -412,7 +412,10 @@ def test_a_damaged_list_of_what_was_analysed_is_no_obstacle(
     for text in ("", "[]", '{"attention": 1}', '{"attention": {}}'):
         (tmp_path / "runs" / "some").mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / "some" / analysis_section.NAME).write_text(text)
-        assert analysis_section.add_section(page, {"name": "some", "stages": []}, store) == page
+        assert (
+            analysis_section.add_section(page, cast(Any, {"name": "some", "stages": []}), store)
+            == page
+        )
 
 
 # ---- maps ----------------------------------------------------------------------------------------

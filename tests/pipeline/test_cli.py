@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from pipeline import app, cli, console
-from pipeline.graph import run, store
+from pipeline.graph import run, run_record, store
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
 from pipeline.graph.walk import Event, EventKind, Walk
@@ -423,7 +423,8 @@ def test_gc_keeps_what_a_run_began_to_need_while_a_person_thought(
     stages = [{"id": key, "key": key, "step": "train"} for key in needed]
 
     def begin() -> None:
-        store.Store(str(littered.storage)).save_record({"name": "begun", "stages": stages})
+        record: Any = {"name": "begun", "stages": stages}
+        store.Store(str(littered.storage)).save_record(record)
 
     answering(monkeypatch, begin)
     text = output(capsys, "gc", "--storage", str(littered.storage))
@@ -556,7 +557,7 @@ def test_plan_says_which_results_other_versions_made_and_that_they_stay(
 def test_plan_says_that_a_key_version_was_raised(
     run_copy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(store, "KEY_VERSION", 2)
+    monkeypatch.setattr(run_record, "KEY_VERSION", 2)
     text = output(capsys, "plan", run_copy.config())
     assert "the last run of this name had key version 1, this code has 2" in text
     assert set(table(text).values()) == {("miss", "key version 1 -> 2")}

@@ -290,7 +290,8 @@ def test_the_page_needs_nothing_else_and_says_what_it_shows(storage: Any) -> Non
 @pytest.fixture
 def stored(storage: Any) -> Any:
     for name, seed, lr in (("one", 0, 0.1), ("two", 1, 0.1), ("three", 0, 0.2)):
-        Store(storage).save_record({**run_of(storage, name, seed, train={"lr": lr}).record})
+        run = run_of(storage, name, seed, train={"lr": lr})
+        Store(storage).save_record(run.record)
     return storage
 
 

@@ -16,7 +16,8 @@ from pipeline import config
 from pipeline.cli import main
 from pipeline.graph import build
 from pipeline.graph.run import look_up_all, stages_to_run
-from pipeline.graph.store import Store, record_of
+from pipeline.graph.run_record import record_of
+from pipeline.graph.store import Store
 from pipeline.launch import cost
 from tests import small_run
 from workers.job import StageJob

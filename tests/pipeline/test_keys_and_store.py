@@ -5,7 +5,7 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pyarrow import fs
@@ -196,13 +196,16 @@ def test_garbage_is_what_no_named_run_needs(tmp_path: Path) -> None:
     publish(store, "kept", {"a": b"1"})
     publish(store, "lost", {"a": b"12345"})
     store.save_record(
-        {
-            "name": "r",
-            "stages": [
-                {"id": "a", "key": "kept", "step": "train"},
-                {"id": "b", "key": "unfinished", "step": "train"},
-            ],
-        }
+        cast(
+            Any,
+            {
+                "name": "r",
+                "stages": [
+                    {"id": "a", "key": "kept", "step": "train"},
+                    {"id": "b", "key": "unfinished", "step": "train"},
+                ],
+            },
+        )
     )
     Attempt(store.root, "unfinished").write("a", b"1")  # may be under way
     assert [path for path, _ in app.find_garbage(store)] == ["stages/lost"]
@@ -219,7 +222,8 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
     damaged.commit({})
     store.withdraw("k")
     write_bytes(join(str(tmp_path), "checkpoints", "k", "latest.json"), b"{}")
-    store.save_record({"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]})
+    record: Any = {"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]}
+    store.save_record(record)
     assert app.find_garbage(store) == []
     publish(store, "k", {"a": b"1"})
     assert not {interrupted.name, damaged.name} & {
@@ -236,7 +240,8 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
 def test_nothing_is_garbage_while_a_record_cannot_be_read(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     publish(store, "k", {"a": b"1"})
-    store.save_record({"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]})
+    record: Any = {"name": "r", "stages": [{"id": "a", "key": "k", "step": "train"}]}
+    store.save_record(record)
     (tmp_path / "runs" / "r" / "run.json").write_text("{")
     with pytest.raises(UserError, match="what run 'r' needs is not known"):
         app.find_garbage(store)
@@ -277,7 +282,7 @@ def test_on_an_object_store_many_results_are_looked_up_at_a_time_and_each_miss_h
         return Lookup(False, why(stage, before))
 
     monkeypatch.setattr(Store, "look_up", look_up)
-    lookups = look_up_all(graph, Store("s3://bucket/storage"), previous)
+    lookups = look_up_all(graph, Store("s3://bucket/storage"), cast(Any, previous))
     assert list(lookups) == [f"s{i}" for i in range(32)]
     assert (lookups["s3"].reason, lookups["s7"].reason, lookups["s31"].reason) == (
         "changed lambda: 7 -> 3",

@@ -32,7 +32,7 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run that was killed after five stages, went on, finished, and was started once more."""
     storage = str(tmp_path_factory.mktemp("storage"))
-    record = {
+    record: Any = {
         **fake_run.record(),
         "provenance": {"git_commit": "feed", "packages": {"torch": "2.14.1"}, "python": "3.11.7"},
     }
@@ -200,7 +200,8 @@ def test_links_open_mlflow_on_its_pages_for_training(recorded: Any) -> None:
 
 def test_another_graph_of_the_same_name_gets_runs_of_its_own() -> None:
     record = fake_run.record()
-    changed = {**record, "stages": [{**record["stages"][0], "key": "other"}, *record["stages"][1:]]}
+    first, *rest = record["stages"]
+    changed: Any = {**record, "stages": [{**first, "key": "other"}, *rest]}
     assert (
         run_writer.run_key(changed)
         != run_writer.run_key(record)
@@ -324,7 +325,8 @@ def test_this_machine_is_sampled_into_the_run_while_it_runs(
         str(tmp_path),
         identity=run_writer.RunIdentity(pictures=False),
     )
-    recorder.start({**fake_run.record(), "stages": []}, watch=True)
+    record: Any = {**fake_run.record(), "stages": []}
+    recorder.start(record, watch=True)
     client, _, experiment = mlflow_client.open_store(str(tmp_path))
 
     def sampled() -> Any:
@@ -368,15 +370,9 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
         recorder = Recorder(
             settings, str(tmp_path), identity=run_writer.RunIdentity(pictures=False)
         )
-        recorder.start(
-            {
-                **fake_run.record(
-                    f"x{len(list(tmp_path.iterdir()))}{watch}{settings.system_metrics}"
-                ),
-                "stages": [],
-            },
-            watch=watch,
-        )
+        name = f"x{len(list(tmp_path.iterdir()))}{watch}{settings.system_metrics}"
+        record: Any = {**fake_run.record(name), "stages": []}
+        recorder.start(record, watch=watch)
         recorder.finish({})
         assert started == expected
 
@@ -390,7 +386,8 @@ def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(
         str(tmp_path),
         identity=run_writer.RunIdentity(pictures=False),
     )
-    recorder.start({**fake_run.record(), "stages": []}, watch=True)
+    record: Any = {**fake_run.record(), "stages": []}
+    recorder.start(record, watch=True)
     recorder.finish({"report.html": b"a page"})
     assert recorder.warnings == [
         "tracking.system_metrics needs the package psutil, which is not installed; install "

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline import app, config
-from pipeline.graph import build, graph_cache, store
+from pipeline.graph import build, graph_cache, run_record
 from pipeline.graph.stage import Graph
 from tests import small_run
 
@@ -118,7 +118,7 @@ def test_other_code_or_another_version_builds_anew(
             patch.setattr(graph_cache, name, lambda: "other")
             assert prepared(config_path).has_jobs
     with monkeypatch.context() as patch:
-        patch.setattr(store, "KEY_VERSION", 2)
+        patch.setattr(run_record, "KEY_VERSION", 2)
         assert prepared(config_path).has_jobs
     assert not prepared(config_path).has_jobs
 

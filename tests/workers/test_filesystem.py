@@ -8,7 +8,7 @@ import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pyarrow import fs
@@ -528,10 +528,13 @@ def test_garbage_is_found_by_one_listing_of_each_place(bucket: Any) -> None:
         attempt.write("state", b"1")
         attempt.commit({})
     store.save_record(
-        {
-            "name": "r",
-            "stages": [{"id": f"s{n}", "key": f"{n:032d}", "step": "train"} for n in range(5)],
-        }
+        cast(
+            Any,
+            {
+                "name": "r",
+                "stages": [{"id": f"s{n}", "key": f"{n:032d}", "step": "train"} for n in range(5)],
+            },
+        )
     )
     interrupted = Attempt(store.root, f"{0:032d}")
     interrupted.write("state", b"22")
@@ -630,7 +633,7 @@ def test_json_of_records_comes_back(bucket: Any) -> None:
     store.check_writable()
     store.remember("card", [1])
     assert (store.remembered("card"), store.remembered("other")) == ([1], None)
-    store.save_record({"name": "r", "stages": []})
+    store.save_record(cast(Any, {"name": "r", "stages": []}))
     assert store.run_names() == ["r"]
     assert json.loads(read_bytes(store.record_path("r"))) == store.record("r")
 

@@ -1,0 +1,117 @@
+"""The record of a named run, `<storage>/runs/NAME/run.json`: its config, its tasks and the keys of
+its stages."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, NotRequired, TypedDict
+
+from pipeline.config import Config, dump
+from pipeline.graph.stage import Graph
+from workers.job import Task
+
+KEY_VERSION = 1  # raise it when `store.key_of` changes: every result is then computed anew
+# A key names a folder: a record from elsewhere must not lead out of the store.
+PLAIN = re.compile(r"[\w-]+")
+
+
+class StageRecord(TypedDict):
+    """A stage of a run.
+
+    label, method: names of the method's entry in the config and of the method itself; None for a
+    stage of no method. task: None for a stage of no task. parents: ids. inputs: what the key was
+    made of, besides the parents' keys.
+    """
+
+    id: str
+    key: str
+    step: str
+    label: str | None
+    task: str | None
+    parents: list[str]
+    method: str | None
+    inputs: dict[str, Any]
+
+
+class TaskRecord(TypedDict):
+    """A task of a run. data: key of the ingest stage of its card."""
+
+    name: str
+    card: str
+    role: str
+    classes: list[str]
+    data: str
+
+
+class RunRecord(TypedDict):
+    """What a named run consisted of when it was last started.
+
+    config: every setting, defaults included. created: ISO 8601. provenance: git commit and versions
+    of packages.
+    """
+
+    name: str
+    key_version: int
+    config: dict[str, Any]
+    created: str
+    stages: list[StageRecord]
+    tasks: list[TaskRecord]
+    provenance: NotRequired[dict[str, Any]]
+
+
+def record_of(
+    graph: Graph, config: Config, tasks: list[Task], provenance: dict[str, Any]
+) -> RunRecord:
+    """Return the record of a run that starts now."""
+    stages: list[StageRecord] = []
+    for stage in graph:
+        method = config.methods[stage.method].method if stage.method else None
+        stages.append(
+            {
+                "id": stage.id,
+                "key": stage.key,
+                "step": stage.step,
+                "label": stage.method,
+                "task": stage.task,
+                "parents": list(stage.parents),
+                "method": method,
+                "inputs": dict(stage.inputs),
+            }
+        )
+    task_records: list[TaskRecord] = [
+        {
+            "name": task.name,
+            "card": task.card,
+            "role": task.role,
+            "classes": list(task.classes),
+            "data": task.data,
+        }
+        for task in tasks
+    ]
+    return {
+        "name": graph.name,
+        "key_version": KEY_VERSION,
+        "config": dump(config),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "stages": stages,
+        "tasks": task_records,
+        "provenance": provenance,
+    }
+
+
+def needed_keys(record: RunRecord) -> set[str]:
+    """Return the keys of a run's results, without its report, which is made again at no cost."""
+    return {
+        stage["key"] for stage in record["stages"] if is_stage(stage) and stage["step"] != "report"
+    }
+
+
+def is_stage(entry: Any) -> bool:
+    """Return whether an entry of a record names a stage, by a key that leads nowhere else."""
+    return (
+        isinstance(entry, Mapping)
+        and all(isinstance(entry.get(name), str) for name in ("id", "key", "step"))
+        and bool(PLAIN.fullmatch(entry["key"]))
+    )

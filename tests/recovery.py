@@ -1,5 +1,8 @@
-"""What recovery is measured by: an uninterrupted run, what must hold after the command was given
-again, and damage to files."""
+"""What tests of recovery share.
+
+An uninterrupted run as reference, the check after a run was started again, damage to files, and a
+crash before a training step.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,16 @@ from tests import small_run
 from workers import loop
 from workers.storage.artifact import Artifact
 
-MOMENTS = 20260101  # seed of the moments at which things are killed
+MOMENTS = 20260101  # seed of the moments at which processes are killed
 
 
 @dataclass
 class Reference:
-    """Cards, and an uninterrupted run on them: what it left behind, what it said, and how long it
-    took."""
+    """An uninterrupted run, to compare interrupted ones with.
+
+    cards: paths of its cards by name. body: its config as plain values. expected: see
+    `small_run.results`. seconds: how long it took. changes: of its config, see `make_body`.
+    """
 
     folder: Path
     cards: dict[str, str]
@@ -36,7 +42,7 @@ class Reference:
     def made_in(
         cls, folder: Path, names: tuple[str, ...] = ("base", "a", "b"), **changes: Any
     ) -> Reference:
-        """own: how its body differs from others."""
+        """Run the tasks `names` without interruption. changes: see `small_run.make_body`."""
         cards = small_run.make_cards(folder, names)
         body = small_run.make_body(folder, cards, **changes)
         # the fork server is up after it
@@ -57,20 +63,26 @@ class Reference:
         )
 
     def config(self, folder: Path, **changes: Any) -> str:
-        """The same run in a storage of its own."""
+        """Write the config of the same run in a new storage below `folder`, and return its path."""
         return small_run.write_config(
             folder / "config.yaml",
             small_run.make_body(folder, self.cards, **self.changes | changes),
         )
 
     def copy(self, folder: Path, **changes: Any) -> str:
-        """The same with everything done."""
+        """Write the same config in a copy of the finished storage, and return its path."""
         shutil.copytree(self.folder / "storage", folder / "storage")
         return self.config(folder, **changes)
 
 
-def judge(reference: Reference, folder: Path, before: dict[str, str], output: str) -> None:
-    """What must hold after the command was given again."""
+def check_recovered(
+    reference: Reference, folder: Path, before: dict[str, str], output: str
+) -> None:
+    """Check the storage after an interrupted command was given again.
+
+    before: the published attempts when it was given again; output: what it printed. No published
+    result is computed again, results equal those of the reference, and no file is damaged.
+    """
     storage = folder / "storage"
     after = small_run.attempts(storage)
     assert before.items() <= after.items(), "a result that stood was computed again"
@@ -86,16 +98,14 @@ def judge(reference: Reference, folder: Path, before: dict[str, str], output: st
         assert not any(name.endswith(".part") for name in manifest["files"])
 
 
-def standing(folder: Path) -> dict[str, str]:
-    """The attempts that are published, also where the run died before it wrote its record."""
-    return (
-        small_run.attempts(folder / "storage")
-        if (folder / "storage" / "runs" / "small" / "run.json").exists()
-        else {}
-    )
+def published_attempts(folder: Path) -> dict[str, str]:
+    """Return the published attempts; none when the run died before it wrote its record."""
+    record = folder / "storage" / "runs" / "small" / "run.json"
+    return small_run.attempts(folder / "storage") if record.exists() else {}
 
 
-def spoil(path: Path, harm: str) -> None:
+def damage_file(path: Path, harm: str) -> None:
+    """Damage a file: `remove` it, `truncate` it to half, or flip a bit for any other `harm`."""
     data = bytearray(path.read_bytes())
     if harm == "remove":
         path.unlink()
@@ -108,16 +118,19 @@ def spoil(path: Path, harm: str) -> None:
 
 
 class Crash(BaseException):
-    """Passes all `except Exception`, like the end of a process."""
+    """A crash that no `except Exception` catches, like the end of a process."""
 
 
 @contextlib.contextmanager
 def steps(patch: pytest.MonkeyPatch, crash_at: int = 0) -> Iterator[list[str]]:
-    """Notes the stage of every training step; crashes before the step of that number (from 1)."""
+    """Give the list of stage ids of all training steps made so far.
+
+    crash_at: raise Crash before the step of this number, counted from 1; 0 for never.
+    """
     made: list[str] = []
     step = loop.train_step
 
-    def noted(
+    def recording_step(
         method: Any, optimizer: Any, batches: Any, progress: Any, job: Any, group: Any
     ) -> Any:
         if crash_at and len(made) + 1 == crash_at:
@@ -126,5 +139,5 @@ def steps(patch: pytest.MonkeyPatch, crash_at: int = 0) -> Iterator[list[str]]:
         return step(method, optimizer, batches, progress, job, group)
 
     with patch.context() as inner:
-        inner.setattr(loop, "train_step", noted)
+        inner.setattr(loop, "train_step", recording_step)
         yield made

@@ -1,8 +1,7 @@
-"""A cluster on paper: nodes with a worker group each, on a virtual clock, around the real graph,
-the real walk and the real queue.
+"""A discrete-event simulation of a cluster, around the real graph, walk and queue.
 
-Nothing sleeps and nothing is computed: a stage lasts as long as it was dealt, and `poll` moves the
-clock to the next thing that happens.
+Each node has one worker group. Nothing sleeps and nothing is trained: each stage has a duration
+that was drawn before, and `poll` moves a virtual clock to the next event.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from workers.job import StageJob
 
 
 class Span(NamedTuple):
-    """One time that a stage ran. how: `done`, `failed` or `lost`."""
+    """One try of a stage. how: it ended as `done`, `failed`, `final` or `lost`."""
 
     stage: str
     group: int
@@ -35,10 +34,13 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Weather:
-    """What goes wrong. life_s: how long a node lives on average, away_s: how long it is then gone.
-    failing: share of the tries that raise an error. doomed: stages that fail for good. slow: share
-    of the nodes that have half the speed."""
+class FailureModel:
+    """What fails in a simulation.
+
+    life_s: mean seconds until a node dies. away_s: seconds until it is back. failing: share of the
+    tries that raise an error. doomed: stages that fail for good. slow: share of the nodes with half
+    the speed.
+    """
 
     life_s: float = math.inf
     away_s: float = 60.0
@@ -49,28 +51,34 @@ class Weather:
 
 @dataclass
 class Cluster:
-    """An executor. seconds: how long each stage takes on a node of full speed, by id; a stage that
-    is tried again goes on from its last checkpoint."""
+    """An executor that simulates a cluster.
+
+    seconds: duration of each stage on a node of full speed, by stage id. A stage that is tried
+    again continues from its last checkpoint.
+    """
 
     nodes: int
     seconds: dict[str, float]
     seed: int = 0
-    weather: Weather = field(default_factory=Weather)
+    failures: FailureModel = field(default_factory=FailureModel)
     checkpoint_s: float = 10.0
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.queue, self.outbox, self.own = Queue(), list[ReadyStage](), list[Event]()
-        self.now, self.serial = 0.0, itertools.count()
-        self.happenings: list[tuple[float, int, Callable[[], None]]] = []
-        self.speed = [
-            0.5 if self.rng.random() < self.weather.slow else 1.0 for _ in range(self.nodes)
-        ]
-        # how often each node has died: what a dead node was about to do does not happen
+        self.queue = Queue()
+        self.outbox: list[ReadyStage] = []
+        self.driver_events: list[Event] = []  # of stages that run in the driver
+        self.now = 0.0  # seconds on the virtual clock
+        self.serial = itertools.count()  # orders callbacks that are due at the same time
+        self.callbacks: list[tuple[float, int, Callable[[], None]]] = []  # a heap, by time
+        self.speed: list[float] = []
+        for _ in range(self.nodes):
+            is_slow = self.rng.random() < self.failures.slow
+            self.speed.append(0.5 if is_slow else 1.0)
+        # how often each node has died: callbacks of an earlier life have no effect
         self.lives = [0] * self.nodes
-        self.running: dict[
-            int, tuple[Stage, float, float]
-        ] = {}  # group -> stage, when it began, what of it was done before
+        # group -> stage, when it began, seconds of work that were done before
+        self.running: dict[int, tuple[Stage, float, float]] = {}
         self.saved: dict[str, float] = {}  # stage -> seconds of work in its checkpoint
         self.spans: list[Span] = []
         self.idle = list(range(self.nodes))
@@ -79,39 +87,43 @@ class Cluster:
 
     # ---- what the driver sees --------------------------------------------------------------------
     def submit(self, stage: Stage, depth: int) -> None:
+        """Queue a stage for a worker group; run ingest and report stages in the driver."""
         if isinstance(stage.job, StageJob):
             self.outbox.append(ReadyStage(depth, stage))
-        else:  # ingest and the report need no group
+        else:
             self._at(
                 self.seconds[stage.id],
                 lambda: self._end_beside(stage, self.now - self.seconds[stage.id]),
             )
 
     def poll(self) -> list[Event]:
-        """The next events, at whatever time they happen: never none, so that the driver never
-        waits."""
+        """Move the clock until there are events, and return them; so the driver never waits."""
         while True:
-            outbox, self.outbox = self.outbox, []
+            outbox = self.outbox
+            self.outbox = []
             events, _ = self.queue.offer(outbox)
-            events, self.own = events + self.own, []
+            events = events + self.driver_events
+            self.driver_events = []
             if outbox:
                 self._wake()
             if events:
                 return events
-            self.now, _, happen = heapq.heappop(self.happenings)
-            happen()
+            self.now, _, callback = heapq.heappop(self.callbacks)
+            callback()
 
     def close(self) -> None:
+        """Close the queue."""
         self.queue.close()
 
     # ---- what happens on the nodes ---------------------------------------------------------------
-    def _at(self, after_s: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self.happenings, (self.now + after_s, next(self.serial), happen))
+    def _at(self, after_s: float, callback: Callable[[], None]) -> None:
+        heapq.heappush(self.callbacks, (self.now + after_s, next(self.serial), callback))
 
     def _wake(self) -> None:
-        """Idle groups ask, in any order, until there is nothing left."""
+        """Let idle groups ask for stages in random order until the queue is empty."""
         self.rng.shuffle(self.idle)
-        asking, self.idle = self.idle, []
+        asking = self.idle
+        self.idle = []
         while asking and self.queue.ready:
             group = asking.pop()
             if not self._ask(group):
@@ -122,34 +134,31 @@ class Cluster:
         stage = self.queue.next_stage(group)
         if not isinstance(stage, Stage):
             return False
-        saved, life = self.saved.get(stage.id, 0.0), self.lives[group]
-        left = (self.seconds[stage.id] - saved) / self.speed[group]
-        how = (
-            "final"
-            if stage.id in self.weather.doomed
-            else "failed"
-            if self.rng.random() < self.weather.failing
-            else "done"
-        )
+        saved = self.saved.get(stage.id, 0.0)
+        life = self.lives[group]
+        duration = (self.seconds[stage.id] - saved) / self.speed[group]
+        if stage.id in self.failures.doomed:
+            how = "final"
+        elif self.rng.random() < self.failures.failing:
+            how = "failed"
+        else:
+            how = "done"
         self.running[group] = stage, self.now, saved
-        self._at(
-            left if how == "done" else left * self.rng.random(), lambda: self._end(group, life, how)
-        )
+        if how != "done":
+            duration *= self.rng.random()
+        self._at(duration, lambda: self._end(group, life, how))
         return True
 
     def _end(self, group: int, life: int, how: str) -> None:
         if self.lives[group] != life:
             return
         stage = self._stop(group, how)
-        self.queue.post(
-            group,
-            Event(EventKind.DONE, stage.id)
-            if how == "done"
-            else Event(EventKind.FAILED, stage.id, "it broke", final=how == "final"),
-        )
-        if not self._ask(
-            group
-        ):  # at once, as a worker does: before the driver has heard of the end
+        event = Event(EventKind.DONE, stage.id)
+        if how != "done":
+            event = Event(EventKind.FAILED, stage.id, "it broke", final=how == "final")
+        self.queue.post(group, event)
+        # a worker asks at once, before the driver has read that the stage ended
+        if not self._ask(group):
             self.idle.append(group)
 
     def _stop(self, group: int, how: str) -> Stage:
@@ -161,25 +170,23 @@ class Cluster:
 
     def _end_beside(self, stage: Stage, begin: float) -> None:
         self.spans.append(Span(stage.id, -1, begin, self.now, "done"))
-        self.own.append(Event(EventKind.DONE, stage.id))
+        self.driver_events.append(Event(EventKind.DONE, stage.id))
 
     def _expect_death(self, node: int) -> None:
-        if self.weather.life_s < math.inf:
-            self._at(self.rng.expovariate(1 / self.weather.life_s), lambda: self._die(node))
+        if self.failures.life_s < math.inf:
+            self._at(self.rng.expovariate(1 / self.failures.life_s), lambda: self._die(node))
 
     def _die(self, node: int) -> None:
         self.lives[node] += 1
         if node in self.running:
             self._stop(node, "lost")
-            if (
-                self.rng.random() < 0.5
-                # the trainer ends with its node; or it lives elsewhere, and its new workers ask
-                # again
-            ):
+            # In half of the cases the trainer dies with its node. Otherwise it runs on another
+            # node, and its new workers ask again.
+            if self.rng.random() < 0.5:
                 self.queue.abandon(node, "its node is gone")
         else:
             self.idle.remove(node)
-        self._at(self.weather.away_s, lambda: self._return(node))
+        self._at(self.failures.away_s, lambda: self._return(node))
 
     def _return(self, node: int) -> None:
         self._expect_death(node)
@@ -192,10 +199,12 @@ class Cluster:
 def graph(
     folder: Path, tasks: int, stars: int, chains: int, in_steps: int
 ) -> tuple[Store, Graph, Any]:
-    """The graph of a config with so many methods: stars, chains, and chains of three steps per
-    task. Its config is returned too."""
+    """Return the store, the graph and the config of a stream of `tasks` under many methods.
+
+    stars, chains: how many methods of this form; in_steps: chains with three steps per task.
+    """
     card = stream.draw_images(folder, 2 * tasks, train=1, test=1, sides=(16,))
-    kinds = [*["linear"] * stars, *["finetune"] * chains, *["packnet"] * in_steps]
+    kinds = ["linear"] * stars + ["finetune"] * chains + ["packnet"] * in_steps
     methods = {
         f"{kind}-{i:03d}": {"method": kind, "train": {"lr": 1e-4 * (i + 1)}}
         for i, kind in enumerate(kinds)
@@ -211,21 +220,31 @@ def graph(
     )
 
 
-def deal(graph: Graph, seed: int, stragglers: float = 0.01) -> dict[str, float]:
-    """Seconds by stage: 20 to 200, evaluation a quarter of it; a straggler takes five times as
-    long."""
-    rng, seconds = random.Random(seed), {}
+def draw_durations(graph: Graph, seed: int, stragglers: float = 0.01) -> dict[str, float]:
+    """Return the seconds of each stage, by id.
+
+    Training takes 20 to 200, and five times that for a straggler; an evaluation takes a quarter.
+    """
+    rng = random.Random(seed)
+    seconds = {}
     for stage in graph:
-        long = rng.uniform(20, 200) * (5 if rng.random() < stragglers else 1)
-        seconds[stage.id] = long / 4 if stage.step == "evaluate" else long if stage.method else 5.0
+        training_s = rng.uniform(20, 200)
+        if rng.random() < stragglers:
+            training_s *= 5
+        if stage.step == "evaluate":
+            seconds[stage.id] = training_s / 4
+        else:
+            seconds[stage.id] = training_s if stage.method else 5.0
     return seconds
 
 
-def least(graph: Graph, seconds: dict[str, float], nodes: int) -> float:
-    """No schedule ends earlier: the longest way through the graph, and all work over all nodes."""
+def makespan_bound(graph: Graph, seconds: dict[str, float], nodes: int) -> float:
+    """Return a lower bound of the makespan in seconds.
+
+    It is the longer of the longest path through the graph, and all work divided among the nodes.
+    """
     end: dict[str, float] = {}
     for stage in graph:
         end[stage.id] = seconds[stage.id] + max((end[p] for p in stage.parents), default=0.0)
-    return max(
-        *end.values(), sum(seconds[s.id] for s in graph if isinstance(s.job, StageJob)) / nodes
-    )
+    work = sum(seconds[stage.id] for stage in graph if isinstance(stage.job, StageJob))
+    return max(*end.values(), work / nodes)

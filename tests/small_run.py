@@ -1,5 +1,8 @@
-"""Runs of a few seconds on handwritten digits: cards, configs, the command line in fresh processes,
-what must be equal."""
+"""Runs of a few seconds on handwritten digits.
+
+Here are their cards and configs, the command line in processes of its own, and the results that
+must be equal after an interruption.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,7 @@ TASKS = {"base": "01", "a": "23", "b": "45", "c": "67"}
 
 @functools.cache
 def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return scikit-learn's digits: images (n, 8, 8) as uint8, and labels (n,)."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -52,13 +56,13 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 def make_card(
     folder: Path, name: str, classes: Iterable[str], train: int = 20, test: int = 10, **card: Any
 ) -> str:
-    """Images of some digits in a folder of their own, and a card beside them. Returns the path of
-    the card."""
+    """Write images of some digits below `folder`, and a card for them. Return the card's path."""
     images, labels = digits()
     for label in classes:
         rows = np.flatnonzero(labels == int(label))[: train + test]
         for number, row in enumerate(rows):
-            image_folder = folder / "raw" / name / ("train" if number < train else "test") / label
+            split = "train" if number < train else "test"
+            image_folder = folder / "raw" / name / split / label
             image_folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(images[row]).save(image_folder / f"{row:05d}.png")
     body = {
@@ -75,6 +79,7 @@ def make_card(
 
 
 def make_cards(folder: Path, names: Iterable[str] = TASKS) -> dict[str, str]:
+    """Write a card for each task in `names`, and return their paths by name."""
     return {name: make_card(folder, name, TASKS[name]) for name in names}
 
 
@@ -85,12 +90,18 @@ def make_body(
     scenario: str = "task",
     **changes: Any,
 ) -> dict[str, Any]:
-    """A config as plain values: a task per card (one that is called `base` trains the backbone),
-    two epochs, in process. methods: labels, or their settings by label."""
-    tasks = [
-        {"name": name, "card": card, "role": "base" if name == "base" else "task"}
-        for name, card in cards.items()
-    ]
+    """Return a config as plain values: a task per card, two epochs, in this process.
+
+    The task `base` trains the backbone. methods: labels, or their settings by label. changes:
+    sections of the config; a mapping is merged into the section, but `methods` and `stream` are
+    replaced.
+    """
+    tasks = []
+    for name, card in cards.items():
+        role = "base" if name == "base" else "task"
+        tasks.append({"name": name, "card": card, "role": role})
+    if not isinstance(methods, Mapping):
+        methods = {label: {} for label in methods}
     body: dict[str, Any] = {
         "name": "small",
         "seed": 5,
@@ -99,20 +110,20 @@ def make_body(
         "stream": {"scenario": scenario, "tasks": tasks},
         "backbone": BACKBONE,
         "train": {"epochs": 2, "batch_size": 16, "lr": 2e-3},
-        "methods": dict(methods)
-        if isinstance(methods, Mapping)
-        else {label: {} for label in methods},
+        "methods": dict(methods),
         "cluster": {"workers": 0, "checkpoint_s": 1e-6, "loader_workers": 1},
     }
-    return {
-        key: {**value, **changes[key]}
-        if isinstance(changes.get(key), dict) and key not in ("methods", "stream")
-        else changes.get(key, value)
-        for key, value in body.items()
-    }
+    for key in body:
+        change = changes.get(key, body[key])
+        if isinstance(change, dict) and key not in ("methods", "stream"):
+            body[key] = {**body[key], **change}
+        else:
+            body[key] = change
+    return body
 
 
 def write_config(path: Path, body: Mapping[str, Any]) -> str:
+    """Write a config as YAML, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(dict(body)))
     return str(path)
@@ -120,8 +131,10 @@ def write_config(path: Path, body: Mapping[str, Any]) -> str:
 
 # ---- processes -----------------------------------------------------------------------------------
 def processes() -> Any:
-    """What starts processes forked from one that has imported everything: they are there at
-    once."""
+    """Return a context that forks processes from a server with all heavy imports done.
+
+    They start at once.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -130,12 +143,12 @@ def processes() -> Any:
 def start(
     argv: list[str], out: Path, kill_before: int = 0, by: int = signal.SIGKILL, within: str = ""
 ) -> Any:
-    """`python -m pipeline ARGV` in a process of its own (see `processes`). What it says goes to the
-    file `out`; the report has no pictures, which take longer than all the rest.
+    """Start `python -m pipeline ARGV` in a new process, and return it (see `processes`).
 
-    kill_before: the process sends itself the signal `by` before its n-th system call that makes
-    something durable. within: the id of a stage; only calls while this process runs that stage are
-    counted. Returns a multiprocessing.Process, whose `kill` is SIGKILL.
+    Its output goes to the file `out`. Its report has no pictures, which take longer than all the
+    rest. kill_before: the process sends itself the signal `by` before its n-th system call that
+    makes something durable; 0 for never. within: the id of a stage; only calls while this process
+    runs that stage are counted.
     """
     process = processes().Process(target=main_into, args=(argv, str(out), kill_before, by, within))
     process.start()
@@ -143,6 +156,7 @@ def start(
 
 
 def main_into(argv: list[str], out: str, kill_before: int, by: int, within: str) -> None:
+    """Run the command line in this process with its output in the file `out`, and exit."""
     import torch
 
     from pipeline import cli
@@ -153,7 +167,7 @@ def main_into(argv: list[str], out: str, kill_before: int, by: int, within: str)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     page.build = lambda *_: {"report.html": b"a page"}
     if kill_before:
-        doom(kill_before, by, within)
+        kill_before_call(kill_before, by, within)
     code = 1
     with (
         open(out, "w") as stream,
@@ -167,37 +181,45 @@ def main_into(argv: list[str], out: str, kill_before: int, by: int, within: str)
     os._exit(code)
 
 
-def doom(calls: int, by: int, within: str) -> None:
-    """The signal `by` to this process before its `calls`-th fsync, rename, link or deletion of a
-    file, within a stage if one is named."""
+def kill_before_call(calls: int, by: int, within: str) -> None:
+    """Patch `os` so that this process gets the signal `by` before a system call.
+
+    That is its `calls`-th fsync, rename, link or deletion of a file; with `within`, only calls
+    during that stage count.
+    """
     from pipeline.launch import local
 
-    left, counted = itertools.count(calls, -1), [not within]
+    calls_left = itertools.count(calls, -1)
+    is_counting = not within
     run_stage: Callable[..., Any] = vars(local)["run_stage"]
 
-    def deadly(function: Any) -> Any:
+    def killing(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if counted[0] and next(left) == 1:
+            if is_counting and next(calls_left) == 1:
                 os.kill(os.getpid(), by)
             return function(*args, **kwargs)
 
         return call
 
     for name in ("fsync", "replace", "link", "unlink"):
-        setattr(os, name, deadly(getattr(os, name)))
+        setattr(os, name, killing(getattr(os, name)))
 
-    def watched(job: Any, *rest: Any) -> Any:
-        counted[0] = within in ("", job.id)
+    def counting_run_stage(job: Any, *rest: Any) -> Any:
+        nonlocal is_counting
+        is_counting = within in ("", job.id)
         try:
             return run_stage(job, *rest)
         finally:
-            counted[0] = not within
+            is_counting = not within
 
-    vars(local)["run_stage"] = watched
+    vars(local)["run_stage"] = counting_run_stage
 
 
 def run(argv: list[str], out: Path, timeout: float = 240) -> str:
-    """The same, to its end. Returns what it said; AssertionError where its exit code is not 0."""
+    """Run a command to its end in a new process, and return its output.
+
+    Raise AssertionError when its exit code is not 0.
+    """
     process = start(argv, out)
     process.join(timeout)
     output = out.read_text()
@@ -207,21 +229,25 @@ def run(argv: list[str], out: Path, timeout: float = 240) -> str:
 
 # ---- what must be equal --------------------------------------------------------------------------
 def manifests(storage: Path | str, name: str = "small") -> dict[str, dict[str, Any]]:
-    """Stage id -> manifest, of the stages of a run whose result stands; read without the code under
-    test."""
+    """Return the manifest of each stage of a run that has a published result, by stage id.
+
+    They are read without the code under test.
+    """
     record = json.loads((Path(storage) / "runs" / name / "run.json").read_text())
-    paths = {
-        s["id"]: Path(storage) / "stages" / s["key"] / "manifest.json" for s in record["stages"]
-    }
-    return {
-        stage_id: json.loads(path.read_text()) for stage_id, path in paths.items() if path.exists()
-    }
+    manifest_by_stage = {}
+    for stage in record["stages"]:
+        path = Path(storage) / "stages" / stage["key"] / "manifest.json"
+        if path.exists():
+            manifest_by_stage[stage["id"]] = json.loads(path.read_text())
+    return manifest_by_stage
 
 
 def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
-    """Stage id -> what may not depend on interruptions: integer counts and logits digests of
-    evaluations, digests of states, shards and index, the history without its seconds; not the
-    report, which is made of these."""
+    """Return, by stage id, the results that interruptions must not change.
+
+    These are counts and digests of logits of evaluations; digests of states, shards and index; the
+    history without its seconds. The report is left out: it is made of these.
+    """
     values_by_stage = {}
     for stage_id, manifest in manifests(storage, name).items():
         if manifest["step"] != "report":
@@ -240,12 +266,13 @@ def results(storage: Path | str, name: str = "small") -> dict[str, Any]:
 
 
 def attempts(storage: Path | str, name: str = "small") -> dict[str, str]:
-    """Stage id -> name of the attempt that was published: it changes when a stage is run again."""
+    """Return the published attempt of each stage, by stage id: another one after a new run."""
     return {
         stage_id: manifest["attempt"] for stage_id, manifest in manifests(storage, name).items()
     }
 
 
 def artifact(storage: Path | str, stage_id: str, file: str, name: str = "small") -> Path:
+    """Return the path of a file in the published result of a stage."""
     manifest = manifests(storage, name)[stage_id]
     return Path(storage) / "stages" / str(manifest["key"]) / str(manifest["attempt"]) / file

@@ -18,7 +18,7 @@ from pipeline.graph import build
 from pipeline.graph.store import Store
 from pipeline.launch import local
 from tests import small_run
-from tests.recovery import spoil
+from tests.recovery import damage_file
 from workers import loop
 from workers.dist import Group
 from workers.job import StageJob
@@ -118,7 +118,7 @@ def test_other_images_that_nothing_shows_are_noticed_when_they_are_ingested_anew
     storage, old = site / "storage", small_run.results(site / "storage")
     edit(site, "b", keep_times=True)
     assert "nothing to do" in say(capsys, "run", str(site / "config.yaml"))
-    spoil(small_run.artifact(storage, "data/b", "train-00000.tar"), "flip")
+    damage_file(small_run.artifact(storage, "data/b", "train-00000.tar"), "flip")
     before = small_run.attempts(storage)
     write(site, cards_of(site), ["meat", "linear"])
     output = say(capsys, "run", str(site / "config.yaml"))
@@ -183,7 +183,7 @@ def test_what_stood_on_a_result_that_came_out_otherwise_is_run_again(
     site: Any, quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storage, before = site / "storage", small_run.attempts(site / "storage")
-    spoil(small_run.artifact(storage, "meat/a/train", "task.safetensors"), "flip")
+    damage_file(small_run.artifact(storage, "meat/a/train", "task.safetensors"), "flip")
     other_bits(monkeypatch, "meat/a/train")
     output = say(capsys, "run", str(site / "config.yaml"))
     assert "meat/a/evaluate: made of another content of meat/a/train" in output

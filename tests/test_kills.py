@@ -1,5 +1,7 @@
-"""Two hundred kills, of whatever takes part in a run: the same digests at the end, nobody left
-behind, nothing half-written left."""
+"""Two hundred kills of processes and nodes that take part in a run.
+
+The digests of results stay the same, and no process and no half-written file is left behind.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import psutil
 import pytest
 
 from tests import small_run
-from tests.recovery import MOMENTS, Reference, judge, standing
+from tests.recovery import MOMENTS, Reference, check_recovered, published_attempts
 from tests.several_nodes import Nodes, nodes_up, title
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
@@ -26,7 +28,7 @@ KINDS = {
     "driver": "",
     "node": "",
 }
-OURS = [
+PROCESS_TITLES = [
     *filter(None, KINDS.values()),
     "PlacementGroupCleaner",
     "DatasetManager",
@@ -36,7 +38,7 @@ OURS = [
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """A star and a chain beside each other."""
+    """Make an uninterrupted run of two methods: a star and a chain."""
     return Reference.made_in(
         tmp_path_factory.mktemp("both"),
         ("base", "a", "b"),
@@ -46,34 +48,39 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def leftovers(storage: Path, before: set[str]) -> list[str]:
-    """Files that only a process under way may have, and attempts beside the one that stands."""
-    parts = [
-        str(path)
-        for path in storage.rglob("*")
-        if path.suffix == ".part" or path.parent.name == "ray" or path.name.startswith(".probe")
-    ]
-    parts += [
-        str(stage)
-        for stage in (storage / "stages").iterdir()
-        if sum(path.is_dir() for path in stage.iterdir()) != 1
-    ]
-    return parts + [
-        name
-        for name in {path.name for path in Path(tempfile.gettempdir()).iterdir()} - before
-        if "accrete" in name
-    ]
+    """Return what no finished run may leave behind.
+
+    These are temporary files in the storage, stages without exactly one attempt, and new temporary
+    files of this project. before: see `names_in_tmp`.
+    """
+    paths = []
+    for path in storage.rglob("*"):
+        is_temporary = path.suffix == ".part" or path.name.startswith(".probe")
+        if is_temporary or path.parent.name == "ray":
+            paths.append(str(path))
+    for stage in (storage / "stages").iterdir():
+        attempts = [path for path in stage.iterdir() if path.is_dir()]
+        if len(attempts) != 1:
+            paths.append(str(stage))
+    paths += [name for name in names_in_tmp() - before if "accrete" in name]
+    return paths
 
 
 def names_in_tmp() -> set[str]:
+    """Return the names of all files and folders in the system's temporary folder."""
     return {path.name for path in Path(tempfile.gettempdir()).iterdir()}
 
 
 def test_a_run_in_one_process_is_killed_at_120_moments(both: Any, tmp_path: Path) -> None:
-    """Life after life of one storage, until it is done, and then of the next one."""
-    rng, kills, storages, before = random.Random(MOMENTS), 0, 0, names_in_tmp()
+    """A run is killed and started again until it is done; then the next one begins."""
+    rng = random.Random(MOMENTS)
+    before = names_in_tmp()
+    kills = 0
+    storages = 0
     while kills < IN_PROCESS:
         storage_folder = tmp_path / str(storages)
-        config, storages = both.config(storage_folder), storages + 1
+        config = both.config(storage_folder)
+        storages += 1
         while kills < IN_PROCESS:
             process = small_run.start(["run", config], storage_folder / "killed.txt")
             process.join(rng.uniform(0.05, 0.6) * both.seconds)
@@ -82,45 +89,43 @@ def test_a_run_in_one_process_is_killed_at_120_moments(both: Any, tmp_path: Path
             process.kill()
             process.join()
             kills += 1
-        attempts = standing(storage_folder)
-        judge(
-            both,
-            storage_folder,
-            attempts,
-            small_run.run(["run", config], storage_folder / "again.txt"),
-        )
+        attempts = published_attempts(storage_folder)
+        output = small_run.run(["run", config], storage_folder / "again.txt")
+        check_recovered(both, storage_folder, attempts, output)
         assert leftovers(storage_folder / "storage", before) == []
 
 
 def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_same_digests(
     both: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rng, kills, storages, before = (
-        random.Random(MOMENTS + 1),
-        dict.fromkeys(KINDS, 0),
-        0,
-        names_in_tmp(),
-    )
+    rng = random.Random(MOMENTS + 1)
+    before = names_in_tmp()
+    kills = dict.fromkeys(KINDS, 0)
+    storages = 0
     with nodes_up([1, 1]) as nodes, capsys.disabled():
         while sum(kills.values()) < ON_RAY:
-            storage_folder, storages = tmp_path / str(storages), storages + 1
-            config = both.config(
-                storage_folder,
-                cluster={
-                    "workers": 1,
-                    "address": nodes.address,
-                    "retries": 100,
-                    "checkpoint_s": 1e-6,
-                },
-            )
+            storage_folder = tmp_path / str(storages)
+            storages += 1
+            cluster = {
+                "workers": 1,
+                "address": nodes.address,
+                "retries": 100,
+                "checkpoint_s": 1e-6,
+            }
+            config = both.config(storage_folder, cluster=cluster)
             done: dict[str, str] = {}
             driver = small_run.start(["run", config], storage_folder / "out.txt")
-            while sum(kills.values()) < ON_RAY and (kind := struck(rng, nodes, driver)):
+            while sum(kills.values()) < ON_RAY:
+                kind = kill_at_random(rng, nodes, driver)
+                if not kind:
+                    break
                 kills[kind] += 1
                 print(kills, flush=True)
                 if not driver.is_alive():
                     driver.join()
-                    assert done.items() <= (done := standing(storage_folder)).items()
+                    done_before = done
+                    done = published_attempts(storage_folder)
+                    assert done_before.items() <= done.items()
                     driver = small_run.start(["run", config], storage_folder / "out.txt")
             driver.join(240)
             assert driver.exitcode in (0, 2), (storage_folder / "out.txt").read_text()
@@ -130,28 +135,38 @@ def test_80_kills_of_drivers_workers_controllers_queues_and_nodes_end_with_the_s
             )
             assert small_run.results(storage_folder / "storage") == both.expected
         assert all(kills.values()), kills
-        until = time.monotonic() + 120
-        while (left := our_processes(nodes)) and time.monotonic() < until:
+        deadline = time.monotonic() + 120
+        while our_processes(nodes) and time.monotonic() < deadline:
             time.sleep(0.5)
-        assert not left, "processes that only a run needs are left behind"
+        assert not our_processes(nodes), "processes that only a run needs are left behind"
     for number in range(storages):
         assert leftovers(tmp_path / str(number) / "storage", before) == []
 
 
 def our_processes(nodes: Nodes) -> list[psutil.Process]:
-    return [
-        process for process in nodes.all_processes() if any(name in title(process) for name in OURS)
-    ]
+    """Return the processes that only a run of this project starts."""
+    processes = []
+    for process in nodes.all_processes():
+        command = title(process)
+        if any(name in command for name in PROCESS_TITLES):
+            processes.append(process)
+    return processes
 
 
-def struck(rng: random.Random, nodes: Nodes, driver: Any) -> str:
-    """Waits until a worker is at work, or for so long that something hangs, and a moment more; then
-    kills something. What it was; empty where the driver has ended."""
-    until = time.monotonic() + 120
-    while driver.is_alive() and not any(
-        "TrainWorker" in title(process) for process in our_processes(nodes)
-    ):
-        assert time.monotonic() < until, "no worker came up"
+def has_worker(nodes: Nodes) -> bool:
+    """Return whether a training worker runs on any node."""
+    return any("TrainWorker" in title(process) for process in our_processes(nodes))
+
+
+def kill_at_random(rng: random.Random, nodes: Nodes, driver: Any) -> str:
+    """Kill a random process or node, up to 1.5 s after a training worker has started.
+
+    Return its kind, a key of KINDS, or "" when the driver has ended. Raise AssertionError when no
+    worker starts within 120 s.
+    """
+    deadline = time.monotonic() + 120
+    while driver.is_alive() and not has_worker(nodes):
+        assert time.monotonic() < deadline, "no worker came up"
         time.sleep(0.1)
     driver.join(rng.uniform(0, 1.5))
     if not driver.is_alive():
@@ -166,6 +181,6 @@ def struck(rng: random.Random, nodes: Nodes, driver: Any) -> str:
     else:
         targets = [process for process in our_processes(nodes) if KINDS[kind] in title(process)]
         if not targets:
-            return struck(rng, nodes, driver)
+            return kill_at_random(rng, nodes, driver)
         rng.choice(targets).kill()
     return kind

@@ -15,7 +15,15 @@ import pytest
 
 from pipeline import cli
 from tests import small_run
-from tests.recovery import MOMENTS, Crash, Reference, judge, spoil, standing, steps
+from tests.recovery import (
+    MOMENTS,
+    Crash,
+    Reference,
+    check_recovered,
+    damage_file,
+    published_attempts,
+    steps,
+)
 
 
 # ---- SIGKILL of the driver -----------------------------------------------------------------------
@@ -24,8 +32,8 @@ def killed_at_a_moment(reference: Reference, folder: Path, moment: float) -> Non
     process.join(moment)
     process.kill()
     process.join()
-    before = standing(folder)
-    judge(
+    before = published_attempts(folder)
+    check_recovered(
         reference,
         folder,
         before,
@@ -40,8 +48,8 @@ def killed_at_a_call(reference: Reference, folder: Path, call: int) -> bool:
     )
     process.join(240)
     assert process.exitcode in (-9, 0)
-    before = standing(folder)
-    judge(
+    before = published_attempts(folder)
+    check_recovered(
         reference,
         folder,
         before,
@@ -103,10 +111,12 @@ def test_a_run_killed_again_and_again_comes_to_its_end(reference: Any, tmp_path:
     for life in range(10):
         process = small_run.start(["run", config], tmp_path / "out.txt", kill_before=8 + 3 * life)
         process.join(240)
-        after = standing(tmp_path)
+        after = published_attempts(tmp_path)
         assert before.items() <= after.items()
         before = after
-    judge(reference, tmp_path, before, small_run.run(["run", config], tmp_path / "again.txt"))
+    check_recovered(
+        reference, tmp_path, before, small_run.run(["run", config], tmp_path / "again.txt")
+    )
 
 
 def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_same_command(
@@ -139,7 +149,7 @@ def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_s
     assert "Traceback" not in output
     saved = [*(tmp_path / "storage" / "checkpoints").rglob("latest.json")]
     assert len(saved) == 1
-    before = standing(tmp_path)
+    before = published_attempts(tmp_path)
     small_run.run(["run", config], tmp_path / "again.txt")
     assert before.items() <= small_run.attempts(tmp_path / "storage").items()
     assert small_run.results(tmp_path / "storage") == small_run.results(
@@ -163,10 +173,10 @@ def test_a_run_that_is_interrupted_says_one_sentence_and_goes_on(
     assert (
         last == "accrete: interrupted; what finished is kept, run the same command again to go on"
     )
-    judge(
+    check_recovered(
         reference,
         tmp_path,
-        standing(tmp_path),
+        published_attempts(tmp_path),
         small_run.run(["run", reference.config(tmp_path)], tmp_path / "again.txt"),
     )
 
@@ -194,7 +204,7 @@ def test_a_disk_that_fills_up_is_told_in_a_sentence_and_nothing_is_lost(
     assert "No space left on device" in output
     assert not list((tmp_path / "storage").rglob("*.part")), "what was half written is removed"
     assert cli.main(["run", config]) == 0
-    judge(reference, tmp_path, {}, capfd.readouterr().out)
+    check_recovered(reference, tmp_path, {}, capfd.readouterr().out)
 
 
 # ---- checkpoints inside a stage ------------------------------------------------------------------
@@ -241,7 +251,7 @@ def test_a_damaged_checkpoint_is_not_believed(
     with pytest.raises(Crash), steps(monkeypatch, 5):
         cli.main(["run", config])
     (tensors,) = (tmp_path / "storage" / "checkpoints").rglob("*.safetensors")
-    spoil(
+    damage_file(
         tensors.with_name("latest.json") if harm == "meta" else tensors,
         "truncate" if harm == "meta" else harm,
     )

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline import cli
 from tests import small_run
-from tests.recovery import Reference, judge, standing, steps
+from tests.recovery import Reference, check_recovered, published_attempts, steps
 
 # that make a checkpoint durable: a write and a move of the tensors, a write and a move of what
 # names them
@@ -62,14 +62,14 @@ def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(
     )
     process.join(240)
     assert process.exitcode == -9
-    before = standing(tmp_path)
+    before = published_attempts(tmp_path)
     assert stage not in before
     assert {"dytox/a/train", "dytox/a/herd"} < {*before}
     assert bool([*(tmp_path / "storage" / "checkpoints").rglob("latest.json")]) == (done > 0)
     with steps(monkeypatch) as made:
         assert cli.main(["run", config]) == 0
     assert made.count(stage) == TRAINING.get(step, 0) - done
-    judge(chain, tmp_path, before, capsys.readouterr().out)
+    check_recovered(chain, tmp_path, before, capsys.readouterr().out)
 
 
 def test_without_what_was_measured_all_else_stands_and_it_is_measured_the_same_again(

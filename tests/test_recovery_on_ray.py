@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from tests import small_run
-from tests.recovery import MOMENTS, Reference, judge, standing
+from tests.recovery import MOMENTS, Reference, check_recovered, published_attempts
 
 
 def on_ray(reference: Reference, folder: Path, workers: int = 1, **changes: Any) -> str:
@@ -157,7 +157,7 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(
         for child in family if victim == "tree" else []:
             kill(child)
         process.join()
-    before = standing(tmp_path)
+    before = published_attempts(tmp_path)
     output = small_run.run(["run", config], tmp_path / "again.txt")
     # two agents of Ray look around once a minute
     assert not gone_within(family, 100), "processes of the run are left behind"
@@ -191,7 +191,7 @@ def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_
     for child in family:
         kill(child)
     process.join()
-    before = standing(tmp_path)
+    before = published_attempts(tmp_path)
     assert "dytox/b/herd" in before
     assert "dytox/b/finetune" not in before
     small_run.run(["run", config], tmp_path / "again.txt")
@@ -228,7 +228,9 @@ def test_where_ray_itself_is_killed_the_run_says_so_and_goes_on_by_the_same_comm
     config = on_ray(reference, tmp_path)
     process, killed = small_run.start(["run", config], tmp_path / "killed.txt"), False
     while process.is_alive() and not killed:
-        if len(standing(tmp_path)) >= 4:  # the data and the backbone: a worker group is up
+        if (
+            len(published_attempts(tmp_path)) >= 4
+        ):  # the data and the backbone: a worker group is up
             for child in descendants(process.pid):
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                     if victim in " ".join(child.cmdline()):
@@ -242,10 +244,10 @@ def test_where_ray_itself_is_killed_the_run_says_so_and_goes_on_by_the_same_comm
     if process.exitcode:  # without a raylet the workers that are up may well finish
         assert process.exitcode == 2, output
         assert output.splitlines()[-1].startswith("accrete: Ray itself broke down")
-    judge(
+    check_recovered(
         reference,
         tmp_path,
-        standing(tmp_path),
+        published_attempts(tmp_path),
         small_run.run(["run", config], tmp_path / "again.txt"),
     )
 

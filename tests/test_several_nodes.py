@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests import small_run
-from tests.recovery import Reference, standing
+from tests.recovery import Reference, published_attempts
 from tests.several_nodes import Nodes, nodes_up, title, wait_for
 from tests.test_recovery_on_ray import until_checkpoint
 
@@ -60,7 +60,7 @@ def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_proces
         process = small_run.start(["run", on(nodes, reference, tmp_path)], tmp_path / "out.txt")
         until_checkpoint(tmp_path, f"{KINDS[kind][0]}/a/train", process, "out.txt")
         victim = working(nodes)[0]
-        before = standing(tmp_path)
+        before = published_attempts(tmp_path)
         nodes.kill(victim)
         nodes.nodes.append(nodes.add(1))
         process.join(240)
@@ -85,7 +85,7 @@ def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path: 
             tmp_path / "out.txt",
         )
         # then the next task is trained
-        wait_for(lambda: "hat/base/train" in standing(tmp_path), 200, process)
+        wait_for(lambda: "hat/base/train" in published_attempts(tmp_path), 200, process)
         [node] = working(nodes)
         nodes.announce_preemption(node)
         process.join(240)
@@ -143,7 +143,7 @@ def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(
         process = small_run.start(["run", config], tmp_path / "out.txt")
         until_checkpoint(tmp_path, "hat/a/train", process, "out.txt")
         nodes.kill(working(nodes)[0])
-        wait_for(lambda: "hat/a/train" in standing(tmp_path), 200, process)
+        wait_for(lambda: "hat/a/train" in published_attempts(tmp_path), 200, process)
         nodes.add(1)
         process.join(300)
         output = (tmp_path / "out.txt").read_text()
@@ -219,12 +219,12 @@ def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_resumes_a
             capture_output=True,
             timeout=120,
         )
-        wait_for(lambda: standing(tmp_path), 240)
+        wait_for(lambda: published_attempts(tmp_path), 240)
         stopped = subprocess.run(
             [*ray, "stop", *where, "first"], capture_output=True, text=True, timeout=120
         )
         assert "was stopped" in stopped.stdout + stopped.stderr
-        before = standing(tmp_path)
+        before = published_attempts(tmp_path)
         done = subprocess.run(
             [*ray, "submit", *where, *run], capture_output=True, text=True, timeout=300
         )
@@ -269,7 +269,7 @@ def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(
             out,
         )
         marks = wait_for(lambda: [*storage.glob("checkpoints/*/latest.json")], 900, process)
-        lost_key, before = marks[0].parent.name, standing(tmp_path / "three")
+        lost_key, before = marks[0].parent.name, published_attempts(tmp_path / "three")
         for node in working(nodes)[:1]:
             nodes.kill(node)
         killed = time.time()

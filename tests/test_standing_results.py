@@ -12,7 +12,7 @@ import pytest
 from pipeline import app, cli
 from pipeline.graph.run import look_up_all
 from tests import small_run
-from tests.recovery import spoil
+from tests.recovery import damage_file
 
 # ---- damage --------------------------------------------------------------------------------------
 FILES = [
@@ -44,7 +44,7 @@ def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
 ) -> None:
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")
-    spoil(small_run.artifact(tmp_path / "storage", stage_id, file), harm)
+    damage_file(small_run.artifact(tmp_path / "storage", stage_id, file), harm)
     assert cli.main(["run", config]) == 0
     output = capsys.readouterr().out
     assert (
@@ -70,7 +70,7 @@ def test_damaged_data_is_named_left_alone_while_unneeded_and_ingested_anew_when_
     """Its source may be gone, and most of it may be whole."""
     config, storage = reference.copy(tmp_path), tmp_path / "storage"
     before = small_run.attempts(storage)
-    spoil(small_run.artifact(storage, stage_id, file), harm)
+    damage_file(small_run.artifact(storage, stage_id, file), harm)
     assert cli.main(["run", config]) == 0
     output = capsys.readouterr().out
     assert f"{stage_id}: damaged: {file} is" in output
@@ -89,7 +89,7 @@ def test_a_damaged_manifest_is_no_result(
 ) -> None:
     config = reference.copy(tmp_path)
     before = small_run.attempts(tmp_path / "storage")
-    spoil(
+    damage_file(
         small_run.artifact(tmp_path / "storage", "meat/a/evaluate", "x").parents[1]
         / "manifest.json",
         harm,
@@ -134,7 +134,7 @@ def test_damage_that_is_found_by_a_worker_recomputes_what_is_damaged(
 
     def then_it_goes_bad(*arguments: Any) -> Any:
         lookups = look_up_all(*arguments)
-        spoil(small_run.artifact(storage, stage_id, file), "flip")
+        damage_file(small_run.artifact(storage, stage_id, file), "flip")
         return lookups
 
     monkeypatch.setattr(app, "look_up_all", then_it_goes_bad)
@@ -291,7 +291,7 @@ def test_data_that_cannot_be_had_again_is_not_deleted_for_a_damaged_byte(
     storage = tmp_path / "storage"
     shard = small_run.artifact(storage, "data/a", "test-00000.tar")
     shutil.rmtree(tmp_path / "raw" / "a")
-    spoil(shard, harm)
+    damage_file(shard, harm)
     cards |= small_run.make_cards(tmp_path, "c")
     small_run.write_config(
         tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["finetune"])

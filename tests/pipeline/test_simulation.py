@@ -14,21 +14,27 @@ from pipeline.graph.run import Outcome, look_up_all, run_graph
 from pipeline.graph.stage import Graph
 from pipeline.graph.walk import State, Walk
 from tests import simulation
-from tests.simulation import Cluster, Span, Weather
+from tests.simulation import Cluster, FailureModel, Span
 
 SHAPES = {
     1_000: (10, 20, 20, 5),
     10_000: (50, 40, 40, 10),
 }  # stages -> tasks; methods that are stars, chains, chains of three steps per task
-STORMY = Weather(life_s=3600, failing=0.02)
+NODES_FAIL = FailureModel(life_s=3600, failing=0.02)
 RETRIES = 6
 
 
 def simulate(
-    folder: Any, nodes: int, stages: int = 1_000, weather: Weather | None = None, seed: int = 0
+    folder: Any,
+    nodes: int,
+    stages: int = 1_000,
+    failures: FailureModel | None = None,
+    seed: int = 0,
 ) -> tuple[Graph, Cluster, Outcome]:
     store, graph, _ = simulation.graph(folder, *SHAPES[stages])
-    cluster = Cluster(nodes, simulation.deal(graph, seed), seed, weather or Weather())
+    cluster = Cluster(
+        nodes, simulation.draw_durations(graph, seed), seed, failures or FailureModel()
+    )
     return (
         graph,
         cluster,
@@ -79,27 +85,27 @@ def test_on_a_calm_cluster_the_end_is_as_early_as_can_be(
     graph, cluster, outcome = simulate(tmp_path, nodes)
     check_spans(graph, cluster.spans)
     assert outcome.ran == len(graph)
-    assert cluster.now <= bound * simulation.least(graph, cluster.seconds, nodes)
+    assert cluster.now <= bound * simulation.makespan_bound(graph, cluster.seconds, nodes)
 
 
 @pytest.mark.parametrize("nodes", [100, 10])
 def test_nodes_that_come_and_go_and_stages_that_fail_cost_little_and_lose_nothing(
     tmp_path: Path, nodes: int
 ) -> None:
-    graph, cluster, outcome = simulate(tmp_path, nodes, weather=STORMY)
+    graph, cluster, outcome = simulate(tmp_path, nodes, failures=NODES_FAIL)
     check_spans(graph, cluster.spans)
     how = Counter(s.how for s in cluster.spans)
     assert how["lost"] > 10
     assert how["failed"] > 10
     assert outcome.ran == len(graph)
     assert not outcome.failures
-    assert cluster.now <= 1.15 * simulation.least(graph, cluster.seconds, nodes)
+    assert cluster.now <= 1.15 * simulation.makespan_bound(graph, cluster.seconds, nodes)
 
 
 def test_a_chain_keeps_its_group_where_there_is_one_for_each(tmp_path: Path) -> None:
     graph, cluster, _ = simulate(tmp_path, 100)
     assert share_on_same_group(graph, cluster.spans) > 0.7
-    graph, cluster, _ = simulate(tmp_path / "storm", 100, weather=STORMY)
+    graph, cluster, _ = simulate(tmp_path / "storm", 100, failures=NODES_FAIL)
     assert share_on_same_group(graph, cluster.spans) > 0.6
 
 
@@ -108,7 +114,7 @@ def test_a_stage_that_fails_for_good_takes_what_waits_for_it_along_and_nothing_e
 ) -> None:
     doomed = "finetune-020/t-4/train"
     graph, cluster, outcome = simulate(
-        tmp_path, 100, weather=Weather(life_s=3600, failing=0.02, doomed=frozenset({doomed}))
+        tmp_path, 100, failures=FailureModel(life_s=3600, failing=0.02, doomed=frozenset({doomed}))
     )
     after = {doomed}
     for stage in graph:
@@ -125,12 +131,12 @@ def test_a_stage_that_fails_for_good_takes_what_waits_for_it_along_and_nothing_e
 
 def test_slow_nodes_cost_at_most_what_they_are_slower(tmp_path: Path) -> None:
     """A chain may keep a slow group: at half the speed it takes twice as long, and no longer."""
-    graph, cluster, _ = simulate(tmp_path, 100, weather=Weather(slow=0.1))
-    assert cluster.now <= 2.0 * simulation.least(graph, cluster.seconds, 100)
+    graph, cluster, _ = simulate(tmp_path, 100, failures=FailureModel(slow=0.1))
+    assert cluster.now <= 2.0 * simulation.makespan_bound(graph, cluster.seconds, 100)
 
 
 def test_two_simulations_from_one_seed_are_the_same(tmp_path: Path) -> None:
-    first, second = (simulate(tmp_path / name, 10, weather=STORMY)[1].spans for name in "ab")
+    first, second = (simulate(tmp_path / name, 10, failures=NODES_FAIL)[1].spans for name in "ab")
     assert first == second
 
 
@@ -154,10 +160,10 @@ def test_what_a_walk_keeps_in_memory_grows_with_its_stages_alone(tmp_path: Path)
 
 @pytest.mark.slow
 def test_ten_thousand_stages_on_a_thousand_nodes(tmp_path: Path) -> None:
-    graph, cluster, outcome = simulate(tmp_path, 1_000, 10_000, STORMY)
+    graph, cluster, outcome = simulate(tmp_path, 1_000, 10_000, NODES_FAIL)
     assert len(graph) > 10_000
     check_spans(graph, cluster.spans)
     assert outcome.ran == len(graph)
     assert Counter(s.how for s in cluster.spans)["lost"] > 100
     assert share_on_same_group(graph, cluster.spans) > 0.85
-    assert cluster.now <= 1.15 * simulation.least(graph, cluster.seconds, 1_000)
+    assert cluster.now <= 1.15 * simulation.makespan_bound(graph, cluster.seconds, 1_000)

@@ -10,6 +10,7 @@ from workers.methods.der import Der
 from workers.methods.der_p import DerP
 from workers.methods.dytox import DyTox
 from workers.methods.e2e import E2e
+from workers.methods.ewc import Ewc
 from workers.methods.finetune import FineTune
 from workers.methods.hat import AdaHat, Hat
 from workers.methods.icarl import Icarl
@@ -48,6 +49,7 @@ METHODS: dict[str, type[Method]] = {
         DerP,
         DyTox,
         E2e,
+        Ewc,
         FineTune,
         Hat,
         Icarl,

@@ -1,0 +1,278 @@
+"""EWC: a quadratic penalty holds each weight near its old value, as far as earlier tasks need it.
+
+Kirkpatrick et al.: Overcoming catastrophic forgetting in neural networks, PNAS 2017.
+Schwarz et al.: Progress & Compress, ICML 2018, for online EWC.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import chain
+from typing import Literal
+
+import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
+from torch import Tensor, nn
+
+from workers.data.batch import Batch
+from workers.methods.base import MethodSettings, ParamGroup, Progress, Step, StepContext
+from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.finetune import network_of, restore_network, weight_groups
+from workers.rng import derive_seed
+from workers.storage.taskstate import Carried, TaskState
+
+# Names in the carried state, beside those of `network_of`.
+IMPORTANCE = "importance/"
+ANCHORS = "anchors/"
+OFFSET = "offset"
+
+
+class EwcSettings(MethodSettings):
+    model_config = ConfigDict(populate_by_name=True)
+
+    lambda_: NonNegativeFloat = Field(100.0, alias="lambda", description="weight of the penalty")
+    fisher: Literal["exact", "sampled", "empirical"] = Field(
+        "exact",
+        description="whose gradients are squared: of every class, weighted by its probability; of "
+        "one class drawn by its probability; of the true class",
+    )
+    samples: PositiveInt = Field(
+        512, description="images of a task whose gradients are squared, chosen at random"
+    )
+    online: bool = Field(
+        False, description="one anchor, the latest weights, instead of one for each task"
+    )
+    gamma: float = Field(
+        1.0, ge=0, le=1, description="what `online` multiplies older importance with at each task"
+    )
+
+
+class Ewc(ClassIncremental[EwcSettings]):
+    """L = CE + lambda/2 * sum over earlier tasks k and weights i of F_k,i (theta_i - theta_k,i)^2.
+
+    That is equation 3 of the paper. theta_k are the weights after task k, its anchor. F_k is the
+    diagonal of its Fisher information: the mean over images of E_c[(d log p_c / d theta_i)^2], with
+    c drawn from the network's own softmax. The step `importance` computes it image by image, under
+    the evaluation transform, in fp32. `exact` takes the expectation over c, one backward pass per
+    image and class. `sampled` draws one c. `empirical` takes the true class, which is another
+    matrix.
+
+    A sum of quadratic functions is one quadratic function. So the chain carries, for any number of
+    tasks, one importance A = sum F_k and one anchor sum F_k theta_k / A per weight, and the
+    function's least value, `offset`.
+
+    With `online`, A = gamma * A + F_k, and the latest weights are the anchor of all tasks.
+
+    All weights of the backbone are protected. In scenario `class` the heads of earlier tasks are
+    too; in scenario `task` they are not trained any more. Of a base task the importance is computed
+    as well.
+
+    Where it differs from the paper: F uses at most `samples` images of a task. Plain SGD diverges
+    where lr * lambda * max(A) is above 2; `warnings` says so.
+    """
+
+    name = "ewc"
+    paper = "Overcoming catastrophic forgetting in neural networks, PNAS 2017"
+    Settings = EwcSettings
+    steps = (Step("train"), Step("importance", trains=False))
+    carries = ("weights", "heads", "importance")
+    needs_states = True  # for the head of a base task
+    scenarios = frozenset({"task", "class"})
+    freezes_backbone = False
+    may_forget = True
+    per_task = frozenset({"lambda", "fisher", "samples"})
+
+    def __init__(self, backbone: nn.Module, settings: EwcSettings, seed: int):
+        super().__init__(backbone, settings, seed)
+        # `begin` takes them from the carried state, which is on the device. They are constant
+        # while a step trains. By the names of `protected`:
+        self.importance: dict[str, Tensor] = {}
+        self.anchors: dict[str, Tensor] = {}
+        self.offset = torch.zeros(())
+
+    @classmethod
+    def steps_for(cls, settings: EwcSettings, position: int) -> tuple[Step, ...]:
+        return cls.steps if position >= 0 else cls.steps[1:]
+
+    @classmethod
+    def ignored_settings(cls, step: str) -> frozenset[str]:
+        if step == "train":
+            return frozenset({"fisher", "samples", "online", "gamma"})
+        return frozenset({"lambda"})
+
+    # ---- training --------------------------------------------------------------------------------
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        self.offset = torch.zeros((), device=self.device)
+        if context.carried is not None:
+            self.load_carried(context.carried)
+            self.load_penalty(context.carried)
+        groups = super().begin(context) + weight_groups(self.backbone, context.optim)
+        if context.step == "importance":
+            self.consolidate(self.fisher())
+        return groups
+
+    def load_penalty(self, carried: Carried) -> None:
+        """Take the penalty on what earlier tasks need from the carried state."""
+        self.importance = with_prefix(IMPORTANCE, carried)
+        self.anchors = with_prefix(ANCHORS, carried)
+        self.offset = carried.tensors.get(OFFSET, self.offset)
+
+    def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, terms = super().loss(batch, progress)
+        if not self.importance or not self.settings.lambda_:
+            return loss, terms
+        penalty = self.penalty()
+        return loss + penalty, {**terms, "penalty": penalty.detach()}
+
+    def penalty(self) -> Tensor:
+        """Return lambda/2 * (offset + sum of A (theta - anchor)^2), a scalar."""
+        total = self.offset
+        parameters = self.protected()
+        for name, importance in self.importance.items():
+            distance = parameters[name] - self.anchors[name]
+            total = total + (importance * distance.square()).sum()
+        return 0.5 * self.settings.lambda_ * total
+
+    def protected(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that answers on this task need, by their names in `network_of`."""
+        parameters = {}
+        for name, parameter in self.backbone.named_parameters():
+            parameters[f"backbone/{name}"] = parameter
+        if self.scenario == "class":
+            for task in self.class_slices():
+                for name, parameter in self.heads[task].named_parameters():
+                    parameters[f"heads/{task}/{name}"] = parameter
+        return parameters
+
+    # ---- importance ------------------------------------------------------------------------------
+    @torch.enable_grad()
+    def fisher(self) -> dict[str, Tensor]:
+        """Return the diagonal of the Fisher information on the task's images, by parameter.
+
+        Each rank squares the gradients of its share of the images.
+        """
+        self.eval()
+        parameters = self.protected()
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+        keys = self.fisher_keys()
+        feed = self.context.data.feed("train")
+        for batch in feed.evaluate():
+            for row, key in enumerate(batch.keys or []):
+                if key in keys:
+                    log_p = self.log_probabilities(batch.images[row : row + 1])
+                    self.add_squares(sums, parameters, log_p, int(batch.labels[row]), key)
+        return {name: feed.group.sum(total) / len(keys) for name, total in sums.items()}
+
+    def fisher_keys(self) -> set[str]:
+        """Return the keys of the images that `fisher` uses, the same on all ranks."""
+        assert self.task is not None
+        keys = chain(*self.context.data.keys(self.task).values())
+        chosen = heapq.nsmallest(
+            self.settings.samples, keys, lambda key: derive_seed(self.seed, "fisher", key)
+        )
+        return set(chosen)
+
+    def log_probabilities(self, image: Tensor) -> Tensor:
+        """image (1, 3, H, W) -> log of the softmax over the classes that the loss uses, (K,)."""
+        assert self.task is not None
+        features = self.features(image)
+        logits = self.heads[self.task.name](features)
+        if self.scenario == "class":
+            logits = self.all_logits(features)
+        return logits[0].float().log_softmax(0)  # type: ignore[no-any-return]
+
+    def add_squares(
+        self,
+        sums: dict[str, Tensor],
+        parameters: dict[str, nn.Parameter],
+        log_p: Tensor,
+        label: int,
+        key: str,
+    ) -> None:
+        """Add the squared gradients of one image's log-probabilities (K,) to `sums`."""
+        assert self.task is not None
+        p = log_p.detach().exp().cpu()
+        weights = {}  # class -> weight of its squared gradient
+        if self.settings.fisher == "exact":
+            weights = dict(enumerate(p.tolist()))
+        elif self.settings.fisher == "sampled":
+            seed = derive_seed(self.seed, "fisher label", key)
+            drawn = p.multinomial(1, generator=torch.Generator().manual_seed(seed))
+            weights = {int(drawn): 1.0}
+        elif self.scenario == "class":
+            weights = {self.class_slices()[self.task.name].start + label: 1.0}
+        else:
+            weights = {label: 1.0}
+        trained = list(parameters.values())
+        for index, weight in weights.items():
+            gradients = torch.autograd.grad(
+                log_p[index], trained, retain_graph=True, materialize_grads=True
+            )
+            for total, gradient in zip(sums.values(), gradients, strict=True):
+                total.addcmul_(gradient, gradient, value=weight)
+
+    @torch.no_grad()
+    def consolidate(self, fisher: dict[str, Tensor]) -> None:
+        """Add the task's penalty, at the weights as they stand, to that of earlier tasks."""
+        for name, parameter in self.protected().items():
+            old = self.importance.get(name, torch.zeros_like(parameter))
+            anchor = self.anchors.get(name, parameter)
+            if self.settings.online:
+                self.importance[name] = self.settings.gamma * old + fisher[name]
+                self.anchors[name] = parameter.detach().clone()
+                continue
+            total = old + fisher[name]
+            share = (fisher[name] / total).nan_to_num(0.0)  # 0 / 0: no task needs this weight
+            moved = parameter - anchor
+            self.offset = self.offset + (old * share * moved.square()).sum()
+            self.importance[name] = total
+            self.anchors[name] = torch.lerp(anchor, parameter, share)
+
+    def finish(self) -> tuple[TaskState, Carried]:
+        """Return the task's state and the carried state.
+
+        Between the two steps the task's head is carried, after them its state holds it. Older heads
+        are carried where they are still trained.
+        """
+        assert self.task is not None
+        heads = []
+        if self.scenario == "class":
+            heads = [name for name in self.class_slices() if name != self.task.name]
+        if self.context.step == "train":
+            heads.append(self.task.name)
+        tensors = network_of(self, heads)
+        for prefix, values in ((IMPORTANCE, self.importance), (ANCHORS, self.anchors)):
+            for name, tensor in values.items():
+                tensors[prefix + name] = tensor.detach().clone()
+        tensors[OFFSET] = self.offset.detach().clone()
+        return self.state(), Carried(tensors)
+
+    def warnings(self) -> list[str]:
+        if self.context.step != "train" or not self.importance:
+            return []
+        largest = max(float(importance.max()) for importance in self.importance.values())
+        stiffness = self.context.optim.lr * self.settings.lambda_ * largest
+        if stiffness <= 1:
+            return []
+        return [
+            f"lr * lambda * largest importance is {stiffness:.2g}: plain SGD diverges above 2; "
+            "lower methods.ewc.lambda or train.lr, or use adamw"
+        ]
+
+    # ---- serving ---------------------------------------------------------------------------------
+    def load_carried(self, carried: Carried) -> None:
+        """Use the carried weights, and the older heads in place of those in the tasks' states."""
+        super().load_carried(carried)
+        owners = ("backbone/", "heads/")
+        restore_network(self, {n: t for n, t in carried.tensors.items() if n.startswith(owners)})
+
+
+def with_prefix(prefix: str, carried: Carried) -> dict[str, Tensor]:
+    """Return the carried tensors whose names start with `prefix`, by the rest of their names."""
+    tensors = {}
+    for name, tensor in carried.tensors.items():
+        if name.startswith(prefix):
+            tensors[name.removeprefix(prefix)] = tensor
+    return tensors

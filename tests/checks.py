@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -46,6 +47,7 @@ from workers.storage.artifact import Artifact
 from workers.storage.taskstate import KINDS, Carried
 
 Check = Callable[[Lab, str, str], None]
+TESTS = Path(__file__).parent
 FIRST, SECOND = 0, 1  # places of the two tasks in the stream
 STATE, CARRIED = "task.safetensors", "carried.safetensors"
 QUICK = {"epochs": 1, "batch_size": 32}
@@ -86,12 +88,38 @@ def promise(
             try:
                 check(lab, method, optimizer)
             except (AssertionError, pytest.fail.Exception) as error:
-                raise BrokenPromise(broken_promise(name, method, optimizer, error)) from error
+                if is_seen_by_tests(error):
+                    raise BrokenPromise(broken_promise(name, method, optimizer, error)) from error
+                raise BrokenPromise(stopped_before(name, method, optimizer, error)) from error
+            except Exception as error:
+                raise BrokenPromise(stopped_before(name, method, optimizer, error)) from error
 
         PROMISES[name] = Promise(explained, remedy, applies, optimizers)
         return explained
 
     return register
+
+
+def is_seen_by_tests(error: BaseException) -> bool:
+    """Return whether the innermost frame is a test's, and not one of the code under test."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(last.filename).parent == TESTS or isinstance(error, pytest.fail.Exception)
+
+
+def stopped_before(name: str, method: str, optimizer: str, error: BaseException) -> str:
+    """Return what stopped the method before the promise could be checked, and where.
+
+    The promise's remedy is left out: it would not help.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    rooms = (TESTS, TESTS.parent / "workers", TESTS.parent / "pipeline")
+    project = [f for f in frames if any(map(Path(f.filename).is_relative_to, rooms))]
+    last = project[-1]
+    return (
+        f"method {method!r} stopped under {optimizer} before the promise {name!r} could be "
+        f"checked: {type(error).__name__}: {error}. Method: {inspect.getfile(METHODS[method])}; "
+        f"raised at {Path(last.filename).relative_to(TESTS.parent)}:{last.lineno} in {last.name}"
+    )
 
 
 def broken_promise(name: str, method: str, optimizer: str, error: BaseException) -> str:
@@ -103,7 +131,7 @@ def broken_promise(name: str, method: str, optimizer: str, error: BaseException)
     return (
         f"method {method!r} breaks the promise {name!r} under {optimizer}: "
         f"{PROMISES[name].remedy}. Method: {source}; check: tests/checks.py:{line}. "
-        f"Seen: {error or 'an assertion without a message'}"
+        f"Seen: {str(error) or 'an assertion without a message'}"
     )
 
 

@@ -302,5 +302,47 @@ def test_a_method_that_breaks_a_promise_is_found_out(
     assert "tests/checks.py" in sentence, "where the promise is checked"
 
 
+class RemembersUndeclared(FineTune):
+    """Asks for samples of earlier tasks, and does not declare that it reads them."""
+
+    name = "remembers-undeclared"
+
+    def memory(self, context: StepContext) -> dict[str, list[str]]:
+        keys = context.data.keys(context.stream[0])
+        return {context.stream[0].name: [class_keys[0] for class_keys in keys.values()]}
+
+
+class CarriesATensorAsJson(FineTune):
+    """Puts a tensor where plain JSON is stored."""
+
+    name = "carries-a-tensor-as-json"
+
+    def finish(self) -> Any:
+        state, carried = super().finish()
+        carried.meta["share"] = torch.ones(())
+        return state, carried
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason", "line"),
+    [
+        (RemembersUndeclared, "set reads = 'seen'", "workers/loop.py"),
+        (CarriesATensorAsJson, "Tensor is not JSON serializable", "workers/storage/taskstate.py"),
+    ],
+)
+def test_a_method_that_stops_is_not_said_to_break_the_promise_that_was_checked(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, broken: type[Method], reason: str, line: str
+) -> None:
+    monkeypatch.setitem(METHODS, broken.name, broken)
+    promise = PROMISES["it_learns"]
+    with pytest.raises(BrokenPromise) as error:
+        promise.check(lab, broken.name, "adamw")
+    sentence = str(error.value)
+    assert sentence.startswith(f"method {broken.name!r} stopped under adamw before the promise")
+    assert reason in sentence
+    assert f"raised at {line}:" in sentence
+    assert promise.remedy not in sentence
+
+
 def test_every_promise_is_seen_to_fail() -> None:
     assert {promise for _, promise in BROKEN} == PROMISES.keys()

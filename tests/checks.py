@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from stage_lab import (
@@ -384,6 +386,39 @@ def check_a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone(
         ]
         assert history(repeated) == history(stored)
         assert [contents(p) for p in parents] == before
+
+
+@promise(
+    (
+        "draw in loss, after_backward and after_step from Batch.draw (per_sample, shared), never "
+        "from a generator of the process: what that gives differs with the ranks and micro-batches"
+    ),
+)
+def check_training_draws_from_the_batch_alone(lab: Lab, method: str, optimizer: str) -> None:
+    """A step leaves the generators of torch, numpy and Python as they were."""
+    run = lab.run(method, optimizer)
+    job = next(j for j in run.stages(SECOND) if history(run.artifact(j)))
+    train_step = loop.train_step
+    drawn: set[str] = set()
+
+    def watched(*arguments: Any) -> Any:
+        before = generators()
+        terms = train_step(*arguments)
+        drawn.update(name for name, state in generators().items() if state != before[name])
+        return terms
+
+    with mock.patch.object(loop, "train_step", watched):
+        lab.stage(again(job, "watched"))
+    assert not drawn, f"the steps of {job.id} drew from {', '.join(sorted(drawn))}"
+
+
+def generators() -> dict[str, Any]:
+    """Return the states of the process's generators, by the function that draws from them."""
+    return {
+        "torch.rand": torch.get_rng_state().tolist(),
+        "numpy.random": repr(np.random.get_state(legacy=False)),
+        "random": random.getstate(),
+    }
 
 
 @promise(

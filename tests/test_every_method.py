@@ -107,6 +107,23 @@ class DrawsFromAnywhere(Linear):
         return groups
 
 
+class NoiseOfTheProcess(Linear):
+    """Adds noise from the process's generator while it trains: the same in a retry, and another on
+    two ranks."""
+
+    def loss(self, batch: Any, progress: Any) -> Any:
+        batch.images = batch.images + 0.01 * torch.randn(batch.images.shape)
+        return super().loss(batch, progress)
+
+
+class NoiseOfNumpy(Linear):
+    """Adds noise from numpy's generator while it trains."""
+
+    def loss(self, batch: Any, progress: Any) -> Any:
+        batch.images = batch.images + 0.01 * np.random.rand()
+        return super().loss(batch, progress)
+
+
 class StartsAsPyTorchDoes(Linear):
     """Has a layer of its own that starts from the process's generator: that is allowed."""
 
@@ -267,6 +284,8 @@ BROKEN = [
     (StartsElsewhere, "it_starts_as_the_backbone"),
     (CountsTasks, "the_order_of_tasks_changes_nothing"),
     (DrawsFromAnywhere, "a_stage_tried_again_gives_the_same_bytes_and_leaves_its_parents_alone"),
+    (NoiseOfTheProcess, "training_draws_from_the_batch_alone"),
+    (NoiseOfNumpy, "training_draws_from_the_batch_alone"),
     (TrainsOldHeads, "another_tasks_training_leaves_a_loaded_task_alone"),
     (Peeks, "training_never_looks_at_test_data"),
     (SumsInsteadOfMeans, "accumulation_changes_nothing_but_rounding"),

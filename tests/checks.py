@@ -253,6 +253,27 @@ def check_the_stored_bytes_are_the_method(lab: Lab, method: str, optimizer: str)
 
 @promise(
     (
+        "return from finish() what this task's training left: its own name and classes, and copies "
+        "made in finish(), not in begin() and not of an earlier task"
+    ),
+)
+def check_a_state_is_of_its_own_task(lab: Lab, method: str, optimizer: str) -> None:
+    """Each task is served from its state as training left it, up to rounding."""
+    run = lab.run(method, optimizer)
+    for task in (FIRST, SECOND):
+        name = run.order[task]
+        state = run.state(task)
+        assert (state.task, state.classes) == (name, TASKS[name]), f"the state of {name!r}"
+        rows = state.head["weight"].shape[0] if "weight" in state.head else len(TASKS[name])
+        assert rows == len(TASKS[name]), f"the head of {name!r} has {rows} rows"
+        images = run.images(task)
+        trained = answers(run.live(task), images, name)
+        distance = float((trained - answers(run.served(task), images, name)).abs().max())
+        assert distance <= 1e-4, f"task {name!r} is served with logits {distance:.2g} apart"
+
+
+@promise(
+    (
         "store nothing that no answer needs, and use in serving_weights or features what "
         "load_task got"
     ),

@@ -237,6 +237,32 @@ class RemembersBeside(Linear):
         return self.state(tokens={"mean": torch.as_tensor(self.mean)}), super().finish()[1]
 
 
+class StateOfBegin(FineTune):
+    """Its second task's state has the head as it was before training."""
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        self.untrained = self.heads.export(context.task.name)
+        return groups
+
+    def finish(self) -> Any:
+        state, carried = super().finish()
+        if self.context.carried is not None:
+            state.head = self.untrained
+        return state, carried
+
+
+class StateOfTheFirst(FineTune):
+    """Its second task's state has the head of the first one."""
+
+    needs_states = True
+
+    def finish(self) -> Any:
+        state, carried = super().finish()
+        state.head = self.heads.export(self.heads.names[0])
+        return state, carried
+
+
 class StoresWhatItDoesNotUse(Linear):
     """Its state has a mask that no answer depends on."""
 
@@ -294,6 +320,8 @@ BROKEN = [
     (NoiseWhileServing, "measuring_leaves_the_model_as_it_was"),
     (LearnsFromValidation, "measuring_has_no_part_in_training"),
     (OneTokenForAll, "tasks_share_no_memory"),
+    (StateOfBegin, "a_state_is_of_its_own_task"),
+    (StateOfTheFirst, "a_state_is_of_its_own_task"),
     (StoresWhatItDoesNotUse, "whatever_is_stored_has_a_part_in_the_answers"),
     (RemembersBeside, "an_interrupted_stage_ends_as_if_it_had_not_been"),
     (LearnsNothing, "it_learns"),

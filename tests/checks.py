@@ -511,6 +511,21 @@ def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: st
 
 @promise(
     (
+        "ask context.data for images and keys of the task in training alone, or declare "
+        'reads = "seen", so that the stage waits for the data of all tasks so far'
+    ),
+    lambda cls: "seen" not in (cls.reads, cls.trains_on),
+)
+def check_a_step_looks_up_the_data_that_it_declares(lab: Lab, method: str, optimizer: str) -> None:
+    run = lab.run(method, optimizer)
+    run.trained(SECOND)
+    for job in run.stages(SECOND):
+        undeclared = lab.looked_up.get(job.key, set()) - set(TASKS[run.order[SECOND]])
+        assert not undeclared, f"{job.id} looked up classes {sorted(undeclared)} of an earlier task"
+
+
+@promise(
+    (
         "return a mean over the batch from loss, and count with Batch.counts what is a mean "
         "over some samples"
     ),

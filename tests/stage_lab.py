@@ -104,13 +104,15 @@ OWN: dict[str, dict[str, Any]] = {  # where twice or half the usual value would 
 @dataclass(repr=False)
 class Lab:
     """A store, and what ran in it. By stage key: `live`, the method as training left it;
-    `finished`, what it handed out at the end; `opened`, the splits whose images were looked up."""
+    `finished`, what it handed out at the end; `opened`, the splits whose images were looked up;
+    `looked_up`, the classes whose images were."""
 
     folder: Path
     group: Group = field(default_factory=Group)  # whose one rank runs every stage
     live: dict[str, Method] = field(default_factory=dict)
     finished: dict[str, tuple[TaskState, Carried]] = field(default_factory=dict)
     opened: dict[str, set[str]] = field(default_factory=dict)
+    looked_up: dict[str, set[str]] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
 
     @cached_property
@@ -203,6 +205,7 @@ class Lab:
 
         def noted(shards: Shards, split: str, classes: Any) -> pa.Table:
             self.opened.setdefault(job.key, set()).add(split)
+            self.looked_up.setdefault(job.key, set()).update(classes)
             return select(shards, split, classes)
 
         with mock.patch.object(loop, "fit", watched), mock.patch.object(Shards, "select", noted):

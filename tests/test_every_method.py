@@ -183,6 +183,14 @@ class Peeks(Linear):
         return super().begin(context)
 
 
+class CountsEarlierSamples(FineTune):
+    """Looks up the keys of earlier tasks, and does not declare that it reads them."""
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        self.num_samples = [len(context.data.keys(task)) for task in context.stream]
+        return super().begin(context)
+
+
 class SumsInsteadOfMeans(Linear):
     """Its loss grows with the size of a micro-batch."""
 
@@ -314,6 +322,7 @@ BROKEN = [
     (NoiseOfNumpy, "training_draws_from_the_batch_alone"),
     (TrainsOldHeads, "another_tasks_training_leaves_a_loaded_task_alone"),
     (Peeks, "training_never_looks_at_test_data"),
+    (CountsEarlierSamples, "a_step_looks_up_the_data_that_it_declares"),
     (SumsInsteadOfMeans, "accumulation_changes_nothing_but_rounding"),
     (AnyBackbone, "a_state_of_another_backbone_is_refused"),
     (NoiseWhileServing, "answers_are_the_same_twice_and_in_any_turn"),

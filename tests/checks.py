@@ -536,12 +536,13 @@ def check_accumulation_changes_nothing_but_rounding(lab: Lab, method: str, optim
     becomes a whole step."""
     whole = lab.run(method, optimizer, epochs=1, batch_size=24)
     parts = lab.run(method, optimizer, epochs=1, batch_size=24, accumulate=2)
-    images, name = whole.images(FIRST), whole.order[FIRST]
-    assert torch.allclose(
-        answers(whole.served(FIRST), images, name),
-        answers(parts.served(FIRST), images, name),
-        atol=1e-3,
-    )
+    for task in (FIRST, SECOND):
+        images, name = whole.images(task), whole.order[task]
+        expected = answers(whole.served(task), images, name)
+        distance = float((expected - answers(parts.served(task), images, name)).abs().max())
+        assert distance <= 1e-3 + 1e-5 * float(expected.abs().max()), (
+            f"with two micro-batches the logits of task {name!r} are {distance:.2g} apart"
+        )
     for a, b in zip(history(whole.trained(FIRST)), history(parts.trained(FIRST)), strict=True):
         assert {k: v for k, v in a.items() if k != "val_correct"} == pytest.approx(
             {k: v for k, v in b.items() if k != "val_correct"}, abs=1e-3

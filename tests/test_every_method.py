@@ -199,6 +199,22 @@ class SumsInsteadOfMeans(Linear):
         return loss * len(batch) / 24, terms
 
 
+class DividesAPenalty(FineTune):
+    """Divides a penalty on what later tasks move by the number of micro-batches."""
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        groups = super().begin(context)
+        self.start = [p.detach().clone() for p in self.backbone.parameters()]
+        return groups
+
+    def loss(self, batch: Any, progress: Any) -> Any:
+        loss, terms = super().loss(batch, progress)
+        if self.context.carried is not None:
+            for p, start in zip(self.backbone.parameters(), self.start, strict=True):
+                loss = loss + (p - start).square().sum() * len(batch) / batch.draw.size
+        return loss, terms
+
+
 class AnyBackbone(Linear):
     """Loads states of whatever backbone."""
 
@@ -324,6 +340,7 @@ BROKEN = [
     (Peeks, "training_never_looks_at_test_data"),
     (CountsEarlierSamples, "a_step_looks_up_the_data_that_it_declares"),
     (SumsInsteadOfMeans, "accumulation_changes_nothing_but_rounding"),
+    (DividesAPenalty, "accumulation_changes_nothing_but_rounding"),
     (AnyBackbone, "a_state_of_another_backbone_is_refused"),
     (NoiseWhileServing, "answers_are_the_same_twice_and_in_any_turn"),
     (NoiseWhileServing, "measuring_leaves_the_model_as_it_was"),

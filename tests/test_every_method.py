@@ -417,5 +417,17 @@ def test_a_method_that_stops_is_not_said_to_break_the_promise_that_was_checked(
     assert promise.remedy not in sentence
 
 
+def test_what_differs_after_an_interruption_is_named(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Named(RemembersBeside):
+        name = "remembers-beside"
+
+    monkeypatch.setitem(METHODS, Named.name, Named)
+    promise = PROMISES["an_interrupted_stage_ends_as_if_it_had_not_been"]
+    with pytest.raises(BrokenPromise, match=r"task\.safetensors differs in tokens/mean"):
+        promise.check(lab, Named.name, "adamw")
+
+
 def test_every_promise_is_seen_to_fail() -> None:
     assert {promise for _, promise in BROKEN} == PROMISES.keys()

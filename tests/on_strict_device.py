@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import math
 import re
 import statistics
 import sys
 import tempfile
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, replace
@@ -209,7 +211,10 @@ def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, C
     are not those of the CPU."""
     with strict_device.strict_device() as device:
         with counted(device) as steps:
-            device_results = results(case, strict_device.NAME)
+            try:
+                device_results = results(case, strict_device.NAME)
+            except (strict_device.DeviceError, TypeError) as error:
+                raise type(error)(stopped(case, error)) from error
         if resume:
             resumed(case, strict_device.NAME)
     if compare:
@@ -225,6 +230,21 @@ def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, C
             # those of a later task stand
             costs[case.method, case.scenario, job_id.rsplit("/", 1)[1]] = typical(each)
     return costs
+
+
+def stopped(case: Case, error: Exception) -> str:
+    """Return where a method would stop on a GPU, and what its author can do."""
+    source = inspect.getfile(METHODS[case.method])
+    frames = traceback.extract_tb(error.__traceback__)
+    project = [f for f in frames if Path(f.filename).is_relative_to(TABLE.parents[1] / "workers")]
+    in_method = [frame for frame in frames if frame.filename == source]
+    last = (in_method or project or frames)[-1]
+    return (
+        f"method {case.method!r} would stop on a GPU: {error}. At {last.filename}:{last.lineno} in "
+        f"{last.name}: {last.line}. Take tensors from context.carried and batch, which are on the "
+        "device; make others with device=self.device, or register them as a parameter, a buffer "
+        "or a module, which `to` moves; draw from Batch.draw"
+    )
 
 
 def counts_of(method: str, scenario: str) -> dict[Step, Counts]:

@@ -3,6 +3,7 @@ and what its steps cost there."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -33,6 +34,10 @@ from workers.methods.finetune import FineTune
 EVERY = [
     (method, scenario) for method, cls in METHODS.items() for scenario in sorted(cls.scenarios)
 ]
+RECORD = (
+    "record it by `PYTHONPATH=tests .venv/bin/python -m tests.on_strict_device NAME --record`, "
+    "and commit the file with the method"
+)
 SOME = [
     ("finetune", "t2t"), ("meat", "t2t"), ("lora", "t2t"),
     ("finetune", "convnext"), ("piggyback", "convnext"), ("toast", "convnext"),
@@ -94,7 +99,8 @@ def sentences(counts: dict[Step, Counts]) -> list[str]:
     """What is above the table, or not in it."""
     bounds = recorded(TABLE.read_text())
     assert counts.keys() <= bounds.keys(), (
-        "a training step is not in the table: record it, see tests/on_strict_device.py"
+        f"{sorted(counts.keys() - bounds.keys())} is not in the table of benchmarks/README.md; "
+        f"{RECORD}"
     )
     return [
         sentence
@@ -376,8 +382,12 @@ def broken(name: str) -> Any:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_method_that_would_stop_on_a_gpu_is_found_out(device: Any, name: str) -> None:
-    with pytest.raises((DeviceError, TypeError), match=r"devices|generator|numpy"):
+    with pytest.raises((DeviceError, TypeError), match=r"devices|generator|numpy") as error:
         device.submit(broken, name).result()
+    sentence = str(error.value)
+    assert sentence.startswith("method 'finetune' would stop on a GPU: ")
+    assert re.search(r"At \S*test_strict_device\.py:\d+ in (loss|features|finish): ", sentence)
+    assert "register them as a parameter, a buffer or a module" in sentence
 
 
 def test_a_method_that_makes_the_host_wait_is_found_out(device: Any) -> None:
@@ -401,7 +411,9 @@ def test_the_table_has_a_row_for_each_training_step_of_every_method() -> None:
         for step in METHODS[method].steps
         if step.trains
     }
-    assert recorded(TABLE.read_text()).keys() == trained
+    rows = recorded(TABLE.read_text()).keys()
+    assert not trained - rows, f"no row for {sorted(trained - rows)} in {TABLE}; {RECORD}"
+    assert not rows - trained, f"take the rows of {sorted(rows - trained)} out of {TABLE}"
 
 
 def test_the_table_can_be_written_anew() -> None:

@@ -21,6 +21,7 @@ RUNNABLE = sorted(
 )
 SPACES = sorted((CONFIGS / "search").glob("*.yaml"))
 SETTINGS = ("demo", "real7", "paper")
+STEPS = "CONTRIBUTING.md, Add a method, says what it holds; start from those of finetune"
 HEADER = ("command", "machine", "time", "expected")
 PAPERS = [p for p in RUNNABLE if p.stem.endswith(("-paper", "-table1")) or "imagenet" in p.stem]
 CLASS_INCREMENTAL = [p for p in PAPERS if "-class-" in p.read_text()]
@@ -236,13 +237,17 @@ def test_every_method_has_a_config_for_each_setting(
     method: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")
-    run_config = config.load(str(CONFIGS / "methods" / f"{method}-{setting}.yaml"))
+    path = CONFIGS / "methods" / f"{method}-{setting}.yaml"
+    assert path.exists(), f"write {path.relative_to(CONFIGS.parent)}: {STEPS}"
+    run_config = config.load(str(path))
     assert method in {entry.method for entry in run_config.methods.values()}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_a_search_space(method: str) -> None:
-    assert any(f"  methods.{method}." in path.read_text() for path in SPACES if path.stem == method)
+    path = CONFIGS / "search" / f"{method}.yaml"
+    assert path.exists(), f"write {path.relative_to(CONFIGS.parent)}: {STEPS}"
+    assert f"  methods.{method}." in path.read_text(), f"{path.name} searches no setting of it"
 
 
 @pytest.mark.parametrize("path", SPACES, ids=lambda p: p.stem)

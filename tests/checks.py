@@ -508,6 +508,55 @@ class interrupted_after:
 
 
 @promise(
+    (
+        "hand on in every step what earlier tasks carried, merged with what the task adds: take it "
+        "in begin from context.carried, and return all of it from finish()"
+    ),
+    lambda cls: bool(cls.carries) and not getattr(cls, "uses_class_means", False),
+)
+def check_a_chain_forgets_nothing_that_it_carries(lab: Lab, method: str, optimizer: str) -> None:
+    """The last step of the second task is handed each kind of tensor that the first task left, and
+    leaves something else where these are others. Class means are computed anew from exemplars."""
+    run = lab.run(method, optimizer, epochs=1)
+    stored = run.trained(SECOND)
+    job = run.stages(SECOND)[-1]
+    handed = restore.load_carried(job)
+    assert handed is not None
+    for kind in sorted(kinds_of(run.carried(FIRST)) & kinds_of(run.carried(SECOND))):
+        assert kind in kinds_of(handed), f"{job.id} is not handed {kind!r}: a step before drops it"
+        changed = with_others(handed, kind)
+        if changed is None:
+            continue
+        try:
+            with mock.patch.object(loop, "load_carried", return_value=changed):
+                repeated = lab.stage(again(job, f"other-{kind}"))
+        except UserError:
+            continue  # what does not go with the rest is refused: it has a part
+        has_part = any(repeated.read(name) != stored.read(name) for name in (STATE, CARRIED))
+        assert has_part, f"{job.id} leaves the same whatever it is handed as {kind!r}"
+
+
+def kinds_of(carried: Carried) -> set[str]:
+    """Return what stands before the first slash in the names of tensors; nothing where none is."""
+    return {name.rpartition("/")[0].split("/")[0] for name in carried.tensors}
+
+
+def with_others(carried: Carried, kind: str) -> Carried | None:
+    """Return the state with other values in the tensors of a kind; None if it has whole numbers."""
+    tensors = dict(carried.tensors)
+    for name, tensor in carried.tensors.items():
+        if name.rpartition("/")[0].split("/")[0] != kind:
+            continue
+        if tensor.dtype == torch.bool:
+            tensors[name] = ~tensor
+        elif tensor.is_floating_point():
+            tensors[name] = 1.1 * tensor + 0.01
+    if same(tensors, carried.tensors):
+        return None
+    return Carried(tensors, carried.meta)
+
+
+@promise(
     "read context.data.feed('train') or 'val' alone while training",
 )
 def check_training_never_looks_at_test_data(lab: Lab, method: str, optimizer: str) -> None:

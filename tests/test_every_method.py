@@ -13,9 +13,10 @@ from stage_lab import Lab, answers
 from torch import Tensor
 
 from workers.methods import METHODS
-from workers.methods.base import Method, MethodSettings, ParamGroup, StepContext
+from workers.methods.base import Method, MethodSettings, ParamGroup, Step, StepContext
 from workers.methods.finetune import FineTune, weight_groups
 from workers.methods.linear import Linear
+from workers.storage.taskstate import Carried
 
 EVERY = [
     pytest.param(method, optimizer, promise, id=f"{method}-{optimizer}-{promise}")
@@ -294,6 +295,37 @@ class StoresWhatItDoesNotUse(Linear):
         return self.state(masks={"idle": torch.ones(9, dtype=torch.bool)}), super().finish()[1]
 
 
+class CarriesTheLatestAlone(FineTune):
+    """Of what a chain is to add up over tasks it hands on the part of the latest task."""
+
+    def load_carried(self, carried: Carried) -> None:
+        network = {n: t for n, t in carried.tensors.items() if not n.startswith("sums/")}
+        super().load_carried(Carried(network))
+
+    def finish(self) -> Any:
+        state, carried = super().finish()
+        carried.tensors["sums/bias"] = state.head["bias"].sum()
+        return state, carried
+
+
+class DropsBetweenSteps(CarriesTheLatestAlone):
+    """Its first step does not hand on what its second one adds to."""
+
+    steps = (Step("train"), Step("add", trains=False))
+
+    def begin(self, context: StepContext) -> list[ParamGroup]:
+        tensors = {} if context.carried is None else context.carried.tensors
+        self.total = tensors.get("sums/bias", torch.zeros(()))
+        return super().begin(context)
+
+    def finish(self) -> Any:
+        state, carried = super().finish()
+        carried.tensors["sums/bias"] += self.total
+        if self.context.step == "train":
+            del carried.tensors["sums/bias"]
+        return state, carried
+
+
 class LearnsNothing(Linear):
     """Its gradients come to nothing."""
 
@@ -350,6 +382,8 @@ BROKEN = [
     (StateOfTheFirst, "a_state_is_of_its_own_task"),
     (StoresWhatItDoesNotUse, "whatever_is_stored_has_a_part_in_the_answers"),
     (RemembersBeside, "an_interrupted_stage_ends_as_if_it_had_not_been"),
+    (CarriesTheLatestAlone, "a_chain_forgets_nothing_that_it_carries"),
+    (DropsBetweenSteps, "a_chain_forgets_nothing_that_it_carries"),
     (LearnsNothing, "it_learns"),
     (ServesByACommonScale, "what_a_task_may_have_of_its_own_has_no_part_in_serving"),
     (MiscountsItsSize, "the_recorded_size_is_the_size_of_the_file"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from laboratory import TASKS, Lab, Run, history
+from stage_lab import TASKS, Lab, Run, history
 from torch import Tensor, nn
 
 from workers.data.batch import Batch

@@ -51,13 +51,13 @@ class Times:
         self.launched: dict[str, float] = {}
         self.done: dict[str, tuple[float, float]] = {}
 
-    def event(self, walk: Walk, event: Event) -> None:
+    def on_event(self, walk: Walk, event: Event) -> None:
         if event.kind is EventKind.DONE:
             self.done[event.stage] = time.monotonic(), event.body.get("wall_s", 0.0)
         if event.kind is EventKind.FAILED:
             raise SystemExit(f"stage {event.stage} failed: {event.message}")
 
-    def decision(self, walk: Walk, decision: Decision) -> None:
+    def on_decision(self, walk: Walk, decision: Decision) -> None:
         self.launched[decision.stage] = time.monotonic()
 
 

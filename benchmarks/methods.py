@@ -23,7 +23,7 @@ from benchmarks.harness import Report, interleave, start
 from workers import dist, loop, optim
 from workers.data.batch import Batch
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
-from workers.loop import remembered_samples
+from workers.loop import exemplar_keys
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
 from workers.model import vit
@@ -134,7 +134,7 @@ class Training:
             stages = [(0, steps[0]), *((0, step) for step in herds), timed]
         for position, step in stages:
             rates = OptimPlan(
-                TRAIN.lr, TRAIN.weight_decay, BATCH, optim.mean_rate_steps(10 * STEPS, STEPS, TRAIN)
+                TRAIN.lr, TRAIN.weight_decay, BATCH, optim.full_rate_steps(10 * STEPS, STEPS, TRAIN)
             )
             torch.manual_seed(0)
             self.method: Method = cls(copy.deepcopy(backbone), settings, seed=0)
@@ -150,7 +150,7 @@ class Training:
                 carried=carried,
                 data=StepData(task_keys=keys_by_class),
             )
-            memory = remembered_samples(self.method, context)
+            memory = exemplar_keys(self.method, context)
             tasks = tuple(
                 task
                 for task in self.method.stream

@@ -67,7 +67,7 @@ class TrainLoop:
             job.train.lr,
             job.train.weight_decay,
             job.train.batch_size,
-            optim.mean_rate_steps(steps, len(batches), job.train),
+            optim.full_rate_steps(steps, len(batches), job.train),
         )
         self.groups = self.method.begin(StepContext(job.task, rates, training_tasks=(job.task,)))
         self.method.train()

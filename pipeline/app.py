@@ -25,7 +25,7 @@ from pipeline.graph.run import (
     Outcome,
     Watcher,
     look_up_all,
-    raise_failures,
+    raise_if_failed,
     run_graph,
     stages_to_run,
 )
@@ -331,7 +331,7 @@ def _run_and_record(
     recorder = Recorder(config.tracking, store.storage, screen.say, report_command)
     recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
 
-    def executor_of(todo: set[str]) -> Executor:
+    def make_executor(todo: set[str]) -> Executor:
         return launch.make_executor(
             store,
             config.cluster,
@@ -347,13 +347,13 @@ def _run_and_record(
         outcome = run_graph(
             graph,
             store,
-            executor_of,
+            make_executor,
             RetryPolicy.of(config.cluster).stage,
             [screen, recording],
             lookups,
         )
         status = "FAILED" if outcome.failures else "FINISHED"
-        raise_failures(outcome, resume_command)
+        raise_if_failed(outcome, resume_command)
         files = _add_analysis(report_files(run), record, store)
         recorder.models(graph, lambda label, folder: write_bundle(run, label, folder))
     finally:
@@ -424,15 +424,15 @@ def bring(
     lookups = look_up_all(ingest_graph, store, previous)
     screen = open_screen(ingest_graph, lookups)
 
-    def executor_of(todo: set[str]) -> Executor:
+    def make_executor(todo: set[str]) -> Executor:
         return launch.make_executor(
             store, config.cluster, ingest_graph, todo, screen.progress, lambda stage: {}
         )
 
     outcome = run_graph(
-        ingest_graph, store, executor_of, RetryPolicy.of(config.cluster).stage, [screen], lookups
+        ingest_graph, store, make_executor, RetryPolicy.of(config.cluster).stage, [screen], lookups
     )
-    raise_failures(outcome, resume_command)
+    raise_if_failed(outcome, resume_command)
 
 
 # ---- reports -------------------------------------------------------------------------------------

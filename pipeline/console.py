@@ -42,10 +42,10 @@ class Console:
         self.ended = 0
         self.last_progress: dict[str, float] = {}  # stage -> time of its last progress line
         for stage_id, lookup in lookups.items():
-            if lookup.damaged:
+            if lookup.must_withdraw:
                 self.say(f"{stage_id}: {lookup.reason}")
 
-    def decision(self, walk: Walk, decision: Decision) -> None:
+    def on_decision(self, walk: Walk, decision: Decision) -> None:
         self.ended = walk.count(*ENDED)
         stage = decision.stage
         reason = decision.reason
@@ -64,7 +64,7 @@ class Console:
             case DecisionKind.FAIL:
                 self.say(f"{stage}: failed: {reason}")
 
-    def event(self, walk: Walk, event: Event) -> None:
+    def on_event(self, walk: Walk, event: Event) -> None:
         self.ended = walk.count(*ENDED)
         match event.kind:
             case EventKind.PROGRESS:

@@ -23,7 +23,7 @@ SMALL = BackboneSettings(
     img_size=16,
     options={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"},
 )
-RATES = OptimPlan(lr=1e-2, weight_decay=0.05, batch_size=6, mean_rate_steps=10.0)
+RATES = OptimPlan(lr=1e-2, weight_decay=0.05, batch_size=6, full_rate_steps=10.0)
 A = Task("a", "card", "", ("a1", "a2"))
 B = Task("b", "card", "", ("b1", "b2", "b3"))
 C = Task("c", "card", "", ("c1", "c2"))

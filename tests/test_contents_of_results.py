@@ -230,5 +230,7 @@ def test_of_two_attempts_with_different_contents_the_loser_says_so(
     second = loop._run_stage(
         dataclasses.replace(job, seed=job.seed + 1), Group(), lambda body: None
     )
-    assert second["note"] == "another process was faster and got another content, which stands"
+    assert second["note"] == (
+        "another process published a different result first, and that one is kept"
+    )
     assert second["attempt"] == first["attempt"]

@@ -62,7 +62,7 @@ class Group:
             grad.copy_(summed.view_as(grad))
         return flat.numel() * flat.element_size()
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's value (plain Python), on every rank."""
         if self.world == 1:
             return value

@@ -1,7 +1,9 @@
-"""What a worker does with a stage, from its job to its stored result; the training loop.
+"""How the ranks of a worker group run a stage, from its job to its stored result.
 
-Read from the top: `run_stage` looks the result up or computes it. `train_task` and `train_backbone`
-compute it for stages that train. Both call `fit`, which calls `train_epochs` and `train_step`.
+A stage is a node of the graph: one step of one task, such as `train`, `herd` or `evaluate`. An
+update of the weights is called an optimizer step. Read from the top: `run_stage` looks the result
+up or computes it, by `train_task`, by `train_backbone`, or by `evaluate_task` (evaluate.py). The
+first two call `fit`, which calls `train_epochs` and `train_step`.
 """
 
 from __future__ import annotations
@@ -40,17 +42,22 @@ from workers.storage.lock import stage_lock
 from workers.storage.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
-StageResult = tuple[dict[str, bytes], dict[str, Any]]  # contents of files by name; the manifest
+# Contents of files by name, and the manifest: what is stored about them, as JSON.
+StageResult = tuple[dict[str, bytes], dict[str, Any]]
 Runner = Callable[[StageJob, dist.Group, Report], StageResult]
-# Part of the keys of trained results. Raise it when a change to this loop, the optimizer, the feed,
-# the augmentation, the noise or the heads changes the numbers that training gives.
+# It is part of the store's keys of trained results. Raise it when a change to this loop, the
+# optimizer, the feed, the augmentation, stochastic depth or the heads changes what training gives.
 TRAIN_REVISION = 1
 REPORT_S = 1.0  # shortest time between two progress reports of a stage
-AGREE_STEPS = 8  # several ranks agree every so many steps whether a checkpoint is due: a broadcast
+# With several ranks a broadcast tells whether a checkpoint is due, once in so many optimizer steps.
+AGREE_STEPS = 8
 
 
 def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any]:
-    """Return the manifest of a stage's result. Run the stage if the store has no result yet."""
+    """Return the manifest of a stage's result. Run the stage if the store has no result yet.
+
+    Call it on all ranks. The manifest is complete on rank 0 only.
+    """
     manifest = stored_manifest(job, group)
     if manifest is not None:
         return manifest
@@ -60,13 +67,16 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
 
 
 def stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
-    """Return the stored manifest of the stage's result, marked `reused`; None without a result."""
+    """Return the stored manifest of the stage's result, marked `reused`; None without a result.
+
+    Call it on all ranks: rank 0 reads, and broadcasts what it read.
+    """
     manifest: dict[str, Any] | None = None
     if group.rank == 0:
         artifact = Artifact.open(job.root, job.key)
         if artifact is not None:
             manifest = {**artifact.manifest, "reused": True}
-    shared: dict[str, Any] | None = group.share(manifest)
+    shared: dict[str, Any] | None = group.broadcast(manifest)
     return shared
 
 
@@ -106,19 +116,20 @@ def publish(job: StageJob, files: dict[str, bytes], manifest: dict[str, Any]) ->
         attempt.write(name, data)
     is_first = attempt.commit(manifest)
     checkpoint.drop(job.root, job.key)
-    computed = content_digest({**manifest, "files": attempt.files})
+    computed_digest = content_digest({**manifest, "files": attempt.files})
     stored: dict[str, Any] = {**Artifact.need(job.root, job.key).manifest}
-    if not is_first and content_digest(stored) != computed:
-        note = "another process was faster and got another content, which stands"
+    if not is_first and content_digest(stored) != computed_digest:
+        note = "another process published a different result first, and that one is kept"
         return {**stored, "note": note}
     return stored
 
 
 def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
-    """Run one step of one task: train the job's method on a fresh copy of the backbone.
+    """Run one step of one task with the job's method, on a fresh copy of the backbone.
 
-    The method starts from what the previous stages carried on. Return the task's state, what the
-    next stage starts from, and the metrics of each epoch, as files; and the manifest.
+    The method starts from the carried state that the previous stage passed on. Return as files the
+    task's state, the carried state for the next stage and the metrics of each epoch; and the
+    manifest.
     """
     assert job.task is not None
     method = new_method(job).to(group.device)
@@ -126,7 +137,7 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
         load_states(job, method)
     history = fit(job, method, load_carried(job), group, report)
     state, carried = method.finish()
-    # A step that does not train may have one row with validation counts alone: see `fit`.
+    # A step that does not train may have one row without a loss: see `fit`.
     epochs = sum("loss" in row for row in history)
     trained_parameters = 0
     if epochs:
@@ -144,13 +155,13 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
     files = {
         "task.safetensors": state.to_bytes(),
         "carried.safetensors": carried.to_bytes(),
-        "history.parquet": parquet(history),
+        "history.parquet": to_parquet(history),
     }
     return files, manifest
 
 
 def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageResult:
-    """Make the backbone that all tasks share. Train it if the stream has a base task.
+    """Make the backbone that all tasks use. Train it if the stream starts with a base task.
 
     Its weights come from timm's hub, from a file, or from a random initialisation that depends on
     the seed. Training on the base task is plain fine-tuning of all weights.
@@ -161,10 +172,11 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     files: dict[str, bytes] = {}
     if job.task is not None:
         method = METHODS["finetune"](backbone, settings_of(job), job.seed)
-        files["history.parquet"] = parquet(fit(job, method, None, group, report))
+        files["history.parquet"] = to_parquet(fit(job, method, None, group, report))
         digest = vit.digest_of(backbone)
+        head = method.heads.export(job.task.name)
         state = TaskState(
-            job.task.name, job.task.classes, "base", digest, head=method.heads.export(job.task.name)
+            job.task.name, job.task.classes, method="base", backbone_digest=digest, head=head
         )
         files["task.safetensors"] = state.to_bytes()
     else:
@@ -182,13 +194,14 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
 def fit(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report
 ) -> list[dict[str, Any]]:
-    """Train a step of a task and return the metrics of each epoch, one row per epoch.
+    """Run a step of a task and return the metrics of each epoch, one row per epoch.
 
     Training goes on from the stage's checkpoint if there is one. For a step without training
-    (`Step.trains` is False) only `Method.begin` runs. If such a step is `measured`, one row with
-    the validation counts is returned, else none.
+    (`Step.trains` is False) only `Method.begin` runs. If such a step is `measured`, one row without
+    a loss is returned: metrics and validation counts. Otherwise no row is returned.
     """
     assert job.task is not None
+    # None for the backbone's own training, whose stage is no step of a method.
     step = next((step for step in method.steps if step.name == job.step), None)
     epochs = job.train.epochs if step is None or step.trains else 0
     method.to(group.device)
@@ -196,10 +209,10 @@ def fit(
     param_groups = method.begin(context)
     method.to(group.device)  # `begin` may have added modules, on the CPU
     val = context.data.feed("val") if context.data.has_validation else None
-    if feed is None:
+    if feed is None:  # the step does not train
         if step is None or not step.measured:
             return []
-        return [{"epoch": 0, **method.metrics(), **validated(method, val, group)}]
+        return [{"epoch": 0, **method.metrics(), **validation_counts(method, val, group)}]
     trained_ids: set[int] = set()
     for param_group in param_groups:
         trained_ids.update(id(p) for p in param_group["params"])
@@ -210,9 +223,9 @@ def fit(
     optimizer = optim.build(param_groups, job.train)
     method.train()
     if isinstance(method, PrecomputesFeatures):
-        with precision_of(job, group):
+        with autocast_context(job, group):
             method.precompute(feed)
-        if val is not None:
+        if val is not None:  # validation is computed in fp32
             method.precompute(val)
     return train_epochs(job, method, optimizer, feed, val, epochs, group, report)
 
@@ -220,53 +233,57 @@ def fit(
 def step_context(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, epochs: int
 ) -> tuple[StepContext, Feed | None]:
-    """Return what `Method.begin` needs, and the feed of the epochs; no feed without epochs.
+    """Return what `Method.begin` needs, and the feed of the training batches; None without epochs.
 
-    The context is made in two passes. `Method.memory` reads the first one and names the exemplars.
-    Only with these are the training data and the number of steps known, which the second one adds.
+    A preliminary context goes to `Method.memory`, which names the exemplars. The final context adds
+    what depends on them: the training data and the number of optimizer steps.
     """
     assert job.task is not None
-    declared_tasks = job.tasks if method.trains_on == "seen" else (job.task,)
+    # Tasks of which every sample is trained on; `job.tasks` are the tasks up to this one.
+    full_tasks = job.tasks if method.trains_on == "seen" else (job.task,)
     train = job.train
     context = StepContext(
         task=job.task,
-        optim=OptimPlan(train.lr, train.weight_decay, train.batch_size, mean_rate_steps=0.0),
+        optim=OptimPlan(train.lr, train.weight_decay, train.batch_size, full_rate_steps=0.0),
         step=job.step,
         scenario=job.scenario,
         stream=job.tasks,
-        training_tasks=declared_tasks,
+        training_tasks=full_tasks,
         carried=carried,
         data=StepData(
-            make_feed=lambda split, training: Feed(job, declared_tasks, split, group, training),
+            make_feed=lambda split, training: Feed(job, full_tasks, split, group, training),
             task_keys=lambda task: keys_of(job.root, task, job.data.val_fraction),
             has_validation=bool(job.data.val_fraction),
         ),
     )
-    exemplars = remembered_samples(method, context)
+    exemplars = exemplar_keys(method, context)
     training_tasks = tuple(
-        task for task in job.tasks if task in declared_tasks or task.name in exemplars
+        task for task in job.tasks if task in full_tasks or task.name in exemplars
     )
 
     def make_feed(split: str, training: bool) -> Feed:
         if split == "train":
             return Feed(job, training_tasks, split, group, training, exemplars)
-        return Feed(job, declared_tasks, split, group, training)
+        return Feed(job, full_tasks, split, group, training)
 
     feed = make_feed("train", True) if epochs else None
     steps_per_epoch = feed.steps_per_epoch if feed else 0
-    rate_steps = optim.mean_rate_steps(epochs * steps_per_epoch, steps_per_epoch, train)
+    rate_steps = optim.full_rate_steps(epochs * steps_per_epoch, steps_per_epoch, train)
     context = replace(
         context,
         training_tasks=training_tasks,
         carried=carried and carried.to(group.device),
-        optim=replace(context.optim, mean_rate_steps=rate_steps),
+        optim=replace(context.optim, full_rate_steps=rate_steps),
         data=replace(context.data, make_feed=make_feed),
     )
     return context, feed
 
 
-def remembered_samples(method: Method, context: StepContext) -> dict[str, list[str]]:
-    """Return task -> keys of the exemplars of it that the step trains on; no task without keys."""
+def exemplar_keys(method: Method, context: StepContext) -> dict[str, list[str]]:
+    """Return task -> keys of the samples of its exemplars, on which the step trains as well.
+
+    Tasks without exemplars are left out.
+    """
     if not isinstance(method, RemembersSamples):
         return {}
     memory = method.memory(context)
@@ -290,13 +307,16 @@ def train_epochs(
 ) -> list[dict[str, Any]]:
     """Train from the stage's checkpoint, or from the start, to the last epoch.
 
-    Return the metrics of all epochs, one row per epoch, also of those before the checkpoint.
+    Return the metrics of all epochs, one row per epoch, including those before the checkpoint.
     """
     # Rank 0 alone reads the checkpoint, so that all ranks start from the same one.
     stored = checkpoint.load(job.root, job.key) if group.rank == 0 else None
-    start = group.share(stored) or Checkpoint(0, 0, [], {}, {})
-    best = BestEpoch(start.best, start.restore(method, optimizer) if start.tensors else {})
-    checkpoints = Checkpoints(job, method, optimizer, best, group)
+    start = group.broadcast(stored) or Checkpoint(0, 0, [], {}, {})
+    best_tensors: dict[str, torch.Tensor] = {}
+    if start.tensors:  # else there is no checkpoint
+        best_tensors = start.restore(method, optimizer)
+    best = BestEpoch(start.best, best_tensors)
+    checkpoints = CheckpointSaver(job, method, optimizer, best, group)
     meter = ProgressMeter(job, epochs, report if group.rank == 0 else None)
     history = list(start.history)
     steps = feed.steps_per_epoch
@@ -309,17 +329,17 @@ def train_epochs(
             progress = Progress(epoch, step, epochs, steps)
             torch.manual_seed(derive_seed(job.seed, "step", epoch, step, group.rank))
             terms = train_step(method, optimizer, batches, progress, job, group)
-            num_images = batches[0].draw.size  # of the global batch
+            num_images = batches[0].draw.size  # samples of the global batch
             losses.add(terms, num_images)
             meter.add_step(progress, num_images, losses)
             if step + 1 < steps and checkpoints.is_due(step):
                 checkpoints.save(epoch, step + 1, history, losses.total())
         row = {
             "epoch": epoch,
-            "lr": optimizer.param_groups[0]["lr"],
+            "lr": optimizer.param_groups[0]["lr"],  # of the first group in the last step
             **losses.means(job.id),
             **method.metrics(),
-            **validated(method, val, group),
+            **validation_counts(method, val, group),
         }
         if job.train.keep == "best":
             best.update(method, row)
@@ -331,10 +351,10 @@ def train_epochs(
     return history
 
 
-def validated(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
-    """Return the number of correct answers and of images of the validation split.
+def validation_counts(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
+    """Return `val_correct`, the number of images that are classified correctly, and `val_total`.
 
-    Return no counts when no validation split is held out of train.
+    Return {} when no validation split is held out of train.
     """
     if val is None:
         return {}
@@ -352,14 +372,17 @@ def train_step(
 ) -> dict[str, torch.Tensor]:
     """Take one optimizer step over the global batch; `batches` are this rank's micro-batches.
 
-    Return the loss and its terms. Each is this rank's share of the mean over the global batch, so
-    that their sum over ranks is that mean.
+    Return the loss and its terms by name. The sum of a value over all ranks is its mean over the
+    global batch.
     """
-    rate = optim.factor(progress.global_step, progress.total, progress.steps_per_epoch, job.train)
-    optim.set_rate(optimizer, rate)
+    lr_factor = optim.factor(
+        progress.global_step, progress.total, progress.steps_per_epoch, job.train
+    )
+    optim.scale_rates(optimizer, lr_factor)
     parameters = parameters_of(optimizer)
     terms = compute_gradients(method, optimizer, batches, progress, job, group)
-    rho = method.sharpness() if isinstance(method, UsesSharpness) else 0.0
+    # Sharpness-aware minimisation: a second gradient, at weights moved by rho; they are moved back.
+    rho = method.sam_radius() if isinstance(method, UsesSharpness) else 0.0
     if rho:
         with optim.ascend(parameters, rho):
             compute_gradients(method, optimizer, batches, progress, job, group)
@@ -379,15 +402,16 @@ def compute_gradients(
     job: StageJob,
     group: dist.Group,
 ) -> dict[str, torch.Tensor]:
-    """Set each parameter's gradient over the global batch, summed over micro-batches and ranks.
+    """Set each parameter's gradient of the mean loss over the global batch.
 
-    Return the loss and its terms, as `train_step` does.
+    `Batch.weight` is the part of the global batch that a micro-batch is: its gradients are summed
+    over micro-batches and ranks. Return the loss and its terms, as `train_step` does.
     """
     optimizer.zero_grad(set_to_none=True)
     terms: dict[str, torch.Tensor] = {}
     for batch in batches:
         noise.draw_paths(method, batch.draw)
-        with precision_of(job, group):
+        with autocast_context(job, group):
             loss, parts = method.loss(batch, progress)
         (loss * batch.weight).backward()
         for name, value in {"loss": loss.detach(), **parts}.items():
@@ -404,8 +428,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return parameters
 
 
-def precision_of(job: StageJob, group: dist.Group) -> contextlib.AbstractContextManager[Any]:
-    """Return the context that the forward pass and the loss run in: autocast for bf16."""
+def autocast_context(job: StageJob, group: dist.Group) -> contextlib.AbstractContextManager[Any]:
+    """Return the context manager of the forward pass and the loss: autocast for bf16."""
     if job.train.precision == "bf16":
         return torch.autocast(group.device.type, torch.bfloat16)
     return contextlib.nullcontext()
@@ -424,7 +448,10 @@ class BestEpoch:
         self.tensors = tensors
 
     def update(self, method: Method, row: dict[str, Any]) -> None:
-        """Remember the epoch of `row` if it is the best so far; of equal ones the first stays."""
+        """Remember the epoch of `row` if it is the best so far; in a tie the earlier one is kept.
+
+        Without a validation split no epoch is remembered, and so the last one stays.
+        """
         val_correct = row.get("val_correct", -1)
         if val_correct <= self.record.get("val_correct", -1):
             return
@@ -442,7 +469,7 @@ class BestEpoch:
             live[name].copy_(tensor)
 
 
-class Checkpoints:
+class CheckpointSaver:
     """Saves a stage's checkpoint every `job.checkpoint_s` seconds, and before a preemption."""
 
     def __init__(
@@ -464,20 +491,21 @@ class Checkpoints:
     def is_due(self, step: int | None = None) -> bool:
         """Return whether to save now, the same on all ranks: rank 0 decides and broadcasts it.
 
-        It is time when the period is over or rank 0 has a preemption notice. After a `step` inside
-        an epoch, several ranks agree only every `AGREE_STEPS` steps and return False between.
+        A checkpoint is due when the period is over or rank 0 has a preemption notice. step: the
+        optimizer step of the epoch that has just ended, or None at the end of an epoch. Inside an
+        epoch, several ranks ask rank 0 only every `AGREE_STEPS` steps and return False between.
         """
         if step is not None and self.group.world > 1 and (step + 1) % AGREE_STEPS:
             return False
-        is_late = time.monotonic() > self.saved_at + self.period_s
-        return bool(self.group.share(is_late or preemption.requested.is_set()))
+        is_period_over = time.monotonic() > self.saved_at + self.period_s
+        return bool(self.group.broadcast(is_period_over or preemption.requested.is_set()))
 
     def save(
         self, epoch: int, step: int, history: list[dict[str, Any]], sums: dict[str, float]
     ) -> None:
-        """Save a checkpoint from which training goes on at `step` of `epoch`.
+        """Save a checkpoint from which training goes on at optimizer step `step` of `epoch`.
 
-        sums: of the loss terms over the steps of this epoch (`LossMeter.total`).
+        sums: of the loss terms over the images of this epoch so far (`LossMeter.total`).
 
         Raise `Preempted` on all ranks, after saving, if rank 0 has a preemption notice.
         """
@@ -488,21 +516,23 @@ class Checkpoints:
                 job.root, job.key, self.method, self.optimizer, self.best.tensors, state
             )
         self.saved_at = time.monotonic()
-        if self.group.share(preemption.requested.is_set()):
+        if self.group.broadcast(preemption.requested.is_set()):
             raise preemption.Preempted(f"{job.id} is saved")
 
 
 class LossMeter:
-    """This rank's sums of loss terms over an epoch.
+    """This rank's sums of loss terms over the images of an epoch.
 
-    The sums stay on the device, so that no step waits for it. `images` counts those of all ranks.
+    The sums stay on the device, so that no step synchronises with it. images: number of images of
+    all ranks.
 
-    start: sums over all ranks from a checkpoint, or none. Rank 0 alone adds to them, so that the
-        sum over ranks has them once.
+    start: sums over all ranks from a checkpoint; {} without one. Only rank 0 starts from them, so
+        that they count once in the sum over ranks.
     """
 
     def __init__(self, start: dict[str, float], group: dist.Group):
         self.group = group
+        self.start_loss = start.get("loss", 0.0)
         self.images = int(start.get("images", 0))
         self.values: dict[str, torch.Tensor] = {}
         self.started = time.perf_counter()
@@ -520,14 +550,17 @@ class LossMeter:
         self.images += images
 
     def total(self) -> dict[str, float]:
-        """Return the sums over all ranks by name, and under `images` the number of images."""
+        """Return the sums over all ranks by name, and under `images` the number of images.
+
+        Call it on all ranks.
+        """
         sums = {name: float(self.group.sum(value.clone())) for name, value in self.values.items()}
         return {"images": self.images, **sums}
 
     def means(self, stage_id: str) -> dict[str, float]:
-        """Return the epoch's mean loss and terms, its number of images and its seconds.
+        """Return the epoch's mean loss and terms, its images, and its seconds since a resume.
 
-        Raise `UserError` when the mean loss is not finite. The error names the stage.
+        Call it on all ranks. Raise `UserError` with the stage when the mean loss is not finite.
         """
         total = self.total()
         del total["images"]
@@ -535,6 +568,14 @@ class LossMeter:
         check_finite(means["loss"], stage_id)
         seconds = round(time.perf_counter() - self.started, 3)
         return {**means, "images": self.images, "seconds": seconds}
+
+    def estimate(self) -> float:
+        """Return the mean loss of the epoch so far, as rank 0 knows it.
+
+        With several ranks it is estimated from the images of rank 0, without a collective.
+        """
+        own_sum = float(self.values["loss"]) - self.start_loss
+        return (self.start_loss + own_sum * self.group.world) / self.images
 
 
 def check_finite(loss: float, stage_id: str) -> None:
@@ -547,7 +588,7 @@ def check_finite(loss: float, stage_id: str) -> None:
 
 
 class ProgressMeter:
-    """Reports the progress of a stage, its speed and its remaining time, every `REPORT_S` seconds.
+    """Reports a stage's progress, speed and remaining time, at most every `REPORT_S` seconds.
 
     report: None on ranks other than 0: these do not report.
     """
@@ -565,22 +606,19 @@ class ProgressMeter:
     def add_step(self, progress: Progress, images: int, losses: LossMeter) -> None:
         """Count a step, and report if it is time. images: size of the step's global batch.
 
-        Raise `UserError` on a single rank when the mean loss of the epoch so far is not finite.
+        With one rank only: raise `UserError` when the mean loss of the epoch so far is not finite.
         """
         self.images += images
         self.steps += 1
         now = time.monotonic()
-        if now - self.reported_at < REPORT_S:
+        if self.report is None or now - self.reported_at < REPORT_S:
             return
         self.reported_at = now
         spent_s = now - self.started
         steps_left = progress.total - progress.global_step - 1
-        # With several ranks an estimate from this rank's share: exact would need a collective.
-        loss = float(losses.values["loss"]) / losses.images * losses.group.world
+        loss = losses.estimate()
         if losses.group.world == 1:
             check_finite(loss, self.job.id)
-        if self.report is None:
-            return
         self.report(
             {
                 "stage": self.job.id,
@@ -599,8 +637,8 @@ class ProgressMeter:
             self.accuracy = row["val_correct"] / row["val_total"]
 
 
-def parquet(rows: list[dict[str, Any]]) -> bytes:
-    """Return a Parquet table with the columns of all rows, null where a row lacks one."""
+def to_parquet(rows: list[dict[str, Any]]) -> bytes:
+    """Return a Parquet file with the columns of all rows; a cell is null where a row lacks one."""
     blank_row: dict[str, Any] = {}  # every column in the order of its first appearance
     for row in rows:
         blank_row |= dict.fromkeys(row)

@@ -42,7 +42,7 @@ def factor(step: int, total: int, per_epoch: int, train: TrainSettings) -> float
     return train.floor + (1 - train.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def mean_rate_steps(total: int, per_epoch: int, train: TrainSettings) -> float:
+def full_rate_steps(total: int, per_epoch: int, train: TrainSettings) -> float:
     """Sum of the factors over all steps: how many steps at the peak rate the schedule amounts
     to."""
     return sum(factor(step, total, per_epoch, train) for step in range(total))
@@ -63,7 +63,7 @@ def build(groups: list[dict[str, Any]], train: TrainSettings) -> torch.optim.Opt
     return torch.optim.AdamW(full, fused=True)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:
+def scale_rates(optimizer: torch.optim.Optimizer, scale: float) -> None:
     """Set the learning rate of each group to `scale` times its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * scale

@@ -1,5 +1,9 @@
-"""Runs a graph: looks up what stands in the store, has the rest run by an executor, and carries out
-what the walk decides."""
+"""Runs a graph: looks up which results are in the store, and has an executor run the other stages.
+
+The walk (walk.py) is the scheduler: a state machine that decides what happens to each stage. This
+module carries its decisions out. A stage is a node of the graph. A result is valid when it is
+complete and was made of the parents' results that are stored now.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any, Protocol
 
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.stage import Graph, Stage
-from pipeline.graph.store import Lookup, Store, outdated
+from pipeline.graph.store import Lookup, Store, why_outdated
 from pipeline.graph.walk import (
     FINISHED,
     Decision,
@@ -24,15 +28,15 @@ from pipeline.graph.walk import (
 from workers.errors import UserError
 from workers.storage.artifact import content_digest
 
-LOOK_UP_THREADS = 16  # each holds one file of a stage at a time, of at most 64 MiB
-Manifests = dict[str, Mapping[str, Any] | None]  # by stage id
+LOOK_UP_THREADS = 16  # a thread holds at most 64 MiB of a file in memory
+Manifests = dict[str, Mapping[str, Any] | None]  # by stage id; None for a stage without a result
 
 
 class Executor(Protocol):
-    """Runs stages somewhere, those with the longest path behind them first, and reports events."""
+    """Runs stages and reports events. Stages with the longest path of descendants go first."""
 
     def submit(self, stage: Stage, depth: int) -> None:
-        """Have a stage run. depth: stages on the longest path behind it."""
+        """Queue a stage. depth: stages on the longest path of its descendants."""
 
     def poll(self) -> list[Event]:
         """Return what happened since the last call, without waiting for more."""
@@ -42,18 +46,22 @@ class Executor(Protocol):
 
 
 class Watcher(Protocol):
-    """Observes a run: the terminal, the MLflow record."""
+    """Observes a run. The terminal and the MLflow recorder are watchers."""
 
-    def event(self, walk: Walk, event: Event) -> None:
+    def on_event(self, walk: Walk, event: Event) -> None:
         """Called after the walk has recorded an event."""
 
-    def decision(self, walk: Walk, decision: Decision) -> None:
+    def on_decision(self, walk: Walk, decision: Decision) -> None:
         """Called after the walk has recorded a decision."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. manifests: of the results that stand at its end, as far as known."""
+    """How a run ended, by stage id.
+
+    failures: error messages of the stages that failed. manifests: of the results, as the executor
+    reported them or the look-up found them.
+    """
 
     states: dict[str, State]
     failures: dict[str, str]
@@ -62,21 +70,21 @@ class Outcome:
 
     @property
     def ran(self) -> int:
-        """Stages that this run computed."""
+        """Number of stages that this run computed."""
         return self._count(State.DONE)
 
     @property
     def reused(self) -> int:
-        """Stages whose result stood before this run."""
+        """Number of stages that did not have to run."""
         return self._count(State.REUSED)
 
     def _count(self, state: State) -> int:
         return list(self.states.values()).count(state)
 
 
-# ---- what stands ---------------------------------------------------------------------------------
-def contents_of(lookups: Mapping[str, Lookup]) -> dict[str, str]:
-    """Return the content digest of each result that stands, by stage id."""
+# ---- what is in the store ------------------------------------------------------------------------
+def content_digests(lookups: Mapping[str, Lookup]) -> dict[str, str]:
+    """Return the content digest of each stored result, by stage id."""
     contents = {}
     for stage_id, lookup in lookups.items():
         if lookup.manifest:
@@ -87,17 +95,21 @@ def contents_of(lookups: Mapping[str, Lookup]) -> dict[str, str]:
 def look_up_all(
     graph: Graph, store: Store, previous: RunRecord | None, verify: bool = True
 ) -> dict[str, Lookup]:
-    """Look up every stage of a whole graph, and mark results that are outdated."""
+    """Look up every stage of a graph, and mark results that are outdated.
+
+    previous: the record of the last run of this name; it explains why a stage is missing. verify:
+    compare every file with its digest.
+    """
     return mark_outdated(graph, look_up_each(graph, store, previous, verify))
 
 
 def look_up_each(
     graph: Graph, store: Store, previous: RunRecord | None, verify: bool = True
 ) -> dict[str, Lookup]:
-    """Look up every stage by itself; with `verify`, compare every file with its digest.
+    """Look up each stage without regard to its parents. See `look_up_all` for the arguments.
 
-    An object store takes several round trips per stage, so threads look up side by side there. On a
-    disk threads would cost more than they save.
+    A bucket takes several round trips per stage, so threads look up in parallel there. On a disk
+    threads would cost more than they save.
     """
     previous_by_stage = {}
     if previous:
@@ -114,24 +126,25 @@ def look_up_each(
 
 
 def mark_outdated(graph: Graph, lookups: dict[str, Lookup]) -> dict[str, Lookup]:
-    """Return the look-ups with outdated results as misses, to be withdrawn and run again.
+    """Return all look-ups; those of outdated results become misses, to be withdrawn.
 
-    A result is outdated where a parent has another content now than when the result was made.
+    A result is outdated when a parent's content digest differs from the one that the result was
+    made of. Descendants of an outdated result are checked when it has been computed again.
     """
-    contents = contents_of(lookups)
+    contents = content_digests(lookups)
     marked = dict(lookups)
     for stage in graph:
-        reason = outdated(graph, stage, lookups[stage.id].manifest, contents)
+        reason = why_outdated(graph, stage, lookups[stage.id].manifest, contents)
         if reason:
-            marked[stage.id] = Lookup(False, reason, damaged=True)
+            marked[stage.id] = Lookup(hit=False, reason=reason, must_withdraw=True)
     return marked
 
 
 def stages_to_run(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
-    """Return the ids of the stages to run: every missing one, except data that no stage reads.
+    """Return the ids of the stages to run: every missing one, except some ingest stages.
 
-    Ingested data runs only where a missing stage is its child, or where it has no children: what
-    was learned from deleted data stands.
+    An ingest stage whose children all have results does not run: what was trained on data that has
+    been deleted since remains valid.
     """
     missing = {stage.id for stage in graph if not lookups[stage.id].hit}
     todo = set()
@@ -147,7 +160,7 @@ def stages_to_run(graph: Graph, lookups: dict[str, Lookup]) -> set[str]:
 def run_graph(
     graph: Graph,
     store: Store,
-    executor_of: Callable[[set[str]], Executor],
+    make_executor: Callable[[set[str]], Executor],
     retries: int,
     watchers: list[Watcher],
     lookups: dict[str, Lookup],
@@ -155,31 +168,35 @@ def run_graph(
 ) -> Outcome:
     """Run what is missing.
 
-    executor_of: makes the executor from the ids to run; called once, and only if there are any.
-    retries: tries of a stage after the first one. poll_s: pause after a poll without events.
+    make_executor: makes the executor from the ids to run; called once, and only if there are any.
+    retries: tries of a stage after the first one. lookups: from `look_up_all`. poll_s: pause after
+    a poll without events.
     """
     started = time.monotonic()
     todo = stages_to_run(graph, lookups)
-    reused = [stage.id for stage in graph if stage.id not in todo]
+    not_run = [stage.id for stage in graph if stage.id not in todo]
     manifests: Manifests = {stage.id: lookups[stage.id].manifest for stage in graph}
-    contents = contents_of({stage.id: lookups[stage.id] for stage in graph})
-    run = GraphRun(store, Walk.over(graph, reused, retries), watchers, manifests, contents)
+    contents = content_digests({stage.id: lookups[stage.id] for stage in graph})
+    graph_run = GraphRun(store, Walk.over(graph, not_run, retries), watchers, manifests, contents)
     if todo:
         for stage_id in todo:
-            if lookups[stage_id].damaged:
+            if lookups[stage_id].must_withdraw:
                 store.withdraw(graph[stage_id].key)
-        run.to_the_end(executor_of(todo), poll_s)
+        graph_run.run_to_end(make_executor(todo), poll_s)
     failures = {}
-    for stage_id, state in run.walk.states.items():
+    for stage_id, state in graph_run.walk.states.items():
         if state is State.FAILED:
-            failures[stage_id] = run.walk.messages[stage_id]
-    return Outcome(run.walk.states, failures, time.monotonic() - started, manifests)
+            failures[stage_id] = graph_run.walk.messages[stage_id]
+    return Outcome(graph_run.walk.states, failures, time.monotonic() - started, manifests)
 
 
 @dataclass(frozen=True)
 class GraphRun:
-    """Carries out what a walk decides. manifests, contents: by stage id, of the results that
-    stand; kept up to date."""
+    """Carries out the decisions of a walk.
+
+    manifests, contents: by stage id, the manifest and the content digest of the last known result;
+    changed in place while the run goes on.
+    """
 
     store: Store
     walk: Walk
@@ -187,7 +204,7 @@ class GraphRun:
     manifests: Manifests
     contents: dict[str, str]
 
-    def to_the_end(self, executor: Executor, poll_s: float) -> None:
+    def run_to_end(self, executor: Executor, poll_s: float) -> None:
         """Launch stages and handle events until every stage has ended, then close the executor."""
         try:
             while not self.walk.ended:
@@ -202,7 +219,7 @@ class GraphRun:
 
     def _carry_out_decisions(self, executor: Executor) -> None:
         for decision in self.walk.decide():
-            self.walk.carry_out(decision)
+            self.walk.record(decision)
             self._notify(decision)
             if decision.kind is DecisionKind.LAUNCH:
                 executor.submit(self.walk.graph[decision.stage], decision.depth)
@@ -210,54 +227,61 @@ class GraphRun:
     def _handle(self, event: Event) -> None:
         decision = self.walk.apply(event)
         for watcher in self.watchers:
-            watcher.event(self.walk, event)
+            watcher.on_event(self.walk, event)
         if event.kind is EventKind.DONE:
             self.manifests[event.stage] = event.body
             self.contents[event.stage] = content_digest(event.body)
-            for rerun in self._run_outdated_again(event.stage):
-                self._withdraw(rerun.stage)
-                self._notify(rerun)
+            for decision_to_rerun in self._rerun_outdated(event.stage):
+                self._withdraw(decision_to_rerun.stage)
+                self._notify(decision_to_rerun)
         if decision is not None:
+            # A child could not read the result of this stage. It may have been replaced meanwhile.
             if decision.kind is DecisionKind.RECOMPUTE and self._is_damaged(decision.stage):
                 self._withdraw(decision.stage)
             self._notify(decision)
 
-    def _run_outdated_again(self, stage_id: str) -> list[Decision]:
-        """After a stage finished: itself, where a parent got another content while it ran; else its
-        finished children that were made of another content of it."""
+    def _rerun_outdated(self, stage_id: str) -> list[Decision]:
+        """Set the stages that a finished stage makes outdated to waiting; return the decisions.
+
+        That is the stage itself if a parent's content changed while it ran. Otherwise it is each
+        finished child that was computed from another content of the stage.
+        """
         reason = self._why_outdated(stage_id)
         if reason:
             return [self.walk.run_again(stage_id, reason)]
-        reruns: list[Decision] = []
+        decisions: list[Decision] = []
         for child in self.walk.graph.children(stage_id):
             reason = self._why_outdated(child.id)
             if reason and self.walk.states[child.id] in FINISHED:
-                reruns.append(self.walk.run_again(child.id, reason))
-        return reruns
+                decisions.append(self.walk.run_again(child.id, reason))
+        return decisions
 
     def _why_outdated(self, stage_id: str) -> str | None:
         graph = self.walk.graph
-        return outdated(graph, graph[stage_id], self.manifests.get(stage_id), self.contents)
+        return why_outdated(graph, graph[stage_id], self.manifests.get(stage_id), self.contents)
 
     def _is_damaged(self, stage_id: str) -> bool:
-        return self.store.look_up(self.walk.graph[stage_id]).damaged
+        return self.store.look_up(self.walk.graph[stage_id]).must_withdraw
 
     def _withdraw(self, stage_id: str) -> None:
         self.store.withdraw(self.walk.graph[stage_id].key)
 
     def _notify(self, decision: Decision) -> None:
         for watcher in self.watchers:
-            watcher.decision(self.walk, decision)
+            watcher.on_decision(self.walk, decision)
 
 
-def raise_failures(outcome: Outcome, command: str) -> None:
-    """Raise `UserError` with the first failed stage's message and the command that resumes."""
+def raise_if_failed(outcome: Outcome, command: str) -> None:
+    """Raise `UserError` if a stage failed, with the message of the first one.
+
+    command: what a person types to resume the run.
+    """
     if not outcome.failures:
         return
     stage_id, message = next(iter(outcome.failures.items()))
     more = ""
     if len(outcome.failures) > 1:
-        more = f" ({len(outcome.failures) - 1} more stages failed)"
+        more = f" (other failed stages: {len(outcome.failures) - 1})"
     raise UserError(
         f"stage {stage_id} failed: {message}{more}; what finished is kept, resume with: {command}"
     )

@@ -68,13 +68,16 @@ def _tagged(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Lookup:
-    """hit: the result stands and is whole. reason: why not, in words. damaged: it stands, and is
-    not as it was written, or was made of other contents of its parents than stand now."""
+    """What a look-up says of a stage.
+
+    hit: there is a valid result. reason: why not, in words. must_withdraw: there is a result that
+    is damaged or outdated, and it must be withdrawn before the stage runs.
+    """
 
     hit: bool
     reason: str
     manifest: Mapping[str, Any] | None = None
-    damaged: bool = False
+    must_withdraw: bool = False
 
 
 def remove(path: str) -> None:
@@ -153,7 +156,7 @@ class Store:
             damage = f"{MANIFEST} is not as it was written"
         else:
             return Lookup(False, why(stage, previous))
-        return Lookup(False, f"damaged: {damage}", damaged=True)
+        return Lookup(False, f"damaged: {damage}", must_withdraw=True)
 
     def withdraw(self, key: str) -> None:
         """Withdraw the result under a key, so that it no longer stands."""
@@ -323,7 +326,7 @@ def unclear(files_in: Mapping[str, Mapping[str, int]]) -> set[str]:
     return keys
 
 
-def outdated(
+def why_outdated(
     graph: Graph, stage: Stage, manifest: Mapping[str, Any] | None, contents: Mapping[str, str]
 ) -> str | None:
     """Why the result of `stage` no longer goes with its parents' results, in words: one of them was

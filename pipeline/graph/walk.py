@@ -28,7 +28,7 @@ class State(Enum):
     BLOCKED = "blocked"  # an ancestor failed
 
 
-FINISHED = (State.REUSED, State.DONE)
+FINISHED = (State.REUSED, State.DONE)  # they have a result, or need none
 NEVER_FINISHES = (State.FAILED, State.BLOCKED)
 ENDED = (*FINISHED, *NEVER_FINISHES)
 
@@ -161,7 +161,7 @@ class Walk:
             for stage in deepest_first
         ]
 
-    def carry_out(self, decision: Decision) -> None:
+    def record(self, decision: Decision) -> None:
         """Record that a decision of `decide` was carried out."""
         if decision.kind is DecisionKind.LAUNCH:
             self._set_state(decision.stage, State.RUNNING)
@@ -170,7 +170,7 @@ class Walk:
 
     # ---- events ----------------------------------------------------------------------------------
     def apply(self, event: Event) -> Decision | None:
-        """Record an event. Return the decision that a failure calls for."""
+        """Record an event. Return the decision on a stage that failed or was lost, else None."""
         match event.kind:
             case EventKind.DONE:
                 self._set_state(event.stage, State.DONE)
@@ -185,7 +185,7 @@ class Walk:
                 return self._retry(event) or self._fail(event)
 
     def run_again(self, stage_id: str, reason: str) -> Decision:
-        """Record that the result of a finished stage no longer goes with those of its parents."""
+        """Record that the result of a finished stage is outdated: it waits to be run again."""
         self._set_state(stage_id, State.WAITING)
         return Decision(DecisionKind.RECOMPUTE, stage_id, reason)
 

@@ -392,7 +392,7 @@ def wall_time(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups
     now = 0.0
     while not walk.ended:
         for decision in walk.decide():
-            walk.carry_out(decision)
+            walk.record(decision)
             ready.append(ReadyStage(decision.depth, graph[decision.stage]))
         while len(running) < groups:
             stage = ready.take()

@@ -133,7 +133,7 @@ def next_stage(ray: Any, queue: Any, group: int, rank: dist.Group) -> Any:
         stage = ray.get(queue.next_stage.remote(group))
         if stage is None:
             time.sleep(QUEUE_POLL_S)
-    return rank.share(stage)
+    return rank.broadcast(stage)
 
 
 class ProgressReporter:

@@ -157,7 +157,7 @@ class Count:
         run = record["stages"]["run"]
         return cls(run, -run, record["device_s"])
 
-    def event(self, walk: Walk, event: Event) -> None:
+    def on_event(self, walk: Walk, event: Event) -> None:
         """Count a stage that is done."""
         if event.kind is not EventKind.DONE:
             return
@@ -168,7 +168,7 @@ class Count:
         workers = int(event.body.get("workers") or 1)
         self.seconds += float(event.body.get("wall_s") or 0.0) * workers
 
-    def decision(self, walk: Walk, decision: Decision) -> None:
+    def on_decision(self, walk: Walk, decision: Decision) -> None:
         """Do nothing: decisions are not counted."""
 
 

@@ -212,12 +212,12 @@ class RecordingObserver:
         self.graph = graph
         recorder.start(record, graph_svg, watch=True)
 
-    def event(self, walk: Walk, event: Event) -> None:
+    def on_event(self, walk: Walk, event: Event) -> None:
         """Record a stage that is done."""
         if event.kind is EventKind.DONE:
             self.recorder.stage(self.graph[event.stage], event.body)
 
-    def decision(self, walk: Walk, decision: Decision) -> None:
+    def on_decision(self, walk: Walk, decision: Decision) -> None:
         """Do nothing: MLflow gets results only."""
 
     def finish(self, files: Mapping[str, bytes], status: str) -> Recorder:

@@ -352,7 +352,7 @@ def test_where_nobody_watches_progress_is_a_line_now_and_then(
     screen, walk = watched(stream)
     for second in range(100):
         now[0] = 1000.0 + second
-        screen.event(walk, epoch(second))
+        screen.on_event(walk, epoch(second))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert (
@@ -366,10 +366,10 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     stream = Terminal()
     screen, walk = watched(stream)
     for number in range(50):
-        screen.event(walk, epoch(number))
+        screen.on_event(walk, epoch(number))
     assert stream.getvalue().count("\n") == 0
     assert stream.getvalue().count("\r") == 50
-    screen.event(
+    screen.on_event(
         walk,
         Event(
             EventKind.DONE,
@@ -384,10 +384,10 @@ def test_a_retry_says_why_and_how_often() -> None:
     stream = io.StringIO()
     screen, walk = watched(stream)
     for decision in walk.decide():
-        walk.carry_out(decision)
+        walk.record(decision)
     retry = walk.apply(Event(EventKind.LOST, "meat/a/train", "its workers died"))
     assert retry is not None
-    screen.decision(walk, retry)
+    screen.on_decision(walk, retry)
     assert (
         stream.getvalue()
         == "[0/1] meat/a/train: its workers died; tried again from its last checkpoint (try 2 "

@@ -106,7 +106,7 @@ def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path: Path, harm: str) 
         artifact.read("state.safetensors")
     lookup = store.look_up(stage("k"))
     assert not lookup.hit
-    assert lookup.damaged
+    assert lookup.must_withdraw
     assert "state.safetensors" in lookup.reason
     store.withdraw("k")
     assert Artifact.open(store.root, "k") is None

@@ -130,7 +130,7 @@ def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(plan: tria
     for stage in graph:
         if stage.step != "ingest":
             manifest = loop.run_stage(cast(StageJob, stage.job), Group(), lambda event: None)
-            count.event(cast(Walk, None), Event(EventKind.DONE, stage.id, body=manifest))
+            count.on_event(cast(Walk, None), Event(EventKind.DONE, stage.id, body=manifest))
     assert (count.run, count.reused, count.seconds) == (0, 7, 0.0)
 
 

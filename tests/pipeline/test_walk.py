@@ -52,7 +52,7 @@ def launches(walk: Walk) -> list[str]:
 def launch_all(walk: Walk) -> list[str]:
     decisions = walk.decide()
     for decision in decisions:
-        walk.carry_out(decision)
+        walk.record(decision)
     return [d.stage for d in decisions if d.kind is DecisionKind.LAUNCH]
 
 
@@ -216,7 +216,7 @@ def test_what_is_decided_from_changes_is_what_a_look_at_the_whole_graph_would_de
         assert [(d.kind, d.stage) for d in decisions] == looked_over(walk)
         assert walk.decide() == decisions, "deciding changes nothing"
         for decision in decisions:
-            walk.carry_out(decision)
+            walk.record(decision)
         running = [i for i, s in walk.states.items() if s is State.RUNNING]
         if not running:
             break

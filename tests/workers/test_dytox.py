@@ -36,7 +36,7 @@ ONE, TWO, THREE = (
     Task(name, "card", "", tuple(name + c for c in "123"[:count]))
     for name, count in (("one", 2), ("two", 3), ("three", 2))
 )
-RATES = OptimPlan(lr=1e-2, weight_decay=1e-6, batch_size=6, mean_rate_steps=10.0)
+RATES = OptimPlan(lr=1e-2, weight_decay=1e-6, batch_size=6, full_rate_steps=10.0)
 START = Progress(0, 0, 1, 10)
 
 
@@ -386,10 +386,10 @@ def test_inside_an_ascent_weights_stand_uphill_and_afterwards_where_they_were() 
 
 
 def test_the_step_takes_its_gradient_uphill_from_the_second_task_on() -> None:
-    assert begun(ONE, rho=3.0).sharpness() == 0
-    assert begun(ONE, TWO, step="finetune", rho=3.0).sharpness() == 0
+    assert begun(ONE, rho=3.0).sam_radius() == 0
+    assert begun(ONE, TWO, step="finetune", rho=3.0).sam_radius() == 0
     method = begun(ONE, TWO, rho=3.0)
-    assert method.sharpness() == 3.0
+    assert method.sam_radius() == 3.0
 
 
 def test_a_sharpness_aware_step_is_two_gradients_and_one_move(

@@ -334,7 +334,7 @@ def test_remembered_samples_are_trained_on_beside_the_tasks_own_and_counted(
     assert [t.name for t in live.training_tasks] == [*TASKS]
     assert live.loaded == ["two"], "the states of earlier tasks were there before it began"
     feed = Feed(train, train.tasks, "train", Group(), True, {"two": live.memory_keys["two"]})
-    assert live.rates.mean_rate_steps == optim.mean_rate_steps(
+    assert live.rates.full_rate_steps == optim.full_rate_steps(
         train.train.epochs * feed.steps_per_epoch, feed.steps_per_epoch, train.train
     )
     first = feed.samples.tasks == 0
@@ -364,7 +364,7 @@ def test_a_second_step_meets_the_same_samples_in_another_order(lab: Lab) -> None
 def test_a_column_that_begins_later_is_kept() -> None:
     table = pq.read_table(
         pa.BufferReader(
-            loop.parquet([{"epoch": 0, "loss": 1.0}, {"epoch": 1, "loss": 0.5, "kept": 0.9}])
+            loop.to_parquet([{"epoch": 0, "loss": 1.0}, {"epoch": 1, "loss": 0.5, "kept": 0.9}])
         )
     )
     assert table.to_pylist() == [

@@ -165,7 +165,7 @@ def test_embeddings_have_their_own_rate_and_no_decay() -> None:
         )
     }
     assert groups["masks"]["weight_decay"] == 0
-    assert math.isclose(groups["masks"]["lr"] * RATES.mean_rate_steps, 3.0)
+    assert math.isclose(groups["masks"]["lr"] * RATES.full_rate_steps, 3.0)
     assert groups["weights"]["weight_decay"] == RATES.weight_decay
     assert groups["biases"]["weight_decay"] == groups["copies"]["weight_decay"] == 0
 
@@ -306,11 +306,11 @@ def test_a_state_of_another_width_is_refused() -> None:
     ((state, _),) = chain()[:1]
     state.masks["blocks.1.ff"] = state.masks["blocks.1.ff"][:-1]
     with pytest.raises(
-        UserError, match=r"mask blocks.1.ff of shape \(127,\), this backbone has 128 units"
+        UserError, match=r"a mask of shape \(127,\) for blocks.1.ff, this backbone has 128 units"
     ):
         Hat(vit(), HatSettings(), 1).load_task(state)
     del state.masks["blocks.1.ff"]
-    with pytest.raises(UserError, match="of shape None"):
+    with pytest.raises(UserError, match="its state has no mask for blocks.1.ff"):
         Hat(vit(), HatSettings(), 1).load_task(state)
 
 

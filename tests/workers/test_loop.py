@@ -361,6 +361,15 @@ def test_one_rank_goes_on_where_two_were_interrupted(lab: Lab, ranked: dict[str,
         assert torch.allclose(one, two, atol=1e-4)
 
 
+def test_the_reported_loss_of_two_ranks_counts_what_a_checkpoint_brought_once() -> None:
+    """20 images with a mean loss of 3 before an interruption, then 10 with a mean loss of 1, of
+    which this rank has the half."""
+    first_rank = Group(rank=0, world=2)
+    losses = loop.LossMeter({"loss": 60.0, "images": 20}, first_rank)
+    losses.add({"loss": torch.tensor(0.5)}, 10)
+    assert losses.estimate() == pytest.approx((60 + 10) / 30)
+
+
 def test_a_rank_alone_needs_no_process_group() -> None:
     assert not torch.distributed.is_initialized()
     assert Group().sum_gradients([torch.zeros(3)]) == 0

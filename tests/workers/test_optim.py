@@ -11,7 +11,7 @@ from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 from workers.job import TrainSettings
-from workers.optim import build, factor, mean_rate_steps, set_rate
+from workers.optim import build, factor, full_rate_steps, scale_rates
 
 
 def factors(total: int, **settings: Any) -> list[float]:
@@ -45,9 +45,9 @@ def test_no_step_is_without_a_rate_or_above_the_peak(
 
 def test_the_sum_of_all_factors_is_what_methods_are_told() -> None:
     train = TrainSettings(warmup=0.2, floor=0.05)
-    assert mean_rate_steps(37, 37, train) == pytest.approx(sum(factors(37, warmup=0.2, floor=0.05)))
-    assert mean_rate_steps(0, 0, train) == 0
-    assert mean_rate_steps(10_000, 100, TrainSettings(warmup=0, floor=0)) == pytest.approx(
+    assert full_rate_steps(37, 37, train) == pytest.approx(sum(factors(37, warmup=0.2, floor=0.05)))
+    assert full_rate_steps(0, 0, train) == 0
+    assert full_rate_steps(10_000, 100, TrainSettings(warmup=0, floor=0)) == pytest.approx(
         5_000, rel=1e-3
     )
 
@@ -90,7 +90,7 @@ def test_every_group_follows_the_schedule_from_its_own_peak() -> None:
         [{"params": [own_layer], "lr": 0.5}, {"params": [configured]}], TrainSettings(lr=0.01)
     )
     for scale in (1.0, 0.25, 0.5):
-        set_rate(optimizer, scale)
+        scale_rates(optimizer, scale)
         assert [g["lr"] for g in optimizer.param_groups] == [0.5 * scale, 0.01 * scale]
 
 

@@ -113,19 +113,19 @@ class OptimPlan:
 
     lr: the configured peak.
     batch_size: global, over all ranks.
-    mean_rate_steps: sum of the schedule's factors over all steps. lr * mean_rate_steps bounds how
+    full_rate_steps: sum of the schedule's factors over all steps. lr * full_rate_steps bounds how
         far AdamW can move one entry.
     """
 
     lr: float
     weight_decay: float
     batch_size: int
-    mean_rate_steps: float
+    full_rate_steps: float
 
     def mask_lr(self, setting: float | str, travel: float) -> float:
         """Return the peak rate of mask parameters. `auto`: all steps move an entry by `travel`."""
         if setting == "auto":
-            return travel / max(self.mean_rate_steps, 1e-9)
+            return travel / max(self.full_rate_steps, 1e-9)
         return float(setting)
 
 

@@ -136,7 +136,7 @@ class DyTox(Rehearsal[DyToxSettings]):
         self.before: Any = None
         self.auxiliary: TokenHead | None = None
 
-    def sharpness(self) -> float:
+    def sam_radius(self) -> float:
         """Return the radius of sharpness-aware steps: `rho` once there are earlier tasks."""
         return self.settings.rho if self.before else 0.0
 

@@ -1,5 +1,7 @@
-"""HAT: all tasks share one network whose weights are trained; per task, hard masks choose its
-units, and units in use are locked.
+"""HAT: all tasks share one trained network. Each task has a binary mask over its units.
+
+A unit is a query or value channel of attention, or a neuron of the feed-forward network. The
+weights of units that earlier tasks use are locked: training cannot change them.
 
 Serra, Suris, Miron, Karatzoglou: Overcoming Catastrophic Forgetting with Hard Attention to the
 Task, ICML 2018. Equation numbers are the paper's. AdaHAT: Wang et al., ECML PKDD 2024.
@@ -36,7 +38,7 @@ from workers.model.weights import Copies, norm_names
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
-FEW = 0.01  # share of free units below which a task learns little but its head
+MIN_FREE_SHARE = 0.01  # free units / all units; below it a task learns little but its head
 
 
 class HatSettings(MethodSettings):
@@ -44,45 +46,51 @@ class HatSettings(MethodSettings):
     from random weights: s_max 400, c 0.75, price absolute, schedule linear, s_min null, start
     normal, mask_lr that of the weights (0.05)."""
 
-    s_max: float = Field(
-        100.0, gt=1, description="scale of the masks when they are hardest; useful from 25 to 800"
-    )
+    s_max: float = Field(100.0, gt=1, description="largest s of sigmoid(s e); useful: 25 to 800")
     c: NonNegativeFloat = Field(
         0.1,
-        description="weight of R, what units cost that no earlier task uses (Eq. 5); useful: 0.03 "
-        "to 1, absolute: 0.1 to 2.5",
+        description="weight of the regulariser R (Eq. 5), which penalises the use of units that no "
+        "earlier task uses; useful: 0.03 to 1, and 0.1 to 2.5 with price absolute",
     )
     price: Literal["relative", "absolute"] = Field(
         "relative",
-        description="relative: c counts in what a typical unit is worth to CE; absolute: as the "
-        "paper",
+        description="factor of c; relative: root mean square gradient of the cross "
+        "entropy with respect to a mask value, times the number of free units; absolute: 1, as "
+        "in the paper",
     )
     schedule: Literal["linear", "official", "cosine"] = Field(
-        "cosine", description="of the scale within an epoch; see `annealed_scale`"
+        "cosine",
+        description="s over the steps of an epoch; linear: from s_min to s_max; official: "
+        "as the authors' code, one step short of s_max; cosine: from s_max to s_min and back",
     )
     s_min: PositiveFloat | None = Field(
         1.0,
-        description="scale of the masks when they are softest; null: 1 / s_max, where all masks "
-        "are 0.5",
+        description="smallest s of sigmoid(s e); null: 1 / s_max as in the paper, where all mask "
+        "values are about 0.5",
     )
     compensation: Literal["exact", "official"] = Field(
-        "exact", description="of the embeddings' gradient; see `AnnealedSigmoid`"
+        "exact",
+        description="how the gradient of the embeddings makes up for s (Sec. 2.5); exact: as the "
+        "paper's formula; official: as the authors' code; see `AnnealedSigmoid`",
     )
     start: Start = Field(
         "uniform",
-        description="where embeddings start; uniform and dense have all units on, so that training "
-        "starts from the backbone",
+        description="initialisation of the embeddings e: normal N(0, 1), uniform (0, 2], dense 1, "
+        "sparse N(m, 1); with uniform and dense all units are on, so that training starts from the "
+        "backbone",
     )
     expected_tasks: int = Field(
-        10, ge=2, description="for start sparse: of how many tasks one should use a unit"
+        10,
+        ge=2,
+        description="for start sparse: a unit starts on with probability 1 / expected_tasks",
     )
     mask_lr: PositiveFloat | Literal["auto"] = Field(
-        "auto", description="peak learning rate of the embeddings; auto: by mask_travel"
+        "auto", description="peak learning rate of the embeddings; auto: from mask_travel"
     )
     mask_travel: PositiveFloat = Field(
         4.0,
-        description="for mask_lr auto: how far an embedding can go over all steps; they start up "
-        "to 2 from 0",
+        description="for mask_lr auto: the most by which AdamW can change an embedding over all "
+        "optimizer steps; with start uniform they begin in (0, 2]",
     )
     per_task_affine: bool = Field(
         False, description="each task trains its own norms, class token and biases of proj and fc2"
@@ -93,19 +101,28 @@ S = TypeVar("S", bound=HatSettings, default=Any)
 
 
 class Hat(Method[S]):
-    """A chain: h' = a .* h with a = sigmoid(s e) (Eq. 1), s annealed in every epoch; stored are
-    hard masks 1[e > 0] per unit, and the weights hand on how many tasks use each unit. The base
-    task, if there is one, is learned as a first task.
+    """Tasks are learned in sequence: each starts from the weights of the one before.
 
-    Frozen from the start, because every task sees them: patch and position embedding, class token,
-    norms, biases of proj and fc2; with `per_task_affine` the last four are copied for each task.
+    A unit's output h becomes a h with a = sigmoid(s e) (Eq. 1); s is annealed in every epoch. The
+    code scales the weights of the unit, which is the same. The binary masks 1[e > 0] are stored.
+    Passed on to the next task are the weights and, for each unit, the number of tasks that use it.
+    A base task, on which the backbone was fine-tuned, is trained once more with masks, as a first
+    task.
 
-    Where it differs from the paper: masks of finished tasks are hard in test, lock and R, since
-    soft ones leak; entries are put back after each step, since decay and momentum move them. Two
-    things are for pretrained weights and few epochs. An epoch begins and ends with hard masks and
-    never halves the network (cosine, s_min 1). And c has a `price`: a unit's share of R is c / N,
-    on a pretrained ViT a hundredth of the noise of its gradient from CE, so that no unit would be
-    let go before the paper's 200 epochs.
+    Parameters that every task uses are frozen from the start: patch and position embedding, class
+    token, norms, biases of proj and fc2. With `per_task_affine` each task trains its own copies of
+    these, but for the two embeddings.
+
+    Where it differs from the paper:
+    - Masks of finished tasks are binary in inference, in locking and in R: soft masks let training
+      change weights that earlier tasks use.
+    - Locked entries of weights are restored after each optimizer step, because weight decay and
+      momentum move them.
+    - For pretrained weights and few epochs, s goes from s_max down to 1 and back in an epoch
+      (cosine). So an epoch begins and ends with hard masks, and never scales all outputs by 0.5.
+    - c is multiplied by `price`. The gradient of c R with respect to a mask value is c / N, with N
+      free units. On a pretrained ViT that is a hundredth of the noise of the gradient of the cross
+      entropy: no unit would be turned off before the paper's 200 epochs.
     """
 
     name = "hat"
@@ -136,14 +153,14 @@ class Hat(Method[S]):
         needs_adamw(settings.mask_lr, train)
         if settings.s_min is not None and settings.s_min >= settings.s_max:
             raise UserError(
-                f"s_min is {settings.s_min}, and s_max {settings.s_max}; masks harden from "
-                "s_min to s_max, so s_min must be the smaller"
+                f"s_min is {settings.s_min} and s_max is {settings.s_max}; the scale of the masks "
+                "stays between them, so give an s_min below s_max"
             )
 
     @classmethod
     def check_backbone(cls, settings: S, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
-        unit_sites(backbone)
+        unit_sites(backbone)  # raises UserError on other backbones
 
     @classmethod
     def changes_past_predictions(cls, scenario: str) -> bool:
@@ -151,21 +168,20 @@ class Hat(Method[S]):
 
     @classmethod
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
-        return cls.steps
+        return cls.steps  # of the base task as well
 
     def __init__(self, backbone: Any, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites = unit_sites(backbone)
+        self.sites = unit_sites(backbone)  # masked layer -> its number of units
         self.shared = dict(backbone.named_parameters())
-        # unit, in order of sites -> tasks that use it
+        # (units,) in order of sites: how many finished tasks use each unit
         self.uses = torch.zeros(sum(self.sites.values()), dtype=torch.int16)
         self.register_buffer("price", torch.ones(()))  # what c is multiplied by in the next step
-        self.loaded: dict[
-            str, tuple[dict[str, Tensor], dict[str, Tensor]]
-        ] = {}  # task -> masks by site, copies
+        # finished task -> its masks by site, and its copies of parameters by name
+        self.loaded: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
     def by_site(self, units: Tensor) -> dict[str, Tensor]:
-        """(all units,) -> site -> (units of the site,)."""
+        """Split a tensor (all units,) into one tensor (units of the site,) for each site."""
         return dict(zip(self.sites, units.split(list(self.sites.values())), strict=True))
 
     # ---- training --------------------------------------------------------------------------------
@@ -173,7 +189,7 @@ class Hat(Method[S]):
         if context.carried is not None:
             self.load_carried(context.carried)
         groups = super().begin(context)
-        self.loaded.pop(context.task.name, None)
+        self.loaded.pop(context.task.name, None)  # its stored mask would hide the one in training
         device = self.device
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "hat", context.task.name))
         start = initial_embedding(
@@ -183,29 +199,29 @@ class Hat(Method[S]):
             start.to(device), self.settings.s_max, self.settings.compensation
         )
         self.uses = self.uses.to(device)
-        self.price.fill_(self.settings.price == "absolute")
+        # relative: 0 until the first gradient has been measured
+        self.price.fill_(1.0 if self.settings.price == "absolute" else 0.0)
         self.copies = Copies(
             self.backbone, affine_names(self.backbone) if self.settings.per_task_affine else []
         )
-        units = unit_values(self.backbone, self.by_site(self.uses))
-        self.protector = Protector(
-            {name: (self.shared[name], n > 0) for name, n in units.items() if bool(n.any())}
-        )
-        mask_lr = (
-            self.settings.mask_travel / max(context.optim.mean_rate_steps, 1e-9)
-            if self.settings.mask_lr == "auto"
-            else self.settings.mask_lr
-        )
+        # parameter -> how many finished tasks use each of its entries
+        uses_by_name = unit_values(self.backbone, self.by_site(self.uses))
+        locks = {}
+        for name, count in uses_by_name.items():
+            if bool(count.any()):
+                locks[name] = (self.shared[name], count > 0)
+        self.protector = Protector(locks)
+        mask_lr = context.optim.mask_lr(self.settings.mask_lr, self.settings.mask_travel)
         return [
             *groups,
             {
                 "name": "weights",
-                "params": [self.shared[n] for n in units if n.endswith("weight")],
+                "params": [self.shared[n] for n in uses_by_name if n.endswith("weight")],
                 "weight_decay": context.optim.weight_decay,
             },
             {
                 "name": "biases",
-                "params": [self.shared[n] for n in units if n.endswith("bias")],
+                "params": [self.shared[n] for n in uses_by_name if n.endswith("bias")],
                 "weight_decay": 0.0,
             },
             {"name": "masks", "params": [self.mask.embedding], "lr": mask_lr, "weight_decay": 0.0},
@@ -213,84 +229,94 @@ class Hat(Method[S]):
         ]
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
-        s = self.settings
+        settings = self.settings
         if progress.steps_per_epoch == 1:
             raise UserError(
-                f"task {self.training_tasks[0].name!r} has one step per epoch, and HAT hardens "
-                "its masks from step to step of an epoch; lower "
-                "train.batch_size until an epoch has several"
+                f"task {self.training_tasks[0].name!r} has one optimizer step per epoch, and HAT "
+                "changes the scale of its masks from step to step of an epoch; lower "
+                "train.batch_size until an epoch has several steps"
             )
         self.scale = annealed_scale(
-            progress.step, progress.steps_per_epoch, s.s_max, s.schedule, s.s_min
+            progress.step,
+            progress.steps_per_epoch,
+            settings.s_max,
+            settings.schedule,
+            settings.s_min,
         )
         self.soft = self.mask.sample(self.scale)
         return self.copies.tensors() | masked_weights(self.backbone, self.by_site(self.soft))
 
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
-        """CE + c R (Eq. 5), R over the masks of this step (Eq. 4)."""
+        """CE + c price R (Eq. 5), R over the masks of this step (Eq. 4)."""
         ce, terms = super().loss(batch, progress)
-        new = newly_used([self.soft], [self.uses > 0])
-        return ce + self.settings.c * self.price * new, terms | {"newly_used": new.detach()}
+        regularizer = newly_used([self.soft], [self.uses > 0])
+        loss = ce + self.settings.c * self.price * regularizer
+        return loss, terms | {"newly_used": regularizer.detach()}
 
     def after_backward(self) -> None:
         self.protector.gate()
         if self.settings.price == "relative":
-            self.price.copy_(self.influence())
+            self.price.copy_(self.relative_price())
 
     @torch.no_grad()
-    def influence(self) -> Tensor:
-        """The root mean square over units of dCE / da in this step, times the number of free units:
-        with this price, c = 1 makes R pull each unit down as much as CE typically pulls units to
-        and fro."""
-        slope, gradient = self.mask.slope(self.scale), self.mask.embedding.grad
+    def relative_price(self) -> Tensor:
+        """Return the root mean square of dCE / da in this step, times the number of free units.
+
+        With this price and c = 1, the gradient of R with respect to a mask value is as large as
+        that of the cross entropy typically is. Units whose gradient vanishes are left out; where
+        all do, the price stays.
+        """
+        slope = self.mask.slope(self.scale)  # (units,) d(loss) / d(e) = slope * d(loss) / d(a)
+        gradient = self.mask.embedding.grad
         assert gradient is not None
-        free = self.uses == 0
-        count, seen = free.sum().clamp(min=1), (gradient != 0) & (slope > 0)
-        of_ce = torch.where(seen, gradient / slope - self.settings.c * self.price / count * free, 0)
-        return torch.where(
-            seen.any(), count * (of_ce.square().sum() / seen.sum().clamp(min=1)).sqrt(), self.price
-        )
+        is_free = self.uses == 0
+        num_free = is_free.sum().clamp(min=1)
+        is_measured = (gradient != 0) & (slope > 0)
+        of_regularizer = self.settings.c * self.price / num_free * is_free
+        ce_gradient = torch.where(is_measured, gradient / slope - of_regularizer, 0)
+        mean_square = ce_gradient.square().sum() / is_measured.sum().clamp(min=1)
+        return torch.where(is_measured.any(), num_free * mean_square.sqrt(), self.price)
 
     def after_step(self, progress: Progress) -> None:
         self.protector.restore()
         self.mask.clamp()
 
     def metrics(self) -> dict[str, float]:
-        """Shares of units: this task's, those of all tasks with it, those that stay free."""
-        own, earlier = self.mask.hard(), self.uses > 0
-        capacity = float((own | earlier).float().mean())
-        return {"density": float(own.float().mean()), "capacity": capacity, "free": 1 - capacity}
+        """Shares of all units: used by this task, by this or earlier tasks, and by none of them."""
+        task_mask = self.mask.hard()
+        used = float((task_mask | (self.uses > 0)).float().mean())
+        return {"density": float(task_mask.float().mean()), "capacity": used, "free": 1 - used}
 
     def warnings(self) -> list[str]:
         assert self.task is not None
-        free, left = float((self.uses == 0).float().mean()), self.metrics()["free"]
-        said = []
-        if free < FEW:
-            said.append(
-                f"task {self.task.name!r}: only {free:.2%} of the units were free, so it "
-                "learned little but its head and the choice of "
-                "units; raise c so that tasks use fewer units"
+        free_before = float((self.uses == 0).float().mean())
+        free_after = self.metrics()["free"]
+        warnings = []
+        if free_before < MIN_FREE_SHARE:
+            warnings.append(
+                f"task {self.task.name!r}: only {free_before:.2%} of the units were free, so it "
+                "learned little but its head and the choice of units; raise c, from the first task "
+                "on, so that tasks use fewer units"
             )
-        elif left < FEW:
-            said.append(
-                f"task {self.task.name!r}: {left:.2%} of the units are left for later tasks; "
+        elif free_after < MIN_FREE_SHARE:
+            warnings.append(
+                f"task {self.task.name!r}: {free_after:.2%} of the units are left for later tasks; "
                 "raise c or mask_travel, or train for more steps"
             )
-        return said
+        return warnings
 
     def finish(self) -> tuple[TaskState, Carried]:
-        own = self.mask.hard()
-        weights = {
-            name: self.shared[name].detach().clone()
-            for name in unit_values(self.backbone, self.by_site(own))
-        }
+        task_mask = self.mask.hard()
+        weights = {}
+        for name in unit_values(self.backbone, self.by_site(task_mask)):  # all weights with units
+            weights[name] = self.shared[name].detach().clone()
         state = self.state(
-            masks={site: m.clone() for site, m in self.by_site(own.cpu()).items()},
+            masks={site: m.clone() for site, m in self.by_site(task_mask.cpu()).items()},
             copies={name: t.detach().clone() for name, t in self.copies.tensors().items()},
         )
-        return state, Carried(weights | {"uses": (self.uses + own).cpu()})
+        return state, Carried(weights | {"uses": (self.uses + task_mask).cpu()})
 
-    # ---- serving ---------------------------------------------------------------------------------
+    # ---- stored states, inference ----------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
         super().load_carried(carried)
         with torch.no_grad():
@@ -300,32 +326,34 @@ class Hat(Method[S]):
         self.uses = carried.tensors["uses"].to(self.uses.device, copy=True)
 
     def load_task(self, state: TaskState) -> None:
-        """Keeps the task's masks and copies beside those of other tasks."""
+        """Store the masks and copies of a finished task; several tasks can be loaded."""
         super().load_task(state)
         for site, size in self.sites.items():
-            found = tuple(state.masks[site].shape) if site in state.masks else None
-            if found != (size,):
+            mask = state.masks.get(site)
+            if mask is None or tuple(mask.shape) != (size,):
+                stored = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
                 raise UserError(
-                    f"task {state.task!r}: its state has a mask {site} of shape {found}, this "
-                    f"backbone has {size} units there; "
-                    "use the backbone of its run"
+                    f"task {state.task!r}: its state has {stored} for {site}, this backbone has "
+                    f"{size} units there; use the backbone that the task was trained with"
                 )
         self.loaded[state.task] = dict(state.masks), dict(state.copies)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        masks, copies = (
-            self.loaded[task]
-            if task in self.loaded
-            else (self.by_site(self.mask.hard()), self.copies.tensors())
-        )
+        if task in self.loaded:
+            masks, copies = self.loaded[task]
+        else:  # the task in training
+            masks = self.by_site(self.mask.hard())
+            copies = self.copies.tensors()
         device = self.device
         return {n: t.to(device) for n, t in copies.items()} | masked_weights(
             self.backbone, {n: m.to(device) for n, m in masks.items()}
         )
 
     def flops_share(self, state: TaskState) -> float:
-        """With the FFN neurons cut that the task does not use; channels of attention are zeros that
-        are computed."""
+        """Return the FLOPs of a forward pass relative to the backbone's, unused neurons removed.
+
+        Attention channels that the task does not use are computed as zeros, and count.
+        """
         masks = [
             BlockMasks(neurons=state.masks[f"blocks.{i}.ff"])
             for i in range(len(self.backbone.blocks))  # type: ignore[arg-type]
@@ -337,15 +365,17 @@ class Hat(Method[S]):
 
 class AdaHatSettings(HatSettings):
     intensity: PositiveFloat = Field(
-        0.01, description="A: how much units of earlier tasks may move"
+        0.01, description="A: how far weights of units that earlier tasks use may move"
     )
-    eps: PositiveFloat = Field(0.1, description="added to a site's share of R")
+    eps: PositiveFloat = Field(0.1, description="added to R of a site")
 
 
 class AdaHat(Hat[AdaHatSettings]):
-    """HAT whose locks give way: entries of a unit that n earlier tasks use move by r / (n + r), r =
-    A / (eps + R of the unit's site). It forgets a little to go on learning where HAT runs out of
-    units. The rate acts on the step and not on the gradient (see Protector).
+    """HAT with soft locks, which goes on learning when no unit is free, and forgets a little.
+
+    The optimizer step of an entry whose unit n earlier tasks use is multiplied by r / (n + r), with
+    r = A / (eps + R of the unit's site alone). The factor acts on the step, not on the gradient
+    (see Protector).
     """
 
     name = "adahat"
@@ -357,17 +387,16 @@ class AdaHat(Hat[AdaHatSettings]):
     per_task = Hat.per_task | {"intensity", "eps"}
 
     def after_backward(self) -> None:
-        soft, uses = self.by_site(self.soft.detach()), self.by_site(self.uses)
-        held = {}
-        for site, n in uses.items():
-            rate = self.settings.intensity / (self.settings.eps + newly_used([soft[site]], [n > 0]))
-            held[site] = n / (n + rate)
-        self.protector = Protector(
-            {
-                name: (self.shared[name], lock)
-                for name, lock in unit_values(self.backbone, held).items()
-            }
-        )
+        soft = self.by_site(self.soft.detach())
+        blocked = {}  # by site: the part of the optimizer step that is undone, in [0, 1)
+        for site, count in self.by_site(self.uses).items():
+            regularizer = newly_used([soft[site]], [count > 0])
+            rate = self.settings.intensity / (self.settings.eps + regularizer)
+            blocked[site] = count / (count + rate)
+        locks = {}
+        for name, lock in unit_values(self.backbone, blocked).items():
+            locks[name] = (self.shared[name], lock)
+        self.protector = Protector(locks)
         super().after_backward()
 
     def warnings(self) -> list[str]:
@@ -375,13 +404,13 @@ class AdaHat(Hat[AdaHatSettings]):
 
 
 def affine_names(backbone: Any) -> list[str]:
-    """Parameters that write to the residual stream and are no weights: norms, class token, biases
-    of proj and fc2, scales of context."""
-    known = dict(backbone.named_parameters())
-    ends = ("attn.proj.bias", "mlp.fc2.bias", "mlp.context.scale")
-    wanted = [
-        "cls_token",
-        *norm_names(backbone),
-        *(f"blocks.{i}.{end}" for i in range(len(backbone.blocks)) for end in ends),
-    ]
-    return [name for name in wanted if name in known]
+    """Return the names of parameters that belong to no unit and are shared by all of them.
+
+    These are the class token, norms, biases of proj and fc2, and scales of Context Broadcasting.
+    """
+    names = ["cls_token", *norm_names(backbone)]
+    for index in range(len(backbone.blocks)):
+        ends = ("attn.proj.bias", "mlp.fc2.bias", "mlp.context.scale")
+        names += [f"blocks.{index}.{end}" for end in ends]
+    existing = dict(backbone.named_parameters())
+    return [name for name in names if name in existing]

@@ -153,14 +153,14 @@ class Meat(Method[MeatSettings]):
 
     def rate(self, optim: OptimPlan) -> float:
         """Peak learning rate of u = t1 - t2: twice that of the pair, see GumbelHard. Adam moves an
-        entry by at most the rate per step, so `auto` sets rate * mean_rate_steps = mask_travel * 2
+        entry by at most the rate per step, so `auto` sets rate * full_rate_steps = mask_travel * 2
         gamma: long and short trainings reach equally far."""
         if self.settings.mask_lr == "auto":
             return (
                 self.settings.mask_travel
                 * 2
                 * self.settings.gamma
-                / max(optim.mean_rate_steps, 1e-9)
+                / max(optim.full_rate_steps, 1e-9)
             )
         return 2 * (
             0.1 * optim.batch_size / 1024

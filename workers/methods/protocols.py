@@ -43,7 +43,7 @@ class PrecomputesFeatures(Protocol):
 class UsesSharpness(Protocol):
     """Sharpness-aware steps: the gradient is taken uphill of where a step starts."""
 
-    def sharpness(self) -> float:
+    def sam_radius(self) -> float:
         """Return rho of adaptive sharpness-aware steps (`optim.ascended`); 0 for a plain step."""
 
 

@@ -266,12 +266,12 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
         return min(0.5, self.settings.density) if site == OUTPUTS else self.settings.density
 
     def rate(self, site: str, optim: OptimPlan) -> float:
-        """Adam moves a score by at most the rate in a step, so `auto` sets rate * mean_rate_steps =
+        """Adam moves a score by at most the rate in a step, so `auto` sets rate * full_rate_steps =
         travel / sqrt(inputs)."""
         if self.settings.mask_lr != "auto":
             return self.settings.mask_lr
         travel = self.settings.outputs_travel if site == OUTPUTS else self.settings.mask_travel
-        return travel * self.width(site) / max(optim.mean_rate_steps, 1e-9)
+        return travel * self.width(site) / max(optim.full_rate_steps, 1e-9)
 
     # ---- training --------------------------------------------------------------------------------
     def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:

@@ -169,7 +169,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         if known:
             batch = next(self.feed.epoch(epoch, step))[0]
             mask = self.choice(batch.images[: self.settings.look])
-        mask = self.ranks.share(mask)
+        mask = self.ranks.broadcast(mask)
         if mask == current:
             return
         scores = self.first_scores(mask)

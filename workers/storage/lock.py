@@ -47,7 +47,7 @@ def stage_lock(
                 descriptor = _try_until(path, time.monotonic() + timeout_s)
             is_held = descriptor is not None
             if group is not None:
-                is_held = group.share(is_held)
+                is_held = group.broadcast(is_held)
             if is_held:
                 break
             if not wait:

@@ -225,7 +225,7 @@ class ThresholdMasks(WeightMasks[T]):
             return (
                 self.settings.mask_travel
                 * (self.start_of(site) - self.settings.theta)
-                / math.sqrt(max(optim.mean_rate_steps, 1e-9))
+                / math.sqrt(max(optim.full_rate_steps, 1e-9))
             )
         return self.settings.mask_lr
 

@@ -35,6 +35,7 @@ from pipeline.graph.store import Lookup, Store, version_notes
 from pipeline.launch.cluster import is_submitted_job
 from pipeline.results.tables import RunTables
 from pipeline.results.trials import keys_of_searches
+from pipeline.run_log import RunLog, driver_log
 from pipeline.tracking import complete
 from pipeline.tracking.database import sqlite_path
 from pipeline.tracking.ui import this_python
@@ -284,8 +285,16 @@ def execute(
     """Run the stages that are missing, write the report, and record the run in MLflow.
 
     resume_command, report_command: what a person types to go on with the run, or to write its
-    record again; error messages name them. Raise `UserError` when a stage fails.
+    record again; error messages name them. What happens is logged in the run's driver.log. Raise
+    `UserError` when a stage fails.
     """
+    with driver_log(run.store.storage, run.config.name):
+        return _execute(run, open_screen, resume_command, report_command)
+
+
+def _execute(
+    run: PreparedRun, open_screen: OpenScreen, resume_command: str, report_command: str
+) -> RunResult:
     config = run.config
     store = run.store
     graph = run.graph
@@ -293,8 +302,10 @@ def execute(
     record = record_of(graph, config, run.tasks, provenance())
     store.save_record(record)  # before the look-up: from now on `gc` keeps what this run needs
     lookups = look_up_all(graph, store, previous)
+    todo = stages_to_run(graph, lookups)
+    LOG.info("run %s: %d stages, %d to run", config.name, len(graph), len(todo))
     screen = open_screen(graph, lookups)
-    if not stages_to_run(graph, lookups):
+    if not todo:
         files = _add_analysis(report_files(run), record, store)
         manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
         state = complete.state_of(config.tracking, store.storage, record, manifests, files)
@@ -305,7 +316,7 @@ def execute(
     elif not run.has_jobs:
         full = with_jobs(run)
         if full.keys != run.keys:  # raw data has changed since the graph was read from the cache
-            return execute(full, open_screen, resume_command, report_command)
+            return _execute(full, open_screen, resume_command, report_command)
         run = full
         graph = full.graph
     return _run_and_record(run, record, lookups, screen, resume_command, report_command)
@@ -330,6 +341,11 @@ def _run_and_record(
     graph = run.graph
     recorder = Recorder(config.tracking, store.storage, screen.say, report_command)
     recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
+    run_log = RunLog()
+
+    def progress(event: Event) -> None:
+        screen.progress(event)
+        run_log.progress(event)
 
     def make_executor(todo: set[str]) -> Executor:
         return launch.make_executor(
@@ -337,7 +353,7 @@ def _run_and_record(
             config.cluster,
             graph,
             todo,
-            screen.progress,
+            progress,
             lambda stage: make_report(run, record, stage),
         )
 
@@ -349,7 +365,7 @@ def _run_and_record(
             store,
             make_executor,
             RetryPolicy.of(config.cluster).stage,
-            [screen, recording],
+            [screen, recording, run_log],
             lookups,
         )
         status = "FAILED" if outcome.failures else "FINISHED"
@@ -360,7 +376,7 @@ def _run_and_record(
         recording.finish(files, status)
         if status != "FINISHED":
             for warning in recorder.warnings:
-                LOG.warning(warning)
+                LOG.warning("%s", warning)
     links = recorder.links()
     location = recorder.writer.location
     if location is not None and not recorder.warnings:

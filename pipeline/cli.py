@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pipeline import run_log
 from pipeline.graph import diagram
 from pipeline.serving import commands as serving_commands
 from pipeline.tracking import ui as mlflow_ui
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         args = parser().parse_args(argv)
+        run_log.log_to_stderr(args.log_level)
         return args.command(args) or 0
     except UserError as error:
         print(f"accrete: {one_line(str(error))}", file=sys.stderr)
@@ -119,6 +121,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; each command sets `command` to its function."""
     top = Parser(
         prog="python -m pipeline", description="Grow one vision transformer by one task at a time."
+    )
+    top.add_argument(
+        "--log-level",
+        choices=run_log.LEVELS,
+        default="warning",
+        help="what is logged on stderr, before COMMAND (default: warning); a run logs at info into "
+        "driver.log beside its record",
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 

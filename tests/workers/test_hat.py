@@ -310,7 +310,7 @@ def test_a_state_of_another_width_is_refused() -> None:
     ):
         Hat(vit(), HatSettings(), 1).load_task(state)
     del state.masks["blocks.1.ff"]
-    with pytest.raises(UserError, match="its state has no mask for blocks.1.ff"):
+    with pytest.raises(UserError, match=r"its state has no mask for blocks\.1\.ff"):
         Hat(vit(), HatSettings(), 1).load_task(state)
 
 

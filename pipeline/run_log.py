@@ -1,0 +1,104 @@
+"""The log of a driver: `<storage>/runs/NAME/driver.log`, and what `--log-level` prints.
+
+All loggers of the project are below `accrete`. A run appends what they report from INFO on to its
+driver.log. Secrets are redacted.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from pipeline.graph.walk import Decision, DecisionKind, Event, EventKind, Walk
+from workers.storage.artifact import is_local, join, resolve, write_bytes
+from workers.storage.secrets import redact
+
+LOG = logging.getLogger("accrete.run")
+LEVELS = ("debug", "info", "warning", "error")
+FILE = "driver.log"
+LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class RedactingFormatter(logging.Formatter):
+    """Formats a record as text without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+def log_to_stderr(level: str) -> None:
+    """Print what the project's loggers report from `level` on, one of LEVELS."""
+    logger = logging.getLogger("accrete")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(level.upper())
+    handler.setFormatter(RedactingFormatter(LINE if level in ("debug", "info") else "%(message)s"))
+    handler.set_name("stderr")
+    for old in [old for old in logger.handlers if old.get_name() == "stderr"]:
+        logger.removeHandler(old)
+    logger.addHandler(handler)
+    logger.setLevel(min(logging.INFO, handler.level))
+    logger.propagate = False
+
+
+@contextmanager
+def driver_log(storage: str, name: str) -> Iterator[None]:
+    """Within it, append to the driver.log of the run `name`. In a bucket it is written at the end,
+    and replaces that of the last run."""
+    path = join(storage, "runs", name, FILE)
+    buffer = io.StringIO()
+    handler: logging.StreamHandler[Any]
+    if is_local(storage):
+        _, local_path = resolve(path)
+        os.makedirs(os.path.dirname(local_path), exist_ok=True)
+        handler = logging.FileHandler(local_path, encoding="utf-8")
+    else:
+        handler = logging.StreamHandler(buffer)
+    handler.setFormatter(RedactingFormatter(LINE))
+    handler.setLevel(logging.INFO)
+    logger = logging.getLogger("accrete")
+    level_before = logger.level
+    logger.setLevel(min(logging.INFO, level_before or logging.INFO))
+    logger.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        LOG.error("the run ended with %s: %s", type(error).__name__, error)
+        raise
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level_before)
+        handler.close()
+        if buffer.getvalue():
+            with suppress(OSError):  # it must not hide how the run ended
+                write_bytes(path, buffer.getvalue().encode())
+
+
+class RunLog:
+    """Logs what happens to each stage of a run."""
+
+    def progress(self, event: Event) -> None:
+        """Log the progress of a stage, or a note about the cluster."""
+        if event.kind is EventKind.NOTE:
+            LOG.info("%s", event.message)
+        else:
+            LOG.debug("%s: %s", event.stage, event.body)
+
+    def on_event(self, walk: Walk, event: Event) -> None:
+        match event.kind:
+            case EventKind.DONE:
+                LOG.info("%s: done in %.1f s", event.stage, event.body.get("wall_s", 0.0))
+            case EventKind.PROGRESS | EventKind.NOTE:
+                self.progress(event)
+            case _:
+                LOG.warning("%s: %s: %s", event.stage, event.kind, event.message)
+
+    def on_decision(self, walk: Walk, decision: Decision) -> None:
+        is_usual = decision.kind is DecisionKind.LAUNCH
+        level = logging.INFO if is_usual else logging.WARNING
+        text = f": {decision.reason}" if decision.reason else ""
+        LOG.log(level, "%s: %s%s", decision.stage, decision.kind, text)

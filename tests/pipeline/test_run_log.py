@@ -1,0 +1,108 @@
+"""Promises of the driver's log: what stands in driver.log, and what `--log-level` prints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from pipeline import cli, run_log
+from pipeline.graph.walk import Decision, DecisionKind, Event, EventKind, Walk
+from tests import small_run
+from workers.errors import UserError
+
+WALK = cast(Walk, None)  # the log does not read it
+
+
+@pytest.fixture(autouse=True)
+def project_logger() -> Iterator[logging.Logger]:
+    """The logger `accrete`, whose handlers and level are put back afterwards."""
+    logger = logging.getLogger("accrete")
+    before = [*logger.handlers], logger.level, logger.propagate
+    yield logger
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def read_log(storage: Path, name: str) -> str:
+    return (storage / "runs" / name / run_log.FILE).read_text()
+
+
+def test_a_run_logs_its_stages_and_a_run_with_nothing_to_do_says_so(tmp_path: Path) -> None:
+    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "a"), ["linear"])
+    path = small_run.write_config(tmp_path / "config.yaml", body)
+    for _ in range(2):
+        assert cli.main(["run", path]) == 0
+    log = read_log(tmp_path / "storage", body["name"])
+    assert log.count("linear/a/train: launch") == 1
+    assert log.count("linear/a/train: done in ") == 1
+    assert log.count(", 0 to run\n") == 1, "the second run appends to the log of the first"
+
+
+def test_a_failure_a_retry_and_the_end_of_the_run_are_logged_as_warnings(tmp_path: Path) -> None:
+    log = run_log.RunLog()
+
+    def fail() -> None:
+        with run_log.driver_log(str(tmp_path), "r"):
+            log.on_event(WALK, Event(EventKind.FAILED, "a/train", "no room"))
+            log.on_decision(WALK, Decision(DecisionKind.RETRY, "a/train", "no room"))
+            log.progress(Event(EventKind.NOTE, "", "node n1 joined"))
+            log.progress(Event(EventKind.PROGRESS, "a/train", body={"epoch": 1}))
+            raise UserError("stage a/train failed")
+
+    with pytest.raises(UserError):
+        fail()
+    lines = [line.split(" ", 2)[2] for line in read_log(tmp_path, "r").splitlines()]
+    assert lines == [
+        "WARNING accrete.run: a/train: failed: no room",
+        "WARNING accrete.run: a/train: retry: no room",
+        "INFO accrete.run: node n1 joined",
+        "ERROR accrete.run: the run ended with UserError: stage a/train failed",
+    ]
+
+
+def test_secrets_are_redacted_in_the_log_and_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_log.log_to_stderr("warning")
+    with run_log.driver_log(str(tmp_path), "r"):
+        run_log.LOG.warning("postgresql://me:hunter2@db/x refuses")
+    for text in (read_log(tmp_path, "r"), capsys.readouterr().err):
+        assert "refuses" in text
+        assert "hunter2" not in text
+
+
+@pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 2), ("warning", 1)])
+def test_the_log_level_decides_what_is_printed_and_not_what_is_in_the_file(
+    level: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_log.log_to_stderr("error")
+    run_log.log_to_stderr(level)  # it replaces what was set before
+    with run_log.driver_log(str(tmp_path), "r"):
+        run_log.LOG.debug("one")
+        run_log.LOG.info("two")
+        run_log.LOG.warning("three")
+    assert len(capsys.readouterr().err.splitlines()) == count
+    assert len(read_log(tmp_path, "r").splitlines()) == 2
+
+
+def test_a_log_level_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--log-level", "loud", "plan", "x.yaml"]) == 2
+    assert "argument --log-level: invalid choice: 'loud'" in capsys.readouterr().err
+
+
+def test_in_a_bucket_the_log_is_written_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: dict[str, bytes] = {}
+
+    def write_bytes(path: str, data: bytes, **options: Any) -> None:
+        written[path] = data
+
+    monkeypatch.setattr(run_log, "write_bytes", write_bytes)
+    with run_log.driver_log("s3://bucket/storage", "r"):
+        run_log.LOG.info("started")
+    assert [*written] == ["s3://bucket/storage/runs/r/driver.log"]
+    assert written["s3://bucket/storage/runs/r/driver.log"].endswith(b"accrete.run: started\n")

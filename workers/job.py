@@ -186,25 +186,26 @@ class ContextSettings(Frozen):
 
     kind: Literal["cb", "cbs", "replace", "parallel", "compensate"] = Field(
         "cb",
-        description="`cb`: (x + c) / 2 at the end of the MLP; `cbs`: own x + "
-        "Lambda c, Lambda learnt; in attention `replace`: the first head is uniform, "
-        "`parallel`: one more that is, `compensate`: both",
+        description="where uniform attention is added: `cb`: (x + c) / 2 after the MLP; "
+        "`cbs`: own x + Lambda c after the MLP, Lambda learnt; in attention `replace`: the "
+        "first head becomes uniform, `parallel`: a uniform head is added, `compensate`: both",
     )
     blocks: Literal["all"] | tuple[NonNegativeInt, ...] = Field(
         "all", description="indices, from 0, of the blocks with uniform attention; `[]`: none"
     )
     pool: Literal["mean", "max", "class"] = Field(
         "mean",
-        description="what c of `cb` and `cbs` is: mean or maximum over tokens, or the class token",
+        description="for `cb` and `cbs`, what c is: mean or maximum over tokens, or the class "
+        "token",
     )
     own: PositiveFloat = Field(
         1.0,
-        description="for `cbs`: factor of the token x; with own and start at 0.5 it starts as `cb`",
+        description="for `cbs`: factor of the token x; own 0.5 and start 0.5 give `cb` initially",
     )
     start: float = Field(
         0.0,
-        description="for `cbs`: initial value of Lambda, fixed under a method that freezes the "
-        "backbone",
+        description="for `cbs`: initial value of Lambda; methods that freeze the backbone "
+        "keep it there",
     )
 
     @field_validator("blocks", mode="before")
@@ -235,19 +236,29 @@ class ContextSettings(Frozen):
 class BackboneSettings(Frozen):
     """The one backbone that everything grows on: a timm VisionTransformer, ResNet or ConvNeXt."""
 
-    name: str = Field("vit_tiny_patch16_224", description="timm model name, or `t2t_vit_12`")
+    name: str = Field("vit_tiny_patch16_224", description="name of a timm model, or `t2t_vit_12`")
     img_size: int = Field(
         224,
         gt=0,
         le=4096,
-        description="input side in pixels; position embeddings are resampled to it",
+        description="height and width of input images in pixels; position embeddings are "
+        "resampled to it",
     )
     weights: str = Field(
         "none",
-        description="`none` (random), `hub` (timm's pretrained), or a local .safetensors file",
+        description="initial weights: `none`: random; `hub`: timm's pretrained ones; or the "
+        "path of a local .safetensors file",
     )
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.5, 0.5, 0.5)
+    mean: tuple[float, float, float] = Field(
+        (0.5, 0.5, 0.5),
+        description="mean of each colour channel (R, G, B) of pixels in [0, 1], which inputs "
+        "are normalised by",
+    )
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
+        (0.5, 0.5, 0.5),
+        description="standard deviation of each colour channel (R, G, B) of pixels in [0, 1], "
+        "which inputs are normalised by",
+    )
     crop_pct: float = Field(
         0.9,
         ge=0.1,
@@ -258,14 +269,15 @@ class BackboneSettings(Frozen):
         0.0,
         ge=0,
         lt=1,
-        description="stochastic depth: drop rate of the last block; linear over depth",
+        description="stochastic depth: drop rate of the last block; earlier rates rise "
+        "linearly from 0",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="arguments of the model (patch_size, depth, embed_dim, ...)",
+        description="further arguments of the timm model (patch_size, depth, embed_dim, ...)",
     )
     context: Annotated[ContextSettings | None, Neutral(None)] = Field(
-        None, description="Context Broadcasting; null: none"
+        None, description="Context Broadcasting (uniform attention); null: none"
     )
 
     @field_validator("name")
@@ -295,18 +307,26 @@ class DataSettings(Frozen):
         0.1,
         ge=0,
         lt=1,
-        description="share of training samples held out, per class, by hash of the key",
+        description="share of the training samples of each class that are held out for "
+        "validation, chosen by hash of the sample's key",
     )
     crop: Literal["none", "pad", "resized"] = Field(
         "none",
-        description="random crop; `pad`: shift by up to 1/8 of the side; `resized`: resized crop",
+        description="random crop in training; `pad`: shift by up to 1/8 of the side; "
+        "`resized`: random resized crop",
     )
-    crop_scale: tuple[float, float] = (0.5, 1.0)
+    crop_scale: tuple[float, float] = Field(
+        (0.5, 1.0),
+        description="for `crop: resized`: smallest and largest area of a crop, as shares of "
+        "the image's area",
+    )
     flip: float = Field(0.0, ge=0, le=1, description="probability of a horizontal flip")
     randaugment: int = Field(
-        0, ge=0, le=100, description="RandAugment: operations per image; 0: off"
+        0, ge=0, le=100, description="RandAugment: number of operations per image; 0: off"
     )
-    magnitude: float = Field(9.0, ge=0, le=10, description="RandAugment magnitude, 0 to 10")
+    magnitude: float = Field(
+        9.0, ge=0, le=10, description="RandAugment: magnitude of operations, 0 to 10"
+    )
     mixup: NonNegativeFloat = Field(
         0.0, description="mixup: alpha of the Beta distribution; 0: off"
     )
@@ -317,15 +337,15 @@ class DataSettings(Frozen):
     smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing, in [0, 1)")
     resident_mb: NonNegativeInt = Field(
         2048,
-        description="most MiB of images of a task that are kept decoded; a larger task is "
-        "streamed, in another order",
+        description="largest size in MiB of a task's decoded images that are cached; a larger "
+        "task is streamed, which changes the order of samples",
     )
     repeats: Annotated[int, Neutral(1)] = Field(
         1,
         gt=0,
         le=1000,
-        description="repeated augmentation: copies of an image, one after the other, in an epoch "
-        "of unchanged length; 1: off",
+        description="repeated augmentation: number of consecutive copies of an image in an "
+        "epoch of unchanged length; 1: off",
     )
 
 
@@ -334,28 +354,40 @@ class TrainSettings(Frozen):
 
     largest_whole: ClassVar[int] = 1_000_000
 
-    epochs: int = Field(10, ge=0, le=100_000, description="passes over the training data of a task")
+    epochs: int = Field(
+        10, ge=0, le=100_000, description="number of passes over the training data of a task"
+    )
     batch_size: PositiveInt = Field(
         64, description="GLOBAL batch size, over all ranks and accumulation steps"
     )
-    accumulate: PositiveInt = Field(1, description="micro-batches per optimizer step")
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    accumulate: PositiveInt = Field(1, description="number of micro-batches per optimizer step")
+    optimizer: Literal["adamw", "sgd"] = Field(
+        "adamw", description="`adamw` (PyTorch's, fused), or `sgd` with momentum"
+    )
     lr: PositiveFloat = Field(1e-3, description="peak learning rate of weights and heads")
-    weight_decay: NonNegativeFloat = 0.05
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adamw ignores it")
+    weight_decay: NonNegativeFloat = Field(
+        0.05,
+        description="weight decay of parameter groups that set none of their own, as "
+        "PyTorch's optimizer applies it",
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adamw does not use it")
     schedule: Annotated[Literal["step", "epoch"], Neutral("step")] = Field(
         "step",
-        description="when the learning rate changes: every step, or every epoch as timm's cosine",
+        description="when the learning rate changes: `step`: at every step; `epoch`: at every "
+        "epoch, as timm's cosine schedule",
     )
     warmup: float = Field(
-        0.1, ge=0, lt=1, description="share of all steps with a linearly rising learning rate"
+        0.1,
+        ge=0,
+        lt=1,
+        description="share of all steps in which the learning rate rises linearly to its peak",
     )
     warmup_start: Annotated[float | None, Neutral(None)] = Field(
         None,
         ge=0,
         lt=1,
-        description="where the rise starts, relative to the peak; null: at 0, and "
-        "by epochs, of which two stay there, at 0.01",
+        description="learning rate at the start of the warm-up, relative to the peak; null: 0 "
+        "under `schedule: step`, 0.01 under `schedule: epoch`",
     )
     floor: float = Field(
         0.01,
@@ -363,11 +395,20 @@ class TrainSettings(Frozen):
         le=1,
         description="final learning rate of the cosine schedule, relative to the peak",
     )
-    clip: NonNegativeFloat = Field(0.0, description="clip the global gradient norm to this; 0: off")
-    precision: Literal["fp32", "bf16"] = "fp32"
-    compile: bool = False
+    clip: NonNegativeFloat = Field(
+        0.0,
+        description="largest global gradient norm; larger gradients are scaled down to it; 0: off",
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="`fp32`, or `bf16`: autocast of forward passes to bfloat16"
+    )
+    compile: bool = Field(
+        False, description="whether the blocks of the backbone are compiled by torch.compile"
+    )
     keep: Literal["last", "best"] = Field(
-        "last", description="the epoch whose weights are kept; `best`: highest validation accuracy"
+        "last",
+        description="epoch whose weights are the result: `last`, or `best`: the one of "
+        "highest validation accuracy",
     )
 
 

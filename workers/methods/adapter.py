@@ -35,19 +35,19 @@ Kind = Literal["houlsby", "pfeiffer", "adaptformer"]
 
 class AdapterSettings(MethodSettings):
     width: PositiveInt = Field(
-        24, description="m, units of a bottleneck; AdaptFormer's paper has 64"
+        24, description="m, number of hidden units of an adapter; 64 in AdaptFormer's paper"
     )
     kind: Annotated[Kind, Neutral("houlsby")] = Field(
         "houlsby",
-        description="`houlsby`: behind attention and behind the FFN; `pfeiffer`: behind the FFN; "
-        "`adaptformer`: beside the FFN",
+        description="position of adapters in a block: `houlsby`: one after attention and one "
+        "after the FFN; `pfeiffer`: one after the FFN; `adaptformer`: one parallel to the FFN",
     )
     dropout: Annotated[float, Neutral(0.0)] = Field(
         0.0,
         ge=0,
         lt=1,
-        description="of a bottleneck's units while training, for `adaptformer`, whose paper "
-        "has 0.1",
+        description="for kind `adaptformer`: dropout rate of an adapter's hidden units in "
+        "training; 0.1 in the paper",
     )
 
 

@@ -41,40 +41,48 @@ REPLACED_SHARE_LIMIT = 0.5
 class ApdSettings(MethodSettings):
     lambda1: NonNegativeFloat = Field(
         4e-4,
-        description="weight of the L1 penalty on tau; also the magnitude up to which an entry of "
-        "tau becomes zero",
+        description="weight of the L1 penalty on tau; for `zeros: threshold` also the "
+        "magnitude up to which an entry of tau is set to zero",
     )
     lambda2: PositiveFloat = Field(
-        100.0, description="weight of the L2 penalty on changes of the weights of earlier tasks"
+        100.0,
+        description="weight of the L2 penalty on changes of the effective weights of earlier tasks",
     )
     retro: Literal["train", "frozen_tau"] = Field(
         "train",
-        description="tau of earlier tasks: `train`: follows sigma; `frozen_tau`: fixed",
+        description="tau of earlier tasks while sigma changes: `train`: set to its optimum "
+        "for the current sigma; `frozen_tau`: fixed",
     )
     zeros: Literal["threshold", "proximal"] = Field(
         "threshold",
-        description="how tau gets sparse: `threshold`: small entries are cut at the end of a task; "
-        "`proximal`: entries are held at zero in every step",
+        description="how tau becomes sparse: `threshold`: entries up to lambda1 are set to "
+        "zero at the end of a task; `proximal`: a proximal step after every optimizer step "
+        "holds entries at zero",
     )
     tau_start: Literal["zero", "sigma"] = Field(
         "zero",
-        description="initial value of tau; `sigma`: a copy of sigma, as in the released code",
+        description="initial value of tau: `zero`, or `sigma`: a copy of sigma, as in the "
+        "released code",
     )
     v_start: float = Field(
         4.0, description="initial value of v; the scale of an output feature is M = sigmoid(v)"
     )
-    copies: bool = Field(True, description="train a copy of norms and biases for each task")
+    copies: bool = Field(
+        True, description="whether each task trains its own copies of norms and biases"
+    )
     consolidate_every: NonNegativeInt = Field(
-        5, description="K: consolidate after every K-th task; 0: never"
+        5, description="K: consolidate tau of all tasks after every K-th task; 0: never"
     )
     clusters: PositiveInt = Field(
         2,
-        description="k0: clusters of tasks at the first consolidation; k0 more at each later one",
+        description="k0, number of clusters of tasks at the first consolidation; every later "
+        "one has k0 more",
     )
     gap: NonNegativeFloat = Field(
         0.1,
-        description="an entry of tau becomes one shared value of a cluster when its range there is "
-        "at most this many times the mean magnitude of the cluster's entries",
+        description="consolidation replaces an entry of tau by one value for a whole cluster "
+        "when its range over the tasks of the cluster is at most this many times the mean "
+        "magnitude of the cluster's entries",
     )
 
 

@@ -32,21 +32,23 @@ BIAS = "bias/"
 
 class BicSettings(RehearsalSettings):
     tau: PositiveFloat = Field(
-        2.0, description="temperature of both softmaxes in the distillation loss"
+        2.0,
+        description="temperature of the softmax of student and teacher in the distillation loss",
     )
     val_share: float = Field(
         0.1,
         gt=0,
         le=0.5,
-        description="share of a class's exemplars that are never trained on and fit the bias",
+        description="share of the exemplars of each class that are not trained on; the bias "
+        "correction is fitted on them",
     )
     beta_decay: NonNegativeFloat = Field(
-        0.1, description="weight of beta^2 / 2 beside the cross-entropy that fits the bias"
+        0.1, description="weight of the penalty beta^2 / 2 when the bias correction is fitted"
     )
     bias_mode: Literal["newest", "all"] = Field(
         "newest",
-        description="whose outputs are corrected: of the last task, or of every task by its own "
-        "bias",
+        description="which outputs are corrected: `newest`: those of the last task; `all`: "
+        "those of every task, each by the correction fitted for it",
     )
 
 

@@ -41,25 +41,39 @@ FEW = 0.01
 
 
 class CtrSettings(MethodSettings):
-    width: PositiveInt = Field(64, description="A, units of a bottleneck, for all tasks together")
-    s_max: float = Field(400.0, gt=1, description="scale of the masks when they are hardest")
+    width: PositiveInt = Field(
+        64, description="A, number of hidden units of an adapter; all tasks share them"
+    )
+    s_max: float = Field(
+        400.0,
+        gt=1,
+        description="largest scale s of the masks sigmoid(s e), reached at the end of each epoch",
+    )
     c: NonNegativeFloat = Field(
-        0.75, description="weight of R, the price of units that no earlier task uses"
+        0.75, description="weight of the sparsity penalty R on units that no earlier task uses"
     )
     start: Start = Field(
         "normal",
-        description="where embeddings start; normal, the paper's, has half of the units on",
+        description="initial distribution of the mask embeddings e: `normal`: N(0, 1), half "
+        "of the units on, as in the paper; `dense`: 1, all on; `uniform`: U(0, 2], all on; "
+        "`sparse`: a normal with a unit on for 1 of expected_tasks tasks",
     )
     expected_tasks: int = Field(
-        10, ge=2, description="for start sparse: of how many tasks one should use a unit"
+        10,
+        ge=2,
+        description="for `start: sparse`: expected number of tasks; a unit starts on for one "
+        "of so many",
     )
     mask_lr: PositiveFloat | Literal["auto"] = Field(
-        "auto", description="peak learning rate of the embeddings; auto: by mask_travel"
+        "auto",
+        description="peak learning rate of the mask embeddings; `auto`: derived from "
+        "mask_travel and the number of steps",
     )
     mask_travel: PositiveFloat = Field(
         4.0,
-        description="for mask_lr auto: how far an embedding can go over all steps; half of them "
-        "start within 0.7 of 0",
+        description="for `mask_lr: auto`: largest distance that Adam can move an embedding "
+        "over all steps; under `start: normal` half of them start within 0.7 of 0, where a "
+        "unit switches",
     )
 
 

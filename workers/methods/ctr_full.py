@@ -40,10 +40,14 @@ PER_TASK = ("p", "p_bias", "transfer")
 
 class CtrFullSettings(CtrSettings):
     max_tasks: PositiveInt = Field(
-        10, description="longest stream that there are capsules for; cannot be raised later"
+        10,
+        description="largest number of tasks in the stream; each has its capsules from the "
+        "start, so that a change of this number trains the stream anew",
     )
-    capsule: PositiveInt = Field(3, description="P, size of a capsule")
-    filters: PositiveInt = Field(100, description="R, routing filters of each kernel size")
+    capsule: PositiveInt = Field(3, description="P, number of channels of a capsule")
+    filters: PositiveInt = Field(
+        100, description="R, number of routing filters of each kernel size (3, 4 and 5 tokens)"
+    )
 
 
 def squash(z: Tensor) -> Tensor:

@@ -30,20 +30,19 @@ Parts = dict[str, dict[str, Tensor]]
 
 class DerSettings(RehearsalSettings):
     auxiliary: NonNegativeFloat = Field(
-        1.0, description="weight of the auxiliary loss on the new extractor alone"
+        1.0, description="weight of the auxiliary loss, which classifies by the new extractor alone"
     )
     restart: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of the training after which classifier and auxiliary head start anew; "
-        "the authors' code: 10 of "
-        "170 epochs; 0: never",
+        description="share of the steps after which classifier and auxiliary head are "
+        "initialised again; 0: never; 10 of 170 epochs in the authors' code",
     )
     temperature: PositiveFloat = Field(
         5.0,
-        description="that outputs are divided by while `finetune` trains the classifier; 1 for "
-        "ImageNet-100",
+        description="divisor of the logits while step `finetune` trains the classifier; 1 in "
+        "the paper for ImageNet-100",
     )
 
 

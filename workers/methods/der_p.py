@@ -119,18 +119,20 @@ class DerPSettings(DerSettings):
     s_max: float = Field(
         100.0,
         gt=1,
-        description="scale of the masks when they are hardest, at the end of each epoch",
+        description="largest scale s of the masks sigmoid(s e), reached at the end of each epoch",
     )
     sparsity: NonNegativeFloat = Field(
-        0.1, description="weight of L_S, the share of weights that the masks leave"
+        0.1, description="weight of the loss L_S, the share of weights that the masks keep"
     )
     mask_lr: PositiveFloat | Literal["auto"] = Field(
-        "auto", description="peak learning rate of the embeddings; auto: by mask_travel"
+        "auto",
+        description="peak learning rate of the mask embeddings; `auto`: derived from "
+        "mask_travel and the number of steps",
     )
     mask_travel: PositiveFloat = Field(
         4.0,
-        description="for mask_lr auto: how far an embedding can go over all steps; they start up "
-        "to 2 from 0",
+        description="for `mask_lr: auto`: largest distance that Adam can move an embedding "
+        "over all steps; embeddings start in (0, 2], and a unit is off at 0 and below",
     )
 
 

@@ -35,22 +35,30 @@ DECODER = "decoder/"
 
 class DyToxSettings(RehearsalSettings):
     selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
-        "rebuffi", description="which images become exemplars"
+        "rebuffi",
+        description="how exemplars are chosen: `herding`: iCaRL's Algorithm 4; `rebuffi`: "
+        "herding as in iCaRL's released code; `closest`: nearest to the class mean; `random`: "
+        "uniformly",
     )
-    divergence: NonNegativeFloat = Field(0.1, description="weight of the divergence loss")
+    divergence: NonNegativeFloat = Field(
+        0.1,
+        description="weight of the divergence loss, the auxiliary classifier on the new "
+        "task's token",
+    )
     tau: PositiveFloat = Field(
-        1.0, description="temperature of both softmaxes in the distillation loss"
+        1.0,
+        description="temperature of the softmax of student and teacher in the distillation loss",
     )
     drop_path: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="stochastic depth of the decoder block, of each token on its own",
+        description="stochastic depth: drop rate of the decoder block, drawn for each task token",
     )
     rho: NonNegativeFloat = Field(
         0.0,
-        description="DyTox++: radius of adaptive sharpness-aware steps from the second task on; 0: "
-        "none, the paper has 3",
+        description="radius of adaptive sharpness-aware steps (ASAM) from the second task on, "
+        "which DyTox++ adds; 0: off; 3 in the paper",
     )
 
 

@@ -21,19 +21,24 @@ from workers.model.distill import Teacher, kd_bce, kd_ce
 
 class E2eSettings(RehearsalSettings):
     selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
-        "closest", description="which images become exemplars"
+        "closest",
+        description="how exemplars are chosen: `herding`: iCaRL's Algorithm 4; `rebuffi`: "
+        "herding as in iCaRL's released code; `closest`: nearest to the class mean; `random`: "
+        "uniformly",
     )
     tau: PositiveFloat = Field(
-        2.0, description="temperature of both softmaxes in the distillation loss"
+        2.0,
+        description="temperature of the softmax of student and teacher in the distillation loss",
     )
     kd: Literal["bce", "ce"] = Field(
         "bce",
-        description="how a task's softmax is held to its teacher's: `bce` for each class, or `ce` "
-        "over them",
+        description="distillation loss of a task's softmax outputs: `bce`: binary "
+        "cross-entropy of each class; `ce`: cross-entropy over the classes",
     )
     noise: bool = Field(
         False,
-        description="add Gaussian noise to all gradients, of variance 0.3 / (1 + iteration)^0.55",
+        description="whether to add Gaussian noise of variance 0.3 / (1 + iteration)^0.55 to "
+        "all gradients, as in the paper",
     )
 
 

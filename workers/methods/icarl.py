@@ -23,14 +23,18 @@ from workers.model.exemplars import nearest_mean
 class IcarlSettings(RehearsalSettings):
     loss: Literal["bce", "ce_kd"] = Field(
         "bce",
-        description="`bce`: a sigmoid per class; `ce_kd`: one softmax, and one more for "
-        "distillation",
+        description="training loss: `bce`: binary cross-entropy per class, for labels and "
+        "distillation; `ce_kd`: softmax cross-entropy, and another one for distillation",
     )
-    tau: PositiveFloat = Field(2.0, description="temperature of distillation under `loss: ce_kd`")
+    tau: PositiveFloat = Field(
+        2.0,
+        description="for `loss: ce_kd`: temperature of the softmax of student and teacher in "
+        "the distillation loss",
+    )
     infer: Literal["nme", "argmax"] = Field(
         "nme",
-        description="answers by the nearest mean of exemplars, or by the largest output; only "
-        "serves",
+        description="classifier in evaluation and serving: `nme`: nearest mean of exemplars; "
+        "`argmax`: largest logit; training does not depend on it",
     )
 
 

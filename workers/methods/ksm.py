@@ -24,24 +24,35 @@ from workers.storage.taskstate import TaskState
 class KsmSettings(ThresholdSettings):
     granularity: Literal["kernel", "channel", "element"] = Field(
         "kernel",
-        description="what shares one mask value: a kernel, all weights of an output channel, or "
-        "nothing",
+        description="which weights share a mask value: `kernel`: those of a kernel; "
+        "`channel`: those of an output channel; `element`: none",
     )
-    group: PositiveInt = Field(8, description="input columns of a Linear that make up a kernel")
-    soft: bool = Field(True, description="kernels that are off keep a coefficient; false: 0")
+    group: PositiveInt = Field(
+        8,
+        description="for `granularity: kernel`: number of consecutive input columns of a "
+        "Linear layer that form a kernel",
+    )
+    soft: bool = Field(
+        True,
+        description="whether kernels that are off keep a coefficient of at most one half, as "
+        "in the paper; false: 0",
+    )
     norms: bool = Field(
-        True, description="each task trains its own copies of norm weights and biases"
+        True, description="whether each task trains its own copies of the norms' weights and biases"
     )
     # Farther than Piggyback's: a kernel that is off keeps a part of its weights.
     mask_travel: PositiveFloat = Field(
         2.0,
-        description="for mask_lr auto: how far steps in random directions carry a value, in "
-        "distances to the threshold",
+        description="for `mask_lr: auto`: distance that a random walk of all Adam steps "
+        "covers, in units of start - theta",
     )
-    beta: PositiveFloat = Field(1200.0, description="steepness of the relaxation")
+    beta: PositiveFloat = Field(
+        1200.0, description="steepness of the sigmoid that gives the mask its gradient"
+    )
     temperature: PositiveFloat = Field(
         100.0,
-        description="its temperature: the gradient at the threshold is beta / (4 temperature)",
+        description="divisor of that sigmoid's logit; the gradient at theta is beta / (4 "
+        "temperature)",
     )
 
 

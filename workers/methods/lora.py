@@ -37,11 +37,13 @@ from workers.storage.taskstate import Carried, TaskState
 class LoraSettings(MethodSettings):
     target: Target = Field(
         "qkv",
-        description="`qkv`: one update of the fused projection; `qv`: one of queries and one of "
-        "values, as in the paper",
+        description="projections that are updated: `qkv`: the fused one, by one update; `qv`: "
+        "queries and values, by one update each, as in the paper",
     )
-    rank: PositiveInt = Field(4, description="r")
-    alpha: PositiveFloat = Field(1.0, description="the update is scaled by alpha / rank")
+    rank: PositiveInt = Field(4, description="r, rank of an update")
+    alpha: PositiveFloat = Field(
+        1.0, description="factor of an update, which is scaled by alpha / rank"
+    )
 
 
 class Lora(Method[LoraSettings]):

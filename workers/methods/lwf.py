@@ -31,13 +31,14 @@ class LwfSettings(MethodSettings):
         1.0, alias="lambda", description="weight of the distillation loss"
     )
     tau: PositiveFloat = Field(
-        2.0, description="temperature of both softmaxes in the distillation loss"
+        2.0,
+        description="temperature of the softmax of student and teacher in the distillation loss",
     )
     head_first: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="share of the steps, from the start, that train the new head alone",
+        description="share of the steps, at the start, that train the new head alone",
     )
 
 

@@ -49,38 +49,43 @@ class MeatSettings(MethodSettings):
         alias="lambda",
         ge=0,
         le=1,
-        description="target share of KEPT tokens or channels (Eq. 10)",
+        description="target share of tokens or channels that are KEPT (Eq. 10)",
     )
     alpha: NonNegativeFloat = Field(
-        2.0, description="weight of the drop-control loss (Eq. 9); 0 turns it off"
+        2.0, description="weight of the drop-control loss (Eq. 9); 0: off"
     )
-    gamma: PositiveFloat = Field(4.0, description="logits start at +gamma (keep) and -gamma (drop)")
+    gamma: PositiveFloat = Field(
+        4.0, description="initial mask logits: +gamma for keep, -gamma for drop"
+    )
     tau: PositiveFloat = Field(1.0, description="temperature of the Gumbel-softmax")
     token_masks: bool = Field(
         True,
-        description="mask image tokens as keys and values of attention; on a ResNet channels "
-        "inside residual blocks",
+        description="whether to mask image tokens as keys and values of attention; on a "
+        "ResNet: channels inside residual blocks",
     )
     token_mask_blocks: Literal["all"] | tuple[int, ...] = Field(
-        "all", description="blocks with token (channel) masks, counted from 0"
+        "all",
+        description="indices, from 0, of the blocks with token masks (on a ResNet: channel masks)",
     )
     ffn_masks: Literal["weight", "neuron", "off"] = Field(
         "weight",
-        description="mask fc1 and fc2 per weight, or per hidden neuron; on a ResNet the blocks' "
-        "convolutions per weight",
+        description="masks of fc1 and fc2: `weight`: one value per weight; `neuron`: per "
+        "hidden neuron; `off`; on a ResNet `weight` masks the blocks' convolutions",
     )
     self_loop: bool = Field(
-        False, description="queries always see themselves: the released code, not the paper"
+        False,
+        description="whether a query always attends to its own token, as in the released code "
+        "but not in the paper",
     )
     mask_lr: PositiveFloat | Literal["auto", "paper"] = Field(
         "auto",
-        description="rate on each logit of the pair; `paper`: .1 * batch / 1024; `auto`: by "
-        "mask_travel",
+        description="peak learning rate of each mask logit; `paper`: 0.1 * batch size / 1024; "
+        "`auto`: derived from mask_travel and the number of steps",
     )
     mask_travel: PositiveFloat = Field(
         8.0,
-        description="for mask_lr auto: how far a logit can go over all steps, in distances to "
-        "the flip",
+        description="for `mask_lr: auto`: largest distance that Adam can move a logit over "
+        "all steps, in units of its initial distance to the decision boundary",
     )
 
 

@@ -40,24 +40,26 @@ MOST_OWNERS = torch.iinfo(torch.uint8).max
 class PackNetSettings(MethodSettings):
     prune: float | tuple[float | None, ...] = Field(
         0.75,
-        description="share of its own weights that a task gives back: one for all tasks, or a list "
-        "with one per task, `none` for a task that keeps all",
+        description="share of a task's new weights that are pruned, and so free for later "
+        "tasks: a number for all tasks, or a list with one entry per task, `none` for no "
+        "pruning",
     )
     base_mode: Literal["own_nothing", "prune_only", "prune_retrain"] = Field(
         "own_nothing",
-        description="what is kept for what the backbone was trained on: nothing; its largest "
-        "weights; these, trained again on the base task",
+        description="weights reserved for the base task: `own_nothing`: none; `prune_only`: "
+        "the backbone's largest; `prune_retrain`: the largest, trained again on the base task",
     )
     base_prune: float = Field(
         0.5,
         gt=0,
         lt=1,
-        description="share of the backbone's weights that is given back where the base keeps some",
+        description="share of the backbone's weights that are pruned for `prune_only` and "
+        "`prune_retrain`",
     )
     per_task_affine: bool = Field(
         False,
-        description="every task trains its own copies of biases, norms, class token and position "
-        "embedding",
+        description="whether each task trains its own copies of biases, norms, class token "
+        "and position embedding",
     )
 
     @field_validator("prune", mode="before")

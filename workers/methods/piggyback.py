@@ -24,17 +24,17 @@ from workers.storage.taskstate import TaskState
 class PiggybackSettings(ThresholdSettings):
     ternary: bool = Field(
         False,
-        description="masks of -1, 0 and 1, so that a weight can change its sign; 2 bits per weight",
+        description="whether masks have values -1, 0 and 1, at 2 bits per weight; false: 0 and 1",
     )
     init: Literal["ones", "uniform", "weights"] = Field(
         "ones",
-        description="real values start at `start`; uniformly between -start and start; or at the "
-        "mean |W| of their layer",
+        description="initial real values: `ones`: the setting `start`; `uniform`: U(-start, "
+        "start); `weights`: the mean |W| of the layer",
     )
     scale_gradients: Literal["none", "layer", "entry"] = Field(
         "none",
-        description="divide gradients of real values by the mean |W| of the layer, or by each "
-        "entry's |W|; for sgd",
+        description="divisor of the real values' gradients, for SGD: `none`; `layer`: the "
+        "mean |W| of the layer; `entry`: |W| of each entry",
     )
 
     def starts_on(self) -> bool:

@@ -24,23 +24,25 @@ from workers.model.pod import cosine_distance, features_and_maps, pod
 class PodNetSettings(CosineSettings):
     finetune: bool = Field(
         True,
-        description="train the classifier alone once more, on as many exemplars of each class, new "
-        "and old",
+        description="whether step `finetune` trains the classifier once more, on equally many "
+        "exemplars of each class, new and old",
     )
     lambda_c: NonNegativeFloat = Field(
         3.0,
-        description="weight of the pooled maps of all blocks but the last, before it grows with "
-        "the tasks",
+        description="weight of the distillation of pooled maps of all blocks but the last; it "
+        "is multiplied by sqrt(all classes / new classes)",
     )
     lambda_f: NonNegativeFloat = Field(
-        1.0, description="weight of the distance of features, before it grows with the tasks"
+        1.0,
+        description="weight of the distillation of features; it is multiplied by sqrt(all "
+        "classes / new classes)",
     )
-    proxies: PositiveInt = Field(10, description="vectors of each class")
-    delta: NonNegativeFloat = Field(0.6, description="margin of NCA")
-    hinge: bool = Field(
-        True, description="NCA of a sample that is right by far is 0, and not below"
+    proxies: PositiveInt = Field(10, description="number of vectors (proxies) per class")
+    delta: NonNegativeFloat = Field(0.6, description="margin of the NCA loss")
+    hinge: bool = Field(True, description="whether the NCA loss of a sample is at least 0")
+    clamp: PositiveFloat = Field(
+        5.0, description="largest magnitude of a gradient entry; larger ones are clamped"
     )
-    clamp: PositiveFloat = Field(5.0, description="largest entry of a gradient, in size")
 
 
 class PodNet(CosineRehearsal[PodNetSettings]):

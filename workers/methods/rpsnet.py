@@ -36,27 +36,33 @@ PATH, TRUNK = "path/", "trunk/"  # of the names of tensors; both are a path's ow
 
 class RpsnetSettings(RehearsalSettings):
     selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
-        "random", description="which images become exemplars"
+        "random",
+        description="how exemplars are chosen: `herding`: iCaRL's Algorithm 4; `rebuffi`: "
+        "herding as in iCaRL's released code; `closest`: nearest to the class mean; `random`: "
+        "uniformly",
     )
     modules: PositiveInt = Field(
-        8, description="M, parallel modules of each block, of which a path takes one"
+        8,
+        description="M, number of parallel modules in the bank of each block; a path has one "
+        "of each bank",
     )
-    width: PositiveInt = Field(24, description="m, units of a module")
+    width: PositiveInt = Field(24, description="m, number of hidden units of a module")
     every: PositiveInt = Field(
-        2, description="J, tasks that train a path before the next one is drawn"
+        2, description="J, number of tasks that train a path before the next one is drawn"
     )
     candidates: PositiveInt = Field(
         2,
-        description="paths that are drawn and trained side by side, of which the best is kept; the "
-        "paper has 8",
+        description="number of paths that are drawn and trained in parallel; the one with the "
+        "lowest loss is kept; 8 in the paper",
     )
     phi: NonNegativeFloat = Field(
         2.5,
-        description="by how much the weight of distillation grows with each task, once more than J "
-        "came before",
+        description="factor of the distillation weight, which is phi (t - J) after t earlier "
+        "tasks, and 1 while t <= J",
     )
     tau: PositiveFloat = Field(
-        2.0, description="temperature of both softmaxes in the distillation loss"
+        2.0,
+        description="temperature of the softmax of student and teacher in the distillation loss",
     )
 
 

@@ -28,19 +28,20 @@ class SimpleDerSettings(DerSettings):
         0.5,
         gt=0,
         le=1,
-        description="share of its units that an extractor keeps: of each attention head, and of "
-        "each FFN",
+        description="share of the units that pruning keeps in each attention head and each "
+        "FFN of an extractor",
     )
     prune_after: float = Field(
         0.5,
         ge=0,
         lt=1,
-        description="share of the training after which units are dropped; the rest trains those "
-        "that are left",
+        description="share of the steps after which an extractor is pruned; the remaining "
+        "steps train the units that are left",
     )
     distillation: NonNegativeFloat = Field(1.0, description="weight of the distillation loss")
     tau: PositiveFloat = Field(
-        2.0, description="temperature of both softmaxes in the distillation loss"
+        2.0,
+        description="temperature of the softmax of student and teacher in the distillation loss",
     )
 
 

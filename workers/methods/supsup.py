@@ -55,56 +55,64 @@ class SupSupSettings(WeightMaskSettings):
     8."""
 
     mask_lr: PositiveFloat | Literal["auto"] = Field(  # type: ignore[assignment]
-        "auto", description="peak learning rate of the scores; `auto`: by mask_travel"
+        "auto",
+        description="peak learning rate of the scores; `auto`: derived from mask_travel and "
+        "the number of steps",
     )
     mask_travel: PositiveFloat = Field(
         1.0,
-        description="for mask_lr auto: most distance a score can move over all steps, in units of "
-        "1 / sqrt(inputs of its layer)",
+        description="for `mask_lr: auto`: largest distance that Adam can move a score over "
+        "all steps, in units of 1 / sqrt(inputs of the layer)",
     )
     outputs_travel: PositiveFloat = Field(
         8.0, description="mask_travel of the shared output layer, whose scores start at random"
     )
     scores: Literal["topk", "threshold"] = Field(
         "topk",
-        description="keep the largest |score| of a layer, or every score that is not below 0",
+        description="which weights a mask keeps: `topk`: those with the largest |score| of a "
+        "layer; `threshold`: those with a score of at least 0",
     )
     density: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="share of a layer's weights that topk KEEPS, and that threshold keeps at "
-        "start=weights",
+        description="share of a layer's weights that `topk` KEEPS; for `threshold` the share "
+        "at the start under `start: weights`",
     )
     budget: PositiveFloat | None = Field(
         None,
-        description="for topk, instead of density: S0 of min(.5, S0 (out + in) / weights of the "
-        "layer)",
+        description="for `topk`, S0 in the share of weights kept in a layer, min(.5, S0 "
+        "(outputs + inputs) / weights), which replaces density; null: density",
     )
     start: Literal["weights", "kaiming"] = Field(
-        "weights", description="initial scores: in the order of |W|, or random as in the paper"
+        "weights",
+        description="initial scores: `weights`: in the order of |W|; `kaiming`: random, as in "
+        "the paper",
     )
     weights: Literal["pretrained", "signed_constant"] = Field(
         "pretrained",
-        description="frozen weights W: the backbone's, or random signs drawn from the seed",
+        description="frozen weights W: `pretrained`: the backbone's; `signed_constant`: one "
+        "magnitude per layer with random signs, as in the paper",
     )
     outputs: NonNegativeInt = Field(
         100,
-        description="width of the masked output layer that tasks share; 0: each task trains a head "
-        "of its own",
+        description="width of the masked output layer that all tasks share; 0: each task "
+        "trains a head",
     )
     infer: Literal["one_shot", "binary", "brute_force"] = Field(
         "brute_force",
-        description="how scenario `class` infers the task: `brute_force`: one forward pass per "
-        "mask; `one_shot`, `binary`: one, or log2 of the masks, through all superposed",
+        description="how scenario `class` infers the task: `brute_force`: one forward pass "
+        "per mask; `one_shot`: one pass through all masks superposed; `binary`: a binary "
+        "search of log2(masks) passes through superposed masks",
     )
     objective: Literal["entropy", "superfluous"] = Field(
         "superfluous",
-        description="what the right mask minimises: entropy H; or superfluous outputs, as G, or "
-        "under `brute_force` as their share of the softmax",
+        description="what the mask of the right task minimises: `entropy`: H of the softmax; "
+        "`superfluous`: outputs beyond the task's classes, as G, or under `brute_force` as "
+        "their share of the softmax",
     )
     infer_images: PositiveInt = Field(
-        1, description="consecutive images, all of one task, whose task is inferred together"
+        1, description="number of consecutive images of one task whose task is inferred together"
     )
 
 

@@ -30,29 +30,39 @@ TINY = 1e-8  # a score that was 0 keeps its side of 0
 
 class SupSupNNSettings(SupSupSettings):
     scores: Literal["threshold"] = Field(
-        "threshold", description="keep every score that is not below 0"
+        "threshold", description="which weights a mask keeps: those with a score of at least 0"
     )
     outputs: PositiveInt = Field(
         100,
-        description="width of the masked output layer; class i of every task is output i. Best: "
-        "the number of classes of the largest task, as any trained mask keeps superfluous outputs "
-        "low, which hides that images are new to it",
+        description="width of the masked output layer; class i of every task is output i. The "
+        "best width is the number of classes of the largest task: trained masks keep further "
+        "outputs low for any image, which hides that an image is new to a mask",
     )
-    infer: Literal["one_shot"] = "one_shot"
+    infer: Literal["one_shot"] = Field(
+        "one_shot",
+        description="how the mask of an image is inferred: one pass through all masks superposed",
+    )
     objective: Literal["entropy", "superfluous"] = Field(
         "entropy",
-        description="what a mask that fits minimises: entropy H, or G of the superfluous outputs",
+        description="what the fitting mask minimises: `entropy`: H of the softmax; "
+        "`superfluous`: G of the outputs beyond the task's classes",
     )
     every: PositiveInt = Field(
-        100, description="optimizer steps between two decisions on which mask to train"
+        100, description="number of optimizer steps between two choices of the mask to train"
     )
-    look: PositiveInt = Field(128, description="most images of the next batch that a decision uses")
+    look: PositiveInt = Field(
+        128, description="largest number of images of the next batch that a choice is based on"
+    )
     eps: NonNegativeFloat = Field(
-        0.125, description="start a new mask when the best share nu is below (1 + eps) / k"
+        0.125,
+        description="a new mask is started when the largest share nu of a mask is below (1 + "
+        "eps) / k",
     )
-    least: PositiveInt = Field(5, description="minimum of k, reached with untrained masks")
+    least: PositiveInt = Field(
+        5, description="smallest number k of superposed masks; untrained masks fill up to it"
+    )
     most: PositiveInt = Field(
-        32, description="maximum number of masks; beyond it the best known mask is trained on"
+        32, description="largest number of masks; after that the best one is trained further"
     )
 
 

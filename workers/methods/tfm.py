@@ -47,23 +47,23 @@ class TfmSettings(MethodSettings):
         0.1,
         ge=0,
         le=1,
-        description="new FFN units of a block per task, as a share of the backbone's; up to a "
-        "multiple of 8",
+        description="number of FFN units that a task adds to a block, as a share of the "
+        "backbone's, rounded up to a multiple of 8",
     )
     heads_every: NonNegativeInt = Field(
         0,
-        description="each attention gets a new head at every so many tasks, from the first; 0: "
-        "never",
+        description="every so many tasks, from the first one on, each attention gets a new "
+        "head; 0: never",
     )
     norm_lr: PositiveFloat = Field(
         1e-2,
-        description="peak learning rate of gamma and beta, which start at 1 and 0, far above the "
-        "scale of weights",
+        description="peak learning rate of gamma and beta, which start at 1 and 0 and are far "
+        "larger than weights",
     )
     first: Literal["adapted", "trained"] = Field(
         "adapted",
-        description="`adapted`: the backbone's units are frozen from the start; `trained`: the "
-        "first task trains the whole backbone",
+        description="what the first task trains: `adapted`: new units only, the backbone is "
+        "frozen; `trained`: also the whole backbone",
     )
 
 

@@ -37,35 +37,33 @@ from workers.storage.taskstate import Carried, TaskState
 class ToastSettings(MethodSettings):
     feedback_from: PositiveInt | None = Field(
         None,
-        description="block, or stage of a ConvNeXt, (from 1) behind which tokens are selected; "
-        "null: the last. "
-        "Fewer: early feedback",
+        description="number, from 1, of the block (ConvNeXt: stage) whose output tokens are "
+        "selected for feedback; null: the last; smaller values: early feedback",
     )
     feedback_to: NonNegativeInt = Field(
         0,
-        description="the blocks or stages up to this one are not steered; more than 0: late "
-        "feedback",
+        description="number of blocks (ConvNeXt: stages) at the input that get no feedback; "
+        "above 0: late feedback",
     )
     train_P: bool = Field(
         True,
-        description="train the channel transform P; false as in the released code of full TOAST: "
-        "it stays the identity",
+        description="whether to train the channel transform P; false: P stays the identity, "
+        "as in the released code of full TOAST",
     )
     td_value_bias: bool = Field(
         False,
-        description="add the value bias a second time, as the released code does; not on a "
-        "ConvNeXt",
+        description="whether to add the bias of values twice, as the released code does; not "
+        "for a ConvNeXt",
     )
     pretune: bool = Field(
         True,
-        description="tune what tasks start from on images without labels, or on the base task, "
-        "where the stream has such",
+        description="whether to tune the initial feedback layers and prior on unlabelled "
+        "images or on the base task, where the stream has such",
     )
     variational: NonNegativeFloat = Field(
         0.1,
-        description="lambda_v, weight in `pretune`, beside the cross-entropy, of the loss that "
-        "asks feedback layers to "
-        "undo their blocks; the published value for a ConvNeXt is 0.01",
+        description="lambda_v, weight in step `pretune` of the loss by which feedback layers "
+        "learn to invert their blocks; 0.01 in the paper for a ConvNeXt",
     )
 
 
@@ -309,8 +307,10 @@ def top_down_of(backbone: Any, settings: ToastSettings) -> TopDown | StageTopDow
 
 
 class ToastLiteSettings(ToastSettings):
-    rank: PositiveInt = Field(4, description="r of the low-rank part of each feedback layer")
-    alpha: PositiveFloat = Field(1.0, description="that part is scaled by alpha / r")
+    rank: PositiveInt = Field(4, description="r, rank of the update of each feedback layer")
+    alpha: PositiveFloat = Field(
+        1.0, description="factor of an update, which is scaled by alpha / r"
+    )
 
 
 class ToastLite(Toast[ToastLiteSettings]):

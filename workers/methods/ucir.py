@@ -27,15 +27,17 @@ class UcirSettings(CosineSettings):
     lambda_: NonNegativeFloat = Field(
         5.0,
         alias="lambda",
-        description="weight of the distance of features, before it grows with the share of old "
-        "classes",
+        description="weight of the distillation of features; it is multiplied by sqrt(old "
+        "classes / new classes)",
     )
     margin: NonNegativeFloat = Field(
-        0.5, description="by how much the cosine of an old class must exceed those of new ones"
+        0.5,
+        description="margin by which the cosine of an old class must exceed those of new classes",
     )
     top_k: PositiveInt = Field(
         2,
-        description="how many new classes an old sample is held apart from: the most similar ones",
+        description="K, number of new classes, the most similar ones, that the margin loss "
+        "compares an old sample with",
     )
 
 

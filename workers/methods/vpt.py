@@ -32,11 +32,11 @@ PROMPTS = "prompts"
 
 
 class VptSettings(MethodSettings):
-    prompts: PositiveInt = Field(5, description="p, how many in front of a block")
+    prompts: PositiveInt = Field(5, description="p, number of prompt tokens that a block gets")
     depth: Depth = Field(
         "shallow",
-        description="`shallow`: in front of the first block, which hands them on; `deep`: each "
-        "block has its own",
+        description="which blocks get prompts: `shallow`: the first, whose outputs go on "
+        "through all blocks; `deep`: each block its own",
     )
 
 

@@ -21,12 +21,13 @@ from workers.model.distill import kd_ce
 
 class WaSettings(RehearsalSettings):
     tau: PositiveFloat = Field(
-        2.0, description="temperature of both softmaxes in the distillation loss"
+        2.0,
+        description="temperature of the softmax of student and teacher in the distillation loss",
     )
     nonnegative: bool = Field(
         False,
-        description="clamp the weights of all heads at 0 after each step, so that their lengths "
-        "tell how large outputs get",
+        description="whether to clamp the weights of all heads at 0 after each step, as in "
+        "the paper, so that the length of a vector measures the size of its output",
     )
 
 

@@ -26,12 +26,12 @@ class WsnSettings(WeightMaskSettings):
         0.5,
         gt=0,
         lt=1,
-        description="share of each layer's weights that a task uses (the paper's c)",
+        description="share of each layer's weights that a task uses, c in the paper",
     )
     start: Literal["magnitude", "random"] = Field(
         "magnitude",
-        description="scores of a task start at |W|, so that training starts from the largest "
-        "weights; or at random, as in the paper",
+        description="initial scores of a task: `magnitude`: |W|, so that training starts from "
+        "the largest weights; `random`: as in the paper",
     )
 
 

@@ -23,17 +23,19 @@ class CosineSettings(RehearsalSettings):
     """Settings of methods with a cosine classifier."""
 
     per_class: NonNegativeInt = Field(
-        20, description="exemplars of each class, whatever their number; 0: `memory` counts"
+        20,
+        description="number of exemplars of each class, for any number of classes; 0: "
+        "`memory` divided by the number of classes",
     )
     scale: PositiveFloat = Field(
         10.0,
-        description="where eta starts, the learnt scale of similarities; 1 in the papers, which "
-        "train with SGD at large rates",
+        description="initial value of eta, the learnt scale of cosines; 1 in the papers, "
+        "which train by SGD at large learning rates",
     )
     finetune: bool = Field(
         False,
-        description="train the classifier alone once more, on as many exemplars of each class, new "
-        "and old",
+        description="whether step `finetune` trains the classifier once more, on equally many "
+        "exemplars of each class, new and old",
     )
 
 

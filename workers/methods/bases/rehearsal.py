@@ -40,13 +40,18 @@ class FeatureBatch(NamedTuple):
 
 class RehearsalSettings(MethodSettings):
     memory: PositiveInt = Field(
-        2000, description="exemplars in all, shared equally by all classes so far"
+        2000, description="number of exemplars of all classes so far, which share them equally"
     )
     per_class: NonNegativeInt = Field(
-        0, description="exemplars of each class, whatever their number; 0: `memory` counts"
+        0,
+        description="number of exemplars of each class, for any number of classes; 0: "
+        "`memory` divided by the number of classes",
     )
     selection: Literal["herding", "rebuffi", "closest", "random"] = Field(
-        "herding", description="which images become exemplars"
+        "herding",
+        description="how exemplars are chosen: `herding`: iCaRL's Algorithm 4; `rebuffi`: "
+        "herding as in iCaRL's released code; `closest`: nearest to the class mean; `random`: "
+        "uniformly",
     )
 
 

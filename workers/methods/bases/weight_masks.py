@@ -27,7 +27,9 @@ from workers.storage.taskstate import Carried, TaskState
 
 
 class WeightMaskSettings(MethodSettings):
-    mask_lr: PositiveFloat = Field(1e-3, description="peak learning rate of the masks' real values")
+    mask_lr: PositiveFloat = Field(
+        1e-3, description="peak learning rate of the real values behind the masks"
+    )
 
 
 S = TypeVar("S", bound=WeightMaskSettings, default=Any)
@@ -175,17 +177,19 @@ class ThresholdSettings(WeightMaskSettings):
     """For masks that are on where a real value is above a threshold."""
 
     mask_lr: PositiveFloat | Literal["auto"] = Field(  # type: ignore[assignment]
-        "auto", description="peak learning rate of the masks' real values; `auto`: by mask_travel"
+        "auto",
+        description="peak learning rate of the real values behind the masks; `auto`: derived "
+        "from mask_travel and the number of steps",
     )
     mask_travel: PositiveFloat = Field(
         0.5,
-        description="for mask_lr auto: how far steps in random directions carry a value, in "
-        "distances to the threshold",
+        description="for `mask_lr: auto`: distance that a random walk of all Adam steps "
+        "covers, in units of start - theta",
     )
     theta: float = Field(
-        5e-3, gt=0, description="an entry is kept where its real value is above this"
+        5e-3, gt=0, description="threshold of the real values; an entry above it is kept"
     )
-    start: float = Field(1e-2, gt=0, description="where all real values start")
+    start: float = Field(1e-2, gt=0, description="initial real value of all entries")
 
     def starts_on(self) -> bool:
         """Whether some entry is switched on before the first step, as far as settings tell."""

@@ -212,9 +212,8 @@ class Apd(Method[ApdSettings]):
         if step_size >= 2:
             raise UserError(
                 "retro is 'frozen_tau' with train.optimizer 'sgd' and train.lr * lambda2 = "
-                f"{step_size:g}: a step would "
-                "overshoot what holds sigma; keep the product below 2, or use adamw or retro "
-                "'train'"
+                f"{step_size:g}: a step would overshoot the minimum of the penalty on sigma; keep "
+                "the product below 2, or use adamw or retro 'train'"
             )
 
     @classmethod
@@ -235,11 +234,10 @@ class Apd(Method[ApdSettings]):
 
     def __init__(self, backbone: Any, settings: ApdSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites = {
-            site: weight
-            for site, weight in weight_sites(backbone).items()
-            if site.startswith("blocks.")
-        }
+        self.sites: dict[str, Tensor] = {}  # weights of the blocks' linear layers
+        for site, weight in weight_sites(backbone).items():
+            if site.startswith("blocks."):
+                self.sites[site] = weight
         self.sigma: dict[str, Tensor] = {}  # by site: attached, or the parameters in training
         # task -> site -> tau as the last stage left it, in stream order
         self.tau: dict[str, dict[str, Sparse]] = {}
@@ -256,64 +254,82 @@ class Apd(Method[ApdSettings]):
         if context.carried is not None:
             self.load_carried(context.carried)
         if context.step == "consolidate":
-            assert context.carried is not None
-            self.task = context.task
-            state = TaskState(
-                context.task.name, context.task.classes, self.name, self.backbone_digest
-            )
-            state.head = _below(context.carried.tensors, "own/head/")
-            state.copies = _below(context.carried.tensors, "own/copies/")
-            self.load_task(state)
-            self.consolidate()
+            self.begin_consolidation(context)
             return []
         groups = super().begin(context)
-        s, device, self.step = self.settings, self.device, context.step
+        self.step = context.step
         self.loaded.pop(context.task.name, None)
         self.tau.pop(context.task.name, None)
-        first = not self.sigma
-        scale = torch.tensor(s.v_start).sigmoid()
-        # What does not change in this task: sigma*, and of each earlier task tau* and M as a
-        # column. Carried or loaded, so no checkpoint needs them.
-        self.start = {
-            site: (w.detach() / scale if first else self.sigma[site]).to(device)
-            for site, w in self.sites.items()
-        }
-        self.before: dict[str, dict[str, Tensor]] = {}  # earlier task -> tau* by site
-        self.rows: dict[str, dict[str, Tensor]] = {}  # earlier task -> M (o, 1) by site
-        for old, taus in self.tau.items():
-            self.before[old] = {site: tau.dense(self.start[site]) for site, tau in taus.items()}
-            scales = {site: self.loaded[old][f"{site}.v"].to(device) for site in self.sites}
-            self.rows[old] = {site: v.sigmoid()[:, None] for site, v in scales.items()}
-        sigma = {site: nn.Parameter(t.clone()) for site, t in self.start.items()}
-        self.own_v = {
-            site: nn.Parameter(torch.full((len(t),), s.v_start, device=device))
-            for site, t in self.start.items()
-        }
-        self.own_tau = {
-            site: nn.Parameter(t.clone() if s.tau_start == "sigma" else torch.zeros_like(t))
-            for site, t in self.start.items()
-        }
+        is_first_task = not self.sigma
+        self.start = self.initial_sigma()
+        self.fix_earlier_tasks()
+        self.create_parameters()
         # from `after_backward` to `after_step`: the sign that each entry of tau may have
         self.orthant: dict[str, Tensor] = {}
-        self.own_copies = Copies(
-            self.backbone, copied_names(self.backbone, list(self.sites)) if s.copies else []
-        )
-        # dicts are not registered
+        sigma_decay = context.optim.weight_decay if is_first_task else 0.0
+        return [
+            *groups,
+            {"name": "sigma", "params": list(self.sigma.values()), "weight_decay": sigma_decay},
+            {"name": "v", "params": list(self.own_v.values())},
+            {"name": "tau", "params": list(self.own_tau.values())},
+            {"name": "copies", "params": list(self.own_copies.values), "weight_decay": 0.0},
+        ]
+
+    def begin_consolidation(self, context: StepContext) -> None:
+        """Load the task's state, which `train` carried, and consolidate tau of all tasks."""
+        assert context.carried is not None
+        task = context.task
+        tensors = context.carried.tensors
+        state = TaskState(task.name, task.classes, self.name, self.backbone_digest)
+        state.head = _below(tensors, "own/head/")
+        state.copies = _below(tensors, "own/copies/")
+        self.task = task
+        self.load_task(state)
+        self.consolidate()
+
+    def initial_sigma(self) -> dict[str, Tensor]:
+        """Return sigma*, sigma at the start of this task, by site.
+
+        It is the carried one, or W / sigmoid(v_start) for the first task.
+        """
+        if self.sigma:
+            return {site: self.sigma[site].to(self.device) for site in self.sites}
+        scale = torch.tensor(self.settings.v_start).sigmoid()
+        return {site: weight.detach() / scale for site, weight in self.sites.items()}
+
+    def fix_earlier_tasks(self) -> None:
+        """Set tau* and M of each earlier task, which are constants while this task is trained.
+
+        They follow from the carried state and the tasks' states, so no checkpoint needs them.
+        """
+        self.before: dict[str, dict[str, Tensor]] = {}  # earlier task -> tau* by site
+        self.rows: dict[str, dict[str, Tensor]] = {}  # earlier task -> M (o, 1) by site
+        for task, taus in self.tau.items():
+            self.before[task] = {}
+            self.rows[task] = {}
+            for site in self.sites:
+                v = self.loaded[task][f"{site}.v"].to(self.device)
+                self.before[task][site] = taus[site].dense(self.start[site])
+                self.rows[task][site] = v.sigmoid()[:, None]
+
+    def create_parameters(self) -> None:
+        """Create the parameters of this task: sigma, v, tau, and copies of norms and biases."""
+        s = self.settings
+        sigma: dict[str, nn.Parameter] = {}
+        self.own_v: dict[str, nn.Parameter] = {}
+        self.own_tau: dict[str, nn.Parameter] = {}
+        for site, start in self.start.items():
+            tau_start = start.clone() if s.tau_start == "sigma" else torch.zeros_like(start)
+            sigma[site] = nn.Parameter(start.clone())
+            self.own_v[site] = nn.Parameter(start.new_full((len(start),), s.v_start))
+            self.own_tau[site] = nn.Parameter(tau_start)
+        names = copied_names(self.backbone, list(self.sites)) if s.copies else []
+        self.own_copies = Copies(self.backbone, names)
+        # A ParameterList registers them; a dict would not.
         self.parts = nn.ParameterList(
             [*sigma.values(), *self.own_v.values(), *self.own_tau.values()]
         )
         self.sigma = dict(sigma)
-        return [
-            *groups,
-            {
-                "name": "sigma",
-                "params": [*sigma.values()],
-                "weight_decay": context.optim.weight_decay if first else 0.0,
-            },
-            {"name": "v", "params": [*self.own_v.values()]},
-            {"name": "tau", "params": [*self.own_tau.values()]},
-            {"name": "copies", "params": [*self.own_copies.values], "weight_decay": 0.0},
-        ]
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
@@ -347,16 +363,16 @@ class Apd(Method[ApdSettings]):
         lambda2 / 2 (a - tau_i)^2 = lambda2 (c a - c^2 / 2), c = a clipped at lambda1 / lambda2.
         frozen_tau: lambda2 / 2 (d .* M_i)^2. The gradient is None without earlier tasks.
         """
-        weight = self.settings.lambda2
-        limit = self.settings.lambda1 / weight
         if not self.rows:
             return self.start[site].new_zeros(()), None
+        weight = self.settings.lambda2
+        limit = self.settings.lambda1 / weight
         drift = torch.sub(self.sigma[site], self.start[site])
         if self.settings.retro == "frozen_tau":
-            rows = sum(
-                (m[site].square() for m in self.rows.values()), torch.zeros_like(drift[:, :1])
-            )
-            gradient = drift * (weight * rows)
+            squares = torch.zeros_like(drift[:, :1])  # sum of M_i^2, (o, 1)
+            for m in self.rows.values():
+                squares = squares + m[site].square()
+            gradient = drift * (weight * squares)
             return torch.dot(gradient.flatten(), drift.flatten()) / 2, gradient
         value = drift.new_zeros(())
         gradient = torch.zeros_like(drift)
@@ -415,10 +431,11 @@ class Apd(Method[ApdSettings]):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """The share of zeros in tau, and one number on earlier tasks.
+        """The share of zeros in tau, and one number on all tasks.
 
-        While training: how far all earlier tasks' weights moved in this task, relative to their
-        size. After a consolidation: the share of all tasks' entries that shared values replaced.
+        While training it is `drift`: how far the weights of earlier tasks moved in this task,
+        relative to their norm. After a consolidation it is `replaced`: the share of all tasks'
+        entries of tau that shared values replaced.
         """
         num_nonzero = 0
         num_entries = 0
@@ -449,8 +466,7 @@ class Apd(Method[ApdSettings]):
         if self.metrics()["tau_zeros"] == 1:
             return [
                 f"task {self.task_name!r}: its tau is zero everywhere, so that it has only "
-                "scales and copies of its own; lower lambda1, or train "
-                "for more steps"
+                "scales and copies of its own; lower lambda1, or train for more steps"
             ]
         return []
 
@@ -465,10 +481,9 @@ class Apd(Method[ApdSettings]):
         dense = self.replaced[most][0] / sum(w.numel() for w in self.sites.values())
         return [
             f"task {self.task_name!r}: consolidation replaced {shares[most]:.0%} of the entries "
-            f"of tau of task {most!r}, "
-            f"whose tau is {dense:.0%} dense, by values that it shares; where tasks have little "
-            "in common this costs "
-            "accuracy: lower gap, raise lambda1 for a sparser tau, or set consolidate_every to 0"
+            f"of tau of task {most!r}, whose tau is {dense:.0%} dense, by values that it shares; "
+            "where tasks have little in common this costs accuracy: lower gap, raise lambda1 for "
+            "a sparser tau, or set consolidate_every to 0"
         ]
 
     def finish(self) -> tuple[TaskState, Carried]:
@@ -492,8 +507,11 @@ class Apd(Method[ApdSettings]):
         return {name: t.detach() for name, t in parts.items()}
 
     def carried(self) -> Carried:
-        """`sigma/SITE`; `tau/TASK/SITE` and `shared/NUMBER/SITE` as sparse tensors; in meta the
-        tasks in order, and who shares."""
+        """Return sigma, tau of all tasks and the shared values.
+
+        Tensors are `sigma/SITE`, and as sparse tensors `tau/TASK/SITE` and `shared/NUMBER/SITE`.
+        meta has the tasks in order, and the tasks of each cluster.
+        """
         tensors = {f"sigma/{site}": t.detach().clone() for site, t in self.sigma.items()}
         for task, taus in self.tau.items():
             for site, tau in taus.items():
@@ -578,8 +596,8 @@ class Apd(Method[ApdSettings]):
             if shape != (len(weight),):
                 raise UserError(
                     f"task {state.task!r}: its state has scales {site}.v of shape {shape}, this "
-                    f"backbone has {len(weight)} output features "
-                    "there; use the backbone of its run"
+                    f"backbone has {len(weight)} output features there; use the backbone of its "
+                    "run"
                 )
         self.loaded[state.task] = dict(state.copies)
 
@@ -599,17 +617,21 @@ class Apd(Method[ApdSettings]):
     @classmethod
     def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
         """Where the task's own tau is not zero."""
-        return {
-            site: tau.support(tuple(carried.tensors[f"sigma/{site}"].shape))
-            for task, site, tau in sparse_parts(carried.tensors, "tau")
-            if task == state.task
-        }
+        masks: dict[str, Tensor] = {}
+        for task, site, tau in sparse_parts(carried.tensors, "tau"):
+            if task == state.task:
+                shape = tuple(carried.tensors[f"sigma/{site}"].shape)
+                masks[site] = tau.support(shape)
+        return masks
 
 
 class Decomposed(torch.autograd.Function):
-    """sigma (o, i), v (o,), tau (o, i) -> sigma .* sigmoid(v) + tau; |tau|_1; and a scalar function
-    of sigma whose value and gradient (None: none) are known already. All in one, since every pass
-    over (o, i) costs about as much as the optimizer does."""
+    """sigma (o, i), v (o,), tau (o, i) -> (theta, |tau|_1, value).
+
+    theta is sigma .* sigmoid(v) + tau. value is a scalar function of sigma; the caller computes it
+    with its gradient in sigma (None: zero). One autograd function does all of it, because every
+    pass over (o, i) costs about as much as the optimizer's step.
+    """
 
     @staticmethod
     def forward(
@@ -624,26 +646,27 @@ class Decomposed(torch.autograd.Function):
         ctx: Any, into_theta: Tensor, into_size: Tensor, into_value: Tensor
     ) -> tuple[Tensor | None, ...]:
         sigma, m, tau, gradient = ctx.saved_tensors
-        into_sigma = (
-            into_theta * m
-            if gradient is None
-            else torch.addcmul(gradient * into_value, into_theta, m)
-        )
+        if gradient is None:
+            into_sigma = into_theta * m
+        else:
+            into_sigma = torch.addcmul(gradient * into_value, into_theta, m)
         into_m = torch.linalg.vecdot(into_theta, sigma)
+        into_v = into_m * (m * (1 - m)).squeeze(1)
         into_tau = tau.sign().mul_(into_size).add_(into_theta)
-        return into_sigma, into_m * (m * (1 - m)).squeeze(1), into_tau, None, None
+        return into_sigma, into_v, into_tau, None, None
 
 
 def mean_size(values: Tensor) -> Tensor:
-    """Scalar: the mean of |v| over the entries of `values` that are not zero; 0 where there is
-    none."""
+    """Return the mean magnitude of the nonzero entries, a scalar tensor; 0 without such entries."""
     return values.abs().sum() / values.count_nonzero().clamp(min=1)
 
 
 def cluster(points: Tensor, count: int) -> list[int]:
-    """k-means of points (n, d) -> the cluster of each. The first point is the first centre, each
-    further one is the point farthest from those before; among equals the first is taken, so that
-    the same points always give the same clusters."""
+    """Return the cluster of each of the points (n, d), by k-means.
+
+    The first point is the first centre. Each further centre is the point farthest from those
+    before; among equals the first is taken. The same points always give the same clusters.
+    """
 
     def distances(centres: Tensor) -> Tensor:
         return torch.cdist(points, centres, compute_mode="donot_use_mm_for_euclid_dist")
@@ -651,28 +674,32 @@ def cluster(points: Tensor, count: int) -> list[int]:
     chosen = [0]
     while len(chosen) < min(count, len(points)):
         chosen.append(int(distances(points[chosen]).amin(1).argmax()))
-    centres, labels = points[chosen], torch.full((len(points),), -1)
+    centres = points[chosen]
+    labels = torch.full((len(points),), -1)
     for _ in range(MAX_KMEANS_ROUNDS):
         nearest = distances(centres).argmin(1).cpu()
         if torch.equal(nearest, labels):
             break
         labels = nearest
         means = []
-        for j, centre in enumerate(centres):
-            members = points[labels == j]
-            if len(members):
-                centre = members.mean(0)
-            means.append(centre)
+        for index, centre in enumerate(centres):
+            members = points[labels == index]
+            means.append(members.mean(0) if len(members) else centre)
         centres = torch.stack(means)
     return labels.tolist()
 
 
 def copied_names(backbone: nn.Module, sites: list[str]) -> list[str]:
-    """Parameters that each task has a copy of: norms, and the biases of `sites`."""
-    known = dict(backbone.named_parameters())
-    return [*norm_names(backbone), *(f"{site}.bias" for site in sites if f"{site}.bias" in known)]
+    """Return the names of the parameters that each task copies: norms, and biases of `sites`."""
+    parameters = dict(backbone.named_parameters())
+    biases = [f"{site}.bias" for site in sites]
+    return [*norm_names(backbone), *(name for name in biases if name in parameters)]
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Tensors whose name starts with `prefix`, by the rest of it."""
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    """Return the tensors whose name starts with `prefix`, by the rest of the name."""
+    below: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(prefix):
+            below[name.removeprefix(prefix)] = tensor
+    return below

@@ -1,5 +1,6 @@
-"""SupSup: per task one bit for every weight of a frozen network; where the task is not told,
-superposed masks tell it.
+"""SupSup: one binary mask per task over the weights of a frozen network.
+
+In scenario `class` the task of an image is inferred by comparing the outputs under all masks.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020. Scenario `task` is the paper's GG,
 scenario `class` its GN with labels that the tasks do not share.
@@ -45,14 +46,17 @@ from workers.rng import derive_seed
 from workers.storage.taskstate import TaskState
 
 OUTPUTS = "outputs"  # the site of the output layer that tasks share
-# how far the classes of other tasks stand below those of the task that was picked: a softmax leaves
-# them nothing
+# Logits of other tasks' classes are so far below those of the inferred task that a softmax gives
+# them no probability.
 BELOW = 100.0
 
 
 class SupSupSettings(WeightMaskSettings):
-    """The paper's random network: weights signed_constant, start kaiming, density 0.5, mask_travel
-    8."""
+    """Settings of SupSup; by default masks of a pretrained backbone.
+
+    The paper's random network is weights=signed_constant, start=kaiming, density=0.5,
+    mask_travel=8.
+    """
 
     mask_lr: PositiveFloat | Literal["auto"] = Field(  # type: ignore[assignment]
         "auto",
@@ -120,21 +124,27 @@ S = TypeVar("S", bound=SupSupSettings, default=Any)
 
 
 class SupSup(WeightMasks[S], ClassIncremental[S]):
-    """A star: W is frozen, a task leaves a bit per weight. All tasks share a last layer of random
-    signs, masked like the others: a task's classes are its first outputs, the superfluous ones are
-    trained to be low, and no task has a head. Where the task is not told it is inferred: the mask
-    that leaves the least to outputs beyond its task's classes (`infer` and `objective` name the
-    paper's ways too: the mask whose share in a superposition of all would lower the entropy
-    fastest).
+    """A star: W is frozen, and each task stores one bit per weight.
 
-    Where it differs from the paper: superposed masks of a pretrained ViT, each of nine tenths of
-    its weights, are told apart no better than by chance once there are five, so each mask is tried.
-    W is the pretrained backbone unless settings say otherwise, and then masks start by dropping its
-    smallest weights, because a random half of a pretrained ViT knows nothing. Biases, norms, class
-    token and position embedding are the backbone's; with signed constants biases are 0 and norms
-    have no affine part. Images are judged in evaluation mode (the released code leaves training
-    mode on). No weight decay on scores. The rate of scores follows from the number of steps. No
-    start from earlier tasks' scores, no Hopfield memory.
+    No task has a head. All tasks share a last layer with random signs, which is masked like the
+    other layers. The classes of a task are its first outputs; the further ones are superfluous, and
+    training pushes them down.
+
+    Without the task of an image, the task is inferred. By default it is the one under whose mask
+    the superfluous outputs have the smallest share of the softmax. `infer` and `objective` also
+    offer the paper's ways: the mask whose share in the superposition of all masks would lower the
+    entropy fastest.
+
+    Where it differs from the paper:
+    - Each mask is tried. Masks that keep nine tenths of a pretrained ViT cannot be told apart in a
+      superposition of five or more.
+    - W is the pretrained backbone by default. Masks then start without its smallest weights,
+      because a random half of a pretrained ViT has lost what it learned.
+    - Biases, norms, class token and position embedding are the backbone's. With signed constants
+      biases are 0 and norms have no affine part.
+    - Images are judged in evaluation mode; the released code leaves training mode on.
+    - Scores have no weight decay, and their learning rate follows from the number of steps.
+    - Scores never start from those of earlier tasks, and there is no Hopfield memory.
     """
 
     name = "supsup"
@@ -167,197 +177,229 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
         if scenario == "class" and not settings.outputs:
             raise UserError(
                 "outputs is 0 with stream.scenario 'class': masks are told apart by an output "
-                "layer that they share; give it more outputs than "
-                "any task has classes"
+                "layer that they share; give it more outputs than any task has classes"
             )
 
     @classmethod
     def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
         for task in tasks:
-            needed = task.num_classes + (settings.objective == "superfluous")
+            needed = task.num_classes
+            if settings.objective == "superfluous":
+                needed += 1
             if 0 < settings.outputs < needed:
                 raise UserError(
                     f"task {task.name!r} has {task.num_classes} classes, and method "
-                    f"{cls.name!r} has outputs = {settings.outputs} for them to "
-                    f"share; set outputs to {needed} or more"
+                    f"{cls.name!r} has outputs = {settings.outputs} for them to share; set outputs "
+                    f"to {needed} or more"
                 )
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        return frozenset({"infer", "objective", "infer_images"}) if step == "train" else frozenset()
+        if step == "train":
+            return frozenset({"infer", "objective", "infer_images"})
+        return frozenset()
 
     @classmethod
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:
-        """A base task goes through the same where it has to share the output layer."""
-        return cls.steps if position >= 0 or settings.outputs else ()
+        """A base task is trained only if tasks share an output layer, which its mask is part of."""
+        if position >= 0 or settings.outputs:
+            return cls.steps
+        return ()
 
     def __init__(self, backbone: nn.Module, settings: S, seed: int):
         super().__init__(backbone, settings, seed)
-        self.constants = nn.ParameterList()  # not trained and not stored: the seed gives them
-        # what stands in for parameters of the backbone that have no mask, by name
+        # not trained and not stored, because they follow from the seed
+        self.constants = nn.ParameterList()
+        # replacements of parameters of the backbone that have no mask, by name
         self.fixed: Weights = {}
         if settings.weights == "signed_constant":
-            if any(isinstance(module, BatchNormBase) for module in backbone.modules()):
-                raise UserError(
-                    "weights is 'signed_constant', but the backbone has batch norms, whose "
-                    "statistics are those of its own weights; use "
-                    "weights=pretrained, or a vision transformer"
-                )
-            self.sites = {
-                site: self.signed_constant(site, weight.shape)
-                for site, weight in self.sites.items()
-            }
-            norms = norm_names(backbone)
-            self.fixed = {
-                name: self.constant(
-                    torch.full(p.shape, float(name in norms and name.endswith("weight")))
-                )
-                for name, p in backbone.named_parameters()
-                if name in norms or name.removesuffix(".bias") in self.sites
-            }
+            self.replace_weights()
         if settings.outputs:
             self.heads = SharedOutputs(self.heads.width)
-            self.sites[OUTPUTS] = self.signed_constant(
-                OUTPUTS, torch.Size((settings.outputs, self.heads.width))
+            shape = torch.Size((settings.outputs, self.heads.width))
+            self.sites[OUTPUTS] = self.signed_constant(OUTPUTS, shape)
+
+    def replace_weights(self) -> None:
+        """Replace the weights of all sites by signed constants, biases by 0, norm weights by 1."""
+        if any(isinstance(module, BatchNormBase) for module in self.backbone.modules()):
+            raise UserError(
+                "weights is 'signed_constant', but the backbone has batch norms, whose statistics "
+                "are those of its own weights; use weights=pretrained, or a vision transformer"
             )
+        for site, weight in self.sites.items():
+            self.sites[site] = self.signed_constant(site, weight.shape)
+        norms = norm_names(self.backbone)
+        for name, parameter in self.backbone.named_parameters():
+            is_norm_weight = name in norms and name.endswith("weight")
+            if name in norms or name.removesuffix(".bias") in self.sites:
+                values = torch.full(parameter.shape, float(is_norm_weight))
+                self.fixed[name] = self.constant(values)
 
     def constant(self, values: Tensor) -> nn.Parameter:
+        """Register values as a parameter that is not trained, and return it."""
         parameter = nn.Parameter(values, requires_grad=False)
         self.constants.append(parameter)
         return parameter
 
     def signed_constant(self, site: str, shape: torch.Size) -> nn.Parameter:
-        """+-sqrt(2 / inputs), signs by (seed, site): the same on every machine."""
-        signs = torch.randint(
-            0,
-            2,
-            shape,
-            generator=torch.Generator().manual_seed(
-                derive_seed(self.seed, "signed constant", site)
-            ),
-        )
-        return self.constant((2.0 * signs - 1) * math.sqrt(2 / shape[1:].numel()))
+        """Return +-sqrt(2 / inputs), with signs by seed and site: the same on every machine."""
+        seed = derive_seed(self.seed, "signed constant", site)
+        bits = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed))
+        signs = 2.0 * bits - 1
+        return self.constant(signs * math.sqrt(2 / shape[1:].numel()))
 
     # ---- masks -----------------------------------------------------------------------------------
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         start = self.start_of(site).to(weight.device)
-        return (
-            TopK(start, self.density(site))
-            if self.settings.scores == "topk"
-            else Threshold(start, 0.0, inclusive=True)
-        )
+        if self.settings.scores == "topk":
+            return TopK(start, self.density(site))
+        return Threshold(start, 0.0, inclusive=True)
 
     def start_of(self, site: str, generator: torch.Generator | None = None) -> Tensor:
-        """Scores before the first step, on the CPU: uniform in +-1 / sqrt(inputs); or as large as
-        such on average, in the order of |W|, for threshold with the wanted share above 0."""
+        """Return the scores before the first step, on the CPU.
+
+        They are uniform in +-1 / sqrt(inputs), or proportional to |W| with the same mean magnitude.
+        For `scores: threshold` the latter are shifted so that the share `density` is at least 0.
+        """
         weight = self.sites[site].detach().cpu()
+        bound = self.width(site)
         if self.settings.start == "kaiming" or site == OUTPUTS:
-            return torch.empty(weight.shape).uniform_(
-                -self.width(site), self.width(site), generator=generator
-            )
-        size = weight.abs() / weight.abs().mean() * self.width(site) / 2
+            return torch.empty(weight.shape).uniform_(-bound, bound, generator=generator)
+        scores = weight.abs() / weight.abs().mean() * bound / 2
         if self.settings.scores == "topk":
-            return size
-        return size - size[TopK(size, self.settings.density).hard()].min()
+            return scores
+        is_on = TopK(scores, self.settings.density).hard()
+        return scores - scores[is_on].min()
 
     def width(self, site: str) -> float:
-        """Of the scores' start: 1 / sqrt(inputs)."""
+        """Return 1 / sqrt(inputs), the bound of a site's random initial scores."""
         return 1 / math.sqrt(self.sites[site].shape[1:].numel())
 
     def density(self, site: str) -> float:
-        """Share of a site's weights that topk keeps. The output layer has no small weights to
-        spare: half of it, at most."""
+        """Return the share of a site's weights that topk keeps.
+
+        Of the output layer it is at most half: all its weights have the same size, so none is
+        small enough to be dropped first.
+        """
         shape = self.sites[site].shape
         if self.settings.budget is not None:
             return min(0.5, self.settings.budget * (shape[0] + shape[1]) / shape.numel())
-        return min(0.5, self.settings.density) if site == OUTPUTS else self.settings.density
+        if site == OUTPUTS:
+            return min(0.5, self.settings.density)
+        return self.settings.density
 
     def rate(self, site: str, optim: OptimPlan) -> float:
-        """Adam moves a score by at most the rate in a step, so `auto` sets rate * full_rate_steps =
-        travel / sqrt(inputs)."""
+        """Return the peak learning rate of a site's scores.
+
+        In a step Adam moves a score by at most the rate. `auto` therefore sets
+        rate * full_rate_steps = travel / sqrt(inputs).
+        """
         if self.settings.mask_lr != "auto":
             return self.settings.mask_lr
-        travel = self.settings.outputs_travel if site == OUTPUTS else self.settings.mask_travel
+        travel = self.settings.mask_travel
+        if site == OUTPUTS:
+            travel = self.settings.outputs_travel
         return travel * self.width(site) / max(optim.full_rate_steps, 1e-9)
 
     # ---- training --------------------------------------------------------------------------------
     def head_groups(self, optim: OptimPlan, names: list[str]) -> list[ParamGroup]:
-        return [] if self.settings.outputs else super().head_groups(optim, names)
+        if self.settings.outputs:
+            return []
+        return super().head_groups(optim, names)
 
     def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
         return super().training_weights(batch, progress) | self.fixed
 
     def classification_loss(self, features: Tensor, batch: Batch) -> Tensor:
-        """With shared outputs: the cross-entropy over all of them, so that the superfluous ones are
-        pushed down."""
+        """Return the cross-entropy; with shared outputs over all of them.
+
+        It pushes down the superfluous outputs.
+        """
         if not self.settings.outputs:
             return super().classification_loss(features, batch)
-        targets = (
-            batch.labels
-            if batch.targets is None
-            else F.pad(batch.targets, (0, features.shape[1] - batch.targets.shape[1]))
-        )
+        targets = batch.labels
+        if batch.targets is not None:
+            superfluous_outputs = features.shape[1] - batch.targets.shape[1]
+            targets = F.pad(batch.targets, (0, superfluous_outputs))
         return F.cross_entropy(features.float(), targets)
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)
-        # where its outputs are shared, nothing is stored of a head
+        # With shared outputs the state has no head.
         self.heads.add(state.task, len(state.classes), self.seed)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
         weights = super().serving_weights(task)
-        # a base task without a mask is the backbone's
-        return weights | self.fixed if weights else {}
+        if not weights:  # a base task without a mask, which the backbone answers
+            return {}
+        return weights | self.fixed
 
     def features(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W) -> what heads see: class-token features (b, d), or the shared outputs
-        (b, s)."""
+        """Return the input of heads: class-token features (b, d), or the shared outputs (b, s).
+
+        images: (b, 3, H, W).
+        """
         return self.network(self.weight_overrides, images)
 
     def network(self, weights: Weights, images: Tensor) -> Tensor:
-        """The network with these weights by parameter name, up to the shared outputs where there
-        are weights for them."""
-        inner, last = dict(weights), weights.get(f"{OUTPUTS}.weight")
-        inner.pop(f"{OUTPUTS}.weight", None)
-        features = functional_call(self.backbone, inner, (images,))
-        return features if last is None else F.linear(features, last)
+        """Return the output of the network under these weights, which are by parameter name.
+
+        It is the shared outputs if there are weights for them, else the features.
+        """
+        backbone_weights = dict(weights)
+        output_weights = backbone_weights.pop(f"{OUTPUTS}.weight", None)
+        features: Tensor = functional_call(self.backbone, backbone_weights, (images,))
+        if output_weights is None:
+            return features
+        return F.linear(features, output_weights)
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """With task None it is inferred first, in any scenario."""
+        """Without a task, infer it first, in any scenario."""
         if task is not None:
             return super().logits(images, task)
         if not self.settings.outputs:
             raise UserError(
                 f"method {self.name!r} needs to be told the task where each has a head of its "
-                "own (outputs is 0); give one of "
-                f"{sorted(self.heads.names)}"
+                f"own (outputs is 0); give one of {sorted(self.heads.names)}"
             )
-        return self.answer(images, self.infer(images)[0], None)
+        choices, _ = self.infer(images)
+        return self.answer(images, choices, None)
 
     # ---- which task an image is of ---------------------------------------------------------------
     def candidates(self) -> dict[str, tuple[str, ...]]:
         """In scenario `class` the tasks, in the order of `class_slices`."""
-        return {name: (name,) for name in self.class_slices()} if self.scenario == "class" else {}
+        if self.scenario != "class":
+            return {}
+        return {name: (name,) for name in self.class_slices()}
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """How sure: nu = softmax(-dH / dalpha) at the task that was picked, of brute force the
-        softmax of what is compared; of binary search the product over its rounds of what the kept
-        half had of nu."""
-        masks = [
-            self.loaded[name] if name in self.loaded else self.hard()
-            for name in self.class_slices()
-        ]
-        return self.by_group(
-            images, masks, infer_by_halves if self.settings.infer == "binary" else infer_at_once
-        )
+        """Return the index of the inferred task and a confidence for each image, (b,) each.
+
+        The confidence is nu = softmax(-dH / dalpha) at the inferred task. For brute force it is the
+        softmax of the compared values. For binary search it is the product, over its rounds, of the
+        share of nu in the half that was kept.
+        """
+        masks: list[Weights] = []
+        for name in self.class_slices():
+            if name in self.loaded:
+                masks.append(self.loaded[name])
+            else:  # the task in training
+                masks.append(self.hard())
+        rule: Rule = infer_at_once
+        if self.settings.infer == "binary":
+            rule = infer_by_halves
+        return self.by_group(images, masks, rule)
 
     def by_group(
         self, images: Tensor, masks: Sequence[Weights], rule: Rule
     ) -> tuple[Tensor, Tensor]:
-        """What `rule` picks among masks by site, and how sure it is, for each image (b,): in groups
-        of infer_images, of which the last may be smaller."""
+        """Return the index of the mask that `rule` picks, and its confidence, (b,) each.
+
+        masks: by site. `rule` picks once for each group of `infer_images` consecutive images; the
+        last group may be smaller.
+        """
         if len(masks) == 1:
             return images.new_zeros(len(images), dtype=torch.int64), images.new_ones(len(images))
         size = min(self.settings.infer_images, len(images))
@@ -375,13 +417,17 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
         return picked, confidence
 
     def judge(self, masks: Sequence[Weights], alive: Sequence[int], groups: Tensor) -> Tensor:
-        """How badly each mask in `alive` fits each group (g, n, 3, H, W) -> (g, k). masks: by
-        site."""
+        """Return how badly each mask fits each group of images, (g, k); lower is better.
+
+        masks: by site. alive: indices of the k masks that are compared. groups: (g, n, 3, H, W).
+        """
         weights = {f"{site}.weight": weight.detach() for site, weight in self.sites.items()}
         alive_masks: list[Weights] = []  # by parameter name
         for index in alive:
-            site_masks = masks[index].items()
-            alive_masks.append({f"{site}.weight": m.to(groups.device) for site, m in site_masks})
+            named: Weights = {}
+            for site, mask in masks[index].items():
+                named[f"{site}.weight"] = mask.to(groups.device)
+            alive_masks.append(named)
 
         def network(inner: Weights, images: Tensor) -> Tensor:
             return self.network(inner | self.fixed, images)
@@ -391,8 +437,10 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
             objectives: list[Objective] = [entropy] * len(alive)
             if not by_entropy:
                 slices = [*self.class_slices().values()]
-                classes = [slices[index].stop - slices[index].start for index in alive]
-                objectives = [partial(superfluous_share, real=count) for count in classes]
+                objectives = []
+                for index in alive:
+                    num_classes = slices[index].stop - slices[index].start
+                    objectives.append(partial(superfluous_share, real=num_classes))
             return values(network, weights, alive_masks, groups, objectives)
         objective: Objective = entropy
         if not by_entropy:
@@ -419,8 +467,7 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
 
 
 class SharedOutputs(Heads):
-    """Stands where other methods have heads: a task's are the first outputs of a layer that is not
-    its own."""
+    """In place of heads: the classes of a task are the first outputs of the shared layer."""
 
     def add(self, task: str, classes: int, seed: int) -> Any:
         if task not in self.names:
@@ -428,11 +475,11 @@ class SharedOutputs(Heads):
         return self[task]
 
     def restore(self, task: str, tensors: dict[str, Tensor]) -> None:
-        """Nothing is stored."""
+        """Do nothing: no head is stored."""
 
 
 class First(nn.Module):
-    """outputs (b, s) -> the first ones (b, classes)."""
+    """outputs (b, s) -> the first `classes` of them, (b, classes)."""
 
     def __init__(self, classes: int):
         super().__init__()

@@ -121,7 +121,7 @@ def test_without_a_mask_left_the_best_known_one_goes_on(
     begun(method, COLOURS, STEPS, chain[1][1])
     assert method.counter.tolist() == [2, 1]
     assert method.warnings() == [
-        "all 2 masks are taken, so that new images go to old ones; raise `most`"
+        "all 2 masks are taken, so that images which fit none train an old mask; raise `most`"
     ]
     assert made(most=3).warnings() == []
 

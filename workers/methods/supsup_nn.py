@@ -1,6 +1,6 @@
 """SupSup without task identities, neither in training nor at test time.
 
-It trains one mask after the other, and starts a new one when images fit none so far.
+It trains one mask after the other, and starts a new mask when images fit none so far.
 
 Wortsman et al.: Supermasks in Superposition, NeurIPS 2020, scenario NNs.
 """
@@ -22,10 +22,10 @@ from workers.model.superposition import Judge, Weights, shares
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
-# entries of `counter`
-KNOWN = 0  # how many masks there are
-CURRENT = 1  # which one is in training, -1 for none
-TINY = 1e-8  # a score that was 0 keeps its side of 0
+# Indices into the buffer `counter`.
+KNOWN = 0  # the number of known masks
+CURRENT = 1  # the index of the mask in training; -1 for none
+TINY = 1e-8  # smallest magnitude of a score, so that its sign keeps a bit of a known mask
 
 
 class SupSupNNSettings(SupSupSettings):
@@ -67,20 +67,27 @@ class SupSupNNSettings(SupSupSettings):
 
 
 class SupSupNN(SupSup[SupSupNNSettings]):
-    """A chain that carries all masks so far, a bit per weight and mask. Before the first step of a
-    task, and every `every` steps, it looks at the coming batch under the superposition of k masks:
-    the known ones, filled up with untrained ones. It goes on with the mask whose share nu =
-    softmax(-dH / dalpha) is the largest, or takes a new one where even that is below (1 + eps) / k,
-    or where an untrained one is the largest. Labels are positions in the task's class list, so that
-    all tasks share them. At test time each image gets the mask with the largest nu; of the task
-    nothing is used but its number of classes.
+    """A chain that carries all masks so far, one bit per weight and mask.
 
-    Where it differs from the released code: a mask that is trained again starts from its bits, with
-    scores as large as a mask's first ones, since scores would be 32 times as much to carry; the
-    optimizer is not told of a change of masks in the middle of a task; an untrained mask that wins
-    counts as new (there it is trained and forgotten); with all masks taken the best known one goes
-    on (there training stops). An old mask that is trained further answers otherwise than before:
-    nothing is promised.
+    Before the first step of a task, and every `every` steps, it chooses which mask to train. It
+    runs the next batch under the superposition of k masks: the known ones, and untrained ones to
+    fill up. Each mask has a share nu = softmax(-dH / dalpha). The known mask with the largest share
+    is trained further. A new mask is started when that share is below (1 + eps) / k, or when an
+    untrained mask has the largest one.
+
+    Labels are positions in the task's class list, so that all tasks share the outputs. At test time
+    each image gets the mask with the largest nu. Nothing of its task is used but the number of
+    classes.
+
+    Where it differs from the released code:
+    - A mask that is trained again starts from its bits, with magnitudes drawn as those of a new
+      mask. Its scores are not carried, because they take 32 times the space.
+    - The optimizer keeps its moments when the mask changes in the middle of a task.
+    - An untrained mask with the largest share becomes a new mask. There it is trained and then
+      lost.
+    - When all masks are taken, the best known one is trained further. There training stops.
+
+    Further training of an old mask changes earlier answers, so forgetting is possible.
     """
 
     name = "supsup_nn"
@@ -88,7 +95,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     scenarios = frozenset({"task"})
     may_forget = True
     Settings = SupSupNNSettings
-    # untrained masks, by density and start, serve too
+    # Not `density` and `start`: they decide the untrained masks, which all tasks are served with.
     per_task = frozenset({"mask_lr", "mask_travel", "outputs_travel", "every", "look", "eps"})
     bank: Tensor
     counter: Tensor
@@ -96,29 +103,28 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
-        """None: its training decides by all of them."""
+        """Return none: the choice of masks in training reads all settings."""
         return frozenset()
 
     def __init__(self, backbone: nn.Module, settings: SupSupNNSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        # packed bits, a row per mask
-        self.register_buffer(
-            "bank", torch.zeros(settings.most, -(-self.entries // 8), dtype=torch.uint8)
-        )
+        num_bytes = (self.entries + 7) // 8
+        # (most, num_bytes), the packed bits of each known mask
+        self.register_buffer("bank", torch.zeros(settings.most, num_bytes, dtype=torch.uint8))
         self.register_buffer("counter", torch.tensor([0, -1]))
-        # steps of this task, by mask
+        # (most,), how many steps of this task trained each mask
         self.register_buffer("trained", torch.zeros(settings.most, dtype=torch.int64))
-        self.used: dict[str, int] = {}  # task -> the mask that it ended with
-        self.spare: dict[int, Weights] = {}  # untrained masks, which only the seed decides
+        self.used: dict[str, int] = {}  # task -> index of the mask that its training ended with
+        self.spare: dict[int, Weights] = {}  # index -> untrained mask, which follows from the seed
 
     @property
     def entries(self) -> int:
-        """Number of weights under a mask, over all sites."""
+        """Return the number of weights under a mask, over all sites."""
         return sum(weight.numel() for weight in self.sites.values())
 
     # ---- masks -----------------------------------------------------------------------------------
     def first_scores(self, mask: int) -> dict[str, Tensor]:
-        """Return the initial scores of a mask by site, on the CPU, drawn from its number alone."""
+        """Return the initial scores of a mask by site, on the CPU, drawn by seed and index."""
         scores: dict[str, Tensor] = {}
         for site in self.sites:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "mask", mask, site))
@@ -126,7 +132,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         return scores
 
     def bits(self, mask: int) -> Weights:
-        """Return a known mask by site, or the untrained one of that number."""
+        """Return the mask of this index by site, known or untrained."""
         known, current = self.counter.tolist()
         if mask == current:
             return self.hard()
@@ -134,8 +140,8 @@ class SupSupNN(SupSup[SupSupNNSettings]):
             shapes = {site: tuple(weight.shape) for site, weight in self.sites.items()}
             return by_site(self.bank[mask], shapes)
         if mask not in self.spare:
-            first_scores = self.first_scores(mask)
-            self.spare[mask] = {site: scores >= 0 for site, scores in first_scores.items()}
+            initial_scores = self.first_scores(mask)
+            self.spare[mask] = {site: scores >= 0 for site, scores in initial_scores.items()}
         return self.spare[mask]
 
     def together(self) -> list[Weights]:
@@ -144,7 +150,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         return [self.bits(mask) for mask in range(count)]
 
     def keep(self) -> None:
-        """Put the mask in training into the bank."""
+        """Store the mask in training in the bank."""
         current = int(self.counter[CURRENT])
         if current >= 0:
             bits = torch.cat([mask.flatten() for mask in self.hard().values()])
@@ -156,7 +162,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
             self.load_carried(context.carried)
         groups = super().begin(context)
         self.feed = context.data.feed("train")
-        # Every rank reads the whole batch for a decision, and all take that of the first rank.
+        # To choose a mask every rank reads whole batches; all ranks follow the first one's choice.
         self.ranks = self.feed.group
         self.feed.group = Group(device=self.ranks.device)
         self.feed.accumulate = 1
@@ -173,7 +179,7 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 
     @torch.no_grad()
     def decide(self, epoch: int, step: int) -> None:
-        """Train the mask that fits the batch of that step from here on, or a new one."""
+        """Choose the mask to train from this step on, by the step's batch, and load its scores."""
         known, current = self.counter.tolist()
         mask = 0
         if known:
@@ -193,18 +199,22 @@ class SupSupNN(SupSup[SupSupNNSettings]):
             self.masks[site].get_parameter("scores").copy_(start)
 
     def choice(self, images: Tensor) -> int:
-        """Return the mask that these images are trained with: a known one, or the next new one."""
+        """Return the index of the mask to train on these images, known or new."""
         masks = self.together()
         known = int(self.counter[KNOWN])
-        nu = shares(self.judge(masks, range(len(masks)), images[None]))[0]  # (masks,)
+        fit = self.judge(masks, range(len(masks)), images[None])
+        nu = shares(fit)[0]  # (masks,)
         best = int(nu.argmax())
-        fits = best < known and len(masks) * float(nu[best]) >= 1 + self.settings.eps
-        if not fits and known < self.settings.most:
+        is_known = best < known
+        is_clear = len(masks) * float(nu[best]) >= 1 + self.settings.eps
+        if is_known and is_clear:
+            return best
+        if known < self.settings.most:
             return known
         return int(nu[:known].argmax())
 
     def metrics(self) -> dict[str, float]:
-        """Also how many masks there are, and which of them is in training."""
+        """Also return the number of masks and the index of the mask in training."""
         known, current = self.counter.tolist()
         return super().metrics() | {"masks": known, "mask": current}
 
@@ -212,8 +222,8 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         warnings = super().warnings()
         if int(self.counter[KNOWN]) == self.settings.most:
             warnings.append(
-                f"all {self.settings.most} masks are taken, so that new images go to old ones; "
-                "raise `most`"
+                f"all {self.settings.most} masks are taken, so that images which fit none train an "
+                "old mask; raise `most`"
             )
         return warnings
 
@@ -243,16 +253,18 @@ class SupSupNN(SupSup[SupSupNNSettings]):
 
     @classmethod
     def display_masks(cls, state: TaskState, carried: Carried) -> dict[str, Tensor]:
-        """The mask that the task ended with, as it was then."""
+        """Return the mask that the task's training ended with, as it was then."""
         shapes = {site: tuple(shape) for site, shape in state.meta["shapes"].items()}
-        return by_site(carried.tensors["masks"][state.meta["mask"]], shapes)
+        packed_bits = carried.tensors["masks"][state.meta["mask"]]
+        return by_site(packed_bits, shapes)
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """With task None as many logits as any task has classes."""
-        return self.answer(images, self.infer(images)[0], task)
+        """Without a task, return as many logits as the largest task has classes."""
+        choices, _ = self.infer(images)
+        return self.answer(images, choices, task)
 
     def candidates(self) -> dict[str, tuple[str, ...]]:
-        """The known masks; right for the tasks that ended with them."""
+        """Return the known masks. A mask is right for the tasks whose training ended with it."""
         known, current = self.counter.tolist()
         mask_of_task = dict(self.used)
         if self.task is not None and current >= 0:
@@ -264,7 +276,10 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         return candidates
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """How sure: the mask's share nu among all that are superposed."""
+        """Return the index of the best known mask and its share nu, (b,) each.
+
+        nu is the share among all superposed masks.
+        """
         known = int(self.counter[KNOWN])
 
         def among_known(judge: Judge, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -280,21 +295,26 @@ class SupSupNN(SupSup[SupSupNNSettings]):
         logits = images.new_empty((len(images), classes))
         for mask in choices.unique().tolist():
             rows = (choices == mask).nonzero().squeeze(1)
-            with torch.no_grad():
-                bits = self.bits(mask)
-                overrides: dict[str, Tensor] = {}
-                for site, weight in self.sites.items():
-                    overrides[f"{site}.weight"] = weight * bits[site].to(images.device)
             self.active_task = None
-            self.weight_overrides = overrides | self.fixed
+            self.weight_overrides = self.masked_weights(mask) | self.fixed
             logits[rows] = self.features(images[rows])[:, :classes].to(logits.dtype)
         return logits
 
+    @torch.no_grad()
+    def masked_weights(self, mask: int) -> dict[str, Tensor]:
+        """Return the weights of all sites under a mask, by parameter name."""
+        bits = self.bits(mask)
+        weights: dict[str, Tensor] = {}
+        for site, weight in self.sites.items():
+            weights[f"{site}.weight"] = weight * bits[site].to(weight.device)
+        return weights
+
 
 def by_site(row: Tensor, shapes: dict[str, tuple[int, ...]]) -> Weights:
-    """Packed bits -> boolean masks of these shapes, one after the other."""
+    """Return boolean masks of these shapes from packed bits, which hold them in this order."""
     sizes = [math.prod(shape) for shape in shapes.values()]
-    parts = unpack(row, (sum(sizes),)).split(sizes)
+    bits = unpack(row, (sum(sizes),))
+    parts = bits.split(sizes)
     masks: Weights = {}
     for (site, shape), part in zip(shapes.items(), parts, strict=True):
         masks[site] = part.view(shape)

@@ -5,6 +5,7 @@ The output space holds all classes so far.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -36,6 +37,21 @@ class FeatureBatch(NamedTuple):
     labels: Tensor  # (n,), counted within the task
     tasks: Tensor  # (n,), positions of the tasks among `training_tasks`
     keys: list[str]  # n keys of samples
+
+    @classmethod
+    def join(cls, parts: Sequence[FeatureBatch]) -> FeatureBatch:
+        """Return all parts as one, in their order."""
+        return cls(
+            torch.cat([part.features for part in parts]),
+            torch.cat([part.labels for part in parts]),
+            torch.cat([part.tasks for part in parts]),
+            list(chain(*(part.keys for part in parts))),
+        )
+
+    def take(self, rows: list[int]) -> FeatureBatch:
+        """Return the rows with these indices, in this order."""
+        keys = [self.keys[row] for row in rows]
+        return FeatureBatch(self.features[rows], self.labels[rows], self.tasks[rows], keys)
 
 
 class RehearsalSettings(MethodSettings):
@@ -119,7 +135,9 @@ class Rehearsal(ClassIncremental[S]):
         if context.carried is None:
             return {}
         exemplars: Memory = context.carried.meta.get(MEMORY, {})
-        keys = {name: list(chain(*classes.values())) for name, classes in exemplars.items()}
+        keys: dict[str, list[str]] = {}
+        for name, classes in exemplars.items():
+            keys[name] = list(chain(*classes.values()))
         if context.step in ("train", "herd"):
             keys.pop(context.task.name, None)  # the step reads all data of this task
         return keys
@@ -164,31 +182,34 @@ class Rehearsal(ClassIncremental[S]):
         """
         count = self.share(sharers or self.num_classes)
         batch = self.extract_features()
-        chosen: Memory = {}
+        memory: Memory = {}
         for name, classes in self.exemplars.items():
-            chosen[name] = {class_name: keys[:count] for class_name, keys in classes.items()}
+            memory[name] = {class_name: keys[:count] for class_name, keys in classes.items()}
+        memory.setdefault(task.name, {})
         is_of_task = batch.tasks == self.task_names().index(task.name)
         select = SELECTIONS[self.settings.selection]
         for label, class_name in enumerate(task.classes):
             rows = (is_of_task & (batch.labels == label)).nonzero().squeeze(1)
             seed = derive_seed(self.seed, "exemplars", task.name, class_name)
-            noise = torch.Generator().manual_seed(seed)
-            positions = select(batch.features[rows], count, noise)
+            generator = torch.Generator().manual_seed(seed)
+            positions = select(batch.features[rows], count, generator)
             keys = [batch.keys[rows[position]] for position in positions]
-            chosen.setdefault(task.name, {})[class_name] = keys
-        self.exemplars = chosen
+            memory[task.name][class_name] = keys
+        self.exemplars = memory
         if self.uses_class_means:
             self.means = self.exemplar_means(batch)
 
     def exemplar_means(self, batch: FeatureBatch) -> Tensor:
         """Return the mean feature (classes so far, d) of the exemplars of each class."""
         names = self.task_names()
-        exemplars: set[tuple[str, str]] = set()  # task and key
+        exemplar_keys: dict[str, set[str]] = {}  # by task
         for name, classes in self.exemplars.items():
-            exemplars.update((name, key) for key in chain(*classes.values()))
+            exemplar_keys[name] = set(chain(*classes.values()))
         exemplar_rows: list[int] = []
-        for row, (task_index, key) in enumerate(zip(batch.tasks.tolist(), batch.keys, strict=True)):
-            if (names[task_index], key) in exemplars:
+        task_indices = batch.tasks.tolist()
+        for row, key in enumerate(batch.keys):
+            task = names[task_indices[row]]
+            if key in exemplar_keys.get(task, ()):
                 exemplar_rows.append(row)
         rows = torch.tensor(exemplar_rows)
         slices = self.class_slices()
@@ -212,17 +233,12 @@ class Rehearsal(ClassIncremental[S]):
             features = self.features(batch.images).float().cpu()
             keys = list(batch.keys or [])
             rank_parts.append(FeatureBatch(features, batch.labels.cpu(), batch.tasks.cpu(), keys))
-        parts = list(chain(*feed.group.gather(rank_parts)))
-        keys = list(chain(*(part.keys for part in parts)))
-        tasks = torch.cat([part.tasks for part in parts])
-        task_indices = tasks.tolist()
-        order = sorted(range(len(keys)), key=lambda row: (task_indices[row], keys[row]))
-        return FeatureBatch(
-            torch.cat([part.features for part in parts])[order],
-            torch.cat([part.labels for part in parts])[order],
-            tasks[order],
-            [keys[row] for row in order],
+        joined = FeatureBatch.join(list(chain(*feed.group.gather(rank_parts))))
+        task_indices = joined.tasks.tolist()
+        order = sorted(
+            range(len(joined.keys)), key=lambda row: (task_indices[row], joined.keys[row])
         )
+        return joined.take(order)
 
     @property
     def ends(self) -> bool:

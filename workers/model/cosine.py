@@ -1,5 +1,6 @@
-"""Cosine heads: class vectors that are compared with features by direction alone, under one learnt
-scale; and the losses on such similarities.
+"""Cosine heads, which score classes by the cosine of features and class vectors; and their losses.
+
+One learnt scale multiplies all cosines.
 
 Axes: b images, d features, A classes so far, P vectors (proxies) of a class.
 """
@@ -16,13 +17,16 @@ from workers.model.exemplars import normalise
 from workers.model.heads import Heads
 from workers.rng import derive_seed
 
-ROUNDS = 100  # of k-means, where it has not settled before
+MAX_KMEANS_ROUNDS = 100  # k-means mostly converges earlier
 
 
 class CosineHead(nn.Module):
-    """features h (b, d) -> eta s (b, classes), where s_c = sum_p softmax_p(<h, w_cp>)_p <h, w_cp>
-    over unit vectors: of one vector per class its cosine. fp32 also under autocast: a scale in the
-    tens would make much of what bf16 rounds off."""
+    """Features h (b, d) -> logits eta s (b, classes).
+
+    s_c = sum_p softmax_p(<h, w_cp>) <h, w_cp> over the proxies p of class c, for h and w of unit
+    length. With one proxy it is the cosine. Computed in fp32 also under autocast, because a scale
+    in the tens would magnify the rounding errors of bf16.
+    """
 
     def __init__(self, width: int, classes: int, proxies: int, scale: nn.Parameter):
         super().__init__()
@@ -34,19 +38,23 @@ class CosineHead(nn.Module):
         return self.scale * self.similarity(features)
 
     def similarity(self, features: Tensor) -> Tensor:
-        """(b, d) -> s (b, classes) in [-1, 1]."""
+        """Return s (b, classes) in [-1, 1] for features (b, d)."""
         with torch.autocast(features.device.type, enabled=False):
             unit = F.normalize(features.float(), dim=1)
             vectors = F.normalize(self.weight, dim=2).flatten(0, 1)  # (classes P, d)
-            cosines: Tensor = F.linear(unit, vectors)
-            cosines = cosines.unflatten(1, self.weight.shape[:2])  # (b, classes, P)
-            return (cosines.softmax(2) * cosines).sum(2)
+            flat_cosines: Tensor = F.linear(unit, vectors)  # (b, classes P)
+            cosines: Tensor = flat_cosines.unflatten(1, self.weight.shape[:2])  # (b, classes, P)
+            shares = cosines.softmax(2)
+            return (shares * cosines).sum(2)
 
 
 class CosineHeads(Heads):
-    """Class vectors by task, P for each class, and eta, which is one for all: it is stored with
-    every head, and the last one that is restored counts. A head without it is a base task's linear
-    one, and passed over: its classes get vectors by imprinting."""
+    """A CosineHead by task name, with P vectors per class, and the scale eta of all heads.
+
+    eta is stored with every head; the head that is restored last decides its value. A stored head
+    without eta is the linear head of a base task. It is not restored: the classes of that task get
+    vectors by imprinting.
+    """
 
     def __init__(self, width: int, proxies: int = 1, scale: float = 1.0):
         super().__init__(width)
@@ -57,42 +65,51 @@ class CosineHeads(Heads):
         return CosineHead(self.width, classes, self.proxies, self.scale)
 
     def start(self, layer: Any, generator: torch.Generator) -> None:
-        """Uniform in +-1/sqrt(d)."""
-        nn.init.uniform_(layer.weight, -(self.width**-0.5), self.width**-0.5, generator=generator)
+        """Draw class vectors uniformly in +-1 / sqrt(d)."""
+        bound = self.width**-0.5
+        nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
 
     def restore(self, task: str, tensors: dict[str, Tensor]) -> None:
         if "scale" in tensors:
             super().restore(task, tensors)
 
 
-# ---- where new class vectors start ---------------------------------------------------------------
+# ---- initial class vectors -----------------------------------------------------------------------
 def imprint(
     features: Tensor, labels: Tensor, classes: int, proxies: int, length: float, seed: int
 ) -> Tensor:
-    """features (n, d), labels (n,) -> class vectors (classes, P, d), each of the given length,
-    along the means of P clusters of the unit vectors of that class; of one cluster this is the
-    class mean."""
+    """Return class vectors (classes, P, d) of this length from features (n, d) and labels (n,).
+
+    They point along the means of P clusters of the class's unit features; with one cluster along
+    the class mean.
+    """
     unit = normalise(features)
-    centres = []
+    directions = []
     for label in range(classes):
-        noise = torch.Generator().manual_seed(derive_seed(seed, "proxies", label))
-        centres.append(normalise(k_means(unit[labels == label], proxies, noise)))
-    return length * torch.stack(centres).to(features.dtype)
+        generator = torch.Generator().manual_seed(derive_seed(seed, "proxies", label))
+        centres = k_means(unit[labels == label], proxies, generator)
+        directions.append(normalise(centres))
+    return length * torch.stack(directions).to(features.dtype)
 
 
 def k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Lloyd's algorithm from k-means++ starts: (n, d) -> centres (count, d). An empty cluster keeps
-    its centre, of equally near centres the first counts, and where there are fewer points than
-    centres some centres are the same."""
-    centres = points[torch.randint(len(points), (1,), generator=generator)]
+    """Return `count` centres (count, d) of points (n, d): Lloyd's algorithm after k-means++.
+
+    An empty cluster keeps its centre. Among equally near centres the first is taken. With fewer
+    points than centres some centres are equal.
+    """
+    first = torch.randint(len(points), (1,), generator=generator)
+    centres = points[first]
     while len(centres) < count:
-        # above 0, so that there is something to draw from
-        far = _distances(points, centres).amin(1).square() + 1e-12
-        centres = torch.cat([centres, points[torch.multinomial(far, 1, generator=generator)]])
+        distances = _distances(points, centres).amin(1)
+        weights = distances.square() + 1e-12  # above 0 also when every point is a centre
+        drawn = torch.multinomial(weights, 1, generator=generator)
+        centres = torch.cat([centres, points[drawn]])
     nearest = torch.full((len(points),), -1)
-    for _ in range(ROUNDS):
-        before, nearest = nearest, _distances(points, centres).argmin(1)
-        if torch.equal(before, nearest):
+    for _ in range(MAX_KMEANS_ROUNDS):
+        previous = nearest
+        nearest = _distances(points, centres).argmin(1)
+        if torch.equal(previous, nearest):
             break
         sizes = nearest.bincount(minlength=count)[:, None]
         sums = torch.zeros_like(centres).index_add_(0, nearest, points)
@@ -106,21 +123,32 @@ def _distances(points: Tensor, centres: Tensor) -> Tensor:
 
 # ---- losses on similarities ----------------------------------------------------------------------
 def margin_rank(similarity: Tensor, labels: Tensor, old: int, top: int, margin: float) -> Tensor:
-    """s (b, A), labels (b,) -> (b,): for a sample of one of the `old` first classes the mean over k
-    of relu(margin - s_y + s_k), where k runs over the `top` most similar new classes; for any other
-    sample 0."""
-    rivals = similarity[:, old:].topk(top, 1).values  # (b, top)
-    return F.relu(margin - similarity.gather(1, labels[:, None]) + rivals).mean(1) * (labels < old)
+    """Return UCIR's margin loss of each sample, (b,).
+
+    similarity: s (b, A); labels: (b,); old: the number of old classes, which come first.
+
+    For a sample of an old class it is the mean of relu(margin - s_y + s_k) over the `top` most
+    similar new classes k. For any other sample it is 0.
+    """
+    true_class = similarity.gather(1, labels[:, None])  # (b, 1)
+    new_classes = similarity[:, old:].topk(top, 1).values  # (b, top)
+    losses = F.relu(margin - true_class + new_classes).mean(1)
+    is_old = labels < old
+    return losses * is_old
 
 
 def nca(
     similarity: Tensor, labels: Tensor, scale: Tensor | float, margin: float, hinge: bool = True
 ) -> Tensor:
-    """-log(exp(eta (s_y - margin)) / sum_{c != y} exp(eta s_c)), where the sample's own class is no
-    part of the sum, and `hinge` keeps it from going below 0; a mean over the batch. s (b, A),
-    labels (b,)."""
-    true_class = scale * (similarity.gather(1, labels[:, None]).squeeze(1) - margin)  # (b,)
-    other_classes = (scale * similarity).scatter(1, labels[:, None], -torch.inf).logsumexp(1)
+    """Return the mean NCA loss, -log(exp(eta (s_y - margin)) / sum_{c != y} exp(eta s_c)).
+
+    similarity: s (b, A); labels: y (b,); scale: eta. The class y itself is not in the sum. `hinge`
+    clamps the loss of a sample at 0.
+    """
+    columns = labels[:, None]
+    true_class = scale * (similarity.gather(1, columns).squeeze(1) - margin)  # (b,)
+    scaled = (scale * similarity).scatter(1, columns, -torch.inf)  # without the class y
+    other_classes = scaled.logsumexp(1)  # (b,)
     losses = other_classes - true_class
     if hinge:
         losses = F.relu(losses)

@@ -1,9 +1,8 @@
-"""Hidden units of a ViT that a task can switch off: where they are, what their masks do to weights,
-and which entries belong to them.
+"""Hidden units of a ViT that a task can switch off, and the entries of weights that belong to them.
 
-Per block: `qk`, channels of queries and keys; `v`, channels of values; `ff`, hidden neurons. The
-residual stream has no units: every task uses all of it, so what writes to it besides weights
-(biases of proj and fc2, norms, tokens) belongs to all tasks.
+Per block: `qk`, channels of queries and keys; `v`, channels of values; `ff`, hidden neurons of the
+FFN. Channels of the residual stream are not units: every task uses all of them. Biases of proj and
+fc2, norms and tokens act on that stream, and therefore belong to all tasks.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ KINDS = ("qk", "v", "ff")
 
 
 def unit_sites(vit: Any) -> dict[str, int]:
-    """Return site (`blocks.0.qk`) -> number of units, in order; together (2 + r) d L.
+    """Return the number of units of each site, such as `blocks.0.qk`, in the order of blocks.
 
-    Raise `UserError` when units of a block read each other: no mask could then protect them from
-    later tasks.
+    Raise `UserError` when units of a block depend on each other: masks could then not protect
+    earlier tasks from later ones.
     """
     sites: dict[str, int] = {}
     for index, block in enumerate(vit.blocks):
         attn: Any = getattr(block, "attn", None)
         mlp: Any = getattr(block, "mlp", None)
-        plain = type(attn) is Attention and type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear)
-        if not plain or attn.gate is not None or not _acts_by_unit(attn, mlp):
+        is_plain = type(attn) is Attention and type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear)
+        if not is_plain or attn.gate is not None or not _acts_by_unit(attn, mlp):
             raise UserError(
                 f"block {index} of the backbone has no separate units: its attention or FFN is "
-                "gated, fused, or normalises across channels, "
-                "so that later tasks would change earlier ones; use a plain timm ViT such as "
-                "vit_tiny_patch16_224"
+                "gated, fused, or normalises across channels, so that later tasks would change "
+                "earlier ones; use a plain timm ViT such as vit_tiny_patch16_224"
             )
         sites[f"blocks.{index}.qk"] = attn.attn_dim
         sites[f"blocks.{index}.v"] = attn.attn_dim
@@ -51,84 +49,108 @@ def _acts_by_unit(attn: Any, mlp: Any) -> bool:
 
 
 def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What stands in for parameters of `vit` under masks by site, boolean or soft: rows of queries,
-    with their bias, columns of proj and of fc2. The same as masking the units' outputs, at the
-    price of weights instead of activations."""
+    """Return the masked parameters of `vit` by name. masks: boolean or soft, by site.
+
+    They are the rows of queries with their bias, and the columns of proj and fc2. This equals
+    masking the outputs of units, but costs operations on weights instead of activations.
+    """
     tensors: dict[str, Tensor] = {}
     for index, block in enumerate(vit.blocks):
-        at, qkv = f"blocks.{index}.", block.attn.qkv
-        qk, v, ff = (masks[at + kind] for kind in KINDS)
-        # a masked query is enough: it meets no key
-        rows = torch.cat([qk, qk.new_ones(2 * len(qk))])
-        tensors |= {
-            at + "attn.qkv.weight": qkv.weight * rows[:, None],
-            at + "attn.proj.weight": block.attn.proj.weight * v,
-            at + "mlp.fc2.weight": block.mlp.fc2.weight * ff,
-        }
+        name = f"blocks.{index}"
+        qkv = block.attn.qkv
+        qk, v, ff = block_values(masks, index)
+        # Keys are not masked: in a product of query and key it is enough to mask the query.
+        rows = torch.cat([qk, qk.new_ones(2 * len(qk))])  # of queries, keys and values
+        tensors[f"{name}.attn.qkv.weight"] = qkv.weight * rows[:, None]
+        tensors[f"{name}.attn.proj.weight"] = block.attn.proj.weight * v
+        tensors[f"{name}.mlp.fc2.weight"] = block.mlp.fc2.weight * ff
         if qkv.bias is not None:
-            tensors[at + "attn.qkv.bias"] = qkv.bias * rows
+            tensors[f"{name}.attn.qkv.bias"] = qkv.bias * rows
     return tensors
 
 
+def block_values(values: dict[str, Tensor], index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values of the units `qk`, `v` and `ff` of a block from values by site."""
+    qk, v, ff = (values[f"blocks.{index}.{kind}"] for kind in KINDS)
+    return qk, v, ff
+
+
 def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameter -> the value of the units that its entries belong to, in a shape that broadcasts to
-    it. values: by site, a number per unit: whether earlier tasks use it (then this is the lock), by
-    how many tasks it is used."""
+    """Return, by parameter name, the value of the unit that each entry belongs to.
+
+    values: by site, a value per unit. It is, for example, whether earlier tasks use the unit, which
+    gives the lock of the entry, or how many tasks use it. Results broadcast to their parameters.
+    """
     tensors: dict[str, Tensor] = {}
     for index, block in enumerate(vit.blocks):
-        at = f"blocks.{index}."
-        qk, v, ff = (values[at + kind] for kind in KINDS)
-        rows = torch.cat([qk, qk, v])
-        tensors |= {
-            at + "attn.qkv.weight": weight_values(rows, None),
-            at + "attn.proj.weight": weight_values(None, v),
-            at + "mlp.fc1.weight": weight_values(ff, None),
-            at + "mlp.fc2.weight": weight_values(None, ff),
-        }
+        name = f"blocks.{index}"
+        qk, v, ff = block_values(values, index)
+        rows = torch.cat([qk, qk, v])  # of queries, keys and values
+        tensors[f"{name}.attn.qkv.weight"] = weight_values(rows, None)
+        tensors[f"{name}.attn.proj.weight"] = weight_values(None, v)
+        tensors[f"{name}.mlp.fc1.weight"] = weight_values(ff, None)
+        tensors[f"{name}.mlp.fc2.weight"] = weight_values(None, ff)
         if block.attn.qkv.bias is not None:
-            tensors[at + "attn.qkv.bias"] = rows
+            tensors[f"{name}.attn.qkv.bias"] = rows
         if block.mlp.fc1.bias is not None:
-            tensors[at + "mlp.fc1.bias"] = ff
+            tensors[f"{name}.mlp.fc1.bias"] = ff
     return tensors
 
 
 def magnitudes(vit: Any) -> dict[str, Tensor]:
-    """Site -> (units,): of each unit the length of what leads into it, its bias included, times
-    that of the weights out of it. Of a query: times the length of its key's weights; a key's
-    bias is left out, because it adds the same to all scores of a query, which the softmax does
-    not see."""
+    """Return the magnitude of each unit by site, (units,).
+
+    It is the norm of the weights into the unit, with its bias, times the norm of the weights out of
+    it. For `qk` it is the norm of the query's row times that of the key's row. The key's bias is
+    left out: it adds the same number to all scores of a query, so that the softmax ignores it.
+    """
     sizes: dict[str, Tensor] = {}
     for index, block in enumerate(vit.blocks):
-        at = f"blocks.{index}."
-        query, key, value = into_units(block.attn.qkv).chunk(3)
+        name = f"blocks.{index}"
+        qkv = block.attn.qkv
+        query, key, value = into_units(qkv).chunk(3)
+        key_weights = key[:, : qkv.in_features]
         neuron = into_units(block.mlp.fc1)
-        sizes[at + "qk"] = query.norm(dim=1) * key[:, : block.attn.qkv.in_features].norm(dim=1)
-        sizes[at + "v"] = value.norm(dim=1) * block.attn.proj.weight.detach().norm(dim=0)
-        sizes[at + "ff"] = neuron.norm(dim=1) * block.mlp.fc2.weight.detach().norm(dim=0)
+        out_of_values = block.attn.proj.weight.detach().norm(dim=0)
+        out_of_neurons = block.mlp.fc2.weight.detach().norm(dim=0)
+        sizes[f"{name}.qk"] = query.norm(dim=1) * key_weights.norm(dim=1)
+        sizes[f"{name}.v"] = value.norm(dim=1) * out_of_values
+        sizes[f"{name}.ff"] = neuron.norm(dim=1) * out_of_neurons
     return sizes
 
 
 def into_units(linear: nn.Linear) -> Tensor:
-    """(out, in + 1): weights and, in the last column, the bias of each output; (out, in) without
-    one."""
+    """Return the weights with the bias as the last column, (out, in + 1).
+
+    A layer without bias gives (out, in).
+    """
     weight = linear.weight.detach()
-    return weight if linear.bias is None else torch.cat([weight, linear.bias.detach()[:, None]], 1)
+    if linear.bias is None:
+        return weight
+    bias = linear.bias.detach()[:, None]
+    return torch.cat([weight, bias], 1)
 
 
 def weight_values(out: Tensor | None, into: Tensor | None) -> Tensor:
-    """min(out_i, in_j), HAT Eq. 2: the value of a weight between two layers of units, (out, in).
-    None: the residual stream on that side, which counts as used by all; the result then broadcasts
-    along it."""
-    if out is None or into is None:
-        assert out is not None or into is not None
-        return into[None] if out is None else out[:, None]  # type: ignore[index]
-    return torch.minimum(out[:, None], into[None])
+    """Return the values of the weights between two layers of units, (out, in): HAT, Eq. 2.
+
+    It is min(out_i, into_j). None stands for the residual stream, which all tasks use; the result
+    then broadcasts along that side.
+    """
+    if out is not None and into is not None:
+        return torch.minimum(out[:, None], into[None])
+    if out is not None:
+        return out[:, None]
+    assert into is not None
+    return into[None]
 
 
 # ---- a ViT without the units that its masks switch off -------------------------------------------
 def pack(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All parameters of `vit` by name; of those with entries that belong to units, the entries of
-    kept units alone, in a row. masks: boolean, by site."""
+    """Return all parameters of `vit` by name, without the entries of units that are off.
+
+    masks: boolean, by site. A parameter with entries of units becomes a vector of those that stay.
+    """
     locks = unit_values(vit, masks)
     tensors = {}
     for name, parameter in vit.named_parameters():
@@ -153,8 +175,8 @@ def unpack(
     if sizes != expected_sizes or tensors.keys() != parameters.keys():
         raise UserError(
             f"a pruned network has {sum(map(len, masks.values()))} units in {len(masks)} sites "
-            f"and {len(tensors)} parameters, which are "
-            "not those of this backbone; use the backbone of its run"
+            f"and {len(tensors)} parameters, which are not those of this backbone; use the "
+            "backbone of its run"
         )
     unpacked: dict[str, Tensor] = {}
     locks = unit_values(vit, masks)
@@ -167,8 +189,7 @@ def unpack(
         if tuple(tensor.shape) != size:
             raise UserError(
                 f"a pruned network's {name} has shape {tuple(tensor.shape)}, and its masks and "
-                f"this backbone leave {size}; use the backbone "
-                "of its run"
+                f"this backbone leave {size}; use the backbone of its run"
             )
         if name not in locks:
             unpacked[name] = tensor
@@ -182,16 +203,19 @@ def unpack(
 
 @torch.no_grad()
 def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
-    """Cut units whose weights are 0, in place.
+    """Remove units that are off from the layers of `vit`, in place. Their weights are 0 already.
 
-    All heads of a block keep as many channels of queries, keys and values as the head that keeps
-    most, at least one: those of its units that are on, then zeros. timm divides the scores by the
-    root of that number, so queries are scaled.
+    All heads of a block keep the same number of channels of queries, keys and values: as many as
+    the head with most units on, at least one. A head keeps its units that are on, then some that
+    are off. timm divides scores by the square root of that number, so queries are scaled.
     """
     for index, block in enumerate(vit.blocks):
-        attn, mlp = block.attn, block.mlp
-        qk, v, ff = (masks[f"blocks.{index}.{kind}"] for kind in KINDS)
-        heads, width, total = attn.num_heads, attn.head_dim, attn.attn_dim
+        attn = block.attn
+        mlp = block.mlp
+        qk, v, ff = block_values(masks, index)
+        heads: int = attn.num_heads
+        width: int = attn.head_dim
+        total: int = attn.attn_dim
         qk_per_head = qk.view(heads, width)
         v_per_head = v.view(heads, width)
         most = max(1, int(qk_per_head.sum(1).max()), int(v_per_head.sum(1).max()))
@@ -204,14 +228,18 @@ def cut_units(vit: Any, masks: dict[str, Tensor]) -> None:
         _cut(attn.proj, None, v_rows)
         _cut(mlp.fc1, neurons, None)
         _cut(mlp.fc2, None, neurons)
-        attn.head_dim, attn.attn_dim, attn.scale = most, heads * most, most**-0.5
+        attn.head_dim = most
+        attn.attn_dim = heads * most
+        attn.scale = most**-0.5
         for p in attn.qkv.parameters():
             p[: heads * most] *= (most / width) ** 0.5
 
 
 def _channels_on(mask: Tensor, count: int) -> Tensor:
-    """mask (heads, width) -> indices (heads * count,): `count` channels of each head, first those
-    that are on."""
+    """Return the indices (heads * count,) of `count` channels of each head.
+
+    Channels that are on come first. mask: (heads, width).
+    """
     heads, width = mask.shape
     order = mask.int().argsort(dim=1, descending=True, stable=True)[:, :count]
     offsets = width * torch.arange(heads, device=mask.device)[:, None]

@@ -48,9 +48,9 @@ class TaskAttention(nn.Module):
 
     def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
         attended = self.attention(self.norm1(tokens), self.norm1(patches))
-        e: Tensor = tokens + self.drop_path1(attended)
-        update: Tensor = self.drop_path2(self.mlp(self.norm2(e)))
-        return e + update
+        embeddings: Tensor = tokens + self.drop_path1(attended)
+        update: Tensor = self.drop_path2(self.mlp(self.norm2(embeddings)))
+        return embeddings + update
 
     def attention(self, tokens: Tensor, patches: Tensor) -> Tensor:
         """Attend with each token to the N + 1 keys [token itself, patches].
@@ -60,14 +60,15 @@ class TaskAttention(nn.Module):
         q = self._split_heads(self.q(tokens))  # (H, T, d)
         k = self._split_heads(self.k(tokens))
         v = self._split_heads(self.v(tokens))
-        keys = self._split_heads(self.k(patches))  # (B, H, N, d)
-        values = self._split_heads(self.v(patches))
+        patch_keys = self._split_heads(self.k(patches))  # (B, H, N, d)
+        patch_values = self._split_heads(self.v(patches))
         q = q * q.shape[-1] ** -0.5
-        to_itself = (q * k).sum(-1, keepdim=True).expand(len(patches), -1, -1, -1)  # (B, H, T, 1)
-        to_patches = q @ keys.transpose(-2, -1)  # (B, H, T, N)
-        share = torch.cat([to_itself, to_patches], -1).softmax(-1)  # (B, H, T, 1 + N)
-        out = share[..., :1] * v + share[..., 1:] @ values
-        projected: Tensor = self.proj(out.transpose(1, 2).flatten(2))
+        own_scores = (q * k).sum(-1, keepdim=True)  # (H, T, 1)
+        own_scores = own_scores.expand(len(patches), -1, -1, -1)  # (B, H, T, 1)
+        patch_scores = q @ patch_keys.transpose(-2, -1)  # (B, H, T, N)
+        shares = torch.cat([own_scores, patch_scores], -1).softmax(-1)  # (B, H, T, 1 + N)
+        attended = shares[..., :1] * v + shares[..., 1:] @ patch_values  # (B, H, T, d)
+        projected: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
         return projected
 
     def _split_heads(self, x: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class TaskAttention(nn.Module):
 
 
 class TokenHead(nn.Linear):
-    """A task's token (D,), and its classifier behind a layer norm.
+    """The token (D,) of a task, and its classifier, which is a layer norm and a linear layer.
 
     Embeddings (..., D) -> logits (..., classes).
     """
@@ -94,7 +95,7 @@ class TokenHead(nn.Linear):
 class TokenHeads(Heads):
     """A TokenHead by task name.
 
-    A token starts from a truncated normal with std 0.02, a classifier as PyTorch's linear layers.
+    A token is drawn from a truncated normal with std 0.02, a classifier as by `nn.Linear`.
     """
 
     def layer(self, classes: int) -> TokenHead:
@@ -108,8 +109,10 @@ class TokenHeads(Heads):
 
 
 class TokenNetwork(nn.Module):
-    """Encoder, task attention and the tokens and heads of some tasks, in order: images (b, 3, H, W)
-    -> logits of all their classes."""
+    """Encoder, task attention, and the tokens and heads of some tasks in their order.
+
+    Images (b, 3, H, W) -> logits of the classes of all these tasks.
+    """
 
     def __init__(self, encoder: Any, attention: TaskAttention, heads: list[TokenHead]):
         super().__init__()
@@ -119,7 +122,8 @@ class TokenNetwork(nn.Module):
 
     def embeddings(self, images: Tensor) -> Tensor:
         """Images (b, 3, H, W) -> embeddings (b, tasks, D)."""
-        patches = self.encoder.forward_features(images)[:, self.encoder.num_prefix_tokens :]
+        encoded = self.encoder.forward_features(images)  # (b, prefix + N, D)
+        patches = encoded[:, self.encoder.num_prefix_tokens :]
         tokens = torch.stack([head.token for head in self.each()])  # (tasks, D)
         embeddings: Tensor = self.attention(tokens, patches)
         return embeddings
@@ -131,8 +135,8 @@ class TokenNetwork(nn.Module):
     def logits(self, e: Tensor) -> Tensor:
         """Embeddings (b, tasks, D) -> logits (b, classes of all tasks).
 
-        One layer norm without weights serves all tasks. All heads are one product, padded to the
-        largest.
+        The layer norms of all tasks share one normalisation. The classifiers of all tasks are one
+        product, padded to the largest number of classes.
         """
         heads = self.each()
         norm_weights = torch.stack([head.norm.weight for head in heads])  # (tasks, D)
@@ -145,8 +149,8 @@ class TokenNetwork(nn.Module):
         padded = torch.einsum("btd,tkd->btk", e, weights) + biases
         sizes = torch.tensor([head.out_features for head in heads])
         is_class = torch.arange(weights.shape[1]) < sizes[:, None]  # (tasks, most classes)
-        real = is_class.flatten().nonzero().squeeze(1)
-        logits: Tensor = padded.flatten(1)[:, real.to(padded.device)]
+        columns = is_class.flatten().nonzero().squeeze(1)  # those that are no padding
+        logits: Tensor = padded.flatten(1)[:, columns.to(padded.device)]
         return logits
 
     def forward(self, images: Tensor) -> Tensor:

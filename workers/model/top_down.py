@@ -1,5 +1,6 @@
-"""Top-down feedback on a frozen ViT: tokens of a first pass steer the values of a second one,
-hooked from outside (TOAST).
+"""Top-down feedback on a frozen ViT (TOAST): tokens of a first pass steer a second pass.
+
+Forward hooks add the feedback to the values in the attention of the second pass.
 
 Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, N tokens (class
 token first), D width, S steered blocks from the lowest on, A width of a block's values (D in most
@@ -55,15 +56,15 @@ def variational(stream: Sequence[Tensor], w1: Tensor) -> Tensor:
 class TopDown:
     """The two passes of a ViT whose blocks start + 1 .. stop (counted from 1) are steered.
 
-    Pass 1 ends behind block `stop`: tokens are selected there, behind the final norm where it is
-    the last block. Pass 2 goes on from what pass 1 had in front of block start + 1. The feedback
-    path is linear and without bias, so that it is one matrix per block:
+    Pass 1 ends after block `stop`. Its output tokens x are selected, after the final norm if that
+    block is the last. Pass 2 starts from the input of block start + 1 in pass 1. The feedback path
+    is linear and without bias:
 
-        r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  v_l += W_v td_l    ==    v_l +=
-                            M_l (s x)
+        r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  v_l += W_v td_l
 
-    with M_l = W_v W2_l W1_l ... W1_L P^T, all blocks in one product of tokens. Training folds too:
-    a batch has many more tokens than D, beside which products of (D, D) matrices cost little.
+    It is therefore one matrix per block, v_l += M_l (s x) with M_l = W_v W2_l W1_l ... W1_L P^T,
+    and one product of tokens gives the feedback of all blocks. Training computes M_l too: a batch
+    has many more tokens than D, so that products of (D, D) matrices cost little.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class TopDown:
         self.start = start
         self.stop = len(backbone.blocks) if stop is None else stop
         self.value_bias = value_bias
-        self.width: int = backbone.embed_dim  # of what is selected
+        self.width: int = backbone.embed_dim  # of the selected tokens
         self.steered = [*backbone.blocks][self.start : self.stop]
         self.hooks = [Hook(add_to_values) for _ in self.steered]
         for index, block in enumerate(self.steered, self.start):
@@ -119,14 +120,14 @@ class TopDown:
         """
         w1, w2 = layers["w1"], layers["w2"]
         with torch.autocast(w1.device.type, enabled=False):  # a product of many matrices
-            reached: list[Tensor] = []
+            chains: list[Tensor] = []  # W1_l ... W1_L P^T of each steered block
             chain = None if transform is None else transform.T
             for layer in reversed(w1.unbind()):
                 chain = layer if chain is None else layer @ chain
-                reached.insert(0, chain)
+                chains.insert(0, chain)
             # W_v: (S, A, D)
             values = torch.stack([block.attn.qkv.weight.chunk(3)[2] for block in self.steered])
-            matrix = (values @ w2 @ torch.stack(reached)).flatten(0, 1)
+            matrix = (values @ w2 @ torch.stack(chains)).flatten(0, 1)
         if not self.value_bias or self.steered[0].attn.qkv.bias is None:
             return {"matrix": matrix}
         bias = torch.cat([block.attn.qkv.bias.chunk(3)[2] for block in self.steered])

@@ -1,5 +1,7 @@
-"""Top-down feedback on a frozen ConvNeXt: the last map of a first pass is handed down from stage to
-stage, and added to the inputs of the stages of a second one (TOAST).
+"""Top-down feedback on a frozen ConvNeXt (TOAST): a first pass steers a second pass.
+
+The last feature map of the first pass goes down from stage to stage. At each stage it is added to
+the stage's input in the second pass.
 
 Shi et al.: TOAST: Transfer Learning via Attention Steering, 2023. Axes: B images, C channels, H and
 W of a map; a stage takes (B, c, k H, k W) to (B, C, H, W), k its stride.
@@ -33,20 +35,19 @@ def upsample(x: Tensor, matrix: Tensor, stride: int) -> Tensor:
 
 
 class StageTopDown:
-    """The two passes of a ConvNeXt whose stages start + 1 .. stop (counted from 1) are steered; as
-    `TopDown` is used.
+    """The two passes of a ConvNeXt whose stages start + 1 .. stop (counted from 1) are steered.
 
-    Pass 1 ends behind stage `stop`, whose raw map x is fed back. Where that is the last stage,
-    places are selected by the cosine of x behind the last norm, which the network itself applies
-    behind its pooling; else by that of x. Pass 2 goes on from what pass 1 had in front of stage
-    start + 1. The feedback path is linear and without bias:
+    It has the interface of `TopDown`. Pass 1 ends after stage `stop`, whose raw map x is fed back.
+    Positions are selected by the cosine of x and xi. If that stage is the last one, the last norm
+    is applied to x before, which the network itself applies after its pooling. Pass 2 starts from
+    the input of stage start + 1 in pass 1. The feedback path is linear and without bias:
 
         r_{L+1} = (s x) P,  r_l = W1_l r_{l+1},  td_l = W2_l r_l,  stage l is given x + td_l
 
-    W1_l is a transposed convolution from the map behind the stage to the one in front of it, W2_l a
-    convolution of 1 x 1. Of the chain only P is folded, into the topmost W1. One matrix per stage,
-    as in a ViT, would make all finer maps at once out of the wide last one: 636 M multiply-adds for
-    an image of 224 pixels in a ConvNeXt-T, against 318 M down the chain and 4.5 G in a pass.
+    W1_l is a transposed convolution from the output map of the stage to its input map, W2_l a
+    convolution of 1 x 1. Only P is folded, into the topmost W1. One matrix per stage, as for a ViT,
+    would compute every finer map from the wide last one: 636 M multiply-adds for an image of 224
+    pixels in a ConvNeXt-T. The chain has 318 M, and a pass 4.5 G.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class StageTopDown:
         self.stop = len(backbone.stages) if stop is None else stop
         self.steered = [*backbone.stages][self.start : self.stop]
         self.strides = [_stride_of(stage) for stage in self.steered]
-        channels = [info["num_chs"] for info in backbone.feature_info]  # behind each stage
+        channels = [info["num_chs"] for info in backbone.feature_info]  # of each stage's output
         self.widths: list[tuple[int, int]] = []  # (c, C) of each steered stage
-        self.names: list[tuple[str, str]] = []  # of its layers W1 and W2; stages as timm counts
+        # names of the layers W1 and W2 of each steered stage; stages are counted from 0, as in timm
+        self.names: list[tuple[str, str]] = []
         for index in range(self.start, self.stop):
             self.widths.append((channels[max(index - 1, 0)], channels[index]))
             self.names.append((f"w1_{index}", f"w2_{index}"))
@@ -114,7 +116,9 @@ class StageTopDown:
             return {**layers, top: layers[top] @ transform.T}
 
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """images (b, 3, H, W) -> maps in front of the first steered stage and behind the last.
+        """Return the input map of the first steered stage and the output map of the last.
+
+        images: (b, 3, H, W).
 
         Nothing in it is trained. It has a graph only when the images need a gradient, and is the
         same for all tasks.

@@ -1,7 +1,6 @@
-"""Measuring a finished task: integer counts of correct answers, and a digest of all logits.
+"""Evaluation after a task: counts of correct predictions, and a digest of all logits.
 
-The images are of the test split, which nothing else reads. A search measures on the validation
-split instead.
+It reads the test split, which nothing else reads. A search reads the validation split instead.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.protocols import InfersTask, candidates_of
 from workers.restore import finished_method
 
-EVALUATE_REVISION = 1  # raise it when measuring gives other numbers
-TOP = 5  # of `correct_top5`
+EVALUATE_REVISION = 1  # raise it when evaluation gives other numbers
+TOP = 5  # k of the top-k accuracy `correct_top5`
 
 
 class Answers(NamedTuple):
-    """What a method answers on n images of one task, on the CPU.
+    """The outputs of a method on n images of one task, on the CPU.
 
     keys: the images' keys in their split.
     labels: positions in the class list of the task.
@@ -77,7 +76,10 @@ def answers(method: Method, images: Tensor, task: str) -> Tensor:
 
 def first_column(method: Method, task: str) -> int:
     """Return the column of the first class of `task` in the logits of `answers`."""
-    return task_slice(method, task).start if method.scenario == "class" else 0
+    if method.scenario != "class":
+        return 0
+    first: int = task_slice(method, task).start
+    return first
 
 
 def task_slice(method: Method, task: str) -> slice:
@@ -178,14 +180,14 @@ def result(method: Method, task: Task, measured: Answers) -> tuple[dict[str, Any
 
     Raise `UserError` when a logit is not finite.
     """
-    keys = measured.keys
     logits = measured.logits
     picks = measured.picks
     labels = torch.tensor(measured.labels)
+    logit_bytes = logits.contiguous().numpy().tobytes()
     row: dict[str, Any] = {
         "task": task.name,
-        "total": len(keys),
-        "logits_sha256": hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest(),
+        "total": len(measured.keys),
+        "logits_sha256": hashlib.sha256(logit_bytes).hexdigest(),
     }
     if method.scenario == "class":
         columns = task_slice(method, task.name)
@@ -195,42 +197,37 @@ def result(method: Method, task: Task, measured: Answers) -> tuple[dict[str, Any
     if not bool(torch.isfinite(logits).all()):
         raise UserError(
             f"some answers on task {task.name!r} are not finite numbers; training went wrong, "
-            "lower train.lr, set train.clip=1, or use "
-            "train.precision=fp32"
+            "lower train.lr, set train.clip=1, or use train.precision=fp32"
         )
     confidence, predicted = logits.softmax(1).max(1)
     top = logits.topk(min(TOP, logits.shape[1])).indices
     row["correct"] = int((predicted == labels).sum())
     row["correct_top5"] = int((top == labels[:, None]).sum())
-    table = pa.table(
-        {
-            "task": [task.name] * len(keys),
-            "key": keys,
-            "label": labels.tolist(),
-            "prediction": predicted.tolist(),
-            "confidence": pa.array(confidence.tolist(), pa.float32()),
-        }
-    )
+    columns_by_name: dict[str, Any] = {
+        "task": [task.name] * len(measured.keys),
+        "key": measured.keys,
+        "label": labels.tolist(),
+        "prediction": predicted.tolist(),
+        "confidence": pa.array(confidence.tolist(), pa.float32()),
+    }
     if picks:
         candidates = candidates_of(method)
         names = list(candidates)
         row["picks"] = picks_of(candidates, task.name, picks["choice"], picks["confidence"])
-        picked_names = pa.array([names[choice] for choice in picks["choice"].tolist()])
-        picked_confidence = pa.array(picks["confidence"].tolist(), pa.float32())
-        table = table.append_column("picked", picked_names)
-        table = table.append_column("picked_confidence", picked_confidence)
-    return row, table
+        columns_by_name["picked"] = [names[choice] for choice in picks["choice"].tolist()]
+        columns_by_name["picked_confidence"] = pa.array(picks["confidence"].tolist(), pa.float32())
+    return row, pa.table(columns_by_name)
 
 
 def picks_of(
     candidates: dict[str, tuple[str, ...]], task: str, choices: Tensor, confidence: Tensor
 ) -> dict[str, Any]:
-    """Summarise what a method picked for the images of `task` as the task that they belong to.
+    """Summarise which candidates a method picked for the images of `task`.
 
     choices: (n,) indices among `candidates`.
 
     Return the names of the candidates, how often each was picked, how many picks were right, and
-    the mean confidence of the right and of the wrong ones. A mean over no picks is None.
+    the mean confidence of right and of wrong picks. A mean over no picks is None.
     """
     is_right_candidate = torch.tensor([task in tasks for tasks in candidates.values()])
     is_right = is_right_candidate[choices]
@@ -244,7 +241,9 @@ def picks_of(
 
 
 def _mean(values: Tensor) -> float | None:
-    return float(values.double().mean()) if len(values) else None
+    if not len(values):
+        return None
+    return float(values.double().mean())
 
 
 def canary(

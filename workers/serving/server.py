@@ -1,4 +1,4 @@
-"""One loaded bundle answers images of all its tasks: grouped by task, one backbone in memory."""
+"""Prediction with a loaded bundle: images of all its tasks, grouped by task, on one backbone."""
 
 from __future__ import annotations
 
@@ -31,20 +31,18 @@ MAX_LISTED_TASKS = 12  # in an error
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model says of one image.
+    """The prediction for one image.
 
-    class_: name of the class, as on the card. probability: of that class. task: the task of that
-    class; "" where an inferred mask belongs to no task. confidence: in [0, 1], how sure the task
-    is: 1 if the request named it; the method's own figure if it infers the task; the share of that
-    task's classes if all classes compete; the winning probability under the rule `confident`.
-    probabilities: by class, the largest first.
+    confidence: how certain the task is, in [0, 1]. It is 1 if the request named the task, and the
+        method's confidence if the method infers the task. If all classes compete, it is the total
+        probability of the task's classes. Under the rule `confident` it is `probability`.
     """
 
-    class_: str
-    probability: float
-    task: str
+    class_: str  # name of the predicted class, as on the card
+    probability: float  # of that class
+    task: str  # the task of that class; "" if the inferred mask belongs to no task
     confidence: float
-    probabilities: dict[str, float]
+    probabilities: dict[str, float]  # by class, the largest first
 
     def row(self) -> dict[str, Any]:
         """Return the answer as a row of a table or as JSON."""
@@ -58,14 +56,14 @@ class Answer:
 
 
 class CacheEntry(NamedTuple):
-    """What was computed for one task, and the bytes that it adds to the backbone's."""
+    """A cached value of one task, and its bytes without those that the backbone holds anyway."""
 
     value: Any
     nbytes: int
 
 
 class LruCache:
-    """What was computed for each task: a module, or tensors by name.
+    """A cache of one value per task, which is a module, or tensors by name.
 
     While all entries take more than `limit` bytes, the least recently used one is dropped.
     excluded: addresses of storages that are not counted, because the backbone holds them anyway.
@@ -98,12 +96,12 @@ class LruCache:
             tensors = [*value.parameters(), *value.buffers()]
         else:
             tensors = [*value.values()]
-        storages = {}
+        bytes_by_address: dict[int, int] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.excluded:
-                storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
+                bytes_by_address[storage.data_ptr()] = storage.nbytes()
+        return sum(bytes_by_address.values())
 
 
 @dataclass(frozen=True)
@@ -324,14 +322,15 @@ class Predictor:
         all_rows = torch.arange(len(rows))
         logits = self.logits_with_task(images, dict.fromkeys(self.classes, all_rows))
         names = [*logits]
-        highest = torch.stack([each.float().softmax(1).amax(1) for each in logits.values()])
-        winners = highest.argmax(0).cpu()  # (b,): index among names
+        # of each task, the highest probability for each image, (b,)
+        highest = [task_logits.float().softmax(1).amax(1) for task_logits in logits.values()]
+        winners = torch.stack(highest).argmax(0).cpu()  # (b,), indices among names
         groups = []
         for index in winners.unique().tolist():
             name = names[index]
             is_winner = winners == index
-            task_logits = logits[name][is_winner.to(self.device)]
-            groups.append(Group(rows[is_winner], task_logits, self.classes[name]))
+            winning_logits = logits[name][is_winner.to(self.device)]
+            groups.append(Group(rows[is_winner], winning_logits, self.classes[name]))
         return groups
 
     def infer_task(
@@ -354,18 +353,21 @@ class Predictor:
             is_chosen = choices == choice
             task_logits = logits[is_chosen.to(self.device), self._columns(name)]
             num_outputs = task_logits.shape[1]
-            classes = self.classes.get(name) or [("", f"output {i}") for i in range(num_outputs)]
-            groups.append(
-                Group(rows[is_chosen], task_logits, classes, confidence[is_chosen].float())
-            )
+            classes = self.classes.get(name)
+            if not classes:  # a mask of no task
+                classes = [("", f"output {i}") for i in range(num_outputs)]
+            group_confidence = confidence[is_chosen].float()
+            groups.append(Group(rows[is_chosen], task_logits, classes, group_confidence))
         return groups
 
     def _columns(self, name: str) -> slice:
-        """Return the columns of an inferred task's classes; all where it belongs to no task."""
+        """Return the columns of the classes of an inferred task; all columns without a task."""
         if self.method.scenario == "class":
             assert isinstance(self.method, ClassIncremental)
             return self.method.class_slices()[name]
-        return slice(len(self.classes.get(name, [])) or None)
+        if name not in self.classes:
+            return slice(None)
+        return slice(len(self.classes[name]))
 
     def to_answers(self, group: Group, top: int) -> list[Answer]:
         """Return an answer for each row of a group, with names instead of numbers.

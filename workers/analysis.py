@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +148,7 @@ def _selected(method: Method, images: Tensor, task: str) -> Tensor | None:
     if not isinstance(top_down, TopDown):
         return None
     method.activate_task(task)
-    if "prior" not in method.weight_overrides:  # the base task, which the backbone answers
+    if "prior" not in method.weight_overrides:  # a base task, which the backbone alone answers
         return None
     grid = tuple(top_down.backbone.patch_embed.grid_size)
     num_patches = math.prod(grid)
@@ -194,13 +195,14 @@ def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> lis
     The outputs that compete are those of the scenario. A method whose logits have no gradient in
     the images is not attacked.
     """
-    counts: dict[tuple[str, float], list[int]] = {}
+    num_correct: Counter[tuple[str, float]] = Counter()  # by kind and level
+    num_images: Counter[tuple[str, float]] = Counter()
 
     def count(kind: str, level: float, images: Tensor, targets: Tensor) -> None:
         with torch.no_grad():
             is_correct = answers(method, images, task.name).argmax(1) == targets
-        correct, total = counts.get((kind, level), [0, 0])
-        counts[kind, level] = [correct + int(is_correct.sum()), total + len(is_correct)]
+        num_correct[kind, level] += int(is_correct.sum())
+        num_images[kind, level] += len(is_correct)
 
     for images, labels in spread(job, task, most):
         targets = labels + first_column(method, task.name)
@@ -212,16 +214,12 @@ def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> lis
         for epsilon in EPSILONS:
             adversarial = attacked(images, gradient_sign, epsilon / 255, job.backbone_settings)
             count("fgsm", epsilon, adversarial, targets)
-    return [
-        {
-            "kind": kind,
-            "level": level,
-            "correct": correct,
-            "total": total,
-            "accuracy": correct / total,
-        }
-        for (kind, level), (correct, total) in counts.items()
-    ]
+    rows: list[Row] = []
+    for (kind, level), total in num_images.items():
+        correct = num_correct[kind, level]
+        counts = {"correct": correct, "total": total, "accuracy": correct / total}
+        rows.append({"kind": kind, "level": level, **counts})
+    return rows
 
 
 @torch.no_grad()
@@ -248,16 +246,9 @@ def shifted_rows(
                 logits = answers(method, images, task.name)[:, columns.to(images.device)]
                 correct += int((logits.argmax(1) == labels).sum())
                 total += len(labels)
-            rows.append(
-                {
-                    "kind": "shifted",
-                    "card": other.card,
-                    "images": measured.card,
-                    "correct": correct,
-                    "total": total,
-                    "accuracy": correct / total,
-                }
-            )
+            counts = {"correct": correct, "total": total, "accuracy": correct / total}
+            sources = {"card": other.card, "images": measured.card}
+            rows.append({"kind": "shifted", **sources, **counts})
     return rows
 
 

@@ -1,10 +1,10 @@
-"""Inference with a task's masks applied physically: dropped tokens, neurons and channels are not
-computed.
+"""Inference that does not compute the tokens, neurons and channels that a task's masks drop.
 
-ViT: per block, keys and values are computed for kept tokens only, and queries for live ones: a
-token's output is needed only if a later block keeps the token as a key, or if the pooling or
-context (see context.py) reads it. FFN neurons that cannot reach the output are cut. ResNet: inner
-channels of residual blocks that cannot reach the output are cut.
+ViT: a block computes keys and values of kept tokens only, and queries of live tokens only. A token
+is live if a later block keeps it as a key, or if the pooling or context (see context.py) reads it.
+FFN neurons that cannot reach the output are cut.
+
+ResNet: inner channels of residual blocks that cannot reach the output are cut.
 """
 
 from __future__ import annotations
@@ -25,32 +25,29 @@ from workers.model.torch_internals import shapes_only
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The tokens and neurons that one block computes. Token positions count prefix tokens first.
+    """The tokens and neurons that one block computes, as sorted indices.
 
-    inputs: tokens that enter the block. keys: those that get a key and a value. kept: (keys,) bool,
-    False for a masked token that only its own query may see (self loop). queries: those that leave
-    the block. neurons: kept FFN neurons.
+    Prefix tokens have the first indices.
     """
 
-    inputs: Tensor
-    keys: Tensor
-    kept: Tensor
-    queries: Tensor
-    neurons: Tensor
+    inputs: Tensor  # tokens that enter the block
+    keys: Tensor  # tokens with a key and a value
+    kept: Tensor  # (keys,) bool; False for a masked token, which only its own query attends to
+    queries: Tensor  # tokens that leave the block
+    neurons: Tensor  # FFN neurons
 
 
 def plan_blocks(vit: Any, masks: list[BlockMasks]) -> list[BlockPlan]:
-    """Return a plan per block: liveness of tokens, from the last block to the first.
+    """Return a plan per block.
 
-    The tokens that enter a block are those that leave the one before.
+    Whether a token is live is decided from the last block to the first. The tokens that enter a
+    block are those that leave the one before.
     """
     prefix = vit.num_prefix_tokens
     total = prefix + vit.patch_embed.num_patches
-    live = torch.zeros(total, dtype=torch.bool)
+    live = torch.ones(total, dtype=torch.bool)
     if vit.global_pool == "token":
-        live[0] = True
-    else:
-        live[:] = True
+        live[1:] = False
     needed: list[tuple[Tensor, Tensor, Tensor]] = []  # (keys, kept, queries) of a block, (total,)
     for block, mask in zip(reversed(vit.blocks), reversed(masks), strict=True):
         kept = torch.ones(total, dtype=torch.bool)
@@ -118,7 +115,7 @@ def multiply_adds(model: nn.Module, *shape: int) -> int:
     matrices. Nothing is computed.
     """
     training = [module for module in model.modules() if module.training]
-    model.eval()  # while training, stochastic depth stands for the samples of a batch
+    model.eval()  # in training mode stochastic depth expects the batch that it was drawn for
     try:
         with shapes_only(), FlopCounterMode(display=False) as counter:
             model(torch.empty(1, *shape, device=next(model.parameters()).device))
@@ -156,7 +153,8 @@ class CompactBlock(nn.Module):
 
     def __init__(self, block: Any, plan: BlockPlan, mask: BlockMasks):
         super().__init__()
-        attn, mlp = block.attn, block.mlp
+        attn = block.attn
+        mlp = block.mlp
         self.heads = attn.num_heads
         self.head_dim = attn.head_dim
         self.scale = attn.scale

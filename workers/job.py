@@ -72,7 +72,8 @@ def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, 
     """
     inputs = settings.model_dump(by_alias=True)
     for name, info in type(settings).model_fields.items():
-        value, key = getattr(settings, name), info.alias or name
+        value = getattr(settings, name)
+        key = info.alias or name
         neutral = next((mark for mark in info.metadata if isinstance(mark, Neutral)), None)
         is_neutral = neutral is not None and _same(value, neutral.value)
         if name in exclude or is_neutral:
@@ -87,17 +88,16 @@ def with_neutral(model: type[BaseModel], written: dict[str, Any]) -> dict[str, A
 
     The file was written before these settings existed; their defaults may differ.
     """
-    neutral = {
-        info.alias or name: mark.value
-        for name, info in model.model_fields.items()
-        for mark in info.metadata
-        if isinstance(mark, Neutral)
-    }
+    neutral: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        for mark in info.metadata:
+            if isinstance(mark, Neutral):
+                neutral[info.alias or name] = mark.value
     return {**neutral, **written}
 
 
 def _nested_inputs(value: Any, dumped: Any) -> Any:
-    """What `key_inputs` makes of a field's value. dumped: the value as plain data."""
+    """Return a field's value as it enters a key. dumped: the value as plain data."""
     if isinstance(value, BaseModel):
         return key_inputs(value)
     if isinstance(value, dict):
@@ -154,10 +154,8 @@ def check_option(name: str, value: Any) -> None:
     largest = MAX_BLOCKS if name in BLOCK_COUNTS else MAX_OPTION
     for item in items:
         _check_plain(name, item, largest)
-    if (
-        name in BLOCK_COUNTS
-        and sum(item for item in items if isinstance(item, (int, float))) > MAX_BLOCKS
-    ):
+    num_blocks = sum(item for item in items if isinstance(item, (int, float)))
+    if name in BLOCK_COUNTS and num_blocks > MAX_BLOCKS:
         raise ValueError(
             f"{name!r} is {value!r:.60}, and a backbone has at most {MAX_BLOCKS} blocks"
         )
@@ -181,8 +179,10 @@ def _check_plain(name: str, value: Any, largest: int) -> None:
 
 
 class ContextSettings(Frozen):
-    """Uniform attention in the blocks of a ViT (workers/model/context.py). In a pretrained backbone
-    all but `cbs`, as it starts here, change the function that was trained."""
+    """Uniform attention in the blocks of a ViT (workers/model/context.py).
+
+    Every kind but `cbs` with its default settings changes the outputs of a pretrained backbone.
+    """
 
     kind: Literal["cb", "cbs", "replace", "parallel", "compensate"] = Field(
         "cb",
@@ -210,31 +210,30 @@ class ContextSettings(Frozen):
 
     @field_validator("blocks", mode="before")
     @classmethod
-    def _places(cls, value: Any) -> Any:
-        if value != "all" and not (
-            isinstance(value, (list, tuple))
-            and all(type(index) is int and index >= 0 for index in value)
-        ):
+    def _check_blocks(cls, value: Any) -> Any:
+        if value == "all":
+            return value
+        is_list = isinstance(value, (list, tuple))
+        if not is_list or not all(type(index) is int and index >= 0 for index in value):
             raise ValueError("it must be `all`, or a list of blocks, which count from 0")
         return value
 
     @model_validator(mode="after")
-    def _used(self) -> ContextSettings:
+    def _check_kind_reads_settings(self) -> ContextSettings:
         readers = {"pool": ("cb", "cbs"), "own": ("cbs",), "start": ("cbs",)}
         for name, kinds in readers.items():
-            if (
-                self.kind not in kinds
-                and getattr(self, name) != type(self).model_fields[name].default
-            ):
+            value = getattr(self, name)
+            default = type(self).model_fields[name].default
+            if value != default and self.kind not in kinds:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, which kind {self.kind!r} does not "
-                    f"read; leave it out, or use kind {kinds[-1]!r}"
+                    f"{name} is {value!r}, which kind {self.kind!r} does not read; leave it out, "
+                    f"or use kind {kinds[-1]!r}"
                 )
         return self
 
 
 class BackboneSettings(Frozen):
-    """The one backbone that everything grows on: a timm VisionTransformer, ResNet or ConvNeXt."""
+    """The backbone that all tasks share: a timm VisionTransformer, ResNet or ConvNeXt."""
 
     name: str = Field("vit_tiny_patch16_224", description="name of a timm model, or `t2t_vit_12`")
     img_size: int = Field(
@@ -283,9 +282,8 @@ class BackboneSettings(Frozen):
     @field_validator("name")
     @classmethod
     def _registered_name(cls, name: str) -> str:
-        if not re.fullmatch(
-            r"[A-Za-z0-9_]{1,100}", name
-        ):  # timm would fetch `hf-hub:...` and read `local-dir:...`
+        # timm would download `hf-hub:...` and read `local-dir:...`
+        if not re.fullmatch(r"[A-Za-z0-9_]{1,100}", name):
             raise ValueError(
                 "it must be a model's name alone, such as vit_tiny_patch16_224, without a tag, "
                 "a path or an address"
@@ -350,7 +348,7 @@ class DataSettings(Frozen):
 
 
 class TrainSettings(Frozen):
-    """One training step of the graph: how long, how fast, in what precision."""
+    """How a step is trained: length, batches, optimizer, learning rate, precision."""
 
     largest_whole: ClassVar[int] = 1_000_000
 
@@ -418,9 +416,9 @@ class Task:
 
     name: str
     card: str
-    data: str  # key of the ingest stage whose shards hold it
+    data: str  # key of the ingest stage whose shards hold its images
     classes: tuple[str, ...]
-    # or "base": the backbone was trained on it; or "unlabelled": images whose labels mean nothing
+    # also "base": the backbone was trained on it; "unlabelled": its labels have no meaning
     role: str = "task"
 
     @property
@@ -434,12 +432,14 @@ class StageJob:
     """One stage, ready to run anywhere.
 
     tasks: every task of the stream up to and including this stage's own, in order (the base task
-    first, if any). backbone: key of the backbone stage. previous: step name -> key of each stage
-    whose carried state this one starts from. states: task name -> key of the stage that holds that
-    task's state, in stream order: for `evaluate` all that it serves (`tasks` are the same), for
-    training in a chain the earlier ones. measured: the tasks whose data `evaluate` reads, of
-    `split`: a search looks at validation images, and at nothing else. parents: keys of all stages
-    whose results this one may read.
+        first, if any).
+    backbone: key of the backbone stage.
+    previous: step name -> key of each stage whose carried state this one starts from.
+    states: task name -> key of the stage that holds that task's state, in stream order. For
+        `evaluate` these are all `tasks`, for training in a chain the earlier ones.
+    measured: the tasks that `evaluate` measures, on images of `split`. A search measures on
+        validation images only.
+    parents: keys of all stages whose results this one may read.
     """
 
     id: str
@@ -462,7 +462,7 @@ class StageJob:
     split: Literal["test", "val"] = "test"
     provenance: dict[str, Any] = field(default_factory=dict)
     parents: tuple[str, ...] = ()
-    # What cannot change the result:
+    # The result does not depend on:
     checkpoint_s: float = 60.0
     loader_workers: int = 2
     cache: str = ""  # node-local folder of shards and decoded images

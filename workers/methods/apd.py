@@ -90,9 +90,10 @@ class ApdSettings(MethodSettings):
 class Sparse:
     """The nonzero entries of a tensor, on the CPU.
 
-    values: (n,) in the order of the flat tensor. where: for `at` int32 positions (n,) in the flat
-    tensor, for `bits` one packed bit per entry. The smaller form is taken: bits from 1 nonzero
-    entry in 32 on.
+    values: (n,), in the order of the flat tensor.
+    where: for kind `at` their int32 positions (n,) in the flat tensor, for kind `bits` one packed
+        bit per entry of the tensor. The smaller form is used, which is `bits` if at least one entry
+        in 32 is nonzero.
     """
 
     values: Tensor
@@ -145,35 +146,36 @@ def sparse_parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, s
 
 
 class Apd(Method[ApdSettings]):
-    """A chain: theta_t = sigma .* M_t + tau_t in the linear layers of the blocks, M_t =
-    sigmoid(v_t) one number per output feature, tau_t sparse. sigma learns at every task, so that
-    old answers move, and
+    """A chain: theta_t = sigma .* M_t + tau_t in the linear layers of the blocks.
+
+    M_t = sigmoid(v_t) has one number per output feature, and tau_t is sparse. Every task trains
+    sigma, so that answers on earlier tasks change. Two penalties beside the cross-entropy limit the
+    change, where theta_i* is the weight of task i when task t began:
 
         lambda1 sum_{i<=t} |tau_i|_1 + lambda2 sum_{i<t} 1/2 |theta_i* - (sigma .* M_i + tau_i)|^2
 
-    beside the cross-entropy keeps them near (theta_i*: what task i had when task t began). A task's
-    state holds what stays: v_t, norms, biases, head. What later tasks change is carried: sigma, and
-    for each task tau_i as values and positions.
+    The state of a task holds what later tasks do not change: v_t, copies of norms and biases, head.
+    The chain carries what they change: sigma, and tau_i of each task as a sparse tensor.
 
     Where it differs from the reference code, and why:
-    - The tau of earlier tasks are in no other term, so their best values for a given sigma are
-      known: soft(theta_i* - sigma .* M_i, lambda1 / lambda2). They are put in (`retro: train`)
-      instead of being trained. What is left of the two terms is Huber's function of theta_i* -
-      sigma .* M_i: the same minimum, with one tensor per task in memory instead of five, zeros that
-      are exact, and a gradient that stays bounded by lambda1 whatever lambda2 is. In one task
-      theta_i moves by lambda1 / lambda2 at most, and where `zeros: threshold` cuts an entry, by
-      lambda1 more.
-    - v of earlier tasks are fixed, which the code intends and does not do. Weight decay is the
-      optimizer's: on v_t, tau_t and the head, and on sigma at the first task.
+    - The tau of earlier tasks are in these two penalties only. Their optimum for a given sigma is
+      therefore known: soft(theta_i* - sigma .* M_i, lambda1 / lambda2). It is computed
+      (`retro: train`) instead of trained. The penalties become Huber's function of
+      theta_i* - sigma .* M_i, with the same minimum. This takes one tensor per earlier task in
+      memory instead of five, its zeros are exact, and the gradient never exceeds lambda1. In one
+      task theta_i moves by at most lambda1 / lambda2, and by lambda1 more where `zeros: threshold`
+      cuts an entry.
+    - v of earlier tasks is fixed, as the reference code intends but does not do. Weight decay is
+      the optimizer's: on v_t, tau_t and the head, and on sigma at the first task.
     - sigma starts at W / sigmoid(v_start), so that the first task starts from the backbone itself.
-    - `zeros: proximal` holds an entry of tau_t at zero until the gradient there exceeds lambda1,
-      and stops at zero what would change its sign: what is trained is then what is stored.
-    - Consolidation shares an entry only where at least two tasks of the cluster have one: for one
-      alone there is nothing to save. Shared values are constants from then on; what is trained is
-      sigma, and what each tau has left.
-    - `gap` is relative to the entries of tau. The code's absolute one (1e-2 for a LeNet) is several
-      times the size of most entries that a ViT trains, so that they would all be replaced, whatever
-      the tasks have learned.
+    - `zeros: proximal` holds an entry of tau_t at zero until its gradient exceeds lambda1. An entry
+      that would change its sign stops at zero. So the trained tau is the stored one.
+    - Consolidation shares an entry only if at least two tasks of the cluster have it; for one task
+      nothing would be saved. Shared values are constants afterwards. Later tasks train sigma, and
+      the rest of each tau follows it.
+    - `gap` is relative to the entries of tau. The absolute gap of the reference code (1e-2 for a
+      LeNet) is several times the size of most entries that a ViT trains. It would replace all of
+      them, whatever the tasks have learned.
     """
 
     name = "apd"
@@ -238,7 +240,7 @@ class Apd(Method[ApdSettings]):
         for site, weight in weight_sites(backbone).items():
             if site.startswith("blocks."):
                 self.sites[site] = weight
-        self.sigma: dict[str, Tensor] = {}  # by site: attached, or the parameters in training
+        self.sigma: dict[str, Tensor] = {}  # by site; carried tensors, or parameters in training
         # task -> site -> tau as the last stage left it, in stream order
         self.tau: dict[str, dict[str, Sparse]] = {}
         # site -> tasks of a cluster -> their shared values

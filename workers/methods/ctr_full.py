@@ -1,6 +1,7 @@
-"""CTR as a whole: a knowledge-sharing module in front of the task-specific module of `ctr`.
+"""The full CTR: a knowledge-sharing module in front of the task-specific module of `ctr`.
 
-The module routes capsules of all tasks so far, gated by how similar tasks are.
+The knowledge-sharing module routes capsules of all tasks so far; gates let those of similar tasks
+through.
 
 Ke, Liu, Ma, Xu, Shu: Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning,
 NeurIPS 2021.
@@ -109,10 +110,11 @@ def knowledge(
 ) -> Tensor:
     """Return h = x + spread(v), v_j = sum over c <= t of delta_c a_c,j .* u_c,j, (B, N, d).
 
-    v is the knowledge of the tasks so far about x (B, N, d).
+    x: (B, N, d). v is the knowledge of the tasks so far about x, u their capsules, a the similarity
+    of their routes, and delta (0 or 1) the gate of a task.
 
-    noise: (B, T) uniform numbers while training: delta is then sampled, with the gradient of a
-    Gumbel softmax. None: delta is its mode.
+    noise: (B, T) uniform numbers in training: delta is then sampled, with the gradient of a Gumbel
+    softmax. None: delta is its mode.
     """
     u = capsules(x, p, p_bias, transfer)  # (B, T, N, J P)
     tasks = u.shape[1]
@@ -121,8 +123,8 @@ def knowledge(
     ]
     query = F.linear(torch.cat(queries, 1).relu(), mix, mix_bias)  # (B, R)
     query = query.repeat_interleave(tasks, 0)  # (B T, R)
-    # The maximum over tokens of relu(conv + query) is relu(maximum of conv + query): the query is
-    # the same for all tokens.
+    # The maximum over tokens of relu(conv + query) is relu(maximum of conv + query), because the
+    # query is the same for all tokens.
     keys = []
     for k in KERNELS:
         key = strongest(u.flatten(0, 1), filters[f"key{k}"], filters[f"key{k}_bias"])  # (B T, R)
@@ -202,22 +204,24 @@ class Capsules(nn.Module):
         locks = {}
         for name, parameter in self.named_parameters():
             if name in PER_TASK:
-                shape = (1, -1, *[1] * (parameter.ndim - 2))
-                locks[name] = (parameter, is_later.view(shape))
+                further_axes = [1] * (parameter.ndim - 2)
+                locks[name] = (parameter, is_later.view(1, -1, *further_axes))
         return locks
 
 
 class CtrFull(CtrTsm[CtrFullSettings]):
     """CTR's TSM behind a knowledge-sharing module: the bottleneck gets h = x + v instead of x.
 
-    v sums the capsules of the tasks so far that a gate lets through. Tasks hand on capsules and
-    routing together with the adapters. Capsules and routing are shared and not protected (only the
-    TSM is), so later tasks can change the answers on earlier ones.
+    v sums the capsules of the tasks so far that a gate lets through. The chain carries capsules and
+    routing weights together with the adapters. All tasks train them, and only the adapters are
+    protected, so later tasks can change the answers on earlier ones.
 
-    Where it differs from the released code: a capsule's tasks and channels are not mixed up, squash
-    runs over a capsule and not over tasks, gates draw noise in training only, and R is that of the
-    task in training. A gate has one logit, the difference of the pair, which has the same
-    distribution. The largest number of tasks must be known: `max_tasks`.
+    Where it differs from the released code:
+    - The axes of tasks and of channels in a capsule are not mixed up, and squash runs over a
+      capsule instead of over tasks.
+    - Gates draw noise in training only. The penalty R is that of the task in training.
+    - A gate has one logit, the difference of the pair there; its distribution is the same.
+    - The largest number of tasks must be known before: `max_tasks`.
     """
 
     name = "ctr_full"
@@ -231,8 +235,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
         if position >= settings.max_tasks:
             raise UserError(
                 f"method {cls.name!r} has capsules for max_tasks={settings.max_tasks} tasks, "
-                "and the stream has more; raise max_tasks, "
-                "which trains the stream anew"
+                "and the stream has more; raise max_tasks, which trains the stream anew"
             )
         return super().steps_for(settings, position)
 
@@ -243,8 +246,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
         if tokens < max(KERNELS):
             raise UserError(
                 f"the backbone sees {tokens} tokens, and {self.name} routes by windows of up to "
-                f"{max(KERNELS)}; choose a larger img_size or "
-                "smaller patches"
+                f"{max(KERNELS)}; choose a larger img_size or smaller patches"
             )
         self.capsules = Capsules(
             len(self.sites),

@@ -29,11 +29,10 @@ from workers.model.protect import Protector
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState
 
-# owner numbers; the first owner is the base, where that keeps weights, else the first task
-FREE, FIRST = (
-    0,
-    1,
-)
+# Owner numbers of weights. The first owner is the base task if it keeps weights, else the first
+# task.
+FREE = 0
+FIRST = 1
 MOST_OWNERS = torch.iinfo(torch.uint8).max
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the whole session: a laboratory of tiny streams, uninterrupted runs, an S3 server."""
+"""Fixtures of the whole session: stages of tiny streams, uninterrupted runs, an S3 server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 # Before torch is imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Helpers whose assertions say what they saw, as those of test files do.
+# Modules besides test files whose failing assertions show the compared values.
 HELPERS = (
     "checks",
     "class_incremental_steps",

@@ -1,5 +1,5 @@
-"""What tests of hostile files share: a place with an outside, processes whose memory is measured,
-and the bytes that strangers send."""
+"""Helpers for tests of hostile files: a watched folder, processes whose memory is measured, and
+bytes such as an attacker would send."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from workers.errors import UserError
 from workers.storage.artifact import Attempt
 
 MARK = "the-code-of-a-stranger-ran"
+# A row of the index of a data set.
 ROW = {
     "split": "train",
     "key": "train/a/0",
@@ -34,20 +35,25 @@ ROW = {
 
 
 class Site:
-    """A place of a test's own. `own` is for its files; whatever stands beside it is outside."""
+    """Two folders: `own_folder` for the files of a test, and `outside`, which must not change.
+
+    mark: the file that appears in `outside` when code from a hostile file runs.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.own_folder, self.outside = folder / "own", folder / "outside"
+        self.own_folder = folder / "own"
+        self.outside = folder / "outside"
         self.own_folder.mkdir()
         self.outside.mkdir()
         (self.outside / "kept").write_text("kept")
         self.mark = self.outside / MARK
 
     def pickled(self) -> bytes:
-        """What would leave the mark if it was loaded."""
+        """Return a pickle that makes the mark when it is loaded."""
         return b"cos\nsystem\n(V" + f"touch {self.mark}".encode() + b"\ntR."
 
     def card(self, **changes: Any) -> str:
+        """Write a card of two classes with these changes, and return its path."""
         body = {
             "name": "bad",
             "licence": "none",
@@ -59,19 +65,28 @@ class Site:
         return str(self.own_folder / "card.yaml")
 
     def config(self, card: str, **changes: Any) -> str:
+        """Write a config of one task, of this card, with these changes, and return its path."""
         body = small_run.make_body(self.own_folder, {"bad": card}, ["finetune"], **changes)
         return small_run.write_config(self.own_folder / "config.yaml", body)
 
     def untouched(self) -> None:
+        """Raise AssertionError when a file appeared, changed or vanished outside `own_folder`."""
         assert [p.name for p in self.outside.iterdir()] == ["kept"]
         assert (self.outside / "kept").read_text() == "kept"
         assert sorted(p.name for p in self.own_folder.parent.iterdir()) == ["outside", "own"]
 
 
-# ---- backbones that a config or a model folder may ask for; what is said of each -----------------
+# ---- backbones that a config or a model folder may name, and how each is refused -----------------
+HOW_TIMM_LOADS = "how timm loads or makes a model"
+NAME_ALONE = "it must be a model's name alone"
+TOO_MANY_WEIGHTS = "weights, more than 10000000000"
+
+
 def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    """Settings of a backbone by the name of the attack, with words of the sentence that refuses
-    them. folder: what they try to reach."""
+    """Return name of an attack -> (settings of the backbone, a part of the error they raise).
+
+    folder: the folder that the attacks try to read or write.
+    """
     small = small_run.BACKBONE["options"]
 
     def options(**values: Any) -> dict[str, Any]:
@@ -79,26 +94,17 @@ def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
 
     address = {"url": "http://127.0.0.1:9/x.pth", "custom_load": True}
     return {
-        "loads weights": (options(pretrained=True), "how timm loads or makes a model"),
-        "loads from an address": (
-            options(pretrained_cfg=address),
-            "how timm loads or makes a model",
-        ),
+        "loads weights": (options(pretrained=True), HOW_TIMM_LOADS),
+        "loads from an address": (options(pretrained_cfg=address), HOW_TIMM_LOADS),
         "loads a file": (
             options(pretrained_cfg_overlay={"file": str(folder / "kept")}),
-            "how timm loads or makes a model",
+            HOW_TIMM_LOADS,
         ),
-        "loads a checkpoint": (
-            options(checkpoint_path=str(folder / "kept")),
-            "how timm loads or makes a model",
-        ),
-        "writes a cache": (
-            options(cache_dir=str(folder / "cache")),
-            "how timm loads or makes a model",
-        ),
-        "wraps the model": (options(features_only=True), "how timm loads or makes a model"),
-        "names a class": (options(block_fn="Block"), "how timm loads or makes a model"),
-        "names a device": (options(device="cuda"), "how timm loads or makes a model"),
+        "loads a checkpoint": (options(checkpoint_path=str(folder / "kept")), HOW_TIMM_LOADS),
+        "writes a cache": (options(cache_dir=str(folder / "cache")), HOW_TIMM_LOADS),
+        "wraps the model": (options(features_only=True), HOW_TIMM_LOADS),
+        "names a class": (options(block_fn="Block"), HOW_TIMM_LOADS),
+        "names a device": (options(device="cuda"), HOW_TIMM_LOADS),
         "names a function": (
             options(act_layer="exec"),
             "backbone.options.act_layer is 'exec': it must be a layer that timm has by name",
@@ -143,11 +149,11 @@ def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "no number": (options(mlp_ratio=float("nan")), "at most 65536"),
         "more weights than there is memory": (
             options(embed_dim=65_536, num_heads=1, depth=2),
-            "weights, more than 10000000000",
+            TOO_MANY_WEIGHTS,
         ),
         "more positions than there is memory": (
             {"name": "convit_local", "img_size": 1024, "options": {"patch_size": 1}},
-            "weights, more than 10000000000",
+            TOO_MANY_WEIGHTS,
         ),
         "a word for a switch": (
             options(qkv_bias="no"),
@@ -166,17 +172,11 @@ def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
             {**small_run.BACKBONE, "crop_pct": 1e-300},
             "greater than or equal to 0.1",
         ),
-        "a model of the hub": (
-            {**small_run.BACKBONE, "name": "hf-hub:timm/resnet18"},
-            "it must be a model's name alone",
-        ),
-        "a model of a folder": (
-            {**small_run.BACKBONE, "name": f"local-dir:{folder}"},
-            "it must be a model's name alone",
-        ),
+        "a model of the hub": ({**small_run.BACKBONE, "name": "hf-hub:timm/resnet18"}, NAME_ALONE),
+        "a model of a folder": ({**small_run.BACKBONE, "name": f"local-dir:{folder}"}, NAME_ALONE),
         "a model with a tag": (
             {**small_run.BACKBONE, "name": "vit_tiny_patch16_224.augreg_in21k"},
-            "it must be a model's name alone",
+            NAME_ALONE,
         ),
     }
 
@@ -186,7 +186,8 @@ BACKBONES = tuple(backbones(Path("outside")))
 
 # ---- in a process of its own, whose memory is measured -------------------------------------------
 def measured(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    # so that a test that fails does not take the machine with it
+    """Call a function, and send through the pipe what `costs` returns."""
+    # A limit of 24 GiB, so that a test that fails does not exhaust the machine's memory.
     resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
@@ -195,16 +196,21 @@ def measured(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
         outcome = str(error)
     except BaseException as error:
         outcome = f"!!! {type(error).__name__}: {error}"
-    pipe.send((outcome, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10))
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    pipe.send((outcome, grown_kib >> 10))
 
 
 def costs(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """(what it gave or said as UserError, megabytes by which it grew the memory of its process)."""
+    """Call a function in a new process. Return (outcome, growth of its peak memory in MiB).
+
+    outcome: what the function returned; the text of a UserError that it raised; or "!!!" and
+    another error.
+    """
     context = small_run.processes()
-    parent_end, other = context.Pipe()
-    process = context.Process(target=measured, args=(other, function, arguments))
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=measured, args=(child_end, function, arguments))
     process.start()
-    other.close()
+    child_end.close()
     outcome, megabytes = parent_end.recv()
     process.join()
     return outcome, megabytes
@@ -212,6 +218,7 @@ def costs(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
 
 # ---- bytes ---------------------------------------------------------------------------------------
 def png(color: int = 0) -> bytes:
+    """Return a PNG of 8 x 8 grey pixels."""
     buffer = io.BytesIO()
     Image.new("L", (8, 8), color).save(buffer, "PNG")
     return buffer.getvalue()
@@ -224,31 +231,45 @@ def member(
     link: str = "",
     size: int | None = None,
 ) -> bytes:
-    """A member as bytes, with a size that need not be true."""
+    """Return a member of a tar file as bytes.
+
+    size: the size that its header claims, by default that of `data`.
+    """
     info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.size = kind, link, len(data) if size is None else size
+    info.type = kind
+    info.linkname = link
+    info.size = len(data)
+    if size is not None:
+        info.size = size
     return info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
 def parquet(table: pa.Table, **options: Any) -> bytes:
+    """Return a table as the bytes of a Parquet file."""
     buffer = io.BytesIO()
     pq.write_table(table, buffer, **options)
     return buffer.getvalue()
 
 
 def ingested(site: Site, index: bytes | None = None, data: bytes = bytes(4096)) -> str:
-    """The key of an ingest stage as a stranger may have written it: all its digests are right."""
+    """Write the result of an ingest stage with correct digests, and return its key.
+
+    index: the bytes of its index, by default an index of the one image `ROW`. data: those of its
+    shard.
+    """
+    if index is None:
+        index = parquet(pa.Table.from_pylist([ROW], SCHEMA))
     attempt = Attempt(str(site.own_folder), "k" * 32)
     attempt.write("train-00000.tar", data)
-    attempt.write(INDEX, parquet(pa.Table.from_pylist([ROW], SCHEMA)) if index is None else index)
+    attempt.write(INDEX, index)
     assert attempt.commit({"kind": "ingest"})
     return attempt.key
 
 
 def source(site: Site, data: bytes) -> str:
-    (site.own_folder / "raw").mkdir()
+    """Write a source whose Parquet files have these bytes, and return the path of its config."""
+    folder = site.own_folder / "raw"
+    folder.mkdir()
     for split in ("train", "test"):
-        (site.own_folder / "raw" / f"{split}.parquet").write_bytes(data)
-    return site.config(
-        site.card(source={"format": "parquet", "path": str(site.own_folder / "raw")})
-    )
+        (folder / f"{split}.parquet").write_bytes(data)
+    return site.config(site.card(source={"format": "parquet", "path": str(folder)}))

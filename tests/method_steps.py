@@ -1,4 +1,4 @@
-"""The tabletop: one method on a tiny ViT, taken step by step, without stages or files."""
+"""Train and serve one method on a tiny ViT, step by step, without stages, files or data sets."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ TINY = BackboneSettings(
     img_size=16, options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 )
 TASKS = [
-    Task(name, "card", "", tuple(f"{name}{i}" for i in range(2 + place)))
-    for place, name in enumerate(("one", "two", "three", "four"))
+    Task("one", "card", "", ("one0", "one1")),
+    Task("two", "card", "", ("two0", "two1", "two2")),
+    Task("three", "card", "", ("three0", "three1", "three2", "three3")),
+    Task("four", "card", "", ("four0", "four1", "four2", "four3", "four4")),
 ]
-ONE, TWO, THREE = TASKS[:3]  # each has more classes than the one before
+ONE, TWO, THREE = TASKS[:3]
 BASE = Task("base", "card", "", ("x", "y"), "base")
-SIZE = 8  # of a batch
+SIZE = 8  # images in a batch
 PROGRESS = Progress(0, 0, 1, 6)
-OPTIMIZERS: dict[
-    str, Any
-] = {  # by parameter groups; adam decays nothing, so that what it moves has a gradient
+# Name -> a function from parameter groups to an optimizer. `adam` has no weight decay, so that a
+# parameter that it changes has a gradient.
+OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05),
     "adam": lambda groups: torch.optim.Adam([g | {"weight_decay": 0.0} for g in groups], lr=1e-2),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
@@ -40,12 +42,14 @@ TRAININGS = {
     "adamw": TrainSettings(lr=1e-2, weight_decay=0.05),
 }
 AnyMethod = TypeVar("AnyMethod", bound=Method)
-Left = tuple[TaskState, Carried]  # what a task leaves
+Left = tuple[TaskState, Carried]  # what `Method.finish` returns
 
 
 def vit(std: float = 0.2, img_size: int = 16, **options: Any) -> Any:
-    """All its parameters are drawn: timm starts biases at zero and norms at one, where wrong
-    treatment of them would not show."""
+    """Return a tiny ViT of which every parameter is drawn from a normal distribution.
+
+    timm initializes biases to zero and norms to one, which would hide errors in handling them.
+    """
     torch.manual_seed(0)
     model = build(TINY.model_copy(update={"img_size": img_size, "options": TINY.options | options}))
     for p in model.parameters():
@@ -54,21 +58,21 @@ def vit(std: float = 0.2, img_size: int = 16, **options: Any) -> Any:
 
 
 def images(count: int = SIZE, img_size: int = 16) -> Tensor:
+    """Return the same random images at each call, (count, 3, img_size, img_size)."""
     return torch.randn(count, 3, img_size, img_size, generator=torch.Generator().manual_seed(5))
 
 
 def batch(step: int = 0, classes: int = 2, epoch: int = 0) -> Batch:
-    """The same images, brighter with every step."""
+    """Return a batch of one task: `images`, to which the number of the step is added."""
     rows = torch.arange(SIZE)
-    return Batch(
-        images() + step,
-        rows % classes,
-        torch.zeros(SIZE, dtype=torch.long),
-        StepRng(7, epoch, step, rows, SIZE, torch.device("cpu")),
-    )
+    labels = rows % classes
+    tasks = torch.zeros(SIZE, dtype=torch.long)
+    rng = StepRng(7, epoch, step, rows, SIZE, torch.device("cpu"))
+    return Batch(images() + step, labels, tasks, rng)
 
 
 def rates(steps: float, train: TrainSettings = TRAININGS["adamw"]) -> OptimPlan:
+    """Return the plan of optimization of so many steps with these settings."""
     return OptimPlan(train.lr, train.weight_decay, SIZE, steps)
 
 
@@ -84,13 +88,17 @@ def begun(
     rates: OptimPlan = RATES,
     data: StepData = StepData(),  # noqa: B008 (frozen)
 ) -> list[dict[str, Any]]:
-    """The parameter groups of a task that begins; nothing else has a gradient from then on, as in
-    the loop."""
+    """Begin a step of a task, and return the parameter groups that it trains.
+
+    As in the training loop, no other parameter requires a gradient afterwards.
+    """
     context = step_context(task, step, carried, rates, (task,), data)
-    groups = [g for g in method.begin(context) if g["params"]]
-    trained = {id(p) for g in groups for p in g["params"]}
+    groups = [group for group in method.begin(context) if group["params"]]
+    trained_ids: set[int] = set()
+    for group in groups:
+        trained_ids.update(map(id, group["params"]))
     for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
+        p.requires_grad_(id(p) in trained_ids)
     return groups
 
 
@@ -101,20 +109,19 @@ def each_step(
     steps: int = 6,
     epochs: int = 1,
 ) -> Iterator[int]:
-    """Trains as the loop does; stops for a look before and after the optimizer's step: at 2 i and
-    at 2 i + 1.
+    """Train as the loop does. In step i, yield 2 i before the optimizer's step, 2 i + 1 after it.
 
-    batch_of: the batch where training stands, or the task whose `batch` it is. steps: of an epoch.
+    batch_of: a function from progress to a batch, or the task that `batch` makes batches of.
+    steps: steps an epoch.
     """
     method.train()
     for i in range(epochs * steps):
         progress = Progress(i // steps, i % steps, epochs, steps)
         optimizer.zero_grad()
-        step_batch = (
-            batch(progress.step, batch_of.num_classes, progress.epoch)
-            if isinstance(batch_of, Task)
-            else batch_of(progress)
-        )
+        if isinstance(batch_of, Task):
+            step_batch = batch(progress.step, batch_of.num_classes, progress.epoch)
+        else:
+            step_batch = batch_of(progress)
         method.loss(step_batch, progress)[0].backward()
         method.after_backward()
         yield 2 * i
@@ -130,33 +137,37 @@ def train(
     steps: int = 6,
     epochs: int = 1,
 ) -> None:
+    """Train as the loop does; the arguments are those of `each_step`."""
     for _ in each_step(method, optimizer, batch_of, steps, epochs):
         pass
 
 
 def trained(method: Method, task: Task = ONE, optimizer: str = "adamw") -> TaskState:
-    """The state that six steps on one batch of a task leave."""
-    train(
-        method,
-        OPTIMIZERS[optimizer](begun(method, task)),
-        lambda progress: batch(classes=task.num_classes),
-    )
+    """Train a task for six steps on one batch, and return its state."""
+    groups = begun(method, task)
+    train(method, OPTIMIZERS[optimizer](groups), lambda _: batch(classes=task.num_classes))
     return method.eval().finish()[0]
 
 
 def in_turn(tasks: Iterable[Task], learn: Callable[[Task, Carried | None], Left]) -> list[Left]:
-    """What each task of a chain leaves, given what the one before it left, from bytes."""
-    done: list[Left] = []
+    """Learn the tasks of a chain in order, and return what `learn` returns for each.
+
+    `learn` takes a task and the carried state of the task before, read from its bytes.
+    """
+    results: list[Left] = []
+    carried = None
     for task in tasks:
-        done.append(learn(task, Carried.from_bytes(done[-1][1].to_bytes()) if done else None))
-    return done
+        state, new_carried = learn(task, carried)
+        results.append((state, new_carried))
+        carried = Carried.from_bytes(new_carried.to_bytes())
+    return results
 
 
 # ---- serving -------------------------------------------------------------------------------------
 def serving(
     method: AnyMethod, states: Iterable[TaskState], carried: Carried | None = None
 ) -> AnyMethod:
-    """As `evaluate` has it: from bytes."""
+    """Load states and the carried state into a method from their bytes, as `evaluate` does."""
     for state in states:
         method.load_task(TaskState.from_bytes(state.to_bytes()))
     if carried is not None:
@@ -166,5 +177,5 @@ def serving(
 
 @torch.no_grad()
 def answers(method: Method, task: Task = ONE) -> Tensor:
-    """Logits on `images`, as they are served."""
+    """Return the logits of a task for `images`, as serving computes them, (SIZE, classes)."""
     return method.eval().logits(images(), task.name).clone()

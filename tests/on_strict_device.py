@@ -1,12 +1,13 @@
-"""Every stage of a short stream on the strict device, and what a training step costs it; run in a
-process of its own.
+"""Run every stage of a short stream on the strict device, and count the cost of a training step.
+
+Run it in a separate process:
 
 export PYTHONPATH=tests
-.venv/bin/python -m tests.on_strict_device             # counts per step of every method; those that
-    rose since they were recorded
-.venv/bin/python -m tests.on_strict_device meat hat    # of some
-.venv/bin/python -m tests.on_strict_device --record    # lowers what became lower, adds what is new;
-    see `recorded`
+.venv/bin/python -m tests.on_strict_device             # print the counts per step of every method
+.venv/bin/python -m tests.on_strict_device meat hat    # of these methods
+.venv/bin/python -m tests.on_strict_device --record    # and write lower and new counts to the table
+
+It names each count that rose above the recorded one: see `recorded`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from tests.strict_device import Counts
 from workers import loop
 from workers.data.rows import select
 from workers.dist import Group
+from workers.job import Task
 from workers.methods import METHODS
 from workers.methods.bases.rehearsal import Rehearsal
 from workers.serving.bundle import Bundle
@@ -67,17 +69,21 @@ BACKBONES: dict[str, dict[str, Any]] = {
         "options": {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16], "norm_layer": "groupnorm1"},
     },
 }
+# Method -> settings under which it has more training steps than by default.
 MORE_STEPS: dict[str, dict[str, Any]] = {
     "apd": {"consolidate_every": 2},
     "ucir": {"finetune": True},
-}  # than by default
+}
 Step = tuple[str, str, str]  # method, scenario, training step
 
 
 @dataclass(frozen=True)
 class Case:
-    """Two tasks under one method. base: the first is the one that the backbone is trained on. data,
-    train: sections of a config beside what all cases have."""
+    """A stream of two tasks under one method.
+
+    base: whether the backbone is trained on the first task. data, train: additions to these
+    sections of the config.
+    """
 
     method: str
     scenario: str
@@ -87,13 +93,12 @@ class Case:
     base: bool = False
 
     def run_in(self, lab: Lab) -> Run:
-        settings = {
-            name: value
-            for name, value in SETTINGS.get((self.method, "adamw"), {}).items()
-            if name != "train"
-        }
+        """Return the run of this stream in `lab`."""
+        settings = dict(SETTINGS.get((self.method, "adamw"), {}))
+        settings.pop("train", None)
         if issubclass(METHODS[self.method], Rehearsal):
-            settings["memory"] = 60  # several steps on them alone, and not all images of a class
+            # Enough for several steps on exemplars alone, and fewer than all images of a class.
+            settings["memory"] = 60
         tasks = [
             {"card": str(lab.card), "name": name, "classes": list(classes)}
             for name, classes in TASKS.items()
@@ -111,19 +116,20 @@ class Case:
         return lab.run_of(self.method, {**TRAIN, **self.train}, **rest)
 
 
-folders: list[Path] = []  # of this process, given by `start`
+folders: list[Path] = []  # one: the folder that `start` got
 
 
 @cache
 def lab_on(device: str) -> Lab:
-    """One for each device for as long as this process lives."""
+    """Return the `Lab` of a device, the same one at each call in this process."""
     return Lab(folders[0] / device, Group(device=torch.device(device)))
 
 
 # ---- what is done on the device ------------------------------------------------------------------
 def results(case: Case, device: str) -> dict[str, Any]:
-    """Every stage of both tasks, evaluations with their canaries among them, and answers of the
-    served model."""
+    """Run every stage of a case on a device. Return the bytes of its states, the results of its
+    evaluations and the answers of the served model, each by name.
+    """
     run = case.run_in(lab_on(device))
     results_by_name: dict[str, Any] = {}
     for task in range(len(run.order)):
@@ -136,28 +142,38 @@ def results(case: Case, device: str) -> dict[str, Any]:
 
 
 def served(run: Run) -> dict[str, Any]:
-    """What the finished tasks answer where they are served: told the task in mixed batches, and
-    where the task is to be found out."""
-    last = run.evaluate_job(len(run.order) - 1)
-    jobs = [run.evaluate_job(task) for task in range(len(run.order))]
-    tasks = tuple(dict.fromkeys(task for job in jobs for task in job.tasks))
-    states = {name: key for job in jobs for name, key in job.states.items()}
-    model = Predictor(
-        Bundle.of_job(replace(last, tasks=tasks, states=states)), device=run.lab.group.device
-    )
+    """Return the answers of the served model for six test images of each task, tasks interleaved.
+
+    They are asked for twice: with the task of each image, and without.
+    """
+    all_tasks: dict[Task, None] = {}  # an ordered set
+    states = {}
+    for index in range(len(run.order)):
+        job = run.evaluate_job(index)
+        all_tasks.update(dict.fromkeys(job.tasks))
+        states.update(job.states)
+    last = replace(run.evaluate_job(len(run.order) - 1), tasks=tuple(all_tasks), states=states)
+    model = Predictor(Bundle.of_job(last), device=run.lab.group.device)
     rows = {task.name: select(run.lab.store.root, (task,), "test", 0.1) for task in model.tasks}
-    images = [rows[name].bytes_of(row) for row in range(6) for name in rows]
-    names = [name for _ in range(6) for name in rows]
-    rows_with_task = [a.row() for a in model.predict(images, names)]
+    images = []
+    names = []
+    for row in range(6):
+        for name, task_rows in rows.items():
+            images.append(task_rows.bytes_of(row))
+            names.append(name)
+    answers_with_task = model.predict(images, names)
+    answers_without_task = model.predict(images, None, rule="confident")
     return {
-        "answers, told": rows_with_task,
-        "answers, not told": [a.row() for a in model.predict(images, None, rule="confident")],
+        "answers with the task": [answer.row() for answer in answers_with_task],
+        "answers without the task": [answer.row() for answer in answers_without_task],
     }
 
 
 def resumed(case: Case, device: str) -> None:
-    """A stage that is interrupted, and goes on from its checkpoint, leaves what it leaves
-    uninterrupted. Raises AssertionError."""
+    """Interrupt each stage of the last task after one step, and resume it from its checkpoint.
+
+    Raise AssertionError when its states are not those of the uninterrupted stage.
+    """
     run = case.run_in(lab_on(device))
     for job in run.stages(len(run.order) - 1):
         expected = run.artifact(job)
@@ -177,38 +193,46 @@ def resumed(case: Case, device: str) -> None:
 
 @contextlib.contextmanager
 def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Counts]]]:
-    """Inside, what each step costs by stage id: from the end of one step to the end of the next of
-    the same epoch, the feed's part too."""
-    counts_by_stage: dict[str, list[Counts]] = defaultdict(list)
-    train_step, before = loop.train_step, [Counts()]
+    """Yield stage id -> the counts of each training step that runs in the context.
 
-    def watched(*arguments: Any) -> Any:
+    A step counts from the end of the step before it to its own end, the feed included. The first
+    step of an epoch is left out.
+    """
+    counts_by_stage: dict[str, list[Counts]] = defaultdict(list)
+    train_step = loop.train_step
+    counts_before = Counts()
+
+    def counting_step(*arguments: Any) -> Any:
+        nonlocal counts_before
         terms = train_step(*arguments)
-        if arguments[3].step:
-            counts_by_stage[arguments[4].id].append(device.counts - before[0])
-        before[0] = device.counts
+        progress, job = arguments[3:5]
+        if progress.step:
+            counts_by_stage[job.id].append(device.counts - counts_before)
+        counts_before = device.counts
         return terms
 
-    # A step that a clock finds late is reported, for which the host reads the loss.
+    # Progress is never reported: a report, due after some seconds, reads the loss on the host.
     with (
-        mock.patch.object(loop, "train_step", watched),
+        mock.patch.object(loop, "train_step", counting_step),
         mock.patch.object(loop, "REPORT_S", math.inf),
     ):
         yield counts_by_stage
 
 
-# ---- cases in a process of their own -------------------------------------------------------------
+# ---- cases, in a separate process ----------------------------------------------------------------
 def start(folder: Path) -> None:
-    """Before a process takes cases, whose results go to `folder`."""
+    """Prepare this process for cases, whose results go to `folder`."""
     folders.append(folder)
     torch.set_num_threads(1)
     strict_device.register()
 
 
 def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, Counts]:
-    """Everything of a case on the strict device. Returns the counts of a typical step of the last
-    task by training step. Raises whatever the device refuses, and AssertionError where the results
-    are not those of the CPU."""
+    """Run a case on the strict device. Return the counts of each training step of the last task.
+
+    Raise the error of an operation that the device refuses. compare: raise AssertionError when the
+    results differ from those of the CPU. resume: check interrupted stages too, see `resumed`.
+    """
     with strict_device.strict_device() as device:
         with counted(device) as steps:
             try:
@@ -218,17 +242,17 @@ def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, C
         if resume:
             resumed(case, strict_device.NAME)
     if compare:
-        with sdpa_kernel(
-            SDPBackend.MATH
-        ):  # the strict device has none of the CPU's fused attention
+        # The strict device does not have the CPU's fused attention.
+        with sdpa_kernel(SDPBackend.MATH):
             expected = results(case, "cpu")
         differing = [name for name in expected if device_results[name] != expected[name]]
         assert not differing, f"{case}: not what the CPU makes: {', '.join(differing)}"
     costs: dict[Step, Counts] = {}
-    for job_id, each in steps.items():
+    for job_id, step_counts in steps.items():
         if job_id.startswith(f"{case.method}/"):
-            # those of a later task stand
-            costs[case.method, case.scenario, job_id.rsplit("/", 1)[1]] = typical(each)
+            step = job_id.rsplit("/", 1)[1]
+            # The counts of a later task replace those of an earlier one.
+            costs[case.method, case.scenario, step] = typical(step_counts)
     return costs
 
 
@@ -248,31 +272,33 @@ def stopped(case: Case, error: Exception) -> str:
 
 
 def counts_of(method: str, scenario: str) -> dict[Step, Counts]:
-    """Of each training step of a method; of one that starts from a base task those of its steps
-    too."""
+    """Return the counts of each training step of a method.
+
+    Where the method can start from a base task, the counts of its steps then are included.
+    """
     counts = check(Case(method, scenario), compare=False, resume=False)
-    return (
-        counts | check(Case(method, scenario, base=True), compare=False, resume=False)
-        if METHODS[method].starts_from
-        else counts
-    )
+    if METHODS[method].starts_from:
+        counts |= check(Case(method, scenario, base=True), compare=False, resume=False)
+    return counts
 
 
 def typical(steps: list[Counts]) -> Counts:
-    """The median of each count."""
-    return Counts(
-        *(statistics.median_low(column) for column in zip(*map(astuple, steps), strict=True))
-    )
+    """Return the median of each count."""
+    columns = zip(*map(astuple, steps), strict=True)
+    return Counts(*map(statistics.median_low, columns))
 
 
 # ---- what is recorded ----------------------------------------------------------------------------
 def recorded(text: str) -> dict[Step, Counts]:
-    """The rows of the table in benchmarks/README.md: upper bounds, which may only go down."""
-    return {(m, s, step): Counts(*map(int, counts)) for m, s, step, *counts in ROW.findall(text)}
+    """Return the counts in the table of benchmarks/README.md, which may only go down."""
+    bounds = {}
+    for method, scenario, step, *counts in ROW.findall(text):
+        bounds[method, scenario, step] = Counts(*map(int, counts))
+    return bounds
 
 
 def higher(step: Step, counts: Counts, bound: Counts) -> list[str]:
-    """A sentence for each count that is above its bound."""
+    """Return a sentence for each count that is above its bound."""
     names = {
         "ops": "operations",
         "copies": "copies from pageable memory",
@@ -291,12 +317,14 @@ def higher(step: Step, counts: Counts, bound: Counts) -> list[str]:
 
 
 def row_of(step: Step, counts: Counts) -> str:
-    return (
-        f"| {' | '.join(f'`{word}`' for word in step)} | {' | '.join(map(str, astuple(counts)))} |"
-    )
+    """Return a row of the table in Markdown."""
+    cells = [f"`{word}`" for word in step]
+    cells += [str(count) for count in astuple(counts)]
+    return f"| {' | '.join(cells)} |"
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line, and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.on_strict_device",
         description="counts per training step on the strict device",
@@ -314,37 +342,35 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(methods: list[str], record: bool) -> int:
-    """Prints the rows of these methods, and what rose; returns the exit code. record: the table's
-    file is written anew."""
+    """Print the rows of these methods, and a sentence for each count above its bound.
+
+    Return the exit code, 1 when there is such a count. record: write lower and new counts to the
+    table's file.
+    """
     text = TABLE.read_text()
-    bounds, failed = recorded(text), False
+    bounds = recorded(text)
+    failed = False
     for method in methods:
         for scenario in sorted(METHODS[method].scenarios):
             for step, counts in counts_of(method, scenario).items():
-                bound = bounds.get(step)
-                for sentence in [] if bound is None else higher(step, counts, bound):
+                bound = bounds.get(step, counts)
+                for sentence in higher(step, counts, bound):
                     print(sentence, file=sys.stderr)
                     failed = True
-                lower = Counts(*map(min, astuple(counts), astuple(bound or counts)))
                 print(row_of(step, counts), flush=True)
-                bounds[step] = lower
+                bounds[step] = Counts(*map(min, astuple(counts), astuple(bound)))
     if record:
         TABLE.write_text(with_rows(text, bounds))
     return int(failed)
 
 
 def with_rows(text: str, bounds: dict[Step, Counts]) -> str:
-    """The text of the table's file with these rows in place of those that it has."""
+    """Return the text of the table's file with these rows in place of its own."""
     head = "| method | scenario | step | operations | copies | reads |\n|---|---|---|---|---|---|\n"
     before, after = text.split(head)
     rest = ROW.sub("", after).lstrip("\n")
-    return (
-        before
-        + head
-        + "\n".join(row_of(step, bounds[step]) for step in sorted(bounds))
-        + "\n\n"
-        + rest
-    )
+    rows = "\n".join(row_of(step, bounds[step]) for step in sorted(bounds))
+    return f"{before}{head}{rows}\n\n{rest}"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""An S3-compatible server on loopback in a process of its own, behind a proxy that counts requests
-and makes them fail."""
+"""An S3-compatible server on loopback, in a separate process, and a proxy in front of it.
+
+The proxy records requests and can make them fail.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import itertools
+import math
 import os
 import random
 import signal
@@ -36,38 +39,52 @@ BODY = (
     b"<?xml version='1.0'?><Error><Code>%s</Code><Message>a fault of the "
     b"test</Message><RequestId>0</RequestId></Error>"
 )
+# Kind of a fault -> status and S3 error code of the answer.
 ANSWERS = {
     "503": (503, "SlowDown"),
     "500": (500, "InternalError"),
     "429": (429, "TooManyRequests"),
     "403": (403, "AccessDenied"),
 }
+# Headers that the proxy does not pass on.
+REQUEST_HEADERS_OF_ONE_HOP = ("transfer-encoding", "connection", "expect", "content-length")
+RESPONSE_HEADERS_OF_ONE_HOP = (
+    "transfer-encoding",
+    "connection",
+    "content-length",
+    "date",
+    "server",
+)
 
 
 @dataclass
 class Fault:
-    """kind: one of ANSWERS; `cut upload`, `cut download`: the connection ends in the middle of the
-    body; `done, unsaid`: the server does it and nobody hears; `slow`: the answer comes in small
-    pieces; `silent`: no answer, for `hold` seconds. method, path: which requests, by their
-    beginning and a part of it; "" all. times: how often."""
+    """A failure of the next `times` requests that match `method` and `path`.
+
+    kind is a key of `ANSWERS`, or one of these:
+    - `cut upload`, `cut download`: the connection is closed in the middle of the body;
+    - `done, unsaid`: the server carries the request out, and the client gets no answer;
+    - `slow`: the answer arrives in five pieces with pauses;
+    - `silent`: no answer until `Proxy.hold` is set.
+    """
 
     kind: str
-    method: str = ""
-    path: str = ""
+    method: str = ""  # the beginning of the request's method
+    path: str = ""  # a part of the request's path
     times: int = 1_000_000
 
 
 @dataclass
 class Proxy:
-    """What goes to the server passes here. share: part of all requests that fail, in a way that
-    `seed` draws. faults: those that surely fail."""
+    """An HTTP proxy that passes requests to the server, and makes some of them fail."""
 
-    upstream: int
-    share: float = 0.0
-    kinds: tuple[str, ...] = ("503", "500", "cut upload", "cut download", "slow")
+    upstream: int  # port of the server
+    share: float = 0.0  # share of all requests that fail at random
+    kinds: tuple[str, ...] = ("503", "500", "cut upload", "cut download", "slow")  # of those
     faults: list[Fault] = field(default_factory=list)
-    # method, path with query, fault or ""
+    # One entry a request: method, path with query, kind of its fault or "".
     seen: list[tuple[str, str, str]] = field(default_factory=list)
+    # Requests with the fault `silent` wait for this event.
     hold: threading.Event = field(default_factory=threading.Event)
     draw: random.Random = field(default_factory=lambda: random.Random(7))
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -76,9 +93,11 @@ class Proxy:
 
     @property
     def uri(self) -> str:
+        """The URI of a storage folder in the bucket."""
         return f"s3://{self.bucket}/storage"
 
     def choose(self, method: str, path: str) -> str:
+        """Record a request, and return the kind of its fault, or "" where it must not fail."""
         with self.lock:
             kind = ""
             for fault in self.faults:
@@ -93,11 +112,12 @@ class Proxy:
             return kind
 
     def counts(self, part: str = "") -> Counter[str]:
-        """Requests by method, of those with `part` in their path."""
+        """Return method -> number of requests whose path contains `part`."""
         return Counter(method for method, path, _ in self.seen if part in path)
 
     @contextlib.contextmanager
     def served(self) -> Iterator[Proxy]:
+        """Run the proxy on a free port, `port`, inside the context."""
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -105,7 +125,7 @@ class Proxy:
             disable_nagle_algorithm = True
 
             def log_message(self, *_: Any) -> None:
-                """Nothing."""
+                """Print nothing."""
 
             def passed(self) -> None:
                 relay(self, proxy)
@@ -118,7 +138,7 @@ class Proxy:
             request_queue_size = 128
 
             def handle_error(self, *_: Any) -> None:
-                """A connection that was cut is what was wanted."""
+                """Ignore closed connections: the faults close them on purpose."""
 
         server = Server(("127.0.0.1", 0), Handler)
         self.port = server.server_port
@@ -136,7 +156,10 @@ class Proxy:
 
 
 def body_of(request: BaseHTTPRequestHandler, part: float = 1.0) -> bytes:
-    """The body of a request, or the first part of it."""
+    """Return the body of a request.
+
+    part: the share of it to read, from the start; a chunked body is read whole.
+    """
     if "chunked" in request.headers.get("Transfer-Encoding", "").lower():
         body = b""
         while size := int(request.rfile.readline().split(b";")[0], 16):
@@ -144,10 +167,12 @@ def body_of(request: BaseHTTPRequestHandler, part: float = 1.0) -> bytes:
             request.rfile.readline()
         request.rfile.readline()
         return body
-    return request.rfile.read(int(int(request.headers.get("Content-Length", 0)) * part))
+    length = int(request.headers.get("Content-Length", 0))
+    return request.rfile.read(int(length * part))
 
 
 def relay(request: BaseHTTPRequestHandler, proxy: Proxy) -> None:
+    """Pass a request to the server and its response back, unless the proxy makes it fail."""
     method = request.command
     fault = proxy.choose(method, request.path)
     if fault == "cut upload":
@@ -166,20 +191,21 @@ def relay(request: BaseHTTPRequestHandler, proxy: Proxy) -> None:
     upstream = http.client.HTTPConnection("127.0.0.1", proxy.upstream)
     try:
         headers = {
-            n: v
-            for n, v in request.headers.items()
-            if n.lower() not in ("transfer-encoding", "connection", "expect", "content-length")
+            name: value
+            for name, value in request.headers.items()
+            if name.lower() not in REQUEST_HEADERS_OF_ONE_HOP
         }
         upstream.request(method, request.path, body, {**headers, "Content-Length": str(len(body))})
         response = upstream.getresponse()
         data = response.read()
         response_headers = [
-            (n, v)
-            for n, v in response.getheaders()
-            if n.lower()
-            not in ("transfer-encoding", "connection", "content-length", "date", "server")
+            (name, value)
+            for name, value in response.getheaders()
+            if name.lower() not in RESPONSE_HEADERS_OF_ONE_HOP
         ]
-        length = response.getheader("Content-Length") if method == "HEAD" else None
+        length = None
+        if method == "HEAD":
+            length = response.getheader("Content-Length")
     finally:
         upstream.close()
     if fault == "done, unsaid":
@@ -197,6 +223,10 @@ def answer(
     fault: str = "",
     length: str | None = None,
 ) -> None:
+    """Send a response, with the faults `cut download` and `slow` if asked.
+
+    length: the Content-Length, that of `data` by default.
+    """
     request.send_response(code)
     for name, value in headers:
         request.send_header(name, value)
@@ -208,8 +238,9 @@ def answer(
         request.wfile.write(data[: len(data) // 2])
         request.close_connection = True
     elif fault == "slow":
-        for start in range(0, len(data), -(-len(data) // 5) or 1):
-            request.wfile.write(data[start : start + -(-len(data) // 5)])
+        piece_bytes = max(math.ceil(len(data) / 5), 1)
+        for start in range(0, len(data), piece_bytes):
+            request.wfile.write(data[start : start + piece_bytes])
             request.wfile.flush()
             time.sleep(0.02)
     else:
@@ -218,7 +249,7 @@ def answer(
 
 @contextlib.contextmanager
 def server() -> Iterator[int]:
-    """The port of a server with nothing in it."""
+    """Run an empty S3 server inside the context, and yield its port."""
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -231,14 +262,19 @@ def server() -> Iterator[int]:
 
 
 def files(port: int, bucket: str) -> dict[str, bytes]:
-    """All objects of a bucket, without the code under test and the proxy."""
+    """Return name -> content of all objects of a bucket, read past the proxy."""
     client = client_of(port)
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
-    names = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
-    return {name: client.get_object(Bucket=bucket, Key=name)["Body"].read() for name in names}
+    contents = {}
+    for page in pages:
+        for entry in page.get("Contents", []):
+            name = entry["Key"]
+            contents[name] = client.get_object(Bucket=bucket, Key=name)["Body"].read()
+    return contents
 
 
 def client_of(port: int) -> Any:
+    """Return a boto3 client of the server at this port."""
     import boto3
 
     return boto3.client(
@@ -251,7 +287,7 @@ def client_of(port: int) -> Any:
 
 
 def fetched(port: int, bucket: str, folder: Path) -> Path:
-    """The same as files below `folder`."""
+    """Write all objects of a bucket as files below `folder`, and return the folder."""
     for name, data in files(port, bucket).items():
         if not name.endswith("/"):
             path = folder / name
@@ -261,14 +297,22 @@ def fetched(port: int, bucket: str, folder: Path) -> Path:
 
 
 def leaks(folder: Path) -> list[str]:
-    """Files that hold the key or the secret."""
-    contents = ((path, path.read_bytes()) for path in folder.rglob("*") if path.is_file())
-    return [str(path) for path, data in contents if KEY.encode() in data or SECRET.encode() in data]
+    """Return the paths below `folder` of files that contain the access key or the secret."""
+    leaking = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            if KEY.encode() in data or SECRET.encode() in data:
+                leaking.append(str(path))
+    return leaking
 
 
 def start(argv: list[str], out: Path, env: dict[str, str], stop_before: int = 0) -> Any:
-    """As `small_run.start`, with these variables in the environment and short pauses between tries,
-    all of them ours. stop_before: SIGKILL before the n-th object that it writes."""
+    """Run the command line in a process, as `small_run.start` does, and return the process.
+
+    env: variables to set. stop_before: n to end the process by SIGKILL before it writes its n-th
+    object, 0 for never.
+    """
     process = small_run.processes().Process(
         target=main_into, args=(argv, str(out), env, stop_before)
     )
@@ -277,23 +321,30 @@ def start(argv: list[str], out: Path, env: dict[str, str], stop_before: int = 0)
 
 
 def main_into(argv: list[str], out: str, env: dict[str, str], stop_before: int) -> None:
+    """Run the command line in this process, which `start` started; arguments as there.
+
+    A request is sent once by pyarrow, so that the project's retries are tested, with short pauses.
+    """
     from workers.storage import filesystem
 
     os.environ.update(env)
-    filesystem.TRIES, filesystem.FIRST_S = 1, 0.01
+    filesystem.TRIES = 1
+    filesystem.FIRST_S = 0.01
     if stop_before:
-        left, put = itertools.count(stop_before, -1), filesystem.RetryingFilesystem.put
+        writes = itertools.count(1)
+        put = filesystem.RetryingFilesystem.put
 
-        def deadly(self: Any, path: str, data: bytes) -> None:
-            if next(left) == 1:
+        def put_or_die(self: Any, path: str, data: bytes) -> None:
+            if next(writes) == stop_before:
                 os.kill(os.getpid(), signal.SIGKILL)
             put(self, path, data)
 
-        filesystem.RetryingFilesystem.put = deadly  # type: ignore[method-assign]
+        filesystem.RetryingFilesystem.put = put_or_die  # type: ignore[method-assign]
     small_run.main_into(argv, out, 0, signal.SIGKILL, "")
 
 
 def environment(port: int) -> dict[str, str]:
+    """Return the variables by which pyarrow and boto3 use the server at this port."""
     return {
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,

@@ -1,5 +1,4 @@
-"""Finished runs of a few seconds to serve, their bundles, and their test images as files have
-them."""
+"""Small finished runs to serve, their bundles, and their test images as encoded files."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import torch
 from stage_lab import TINY, Lab, Run
 
 from workers.data.rows import select
+from workers.job import Task
 from workers.serving.bundle import Bundle
 from workers.serving.server import Predictor
 
@@ -19,68 +19,70 @@ THREE = ("two", "three")
 
 @dataclass(frozen=True)
 class Finished:
-    """A run whose every stage stands."""
+    """A run of which every stage has its result, and the bundle of all its tasks."""
 
     run: Run
     bundle: Bundle
 
     @functools.cached_property
     def served(self) -> Predictor:
+        """A predictor of the bundle."""
         return Predictor(self.bundle)
 
     @property
     def names(self) -> list[str]:
-        return [t.name for t in self.bundle.tasks]
+        """The names of the bundle's tasks."""
+        return [task.name for task in self.bundle.tasks]
 
     def images(self, name: str) -> tuple[list[bytes], list[str]]:
-        """The test images of a task as the shards hold them, and the names of their classes."""
+        """Return the test images of a task, encoded as in the shards, and their classes' names."""
         task = self.bundle.task(name)
         rows = select(self.run.lab.store.root, (task,), "test", 0.1)
         data = [rows.bytes_of(row) for row in range(len(rows))]
         return data, [task.classes[label] for label in rows.labels.tolist()]
 
     def recorded(self) -> dict[str, int]:
-        """Task -> how many test images the last evaluation that measured it got right."""
-        return {
-            row["task"]: row["correct"]
-            for index in range(len(self.run.order))
-            for row in self.run.evaluated(index)["rows"]
-        }
+        """Return task -> number of correct answers in the last evaluation that measured it."""
+        correct = {}
+        for index in range(len(self.run.order)):
+            for row in self.run.evaluated(index)["rows"]:
+                correct[row["task"]] = row["correct"]
+        return correct
 
 
 def finished(
     lab: Lab, method: str, scenario: str = "", settings: dict[str, Any] | None = None, **train: Any
 ) -> Finished:
-    """Two tasks under a method, every evaluation done."""
-    rest: dict[str, Any] = {"methods": {method: settings}} if settings else {}
-    body = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, **train}
+    """Run two tasks under a method, with every evaluation.
+
+    scenario: `task` or `class`, by default one that the method has. train: settings of training.
+    """
+    rest: dict[str, Any] = {}
+    if settings:
+        rest["methods"] = {method: settings}
     if scenario:
-        rest["stream"] = {
-            "scenario": scenario,
-            "tasks": [
-                {"card": str(lab.card), "name": n, "classes": c}
-                for n, c in (("two", ["0", "1"]), ("three", ["2", "3", "4"]))
-            ],
-        }
+        tasks = [
+            {"card": str(lab.card), "name": "two", "classes": ["0", "1"]},
+            {"card": str(lab.card), "name": "three", "classes": ["2", "3", "4"]},
+        ]
+        rest["stream"] = {"scenario": scenario, "tasks": tasks}
+    body = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, **train}
     run = lab.run_of(method, body, **rest)
+    all_tasks: dict[Task, None] = {}  # an ordered set
+    states = {}
     for index in range(len(run.order)):
         run.evaluated(index)
-    last, jobs = (
-        run.evaluate_job(len(run.order) - 1),
-        [run.evaluate_job(index) for index in range(len(run.order))],
-    )
-    tasks = tuple(dict.fromkeys(t for job in jobs for t in job.tasks))
-    return Finished(
-        run,
-        Bundle.of_job(
-            replace(last, tasks=tasks, states={k: v for job in jobs for k, v in job.states.items()})
-        ),
-    )
+        job = run.evaluate_job(index)
+        all_tasks.update(dict.fromkeys(job.tasks))
+        states.update(job.states)
+    last = run.evaluate_job(len(run.order) - 1)
+    return Finished(run, Bundle.of_job(replace(last, tasks=tuple(all_tasks), states=states)))
 
 
 def exact(
     served: Predictor, images: list[Any], tasks: Any, **rest: Any
 ) -> list[tuple[str, str, float]]:
+    """Return (task, class, probability) of each answer, without rounding."""
     return [(a.task, a.class_, a.probability) for a in served.predict(images, tasks, **rest)]
 
 

@@ -1,5 +1,4 @@
-"""The laboratory: streams of tiny tasks through the real ingest, backbone, train and evaluate
-stages, in this process."""
+"""`Lab` runs real stages (ingest, backbone, train, evaluate) of tiny streams in this process."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import pickle
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 from unittest import mock
@@ -39,62 +39,58 @@ from workers.methods.base import Method
 from workers.storage.artifact import Artifact
 from workers.storage.taskstate import Carried, TaskState
 
-TASKS = {"two": ("0", "1"), "three": ("2", "3", "4")}  # the later one has more classes
-PER_CLASS = {"train": 40, "test": 20}
+# Task -> its classes. The second task has more classes than the first.
+TASKS = {"two": ("0", "1"), "three": ("2", "3", "4")}
+PER_CLASS = {"train": 40, "test": 20}  # images of each class
+# `weight_init` is jax: with timm's default, the model does not learn to tell digits apart.
 TINY: dict[str, Any] = {
     "name": "vit_tiny_patch16_224",
     "img_size": 16,
     "crop_pct": 1.0,
     "options": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "weight_init": "jax"},
-}  # timm's usual start is too faint to tell digits apart
+}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.05},
     "adamw": {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05},
 }
-SETTINGS: dict[
-    tuple[str, str], dict[str, Any]
-] = {  # what a method needs under an optimizer that its defaults are not for
+# (method, optimizer) -> settings, where the method's defaults do not suit that optimizer.
+SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("ctr_tsm", "sgd"): {"mask_lr": 0.1},
     ("ctr_full", "sgd"): {"mask_lr": 0.1},
-    ("der", "adamw"): {"train": {"epochs": 10, "lr": 3e-3}},  # its classifier starts anew, twice
+    # Each task initializes a new classifier twice.
+    ("der", "adamw"): {"train": {"epochs": 10, "lr": 3e-3}},
     ("der_p", "adamw"): {"train": {"epochs": 10, "lr": 3e-3}},
     ("der_p", "sgd"): {"mask_lr": 0.05},
-    ("dytox", "adamw"): {
-        "train": {"epochs": 10, "lr": 5e-3}
-    },  # it starts with tokens that hardly see the image
+    # At the start its task tokens attend only weakly to the image.
+    ("dytox", "adamw"): {"train": {"epochs": 10, "lr": 5e-3}},
     ("hat", "sgd"): {"mask_lr": 0.05},
     ("adahat", "sgd"): {"mask_lr": 0.05},
     ("ksm", "sgd"): {"mask_lr": 0.02},
     ("meat", "sgd"): {"mask_lr": 4.0},
     ("piggyback", "sgd"): {"mask_lr": 0.3},
-    ("podnet", "adamw"): {
-        "train": {"epochs": 6, "lr": 3e-3}
-    },  # under a scale of 10 the usual rate is too high
-    ("replay", "adamw"): {
-        "train": {"epochs": 6, "lr": 3e-3}
-    },  # the usual rate is too high for so few steps on some kinds of CPU
-    ("rpsnet", "adamw"): {
-        "every": 1,
-        "train": {"epochs": 6, "lr": 3e-3},
-    },  # the second task draws too, among candidates
-    ("simple_der", "adamw"): {
-        "keep": 0.4,
-        "train": {"epochs": 10, "lr": 3e-3},
-    },  # at one half its masks, turned round, would fit; no answer tells units apart
+    # Its logits are scaled by 10, for which the rate of `OPTIMIZERS` is too high.
+    ("podnet", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},
+    # On some CPUs the rate of `OPTIMIZERS` is too high for so few steps.
+    ("replay", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},
+    # `every: 1` makes the second task draw among candidate paths too.
+    ("rpsnet", "adamw"): {"every": 1, "train": {"epochs": 6, "lr": 3e-3}},
+    # At `keep: 0.5` an inverted mask would keep as many units, and a test could not tell.
+    ("simple_der", "adamw"): {"keep": 0.4, "train": {"epochs": 10, "lr": 3e-3}},
     ("supsup", "sgd"): {"mask_lr": 1.0},
     ("supsup_nn", "sgd"): {"mask_lr": 1.0},
     ("ucir", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},
     ("wsn", "sgd"): {"mask_lr": 1.0},
 }
 
-BESIDE: dict[
-    str, dict[str, Any]
-] = {  # under which every setting of `per_task` can be at another value
+# Method -> settings of the method under which each setting of `per_task` can take another value.
+BESIDE: dict[str, dict[str, Any]] = {
     "adapter": {"kind": "adaptformer"},
     "piggyback": {"mask_lr": 0.3, "train": OPTIMIZERS["sgd"]},
     "supsup": {"scores": "threshold"},
 }
-OWN: dict[str, dict[str, Any]] = {  # where twice or half the usual value would mask nothing, or all
+# Method -> values that `other_values` returns as they are: twice or half the usual value would
+# mask nothing, or everything.
+FIXED_OTHER_VALUES: dict[str, dict[str, Any]] = {
     "meat": {"gamma": 0.5, "alpha": 0.1, "mask_lr": 0.5},
     "simple_der": {"keep": 0.2},
     "supsup": {"density": 0.4, "budget": 5.0},
@@ -103,44 +99,53 @@ OWN: dict[str, dict[str, Any]] = {  # where twice or half the usual value would 
 
 @dataclass(repr=False)
 class Lab:
-    """A store, and what ran in it. By stage key: `live`, the method as training left it;
-    `finished`, what it handed out at the end; `opened`, the splits whose images were looked up;
-    `looked_up`, the classes whose images were."""
+    """A store in a folder, and what the stages that ran in it left in memory."""
 
     folder: Path
-    group: Group = field(default_factory=Group)  # whose one rank runs every stage
+    # The group of one rank that runs every stage.
+    group: Group = field(default_factory=Group)
+    # Stage key -> the method object at the end of training.
     live: dict[str, Method] = field(default_factory=dict)
+    # Stage key -> what `Method.finish` returned.
     finished: dict[str, tuple[TaskState, Carried]] = field(default_factory=dict)
+    # Stage key -> the splits that the stage selected images of.
     opened: dict[str, set[str]] = field(default_factory=dict)
+    # Key of the stage -> the classes whose images it looked up.
     looked_up: dict[str, set[str]] = field(default_factory=dict)
+    # Text of a config -> its run.
     runs: dict[str, Run] = field(default_factory=dict)
 
     @cached_property
     def store(self) -> Store:
+        """The store below the folder."""
         return Store(str(self.folder / "storage"))
 
     @cached_property
     def card(self) -> Path:
-        """A card over PNG files of scikit-learn's digits, a few dozen per class."""
+        """Write scikit-learn's digits as PNG files, `PER_CLASS` of each class, and a card of them.
+
+        Return the path of the card.
+        """
         from sklearn.datasets import load_digits
 
         pixels, labels = load_digits(return_X_y=True)
-        for name in sorted({c for classes in TASKS.values() for c in classes}):
+        for name in sorted(chain(*TASKS.values())):
             class_pixels = iter(pixels[labels == int(name)])
             for split, count in PER_CLASS.items():
                 folder = self.folder / "raw" / split / name
                 folder.mkdir(parents=True)
                 for i in range(count):
-                    Image.fromarray((next(class_pixels).reshape(8, 8) * 15).astype("uint8")).save(
-                        folder / f"{i:03d}.png"
-                    )
+                    image = (next(class_pixels).reshape(8, 8) * 15).astype("uint8")
+                    Image.fromarray(image).save(folder / f"{i:03d}.png")
         path = self.folder / "card.yaml"
         source = {"format": "folder", "path": str(self.folder / "raw")}
-        path.write_text(
-            yaml.safe_dump(
-                {"name": "digits", "licence": "CC BY 4.0", "source": source, "classes": [*"01234"]}
-            )
-        )
+        body = {
+            "name": "digits",
+            "licence": "CC BY 4.0",
+            "source": source,
+            "classes": ["0", "1", "2", "3", "4"],
+        }
+        path.write_text(yaml.safe_dump(body))
         return path
 
     def run(
@@ -150,14 +155,25 @@ class Lab:
         order: tuple[str, ...] = tuple(TASKS),
         **train: Any,
     ) -> Run:
-        """A stream of `order` under one method; its stages run when they are asked for."""
+        """Return the run of a stream of the tasks `order` under one method.
+
+        train: settings of training beside those of the optimizer. Each stage runs when its result
+        is first asked for.
+        """
         return self.run_of(method, {**OPTIMIZERS[optimizer], **train}, order)
 
     def run_of(
         self, method: str, train: dict[str, Any], order: tuple[str, ...] = tuple(TASKS), **rest: Any
     ) -> Run:
-        """The same with any sections of a config (`data`, `backbone`, `stream`)."""
+        """Return a run as `run` does, of a config with these sections.
+
+        train: the section `train`. rest: other sections, such as `data`, `backbone`, `stream`.
+        """
         scenarios = METHODS[method].scenarios
+        scenario = "task" if "task" in scenarios else min(scenarios)
+        tasks = [
+            {"card": str(self.card), "name": name, "classes": list(TASKS[name])} for name in order
+        ]
         body = {
             "name": "lab",
             "storage": self.store.storage,
@@ -165,148 +181,158 @@ class Lab:
             "backbone": TINY,
             "train": {"epochs": 3, "batch_size": 16, **train},
             "methods": {method: SETTINGS.get((method, str(train.get("optimizer"))), {})},
-            "stream": {
-                "scenario": "task" if "task" in scenarios else min(scenarios),
-                "tasks": [
-                    {"card": str(self.card), "name": name, "classes": list(TASKS[name])}
-                    for name in order
-                ],
-            },
+            "stream": {"scenario": scenario, "tasks": tasks},
             **rest,
         }
-        known = repr(body)
-        if known not in self.runs:
+        config_text = repr(body)
+        if config_text not in self.runs:
             graph, _ = graph_of(config.check(body, "lab"), self.store)
-            stages = {s.id: s.job for s in graph if s.step != "report"}
+            jobs = {}
             for stage in graph:
-                if (
-                    isinstance(stage.job, IngestJob)
-                    and Artifact.open(self.store.root, stage.key) is None
-                ):
-                    attempt.run_ingest(self.store, stage, map, lambda event: None)
-            self.runs[known] = Run(
-                self, method, order, {i: j for i, j in stages.items() if isinstance(j, StageJob)}
-            )
-        return self.runs[known]
+                if isinstance(stage.job, IngestJob):
+                    if Artifact.open(self.store.root, stage.key) is None:
+                        attempt.run_ingest(self.store, stage, map, lambda event: None)
+                elif isinstance(stage.job, StageJob) and stage.step != "report":
+                    jobs[stage.id] = stage.job
+            self.runs[config_text] = Run(self, method, order, jobs)
+        return self.runs[config_text]
 
     def stage(self, job: StageJob, group: Group | None = None) -> Artifact:
-        """Runs a stage, unless its result stands, and looks over its shoulder."""
-        fit, select = loop.fit, Shards.select
+        """Run a stage, unless the store has its result, and return its artifact.
 
-        def watched(job: StageJob, method: Method, *rest: Any) -> Any:
-            self.live[job.key], finish = method, method.finish
+        Record in `live`, `finished` and `opened` what the stage does.
+        """
+        fit = loop.fit
+        select = Shards.select
 
-            def finished() -> tuple[TaskState, Carried]:
+        def recording_fit(job: StageJob, method: Method, *rest: Any) -> Any:
+            self.live[job.key] = method
+            finish = method.finish
+
+            def recording_finish() -> tuple[TaskState, Carried]:
                 self.finished[job.key] = finish()
                 return self.finished[job.key]
 
-            method.finish = finished  # type: ignore[method-assign]
+            method.finish = recording_finish  # type: ignore[method-assign]
             return fit(job, method, *rest)
 
-        def noted(shards: Shards, split: str, classes: Any) -> pa.Table:
+        def recording_select(shards: Shards, split: str, classes: Any) -> pa.Table:
             self.opened.setdefault(job.key, set()).add(split)
             self.looked_up.setdefault(job.key, set()).update(classes)
             return select(shards, split, classes)
 
-        with mock.patch.object(loop, "fit", watched), mock.patch.object(Shards, "select", noted):
+        with (
+            mock.patch.object(loop, "fit", recording_fit),
+            mock.patch.object(Shards, "select", recording_select),
+        ):
             loop.run_stage(job, group or self.group, lambda event: None)
         return Artifact.need(job.root, job.key)
 
 
 @dataclass
 class Run:
-    """A stream under one method. Tasks are named by their place in the stream, from 0."""
+    """A stream under one method. In its methods, `task` is a position in the stream, from 0."""
 
     lab: Lab
     method: str
-    order: tuple[str, ...]
-    jobs: dict[str, StageJob]
+    order: tuple[str, ...]  # names of the tasks
+    jobs: dict[str, StageJob]  # stage id -> job, of all stages but ingest and report
 
     def stages(self, task: int) -> list[StageJob]:
-        """The training steps of a task, in order."""
-        head = f"{self.method}/{self.order[task]}/"
+        """Return the jobs of the training steps of a task, in order."""
+        prefix = f"{self.method}/{self.order[task]}/"
         return [
             job
-            for i, job in self.jobs.items()
-            if i.startswith(head) and not i.endswith("/evaluate")
+            for stage_id, job in self.jobs.items()
+            if stage_id.startswith(prefix) and not stage_id.endswith("/evaluate")
         ]
 
     def artifact(self, job: StageJob) -> Artifact:
-        """The result of a stage; whatever it needs runs first."""
+        """Return the result of a stage; run the stage, and those it reads, where it is missing."""
         if Artifact.open(job.root, job.key) is None:
             self.prepare(job)
             return self.lab.stage(job)
         return Artifact.need(job.root, job.key)
 
     def prepare(self, job: StageJob) -> None:
-        """Runs what a stage needs."""
-        for other in self.jobs.values():
-            if other.key in (job.backbone, *job.previous.values(), *job.states.values()):
-                self.artifact(other)
+        """Run the stages whose results a stage reads, where these are missing."""
+        keys = {job.backbone, *job.previous.values(), *job.states.values()}
+        for parent in self.jobs.values():
+            if parent.key in keys:
+                self.artifact(parent)
 
     def trained(self, task: int) -> Artifact:
-        """The result of the last training step of a task."""
+        """Return the result of the last training step of a task."""
         return self.artifact(self.stages(task)[-1])
 
     def live(self, task: int) -> Method:
-        """The method as the last step of a task left it."""
+        """Return the method object at the end of the last training step of a task."""
         self.trained(task)
         return self.lab.live[self.stages(task)[-1].key]
 
     def finished(self, task: int) -> tuple[TaskState, Carried]:
-        """What the last step of a task handed out, before it became bytes."""
+        """Return what `Method.finish` returned in the last training step of a task."""
         self.trained(task)
         return self.lab.finished[self.stages(task)[-1].key]
 
     def evaluated(self, task: int) -> dict[str, Any]:
+        """Return the result of the `evaluate` stage after a task, as its manifest has it."""
         return self.artifact(self.evaluate_job(task)).manifest["result"]
 
     def evaluate_job(self, task: int) -> StageJob:
+        """Return the job of the `evaluate` stage after a task."""
         return self.jobs[f"{self.method}/{self.order[task]}/evaluate"]
 
     def state(self, task: int) -> TaskState:
+        """Return the stored state of a task."""
         return TaskState.from_bytes(self.trained(task).read("task.safetensors"))
 
     def carried(self, task: int) -> Carried:
+        """Return the stored carried state after a task."""
         return Carried.from_bytes(self.trained(task).read("carried.safetensors"))
 
     def served(self, after: int) -> Method:
-        """The method as it stands after a task, with all tasks up to it loaded, as `evaluate` and
-        `predict` load it."""
+        """Return a method with all tasks up to `after` loaded, as `evaluate` loads it."""
         self.prepare(self.evaluate_job(after))
         return restore.finished_method(self.evaluate_job(after), self.lab.group)
 
     def fresh(self, task: int = 0) -> Method:
-        """A method as a stage of `task` starts with it: the common backbone and nothing else."""
+        """Return a method as the first stage of `task` makes it: the backbone, no task loaded."""
         job = self.stages(task)[0]
-        self.artifact(next(j for j in self.jobs.values() if j.key == job.backbone))
+        backbone_job = next(other for other in self.jobs.values() if other.key == job.backbone)
+        self.artifact(backbone_job)
         return restore.new_method(job)
 
     def images(self, task: int) -> Tensor:
-        """Test images of a task (n, 3, 16, 16)."""
+        """Return the first batch of test images of a task, (n, 3, 16, 16)."""
         job = self.stages(task)[0]
         assert job.task is not None
-        return next(
-            iter(Feed(job, (job.task,), "test", self.lab.group, training=False).evaluate())
-        ).images
+        feed = Feed(job, (job.task,), "test", self.lab.group, training=False)
+        return next(iter(feed.evaluate())).images
 
 
 @dataclass
 class Steps:
-    """What one rank did in one stage: rows of its micro-batches and bytes synchronised, step by
-    step."""
+    """What one rank did in one stage. Each list has an entry a training step."""
 
+    # Positions in the global batch of the samples that the rank trained on.
     rows: list[list[int]] = field(default_factory=list)
+    # Sum of the weights of its micro-batches.
     weights: list[float] = field(default_factory=list)
+    # Bytes of gradients that were summed over the ranks.
     synchronised: list[int] = field(default_factory=list)
+    # Number of trainable parameters.
     trainable: int = 0
 
 
 def on_ranks(
     jobs: list[StageJob], world: int, folder: Path, stop_after: dict[str, int] | None = None
 ) -> list[list[Steps]]:
-    """Runs stages on `world` processes joined by gloo. Returns what each rank did in each stage;
-    stop_after: stage key -> the number of steps after which all ranks break off."""
+    """Run stages on `world` processes that gloo connects.
+
+    stop_after: stage key -> the number of steps after which every rank stops the stage. Return what
+    each rank did in each stage: [rank][stage].
+    """
     folder.mkdir()
     small_run.processes()
     start_processes(
@@ -323,108 +349,113 @@ def _rank(
     torch.distributed.init_process_group(
         "gloo", f"file://{folder}/meet", timeout=timedelta(seconds=120), rank=rank, world_size=world
     )
-    done: list[Steps] = []
-    step, add = loop.train_step, Group.sum_gradients
+    steps_by_stage: list[Steps] = []
+    train_step = loop.train_step
+    sum_gradients = Group.sum_gradients
 
-    def noted_step(method: Method, optimizer: Any, batches: Any, *rest: Any) -> Any:
-        if len(done[-1].rows) == stop_after.get(rest[1].key):
+    def recording_step(method: Method, optimizer: Any, batches: Any, *rest: Any) -> Any:
+        steps = steps_by_stage[-1]
+        if len(steps.rows) == stop_after.get(rest[1].key):
             raise InterruptedError
-        done[-1].rows.append(
-            [row for batch in batches if batch.weight for row in batch.draw.positions.tolist()]
-        )
-        done[-1].weights.append(sum(batch.weight for batch in batches))
-        done[-1].trainable = sum(p.numel() for p in method.parameters() if p.requires_grad)
-        return step(method, optimizer, batches, *rest)
+        rows = [batch.draw.positions.tolist() for batch in batches if batch.weight]
+        steps.rows.append(list(chain(*rows)))
+        steps.weights.append(sum(batch.weight for batch in batches))
+        steps.trainable = sum(p.numel() for p in method.parameters() if p.requires_grad)
+        return train_step(method, optimizer, batches, *rest)
 
-    def noted_sum(group: Group, parameters: list[Tensor]) -> int:
-        done[-1].synchronised.append(add(group, parameters))
-        return done[-1].synchronised[-1]
+    def recording_sum(group: Group, parameters: list[Tensor]) -> int:
+        num_bytes = sum_gradients(group, parameters)
+        steps_by_stage[-1].synchronised.append(num_bytes)
+        return num_bytes
 
     with (
-        mock.patch.object(loop, "train_step", noted_step),
-        mock.patch.object(Group, "sum_gradients", noted_sum),
+        mock.patch.object(loop, "train_step", recording_step),
+        mock.patch.object(Group, "sum_gradients", recording_sum),
     ):
         for job in jobs:
-            done.append(Steps())
+            steps_by_stage.append(Steps())
             with contextlib.suppress(InterruptedError), small_batches():
                 loop.run_stage(job, Group(rank, world), lambda event: None)
             torch.distributed.barrier()
-    (Path(folder) / f"rank-{rank}").write_bytes(pickle.dumps(done))
+    (Path(folder) / f"rank-{rank}").write_bytes(pickle.dumps(steps_by_stage))
     torch.distributed.destroy_process_group()
 
 
 def small_batches() -> Any:
-    """Measuring takes several batches even of a tiny split, so that every rank gets some."""
+    """Return a context in which evaluation takes 16 images a batch.
+
+    Then even a tiny split has several batches, so that every rank gets some.
+    """
     return mock.patch.object(Feed.evaluate, "__defaults__", (16,))
 
 
 @torch.no_grad()
 def answers(method: Method, images: Tensor, task: str) -> Tensor:
-    """Logits as they are served."""
+    """Return the logits of a task for these images, as serving computes them, (n, classes)."""
     return method.eval().logits(images, task).clone()
 
 
 def other_values(method: str) -> dict[str, Any]:
-    """Every setting that a task may have of its own, at another value than it has under `BESIDE`:
-    that of `OWN`, or any."""
+    """Return, for each setting that a task may override, a valid value other than the usual one.
+
+    The usual values are those under `BESIDE`. Values in `FIXED_OTHER_VALUES` come first.
+    """
     cls = METHODS[method]
-    fields = {info.alias or name: name for name, info in cls.Settings.model_fields.items()}
+    model_fields = cls.Settings.model_fields
+    fields = {info.alias or name: name for name, info in model_fields.items()}
     usual = cls.Settings.model_validate(
         {name: value for name, value in BESIDE.get(method, {}).items() if name in fields}
     )
     values = {}
     for name in sorted(cls.per_task):
-        value, annotation = (
-            getattr(usual, fields[name]),
-            cls.Settings.model_fields[fields[name]].annotation,
-        )
-        values[name] = next(
-            other
-            for other in _tries(value, annotation)
-            if other != value and _accepted(cls, {name: other})
-        )
-    return values | OWN.get(method, {})
+        usual_value = getattr(usual, fields[name])
+        for candidate in _candidates(usual_value, model_fields[fields[name]].annotation):
+            if candidate != usual_value and _is_valid(cls, {name: candidate}):
+                values[name] = candidate
+                break
+        else:
+            raise AssertionError(f"{method}: no other value for {name} is known; add one")
+    return values | FIXED_OTHER_VALUES.get(method, {})
 
 
-def _tries(usual: Any, annotation: Any) -> list[Any]:
+def _candidates(usual: Any, annotation: Any) -> list[Any]:
+    """Return values that a setting of this type may take: numbers, and the words of a `Literal`."""
     if isinstance(usual, bool):
         return [not usual]
-    near = [2 * usual, usual / 2] if isinstance(usual, (int, float)) else []
-    return [
-        *near,
-        0.5,
-        3,
-        *(
-            word
-            for part in (annotation, *get_args(annotation))
-            if get_origin(part) is Literal
-            for word in get_args(part)
-        ),
-    ]
+    candidates: list[Any] = [0.5, 3]
+    if isinstance(usual, (int, float)):
+        candidates = [2 * usual, usual / 2, *candidates]
+    for part in (annotation, *get_args(annotation)):
+        if get_origin(part) is Literal:
+            candidates += get_args(part)
+    return candidates
 
 
-def _accepted(cls: type[Method], settings: dict[str, Any]) -> bool:
+def _is_valid(cls: type[Method], settings: dict[str, Any]) -> bool:
     with contextlib.suppress(ValidationError):
         return bool(cls.Settings.model_validate(settings))
     return False
 
 
 def again(job: StageJob, name: str, **changes: Any) -> StageJob:
-    """The same stage under another key, so that it runs a second time."""
+    """Return a copy of a job under another key, so that the stage runs a second time."""
     return replace(job, key=f"{job.key}-{name}", **changes)
 
 
 def contents(artifact: Artifact) -> dict[str, str]:
-    """sha256 of every file that lies in an artifact's folder, whatever its manifest says."""
+    """Return path -> sha256 of every file in an artifact's folder, whatever the manifest lists."""
     folder = Path(artifact.root) / artifact.key
-    return {
-        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(folder.rglob("*"))
-        if p.is_file()
-    }
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            digests[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
 
 
 def history(artifact: Artifact) -> list[dict[str, Any]]:
-    """A row per epoch, without what a clock decided."""
-    rows = pq.read_table(pa.BufferReader(artifact.read("history.parquet"))).to_pylist()
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    """Return the training history, a row an epoch, without the column that a clock decides."""
+    table = pq.read_table(pa.BufferReader(artifact.read("history.parquet")))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for row in rows:
+        row.pop("seconds", None)
+    return rows

@@ -1,4 +1,4 @@
-"""What a step of a task starts from, for tests that take a method step by step."""
+"""Make the `StepContext` of a training step, for tests that run a method step by step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from workers.storage.taskstate import Carried
 
 
 def feed_data(feed: Any, has_validation: bool = False) -> StepData:
-    """Data of which every split is `feed`."""
+    """Return data whose feed is `feed` for every split."""
     return StepData(lambda split, training: feed, has_validation=has_validation)
 
 
 def keys_data(keys: dict[str, list[str]]) -> StepData:
-    """Data of which every task has these keys, by class."""
+    """Return data in which every task has the same sample keys. keys: class -> keys."""
     return StepData(task_keys=lambda task: keys)
 
 
@@ -27,7 +27,10 @@ def step_context(
     tasks: tuple[Task, ...] = (),
     data: StepData = StepData(),  # noqa: B008 (frozen)
 ) -> StepContext:
-    """A context in the middle of a stream; `tasks`: those that batches have samples of."""
+    """Return the context of a step in the middle of a stream.
+
+    tasks: the tasks whose samples are in training batches, `task` alone by default.
+    """
     return StepContext(
         task, optim, step, training_tasks=tasks or (task,), carried=carried, data=data
     )

@@ -1,5 +1,7 @@
-"""MLflow in memory, with the calls that a record needs; it can go away before or in the middle of
-any of them, and refuse what is asked."""
+"""An MLflow server and its client in memory, with the calls that the tracker makes.
+
+Any call can fail: before or after the server carries it out, or because the server refuses it.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,20 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-Fault = Callable[
-    [int, str], str
-]  # (number of the call, its name) -> "", "before", "after", or "refuse"
+# (number of the call from 1, its name) -> how it fails: "" not at all; "before" or "after" the
+# server carries it out; "refuse".
+Fault = Callable[[int, str], str]
 URI = "http://mlflow.test"
 
 
 class Page(list[Any]):
+    """A page of search results, the only one."""
+
     token = None
 
 
 class Info:
-    """Of a run, as a client gets it."""
+    """The `info` of a run, as a client gets it."""
 
     start_time = 1000
 
@@ -30,20 +34,23 @@ class Info:
 
     @property
     def status(self) -> str:
+        """The status of the run, which cannot be assigned, as in MLflow."""
         return self._status
 
 
 class Away(ConnectionError):
-    """What a client sees of a server that is not there."""
+    """The error of a client that cannot reach the server."""
 
 
 class Refused(Exception):
-    """A call that is wrong in itself."""
+    """The error of a client whose call the server refuses."""
 
 
 class FakeMlflow:
-    """The client and the server in one. A call that fails `after` was done all the same: only its
-    answer was lost."""
+    """The client and the server in one.
+
+    The server carries out a call that fails "after"; only the answer is lost.
+    """
 
     def __init__(self, fault: Fault = lambda number, name: "") -> None:
         self.fault = fault
@@ -52,7 +59,7 @@ class FakeMlflow:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        do = object.__getattribute__(self, f"do_{name}")
+        carry_out = object.__getattribute__(self, f"do_{name}")
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(name)
@@ -61,7 +68,7 @@ class FakeMlflow:
                 raise Away(f"{name}: connection refused")
             if fault == "refuse":
                 raise Refused(f"{name}: bad request")
-            answer = do(*args, **kwargs)
+            answer = carry_out(*args, **kwargs)
             if fault == "after":
                 raise Away(f"{name}: connection reset")
             return answer
@@ -69,6 +76,7 @@ class FakeMlflow:
         return call
 
     def open_store(self, *_: Any) -> tuple[FakeMlflow, str, str]:
+        """Return the client, the tracking URI and the id of the experiment."""
         self.get_experiment()
         return self, URI, "1"
 
@@ -91,7 +99,7 @@ class FakeMlflow:
         return self.view(key)
 
     def view(self, key: str) -> Any:
-        """A copy, as a client gets it."""
+        """Return a copy of a run, as a client gets it."""
         run = self.runs[key]
         return SimpleNamespace(
             info=Info(key, run.name, run.status),
@@ -103,11 +111,11 @@ class FakeMlflow:
     ) -> Page:
         expected_tags = dict(re.findall(r"tags\.`([^`]+)` = '([^']*)'", text))
         assert expected_tags
-        return Page(
-            self.view(k)
-            for k, r in self.runs.items()
-            if all(r.tags.get(n) == v for n, v in expected_tags.items())
-        )
+        page = Page()
+        for key, run in self.runs.items():
+            if expected_tags.items() <= run.tags.items():
+                page.append(self.view(key))
+        return page
 
     def do_log_batch(self, key: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
         run = self.runs[key]
@@ -115,14 +123,17 @@ class FakeMlflow:
             assert run.params.setdefault(param.key, param.value) == param.value, (
                 "a parameter never changes"
             )
-        for m in metrics:
-            # in the order in which they first came
-            run.points.setdefault(m.key, {})[m.step, m.timestamp, m.value] = None
-        run.tags.update({t.key: t.value for t in tags})
+        for metric in metrics:
+            # A dict as an ordered set: a point that is sent again keeps its position.
+            points = run.points.setdefault(metric.key, {})
+            points[metric.step, metric.timestamp, metric.value] = None
+        run.tags.update({tag.key: tag.value for tag in tags})
 
     def do_log_inputs(self, key: str, datasets: Any) -> None:
-        for d in datasets:
-            self.runs[key].inputs.setdefault((d.dataset.name, d.dataset.digest), d.tags[0].value)
+        for entry in datasets:
+            dataset = entry.dataset
+            identity = (dataset.name, dataset.digest)
+            self.runs[key].inputs.setdefault(identity, entry.tags[0].value)
 
     def do_set_tag(self, key: str, name: str, value: str) -> None:
         self.runs[key].tags[name] = value
@@ -143,36 +154,39 @@ class FakeMlflow:
                 with open(path, "rb") as stream:
                     self.runs[key].files[os.path.relpath(path, folder)] = stream.read()
 
-    # ---- what tests look at ----------------------------------------------------------------------
+    # ---- what tests read -------------------------------------------------------------------------
     def run_named(self, name: str, **tags: str) -> Any:
-        """The one run with this name and these tags."""
+        """Return the only run with this name and these tags."""
         runs = [
-            r
-            for r in self.runs.values()
-            if r.name == name and all(r.tags.get(k) == v for k, v in tags.items())
+            run
+            for run in self.runs.values()
+            if run.name == name and tags.items() <= run.tags.items()
         ]
-        assert len(runs) == 1, [r.name for r in runs]
+        assert len(runs) == 1, [run.name for run in runs]
         return runs[0]
 
     def contents(self) -> dict[tuple[str, ...], Any]:
-        """Everything that was written, by the names on the way down to a run; AssertionError where
-        two runs have the same."""
-        body = {}
+        """Return names of a run's ancestors and itself -> everything that was logged to it.
+
+        Tags that hold ids of runs are left out. Raise AssertionError when two runs have the same
+        names.
+        """
+        contents = {}
         for run in self.runs.values():
-            way, above = [run.name], run
-            while (parent := above.tags.get("mlflow.parentRunId", "")) in self.runs:
-                above = self.runs[parent]
-                way.insert(0, above.name)
-            assert tuple(way) not in body, f"{way} is there twice"
-            tags = {
-                k: v for k, v in run.tags.items() if k not in ("mlflow.parentRunId", "winner_run")
-            }
-            body[tuple(way)] = (
-                run.status,
-                tags,
-                run.params,
-                {k: list(v) for k, v in run.points.items()},
-                run.inputs,
-                run.files,
-            )
-        return body
+            path = self._path_of(run)
+            assert path not in contents, f"two runs are named {path}"
+            tags = dict(run.tags)
+            tags.pop("mlflow.parentRunId", None)
+            tags.pop("winner_run", None)
+            points = {name: list(points) for name, points in run.points.items()}
+            contents[path] = (run.status, tags, run.params, points, run.inputs, run.files)
+        return contents
+
+    def _path_of(self, run: Any) -> tuple[str, ...]:
+        """Return the names of a run's ancestors, from the root run down, and its own."""
+        names = [run.name]
+        parent = self.runs.get(run.tags.get("mlflow.parentRunId", ""))
+        while parent is not None:
+            names.insert(0, parent.name)
+            parent = self.runs.get(parent.tags.get("mlflow.parentRunId", ""))
+        return tuple(names)

@@ -1,4 +1,4 @@
-"""Records of a search as `search` leaves them, written without training anything."""
+"""Records of a search as the command `search` writes them, made without training anything."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ERROR = (
 
 
 def draw(rng: random.Random) -> dict[str, Any]:
-    """Settings of one trial; `keep` only where blocks are listed."""
+    """Draw the settings of one trial; `keep` only where token masks are of listed blocks."""
     params: dict[str, Any] = {
         "methods.meat.mask_lr": round(10 ** rng.uniform(math.log10(0.0025), math.log10(0.025)), 6),
         "methods.meat.lambda": round(rng.uniform(0.5, 1), 4),
@@ -49,45 +49,48 @@ def draw(rng: random.Random) -> dict[str, Any]:
 def results(
     params: dict[str, Any], tasks: list[str], rng: random.Random, offset: int = 0
 ) -> list[dict[str, Any]]:
-    """A known function of the settings with a little noise: the learning rate matters most, then
-    alpha; lambda sets the size."""
+    """Return the results of a trial, one after each task: a known function of its settings.
+
+    The learning rate changes accuracy most, then alpha; lambda sets the size. Noise from `rng` is
+    added. offset: the position of the first task in the stream.
+    """
+    mask_lr = params["methods.meat.mask_lr"]
+    size_factor = params["methods.meat.lambda"]
     level = (
         0.86
-        - 0.16 * (math.log10(params["methods.meat.mask_lr"]) + 2.0) ** 2 / 0.25
+        - 0.16 * (math.log10(mask_lr) + 2.0) ** 2 / 0.25
         - 0.012 * abs(params["methods.meat.alpha"] - 2)
     )
-    level -= 0.05 * (params.get("methods.meat.keep", 0.5) - 0.5) ** 2 + 0.03 * (
-        1 - params["methods.meat.lambda"]
-    )
+    level -= 0.05 * (params.get("methods.meat.keep", 0.5) - 0.5) ** 2 + 0.03 * (1 - size_factor)
+    keep_factor = params.get("methods.meat.keep", 1) ** 0.5
+    num_bytes = round(452_000 * size_factor**3 * keep_factor + 20_000, 0)
     per_task: dict[str, float] = {}
     results_so_far = []
     for position, task in enumerate(tasks, offset):
         per_task[task] = round(max(level - 0.02 * position + rng.gauss(0, 0.006), 0.05), 4)
-        results_so_far.append(
-            {
-                "task": task,
-                "position": position,
-                "accuracy": sum(per_task.values()) / len(per_task),
-                "bytes": round(
-                    452_000
-                    * params["methods.meat.lambda"] ** 3
-                    * params.get("methods.meat.keep", 1) ** 0.5
-                    + 20_000,
-                    0,
-                ),
-                "per_task": dict(per_task),
-            }
-        )
+        result = {
+            "task": task,
+            "position": position,
+            "accuracy": sum(per_task.values()) / len(per_task),
+            "bytes": num_bytes,
+            "per_task": dict(per_task),
+        }
+        results_so_far.append(result)
     return results_so_far
 
 
 def trial(
     number: int, params: dict[str, Any] | None = None, status: str = "finished", **other: Any
 ) -> dict[str, Any]:
-    """A record of one trial; without settings it has seeded ones. accuracy, bytes: its only
-    result."""
+    """Return the record of one trial.
+
+    params: its settings, drawn with `number` as seed by default. other: fields of the record;
+    `accuracy` and `bytes` make a trial of one result.
+    """
     rng = random.Random(number)
-    params = draw(rng) if params is None else params
+    if params is None:
+        params = draw(rng)
+    results_of_trial: list[dict[str, Any]] = []
     if "accuracy" in other:
         results_of_trial = [
             {
@@ -98,8 +101,8 @@ def trial(
                 "per_task": {},
             }
         ]
-    else:
-        results_of_trial = [] if "results" in other else results(params, TASKS, rng)
+    elif "results" not in other:
+        results_of_trial = results(params, TASKS, rng)
     return {
         "number": number,
         "phase": "",
@@ -118,52 +121,56 @@ def trial(
 
 
 def trials(count: int, scheduler: str = "asha") -> list[dict[str, Any]]:
-    """A search over the stream: poor trials stopped early, some failed, the last one running."""
+    """Return the records of a search over the stream.
+
+    Some trials failed, `asha` stopped the poor ones early, and the last one is running.
+    """
     records = []
     for number in range(count):
-        t = trial(
-            number,
-            stages={
-                "run": 12 if number == 0 else 8,
-                "reused": 0 if number == 0 else 4 + number % 5,
-            },
-            device_s=200.0 + 7 * (number % 11),
-        )
+        stages = {"run": 8, "reused": 4 + number % 5}
+        if number == 0:
+            stages = {"run": 12, "reused": 0}
+        record = trial(number, stages=stages, device_s=200.0 + 7 * (number % 11))
+        all_results = record["results"]
+        second_accuracy = all_results[1]["accuracy"]
         if number % 13 == 6:
-            t |= {"status": "failed", "message": ERROR, "results": t["results"][: number % 2]}
-        elif scheduler == "asha" and t["results"][1]["accuracy"] < 0.78:
-            t |= {
-                "status": "stopped",
-                "results": t["results"][: 2 if t["results"][1]["accuracy"] < 0.74 else 3],
-            }
-        records.append(t)
+            record |= {"status": "failed", "message": ERROR, "results": all_results[: number % 2]}
+        elif scheduler == "asha" and second_accuracy < 0.74:
+            record |= {"status": "stopped", "results": all_results[:2]}
+        elif scheduler == "asha" and second_accuracy < 0.78:
+            record |= {"status": "stopped", "results": all_results[:3]}
+        records.append(record)
     if count > 4:
         records[-1] |= {"status": "running", "results": records[-1]["results"][:2], "ended": None}
     return records
 
 
 def per_task(count: int, tasks: list[str] | None = None) -> list[dict[str, Any]]:
-    """A greedy search: `count` trials for each task after the first one's best, and so on; each is
-    judged after its last task alone."""
+    """Return the records of a greedy search: `count` trials for each task in turn.
+
+    Each task starts from the best trial of the task before. A trial has one result, after its task.
+    """
     records: list[dict[str, Any]] = []
-    before: dict[str, float] = {}
+    best_so_far: dict[str, float] = {}  # task -> accuracy
     for position, task in enumerate(tasks or TASKS[:4]):
+        records_of_task = []
         for _ in range(count):
-            rng = random.Random(1000 + len(records))
-            t = trial(len(records), draw(rng), phase=task)
-            result = results(t["params"], [task], rng, position)[0]
-            result["per_task"] |= before
+            number = len(records)
+            rng = random.Random(1000 + number)
+            record = trial(number, draw(rng), phase=task)
+            result = results(record["params"], [task], rng, position)[0]
+            result["per_task"] |= best_so_far
             result["accuracy"] = sum(result["per_task"].values()) / (position + 1)
-            records.append(
-                t | {"results": [result], "stages": {"run": 2, "reused": 2 * position + 2}}
-            )
-        before = max(
-            (f for f in records if f["phase"] == task), key=lambda f: f["results"][-1]["accuracy"]
-        )["results"][0]["per_task"]
+            record |= {"results": [result], "stages": {"run": 2, "reused": 2 * position + 2}}
+            records.append(record)
+            records_of_task.append(record)
+        best = max(records_of_task, key=lambda record: record["results"][-1]["accuracy"])
+        best_so_far = best["results"][0]["per_task"]
     return records
 
 
 def record(name: str = "meat-real", **settings: Any) -> dict[str, Any]:
+    """Return the record of a search. settings: those that differ from the usual ones."""
     return {
         "name": name,
         "created": "2026-01-02T03:04:05+0000",
@@ -196,6 +203,7 @@ def record(name: str = "meat-real", **settings: Any) -> dict[str, Any]:
 
 
 def winner(trial: dict[str, Any], tests: int = 3) -> dict[str, Any]:
+    """Return the record of the winner, this trial, with one test run for each of `tests` seeds."""
     last = trial["results"][-1]
     return {
         "trial": trial["number"],
@@ -223,12 +231,13 @@ def write(
     some: list[dict[str, Any]],
     won: dict[str, Any] | None = None,
 ) -> str:
-    """Writes the records of a search; returns its name."""
+    """Write the records of a search and its trials, and of its winner if any; return its name."""
     folder = Path(storage) / "searches" / body["name"]
     (folder / "trials").mkdir(parents=True)
     (folder / "search.json").write_text(json.dumps(body))
-    for t in some:
-        (folder / "trials" / f"{t['number']:04d}.json").write_text(json.dumps(t))
+    for trial_record in some:
+        path = folder / "trials" / f"{trial_record['number']:04d}.json"
+        path.write_text(json.dumps(trial_record))
     if won is not None:
         (folder / "winner.json").write_text(json.dumps(won))
     return str(body["name"])

@@ -1,4 +1,4 @@
-"""A cluster as the driver sees it, made by hand."""
+"""Make the `ClusterState` that a driver would read from Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ def nodes_of(
     leaving: Iterable[int] = (),
     drivers: Mapping[str, tuple[str, ...]] | None = None,
 ) -> ClusterState:
-    """One node per entry of `resources`, with ids 0, 1, ...; drivers: names of actors by job."""
+    """Return a cluster of a node per entry of `resources`, with ids 0, 1, ...
+
+    lost, leaving: indices of nodes that are dead, or about to be preempted. drivers: Ray job ->
+    names of its actors.
+    """
     lost_indices = set(lost)
     leaving_indices = set(leaving)
     nodes = {}

@@ -1,5 +1,5 @@
-"""Files from strangers cannot run code, cannot reach outside their place, and cannot eat the
-memory: each is refused with one sentence."""
+"""Hostile files cannot run code, reach files outside their folder, or exhaust the memory: each is
+refused with one sentence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MARK = "the-code-of-a-stranger-ran"
 
 
-def test_the_mark_is_left_by_what_is_loaded(tmp_path: Path) -> None:
+def test_loading_the_hostile_pickle_makes_the_mark(tmp_path: Path) -> None:
     new_site = Site(tmp_path)
     pickle.loads(new_site.pickled())
     assert new_site.mark.exists()
@@ -56,13 +56,13 @@ def take(megabytes: int) -> str:
     return f"{len(bytearray(megabytes << 20))} bytes"
 
 
-def test_what_a_process_takes_is_seen() -> None:
+def test_the_memory_that_a_process_takes_is_measured() -> None:
     assert costs(take, 300)[1] >= 290
 
 
 # ---- tars ----------------------------------------------------------------------------------------
 def archive(site: Site, *members: bytes) -> str:
-    """A tar source of two good images, then these members; the path of its config."""
+    """Write a tar source of two good images and these members; return the path of its config."""
     good = [
         member(f"{label}{n}.{ext}", data)
         for n, label in enumerate("ab")
@@ -128,7 +128,7 @@ def list_one(path: str) -> str:
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
-def test_sizes_in_a_tar_take_no_memory(kind: Any, site: Any) -> None:
+def test_huge_sizes_in_the_headers_of_a_tar_take_no_memory(kind: Any, site: Any) -> None:
     archive(site, member("x.cls", size=3 << 30, kind=kind))
     with open(site.own_folder / "raw" / "train.tar", "ab") as stream:
         stream.truncate(4 << 30)  # a file of holes, so that the size is true
@@ -138,7 +138,7 @@ def test_sizes_in_a_tar_take_no_memory(kind: Any, site: Any) -> None:
 
 
 def test_a_pickle_in_a_tar_is_not_loaded(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """WebDataset's decoders would load what is called so."""
+    """WebDataset's decoders would load a member with this extension."""
     hidden = [member(f"a0.{ext}", site.pickled()) for ext in ("pkl", "pyd", "pickle", "pth", "npy")]
     assert cli.main(["ingest", archive(site, *hidden)]) == 0
     shard = next((site.own_folder / "storage" / "stages").glob("*/*/train-00000.tar"))
@@ -175,7 +175,7 @@ def saved(kind: str, side: int = 8, **options: Any) -> bytes:
 
 
 def sized(kind: str, at: int, form: str) -> bytes:
-    """A small image whose header says 50,000 x 50,000."""
+    """Return a small image whose header claims 50,000 x 50,000 pixels."""
     data = bytearray(saved(kind))
     data[at : at + struct.calcsize(form)] = struct.pack(form, 50_000, 50_000)
     return bytes(data)
@@ -199,7 +199,7 @@ def tiff(side: int, data: bytes = bytes(64), compression: int = 1, tile: int = 0
 
 
 def webp(side: int) -> bytes:
-    """An animation on a canvas of side x side with one small frame."""
+    """Return an animation on a canvas of side x side pixels with one small frame."""
     frame = saved("WEBP", 16, lossless=True)[12:]
 
     def three_bytes(number: int) -> bytes:
@@ -219,7 +219,7 @@ def text_bomb(kind: bytes, head: bytes) -> bytes:
 
 
 def png_of(width: int, height: int, rows: int) -> bytes:
-    """A black PNG of one bit a pixel, of which so many rows are there."""
+    """Return a black PNG of one bit a pixel that has only the first `rows` rows."""
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
     body = zlib.compress(bytes((1 + -(-width // 8)) * rows), 9)
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", body) + chunk(b"IEND", b"")
@@ -305,7 +305,7 @@ def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
 @pytest.mark.parametrize("size", [(1, 1), (9, 7), (31, 40)])
-def test_whole_pngs_of_every_kind_are_taken(mode: str, size: Any) -> None:
+def test_complete_pngs_of_every_kind_are_accepted(mode: str, size: Any) -> None:
     buffer = io.BytesIO()
     Image.new(mode, size).save(buffer, "PNG", **({"bits": 4} if mode == "P" else {}))
     assert image_checks.problem_of(buffer.getvalue(), 10**6) is None
@@ -313,7 +313,9 @@ def test_whole_pngs_of_every_kind_are_taken(mode: str, size: Any) -> None:
 
 @pytest.mark.parametrize(("bits", "color"), [(1, 0), (8, 2), (16, 6), (4, 3)])
 @pytest.mark.parametrize("size", [(1, 1), (2, 5), (9, 7), (33, 40)])
-def test_interlaced_pngs_are_taken_whole_and_refused_cut(bits: int, color: int, size: Any) -> None:
+def test_interlaced_pngs_are_accepted_and_truncated_ones_refused(
+    bits: int, color: int, size: Any
+) -> None:
     total = 0
     for x, y, across, down in image_checks.ADAM7:
         columns, rows = len(range(x, size[0], across)), len(range(y, size[1], down))
@@ -328,11 +330,11 @@ def test_interlaced_pngs_are_taken_whole_and_refused_cut(bits: int, color: int, 
         assert (image_checks.problem_of(data, 10**6) is None) == (not missing)
 
 
-def test_a_blank_page_is_taken_where_the_card_says_so() -> None:
+def test_a_blank_image_is_accepted_when_the_card_allows_it() -> None:
     assert image_checks.problem_of(png_of(3000, 3000, 3000), 50_000_000) is not None
     assert image_checks.problem_of(png_of(3000, 3000, 3000), 50_000_000, 10**6) is None
     assert image_checks.problem_of(png_of(1000, 1000, 1000), 50_000_000) is None, (
-        "of small ones any"
+        "a small blank image is always accepted"
     )
     grey = io.BytesIO()
     Image.new("L", (7000, 7000)).save(grey, "PNG")
@@ -344,7 +346,7 @@ def first_frame(data: bytes) -> int:
     return len(image_checks.to_stored(data, 50_000_000)[0])
 
 
-def test_of_thousands_of_frames_one_is_decoded() -> None:
+def test_only_one_of_thousands_of_frames_is_decoded() -> None:
     frames = [Image.new("L", (64, 64), n) for n in range(2)]
     buffer = io.BytesIO()
     frames[0].save(
@@ -457,7 +459,7 @@ def test_hostile_yaml_takes_no_memory(text: Any) -> None:
     assert megabytes < 100
 
 
-def test_aliases_that_people_write_are_read() -> None:
+def test_usual_yaml_aliases_are_read() -> None:
     assert yaml_files.parse_yaml("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]", "x")[
         "b"
     ] == {"x": 3, "y": [2]}
@@ -502,12 +504,12 @@ MEANS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("text", MEANS)
-def test_words_mean_what_yaml_1_2_says(text: Any) -> None:
+def test_plain_words_are_read_as_in_yaml_1_2(text: Any) -> None:
     value = yaml_files.parse_yaml(f"key: {text}", "x")["key"]
     assert (type(value), value) == (type(MEANS[text]), MEANS[text])
 
 
-def test_what_is_written_is_read_back_and_by_yaml_1_1_too() -> None:
+def test_written_yaml_reads_back_equal_under_yaml_1_1_and_1_2() -> None:
     values = [
         *MEANS,
         *MEANS.values(),
@@ -554,7 +556,7 @@ def test_numbers_and_switches_are_read_as_people_write_them(
     assert getattr(configs.load(config_of(site), [override]).train, key) == value
 
 
-def test_tracking_may_be_switched_off_by_a_word(site: Any) -> None:
+def test_tracking_can_be_switched_off_by_the_word_off(site: Any) -> None:
     assert not configs.load(config_of(site), ["tracking=off"]).tracking.enabled
 
 
@@ -597,7 +599,7 @@ def test_an_override_that_overflows_or_hides_something_is_refused(
     assert says in message
 
 
-def test_classes_may_be_called_no_and_on(site: Any) -> None:
+def test_classes_can_be_named_no_and_on(site: Any) -> None:
     tasks = [{"card": small_run.make_card(site.own_folder, "good", "01", 3, 2)}]
     path = site.config(tasks[0]["card"], stream={"scenario": "task", "tasks": tasks})
     Path(path).write_text(
@@ -617,7 +619,9 @@ def test_a_seed_that_numpy_does_not_take_is_refused(
 
 
 # ---- files of files ------------------------------------------------------------------------------
-def test_bases_that_double_are_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bases_whose_number_doubles_at_each_level_are_refused(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     for number in range(1, 24):
         (site.own_folder / f"{number}.yaml").write_text(
             f"extends: [{number - 1}.yaml, {number - 1}.yaml]\n"
@@ -628,7 +632,7 @@ def test_bases_that_double_are_refused(site: Any, capfd: pytest.CaptureFixture[s
     )
 
 
-def test_a_thousand_bases_one_behind_the_other_are_refused(
+def test_a_chain_of_a_thousand_bases_is_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(1500):
@@ -638,7 +642,7 @@ def test_a_thousand_bases_one_behind_the_other_are_refused(
     )
 
 
-def test_bases_that_people_write_are_read(site: Any) -> None:
+def test_usual_bases_are_read(site: Any) -> None:
     for number in range(1, 6):
         (site.own_folder / f"{number}.yaml").write_text(
             f"extends: [{number - 1}.yaml, 0.yaml]\nkey{number}: {number}\n"
@@ -650,7 +654,7 @@ def test_bases_that_people_write_are_read(site: Any) -> None:
     }
 
 
-def test_a_base_that_is_a_circle_of_links_is_refused(
+def test_a_base_that_is_a_cycle_of_symbolic_links_is_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (site.own_folder / "a.yaml").symlink_to("b.yaml")
@@ -753,7 +757,7 @@ def in_a_folder(site: Site, path: str, name: str) -> str:
 
 @pytest.mark.parametrize("kind", AS)
 @pytest.mark.parametrize("case", ENDLESS)
-def test_a_file_without_end_is_refused_at_once(
+def test_an_endless_file_is_refused_at_once(
     case: Any, kind: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make, says = ENDLESS[case]
@@ -804,7 +808,7 @@ def test_no_cell_of_a_table_is_a_formula() -> None:
     assert len(table_rows) == len(FORMULAS), "a cell that goes over several lines is in quotes"
 
 
-def test_names_of_files_are_no_formulas_in_the_list_of_what_was_left_out(site: Any) -> None:
+def test_file_names_are_not_formulas_in_the_list_of_rejected_images(site: Any) -> None:
     card = small_run.make_card(site.own_folder, "good", "01", 3, 2, max_bad_fraction=0.9)
     (site.own_folder / "raw" / "good" / "train" / "0" / "=cmd|' !A0.png").write_bytes(b"no image")
     assert cli.main(["ingest", site.config(card)]) == 0
@@ -818,7 +822,7 @@ def test_names_of_files_are_no_formulas_in_the_list_of_what_was_left_out(site: A
     ]
 
 
-def test_a_text_of_many_megabytes_is_no_config(
+def test_a_config_of_many_megabytes_is_refused(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (site.own_folder / "bad.yaml").write_text("#" * (17 << 20))
@@ -833,7 +837,7 @@ def no_connection(*arguments: Any, **_: Any) -> None:
 
 
 @pytest.mark.parametrize("case", BACKBONES)
-def test_a_backbone_of_a_stranger_is_refused_by_plan_and_reaches_nothing(
+def test_plan_refuses_a_hostile_backbone_and_opens_nothing(
     case: Any, site: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket.socket, "connect", no_connection)
@@ -957,7 +961,7 @@ def state_said(data: bytes) -> str:
 @pytest.mark.parametrize(
     "shape", [[2**33], [2**60], [2**32, 2**32], [-8], [9], [0], [8.5], "88", None, [[8]], {"x": 1}]
 )
-def test_a_mask_that_says_it_is_larger_than_its_bits_is_refused_and_takes_no_memory(
+def test_a_mask_whose_shape_exceeds_its_bits_is_refused_and_takes_no_memory(
     shape: Any,
 ) -> None:
     outcome, megabytes = costs(state_said, state(shape))
@@ -1048,9 +1052,7 @@ def read_rows(path: str) -> str:
 
 
 @pytest.mark.parametrize("column", ["label", "image"])
-def test_rows_that_all_say_the_same_huge_value_take_the_memory_of_one(
-    column: str, site: Any
-) -> None:
+def test_rows_that_share_one_huge_value_take_the_memory_of_one_row(column: str, site: Any) -> None:
     """A few kilobytes that hold 20 MB once, and mean 1.6 GB."""
     names = pa.DictionaryArray.from_arrays(
         pa.array([0] * 80, pa.int32()), pa.array([b"a" * (20 << 20)])
@@ -1066,7 +1068,7 @@ def test_rows_that_all_say_the_same_huge_value_take_the_memory_of_one(
 
 
 # ---- torchvision ---------------------------------------------------------------------------------
-def test_pickles_of_cifar_that_are_not_the_published_ones_are_not_loaded(
+def test_cifar_pickles_with_unknown_digests_are_not_loaded(
     site: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchvision.datasets import cifar

@@ -1,5 +1,5 @@
-"""A store, a bundle or a name that a stranger wrote cannot run code, reach outside, or become
-markup: it is refused, or is only itself."""
+"""A hostile store, bundle or name cannot run code, reach files outside its folder, or inject
+markup: it is refused, or read as plain text."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_hostile_index_is_refused(case: Any, site: Any) -> None:
         Shards.open(str(site.own_folder), key)
 
 
-def test_an_honest_index_is_read(site: Any) -> None:
+def test_a_valid_index_is_read(site: Any) -> None:
     assert Shards.open(str(site.own_folder), ingested(site)).index.num_rows == 1
 
 
@@ -110,7 +110,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
-def test_a_manifest_that_names_what_is_not_its_own_does_not_stand(case: Any, site: Any) -> None:
+def test_a_manifest_that_names_files_outside_its_folder_is_invalid(case: Any, site: Any) -> None:
     key = ingested(site)
     path = site.own_folder / key / "manifest.json"
     body = json.loads(path.read_text())
@@ -127,7 +127,7 @@ DEEP, ENDLESS = "[" * 100_000, '{"name": ' + "9" * 5000 + "}"
     [DEEP, ENDLESS, '{"a": NaN}', '"text"', "3", "null", "\ufeff{}", "{" * 1000],
     ids=lambda text: text[:8],
 )
-def test_json_of_a_stranger_is_no_record_and_no_obstacle(
+def test_hostile_json_is_not_read_as_a_record_and_stops_no_command(
     text: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store = Store(str(site.own_folder / "storage"))
@@ -159,7 +159,7 @@ def read_one(path: str) -> str:
         return str(error)
 
 
-def test_json_of_gigabytes_takes_little_memory(site: Any) -> None:
+def test_a_json_file_of_gigabytes_takes_little_memory(site: Any) -> None:
     with open(site.own_folder / "manifest.json", "wb") as stream:
         stream.truncate(4 << 30)
     outcome, megabytes = costs(read_one, str(site.own_folder / "manifest.json"))
@@ -176,7 +176,9 @@ def test_json_of_gigabytes_takes_little_memory(site: Any) -> None:
         "e00000-s000000-00000000.safetensors/../x",
     ],
 )
-def test_a_checkpoint_elsewhere_is_neither_loaded_nor_deleted(name: str, site: Any) -> None:
+def test_a_checkpoint_outside_its_folder_is_neither_loaded_nor_deleted(
+    name: str, site: Any
+) -> None:
     root, folder = str(site.own_folder / "stages"), site.own_folder / "checkpoints" / "k"
     folder.mkdir(parents=True)
     (site.own_folder / "checkpoints" / "k2").mkdir()
@@ -201,7 +203,7 @@ def test_a_checkpoint_elsewhere_is_neither_loaded_nor_deleted(name: str, site: A
     assert (site.own_folder / "checkpoints" / "k2" / "e00000-s000000-00000000.safetensors").exists()
 
 
-def test_a_checkpoint_of_other_words_starts_the_stage_anew(site: Any) -> None:
+def test_a_checkpoint_with_other_fields_makes_the_stage_start_again(site: Any) -> None:
     folder = site.own_folder / "checkpoints" / "k"
     folder.mkdir(parents=True)
     data = safetensors.torch.save({"x": torch.zeros(1)}, {"accrete": json.dumps({"nothing": 1})})
@@ -214,7 +216,7 @@ def test_a_checkpoint_of_other_words_starts_the_stage_anew(site: Any) -> None:
 @pytest.mark.parametrize(
     "key", ["../../../outside", "/etc", "a/b", "..", "<script>", "", None, 3.5, ["x"]]
 )
-def test_a_record_whose_keys_lead_out_of_the_store_is_none(key: Any, site: Any) -> None:
+def test_a_record_whose_keys_lead_out_of_the_store_is_not_read(key: Any, site: Any) -> None:
     store = Store(str(site.own_folder))
     good: Any = {"name": "r", "stages": [{"id": "x", "key": "0" * 32, "step": "train"}]}
     store.save_record(good)
@@ -234,7 +236,7 @@ def test_a_record_whose_keys_lead_out_of_the_store_is_none(key: Any, site: Any) 
         None,
     ],
 )
-def test_a_record_with_less_than_a_stage_is_none(stage: Any, site: Any) -> None:
+def test_a_record_with_an_incomplete_stage_is_not_read(stage: Any, site: Any) -> None:
     store = Store(str(site.own_folder))
     store.save_record(cast(Any, {"name": "r", "stages": [stage]}))
     assert store.record("r") is None
@@ -242,7 +244,7 @@ def test_a_record_with_less_than_a_stage_is_none(stage: Any, site: Any) -> None:
 
 # ---- names ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/b", ".", "..", "", "x\ny", "x\n"])
-def test_a_card_cannot_name_a_place(
+def test_a_card_cannot_have_a_path_as_its_name(
     name: str, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = sentence(
@@ -265,14 +267,16 @@ def test_a_card_cannot_name_a_place(
         {"licence": "\0"},
     ],
 )
-def test_a_card_holds_no_nul(changes: Any, site: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_card_with_a_nul_character_is_refused(
+    changes: Any, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     message = sentence(capfd, ["ingest", site.config(site.card(**changes))])
     assert "card.yaml" in message
     assert "a character that no file can be named with" in message
 
 
 @pytest.mark.parametrize("name", ["x\ny", "x\x1b[2Jy", "", "x" * 10_000, "x\u202ey"])
-def test_a_class_has_a_name_that_can_be_shown(
+def test_a_class_whose_name_cannot_be_printed_is_refused(
     name: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = sentence(
@@ -293,7 +297,7 @@ def test_a_class_has_a_name_that_can_be_shown(
 @pytest.mark.parametrize(
     "name", ["../../outside/x", "..", "a/../b", "<script>", "$\\bad{$", "x" * 200, "c:\\x", "a b.c"]
 )
-def test_whatever_a_class_is_called_its_files_stay_where_they_belong(name: Any, site: Any) -> None:
+def test_the_files_of_a_class_stay_in_their_folder_whatever_its_name(name: Any, site: Any) -> None:
     table = pa.table({"image": [png(n) for n in range(4)], "label": ["a", name, "a", name]})
     (site.own_folder / "raw").mkdir()
     for split in ("train", "test"):
@@ -346,7 +350,7 @@ EVIL = [
 ]
 
 
-def test_names_of_tasks_and_classes_are_no_markup_in_a_report(
+def test_names_of_tasks_and_classes_are_escaped_in_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = [
@@ -370,7 +374,7 @@ def test_cells_of_tables_are_text() -> None:
     assert html_parts.NO_VALUE in html_parts.render_table(["x"], [[html_parts.NO_VALUE]], 1)
 
 
-def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(
+def test_a_bundle_cannot_write_to_the_terminal_or_name_a_path(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = {"bytes": 1, "sha256": "0"}
@@ -412,7 +416,8 @@ def test_a_bundle_cannot_write_to_the_terminal_or_name_a_place(
 
 # ---- model folders -------------------------------------------------------------------------------
 def model_of_a_stranger(site: Site, **changes: Any) -> str:
-    """A folder whose `model.json` says whatever a stranger likes, with a digest that is right."""
+    """Write a model folder whose `model.json` has these changes and a correct digest; return its
+    path."""
     files = {
         name: {"bytes": 1, "sha256": "0"}
         for name in ("backbone.safetensors", "tasks/a.safetensors")
@@ -441,7 +446,7 @@ def model_of_a_stranger(site: Site, **changes: Any) -> str:
 def test_a_model_folder_that_asks_for_another_backbone_is_refused(
     case: Any, site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether a task is imported into it, or it is asked about an image."""
+    """Both when a task is imported into it and when it predicts an image."""
     backbone, says = backbones(site.outside)[case]
     folder = model_of_a_stranger(site, backbone=backbone)
     (site.own_folder / "x.png").write_bytes(png())

@@ -1,5 +1,5 @@
-"""A chain over one output space, killed inside each of its steps: the same exemplars, weights and
-counts come out; and what is only measured can go."""
+"""A class-incremental chain is killed inside each of its steps: exemplars, weights and correct
+answers are those of an uninterrupted run; and deleted evaluations run again."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_chain_killed_inside_a_step_ends_with_the_same_digests(
     check_recovered(chain, tmp_path, before, capsys.readouterr().out)
 
 
-def test_without_what_was_measured_all_else_stands_and_it_is_measured_the_same_again(
+def test_deleted_evaluations_run_again_with_the_same_results_and_nothing_else_runs(
     chain: Reference, tmp_path: Path, quick: Any
 ) -> None:
     """C17: evaluations are leaves."""

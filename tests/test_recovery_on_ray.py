@@ -1,4 +1,4 @@
-"""Recovery where Ray runs the stages: whoever is killed, the run ends with the same numbers and
+"""Recovery of runs on Ray: whichever process is killed, the run ends with the same results and
 leaves no process behind."""
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def on_ray(reference: Reference, folder: Path, workers: int = 1, **changes: Any)
     )
 
 
-def test_one_ray_worker_gives_what_this_process_gives(reference: Any, tmp_path: Path) -> None:
+def test_one_ray_worker_gives_the_results_of_a_single_process(
+    reference: Any, tmp_path: Path
+) -> None:
     small_run.run(["run", on_ray(reference, tmp_path)], tmp_path / "out.txt")
     assert small_run.results(tmp_path / "storage") == reference.expected
     assert all(
@@ -39,11 +41,11 @@ def test_one_ray_worker_gives_what_this_process_gives(reference: Any, tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_ray_workers_give_the_same_up_to_the_order_of_sums(
+def test_two_ray_workers_give_the_same_results_up_to_the_order_of_sums(
     reference: Any, tmp_path: Path
 ) -> None:
-    """Gradients are summed in another order: weights differ in their last bits, predictions on few
-    images."""
+    """Gradients are summed in another order, so that weights differ in their last bits, and
+    predictions on few images."""
     small_run.run(["run", on_ray(reference, tmp_path, 2)], tmp_path / "out.txt")
     results = small_run.results(tmp_path / "storage")
     assert results.keys() == reference.expected.keys()
@@ -59,8 +61,8 @@ def test_two_ray_workers_give_the_same_up_to_the_order_of_sums(
 
 
 def compare(one: Path, two: Path, stage_id: str) -> None:
-    """Floating-point tensors of a stage's files nearly equal, and of all mask bits at most one in a
-    hundred different."""
+    """Check that floating-point tensors of a stage's files are nearly equal, and that at most one
+    of a hundred mask bits differs."""
     for file in sorted(small_run.manifests(one)[stage_id]["files"]):
         if not file.endswith(".safetensors"):
             continue
@@ -88,8 +90,8 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def gone_within(processes: list[psutil.Process], seconds: float) -> list[str]:
-    """Waits until none of them runs; the command lines of those that still do, which are then
-    killed."""
+    """Wait until none of the processes runs. Kill those that still do, and return their command
+    lines."""
     deadline = time.monotonic() + seconds
     while alive(processes) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -117,7 +119,7 @@ def kill(process: psutil.Process) -> None:
 
 @pytest.fixture(scope="module")
 def ray_seconds(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """How long an uninterrupted run takes on Ray."""
+    """Return how many seconds an uninterrupted run takes on Ray."""
     folder = tmp_path_factory.mktemp("ray")
     started = time.monotonic()
     small_run.run(["run", on_ray(reference, folder)], folder / "out.txt")
@@ -131,7 +133,7 @@ VICTIMS = ["driver", "worker", "tree"]
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("trial", range(4))
-def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_numbers(
+def test_a_run_on_ray_ends_with_the_same_results_whichever_process_is_killed(
     trial: Any, victim: Any, workers: int, reference: Any, ray_seconds: Any, tmp_path: Path
 ) -> None:
     """24 trials. The moments are drawn from the part of the run in which workers exist. With two
@@ -203,7 +205,7 @@ def test_a_chain_whose_worker_and_then_driver_is_killed_inside_a_step_ends_with_
 
 
 def until_checkpoint(folder: Path, stage_id: str, process: Any, out: str = "killed.txt") -> None:
-    """Waits until a stage in training has one."""
+    """Wait until a stage in training has a checkpoint."""
     record = folder / "storage" / "runs" / "small" / "run.json"
     while process.is_alive():
         keys = (
@@ -222,7 +224,7 @@ def until_checkpoint(folder: Path, stage_id: str, process: Any, out: str = "kill
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["ray::QueueActor", "raylet/raylet", "gcs_server"])
-def test_where_ray_itself_is_killed_the_run_says_so_and_goes_on_by_the_same_command(
+def test_a_killed_ray_is_reported_and_the_same_command_resumes_the_run(
     victim: str, reference: Any, tmp_path: Path
 ) -> None:
     config = on_ray(reference, tmp_path)

@@ -1,4 +1,4 @@
-"""Promises of the queue between driver and worker groups, stepped by hand."""
+"""`Queue` hands ready stages to worker groups and their events to the driver; stepped by hand."""
 
 import random
 from typing import Any
@@ -11,22 +11,26 @@ from pipeline.launch.queue import Queue, ReadyQueue, ReadyStage
 
 
 def stage(name: str, *parents: str) -> Stage:
+    """Return a training stage with these parents."""
     return Stage(name, "train", f"key-{name}", {}, parents)
 
 
 def take(queue: Queue, group: int) -> Stage:
-    """The stage that a group gets."""
+    """Return the stage that a group gets, which must get one."""
     taken = queue.next_stage(group)
     assert isinstance(taken, Stage)
     return taken
 
 
 def taken_id(queue: Queue, group: int) -> str:
+    """Return the id of the stage that a group gets."""
     return take(queue, group).id
 
 
 def test_the_deepest_stage_goes_first_and_a_chain_keeps_its_group() -> None:
-    a, b, child = stage("a"), stage("b"), stage("child", "last")
+    a = stage("a")
+    b = stage("b")
+    child = stage("child", "last")
     assert ReadyQueue([ReadyStage(1, a), ReadyStage(3, b), ReadyStage(2, child)]).take() is b
     assert ReadyQueue([ReadyStage(2, a), ReadyStage(2, child)]).take(stage("last")) is child
 
@@ -38,7 +42,7 @@ def test_each_stage_is_given_to_one_group() -> None:
     assert queue.next_stage(2) is None
 
 
-def test_a_group_that_asks_again_has_lost_what_it_held() -> None:
+def test_a_group_that_asks_for_a_stage_before_its_last_one_ended_has_lost_that_one() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next_stage(0)
@@ -47,7 +51,7 @@ def test_a_group_that_asks_again_has_lost_what_it_held() -> None:
     assert [(e.kind, e.stage) for e in events] == [("lost", "a")]
 
 
-def test_what_ended_is_not_lost() -> None:
+def test_a_stage_that_ended_is_not_lost() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next_stage(0)
@@ -57,7 +61,7 @@ def test_what_ended_is_not_lost() -> None:
     assert [e.kind for e in events] == ["done"]
 
 
-def test_of_several_ranks_that_fail_together_one_is_heard() -> None:
+def test_of_several_ranks_that_report_a_failure_the_first_counts() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next_stage(0)
@@ -68,7 +72,7 @@ def test_of_several_ranks_that_fail_together_one_is_heard() -> None:
     assert [(e.kind, e.message) for e in events] == [("progress", ""), ("failed", "rank 1")]
 
 
-def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up() -> None:
+def test_the_stage_of_an_abandoned_group_is_lost_and_the_group_is_not_up() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.join(4, ["node-1"])
@@ -82,7 +86,7 @@ def test_a_group_that_is_gone_gives_back_its_stage_and_counts_as_not_up() -> Non
     assert up == {}
 
 
-def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_had() -> None:
+def test_a_group_that_joins_again_has_lost_its_stage_on_the_nodes_it_had() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.join(0, ["node-1", "node-2"])
@@ -95,7 +99,7 @@ def test_a_group_that_comes_up_again_has_lost_what_it_held_on_the_nodes_that_it_
     assert up == {0: ["node-2", "node-3"]}
 
 
-def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once() -> None:
+def test_a_dismissed_group_stops_after_its_stage_or_at_once() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage(name)) for name in "abc"])
     first = take(queue, 0)
@@ -104,17 +108,17 @@ def test_a_group_that_is_dismissed_ends_with_what_it_does_or_at_once() -> None:
     queue.dismiss([1], at_once=True)
     queue.dismiss([1], at_once=False)
     assert queue.post(0, Event(EventKind.PROGRESS, first.id)) is False
-    assert queue.post(1, Event(EventKind.PROGRESS, second.id)) is True, "it was told so once"
+    assert queue.post(1, Event(EventKind.PROGRESS, second.id)) is True, "the first dismissal stands"
     queue.post(0, Event(EventKind.DONE, first.id))
     queue.post(1, Event(EventKind.MOVED, second.id))
     assert queue.next_stage(0) == queue.next_stage(1) == "stop"
     queue.abandon(1, "")
-    assert queue.next_stage(1) is None, "what is left of it gets nothing"
+    assert queue.next_stage(1) is None, "workers of an abandoned group get no stage"
     queue.join(1, ["node-1"])
-    assert taken_id(queue, 1) == "c", "started anew it is not dismissed"
+    assert taken_id(queue, 1) == "c", "a group that joins again is not dismissed"
 
 
-def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard() -> None:
+def test_events_of_a_stage_that_a_group_no_longer_has_are_ignored() -> None:
     queue = Queue()
     queue.offer([ReadyStage(1, stage("a")), ReadyStage(0, stage("b"))])
     queue.next_stage(0)
@@ -127,7 +131,7 @@ def test_what_a_group_says_of_a_stage_that_it_was_relieved_of_is_not_heard() -> 
     assert [(e.kind, e.stage) for e in queue.offer([])[0]] == [("lost", "a"), ("done", "b")]
 
 
-def test_a_rank_that_misses_another_tells_of_a_loss_with_the_nodes_of_its_group() -> None:
+def test_a_stage_that_several_ranks_report_lost_is_lost_once_with_the_nodes_of_its_group() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
     queue.join(0, ["node-1", "node-2"])
@@ -147,7 +151,7 @@ def test_a_closed_queue_stops_every_group() -> None:
 
 
 def idle_after(queue: Queue, *groups: tuple[int, str]) -> None:
-    """Groups that have run a stage each, and have asked for another one in vain."""
+    """Let each group run its stage, and then ask for another one, which there is not."""
     for group, name in groups:
         queue.offer([ReadyStage(0, stage(name))])
         assert taken_id(queue, group) == name
@@ -155,7 +159,7 @@ def idle_after(queue: Queue, *groups: tuple[int, str]) -> None:
     assert not any(queue.next_stage(group) for group, _ in groups)
 
 
-def test_a_child_is_kept_for_the_idle_group_of_its_parent_whoever_asks_first() -> None:
+def test_a_child_is_reserved_for_the_idle_group_that_ran_its_parent() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a")), ReadyStage(1, stage("evaluate-a", "a"))])
@@ -163,7 +167,7 @@ def test_a_child_is_kept_for_the_idle_group_of_its_parent_whoever_asks_first() -
     assert taken_id(queue, 0) == "after-a"
 
 
-def test_what_is_kept_for_a_group_that_asks_no_more_goes_to_another_one() -> None:
+def test_a_stage_reserved_for_a_group_that_stops_asking_goes_to_another_group() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a"))])
@@ -172,7 +176,7 @@ def test_what_is_kept_for_a_group_that_asks_no_more_goes_to_another_one() -> Non
     assert [t.id for t in taken if isinstance(t, Stage)] == ["after-a"]
 
 
-def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once() -> None:
+def test_a_stage_reserved_for_an_abandoned_group_goes_to_another_group_at_once() -> None:
     queue = Queue()
     idle_after(queue, (0, "a"), (1, "b"))
     queue.offer([ReadyStage(2, stage("after-a", "a"))])
@@ -181,24 +185,27 @@ def test_what_is_kept_for_a_group_that_is_gone_is_for_all_at_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_offers_are_taken_in_the_order_that_a_look_at_all_of_them_gives(seed: Any) -> None:
+def test_ready_stages_are_taken_in_the_order_that_a_search_of_all_of_them_gives(seed: Any) -> None:
     rng = random.Random(seed)
-    offers, ready_stages, last = ReadyQueue(), list[ReadyStage](), None
+    queue = ReadyQueue()
+    ready_stages: list[ReadyStage] = []
+    last: Stage | None = None
+
+    def priority(ready: ReadyStage) -> tuple[int, bool]:
+        is_child_of_last = last is not None and last.id in ready.stage.parents
+        return ready.depth, is_child_of_last
+
     for number in range(200):
         if ready_stages and rng.random() < 0.5:
-            best = max(
-                ready_stages,
-                key=lambda o: (o.depth, last is not None and last.id in o.stage.parents),
-            )
+            best = max(ready_stages, key=priority)
             ready_stages.remove(best)
-            last = offers.take(last)
+            last = queue.take(last)
             assert last is best.stage
         else:
-            ready_stages.append(
-                ReadyStage(
-                    rng.randrange(3),
-                    stage(f"s{number}", *(f"s{rng.randrange(number)}" for _ in range(3) if number)),
-                )
-            )
-            offers.append(ready_stages[-1])
-        assert len(offers) == len(ready_stages)
+            depth = rng.randrange(3)
+            parents: list[str] = []
+            if number:
+                parents = [f"s{rng.randrange(number)}" for _ in range(3)]
+            ready_stages.append(ReadyStage(depth, stage(f"s{number}", *parents)))
+            queue.append(ready_stages[-1])
+        assert len(queue) == len(ready_stages)

@@ -1,5 +1,5 @@
-"""Promises of the record: everything is in MLflow once, whatever was interrupted, and MLflow never
-stops a run."""
+"""The record of a run in MLflow: everything is in it once, whatever was interrupted, and MLflow
+never stops a run."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run that was killed after five stages, went on, finished, and was started once more."""
+    """Record a run that was killed after five stages, resumed, finished, and run once more."""
     storage = str(tmp_path_factory.mktemp("storage"))
     record: Any = {
         **fake_run.record(),
@@ -58,8 +58,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def contents(storage: Any) -> Any:
-    """(label, task) -> run, every run of the experiment; and the length of each metric's
-    history."""
+    """Return (label, task) -> run for every run of the experiment, and the lengths of metrics'
+    histories."""
     client, _, experiment = mlflow_client.open_store(storage)
     runs = client.search_runs([experiment], max_results=1000)
     histories = {
@@ -92,7 +92,7 @@ def test_there_is_one_run_per_graph_method_and_task_nested_in_each_other(recorde
     assert {r.info.status for r in runs.values()} == {"FINISHED"}
 
 
-def test_a_command_given_twice_adds_nothing(recorded: Any) -> None:
+def test_the_same_command_twice_adds_nothing(recorded: Any) -> None:
     assert recorded.before.histories == recorded.after.histories
     assert recorded.before.ended == recorded.after.ended
 
@@ -112,7 +112,7 @@ def test_an_interrupted_run_has_every_point_once(recorded: Any) -> None:
     assert histories[runs["", ""].info.run_id, "average_accuracy/meat"] == 4
 
 
-def test_values_are_those_of_the_store(recorded: Any) -> None:
+def test_recorded_values_are_those_of_the_store(recorded: Any) -> None:
     metrics = recorded.after.runs["finetune", ""].data.metrics
     assert metrics["acc/birds"] == pytest.approx(
         round(120 * fake_run.accuracy("finetune", 3, 1)) / 120
@@ -125,7 +125,7 @@ def test_values_are_those_of_the_store(recorded: Any) -> None:
     assert task["train/val_accuracy"] > 0.8
 
 
-def test_what_people_look_at_is_there_as_pictures_tables_and_page(recorded: Any) -> None:
+def test_pictures_tables_and_the_report_are_artifacts(recorded: Any) -> None:
     state = recorded.after
     assert {
         "report.html",
@@ -185,7 +185,8 @@ def test_links_open_mlflow_on_its_pages_for_training(recorded: Any) -> None:
     run = recorded.after.runs["", ""].info
     one, many = recorded.recorder.links("http://127.0.0.1:5000")
     assert one.endswith(
-        f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
+        f"http://127.0.0.1:5000/#/experiments/{run.experiment_id}/runs/{run.run_id}"
+        "?workflowType=machine_learning"
     )
     assert all(recorded.after.runs[label, ""].info.run_id in many for label in fake_run.METHODS)
     client, _, experiment = mlflow_client.open_store(recorded.storage)
@@ -198,7 +199,7 @@ def test_links_open_mlflow_on_its_pages_for_training(recorded: Any) -> None:
     ]
 
 
-def test_another_graph_of_the_same_name_gets_runs_of_its_own() -> None:
+def test_another_graph_of_the_same_name_gets_separate_runs() -> None:
     record = fake_run.record()
     first, *rest = record["stages"]
     changed: Any = {**record, "stages": [{**first, "key": "other"}, *rest]}
@@ -210,7 +211,9 @@ def test_another_graph_of_the_same_name_gets_runs_of_its_own() -> None:
 
 
 # ---- when MLflow fails ---------------------------------------------------------------------------
-def test_a_tracking_server_that_does_not_answer_costs_two_sentences(tmp_path: Path) -> None:
+def test_a_tracking_server_that_does_not_answer_is_reported_in_two_sentences(
+    tmp_path: Path,
+) -> None:
     lines: list[str] = []
     settings = TrackingSettings(uri="http://127.0.0.1:9", experiment="x", patience_s=0)
     recorder = Recorder(settings, str(tmp_path), lines.append, "python -m pipeline report x.yaml")
@@ -244,7 +247,7 @@ def test_an_object_store_needs_a_tracking_server_and_says_so(tmp_path: Path) -> 
     assert mlflow_client.tracking_uri(str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_port_in_use_names_the_port(tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as taken:
@@ -262,7 +265,9 @@ def test_the_server_works_without_job_processes(tmp_path: Path) -> None:
 
 
 # ---- tags, data, this machine --------------------------------------------------------------------
-def test_runs_and_methods_carry_what_they_are_sorted_and_filtered_by(recorded: Any) -> None:
+def test_runs_and_methods_have_the_metrics_and_tags_that_lists_sort_and_filter_by(
+    recorded: Any,
+) -> None:
     runs = recorded.after.runs
     keys = {s.id: s.key for s in fake_run.stages()}
     run, method = runs["", ""].data.tags, runs["hat-small", ""].data.tags
@@ -300,7 +305,7 @@ def test_runs_and_methods_carry_what_they_are_sorted_and_filtered_by(recorded: A
     assert [r.info.run_name for r in best] == ["meat", "hat-small", "finetune"]
 
 
-def test_methods_and_tasks_say_what_data_they_have_read_and_what_for(recorded: Any) -> None:
+def test_methods_and_tasks_record_the_data_sets_they_read_and_their_use(recorded: Any) -> None:
     def read(label: Any, task: Any = "") -> Any:
         return {
             (d.dataset.name, d.tags[0].value)
@@ -316,7 +321,7 @@ def test_methods_and_tasks_say_what_data_they_have_read_and_what_for(recorded: A
     assert read("", "") == {(card, "stream") for card in ("shapes", "birds", "plants")}
 
 
-def test_this_machine_is_sampled_into_the_run_while_it_runs(
+def test_system_metrics_of_this_machine_are_recorded_while_a_run_is_active(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.02")
@@ -347,7 +352,7 @@ def test_this_machine_is_sampled_into_the_run_while_it_runs(
     assert recorder.warnings == []
 
 
-def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_it_is_not_wanted(
+def test_a_sampler_that_ended_in_an_outage_starts_again_and_none_runs_when_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[bool] = []
@@ -377,7 +382,7 @@ def test_a_sampler_that_ended_in_an_outage_is_started_again_and_none_runs_where_
         assert started == expected
 
 
-def test_without_psutil_one_sentence_says_so_and_the_record_is_whole(
+def test_without_psutil_one_sentence_is_printed_and_the_record_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)

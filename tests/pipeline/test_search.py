@@ -120,7 +120,7 @@ def test_a_search_that_cannot_work_is_refused_in_one_sentence(
     assert not (tmp_path / "storage" / "searches").exists()
 
 
-def test_a_stream_of_its_own_replaces_what_is_set_of_the_base_and_is_checked_itself(
+def test_the_stream_of_a_search_replaces_that_of_its_base_and_is_checked(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(UserError, match=r"card 'x'|'x'"):
@@ -129,7 +129,7 @@ def test_a_stream_of_its_own_replaces_what_is_set_of_the_base_and_is_checked_its
         )
 
 
-def test_a_config_to_run_is_no_search(tmp_path: Path) -> None:
+def test_a_config_for_run_is_refused_as_a_search(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(UserError, match="pipeline run"):
         spec.prepare(str(tmp_path / "base.yaml"), [], {})
@@ -181,7 +181,7 @@ def test_overrides_without_set_reach_the_base_where_the_search_has_no_such_key(
         ("name.x=1", "name"),
     ],
 )
-def test_an_override_that_means_nothing_is_refused_in_one_sentence(
+def test_an_invalid_override_is_refused_in_one_sentence(
     tmp_path: Path, override: str, sentence: str
 ) -> None:
     with pytest.raises(UserError) as error:
@@ -190,14 +190,14 @@ def test_an_override_that_means_nothing_is_refused_in_one_sentence(
     assert "\n" not in str(error.value)
 
 
-def test_a_search_goes_on_with_other_workers_and_another_record(tmp_path: Path) -> None:
+def test_a_search_resumes_with_other_workers_and_other_tracking(tmp_path: Path) -> None:
     spec.write_state(prepared(tmp_path))
     prepared(tmp_path, "cluster.workers=2", "tracking=off")
     with pytest.raises(UserError, match="another space, base, data or code"):
         prepared(tmp_path, "train.epochs=1")
 
 
-def test_another_search_of_the_same_name_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_different_search_of_the_same_name_is_not_resumed(tmp_path: Path) -> None:
     spec.write_state(prepared(tmp_path))
     prepared(tmp_path, budget={"trials": 50}, seeds=[1], tolerance=0.1)  # these may change
     for change in (
@@ -210,7 +210,7 @@ def test_another_search_of_the_same_name_is_not_gone_on_with(tmp_path: Path) -> 
     prepared(tmp_path, name="other", seed=4)
 
 
-def test_a_greedy_search_keeps_its_number_of_trials_as_that_says_which_task_a_trial_is_for(
+def test_a_resumed_greedy_search_cannot_change_its_number_of_trials(
     tmp_path: Path,
 ) -> None:
     spec.write_state(prepared(tmp_path, protocol="per_task", budget={"trials": 2}))
@@ -250,7 +250,7 @@ def test_the_winner_is_a_config_that_run_accepts(tmp_path: Path) -> None:
     assert written_winner["tests"] == [test]
 
 
-def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) -> None:
+def test_a_kill_does_not_change_the_points_that_tpe_suggests(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     search = prepared(tmp_path, algorithm="tpe")
 
@@ -280,7 +280,7 @@ def test_points_of_a_parzen_estimator_do_not_change_by_a_kill(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("count", range(2, 11))
-def test_successive_halving_stops_no_trial_that_has_learned_all_tasks(count: int) -> None:
+def test_successive_halving_stops_no_trial_that_trained_on_all_tasks(count: int) -> None:
     settings = SimpleNamespace(scheduler="asha", grace=1, reduction=2)
     tasks = tuple(str(task) for task in range(count))
     search = cast(spec.Search, SimpleNamespace(settings=settings, tasks=tasks))
@@ -307,7 +307,7 @@ def test_successive_halving_stops_no_trial_that_has_learned_all_tasks(count: int
     assert stopped == {worst.trial_id}
 
 
-def test_what_a_first_rung_cannot_say_of_independent_tasks_is_said(tmp_path: Path) -> None:
+def test_a_first_rung_that_cannot_compare_independent_tasks_is_reported(tmp_path: Path) -> None:
     for method, body, note in (
         ("meat", {"scheduler": "asha"}, "meat learns every task by itself"),
         ("meat", {}, ""),
@@ -321,7 +321,7 @@ def test_what_a_first_rung_cannot_say_of_independent_tasks_is_said(tmp_path: Pat
         assert (f"note: {search.note}" in SearchScreen(search).head()) == has_note
 
 
-def test_room_in_the_cluster() -> None:
+def test_the_number_of_parallel_trials_follows_from_the_cluster() -> None:
     def room(resources: dict[str, float], *other_jobs: str, **cluster: Any) -> int:
         drivers = {"01": ("01-search",)}
         for job in other_jobs:
@@ -410,7 +410,7 @@ def essence(trials: list[Trial]) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_killed_search_goes_on_and_has_the_same_winner(tmp_path: Path) -> None:
+def test_a_killed_search_resumes_and_has_the_same_winner(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     more: dict[str, Any] = {
         "budget": {"trials": 5},
@@ -442,7 +442,7 @@ def test_a_killed_search_goes_on_and_has_the_same_winner(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_halving_stops_poor_trials_and_failed_ones_stop_nothing(tmp_path: Path) -> None:
+def test_halving_stops_poor_trials_and_failed_trials_do_not_end_the_search(tmp_path: Path) -> None:
     space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 1e-8, 3e-3, 1e30]}}
     more: dict[str, Any] = {
         "method": "individual",
@@ -500,7 +500,7 @@ def test_first_tasks_two_streams_and_several_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_task_in_turn_chooses_for_itself(tmp_path: Path) -> None:
+def test_a_per_task_search_chooses_a_winner_for_each_task(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         cards=("base", "a", "b"),
@@ -531,7 +531,7 @@ def test_each_task_in_turn_chooses_for_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -> None:
+def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path) -> None:
     space = {"methods.individual.train.lr": {"dist": "choice", "values": [1e-9, 3e-3]}}
     more: dict[str, Any] = {
         "method": "individual",
@@ -572,7 +572,7 @@ def test_a_population_takes_over_what_better_ones_have_learned(tmp_path: Path) -
     assert winner_key == stage_keys(best_trial)["individual/c/train"]
 
 
-def test_a_second_process_leaves_a_running_search_and_its_record_alone(
+def test_a_second_process_does_not_change_a_running_search_or_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, storage = written(tmp_path), tmp_path / "storage"

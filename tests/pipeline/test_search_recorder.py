@@ -1,5 +1,5 @@
-"""Promises of the record of a search: trials below it, curves, the winner, all of it again from the
-store, and nothing twice."""
+"""The record of a search in MLflow: nested trials, curves and the winner; all of it can be written
+again from the store, and nothing is written twice."""
 
 import json
 from pathlib import Path
@@ -103,7 +103,7 @@ FILES = {"search.html": b"a page", "winner.yaml": b"name: x\n"}
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """With the results of all trials, which share all stages, and the records of the search."""
+    """Write the results of all trials, which share all stages, and the records of the search."""
     folder = tmp_path_factory.mktemp("storage")
     fake_run.write(str(folder))
     search_folder = folder / "searches" / "find"
@@ -143,7 +143,7 @@ def recorded(storage: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake, recorder
 
 
-def test_trials_stand_below_the_search_and_their_graphs_below_them(recorded: Any) -> None:
+def test_trials_are_nested_in_the_search_and_their_graphs_in_the_trials(recorded: Any) -> None:
     contents = recorded[0].contents()
     assert {way[:2] for way in contents if len(way) > 1} == {
         ("find", f"find-{n:04d}") for n in range(5)
@@ -152,7 +152,7 @@ def test_trials_stand_below_the_search_and_their_graphs_below_them(recorded: Any
     assert len(contents) == 1 + 5 + 4 * CHILDREN  # one has no graph
 
 
-def test_a_search_is_found_by_what_it_is(recorded: Any) -> None:
+def test_a_search_can_be_filtered_by_its_tags(recorded: Any) -> None:
     run = recorded[0].run_named("find")
     assert (
         run.tags["accrete.search"]
@@ -204,18 +204,18 @@ def test_trials_have_their_parameters_curves_and_ends(recorded: Any) -> None:
     )
 
 
-def test_what_trials_measured_is_not_taken_for_results_of_tests(recorded: Any) -> None:
+def test_validation_results_of_trials_are_not_recorded_as_test_results(recorded: Any) -> None:
     below = [r for r in recorded[0].runs.values() if r.tags.get("label")]
     assert {r.tags["accrete.kind"] for r in below} == {"trial-method", "trial-task"}
     assert {r.tags["protocol"] for r in below} == {"validation, end_of_stream"}
     assert {context for r in below for context in r.inputs.values()} == {"train", "validation"}
 
 
-def test_trials_are_cheap(recorded: Any) -> None:
+def test_trials_record_no_files(recorded: Any) -> None:
     assert not any(r.files for r in recorded[0].runs.values() if r.name != "find")
 
 
-def test_the_search_shows_the_best_accuracy_of_trials_that_went_to_their_end(recorded: Any) -> None:
+def test_the_search_has_the_best_accuracy_of_finished_trials(recorded: Any) -> None:
     points = recorded[0].run_named("find").points
     assert [(step, value) for step, _, value in points["accuracy"]] == [
         (0, 0.7),
@@ -229,7 +229,7 @@ def test_the_search_shows_the_best_accuracy_of_trials_that_went_to_their_end(rec
     ]
 
 
-def test_the_winner_is_marked_and_another_one_takes_the_mark(
+def test_the_winner_is_tagged_and_a_new_winner_takes_the_tag(
     recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake, _ = recorded
@@ -252,7 +252,7 @@ def test_the_winner_is_marked_and_another_one_takes_the_mark(
     assert "winner_run" not in run.tags
 
 
-def test_a_trial_may_be_told_again_as_it_goes_on_and_others_end_before_it(
+def test_a_trial_can_be_recorded_again_while_it_runs_and_others_end(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = [
@@ -267,7 +267,7 @@ def test_a_trial_may_be_told_again_as_it_goes_on_and_others_end_before_it(
     assert fake.contents() == whole.contents()
 
 
-def test_a_budget_that_grew_goes_on_in_the_same_run(
+def test_a_search_with_a_larger_budget_continues_in_the_same_run(
     recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake, _ = recorded
@@ -281,7 +281,7 @@ def test_a_budget_that_grew_goes_on_in_the_same_run(
     assert "6 trials" in run.tags["mlflow.note.content"]
 
 
-def test_tasks_that_are_searched_one_by_one_have_curves_of_their_own(
+def test_each_task_of_a_per_task_search_has_its_own_curve(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeMlflow()
@@ -293,7 +293,7 @@ def test_tasks_that_are_searched_one_by_one_have_curves_of_their_own(
     assert fake.run_named("find-0000").tags["phase"] == "birds"
 
 
-def test_everything_comes_again_from_the_store_and_twice_adds_nothing(
+def test_the_record_can_be_rewritten_from_the_store_and_twice_adds_nothing(
     recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = recorded[0].contents()
@@ -312,7 +312,7 @@ def test_everything_comes_again_from_the_store_and_twice_adds_nothing(
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_a_server_that_goes_away_has_the_whole_search_once_in_the_end(
+def test_after_an_outage_the_server_has_the_whole_search_once(
     recorded: Any, storage: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     expected = recorded[0].contents()
@@ -333,7 +333,7 @@ def test_tracking_that_is_off_writes_nothing(storage: Any, monkeypatch: pytest.M
     assert fake.calls == recorder.links() == []
 
 
-def test_a_search_in_the_database_of_the_storage_is_found_by_filters_and_shown_by_ui(
+def test_a_search_in_the_storage_database_can_be_filtered_and_opens_in_ui(
     tmp_path: Path,
 ) -> None:
     fake_run.write(str(tmp_path))
@@ -369,7 +369,7 @@ def test_a_search_in_the_database_of_the_storage_is_found_by_filters_and_shown_b
     ]
 
 
-def test_a_parameter_that_is_there_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_that_is_recorded_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeMlflow()
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     calls = mlflow_client.MlflowClientAdapter("", TrackingSettings())

@@ -1,5 +1,4 @@
-"""Promises of a search's records: which trial wins, which are on the front, and that no damaged
-file stops anything."""
+"""Which trial of a search wins, which are on the Pareto front, and how damaged records are read."""
 
 import json
 import math
@@ -16,7 +15,12 @@ from workers.errors import UserError
 
 
 def points(*pairs: Any, status: Any = "finished") -> Any:
-    return [fake_search.trial(n, {}, status, accuracy=a, bytes=b) for n, (a, b) in enumerate(pairs)]
+    """Return trials 0, 1, ... of these pairs of accuracy and bytes."""
+    trials = []
+    for number, (accuracy, num_bytes) in enumerate(pairs):
+        trial = fake_search.trial(number, {}, status, accuracy=accuracy, bytes=num_bytes)
+        trials.append(trial)
+    return trials
 
 
 # ---- who wins ------------------------------------------------------------------------------------
@@ -31,7 +35,7 @@ def test_within_the_tolerance_the_fewest_bytes_win() -> None:
     assert best(some, 0.02) == 2
 
 
-def test_the_tolerance_counts_its_end_whatever_binary_fractions_say() -> None:
+def test_the_tolerance_includes_its_end_despite_binary_fractions() -> None:
     for top in range(20, 100):
         assert best(points((top / 100, 900), ((top - 1) / 100, 1)), 0.01) == 1
         assert best(points((top / 100, 900), ((top - 1) / 100 - 1e-6, 1)), 0.01) == 0
@@ -55,34 +59,35 @@ def test_only_finished_trials_win_or_are_on_the_front(status: str) -> None:
     assert pareto(some[1:]) == []
 
 
-def test_a_trial_without_score_or_size_never_beats_one_that_has_them() -> None:
-    bare, unknown = (
-        fake_search.trial(0, {}, results=[]),
-        fake_search.trial(1, {}, accuracy=0.9, bytes=None),
-    )
-    assert math.isnan(score(bare))
-    assert math.isnan(size(bare))
-    assert math.isnan(size(unknown))
-    assert best([bare]) is None
-    assert best([bare, unknown, *points((0.1, 1), (0.9, 1), (0.9, 1))[2:]]) == 2
-    assert best([bare, unknown]) == 1
+def test_a_trial_without_accuracy_or_bytes_never_beats_one_that_has_them() -> None:
+    without_results = fake_search.trial(0, {}, results=[])
+    without_bytes = fake_search.trial(1, {}, accuracy=0.9, bytes=None)
+    with_both = points((0.1, 1), (0.9, 1), (0.9, 1))[2]
+    assert math.isnan(score(without_results))
+    assert math.isnan(size(without_results))
+    assert math.isnan(size(without_bytes))
+    assert best([without_results]) is None
+    assert best([without_results, without_bytes, with_both]) == 2
+    assert best([without_results, without_bytes]) == 1
     assert math.isnan(score(fake_search.trial(0, {}, accuracy=math.inf)))
 
 
 def test_the_score_is_the_last_accuracy_not_the_best() -> None:
-    t = fake_search.trial(0)
-    assert score(t) == t["results"][-1]["accuracy"] < t["results"][0]["accuracy"]
-    assert size(t) == t["results"][-1]["bytes"]
+    trial = fake_search.trial(0)
+    first = trial["results"][0]
+    last = trial["results"][-1]
+    assert score(trial) == last["accuracy"] < first["accuracy"]
+    assert size(trial) == last["bytes"]
 
 
 # ---- the front -----------------------------------------------------------------------------------
-def test_the_front_holds_what_nothing_beats_in_both() -> None:
+def test_the_front_has_the_trials_that_none_beats_in_accuracy_and_bytes() -> None:
     assert pareto(
         points((0.9, 900), (0.8, 100), (0.85, 500), (0.84, 600), (0.79, 100), (0.9, 950))
     ) == [0, 1, 2]
 
 
-def test_equal_trials_stand_on_the_front_together_and_numbers_ascend() -> None:
+def test_equal_trials_are_all_on_the_front_in_ascending_order() -> None:
     assert pareto(list(reversed(points((0.9, 100), (0.9, 100), (0.8, 50), (0.8, 60))))) == [0, 1, 2]
 
 
@@ -92,16 +97,16 @@ def test_the_winner_within_any_tolerance_is_on_the_front() -> None:
         assert best(some, tolerance) in pareto(some)
 
 
-def test_no_trials_have_no_winner_and_no_front() -> None:
+def test_without_trials_there_is_no_winner_and_no_front() -> None:
     assert best([], 0.1) is None
     assert pareto([]) == []
 
 
 # ---- phases --------------------------------------------------------------------------------------
-def test_each_phase_chooses_by_itself_in_the_order_of_the_stream(tmp_path: Path) -> None:
+def test_each_phase_has_its_own_winner_in_the_order_of_the_stream(tmp_path: Path) -> None:
     some = fake_search.per_task(4)
-    for t in some:  # the last task's trials have the lowest numbers
-        t["number"] = 15 - t["number"]
+    for trial in some:  # so that the last task's trials have the lowest numbers
+        trial["number"] = 15 - trial["number"]
     fake_search.write(tmp_path, fake_search.record("greedy", protocol="per_task"), some)
     search = load(str(tmp_path), "greedy")
     assert search.phases == fake_search.TASKS[:4]
@@ -109,18 +114,17 @@ def test_each_phase_chooses_by_itself_in_the_order_of_the_stream(tmp_path: Path)
     for phase, number in search.chosen().items():
         assert number == best(search.of(phase), search.tolerance)
     standing = search.standing()
-    assert {max(standing[t["number"]] for t in search.of(phase)) for phase in search.phases} == {
-        0.0
-    }
+    for phase in search.phases:
+        assert max(standing[trial["number"]] for trial in search.of(phase)) == 0.0
 
 
-def test_what_winner_json_says_stands(tmp_path: Path) -> None:
+def test_the_winner_is_the_one_in_winner_json(tmp_path: Path) -> None:
     some = points((0.9, 100), (0.95, 100), (0.8, 1))
     fake_search.write(tmp_path, fake_search.record("said"), some, fake_search.winner(some[2]))
     assert load(str(tmp_path), "said").chosen() == {"": 2}
 
 
-def test_scores_compare_as_they_are_in_a_search_of_one_phase(tmp_path: Path) -> None:
+def test_in_a_search_of_one_phase_standing_is_accuracy(tmp_path: Path) -> None:
     fake_search.write(
         tmp_path,
         fake_search.record("one"),
@@ -130,7 +134,7 @@ def test_scores_compare_as_they_are_in_a_search_of_one_phase(tmp_path: Path) -> 
 
 
 # ---- files ---------------------------------------------------------------------------------------
-def test_trials_come_sorted_with_what_an_early_record_does_not_have(tmp_path: Path) -> None:
+def test_trials_are_sorted_and_missing_fields_have_defaults(tmp_path: Path) -> None:
     fake_search.write(
         tmp_path,
         fake_search.record("some"),
@@ -168,7 +172,7 @@ def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path: Path
     folder = tmp_path / "searches/hurt"
     for name, data in DAMAGE.items():
         (folder / "trials" / name).write_bytes(data)
-    # is being written by a live search
+    # A running search is writing this file.
     (folder / "trials/0010.json.ab12cd34.part").write_bytes(b"{")
     (folder / "winner.json").write_text('{"trial": "the third"}')
     search = load(str(tmp_path), "hurt")
@@ -181,7 +185,7 @@ def test_damaged_and_foreign_files_are_named_and_the_rest_is_read(tmp_path: Path
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"settings": 3, "space": []}', b"null"])
-def test_a_damaged_search_json_leaves_the_trials(tmp_path: Path, body: bytes) -> None:
+def test_trials_are_read_when_search_json_is_damaged(tmp_path: Path, body: bytes) -> None:
     fake_search.write(tmp_path, fake_search.record("hurt"), points((0.9, 1), (0.8, 1)))
     (tmp_path / "searches/hurt/search.json").write_bytes(body)
     search = load(str(tmp_path), "hurt")
@@ -193,7 +197,7 @@ def test_a_damaged_search_json_leaves_the_trials(tmp_path: Path, body: bytes) ->
     assert search.chosen() == {"": 0}
 
 
-def test_a_lost_search_json_is_named(tmp_path: Path) -> None:
+def test_a_missing_search_json_is_reported(tmp_path: Path) -> None:
     fake_search.write(tmp_path, fake_search.record("lost"), points((0.9, 1)))
     (tmp_path / "searches/lost/search.json").unlink()
     search = load(str(tmp_path), "lost")
@@ -201,7 +205,7 @@ def test_a_lost_search_json_is_named(tmp_path: Path) -> None:
     assert len(search.problems) == 1
 
 
-def test_a_search_that_is_not_there_is_one_sentence_with_those_that_are(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_search_lists_the_searches(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"there is no search 'x' in .*; no search was started there"
     ):

@@ -1,5 +1,5 @@
-"""Promises of the record when MLflow goes away or refuses: a run never waits, everything is there
-afterwards, in order and once."""
+"""The record of a run when MLflow is away or refuses calls: the run never waits, and everything is
+recorded afterwards, in order and once."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def record_into(
     pictures: Any = False,
     settings: Any = None,
 ) -> Any:
-    """A whole run, recorded into the fake. Returns the recorder and the lines that a person saw."""
+    """Record a whole run into the fake. Return the recorder and the printed lines."""
     lines: list[str] = []
     monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
     recorder = Recorder(
@@ -54,7 +54,7 @@ def record_into(
 
 # ---- the outbox ----------------------------------------------------------------------------------
 class Server:
-    """Answers while it is up."""
+    """A server that answers calls while it is up."""
 
     def __init__(self) -> None:
         self.up = True
@@ -83,7 +83,7 @@ class Server:
         self.outbox.put(action)
 
 
-def test_what_a_server_misses_is_told_in_order_once_it_is_back_without_further_news() -> None:
+def test_calls_missed_in_an_outage_are_made_in_order_when_the_server_is_back() -> None:
     server = Server()
     server.tell(1)
     server.up = False
@@ -101,7 +101,7 @@ def test_what_a_server_misses_is_told_in_order_once_it_is_back_without_further_n
     assert server.outbox.warnings == []
 
 
-def test_a_server_that_goes_away_twice_is_said_to_be_away_twice() -> None:
+def test_each_of_two_outages_is_reported() -> None:
     server = Server()
     for times in (2, 4):
         server.up = False
@@ -115,7 +115,7 @@ def test_a_server_that_goes_away_twice_is_said_to_be_away_twice() -> None:
     assert server.received == [2, 4]
 
 
-def test_an_error_that_is_no_outage_costs_one_sentence_and_the_rest_goes_on() -> None:
+def test_a_refused_call_is_reported_once_and_later_calls_are_made() -> None:
     server = Server()
     for what in (1, "nonsense", 2, "unlucky", 3):
         server.tell(what)
@@ -128,7 +128,7 @@ def test_an_error_that_is_no_outage_costs_one_sentence_and_the_rest_goes_on() ->
     assert server.lines == []
 
 
-def test_the_end_waits_no_longer_than_it_has_patience() -> None:
+def test_closing_the_record_waits_no_longer_than_its_limit() -> None:
     server = Server()
     server.up = False
     server.tell(1)
@@ -142,7 +142,7 @@ def test_the_end_waits_no_longer_than_it_has_patience() -> None:
     assert server.received == []
 
 
-def test_the_end_waits_as_long_as_the_server_answers_however_slow_it_is() -> None:
+def test_closing_the_record_waits_for_a_slow_server_that_answers() -> None:
     server = Server()
     go = threading.Event()
 
@@ -156,7 +156,7 @@ def test_the_end_waits_as_long_as_the_server_answers_however_slow_it_is() -> Non
     assert server.received == ["slow"]
 
 
-def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(
+def test_pauses_grow_to_half_a_minute_and_closing_ends_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
@@ -189,7 +189,7 @@ def test_pauses_grow_to_half_a_minute_and_the_end_cuts_them_short(
         *(pytest.param(how, 1, marks=pytest.mark.slow) for how in ("before", "after")),
     ],
 )
-def test_a_server_that_goes_away_at_any_call_has_everything_once_in_the_end(
+def test_after_an_outage_at_any_call_the_server_has_everything_once(
     storage: Any, monkeypatch: pytest.MonkeyPatch, how: Any, stride: Any
 ) -> None:
     whole = FakeMlflow()
@@ -210,7 +210,7 @@ def test_a_server_that_goes_away_at_any_call_has_everything_once_in_the_end(
         assert recorder.links() != []
 
 
-def test_a_refused_call_costs_its_own_part_alone(
+def test_a_refused_call_loses_only_its_own_part_of_the_record(
     storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, fake = FakeMlflow(), FakeMlflow()
@@ -304,7 +304,7 @@ def test_two_modules_write_runs_and_two_make_models() -> None:
     }
 
 
-def test_what_may_pass_is_told_from_what_never_will() -> None:
+def test_temporary_errors_are_told_apart_from_permanent_ones() -> None:
     import requests
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import (
@@ -334,8 +334,8 @@ def test_what_may_pass_is_told_from_what_never_will() -> None:
 
 # ---- a real server -------------------------------------------------------------------------------
 class RealServer:
-    """`mlflow server` on a port of its own, with SQLite in a folder; it can be killed and started
-    again."""
+    """A process of `mlflow server` on a free port, with SQLite in a folder; tests kill and restart
+    it."""
 
     def __init__(self, folder: Any) -> None:
         folder.mkdir()
@@ -363,7 +363,7 @@ class RealServer:
             self.process = None
 
     def contents(self) -> Any:
-        """(label, task) -> (status, metric histories, parameters, files)."""
+        """Return (label, task) -> (status, metric histories, parameters, files)."""
         client, _, experiment = mlflow_client.open_store("", self.uri)
         runs = client.search_runs([experiment], max_results=1000)
         runs_by_name = {
@@ -392,7 +392,7 @@ def real(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
+def test_a_server_that_is_killed_and_restarted_has_the_whole_record(
     real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "FIRST_S", 0.2)
@@ -431,7 +431,7 @@ def test_a_real_server_that_is_killed_and_started_again_has_the_whole_record(
 
 
 @pytest.mark.slow
-def test_what_a_run_could_not_tell_a_server_report_does(real: Any, tmp_path: Path) -> None:
+def test_report_records_what_a_run_could_not_send_to_the_server(real: Any, tmp_path: Path) -> None:
     card = small_run.make_cards(tmp_path, ["base", "a"])
     body = {
         **small_run.make_body(tmp_path, card, ["finetune"]),

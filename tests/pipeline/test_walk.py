@@ -1,4 +1,4 @@
-"""Promises of the walk over the graph, stepped by hand: no cluster, no store, no clock."""
+"""`Walk` decides which stages run. Here it is stepped by hand: no cluster, no store, no clock."""
 
 import itertools
 import random
@@ -15,13 +15,12 @@ from workers.errors import UserError
 
 
 def graph(edges: dict[str, tuple[str, ...]]) -> Graph:
-    return Graph.of(
-        "g",
-        [
-            Stage(i, "ingest" if i == "data" else "train", f"key-{i}", {}, parents)
-            for i, parents in edges.items()
-        ],
-    )
+    """Return a graph of training stages and the ingest stage `data`. edges: stage -> parents."""
+    stages = []
+    for stage_id, parents in edges.items():
+        step = "ingest" if stage_id == "data" else "train"
+        stages.append(Stage(stage_id, step, f"key-{stage_id}", {}, parents))
+    return Graph.of("g", stages)
 
 
 CHAIN = {
@@ -46,10 +45,12 @@ STAR = {
 
 
 def launches(walk: Walk) -> list[str]:
+    """Return the stages that the walk decides to launch; they are not launched."""
     return [d.stage for d in walk.decide() if d.kind is DecisionKind.LAUNCH]
 
 
 def launch_all(walk: Walk) -> list[str]:
+    """Carry out every decision of the walk, and return the stages that were launched."""
     decisions = walk.decide()
     for decision in decisions:
         walk.record(decision)
@@ -57,33 +58,31 @@ def launch_all(walk: Walk) -> list[str]:
 
 
 def reaction(walk: Walk, event: Event) -> DecisionKind:
-    """The kind of the decision that an event calls for."""
+    """Apply an event, and return the kind of the decision that the walk takes."""
     decision = walk.apply(event)
     assert decision is not None
     return decision.kind
 
 
-def test_a_star_runs_side_by_side_and_a_chain_in_order() -> None:
+def test_tasks_of_a_star_run_in_parallel_and_tasks_of_a_chain_in_order() -> None:
     star = Walk.over(graph(STAR), ["data", "base"], 0)
     assert sorted(launches(star)) == ["a", "b", "c"]
     chain = Walk.over(graph(CHAIN), ["data", "base"], 0)
     assert launches(chain) == ["a"]
 
 
-def test_what_has_most_work_behind_it_goes_first() -> None:
+def test_the_stage_with_the_longest_path_below_it_is_launched_first() -> None:
     walk = Walk.over(graph(CHAIN), ["data", "base", "a"], 0)
     assert launches(walk) == ["b", "ea"]
 
 
-def test_nothing_is_launched_twice() -> None:
+def test_a_running_stage_is_not_launched_again() -> None:
     walk = Walk.over(graph(STAR), [], 0)
     assert launch_all(walk) == ["data"]
     assert launch_all(walk) == []
 
 
-def test_a_lost_stage_is_tried_again_as_often_as_allowed_and_then_fails_with_its_own_message() -> (
-    None
-):
+def test_a_lost_stage_is_retried_as_often_as_allowed_and_then_fails_with_its_message() -> None:
     walk = Walk.over(graph(STAR), ["data"], 2)
     for attempt in range(3):
         assert launch_all(walk) == ["base"]
@@ -97,9 +96,7 @@ def test_a_lost_stage_is_tried_again_as_often_as_allowed_and_then_fails_with_its
     assert walk.messages["base"] == "its workers died"
 
 
-def test_a_stage_whose_node_is_lost_moves_and_has_used_no_try_unless_it_loses_node_after_node() -> (
-    None
-):
+def test_a_stage_on_a_lost_node_is_moved_without_using_a_retry_until_it_moved_too_often() -> None:
     walk = Walk.over(graph(STAR), ["data"], 0)
     for _ in range(MAX_MOVES):
         assert launch_all(walk) == ["base"]
@@ -110,14 +107,14 @@ def test_a_stage_whose_node_is_lost_moves_and_has_used_no_try_unless_it_loses_no
     assert reaction(walk, Event(EventKind.MOVED, "base", "node n was lost")) is DecisionKind.FAIL
 
 
-def test_an_error_that_cannot_pass_is_not_tried_again() -> None:
+def test_a_final_error_is_not_retried() -> None:
     walk = Walk.over(graph(STAR), ["data"], 5)
     launch_all(walk)
     event = Event(EventKind.FAILED, "base", "bad config", final=True)
     assert reaction(walk, event) is DecisionKind.FAIL
 
 
-def test_a_failure_in_one_branch_leaves_the_others_running() -> None:
+def test_a_failure_in_one_branch_does_not_stop_the_other_branches() -> None:
     walk = Walk.over(graph(STAR), ["data", "base"], 0)
     launch_all(walk)
     walk.apply(Event(EventKind.FAILED, "b", "boom", final=True))
@@ -130,7 +127,7 @@ def test_a_failure_in_one_branch_leaves_the_others_running() -> None:
     assert walk.states["report"] is State.BLOCKED
 
 
-def test_damage_found_late_recomputes_the_stage_that_wrote_it() -> None:
+def test_a_damaged_result_is_recomputed_by_the_stage_that_wrote_it() -> None:
     walk = Walk.over(graph(CHAIN), ["data", "base", "a"], 1)
     assert "b" in launch_all(walk)
     decision = walk.apply(Event(EventKind.DAMAGED, "b", "state is damaged", key="key-a"))
@@ -141,12 +138,14 @@ def test_damage_found_late_recomputes_the_stage_that_wrote_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_every_walk_ends_whatever_happens_and_never_runs_a_stage_before_its_parents(
+def test_every_walk_ends_and_never_runs_a_stage_before_its_parents(
     seed: Any,
 ) -> None:
     rng = random.Random(seed)
     names = [f"s{i}" for i in range(12)]
-    edges = {n: tuple(p for p in names[:i] if rng.random() < 0.25) for i, n in enumerate(names)}
+    edges: dict[str, tuple[str, ...]] = {}
+    for index, name in enumerate(names):
+        edges[name] = tuple(parent for parent in names[:index] if rng.random() < 0.25)
     walk = Walk.over(graph(edges), [], 1)
     running: list[str] = []
     for _ in range(500):
@@ -156,99 +155,84 @@ def test_every_walk_ends_whatever_happens_and_never_runs_a_stage_before_its_pare
         if not running:
             break
         stage = running.pop(rng.randrange(len(running)))
-        walk.apply(
-            rng.choice(
-                [Event(EventKind.DONE, stage)] * 6
-                + [
-                    Event(EventKind.LOST, stage, "x"),
-                    Event(EventKind.FAILED, stage, "y", final=True),
-                ]
-            )
-        )
+        done = Event(EventKind.DONE, stage)
+        lost = Event(EventKind.LOST, stage, "x")
+        failed = Event(EventKind.FAILED, stage, "y", final=True)
+        walk.apply(rng.choice([done] * 6 + [lost, failed]))
     assert walk.ended
     assert all(s in ENDED for s in walk.states.values())
 
 
-def looked_over(walk: Walk) -> list[tuple[str, str]]:
-    """What `decide` has to say, by a look at the whole graph."""
-    states, blocked, ready = dict(walk.states), [], []
-    busy = {s.key for s in walk.graph if states[s.id] is State.RUNNING}
+def decisions_from_scratch(walk: Walk) -> list[tuple[str, str]]:
+    """Return (kind, stage) of the decisions that follow from the states of all stages.
+
+    `Walk.decide` must take the same ones from what changed alone.
+    """
+    states = dict(walk.states)
+    blocked = []
+    ready = []
+    busy_keys = {stage.key for stage in walk.graph if states[stage.id] is State.RUNNING}
     for stage in walk.graph:
         if states[stage.id] is not State.WAITING:
             continue
-        if any(states[p] in (State.FAILED, State.BLOCKED) for p in stage.parents):
+        parent_states = {states[parent] for parent in stage.parents}
+        if parent_states & {State.FAILED, State.BLOCKED}:
             states[stage.id] = State.BLOCKED
             blocked.append(("block", stage.id))
-        elif (
-            all(states[p] in (State.DONE, State.REUSED) for p in stage.parents)
-            and stage.key not in busy
-        ):
-            busy.add(stage.key)
+        elif parent_states <= {State.DONE, State.REUSED} and stage.key not in busy_keys:
+            busy_keys.add(stage.key)
             ready.append(stage)
+    # Stage -> length of the longest path to a stage that depends on it.
     depth: dict[str, int] = {}
     for stage in reversed(list(walk.graph)):
-        depth[stage.id] = max(
-            (depth[c.id] + 1 for c in walk.graph if stage.id in c.parents), default=0
-        )
-    return blocked + [("launch", s.id) for s in sorted(ready, key=lambda s: -depth[s.id])]
+        child_depths = [depth[child.id] for child in walk.graph if stage.id in child.parents]
+        depth[stage.id] = 1 + max(child_depths, default=-1)
+    ready.sort(key=lambda stage: -depth[stage.id])
+    return blocked + [("launch", stage.id) for stage in ready]
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_is_decided_from_changes_is_what_a_look_at_the_whole_graph_would_decide(
+def test_incremental_decisions_equal_those_from_the_states_of_all_stages(
     seed: Any,
 ) -> None:
-    """Losses, failures, damage found late, and stages that are the same work, in any order."""
+    """Under losses, failures, damaged results, and stages that share a key, in any order."""
     rng = random.Random(seed)
     names = [f"s{i}" for i in range(14)]
-    stages = [
-        Stage(
-            n,
-            "train",
-            f"key-{rng.randrange(10)}",
-            {},
-            tuple(p for p in names[:i] if rng.random() < 0.2),
-        )
-        for i, n in enumerate(names)
-    ]
+    stages = []
+    for index, name in enumerate(names):
+        key = f"key-{rng.randrange(10)}"
+        parents = tuple(parent for parent in names[:index] if rng.random() < 0.2)
+        stages.append(Stage(name, "train", key, {}, parents))
     walk = Walk.over(Graph.of("g", stages), rng.sample(names, 2), 2)
     for _ in range(300):
         decisions = walk.decide()
-        assert [(d.kind, d.stage) for d in decisions] == looked_over(walk)
-        assert walk.decide() == decisions, "deciding changes nothing"
+        assert [(d.kind, d.stage) for d in decisions] == decisions_from_scratch(walk)
+        assert walk.decide() == decisions, "`decide` must change nothing"
         for decision in decisions:
             walk.record(decision)
         running = [i for i, s in walk.states.items() if s is State.RUNNING]
         if not running:
             break
         stage = rng.choice(running)
-        damaged = Event(
-            EventKind.DAMAGED,
-            stage,
-            "z",
-            key=walk.graph[rng.choice(walk.graph[stage].parents or (stage,))].key,
-        )
-        walk.apply(
-            rng.choice(
-                [
-                    *[Event(EventKind.DONE, stage)] * 5,
-                    Event(EventKind.LOST, stage, "x"),
-                    damaged,
-                    damaged,
-                    Event(EventKind.FAILED, stage, "y", final=True),
-                ]
-            )
-        )
-        assert {s: walk.count(s) for s in State} == {
-            s: [*walk.states.values()].count(s) for s in State
+        damaged_stage = walk.graph[rng.choice(walk.graph[stage].parents or (stage,))]
+        done = Event(EventKind.DONE, stage)
+        lost = Event(EventKind.LOST, stage, "x")
+        damaged = Event(EventKind.DAMAGED, stage, "z", key=damaged_stage.key)
+        failed = Event(EventKind.FAILED, stage, "y", final=True)
+        walk.apply(rng.choice([done] * 5 + [lost, damaged, damaged, failed]))
+        states = list(walk.states.values())
+        assert {state: walk.count(state) for state in State} == {
+            state: states.count(state) for state in State
         }
     assert walk.ended
 
 
 def look_up(edges: Any, hits: Any) -> Any:
-    return {i: Lookup(i in hits, "") for i in edges}
+    """Return stage -> whether the store has its result. hits: the stages of which it has."""
+    return {stage_id: Lookup(stage_id in hits, "") for stage_id in edges}
 
 
-def test_only_what_is_missing_and_waited_for_runs() -> None:
+def test_only_missing_stages_and_the_missing_stages_that_they_need_run() -> None:
     assert stages_to_run(graph(CHAIN), look_up(CHAIN, [])) == set(CHAIN)
     assert stages_to_run(graph(CHAIN), look_up(CHAIN, list(CHAIN))) == set()
     assert stages_to_run(graph(CHAIN), look_up(CHAIN, ["data", "base", "a", "b", "ea", "eb"])) == {
@@ -258,28 +242,27 @@ def test_only_what_is_missing_and_waited_for_runs() -> None:
     }
 
 
-def test_data_that_is_gone_is_not_missed_when_nothing_waits_for_it() -> None:
-    """The first task's raw data and shards may be deleted: what was learned from them stands."""
-    assert stages_to_run(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "data"])) == set()
+def test_a_missing_ingest_stage_does_not_run_when_no_stage_needs_it() -> None:
+    """A task's raw data and shards may be deleted once the task is trained."""
+    hits = set(CHAIN) - {"data"}
+    assert stages_to_run(graph(CHAIN), look_up(CHAIN, hits)) == set()
 
 
-def test_what_was_learned_is_a_result_of_its_own_and_missed_even_where_all_evaluations_stand() -> (
-    None
-):
-    assert stages_to_run(graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s != "b"])) == {"b"}
-    assert stages_to_run(
-        graph(CHAIN), look_up(CHAIN, [s for s in CHAIN if s not in ("data", "base")])
-    ) == {"data", "base"}
+def test_a_missing_training_stage_runs_even_where_every_evaluation_is_stored() -> None:
+    hits = set(CHAIN) - {"b"}
+    assert stages_to_run(graph(CHAIN), look_up(CHAIN, hits)) == {"b"}
+    hits = set(CHAIN) - {"data", "base"}
+    assert stages_to_run(graph(CHAIN), look_up(CHAIN, hits)) == {"data", "base"}
 
 
-def test_a_circle_and_equal_names_are_refused_in_a_sentence() -> None:
+def test_a_cycle_and_stages_of_one_name_raise_a_user_error() -> None:
     with pytest.raises(UserError, match="circle"):
         graph({"a": ("b",), "b": ("a",)})
     with pytest.raises(UserError, match="same id"):
         Graph.of("g", [Stage("a", "train", "k", {}), Stage("a", "train", "k2", {})])
 
 
-def test_order_of_stages_given_does_not_matter() -> None:
+def test_the_order_in_which_stages_are_listed_does_not_matter() -> None:
     for order in itertools.islice(itertools.permutations(STAR.items()), 0, 700, 37):
         assert stages_to_run(graph(dict(order)), look_up(STAR, ["data", "base"])) == {
             "a",
@@ -289,14 +272,14 @@ def test_order_of_stages_given_does_not_matter() -> None:
         }
 
 
-def test_a_parent_that_is_named_twice_is_waited_for_once() -> None:
+def test_a_parent_that_is_listed_twice_counts_once() -> None:
     walk = Walk.over(graph({"data": (), "a": ("data", "data")}), [], 0)
     launch_all(walk)
     walk.apply(Event(EventKind.DONE, "data"))
     assert launch_all(walk) == ["a"]
 
 
-def test_two_readers_of_one_damaged_result_have_it_computed_once() -> None:
+def test_a_damaged_result_that_two_stages_report_is_recomputed_once() -> None:
     walk = Walk.over(graph(STAR), ["data", "base"], 3)
     launch_all(walk)
     event = Event(EventKind.DAMAGED, "a", "base is damaged", key="key-base")
@@ -309,7 +292,7 @@ def test_two_readers_of_one_damaged_result_have_it_computed_once() -> None:
     assert sorted(launch_all(walk)) == ["a", "b"]
 
 
-def test_equal_work_under_two_names_is_done_by_one_of_them_at_a_time() -> None:
+def test_two_stages_with_one_key_never_run_at_the_same_time() -> None:
     twins = Graph.of(
         "g",
         [
@@ -326,59 +309,73 @@ def test_equal_work_under_two_names_is_done_by_one_of_them_at_a_time() -> None:
     assert len(launch_all(walk)) == 1
 
 
-# ---- contents ------------------------------------------------------------------------------------
-class Scripted:
-    """Runs stages whose results say what they were made of; ends them in the order it is told."""
+# ---- results whose content changes when they are computed again ----------------------------------
+class ScriptedExecutor:
+    """An executor that ends stages in a given order, with given contents.
+
+    contents: stage -> the content of its new result, "new" by default. order: the running stage
+    that is first in this list ends at the next poll.
+    """
 
     def __init__(self, graph: Graph, contents: dict[str, str], order: list[str]) -> None:
-        self.graph, self.contents, self.order = graph, contents, order
-        self.results = {f"key-{i}": f"old {i}" for i in graph.stages}  # key -> content that stands
+        self.graph = graph
+        self.contents = contents
+        self.order = order
+        # Key -> content of the stored result.
+        self.results = {f"key-{stage_id}": f"old {stage_id}" for stage_id in graph.stages}
+        # Running stage -> {key of a parent: content of its result at the start}.
         self.running: dict[str, dict[str, str]] = {}
         self.ran: list[str] = []
 
     def submit(self, stage: Stage, depth: int) -> None:
-        self.running[stage.id] = {f"key-{p}": self.results[f"key-{p}"] for p in stage.parents}
+        """Start a stage: read the results of its parents."""
+        parent_keys = [f"key-{parent}" for parent in stage.parents]
+        self.running[stage.id] = {key: self.results[key] for key in parent_keys}
 
     def poll(self) -> list[Event]:
-        ready = [i for i in self.order if i in self.running]
-        if not ready:
-            return []
-        self.ran.append(ready[0])
-        made_of, content = self.running.pop(ready[0]), self.contents.get(ready[0], "new")
-        self.results[f"key-{ready[0]}"] = content
-        return [Event(EventKind.DONE, ready[0], body={"content": content, "made_of": made_of})]
+        """End one running stage, if any is in `order`, and return its event."""
+        for stage_id in self.order:
+            if stage_id in self.running:
+                self.ran.append(stage_id)
+                made_of = self.running.pop(stage_id)
+                content = self.contents.get(stage_id, "new")
+                self.results[f"key-{stage_id}"] = content
+                body = {"content": content, "made_of": made_of}
+                return [Event(EventKind.DONE, stage_id, body=body)]
+        return []
 
     def close(self) -> None:
-        pass
+        """Do nothing."""
 
 
-class Withdrawn:
-    """A store that notes what is withdrawn."""
+class WithdrawalRecorder:
+    """A store that records the keys of withdrawn results."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []
 
     def withdraw(self, key: str) -> None:
+        """Record the key."""
         self.keys.append(key)
 
 
-def walked(
+def run_scripted(
     edges: dict[str, tuple[str, ...]], missing: set[str], contents: dict[str, str], order: list[str]
 ) -> tuple[list[str], list[str]]:
-    """The stages that were run, in turn, and the keys that were withdrawn."""
+    """Run a graph under `ScriptedExecutor`. Return the stages in the order in which they ended, and
+    the keys of withdrawn results. missing: the stages without a stored result.
+    """
     stages = graph(edges)
-    lookups = {
-        i: Lookup(
-            i not in missing,
-            "",
-            {"content": f"old {i}", "made_of": {f"key-{p}": f"old {p}" for p in edges[i]}}
-            if i not in missing
-            else None,
-        )
-        for i in edges
-    }
-    executor, store = Scripted(stages, contents, order), Withdrawn()
-    outcome = run_graph(stages, store, lambda todo: executor, 0, [], lookups, poll_s=0)  # type: ignore[arg-type]
+    lookups = {}
+    for stage_id, parents in edges.items():
+        manifest = None
+        if stage_id not in missing:
+            made_of = {f"key-{parent}": f"old {parent}" for parent in parents}
+            manifest = {"content": f"old {stage_id}", "made_of": made_of}
+        lookups[stage_id] = Lookup(stage_id not in missing, "", manifest)
+    executor = ScriptedExecutor(stages, contents, order)
+    store: Any = WithdrawalRecorder()
+    outcome = run_graph(stages, store, lambda todo: executor, 0, [], lookups, poll_s=0)
     assert all(state in (State.DONE, State.REUSED) for state in outcome.states.values())
     return executor.ran, store.keys
 
@@ -386,21 +383,21 @@ def walked(
 EDGES = {"base": (), "a": ("base",), "b": ("a",), "ea": ("a",)}
 
 
-def test_what_was_made_of_the_same_content_stands() -> None:
-    assert walked(EDGES, {"base"}, {"base": "old base"}, ["base"]) == (["base"], [])
+def test_a_stage_is_reused_when_its_recomputed_parent_has_the_same_content() -> None:
+    assert run_scripted(EDGES, {"base"}, {"base": "old base"}, ["base"]) == (["base"], [])
 
 
-def test_what_was_made_of_another_content_is_run_again_as_far_as_it_differs() -> None:
-    ran, withdrawn = walked(EDGES, {"base"}, {"a": "old a"}, ["base", "a"])
+def test_a_stage_runs_again_when_its_recomputed_parent_has_another_content() -> None:
+    ran, withdrawn = run_scripted(EDGES, {"base"}, {"a": "old a"}, ["base", "a"])
     assert (ran, withdrawn) == (["base", "a"], ["key-a"])
-    ran, withdrawn = walked(EDGES, {"base"}, {}, ["base", "a", "b", "ea"])
+    ran, withdrawn = run_scripted(EDGES, {"base"}, {}, ["base", "a", "b", "ea"])
     assert (ran, withdrawn) == (["base", "a", "b", "ea"], ["key-a", "key-b", "key-ea"])
 
 
 @pytest.mark.parametrize("order", [["base", "a", "b"], ["base", "b", "a"], ["b", "base", "a"]])
-def test_what_was_under_way_on_an_older_content_is_run_again(order: list[str]) -> None:
-    """b runs beside base, from a's old state; then a is made again."""
-    ran, _ = walked({"base": (), "a": ("base",), "b": ("a",)}, {"base", "b"}, {}, order)
+def test_a_stage_that_ran_from_an_older_content_runs_again(order: list[str]) -> None:
+    """b runs in parallel to base, from a's old result; then a is computed again."""
+    ran, _ = run_scripted({"base": (), "a": ("base",), "b": ("a",)}, {"base", "b"}, {}, order)
     assert ran[-1] == "b"
     assert sorted(ran) in (["a", "b", "base"], ["a", "b", "b", "base"])
     assert ran.index("a") > ran.index("base")

@@ -1,5 +1,5 @@
-"""Kill anything at any moment: what was persisted stays, the same command goes on, and the numbers
-come out the same."""
+"""A run is killed at any moment: stored results stay, the same command resumes the run, and the
+results are those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -28,33 +28,28 @@ from tests.recovery import (
 
 # ---- SIGKILL of the driver -----------------------------------------------------------------------
 def killed_at_a_moment(reference: Reference, folder: Path, moment: float) -> None:
+    """Kill a run after `moment` seconds, run the command again, and check the results."""
     process = small_run.start(["run", reference.config(folder)], folder / "killed.txt")
     process.join(moment)
     process.kill()
     process.join()
     before = published_attempts(folder)
-    check_recovered(
-        reference,
-        folder,
-        before,
-        small_run.run(["run", reference.config(folder)], folder / "again.txt"),
-    )
+    output = small_run.run(["run", reference.config(folder)], folder / "again.txt")
+    check_recovered(reference, folder, before, output)
 
 
 def killed_at_a_call(reference: Reference, folder: Path, call: int) -> bool:
-    """Returns whether the process lived to make so many calls."""
+    """Kill a run before its n-th durable write (n is `call`), run the command again, and check the
+    results. Return whether the run made so many writes and was killed.
+    """
     process = small_run.start(
         ["run", reference.config(folder)], folder / "killed.txt", kill_before=call
     )
     process.join(240)
     assert process.exitcode in (-9, 0)
     before = published_attempts(folder)
-    check_recovered(
-        reference,
-        folder,
-        before,
-        small_run.run(["run", reference.config(folder)], folder / "again.txt"),
-    )
+    output = small_run.run(["run", reference.config(folder)], folder / "again.txt")
+    check_recovered(reference, folder, before, output)
     was_killed: bool = process.exitcode == -9
     return was_killed
 
@@ -95,21 +90,23 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_numbers(
 def test_a_run_killed_before_each_of_its_writes_ends_with_the_same_numbers(
     reference: Any, tmp_path: Path
 ) -> None:
-    """Every seventh call that makes something durable; the last ones are beyond the end of the
-    run."""
-    call, lived = 1, True
-    while lived:
-        lived = killed_at_a_call(reference, tmp_path / str(call), call)
+    """Every seventh durable write is tried, until a run ends before it is killed."""
+    call = 1
+    was_killed = True
+    while was_killed:
+        was_killed = killed_at_a_call(reference, tmp_path / str(call), call)
         call += 7
     assert call > 100
 
 
-def test_a_run_killed_again_and_again_comes_to_its_end(reference: Any, tmp_path: Path) -> None:
-    """Ten lives, each of which ends a few writes after the last."""
+def test_a_run_that_is_killed_ten_times_ends_with_the_same_numbers(
+    reference: Any, tmp_path: Path
+) -> None:
+    """Each of the ten processes is killed a few writes later than the one before."""
     config = reference.config(tmp_path)
     before: dict[str, str] = {}
-    for life in range(10):
-        process = small_run.start(["run", config], tmp_path / "out.txt", kill_before=8 + 3 * life)
+    for trial in range(10):
+        process = small_run.start(["run", config], tmp_path / "out.txt", kill_before=8 + 3 * trial)
         process.join(240)
         after = published_attempts(tmp_path)
         assert before.items() <= after.items()
@@ -119,11 +116,13 @@ def test_a_run_killed_again_and_again_comes_to_its_end(reference: Any, tmp_path:
     )
 
 
-def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_same_command(
+def test_a_run_that_gets_sigterm_saves_a_checkpoint_and_the_same_command_resumes_it(
     reference: Any, tmp_path: Path
 ) -> None:
-    """SIGTERM, as a cluster sends it before it takes a machine away: without checkpoints by the
-    clock, none of the steps is made twice."""
+    """A cluster sends SIGTERM before it preempts a machine.
+
+    Checkpoints by the clock are off, so that the signal alone makes the checkpoint.
+    """
     longer = {
         "train": {"epochs": 40},
         "cluster": {"workers": 0, "checkpoint_s": 0, "loader_workers": 1},
@@ -158,7 +157,7 @@ def test_a_run_that_is_told_to_stop_saves_what_is_under_way_and_goes_on_by_the_s
 
 
 @pytest.mark.parametrize("call", [20, 60])
-def test_a_run_that_is_interrupted_says_one_sentence_and_goes_on(
+def test_an_interrupted_run_prints_one_sentence_and_can_be_resumed(
     call: int, reference: Any, tmp_path: Path
 ) -> None:
     process = small_run.start(
@@ -182,7 +181,7 @@ def test_a_run_that_is_interrupted_says_one_sentence_and_goes_on(
 
 
 @pytest.mark.parametrize("call", [1, 3, 4, 9, 40, 90])
-def test_a_disk_that_fills_up_is_told_in_a_sentence_and_nothing_is_lost(
+def test_a_full_disk_is_reported_in_one_sentence_and_nothing_is_lost(
     call: int,
     reference: Any,
     tmp_path: Path,

@@ -1,5 +1,5 @@
-"""Launch on a cluster of several nodes: nodes are lost, announced to go, added; drivers come from
-outside and side by side. The numbers stay."""
+"""Run on a Ray cluster of several nodes: nodes die, are preempted or join; drivers connect from
+outside or run in parallel. The results must be those of one process."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ KINDS = {"star": ("meat", "piggyback"), "chain": ("hat",)}
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    """What one process makes of a star and of a chain."""
-    return {
-        kind: Reference.made_in(
-            tmp_path_factory.mktemp(kind),
-            ("base", "a", "b"),
-            methods={label: {} for label in labels},
-            **LONGER,
+    """Run a star and a chain in one process each."""
+    references = {}
+    for kind, labels in KINDS.items():
+        methods: dict[str, Any] = {label: {} for label in labels}
+        references[kind] = Reference.made_in(
+            tmp_path_factory.mktemp(kind), ("base", "a", "b"), methods=methods, **LONGER
         )
-        for kind, labels in KINDS.items()
-    }
+    return references
 
 
 def on(nodes: Nodes, reference: Reference, folder: Path, **cluster: Any) -> str:
-    """checkpoint_s: checkpoints after each step make the moments of the tests sharp."""
+    """Write the config of the reference's run for this cluster, and return its path.
+
+    Checkpoints are written after each step, so that tests can act at an exact step.
+    """
     body = {"workers": 1, "address": nodes.address, "checkpoint_s": 1e-6, "retries": 1, **cluster}
     return reference.config(folder, cluster=body)
 
 
 def working(nodes: Nodes) -> list[Any]:
-    """Nodes on which a worker of a group runs."""
+    """Return the nodes on which a worker of a group runs."""
     return nodes.nodes_running("TrainWorker")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_process(
+def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
     kind: Any, references: Any, tmp_path: Path
 ) -> None:
     reference = references[kind]
@@ -73,9 +74,13 @@ def test_a_node_is_lost_and_one_is_added_and_the_numbers_are_those_of_one_proces
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path: Path) -> None:
-    """Checkpoints by the clock are turned off, so what is saved was saved because of the notice;
-    the stage has no try to lose."""
+def test_a_stage_on_a_preempted_node_is_saved_and_moved_without_losing_a_step(
+    tmp_path: Path,
+) -> None:
+    """Checkpoints by the clock are off, so that the notice alone makes a checkpoint.
+
+    The stage has no retries.
+    """
     reference = Reference.made_in(
         tmp_path / "one", ("base", "a"), methods={"hat": {}}, train={"epochs": 600}
     )
@@ -84,7 +89,7 @@ def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path: 
             ["run", on(nodes, reference, tmp_path, checkpoint_s=0, retries=0, groups=1)],
             tmp_path / "out.txt",
         )
-        # then the next task is trained
+        # From then on, the next task is trained.
         wait_for(lambda: "hat/base/train" in published_attempts(tmp_path), 200, process)
         [node] = working(nodes)
         nodes.announce_preemption(node)
@@ -96,15 +101,15 @@ def test_a_node_that_is_announced_to_go_is_left_without_losing_a_step(tmp_path: 
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
-# Processes of Ray's that end with their worker group, by their titles.
-REMAINS = "Train|Cleaner|QueueActor|DatasetManager|run_segment"
+# Titles of Ray's processes that must end with their worker group.
+GROUP_TITLES = "Train|Cleaner|QueueActor|DatasetManager|run_segment"
 
 
 @pytest.mark.parametrize("moment", ["while its workers start", "while they train"])
-def test_a_controller_that_is_killed_holds_nothing_and_leaves_nobody(
+def test_a_killed_controller_leaves_no_reservation_and_no_process(
     moment: str, references: Any, tmp_path: Path
 ) -> None:
-    """One CPU: were it still reserved, no other group could start."""
+    """The cluster has one CPU. If it stayed reserved, no other group could start."""
     reference = references["chain"]
     with nodes_up([1]) as nodes:
         process = small_run.start(["run", on(nodes, reference, tmp_path)], tmp_path / "out.txt")
@@ -112,29 +117,22 @@ def test_a_controller_that_is_killed_holds_nothing_and_leaves_nobody(
             until_checkpoint(tmp_path, "hat/a/train", process, "out.txt")
         else:
             wait_for(lambda: working(nodes), 120, process)
-        [controller] = [
-            candidate
-            for candidate in nodes.all_processes()
-            if "TrainController" in title(candidate)
-        ]
+        processes = nodes.all_processes()
+        [controller] = [p for p in processes if "TrainController" in title(p)]
         controller.kill()
         process.join(240)
         assert process.exitcode == 0, (tmp_path / "out.txt").read_text()
-        wait_for(
-            lambda: (
-                not [
-                    candidate
-                    for candidate in nodes.all_processes()
-                    if re.search(REMAINS, title(candidate))
-                ]
-            ),
-            60,
-        )
+
+        def group_has_ended() -> bool:
+            titles = [title(process) for process in nodes.all_processes()]
+            return not any(re.search(GROUP_TITLES, name) for name in titles)
+
+        wait_for(group_has_ended, 60)
     assert small_run.results(tmp_path / "storage") == reference.expected
     assert not [*(tmp_path / "storage" / "ray").iterdir()]
 
 
-def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(
+def test_an_elastic_group_continues_with_fewer_ranks_and_grows_when_a_node_joins(
     references: Any, tmp_path: Path
 ) -> None:
     reference = references["chain"]
@@ -150,21 +148,21 @@ def test_an_elastic_group_goes_on_with_fewer_ranks_and_grows_again(
         assert process.exitcode == 0, output
     manifests = small_run.manifests(tmp_path / "storage")
     assert manifests["hat/a/train"]["workers"] == 1
-    assert manifests["hat/b/evaluate"]["workers"] == 2, "it has grown again"
+    assert manifests["hat/b/evaluate"]["workers"] == 2, "the group must have grown"
     results = small_run.results(tmp_path / "storage")
     for stage_id, expected in reference.expected.items():
         if stage_id.endswith("/evaluate"):
             for one, two in zip(expected["rows"], results[stage_id]["rows"], strict=True):
                 assert abs(one["correct"] - two["correct"]) <= 2, (
-                    "gradients are summed in another order, and that is all"
+                    "only the order in which gradients are summed may differ"
                 )
 
 
-def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(
-    references: Any, tmp_path: Path
-) -> None:
-    """The same config and store at the same moment: one driver on a node, one through Ray's client
-    server, which stands on no node."""
+def test_two_drivers_on_one_cluster_train_each_stage_once(references: Any, tmp_path: Path) -> None:
+    """Both run the same config on the same store at the same time.
+
+    One driver is on a node, the other outside the cluster, through Ray's client server.
+    """
     reference = references["star"]
     with nodes_up([1, 1], client_port=free_port()) as nodes:
         config = on(nodes, reference, tmp_path)
@@ -178,20 +176,17 @@ def test_two_drivers_on_one_cluster_one_of_them_outside_train_each_stage_once(
         assert (inside.exitcode, outside.exitcode) == (0, 0), outputs
     assert small_run.results(tmp_path / "storage") == reference.expected
     assert not [*(tmp_path / "storage").rglob("*.part")]
-    attempts = [
-        folder
-        for stage in (tmp_path / "storage" / "stages").iterdir()
-        for folder in stage.iterdir()
-        if folder.is_dir()
-    ]
-    assert len(attempts) == len(reference.expected) + 1, attempts  # and the report's
+    attempts = [path for path in (tmp_path / "storage" / "stages").glob("*/*") if path.is_dir()]
+    assert len(attempts) == len(reference.expected) + 1, attempts  # one more for the report
 
 
-def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_resumes_a_stopped_one(
+def test_a_submitted_job_gives_the_results_of_one_process_and_resumes_a_stopped_job(
     references: Any, tmp_path: Path
 ) -> None:
-    """By Ray's own command, twice: the first job is stopped once a stage stands. The head has no
-    CPUs, so the driver is not where the workers are."""
+    """`ray job submit` is called twice; the first job is stopped once it has stored a stage.
+
+    The head node has no CPUs, so that driver and workers run on different nodes.
+    """
     reference = references["chain"]
     port = free_port()
     with nodes_up([1, 1], dashboard_port=port):
@@ -231,20 +226,23 @@ def test_a_submitted_job_ends_as_one_process_does_and_the_same_command_resumes_a
         assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(reference.expected) + 1 - len(before)} stages run" in done.stdout + done.stderr
     assert before.items() <= small_run.attempts(tmp_path / "storage").items(), (
-        "what stood was computed again"
+        "a stored stage was computed again"
     )
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
 @pytest.mark.skipif(
-    not DATA.exists(), reason="the images of real7 are not here: ACCRETE_DATA names their folder"
+    not DATA.exists(), reason="the images of real7 are missing; set ACCRETE_DATA to their folder"
 )
 @pytest.mark.parametrize("method", ["meat", "hat"])
-def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(
+def test_seven_real_tasks_on_three_nodes_of_which_one_dies_give_the_results_of_one_process(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A star and a chain; a node is killed while it trains, another one is added. Says how long it
-    took until the lost stage was further than before, and what had to be done again."""
+    """A node is killed while it trains, and another one is added. For a star and a chain.
+
+    Print how long the runs took, how long after the kill the stage that ran was stored, and what
+    the driver logged about it.
+    """
     base = [
         f"configs/methods/{method}-real7.yaml",
         *overrides(name="small", tracking="off", **{"train.epochs": 1, "cluster.checkpoint_s": 5}),
@@ -256,20 +254,14 @@ def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(
     small_run.run(one, tmp_path / "one" / "out.txt", 1200)
     alone_s = time.monotonic() - began
     with nodes_up([1, 1, 1]) as nodes:
-        storage, out = tmp_path / "three" / "storage", tmp_path / "three" / "out.txt"
+        storage = tmp_path / "three" / "storage"
+        out = tmp_path / "three" / "out.txt"
         began = time.monotonic()
-        process = small_run.start(
-            [
-                "run",
-                *base,
-                *overrides(
-                    storage=storage, **{"cluster.workers": 1, "cluster.address": nodes.address}
-                ),
-            ],
-            out,
-        )
-        marks = wait_for(lambda: [*storage.glob("checkpoints/*/latest.json")], 900, process)
-        lost_key, before = marks[0].parent.name, published_attempts(tmp_path / "three")
+        cluster = {"cluster.workers": 1, "cluster.address": nodes.address}
+        process = small_run.start(["run", *base, *overrides(storage=storage, **cluster)], out)
+        checkpoints = wait_for(lambda: [*storage.glob("checkpoints/*/latest.json")], 900, process)
+        lost_key = checkpoints[0].parent.name
+        before = published_attempts(tmp_path / "three")
         for node in working(nodes)[:1]:
             nodes.kill(node)
         killed = time.time()
@@ -287,27 +279,32 @@ def test_seven_real_tasks_over_three_nodes_lose_one_and_end_as_on_one(
     with capsys.disabled():
         print(
             f"\n{method}: one process {alone_s:.0f} s; three nodes, one killed and one added "
-            f"{three_s:.0f} s; the stage whose checkpoint was seen stood "
+            f"{three_s:.0f} s; the stage whose checkpoint was seen was stored "
             f"{again_s:.0f} s after the kill; {lost}"
         )
     assert "was lost; " in output
     assert lost
-    assert before.items() <= small_run.attempts(storage).items(), "what stood was computed again"
+    assert before.items() <= small_run.attempts(storage).items(), "a stored stage ran again"
     assert small_run.results(storage) == small_run.results(tmp_path / "one" / "storage")
 
 
 def overrides(**values: Any) -> list[str]:
-    return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+    """Return the arguments `--set KEY=VALUE` of the command line for these settings."""
+    arguments = []
+    for key, value in values.items():
+        arguments += ["--set", f"{key}={value}"]
+    return arguments
 
 
 def free_port() -> int:
+    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def test_what_the_storage_of_a_submitted_job_must_be_is_said(
+def test_a_submitted_job_refuses_a_relative_storage_folder(
     references: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

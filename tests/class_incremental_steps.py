@@ -41,10 +41,13 @@ def begun(name: str, *tasks: Task, step: str = "train", **settings: Any) -> Any:
     method.scenario, method.stream = "class", tasks
     for task in tasks[: -1 if step == "train" else None]:
         method.heads.restore(task.name, nn.Linear(32, task.num_classes).state_dict())
-    method.groups = method.begin(step_context(tasks[-1], step, None, RATES, tasks))  # type: ignore[assignment]
-    trained = {id(p) for group in method.groups for p in group["params"]}  # type: ignore[union-attr]
+    groups = method.begin(step_context(tasks[-1], step, None, RATES, tasks))
+    trained_ids: set[int] = set()
+    for group in groups:
+        trained_ids.update(map(id, group["params"]))
     for p in method.parameters():
-        p.requires_grad_(id(p) in trained)
+        p.requires_grad_(id(p) in trained_ids)
+    method.groups = groups  # type: ignore[assignment]
     return method.train()
 
 

@@ -1,5 +1,7 @@
-"""Promises of the driver's worker groups, stepped by hand with a Ray that runs nothing: which
-groups are started, dismissed and given up, and what the driver reports."""
+"""Which worker groups the driver starts, dismisses and abandons, and what it reports.
+
+The driver is stepped by hand, with a fake Ray that runs no task.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,11 @@ from workers.storage.artifact import temporary_name
 
 
 class QueueHandle:
-    """The handle of a queue actor that answers at once: `get_cluster_state` with `state`, all else
-    as `queue` does. releases: number of calls of `release_orphans`."""
+    """The handle of a queue actor that answers at once.
+
+    `get_cluster_state` returns `state`; other calls go to `queue`. releases: number of calls of
+    `release_orphans`.
+    """
 
     def __init__(self, state: ClusterState) -> None:
         self.queue = Queue()
@@ -49,14 +54,17 @@ class QueueHandle:
 
 
 class Task:
-    """The Ray task of a group's trainer. end: what it returns or raises; None while it runs."""
+    """The Ray task that runs a group. end: what it returns or raises; None while it runs."""
 
     def __init__(self) -> None:
         self.end: Any = None
 
 
 class IdleRay:
-    """A Ray that runs no task. Answers of the queue are values already. error: raised by `get`."""
+    """A fake of the module `ray` that runs no task. error: what `get` raises, if anything.
+
+    `get` returns answers of the queue as they are, because `QueueHandle` gives values.
+    """
 
     exceptions = ray.exceptions
 
@@ -65,9 +73,11 @@ class IdleRay:
         self.error: Exception | None = None
 
     def remote(self, **options: Any) -> Callable[[Any], Any]:
+        """Return a decorator of functions whose `remote` returns a new `Task`."""
         return lambda function: SimpleNamespace(remote=lambda *arguments: Task())
 
     def get(self, reference: Any, timeout: float = 0) -> Any:
+        """Return a value, or how a task ended."""
         if self.error is not None:
             raise self.error
         if not isinstance(reference, Task):
@@ -77,23 +87,27 @@ class IdleRay:
         return reference.end
 
     def wait(self, tasks: list[Task], **options: Any) -> tuple[list[Task], list[Task]]:
+        """Return the tasks that have ended, and an empty list."""
         return [task for task in tasks if task.end is not None], []
 
     def cancel(self, task: Task, force: bool) -> None:
+        """Record the task as cancelled."""
         self.cancelled.append(task)
 
     def available_resources(self) -> dict[str, float]:
+        """Return one CPU."""
         return {"CPU": 1.0}
 
     def cluster_resources(self) -> dict[str, float]:
+        """Return one CPU."""
         return {"CPU": 1.0}
 
     def shutdown(self) -> None:
-        """Nothing runs."""
+        """Do nothing."""
 
 
 class Clock:
-    """A clock that stands still until a test moves it."""
+    """A clock that shows `now`, which only tests change, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -103,7 +117,7 @@ class Clock:
 
 
 class Driver:
-    """An executor on a Ray that runs nothing, and what it reports."""
+    """A `RayExecutor` on a fake Ray, and the messages that it reports, `notes`."""
 
     def __init__(self, folder: Path, cpus: list[float], width: int = 9, **cluster: Any) -> None:
         self.notes: list[str] = []
@@ -125,19 +139,22 @@ class Driver:
         self.poll = self.executor.poll
 
     def sizes(self) -> dict[int, int]:
+        """Return group -> its number of workers."""
         return {index: group.workers for index, group in self.groups.items()}
 
     def end_group(self, index: int, end: Any) -> None:
+        """End the task of a group: `end` is what it returns or raises."""
         self.groups[index].task.end = end
 
     def submit(self, name: str) -> Stage:
+        """Submit a training stage to the executor, and return it."""
         stage = Stage(name, "train", f"key-{name}", {}, (), job=SimpleNamespace())
         self.executor.submit(stage, 0)
         self.poll()
         return stage
 
     def run_stage_on(self, index: int, *nodes: str) -> Stage:
-        """Group `index` comes up on these nodes and takes a stage."""
+        """Let a group come up on these nodes and take a new stage, and return the stage."""
         stage = self.submit(f"s{index}")
         self.queue.join(index, list(nodes))
         taken = self.queue.next_stage(index)
@@ -147,7 +164,7 @@ class Driver:
         return stage
 
     def change_cluster(self, state: ClusterState) -> list[Event]:
-        """The cluster is another one, and it is time to look at it."""
+        """Change the cluster, let the executor read its state, and return the events."""
         self.handle.state = state
         self.clock.now += LOOK_S + 1
         return self.poll()
@@ -155,6 +172,7 @@ class Driver:
 
 @pytest.fixture
 def make_driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+    """Return a function that makes a `Driver`; all are closed after the test."""
     drivers = []
 
     def make(cpus: list[float], width: int = 9, **cluster: Any) -> Driver:
@@ -168,10 +186,11 @@ def make_driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
 
 
 def cpus(*counts: float, **how: Any) -> Any:
-    return nodes_of([{"CPU": n} for n in counts], **how)
+    """Return a cluster of nodes with these numbers of CPUs. how: arguments of `nodes_of`."""
+    return nodes_of([{"CPU": count} for count in counts], **how)
 
 
-def test_there_are_as_many_groups_as_there_is_room_for_and_more_when_nodes_join(
+def test_as_many_groups_start_as_fit_and_more_when_nodes_join(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0], address="local")
@@ -182,7 +201,7 @@ def test_there_are_as_many_groups_as_there_is_room_for_and_more_when_nodes_join(
     assert driver.notes[-1] == "node 10.0.0.2 (2) joined (2 CPUs)"
 
 
-def test_the_stage_of_a_lost_node_is_offered_again_at_once_and_has_used_no_try(
+def test_the_stage_of_a_lost_node_moves_at_once_without_using_a_retry(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0])
@@ -197,7 +216,7 @@ def test_the_stage_of_a_lost_node_is_offered_again_at_once_and_has_used_no_try(
     )
 
 
-def test_a_group_that_ends_hides_nothing_that_happens_to_other_nodes(
+def test_events_of_other_nodes_are_reported_when_a_group_ends_at_the_same_time(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0, 1.0])
@@ -213,7 +232,9 @@ def test_a_group_that_ends_hides_nothing_that_happens_to_other_nodes(
     assert any(
         line.startswith("node 10.0.0.2 (2) was lost; nothing of this run") for line in driver.notes
     )
-    assert driver.queue.post(1, Event(EventKind.PROGRESS, other.id)) is True, "it is told to leave"
+    assert driver.queue.post(1, Event(EventKind.PROGRESS, other.id)) is True, (
+        "the group must be told to stop"
+    )
 
 
 def test_an_elastic_group_grows_and_shrinks_between_two_stages(make_driver: Any) -> None:
@@ -222,7 +243,7 @@ def test_an_elastic_group_grows_and_shrinks_between_two_stages(make_driver: Any)
     assert driver.sizes() == {0: 2}
     for count in (4.0, 1.0):
         driver.change_cluster(cpus(count))
-        assert driver.queue.dismissed == {0: False}, "it ends with what it does"
+        assert driver.queue.dismissed == {0: False}, "the group may finish its stage"
         driver.end_group(0, "")
         driver.poll()
         assert driver.sizes() == {0: int(count)}
@@ -230,7 +251,7 @@ def test_an_elastic_group_grows_and_shrinks_between_two_stages(make_driver: Any)
         driver.poll()
 
 
-def test_a_group_that_waits_for_a_node_that_is_gone_is_started_anew_with_what_there_is(
+def test_a_group_that_waits_for_a_lost_node_starts_again_on_the_nodes_that_are_up(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0], width=1, workers=2, min_workers=1)
@@ -243,10 +264,10 @@ def test_a_group_that_waits_for_a_node_that_is_gone_is_started_anew_with_what_th
     driver.poll()
     driver.poll()
     assert driver.sizes() == {0: 1}
-    assert driver.handle.releases > releases, "what the first group reserved is not given back"
+    assert driver.handle.releases > releases, "the reservation of the first group was not released"
 
 
-def test_waiting_for_room_is_no_failed_start_but_failed_starts_end_the_run(
+def test_waiting_for_resources_is_not_a_failed_start_but_failed_starts_end_the_run(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0], width=1, workers=2, min_workers=1, retries=1)
@@ -263,7 +284,7 @@ def test_waiting_for_room_is_no_failed_start_but_failed_starts_end_the_run(
         driver.poll()
 
 
-def test_a_head_that_does_not_answer_ends_the_run_with_a_sentence(
+def test_a_head_node_that_does_not_answer_ends_the_run_with_one_sentence(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0])
@@ -277,7 +298,7 @@ def test_a_head_that_does_not_answer_ends_the_run_with_a_sentence(
     assert driver.executor.is_broken
 
 
-def test_a_client_that_has_lost_its_cluster_says_so_and_names_no_file(
+def test_a_client_that_lost_its_connection_reports_it_and_names_no_file(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0])
@@ -292,7 +313,7 @@ def test_a_client_that_has_lost_its_cluster_says_so_and_names_no_file(
     assert driver.executor.is_broken
 
 
-def test_a_preempted_driver_dismisses_its_groups_and_leaves_when_they_have_ended(
+def test_a_preempted_driver_dismisses_its_groups_and_exits_when_they_have_ended(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0])
@@ -302,13 +323,13 @@ def test_a_preempted_driver_dismisses_its_groups_and_leaves_when_they_have_ended
         driver.poll()
         assert driver.queue.dismissed == {0: True, 1: True}
         assert driver.ray.cancelled == [driver.groups[1].task], (
-            "it was not up: nothing is saved by waiting for it"
+            "a group that is not up yet has nothing to save"
         )
         for group in driver.groups.values():
             group.task.end = ""
         with pytest.raises(preemption.Preempted):
             driver.poll()
-        assert driver.groups == {}, "none is started again"
+        assert driver.groups == {}, "no group may start again"
     finally:
         preemption.requested.clear()
 

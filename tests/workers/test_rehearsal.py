@@ -1,10 +1,10 @@
-"""Rehearsal: one memory for any number of ranks, which samples a step trains on, and what of the
-past it can look at."""
+"""Rehearsal: the sizes of memories, which exemplars are chosen, on any number of ranks, and which
+samples a step trains on."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -31,14 +31,16 @@ QUICK = {**OPTIMIZERS["adamw"], "epochs": 1}
 
 
 def run_of(lab: Lab, method: str = "replay", **settings: Any) -> Run:
+    """Return the run of a method with these settings, one epoch a task."""
     return lab.run_of(method, QUICK, methods={method: settings})
 
 
 def counts(carried: Carried) -> dict[str, list[int]]:
-    return {
-        name: [len(keys) for keys in classes.values()]
-        for name, classes in carried.meta["memory"].items()
-    }
+    """Return task -> number of exemplars of each of its classes."""
+    counts_by_task = {}
+    for name, classes in carried.meta["memory"].items():
+        counts_by_task[name] = [len(keys) for keys in classes.values()]
+    return counts_by_task
 
 
 # ---- how many ------------------------------------------------------------------------------------
@@ -54,7 +56,7 @@ def test_a_class_with_fewer_images_than_its_share_keeps_them_all(lab: Lab) -> No
     assert counts(run_of(lab, memory=2000).carried(1)) == {"two": [36, 36], "three": [36, 36, 36]}
 
 
-def test_a_share_for_each_class_does_not_shrink(lab: Lab) -> None:
+def test_with_per_class_the_exemplars_of_a_class_do_not_become_fewer(lab: Lab) -> None:
     run = run_of(lab, per_class=3, memory=1)
     assert [counts(run.carried(task)) for task in (0, 1)] == [
         {"two": [3, 3]},
@@ -63,6 +65,7 @@ def test_a_share_for_each_class_does_not_shrink(lab: Lab) -> None:
 
 
 def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
+    """Return the run of a method on tasks x, y and z, of 2, 2 and 1 classes."""
     tasks = [
         {"card": str(lab.card), "name": name, "classes": list(classes)}
         for name, classes in (("x", "01"), ("y", "23"), ("z", "4"))
@@ -75,41 +78,33 @@ def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
 
 
 @pytest.mark.parametrize("method", REHEARSAL)
-def test_every_method_keeps_to_its_memory_and_shortens_lists_from_the_end(
+def test_every_method_keeps_within_its_memory_and_drops_the_last_exemplars_of_a_class(
     lab: Lab, method: str
 ) -> None:
-    """All that a task hands on counts, also what is remembered for another purpose than
-    training."""
-    run = three_tasks(
-        lab, method, memory=17, per_class=0, **({"top_k": 1} if method == "ucir" else {})
-    )
-    memory_sizes = [
-        {
-            kind: memory
-            for kind, memory in run.carried(task).meta.items()
-            if kind in ("memory", "validation")
-        }
-        for task in range(3)
-    ]
-    for task, meta in enumerate(memory_sizes):
-        assert {*meta["memory"]} == {*"xyz"[: task + 1]}
-        every = [
-            key
-            for memory in meta.values()
-            for classes in memory.values()
-            for keys in classes.values()
-            for key in keys
-        ]
-        assert len({*every}) == len(every) <= 17
-        classes = (2, 4, 5)[task]
-        assert len(every) == 17 // classes * classes, "as many as fit"
-    for before, after in pairwise(memory_sizes):
-        for kind, memory in before.items():
-            assert all(
-                after[kind][name][c] == keys[: len(after[kind][name][c])]
-                for name, classes in memory.items()
-                for c, keys in classes.items()
-            )
+    """Exemplars that are kept for validation, not for training, count too."""
+    settings = {"memory": 17, "per_class": 0}
+    if method == "ucir":
+        settings["top_k"] = 1
+    run = three_tasks(lab, method, **settings)
+    exemplars_after = [exemplar_keys(run.carried(task)) for task in range(3)]
+    for task, num_classes in enumerate((2, 4, 5)):
+        assert {*run.carried(task).meta["memory"]} == {*"xyz"[: task + 1]}
+        all_keys = list(chain(*exemplars_after[task].values()))
+        assert len({*all_keys}) == len(all_keys) <= 17
+        assert len(all_keys) == 17 // num_classes * num_classes, "as many as fit"
+    for before, after in pairwise(exemplars_after):
+        for class_, keys in before.items():
+            assert after[class_] == keys[: len(after[class_])]
+
+
+def exemplar_keys(carried: Carried) -> dict[tuple[str, str, str], list[str]]:
+    """Return (kind, task, class) -> keys of exemplars. kind: `memory` or `validation`."""
+    keys_by_class = {}
+    for kind in ("memory", "validation"):
+        for task, classes in carried.meta.get(kind, {}).items():
+            for name, keys in classes.items():
+                keys_by_class[kind, task, name] = keys
+    return keys_by_class
 
 
 def test_a_memory_without_room_for_each_class_is_refused() -> None:
@@ -128,7 +123,7 @@ def test_a_memory_without_room_for_each_class_is_refused() -> None:
 
 # ---- which ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_without_augmentation(
+def test_exemplars_are_chosen_by_features_of_the_trained_network_without_augmentation(
     lab: Lab, selection: str
 ) -> None:
     run = lab.run_of(
@@ -142,7 +137,9 @@ def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_wi
     train, herd = run.stages(0)
     assert herd.task is not None
     batches = list(Feed(train, (herd.task,), "train", Group(), training=False).evaluate())
-    keys = [key for b in batches for key in b.keys or []]
+    keys: list[str] = []
+    for b in batches:
+        keys += b.keys or []
     labels = torch.cat([b.labels for b in batches])
     with torch.no_grad():
         features = torch.cat([method.features(b.images) for b in batches])
@@ -161,49 +158,44 @@ def test_exemplars_are_what_the_rule_chooses_by_the_trained_networks_features_wi
 def ranked(
     lab: Lab, request: pytest.FixtureRequest
 ) -> dict[str, tuple[Run, list[StageJob], list[StageJob]]]:
-    """All that is asked of so many ranks, in one start: method -> run, its stages, the same on
-    ranks. Of `replay` the last herding alone."""
+    """Run the stages of three methods once more on 2 or 4 ranks, all in one start of processes.
+
+    Return method -> (its run on one rank, stages of it, the same stages on ranks). Of `replay`,
+    only the last `herd` stage.
+    """
     runs_by_method: dict[str, tuple[Run, list[StageJob], list[StageJob]]] = {}
+    all_jobs: list[StageJob] = []
     for method in ("replay", "dytox", "icarl"):
         run = lab.run_of(
             method, {**OPTIMIZERS["sgd"], "epochs": 1}, methods={method: {"memory": 20}}
         )
         with small_batches():
             run.evaluated(1)
-        stages, keys, jobs = (
-            [*run.stages(0), *run.stages(1), run.evaluate_job(1)],
-            dict[str, str](),
-            list[StageJob](),
-        )
-        for job in stages if method != "replay" else stages[-2:-1]:
-            parts = {
-                name: {step: keys.get(key, key) for step, key in getattr(job, name).items()}
-                for name in ("previous", "states")
-            }
-            jobs.append(again(job, f"{request.param} ranks", **parts))
-            keys[job.key] = jobs[-1].key
-        runs_by_method[method] = (
-            run,
-            stages[-1 - len(jobs) : -1] if method == "replay" else stages,
-            jobs,
-        )
-    on_ranks(
-        [job for _, _, jobs in runs_by_method.values() for job in jobs],
-        request.param,
-        lab.folder / f"rehearsal-{request.param}",
-    )
+        stages = [*run.stages(0), *run.stages(1), run.evaluate_job(1)]
+        if method == "replay":
+            stages = stages[-2:-1]
+        jobs: list[StageJob] = []
+        new_keys: dict[str, str] = {}  # key of a stage on one rank -> its key on ranks
+        for job in stages:
+            previous = {step: new_keys.get(key, key) for step, key in job.previous.items()}
+            states = {task: new_keys.get(key, key) for task, key in job.states.items()}
+            new_job = again(job, f"{request.param} ranks", previous=previous, states=states)
+            jobs.append(new_job)
+            new_keys[job.key] = new_job.key
+        runs_by_method[method] = (run, stages, jobs)
+        all_jobs += jobs
+    on_ranks(all_jobs, request.param, lab.folder / f"rehearsal-{request.param}")
     return runs_by_method
 
 
 def test_any_number_of_ranks_keeps_the_same_exemplars(
     ranked: dict[str, tuple[Run, list[StageJob], list[StageJob]]],
 ) -> None:
-    """By the same weights: every rank looks at its share of the images, and all choose from all
+    """Each rank extracts the features of its share of the images, and all choose from all
     (C13)."""
-    _, (alone,), (many,) = ranked["replay"]
-    assert Artifact.need(many.root, many.key).read("carried.safetensors") == Artifact.need(
-        alone.root, alone.key
-    ).read("carried.safetensors")
+    _, [alone], [many] = ranked["replay"]
+    expected = Artifact.need(alone.root, alone.key).read("carried.safetensors")
+    assert Artifact.need(many.root, many.key).read("carried.safetensors") == expected
 
 
 @pytest.mark.parametrize("method", ["dytox", "icarl"])
@@ -214,123 +206,127 @@ def test_a_stream_on_several_ranks_ends_with_the_same_exemplars_and_answers(
     run, alone, many = ranked[method]
     assert [job.step for job in many] == [job.step for job in alone]
     for one, other in zip(alone[:-1], many[:-1], strict=True):
-        stage_results = [
-            Carried.from_bytes(Artifact.need(job.root, job.key).read("carried.safetensors")).meta
-            for job in (one, other)
-        ]
-        assert stage_results[0] == stage_results[1], one.id
+        assert stored(one).meta == stored(other).meta, one.id
     images = torch.cat([run.images(task) for task in (0, 1)])
-    one, other = (
-        restore.finished_method(job, Group()).logits(images, None) for job in (alone[-1], many[-1])
-    )
-    assert torch.allclose(one, other, atol=1e-3)
-    for row, old in zip(
-        Artifact.need(many[-1].root, many[-1].key).manifest["result"]["rows"],
-        run.evaluated(1)["rows"],
-        strict=True,
-    ):
-        assert abs(row["correct"] - old["correct"]) <= 1
-        assert row["total"] == old["total"]
+    alone_logits = restore.finished_method(alone[-1], Group()).logits(images, None)
+    many_logits = restore.finished_method(many[-1], Group()).logits(images, None)
+    assert torch.allclose(alone_logits, many_logits, atol=1e-3)
+    rows = Artifact.need(many[-1].root, many[-1].key).manifest["result"]["rows"]
+    for row, expected in zip(rows, run.evaluated(1)["rows"], strict=True):
+        assert abs(row["correct"] - expected["correct"]) <= 1
+        assert row["total"] == expected["total"]
+
+
+def stored(job: StageJob) -> Carried:
+    """Return the carried state that a stage stored."""
+    return Carried.from_bytes(Artifact.need(job.root, job.key).read("carried.safetensors"))
 
 
 @pytest.mark.parametrize("method", REHEARSAL)
-def test_the_size_of_the_memory_is_not_in_the_first_tasks_training(lab: Lab, method: str) -> None:
-    """C17: nothing is remembered yet. With BiC as many as will be remembered to fit the bias are
-    held out from the start."""
-    runs = [run_of(lab, method, memory=memory, per_class=0) for memory in (20, 40)]
-    steps = [[job.step for job in runs[0].stages(task)] for task in (0, 1)]
-    small, large = (
-        [
-            dict(zip(steps[task], (job.key for job in run.stages(task)), strict=True))
-            for task in (0, 1)
-        ]
-        for run in runs
-    )
-    assert (small[0]["train"] == large[0]["train"]) == (method != "bic")
-    assert small[0]["herd"] != large[0]["herd"]
-    assert small[1]["train"] != large[1]["train"]
+def test_the_key_of_the_first_tasks_training_does_not_depend_on_the_memory(
+    lab: Lab, method: str
+) -> None:
+    """Nothing is remembered yet (C17). BiC is the exception: it holds out from the start as many
+    images as it will keep to fit its bias."""
+    small = run_of(lab, method, memory=20, per_class=0)
+    large = run_of(lab, method, memory=40, per_class=0)
+
+    def keys_are_equal(task: int, step: str) -> bool:
+        small_keys = [job.key for job in small.stages(task) if job.step == step]
+        large_keys = [job.key for job in large.stages(task) if job.step == step]
+        assert len(small_keys) == len(large_keys) == 1
+        return small_keys == large_keys
+
+    for task in (0, 1):
+        steps = [job.step for job in small.stages(task)]
+        assert [job.step for job in large.stages(task)] == steps
+    assert keys_are_equal(0, "train") == (method != "bic")
+    assert not keys_are_equal(0, "herd")
+    assert not keys_are_equal(1, "train")
 
 
 # ---- what a task starts from and leaves ----------------------------------------------------------
-@pytest.mark.parametrize("method", [name for name in REHEARSAL if METHODS[name].distills])  # type: ignore[attr-defined]
-def test_the_teacher_is_what_the_task_before_handed_on_and_stays_so(lab: Lab, method: str) -> None:
-    """To the last bit, after a whole training beside it (C10)."""
+def has_teacher(name: str) -> bool:
+    """Return whether a method distills from the model of the task before."""
+    cls: Any = METHODS[name]
+    return bool(cls.distills)
+
+
+@pytest.mark.parametrize("method", [name for name in REHEARSAL if has_teacher(name)])
+def test_the_teacher_is_the_model_of_the_task_before_and_never_changes(
+    lab: Lab, method: str
+) -> None:
+    """Bit for bit, after the student was trained (C10)."""
     run = run_of(lab, method, memory=20)
     run.trained(1)
     teacher: Any = lab.live[run.stages(1)[0].key].teacher
     modules = [teacher.backbone, *teacher.heads.values()]
-    assert not any(part.training for module in modules for part in module.modules())
-    assert all(
-        p.grad is None and not p.requires_grad for module in modules for p in module.parameters()
-    )
+    for module in modules:
+        assert not any(part.training for part in module.modules())
+        assert all(p.grad is None and not p.requires_grad for p in module.parameters())
     before = run.carried(0).tensors
-    assert all(
-        torch.equal(t, before[f"backbone/{name}"])
-        for name, t in teacher.backbone.state_dict().items()
-    )
+    for name, tensor in teacher.backbone.state_dict().items():
+        assert torch.equal(tensor, before[f"backbone/{name}"])
     assert {*teacher.heads} == {"two"}
-    assert all(
-        torch.equal(t, run.state(0).head[name])
-        for name, t in teacher.heads["two"].state_dict().items()
-    )
+    head = run.state(0).head
+    for name, tensor in teacher.heads["two"].state_dict().items():
+        assert torch.equal(tensor, head[name])
 
 
 @pytest.mark.parametrize("method", REHEARSAL)
 def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str) -> None:
-    """Weights, biases and buffers are what the step before handed on, to the last bit (C8); class
-    means are new."""
+    """Weights, biases and buffers are bit for bit those of the step before (C8); only class means
+    are new."""
     run = run_of(lab, method, memory=20)
     run.trained(1)
     by_key = {job.key: job for job in run.stages(1)}
     herd = next(job for job in run.stages(1) if job.step == "herd")
-    before, after = (
-        everything(run.artifact(by_key[key])) for key in (*herd.previous.values(), herd.key)
-    )
-    one = run.state(0)
-    assert {name for name in before if name.startswith("heads/")} == {
-        f"heads/{task}/{name}" for task in ("two", "three") for name in one.head | one.tokens
-    }
+    [previous_key] = herd.previous.values()
+    before = everything(run.artifact(by_key[previous_key]))
+    after = everything(run.artifact(herd))
+    state = run.state(0)
+    head_names = set()
+    for name in state.head | state.tokens:
+        head_names |= {f"heads/two/{name}", f"heads/three/{name}"}
+    assert {name for name in before if name.startswith("heads/")} == head_names
     assert any(name.endswith("blocks.0.norm1.weight") for name in before)
     assert {*before} <= {*after}
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def everything(artifact: Artifact) -> dict[str, Tensor]:
-    """What a step of task `three` left of the network, by name, wherever it is kept: carried on, or
-    in the task's state."""
-    carried, state = (
-        Carried.from_bytes(artifact.read("carried.safetensors")),
-        TaskState.from_bytes(artifact.read("task.safetensors"), "state"),
-    )
-    task_tensors = {f"heads/three/{name}": t for name, t in (state.head | state.tokens).items()}
-    memory_tensors = {
-        f"{kind}/{name}": t
-        for kind in ("copies", "masks")
-        for name, t in getattr(state, kind).items()
-    }
-    elsewhere = {"path": "copies", "trunk": "copies/trunk"}  # while a path goes on learning
-    handed = {
-        "/".join([elsewhere.get(name.split("/")[0], name.split("/")[0]), name.partition("/")[2]]): t
-        for name, t in carried.tensors.items()
-    }
-    return task_tensors | memory_tensors | handed
+    """Return all tensors of the network after a step of task `three`, by name, whether they are in
+    the carried state or in the task's state."""
+    carried = Carried.from_bytes(artifact.read("carried.safetensors"))
+    state = TaskState.from_bytes(artifact.read("task.safetensors"), "state")
+    tensors = {f"heads/three/{name}": t for name, t in (state.head | state.tokens).items()}
+    tensors |= {f"copies/{name}": t for name, t in state.copies.items()}
+    tensors |= {f"masks/{name}": t for name, t in state.masks.items()}
+    # A path that is still trained is carried under another name than a finished one.
+    finished_kinds = {"path": "copies", "trunk": "copies/trunk"}
+    for name, tensor in carried.tensors.items():
+        kind, _, rest = name.partition("/")
+        tensors[f"{finished_kinds.get(kind, kind)}/{rest}"] = tensor
+    return tensors
 
 
 @pytest.mark.parametrize("method", ["bic", "e2e", "icarl", "podnet", "replay", "ucir", "wa"])
-def test_new_classes_leave_old_outputs_as_they_are_before_training(method: str) -> None:
-    """C5, bit for bit."""
-    grown, images = begun(method, A, B).eval(), batch(A, B).images
+def test_adding_classes_does_not_change_the_logits_of_old_classes_before_training(
+    method: str,
+) -> None:
+    """Bit for bit (C5)."""
+    grown = begun(method, A, B).eval()
+    images = batch(A, B).images
     with torch.no_grad():
-        assert torch.equal(
-            grown.logits(images, None)[:, :2],
-            grown.teacher.joined(images)
-            if grown.teacher
-            else grown.heads["a"](grown.backbone(images)),
-        )
+        if grown.teacher:
+            expected = grown.teacher.joined(images)
+        else:
+            expected = grown.heads["a"](grown.backbone(images))
+        assert torch.equal(grown.logits(images, None)[:, :2], expected)
 
 
-def test_the_share_of_old_classes_rises_by_halves_thirds_and_quarters() -> None:
-    """a = O_t / A_t, of tasks with as many classes each."""
+def test_old_share_is_the_number_of_old_classes_over_that_of_all_classes() -> None:
+    """The share is old classes / all classes. All these tasks have two classes each."""
     tasks = tuple(Task(name, "card", "", (name + "1", name + "2")) for name in "abcdefghij")
     shares = [begun("replay", *tasks[: count + 1]).old_share for count in range(10)]
     assert shares == pytest.approx([count / (count + 1) for count in range(10)])
@@ -338,7 +334,7 @@ def test_the_share_of_old_classes_rises_by_halves_thirds_and_quarters() -> None:
 
 
 # ---- what a step trains on -----------------------------------------------------------------------
-def test_training_sees_the_task_whole_and_of_earlier_ones_the_exemplars_alone(lab: Lab) -> None:
+def test_training_sees_all_images_of_the_task_and_only_exemplars_of_earlier_tasks(lab: Lab) -> None:
     run = run_of(lab, memory=10)
     carried_state = run.carried(0)
     train = run.stages(1)[0]
@@ -350,31 +346,24 @@ def test_training_sees_the_task_whole_and_of_earlier_ones_the_exemplars_alone(la
 
 
 def test_the_loss_of_replay_is_cross_entropy_over_all_classes() -> None:
-    method, mixed_batch = begun("replay", A, B), batch(A, B)
+    method = begun("replay", A, B)
+    mixed_batch = batch(A, B)
     moved(method)
-    z = torch.cat([method.heads[name](method.backbone(mixed_batch.images)) for name in "ab"], 1)
-    assert torch.allclose(
-        method.loss(mixed_batch, START)[0], F.cross_entropy(z, wide(mixed_batch, A, B)), atol=1e-6
-    )
+    features = method.backbone(mixed_batch.images)
+    logits = torch.cat([method.heads["a"](features), method.heads["b"](features)], 1)
+    expected = F.cross_entropy(logits, wide(mixed_batch, A, B))
+    assert torch.allclose(method.loss(mixed_batch, START)[0], expected, atol=1e-6)
 
 
-def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab) -> None:
-    """A batch of a task and of exemplars has one output space, in which samples of different tasks
-    are mixed."""
+def test_mixed_targets_are_over_all_classes_of_the_stream(lab: Lab) -> None:
+    """Mixup blends samples of the task and exemplars, whose targets share one output space."""
     run = lab.run_of(
         "replay", QUICK, data={"mixup": 0.8, "smoothing": 0.1}, methods={"replay": {"memory": 10}}
     )
     train = run.stages(1)[0]
-    remembered_keys = run.carried(0).meta["memory"]["two"]
+    exemplars = {"two": list(chain(*run.carried(0).meta["memory"]["two"].values()))}
     assert train.task is not None
-    feed = Feed(
-        train,
-        train.tasks,
-        "train",
-        Group(),
-        True,
-        {"two": [key for keys in remembered_keys.values() for key in keys]},
-    )
+    feed = Feed(train, train.tasks, "train", Group(), True, exemplars)
     (first,) = next(feed.epoch(0))
     assert first.targets is not None
     assert first.targets.shape == (16, 5)
@@ -383,15 +372,9 @@ def test_targets_that_are_mixed_lie_over_all_classes_of_the_stream(lab: Lab) -> 
     labels_in_stream = first.labels + 2 * first.tasks
     heavy = first.targets.argsort(dim=1, descending=True)[:, :2]
     assert ((heavy == labels_in_stream[:, None]).any(1)).all(), (
-        "each sample's own class is one of the two that it is made of"
+        "a sample's class must be one of the two with the largest targets"
     )
-    other = Feed(
-        replace(train, scenario="task"),
-        train.tasks,
-        "train",
-        Group(),
-        True,
-        {"two": [key for keys in remembered_keys.values() for key in keys]},
-    )
+    task_incremental = replace(train, scenario="task")
+    other = Feed(task_incremental, train.tasks, "train", Group(), True, exemplars)
     assert next(other.epoch(0))[0].targets is None
     assert F.one_hot(labels_in_stream, 5).shape == first.targets.shape

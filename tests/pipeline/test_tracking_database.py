@@ -114,7 +114,10 @@ def test_of_two_makers_at_once_one_database_stands(tmp_path: Path) -> None:
 
     def slower(uri: str) -> None:
         initialize(uri)
-        os.link(sqlite_path(uri), path)  # type: ignore[arg-type]  # another process on a disk without locks
+        # What another process does on a disk without locks.
+        database_path = sqlite_path(uri)
+        assert database_path is not None
+        os.link(database_path, path)
         inodes.append(path.stat().st_ino)
 
     inodes: list[int] = []

@@ -148,7 +148,11 @@ def made_of(images: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("storage", PLACES)
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_feed_gives_what_it_holds_in_place_of_images(root: Any, storage: str, world: int) -> None:  # noqa: F811
+def test_a_feed_yields_cached_features_in_place_of_images(
+    root: Any,  # noqa: F811
+    storage: str,
+    world: int,
+) -> None:
     """For each sample, in any epoch, for any number of ranks; labels and targets are those of its
     image."""
     options: dict[str, Any] = {"batch": 4, "accumulate": 2, "data": {**PLAIN, "smoothing": 0.1}}
@@ -185,7 +189,10 @@ def test_a_feed_gives_what_it_holds_in_place_of_images(root: Any, storage: str, 
 
 
 @pytest.mark.parametrize("storage", PLACES)
-def test_a_feed_that_holds_something_decodes_nothing_more(root: Any, storage: str) -> None:  # noqa: F811
+def test_a_feed_with_cached_features_decodes_no_image(
+    root: Any,  # noqa: F811
+    storage: str,
+) -> None:
     feed = feed_of(root, storage, data=PLAIN)
     feed.cache_features(made_of)
     with mock.patch.object(feed.source, "_gather" if storage == "resident" else "_decode") as look:

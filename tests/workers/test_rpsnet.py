@@ -131,18 +131,22 @@ def begun(*tasks: Task, seed: int = 0, base: str = "", **settings: Any) -> Any:
             moved(method)
             method.step = "herd"
             left.append(method.finish())
-    learning = {id(p) for group in method.groups for p in group["params"]}  # type: ignore[union-attr]
+    groups: Any = method.groups
+    trained_ids: set[int] = set()
+    for group in groups:
+        trained_ids.update(map(id, group["params"]))
     for p in method.parameters():
-        p.requires_grad_(id(p) in learning)
+        p.requires_grad_(id(p) in trained_ids)
     method.left = left  # type: ignore[assignment]
     return method.train()
 
 
 def trained(method: Any, *tasks: Task, steps: int = 3) -> Any:
     train = TrainSettings(lr=1e-2, weight_decay=0.05)
-    optimizer, job = optim.build(method.groups, train), SimpleNamespace(train=train)
+    optimizer = optim.build(method.groups, train)
+    job: Any = SimpleNamespace(train=train)
     for step in range(steps):
-        loop.train_step(method, optimizer, [batch(*tasks, step=step)], START, job, Group())  # type: ignore[arg-type]
+        loop.train_step(method, optimizer, [batch(*tasks, step=step)], START, job, Group())
     return method
 
 

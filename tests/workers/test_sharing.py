@@ -8,6 +8,7 @@ import stat
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_two_users_of_a_group_read_and_replace_what_the_other_wrote(
         (12002, "second", masks[1]),
         (12001, "third", masks[0]),
     ):
-        assert as_user(user, 12000, mask, lambda name=name: use(str(storage), name)) == ""  # type: ignore[misc]
+        assert as_user(user, 12000, mask, partial(use, str(storage), name)) == ""
     assert (storage / "runs" / "r" / "run.json").read_text() == "third"
     artifact = Artifact.open(str(storage / "stages"), "third")
     assert artifact is not None

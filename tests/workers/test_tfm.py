@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import method_steps
 import pytest
@@ -521,12 +522,11 @@ def test_a_base_task_is_served_by_the_backbone_itself_between_wider_ones(first: 
 
 
 def test_units_are_folded_once_per_switch() -> None:
-    method, folded = served(stream(**GROWN)), []
-    fold = method.in_effect
-    method.in_effect = lambda *arguments: folded.append(1) or fold(*arguments)  # type: ignore[method-assign,func-returns-value]
-    for task in ("one", "one", "two", "two", "one"):
-        answers(method, task)
-    assert len(folded) == 3
+    method = served(stream(**GROWN))
+    with mock.patch.object(method, "in_effect", wraps=method.in_effect) as in_effect:
+        for task in ("one", "one", "two", "two", "one"):
+            answers(method, task)
+    assert in_effect.call_count == 3
 
 
 def test_a_task_that_is_trained_again_is_served_as_it_stands() -> None:

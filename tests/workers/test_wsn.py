@@ -114,7 +114,9 @@ def test_weights_and_scores_have_the_gradients_of_their_product(start: str) -> N
         break
     effective = {site: method.weight_overrides[f"{site}.weight"] for site in method.sites}
     for site, weight in method.sites.items():
-        mask, scores = method.masks[site].hard(), method.masks[site].scores  # type: ignore[operator]
+        parametrisation: Any = method.masks[site]
+        mask = parametrisation.hard()
+        scores = parametrisation.scores
         assert torch.equal(effective[site], weight * mask)
         assert isinstance(scores, nn.Parameter)
         assert weight.grad is not None

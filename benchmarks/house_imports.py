@@ -19,6 +19,7 @@ FLOORS = {
         "report",
         "launch",
         "console",
+        "run_log",
         "results",
         "graph",
         "data",
@@ -51,6 +52,7 @@ OVERRIDES_OF_LIBRARIES = {
     "Module": ["forward", "extra_repr"],
     "Function": ["forward", "backward"],
     "Handler": ["emit"],
+    "Formatter": ["format"],
     "NodeVisitor": ["visit_*", "generic_visit"],
 }
 

@@ -340,7 +340,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
     refused({"optimizer": "sgd"}, mask_lr=0.05)
     with pytest.raises(UserError, match=r"mask_lr is 'auto' with train.optimizer 'sgd'"):
         refused({"optimizer": "sgd"})
-    with pytest.raises(UserError, match=r"s_min is 100.0, and s_max 25.0"):
+    with pytest.raises(UserError, match=r"s_min is 100.0 and s_max is 25.0"):
         refused({}, s_min=100, s_max=25)
     for bad in ({"s_max": 1}, {"c": -1}, {"start": "zeros"}, {"expected_tasks": 1}, {"mask_lr": 0}):
         with pytest.raises(ValidationError):
@@ -350,7 +350,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
 def test_an_epoch_of_one_step_is_refused() -> None:
     method = Hat(vit(), HatSettings(), 1)
     method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
-    with pytest.raises(UserError, match="'one' has one step per epoch"):
+    with pytest.raises(UserError, match="'one' has one optimizer step per epoch"):
         method.loss(batch(), Progress(0, 0, 3, 1))
 
 

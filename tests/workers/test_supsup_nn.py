@@ -196,7 +196,7 @@ def test_the_decision_sees_the_whole_batch_on_every_rank_and_the_first_rank_has_
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Second(Group):
-        def share(self, value: Any) -> Any:
+        def broadcast(self, value: Any) -> Any:
             return 1
 
     seen: list[Tensor] = []

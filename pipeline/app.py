@@ -453,7 +453,19 @@ def bring(
 
 # ---- reports -------------------------------------------------------------------------------------
 def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
-    """Run the report stage: write pages, pictures and tables of the run; return its manifest."""
+    """Run the report stage: write pages, pictures and tables of the run; return its manifest.
+
+    Of several drivers one makes the report. The others wait for it, and return its manifest.
+    """
+    store = run.store
+    with stage_lock(store.root, stage.key):
+        artifact = Artifact.open(store.root, stage.key)
+        if artifact is not None:
+            return {**artifact.manifest, "reused": True}
+        return _make_report(run, record, stage)
+
+
+def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
     from pipeline.report import page  # imports matplotlib
 
     started = time.monotonic()

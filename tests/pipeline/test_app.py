@@ -1,0 +1,42 @@
+"""Promises of the Python face of the driver."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import app, cli
+from pipeline.report import page
+from tests import small_run
+
+
+def test_of_two_drivers_one_makes_the_report_and_the_other_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would write below the key of the report, and the first to finish would delete the files
+    of the other one under its hands."""
+    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "a"), ["linear"])
+    config_path = small_run.write_config(tmp_path / "config.yaml", body)
+    assert cli.main(["run", config_path]) == 0
+    run = app.prepare(config_path)
+    record = app.current_record(run)
+    stage = run.graph["report"]
+    run.store.withdraw(stage.key)
+    build = page.build
+    builds = []
+
+    def slow_build(*arguments: Any) -> dict[str, bytes]:
+        builds.append(1)
+        time.sleep(0.3)
+        return build(*arguments)
+
+    monkeypatch.setattr(page, "build", slow_build)
+    with ThreadPoolExecutor(2) as drivers:
+        futures = [drivers.submit(app.make_report, run, record, stage) for _ in range(2)]
+        manifests = [future.result() for future in futures]
+    assert len(builds) == 1
+    assert sorted("reused" in manifest for manifest in manifests) == [False, True]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.graph.retries import MAX_MOVES
-from pipeline.graph.run import run_graph, stages_to_run
+from pipeline.graph.run import GraphRun, run_graph, stages_to_run
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
 from pipeline.graph.walk import ENDED, Decision, DecisionKind, Event, EventKind, State, Walk
@@ -401,3 +401,33 @@ def test_a_stage_that_ran_from_an_older_content_runs_again(order: list[str]) -> 
     assert ran[-1] == "b"
     assert sorted(ran) in (["a", "b", "base"], ["a", "b", "b", "base"])
     assert ran.index("a") > ran.index("base")
+
+
+def test_a_child_that_runs_is_checked_when_it_ends_and_not_before() -> None:
+    """b is being computed, and the look-up knew an outdated result of it. It must not be launched
+    a second time while it runs."""
+    stages = graph({"a": (), "b": ("a",)})
+    outdated_manifest = {"content": "old b", "made_of": {"key-a": "old a"}}
+    walk = Walk.over(stages, [], 0)
+    store: Any = WithdrawalRecorder()
+    run = GraphRun(store, walk, [], {"a": None, "b": outdated_manifest}, {})
+    launched: list[str] = []
+    polls = [
+        Event(EventKind.DONE, "a", body={"content": "new a"}),
+        Event(EventKind.DONE, "a", body={"content": "newer a"}),  # computed again meanwhile
+        Event(EventKind.DONE, "b", body={"content": "b", "made_of": {"key-a": "newer a"}}),
+    ]
+
+    class Executor:
+        def submit(self, stage: Stage, depth: int) -> None:
+            launched.append(stage.id)
+
+        def poll(self) -> list[Event]:
+            return [polls.pop(0)]
+
+        def close(self) -> None:
+            """Do nothing."""
+
+    run.run_to_end(Executor(), poll_s=0)
+    assert launched == ["a", "b"]
+    assert store.keys == []

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from pipeline.graph.walk import Decision, DecisionKind, Event, EventKind, Walk
+from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from workers.storage.artifact import is_local, join, resolve, write_bytes
 from workers.storage.secrets import redact
 
@@ -67,7 +67,7 @@ def driver_log(storage: str, name: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        LOG.error("the run ended with %s: %s", type(error).__name__, error)
+        LOG.info("the run ended with %s: %s", type(error).__name__, error)
         raise
     finally:
         logger.removeHandler(handler)
@@ -79,7 +79,7 @@ def driver_log(storage: str, name: str) -> Iterator[None]:
 
 
 class RunLog:
-    """Logs what happens to each stage of a run."""
+    """Logs what happens to each stage of a run, at info: the terminal shows failures as well."""
 
     def progress(self, event: Event) -> None:
         """Log the progress of a stage, or a note about the cluster."""
@@ -95,10 +95,8 @@ class RunLog:
             case EventKind.PROGRESS | EventKind.NOTE:
                 self.progress(event)
             case _:
-                LOG.warning("%s: %s: %s", event.stage, event.kind, event.message)
+                LOG.info("%s: %s: %s", event.stage, event.kind, event.message)
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
-        is_usual = decision.kind is DecisionKind.LAUNCH
-        level = logging.INFO if is_usual else logging.WARNING
         text = f": {decision.reason}" if decision.reason else ""
-        LOG.log(level, "%s: %s%s", decision.stage, decision.kind, text)
+        LOG.info("%s: %s%s", decision.stage, decision.kind, text)

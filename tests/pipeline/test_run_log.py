@@ -41,7 +41,7 @@ def test_a_run_logs_its_stages_and_a_run_with_nothing_to_do_says_so(tmp_path: Pa
     assert log.count(", 0 to run\n") == 1, "the second run appends to the log of the first"
 
 
-def test_a_failure_a_retry_and_the_end_of_the_run_are_logged_as_warnings(tmp_path: Path) -> None:
+def test_a_failure_a_retry_and_the_end_of_the_run_are_logged(tmp_path: Path) -> None:
     log = run_log.RunLog()
 
     def fail() -> None:
@@ -56,10 +56,10 @@ def test_a_failure_a_retry_and_the_end_of_the_run_are_logged_as_warnings(tmp_pat
         fail()
     lines = [line.split(" ", 2)[2] for line in read_log(tmp_path, "r").splitlines()]
     assert lines == [
-        "WARNING accrete.run: a/train: failed: no room",
-        "WARNING accrete.run: a/train: retry: no room",
+        "INFO accrete.run: a/train: failed: no room",
+        "INFO accrete.run: a/train: retry: no room",
         "INFO accrete.run: node n1 joined",
-        "ERROR accrete.run: the run ended with UserError: stage a/train failed",
+        "INFO accrete.run: the run ended with UserError: stage a/train failed",
     ]
 
 

@@ -170,6 +170,7 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     backbone = vit.build(job.backbone_settings)
     vit.load_weights(backbone, job.backbone_settings)
     files: dict[str, bytes] = {}
+    sizes: dict[str, int] = {}
     if job.task is not None:
         method = METHODS["finetune"](backbone, settings_of(job), job.seed)
         files["history.parquet"] = to_parquet(fit(job, method, None, group, report))
@@ -179,11 +180,13 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
             job.task.name, job.task.classes, method="base", backbone_digest=digest, head=head
         )
         files["task.safetensors"] = state.to_bytes()
+        sizes = state.sizes()
     else:
         digest = vit.digest_of(backbone)
     files["state.safetensors"] = vit.to_bytes(backbone)
     manifest = {
         "kind": "backbone",
+        "sizes": sizes,
         "digest": digest,
         "parameters": sum(p.numel() for p in backbone.parameters()),
         "bytes": sum(t.numel() * t.element_size() for t in backbone.state_dict().values()),

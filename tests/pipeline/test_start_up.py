@@ -46,7 +46,8 @@ def config_path(tmp_path: Path) -> str:
 
 
 def test_plan_and_run_of_what_stands_import_nothing_heavy(tmp_path: Path) -> None:
-    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "a"), ["linear"])
+    cards = small_run.make_cards(tmp_path, ("base", "a"))
+    body = small_run.make_body(tmp_path, cards, ["linear"])
     body["tracking"] = {"models": False}
     path = small_run.write_config(tmp_path / "config.yaml", body)
     assert "torch" in heavy_imports(tmp_path, "plan", path), "the first start builds the graph"

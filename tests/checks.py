@@ -1,5 +1,5 @@
-"""Promises that every method inherits. Each is a function of a laboratory, a method's name and an
-optimizer.
+"""Promises that every method keeps. Each is a function of a `Lab` (stage_lab.py), a method's name
+and an optimizer.
 
 Whether a promise applies follows from what the class declares (`carries`, `may_forget`,
 `freezes_backbone`, ...), never from its name. A promise is shown on every optimizer where the
@@ -490,7 +490,9 @@ class interrupted_after:
     """Steps of the train loop are counted, and the one after `steps` raises Interrupted."""
 
     def __init__(self, steps: int) -> None:
-        self.steps, self.done, self.original = steps, [], loop.train_step  # type: ignore[var-annotated]
+        self.steps = steps
+        self.done: list[Any] = []
+        self.original = loop.train_step
 
     def __enter__(self) -> list[Any]:
         self.patch = mock.patch.object(loop, "train_step", self.step)

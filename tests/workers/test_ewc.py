@@ -82,7 +82,11 @@ def regression(theta: list[float], seed: int = 0, **settings: Any) -> Ewc:
 def begin(method: Ewc, task: Task, step: str, carried: Carried | None = None, size: int = 4) -> Ewc:
     """Begin a step; the head of the task is the identity."""
     method.heads.restore(task.name, {"weight": torch.eye(3), "bias": torch.zeros(3)})
-    data = StepData(lambda split, training: Pictures(task, size), keys_by_class)  # type: ignore[arg-type,return-value]
+
+    def make_feed(split: str, training: bool) -> Any:
+        return Pictures(task, size)
+
+    data = StepData(make_feed, keys_by_class)
     plan = OptimPlan(0.1, 0.0, 4, 10.0)
     method.begin(StepContext(task, plan, step, "task", (task,), (task,), carried, data))
     return method

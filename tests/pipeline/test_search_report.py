@@ -404,7 +404,7 @@ def test_five_hundred_trials_give_a_page_of_sane_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # takes seconds of 500 trials
-    monkeypatch.setattr(search_page, "importance", lambda *_: ({}, "not now"))
+    monkeypatch.setattr(search_page, "measure_importance", lambda *_: ({}, "not now"))
     search_result = made(tmp_path, fake.trials(500))
     without_pictures = re.sub(r"base64,[^\"]*", "", page_of(search_result))
     assert len(without_pictures) < 500_000

@@ -6,16 +6,20 @@ driver.log. Secrets are redacted.
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TextIO
 
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
-from workers.storage.artifact import is_local, join, resolve, write_bytes
+from workers.errors import UserError
+from workers.storage.artifact import is_local, join, make_dirs, resolve, share_file, write_bytes
+from workers.storage.filesystem import FIRST_CONTACT_S, patience
 from workers.storage.secrets import redact
 
 LOG = logging.getLogger("accrete.run")
@@ -24,11 +28,20 @@ FILE = "driver.log"
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-class RedactingFormatter(logging.Formatter):
-    """Formats a record as text without secrets."""
+class OneLineFormatter(logging.Formatter):
+    """Formats a record as one printable line without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        text = " ".join(redact(super().format(record)).splitlines())
+        return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+class FileHandler(logging.StreamHandler[TextIO]):
+    """Writes records to an open file, and stops without a word when the file cannot be written: on
+    a full disk the run itself reports it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Do nothing."""
 
 
 def log_to_stderr(level: str) -> None:
@@ -36,7 +49,7 @@ def log_to_stderr(level: str) -> None:
     logger = logging.getLogger("accrete")
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(level.upper())
-    handler.setFormatter(RedactingFormatter(LINE if level in ("debug", "info") else "%(message)s"))
+    handler.setFormatter(OneLineFormatter(LINE if level in ("debug", "info") else "%(message)s"))
     handler.set_name("stderr")
     for old in [old for old in logger.handlers if old.get_name() == "stderr"]:
         logger.removeHandler(old)
@@ -45,20 +58,39 @@ def log_to_stderr(level: str) -> None:
     logger.propagate = False
 
 
+def open_log(path: str) -> TextIO:
+    """Open a log on a disk, to append to it; it is shared with the group where its folder is.
+
+    Raise OSError when it cannot be written, or is no regular file: a link might lead out of the
+    storage, and a FIFO would wait for a reader.
+    """
+    make_dirs(os.path.dirname(path))
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    stream = os.fdopen(os.open(path, flags, 0o644), "a", encoding="utf-8")
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    with suppress(PermissionError):  # the file of another user, who has shared it already
+        share_file(path)
+    return stream
+
+
 @contextmanager
 def driver_log(storage: str, name: str) -> Iterator[None]:
     """Within it, append to the driver.log of the run `name`. In a bucket it is written at the end,
     and replaces that of the last run."""
     path = join(storage, "runs", name, FILE)
     buffer = io.StringIO()
-    handler: logging.StreamHandler[Any]
+    stream: TextIO = buffer
     if is_local(storage):
-        _, local_path = resolve(path)
-        os.makedirs(os.path.dirname(local_path), exist_ok=True)
-        handler = logging.FileHandler(local_path, encoding="utf-8")
-    else:
-        handler = logging.StreamHandler(buffer)
-    handler.setFormatter(RedactingFormatter(LINE))
+        try:
+            stream = open_log(resolve(path)[1])
+        except OSError as error:
+            reason = error.strerror or error
+            LOG.warning("%s cannot be written (%s); the run goes on without it", path, reason)
+    handler = FileHandler(stream)
+    handler.set_name(FILE)
+    handler.setFormatter(OneLineFormatter(LINE))
     handler.setLevel(logging.INFO)
     logger = logging.getLogger("accrete")
     level_before = logger.level
@@ -72,10 +104,13 @@ def driver_log(storage: str, name: str) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level_before)
-        handler.close()
-        if buffer.getvalue():
-            with suppress(OSError):  # it must not hide how the run ended
-                write_bytes(path, buffer.getvalue().encode())
+        text = buffer.getvalue()
+        with suppress(OSError):  # what is left to write finds no room
+            stream.close()
+        if text and not is_local(storage):
+            # A storage that is away must not hide how the run ended, nor hold it up for long.
+            with suppress(OSError, UserError), patience(FIRST_CONTACT_S):
+                write_bytes(path, text.encode())
 
 
 class RunLog:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from pipeline import cli, run_log
 from pipeline.graph.walk import Decision, DecisionKind, Event, EventKind, Walk
 from tests import small_run
 from workers.errors import UserError
+from workers.storage.filesystem import StorageUnavailable
 
 WALK = cast(Walk, None)  # the log does not read it
 
@@ -106,3 +108,76 @@ def test_in_a_bucket_the_log_is_written_at_the_end(
         run_log.LOG.info("started")
     assert [*written] == ["s3://bucket/storage/runs/r/driver.log"]
     assert written["s3://bucket/storage/runs/r/driver.log"].endswith(b"accrete.run: started\n")
+
+
+def test_a_bucket_that_is_away_does_not_hide_how_the_run_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(path: str, data: bytes) -> None:
+        raise StorageUnavailable("the storage does not answer")
+
+    def end() -> None:
+        with run_log.driver_log("s3://bucket/storage", "r"):
+            raise UserError("stage a/train failed")
+
+    monkeypatch.setattr(run_log, "write_bytes", fail)
+    with pytest.raises(UserError, match="stage a/train failed"):
+        end()
+
+
+# ---- a log that cannot be written costs nothing else ---------------------------------------------
+def put_symlink(path: Path) -> None:
+    (path.parent / "outside.txt").write_text("theirs")
+    path.symlink_to(path.parent / "outside.txt")
+
+
+@pytest.mark.parametrize(
+    "put", [put_symlink, os.mkfifo, Path.mkdir], ids=["link", "FIFO", "folder"]
+)
+def test_a_driver_log_that_is_no_regular_file_is_left_alone_and_the_run_goes_on(
+    put: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A storage folder may come from a stranger."""
+    folder = tmp_path / "runs" / "r"
+    folder.mkdir(parents=True)
+    put(folder / run_log.FILE)
+    run_log.log_to_stderr("warning")
+    with run_log.driver_log(str(tmp_path), "r"):
+        run_log.LOG.info("started")
+    [line] = capsys.readouterr().err.splitlines()
+    assert "driver.log cannot be written" in line
+    assert "the run goes on without it" in line
+    if put is put_symlink:
+        assert (folder / "outside.txt").read_text() == "theirs"
+
+
+def test_a_full_disk_ends_the_log_without_a_word_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").mkdir()
+    with run_log.driver_log(str(tmp_path), "r"):
+        [handler] = [h for h in logging.getLogger("accrete").handlers if h.name == run_log.FILE]
+        stream = cast(logging.StreamHandler[Any], handler).stream
+        os.dup2(os.open("/dev/full", os.O_WRONLY), stream.fileno())
+        run_log.LOG.info("no room for this")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_log_of_a_shared_storage_can_be_written_by_its_group(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2775)
+    umask = os.umask(0o077)
+    try:
+        with run_log.driver_log(str(tmp_path), "r"):
+            run_log.LOG.info("started")
+    finally:
+        os.umask(umask)
+    mode = (tmp_path / "runs" / "r" / run_log.FILE).stat().st_mode
+    assert mode & 0o660 == 0o660
+
+
+def test_a_message_is_one_line_without_escape_sequences(tmp_path: Path) -> None:
+    with run_log.driver_log(str(tmp_path), "r"):
+        run_log.LOG.info("a\n2026-11-23 00:00:00,000 INFO accrete.run: forged \x1b[2J")
+    [line] = read_log(tmp_path, "r").splitlines()
+    assert "forged" in line
+    assert "\x1b" not in line

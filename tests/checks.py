@@ -214,7 +214,7 @@ def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
     taken: dict[int, str] = {}
     for task in (FIRST, SECOND):
         live, (state, carried) = run.live(task), run.finished(task)
-        own = {
+        model_tensors = {
             t.untyped_storage().data_ptr(): f"a tensor of the model {n}"
             for n, t in [*live.named_parameters(), *live.named_buffers()]
         }
@@ -223,7 +223,7 @@ def check_tasks_share_no_memory(lab: Lab, method: str, optimizer: str) -> None:
         } | carried.tensors
         for name, tensor in handed.items():
             where = tensor.untyped_storage().data_ptr()
-            assert where not in own, f"{name} is {own.get(where)}"
+            assert where not in model_tensors, f"{name} is {model_tensors.get(where)}"
             assert taken.setdefault(where, f"{task}:{name}") == f"{task}:{name}"
 
 
@@ -468,14 +468,14 @@ def check_an_interrupted_stage_ends_as_if_it_had_not_been(
 def assert_same_results(stage: str, repeated: Artifact, stored: Artifact) -> None:
     """Raise `AssertionError`, which names some tensors that differ, unless all bytes are equal."""
     for name in (STATE, CARRIED):
-        found, expected = repeated.read(name), stored.read(name)
-        if found == expected:
+        repeated_bytes, expected = repeated.read(name), stored.read(name)
+        if repeated_bytes == expected:
             continue
-        tensors, header = load_tensors(found, name)
-        others, other_header = load_tensors(expected, name)
-        differing = sorted(tensors.keys() ^ others.keys())
-        for key in sorted(tensors.keys() & others.keys()):
-            if not torch.equal(tensors[key], others[key]):
+        tensors, header = load_tensors(repeated_bytes, name)
+        expected_tensors, other_header = load_tensors(expected, name)
+        differing = sorted(tensors.keys() ^ expected_tensors.keys())
+        for key in sorted(tensors.keys() & expected_tensors.keys()):
+            if not torch.equal(tensors[key], expected_tensors[key]):
                 differing.append(key)
         if header != other_header:
             differing.append("the header")
@@ -644,9 +644,9 @@ def check_answers_are_the_same_twice_and_in_any_turn(lab: Lab, method: str, opti
     served, images = run.served(SECOND), [run.images(task) for task in (FIRST, SECOND)]
     alone = [answers(run.served(SECOND), images[task], run.order[task]) for task in (FIRST, SECOND)]
     for task in (FIRST, SECOND, FIRST, SECOND):
-        found = answers(served, images[task], run.order[task])
-        assert found.shape == (len(images[task]), len(TASKS[run.order[task]]))
-        assert torch.equal(found, alone[task])
+        logits = answers(served, images[task], run.order[task])
+        assert logits.shape == (len(images[task]), len(TASKS[run.order[task]]))
+        assert torch.equal(logits, alone[task])
 
 
 @promise(

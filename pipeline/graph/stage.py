@@ -77,17 +77,17 @@ class Graph:
 
     @cached_property
     def _children(self) -> dict[str, list[Stage]]:
-        found: dict[str, list[Stage]] = {i: [] for i in self.stages}
+        children: dict[str, list[Stage]] = {stage_id: [] for stage_id in self.stages}
         for stage in self:
             for parent in dict.fromkeys(stage.parents):
-                found[parent].append(stage)
-        return found
+                children[parent].append(stage)
+        return children
 
     @cached_property
     def depths(self) -> dict[str, int]:
-        """Stage id -> how many stages follow it on the longest way to the end."""
-        found = dict.fromkeys(self.stages, 0)
+        """Stage id -> number of stages on the longest path of its descendants."""
+        depths = dict.fromkeys(self.stages, 0)
         for stage in reversed(self.stages.values()):
             for parent in stage.parents:
-                found[parent] = max(found[parent], found[stage.id] + 1)
-        return found
+                depths[parent] = max(depths[parent], depths[stage.id] + 1)
+        return depths

@@ -88,5 +88,5 @@ class Icarl(Rehearsal[IcarlSettings]):
         them."""
         if self.means is None or self.settings.infer == "argmax":
             return super().logits(images, task)
-        found = nearest_mean(self.features(images), self.means.to(images.device))
-        return found if task is None else found[:, self.class_slices()[task]]
+        scores = nearest_mean(self.features(images), self.means.to(images.device))
+        return scores if task is None else scores[:, self.class_slices()[task]]

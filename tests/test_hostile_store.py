@@ -3,8 +3,10 @@ markup: it is refused, or read as plain text."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -29,14 +31,15 @@ from tests.hostile import (
     backbones,
     costs,
     ingested,
-    member,
     parquet,
     png,
     source,
 )
 from tests.pipeline import fake_run
-from workers.data.shards import SCHEMA, Shards
+from workers.data.rows import select
+from workers.data.shards import SCHEMA, Shards, decode
 from workers.errors import DamagedArtifact, UserError
+from workers.job import Task
 from workers.serving.bundle import Bundle
 from workers.storage import checkpoint
 from workers.storage.artifact import Artifact, digest_of, file_info
@@ -44,15 +47,31 @@ from workers.storage.artifact import Artifact, digest_of, file_info
 
 # ---- shards and their index ----------------------------------------------------------------------
 def test_a_pickle_in_a_shard_of_the_store_is_not_loaded(site: Any) -> None:
-    data = b"".join(
-        [
-            member("train/a/0.pyd", site.pickled()),
-            member("train/a/0.png", png()),
-            member("train/a/1.pkl", site.pickled()),
-        ]
-    ) + bytes(1024)
-    shards = Shards.open(str(site.own_folder), ingested(site, data=data))
-    assert [key for key, _ in shards.stream(["train-00000.tar"])] == ["train/a/0", "train/a/1"]
+    """It is read only where the index names it, and then it is no image."""
+    pickled = site.pickled()
+    digest = hashlib.sha256(pickled).hexdigest()
+    index = rows(offset=600, bytes=len(pickled), sha256=digest, key="train/a/1")
+    key = ingested(site, index, data=bytes(600) + pickled + bytes(1024))
+    samples = select(str(site.own_folder), (Task("t", "card", key, ("a",)),), "train", 0.0)
+    with pytest.raises(UserError, match="cannot be decoded"):
+        decode(samples.bytes_of(1), 8)
+    with pytest.raises(DamagedArtifact, match="train/a/0"):
+        samples.bytes_of(0)
+
+
+def test_a_digest_of_another_length_in_an_index_is_damage_of_that_image(site: Any) -> None:
+    good = hashlib.sha256(bytes(70)).hexdigest()
+    for digest in ("", "0", good[:-1], good + "0", "é" * 32):
+        table = [{**ROW, "sha256": good}, {**ROW, "sha256": digest, "key": "train/a/1"}]
+        other = parquet(pa.Table.from_pylist(table, SCHEMA))
+        artifact = site.own_folder / ("k" * 32)
+        if artifact.exists():
+            shutil.rmtree(artifact)
+        key = ingested(site, other)
+        samples = select(str(site.own_folder), (Task("t", "card", key, ("a",)),), "train", 0.0)
+        assert samples.bytes_of(0) == bytes(70)
+        with pytest.raises(DamagedArtifact, match="train/a/1"):
+            samples.bytes_of(1)
 
 
 def rows(**changes: Any) -> bytes:
@@ -322,7 +341,9 @@ def test_the_files_of_a_class_stay_in_their_folder_whatever_its_name(name: Any, 
     for path in shards.index["key"].to_pylist():
         assert len(path.split("/")) == 3
         assert not {"..", ".", ""} & {*path.split("/")}
-    assert len([*shards.stream(["train-00000.tar"])]) == 4
+    tasks = (Task("t", "card", key, ("a", name)),)
+    samples = select(str(site.own_folder / "storage" / "stages"), tasks, "train", 0.0)
+    assert [samples.bytes_of(row)[:4] for row in range(4)] == [b"\x89PNG"] * 4
 
 
 def test_a_label_of_the_source_does_not_fill_the_terminal(

@@ -29,7 +29,7 @@ def require_package(name: str, user: str, remedy: str) -> None:
     """Raise `UserError` when a package is not installed.
 
     user: the setting or command that needs it.
-    A bare GPU machine has what training needs and may lack ray, mlflow and webdataset.
+    A bare GPU machine has what training needs and may lack ray and mlflow.
     """
     if sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
         raise UserError(

@@ -335,8 +335,8 @@ class DataSettings(Frozen):
     smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing, in [0, 1)")
     resident_mb: NonNegativeInt = Field(
         2048,
-        description="largest size in MiB of a task's decoded images that are cached; a larger "
-        "task is streamed, which changes the order of samples",
+        description="largest size in MiB of a task's decoded images that are cached; the images of "
+        "a larger task are decoded anew in each epoch",
     )
     repeats: Annotated[int, Neutral(1)] = Field(
         1,

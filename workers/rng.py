@@ -28,6 +28,7 @@ class StepRng:
     seed, epoch, step: which step it is; `step` counts inside the epoch.
     positions: (b,) positions in the global batch of the samples of this rank (and micro-batch).
     size: number of samples in the global batch.
+    batch_size: of a full global batch; None where this one is. The last of an epoch may be smaller.
     """
 
     seed: int
@@ -36,6 +37,7 @@ class StepRng:
     positions: Tensor
     size: int
     device: torch.device
+    batch_size: int | None = None
 
     @cached_property
     def positions_on_device(self) -> Tensor:

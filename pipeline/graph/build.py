@@ -30,6 +30,7 @@ from workers.storage.artifact import Artifact
 REPORT_REVISION = 2  # raise it when the report shows other things
 # raise it when other weights come out of the same settings: building, loading, resampling
 BACKBONE_REVISION = 1
+NOT_IN_KEYS = ("resident_mb",)  # settings of `data` that change no bit of a result
 
 Stages = dict[str, str]  # name of a step or of a task -> id of a stage
 
@@ -134,7 +135,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
         "task": base.name,
         "classes": base.classes,
         "train": key_inputs(config.train),
-        "data": key_inputs(config.data),
+        "data": key_inputs(config.data, NOT_IN_KEYS),
         "finetune": METHODS["finetune"].revision,
         **shared_revisions(),
     }
@@ -353,7 +354,7 @@ class MethodStages:
             "scenario": builder.config.stream.scenario,
             "seed": builder.config.seed,
             "train": key_inputs(train) if step.trains else {},
-            "data": key_inputs(data),
+            "data": key_inputs(data, NOT_IN_KEYS),
             **shared_revisions(),
         }
 

@@ -4,6 +4,7 @@ nothing else."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from workers.data import randaugment
-from workers.data.augment import Augment, crop, crop_by_gather, draw_boxes, partner_positions
+from workers.data.augment import Augment, crop, crop_by_gather, draw_boxes
+from workers.data.order import partner_positions
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng
@@ -277,12 +279,6 @@ def test_erasing_replaces_a_box_of_allowed_size_by_unit_noise() -> None:
 
 
 # ---- mixing --------------------------------------------------------------------------------------
-def test_partners_are_a_permutation_that_changes_with_the_step() -> None:
-    assert sorted(partner_positions(draw(50)).tolist()) == list(range(50))
-    assert torch.equal(partner_positions(draw(50)), partner_positions(draw(50, [3])))
-    assert not torch.equal(partner_positions(draw(50)), partner_positions(draw(50, step=1)))
-
-
 def flat(size: int, side: int) -> torch.Tensor:
     """One value per sample, so that a pixel tells whose it is."""
     return (
@@ -301,13 +297,25 @@ def test_mixup_mixes_pixels_and_targets_with_the_same_weight() -> None:
     )
     assert targets is not None
     torch.testing.assert_close(targets.sum(1), torch.ones(size))
-    clean, other = plain(pixels, settings), partner_positions(draw(size))
+    clean, other = plain(pixels, settings), partner_positions(size, size)
     label_weight = targets[torch.arange(size), labels].view(-1, 1, 1, 1)
     label_weight[other == labels] = 1
     torch.testing.assert_close(
         images, label_weight * clean + (1 - label_weight) * clean[other], atol=1e-5, rtol=0
     )
     assert len(label_weight.unique()) > size // 2
+
+
+def test_a_sample_without_a_partner_in_a_ragged_batch_stays_as_it_is() -> None:
+    settings = backbone(16)
+    rng = replace(draw(3), batch_size=4)  # positions 0 and 2 are partners, 1 is alone
+    images, targets = Augment(DataSettings(mixup=0.8), settings, True)(
+        flat(3, 16), torch.arange(3), 3, rng
+    )
+    assert targets is not None
+    torch.testing.assert_close(targets[1], torch.tensor([0.0, 1.0, 0.0]))
+    torch.testing.assert_close(images[1], plain(flat(3, 16), settings)[1])
+    assert (targets[0, [0, 2]] > 0).all()
 
 
 def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +326,7 @@ def test_mixed_and_smoothed_targets_have_the_worked_values(monkeypatch: pytest.M
         "_beta",
         lambda draw, tag, alpha: torch.full((draw.size,), 0.3 if tag == "mixup" else 1.0),
     )
-    step = next(i for i in range(50) if partner_positions(draw(2, step=i)).tolist() == [1, 0])
-    _, targets = augment(pictures(2, 16), torch.tensor([1, 3]), 4, draw(2, step=step))
+    _, targets = augment(pictures(2, 16), torch.tensor([1, 3]), 4, draw(2))
     torch.testing.assert_close(
         targets, torch.tensor([[0.025, 0.295, 0.025, 0.655], [0.025, 0.655, 0.025, 0.295]])
     )
@@ -332,7 +339,7 @@ def test_cutmix_targets_count_the_pixels() -> None:
         pixels, labels, size, draw(size)
     )
     assert targets is not None
-    clean, other = plain(pixels, settings), partner_positions(draw(size))
+    clean, other = plain(pixels, settings), partner_positions(size, size)
     own_pixels, other_pixels = (
         (images - clean[which]).abs().amax(1) < 1e-5 for which in (labels, other)
     )
@@ -383,7 +390,7 @@ def test_ranks_together_make_the_batch_of_one_rank(how: str, ranks: int) -> None
     pixels, labels = pictures(21, 30), torch.arange(21) % CLASSES
     images, targets = augment(pixels, labels, CLASSES, draw(21))
     assert targets is not None
-    partner = partner_positions(draw(21))
+    partner = partner_positions(21, 21)
     for rank in range(ranks):
         rows = list(range(rank, 21, ranks))
         part, part_targets = augment(

@@ -1,10 +1,9 @@
-"""The cache of a node: shards come once and whole, room is made of what was used longest ago, and
+"""The cache of a node: files come once and whole, room is made of what was used longest ago, and
 never of what is in use."""
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import multiprocessing
 import os
 import tempfile
@@ -14,16 +13,10 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from pipeline.data import cards, ingest
 from pipeline.graph.builder import cache_folder
-from tests import s3, small_run
-from tests.s3 import Fault
 from workers.data import cache
-from workers.data.cache import Cache, CachedFile
-from workers.data.shards import Shards
+from workers.data.cache import Cache
 from workers.errors import DamagedArtifact, UserError
-from workers.storage import filesystem
-from workers.storage.artifact import join, write_bytes
 
 
 def written(data: bytes) -> Any:
@@ -46,7 +39,7 @@ def names(cache: Cache) -> set[str]:
 
 
 def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
-    cache = Cache(str(tmp_path), 300)
+    cache = Cache(str(tmp_path), 340)
     for name in (
         "shards/a",
         "shards/b",
@@ -60,6 +53,33 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
     assert names(cache) == {"e"}
     keep(cache, "shards/f", 1000)  # more than the limit
     assert names(cache) == {"f"}
+
+
+def test_where_room_is_made_a_tenth_is_left_free_so_that_the_folder_is_seldom_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, looks, look = Cache(str(tmp_path), 10_000), list[int](), Cache._files
+
+    def counted(cache: Cache) -> Any:
+        looks.append(1)
+        return look(cache)
+
+    monkeypatch.setattr(Cache, "_files", counted)
+    for number in range(300):
+        keep(cache, f"{number}")
+        assert sum(path.stat().st_size for path in tmp_path.glob("*[0-9]")) <= 10_000
+    assert len(looks) == 1 + 20, "once in this process, and for every tenth of the limit"
+    assert len(names(cache)) > 90
+    assert [path.name for path in tmp_path.glob("*.lock")] == ["room.lock"]
+
+
+@pytest.mark.parametrize("text", ["", "-5", "7", "9" * 30, "\0\0"])
+def test_a_wrong_number_of_used_bytes_is_corrected(text: str, tmp_path: Path) -> None:
+    keep(Cache(str(tmp_path), 1000), "a")
+    (tmp_path / "room.lock").write_text(text)
+    cache._swept.discard(str(tmp_path))  # as in another process
+    keep(Cache(str(tmp_path), 1000), "b")
+    assert (tmp_path / "room.lock").read_text() == "200"
 
 
 def test_what_is_in_use_is_not_deleted(tmp_path: Path) -> None:
@@ -101,37 +121,6 @@ def test_what_could_not_be_made_leaves_nothing(error: Any, tmp_path: Path) -> No
     with pytest.raises(OSError, match="2 bytes were made of 4"):
         Cache(str(tmp_path), 1000).open_file("a", 4, written(b"12"))
     assert not names(Cache(str(tmp_path), 1000))
-
-
-def test_a_disk_that_keeps_nothing_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = hashlib.sha256(b"1234").hexdigest()
-    with Cache(str(tmp_path), 1000).open_file("a", 4, written(b"1234"), right) as stream:
-        assert stream.read() == b"1234", "it is read from its start"
-    monkeypatch.setattr(cache, "_checked", set())
-    monkeypatch.setattr(CachedFile, "read_at", lambda file, size, offset: b"5678"[offset:])
-    with pytest.raises(
-        UserError, match=r"gives back other bytes .*; name another folder in cluster\.cache"
-    ):
-        Cache(str(tmp_path), 1000).open_file("a", 4, written(b"1234"), right)
-
-
-def test_a_file_is_checked_once_in_a_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = hashlib.sha256(b"1234").hexdigest()
-    offsets: list[int] = []
-    read_at = CachedFile.read_at
-
-    def recorded(file: CachedFile, size: int, offset: int) -> bytes:
-        offsets.append(offset)
-        return read_at(file, size, offset)
-
-    monkeypatch.setattr(CachedFile, "read_at", recorded)
-    for _ in range(3):
-        Cache(str(tmp_path), 1000).open_file("a", 4, written(b"1234"), right).close()
-    assert len(offsets) == 2, "the bytes, and the end"
 
 
 def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
@@ -305,108 +294,3 @@ def test_a_cache_has_a_folder_of_its_own_wherever_it_is_put(
     assert cache_folder("", "s3://bucket/x") == f"/scratch/accrete-cache-{os.getuid()}", (
         "of each user: nobody deletes what is another's"
     )
-
-
-# ---- shards on an object store -------------------------------------------------------------------
-@pytest.fixture
-def shards(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
-    """40 images in shards of 15, and a cache."""
-    monkeypatch.setattr(filesystem, "FIRST_S", 0.01)
-    monkeypatch.setattr(filesystem, "TRIES", 1)
-    card = small_run.make_card(tmp_path, "a", "01", train=20, test=1, shard_images=15)
-    ingest.ingest(cards.load(card), bucket.uri, "data", map, {})
-    return Shards.open(bucket.uri, "data", Cache(str(tmp_path / "cache"), 10**9))
-
-
-def read_all(shards: Shards) -> list[bytes]:
-    rows = shards.select("train", "01").to_pylist()
-    return [
-        shards.verify(r["key"], shards.read(r["shard"], r["offset"], r["bytes"]), r["sha256"])
-        for r in rows
-    ]
-
-
-def tars(shards: Shards) -> list[str]:
-    return sorted({name for name in shards.index["shard"].to_pylist() if name.startswith("train")})
-
-
-def test_a_shard_is_fetched_once_and_never_image_by_image(shards: Any, bucket: Any) -> None:
-    bucket.seen.clear()
-    assert len(read_all(shards)) == 40
-    assert bucket.counts(".tar") == {"HEAD": 3, "GET": 3}
-    again = Shards.open(bucket.uri, "data", shards.cache)
-    assert len(read_all(again)) == len(list(again.stream(tars(again), seed=1))) == 40
-    assert bucket.counts(".tar") == {"HEAD": 3, "GET": 3}
-
-
-def test_without_room_shards_come_again_and_the_images_are_the_same(
-    shards: Any, bucket: Any
-) -> None:
-    expected = read_all(shards)
-    tight = Shards.open(bucket.uri, "data", Cache(shards.cache.folder + "-2", 1))
-    assert read_all(tight) == expected
-    assert sorted(image for _, image in tight.stream(tars(tight))) == sorted(expected)
-
-
-@pytest.mark.parametrize("kind", ["503", "cut download", "done, unsaid"])
-def test_a_shard_arrives_through_errors_that_pass(kind: str, shards: Any, bucket: Any) -> None:
-    bucket.faults[:] = [Fault(kind, "GET", ".tar", times=2)]
-    assert len(read_all(shards)) == 40
-    assert bucket.faults[0].times == 0
-
-
-@pytest.mark.parametrize("location", ["storage", "cache"])
-def test_a_damaged_shard_is_damage_and_one_that_only_the_cache_has_heals(
-    location: str, shards: Any, bucket: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    expected = read_all(shards)
-    names = {name: info["sha256"] for name, info in shards.artifact.manifest["files"].items()}
-    path = Path(shards.cache.folder, "shards", names["train-00001.tar"])
-    data = bytearray(path.read_bytes())
-    data[data.find(b"IDAT") + 9] ^= 1
-    if location == "cache":
-        path.write_bytes(data)
-        assert read_all(shards) == expected, "also while the shard is open"
-        assert capfd.readouterr().err.count("its shard is fetched again") == 1
-        assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name
-    else:
-        shards.cache.forget(f"shards/{names['train-00001.tar']}")
-        write_bytes(shards.uri("train-00001.tar"), bytes(data))
-        again = Shards.open(bucket.uri, "data", shards.cache)
-        for _ in range(2):
-            with pytest.raises(DamagedArtifact, match=r"train-00001\.tar is not what ingest wrote"):
-                read_all(again)
-        assert not path.exists()
-
-
-@pytest.mark.parametrize("at", [0, 5, 520, -3])  # of a header, of an image, of what nobody reads
-def test_a_flipped_bit_in_a_kept_shard_is_found_when_a_process_first_reads_it(
-    at: int,
-    shards: Any,
-    bucket: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    expected = list(shards.stream(tars(shards)))
-    monkeypatch.setattr(cache, "_checked", set())  # as in another process
-    for path in Path(shards.cache.folder, "shards").iterdir():
-        if path.suffix != ".lock":
-            data = bytearray(path.read_bytes())
-            data[at] ^= 1
-            path.write_bytes(data)
-    bucket.seen.clear()
-    again = Shards.open(bucket.uri, "data", shards.cache)
-    assert list(again.stream(tars(again))) == expected
-    assert bucket.counts(".tar")["GET"] == 3
-    assert capfd.readouterr().err.count("is not what was written there, and is made again") == 3
-    assert list(Shards.open(bucket.uri, "data", shards.cache).stream(tars(again))) == expected
-    assert not capfd.readouterr().err
-
-
-def test_a_shard_that_is_gone_is_damage(shards: Any, bucket: Any) -> None:
-    s3.client_of(bucket.upstream).delete_object(
-        Bucket=bucket.bucket, Key=join("storage", *shards.uri("train-00000.tar").split("/")[4:])
-    )
-    for read in (read_all, lambda shards: list(shards.stream(tars(shards)))):
-        with pytest.raises(DamagedArtifact, match=r"train-00000\.tar is missing"):
-            read(shards)

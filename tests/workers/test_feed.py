@@ -227,6 +227,13 @@ def test_a_resumed_epoch_goes_on_where_it_stopped(root: Any, storage_kind: Any) 
     assert samples([feed_of(root, storage_kind)], 1, start=5) == []
 
 
+@pytest.mark.parametrize("data", [{}, {"mixup": 0.8, "repeats": 3}], ids=["alone", "mixed"])
+def test_where_images_are_kept_decoded_changes_no_bit(root: Any, data: Any) -> None:
+    tasks = (SHAPES, COLOURS)
+    resident, streamed = (samples([feed_of(root, p, tasks=tasks, data=data)], 1) for p in PLACES)
+    assert resident == streamed
+
+
 @pytest.mark.parametrize("storage_kind", PLACES)
 def test_the_order_does_not_depend_on_the_place_of_the_task_in_the_stream(
     root: Any, storage_kind: Any
@@ -280,11 +287,13 @@ def images_of_epoch(feed: Feed, epoch: int = 0) -> list[bytes]:
 def test_repeated_images_are_the_first_of_the_shuffle_one_copy_after_the_other(
     root: Any, storage_kind: Any, repeats: int
 ) -> None:
+    """A batch of four has one stream where images are repeated."""
+    feed = feed_of(root, storage_kind, data={**UNCHANGED, "repeats": repeats})
     for epoch in (0, 1):
-        once, again = (
-            images_of_epoch(feed_of(root, storage_kind, data={**UNCHANGED, "repeats": r}), epoch)
-            for r in (1, repeats)
-        )
+        feed.deal.repeats = repeats
+        again = images_of_epoch(feed, epoch)
+        feed.deal.repeats = 1
+        once = images_of_epoch(feed, epoch)
         assert again == [image for image in once[: -(-17 // repeats)] for _ in range(repeats)][:17]
     assert len(set(once)) == 17
 
@@ -359,9 +368,9 @@ def test_copies_of_a_streamed_image_are_decoded_once(
     decoded: Counter[Any] = Counter()
     decode_one = Streamed._decode
 
-    def counted(source: Any, row: Any, data: Any) -> Any:
+    def counted(source: Any, row: Any) -> Any:
         decoded[row] += 1
-        return decode_one(source, row, data)
+        return decode_one(source, row)
 
     monkeypatch.setattr(Streamed, "_decode", counted)
     images_of_epoch(feed_of(root, "streamed", batch=6, data={"repeats": 3}))

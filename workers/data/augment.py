@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.data import randaugment
+from workers.data.order import partner_positions
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng, derive_seed
@@ -30,12 +31,6 @@ CPU = torch.device("cpu")
 ATTEMPTS = 10
 ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 CROP_RATIO = (3 / 4, 4 / 3)
-
-
-def partner_positions(draw: StepRng) -> Tensor:
-    """(size,) on the CPU, a permutation: the position in the global batch of each sample's mixing
-    partner."""
-    return torch.randperm(draw.size, generator=draw.generator("partner", CPU))
 
 
 def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
@@ -175,12 +170,10 @@ class Augment:
         partner_labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K);
-        targets are None where labels serve as well.
+            targets are None where labels serve as well.
 
-        `partner_pixels`, `partner_labels`: the samples at
-        `partner_positions(draw)[draw.positions]`. They are needed only where another rank holds a
-        partner; a single rank has all of them. With num_classes None (a batch over several tasks
-        without a common output space) samples are neither mixed nor smoothed.
+        XX With num_classes None (a batch over several tasks
+            without a common output space) samples are neither mixed nor smoothed.
         """
         if pixels.shape[1:] != (3, self.size_in, self.size_in):
             raise ValueError(
@@ -304,7 +297,8 @@ class Augment:
     ) -> tuple[Tensor, Tensor]:
         """Images and labels of each sample's partner, augmented as a sample at its position is."""
         rows = draw.positions.cpu()
-        partner = partner_positions(draw)[rows]  # (b,) in the global batch
+        partners = partner_positions(draw.batch_size or draw.size, draw.size)
+        partner = partners[rows]  # (b,) in the global batch
         local_index = torch.full((draw.size,), -1)  # position -> index in this micro-batch, or -1
         local_index[rows] = torch.arange(len(rows))
         local_partner = local_index[partner]

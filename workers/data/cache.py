@@ -1,9 +1,9 @@
-"""Files that a node copies from storage: shards and decoded images in one folder below a size
-limit, each made once and shared by the node's processes.
+"""Files that a node copies from storage: parts of shards and decoded images in one folder below a
+size limit, each made once and shared by the node's processes.
 
-A disk may silently return other bytes than were written. Therefore files have digests, which a
-process checks when it first reads them: a shard as a whole (`Cache.open_file`), decoded images one
-by one (`Blocks`). What is damaged is made again.
+A disk may silently return other bytes than were written. Therefore what is read is checked: the
+records of shards against the index (`workers/data/reader.py`), decoded images against digests in
+their file (`Blocks`). What is damaged is made again.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from workers.errors import UserError
 from workers.storage import filesystem
 
 Write = Callable[[BinaryIO], None]
-PIECE = 16 << 20  # bytes that are hashed at a time
 DIGEST = hashlib.sha256().digest_size
-# (device, inode, time of change) of files whose digest this process has checked
-_checked: set[tuple[int, int, int]] = set()
+FILLED = 0.9  # of the limit: what is left where room is made, so that this is seldom done
+_swept: set[str] = set()  # folders that this process has looked through
 
 
-class CachedFile(io.FileIO):
-    """A file of the cache, open for reading. As long as it is open it is in use, and is not deleted
-    to make room."""
+class LocalFile(io.FileIO):
+    """A file that threads read by offset, closed when nobody has it any more.
+
+    As long as a file of the cache is open it is in use, and is not deleted to make room.
+    """
 
     def read_at(self, size: int, offset: int) -> bytes:
         """`size` bytes at `offset`, fewer at the end; thread-safe."""
@@ -47,37 +48,36 @@ class CachedFile(io.FileIO):
 @dataclass(frozen=True)
 class Cache:
     """folder: on a disk of this node. limit: bytes; what was not used for longest is deleted before
-    it is passed, and never what is in use: if that alone is more, it is passed."""
+    it is passed, and never what is in use: if that alone is more, it is passed.
+
+    The bytes of all files stand in `room.lock`. The folder, which may have 100,000 files, is looked
+    through when they pass the limit, and once in each process, which corrects the number.
+    """
 
     folder: str
     limit: int
 
-    def open_file(self, name: str, size: int, write: Write, sha256: str = "") -> CachedFile:
+    def path(self, name: str) -> str:
+        """Path of the file `name`."""
+        return os.path.join(self.folder, name)
+
+    def open_file(self, name: str, size: int, write: Write) -> LocalFile:
         """Open the file `name` of `size` bytes; `write` fills it first where it is missing.
 
-        One process of the node writes, the others wait. sha256: digest of the contents; a file with
-        another one is made again. Raise `UserError` when the disk has no room, or returns other
-        bytes than were written. What `write` raises goes through; then there is no file.
+        One process of the node writes, the others wait. Raise `UserError` when the disk has no
+        room. What `write` raises goes through; then there is no file.
         """
-        path = os.path.join(self.folder, name)
-        for _ in range(3):
-            with self._explain_disk_errors(size):
-                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-                with _locked(f"{path}.lock"):
+        path = self.path(name)
+        with self._explain_disk_errors(size):
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            file = _open_in_use(path, size)
+            if file is None:
+                with _locked(f"{path}.lock", is_temporary=True):
                     file = _open_in_use(path, size) or self._create(path, size, write)
-                # from now on it is the file that was used last
-                modified = os.fstat(file.fileno()).st_mtime_ns
-                os.utime(file.fileno(), ns=(time.time_ns(), modified))
-                if not sha256 or _has_digest(file, sha256):
-                    return file
-            file.close()
-            filesystem.notify(
-                f"cache: {path} is not what was written there, and is made again; look after "
-                "that disk if this "
-                "comes again"
-            )
-            self.forget(name)
-        raise self.bad_disk()
+            # from now on it is the file that was used last
+            modified = os.fstat(file.fileno()).st_mtime_ns
+            os.utime(file.fileno(), ns=(time.time_ns(), modified))
+        return file
 
     def bad_disk(self) -> UserError:
         """The error for a disk that returns other bytes than were written."""
@@ -89,17 +89,17 @@ class Cache:
     def forget(self, name: str) -> None:
         """Delete a file, if it exists."""
         with suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.folder, name))
+            os.unlink(self.path(name))
 
-    def _create(self, path: str, size: int, write: Write) -> CachedFile:
+    def _create(self, path: str, size: int, write: Write) -> LocalFile:
         part = f"{path}.{uuid.uuid4().hex[:8]}.part"
-        with _locked(os.path.join(self.folder, "room.lock")):
-            self._make_room(size)
+        with _locked(self.path("room.lock")) as room:
+            self._reserve(room, size)
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             # held until it is closed: also under its later name
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             os.truncate(descriptor, size)  # counted as a whole from now on
-        file = CachedFile(descriptor)
+        file = LocalFile(descriptor)
         try:
             # Written as a file, not through a map: a full disk is then an error and not a SIGBUS.
             with open(part, "r+b") as stream:
@@ -117,16 +117,36 @@ class Cache:
             raise
         return file
 
-    def _make_room(self, size: int) -> None:
-        """Make room for `size` bytes below the limit.
+    def _reserve(self, room: BinaryIO, size: int) -> None:
+        """Count `size` bytes more in `room`, the locked file with the bytes of all files.
 
-        Delete what dead processes left behind, then the files that were used longest ago.
+        A file that could not be made, or that is forgotten, stays counted until the next look.
         """
-        files = sorted(self._files())
-        total = sum(part for _, _, part in files) + size
-        for _, path, part in sorted(files, key=lambda file: not file[1].endswith(".part")):
-            if (total > self.limit or path.endswith(".part")) and _delete_unused(path):
-                total -= part
+        room.seek(0)
+        text = room.read()
+        used = int(text) if text.isdigit() else self.limit
+        if self.folder not in _swept or used + size > self.limit:
+            used = self._make_room(size)
+            _swept.add(self.folder)
+        room.seek(0)
+        room.truncate()
+        room.write(b"%d" % (used + size))
+
+    def _make_room(self, size: int) -> int:
+        """Make room for `size` bytes below the limit; return the bytes of the files that stay.
+
+        Delete what dead processes left behind. Where the limit is passed, delete the files that
+        were used longest ago, until FILLED of it is left.
+        """
+        files = sorted(self._files(), key=lambda file: (not file[1].endswith(".part"), file[0]))
+        used = sum(part for _, _, part in files)
+        most = self.limit - size
+        if used > most:
+            most = min(most, int(FILLED * self.limit))
+        for _, path, part in files:
+            if (used > most or path.endswith(".part")) and _delete_unused(path):
+                used -= part
+        return used
 
     def _files(self) -> Iterator[tuple[int, str, int]]:
         """(when it was last used, path, bytes) of each file."""
@@ -161,7 +181,7 @@ class Blocks:
     def __init__(
         self,
         cache: Cache,
-        file: CachedFile,
+        file: LocalFile,
         start: int,
         shape: tuple[int, ...],
         make: Callable[[int], NDArray[np.uint8]],
@@ -231,33 +251,30 @@ class Blocks:
             raise self.cache.bad_disk()
 
 
-def _has_digest(file: CachedFile, sha256: str) -> bool:
-    """Whether a file has this digest; a process reads each file once to know."""
-    info = os.fstat(file.fileno())
-    identity = (info.st_dev, info.st_ino, info.st_mtime_ns)
-    if identity not in _checked:
-        digest, at = hashlib.sha256(), 0
-        while piece := file.read_at(PIECE, at):
-            digest.update(piece)
-            at += len(piece)
-        if digest.hexdigest() != sha256:
-            return False
-        _checked.add(identity)
-    return True
-
-
 @contextmanager
-def _locked(path: str) -> Iterator[None]:
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # freed if this process dies
-        yield
+def _locked(path: str, is_temporary: bool = False) -> Iterator[BinaryIO]:
+    """Lock a file, which is made first; it is freed if this process dies.
+
+    is_temporary: whether to delete it afterwards. Who waited for it meanwhile takes another one.
+    """
+    while True:
+        with open(path, "a+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.fstat(lock.fileno()).st_nlink:
+                continue
+            try:
+                yield lock
+            finally:
+                if is_temporary:
+                    os.unlink(path)
+            return
 
 
-def _open_in_use(path: str, size: int) -> CachedFile | None:
+def _open_in_use(path: str, size: int) -> LocalFile | None:
     """Open a file and mark it as used. Return None when it is missing or has another size, as after
     a crash of the machine."""
     try:
-        file = CachedFile(path, "r+")
+        file = LocalFile(path, "r+")
     except FileNotFoundError:
         return None
     fcntl.flock(file.fileno(), fcntl.LOCK_SH)

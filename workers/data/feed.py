@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.data.augment import Augment, partner_positions
+from workers.data.augment import Augment
 from workers.data.batch import Batch
 from workers.data.cache import Cache
+from workers.data.order import Deal, Ints, Order, TableOrder, partner_positions
+from workers.data.reader import shuffled_reader
 from workers.data.rows import select
 from workers.data.sources import Pixels, Resident, Source, Streamed
 from workers.dist import Group, interleave
@@ -33,12 +34,25 @@ class MicroBatch(NamedTuple):
     weight: float
 
 
+class RankRows(NamedTuple):
+    """What a rank needs of a micro-batch: rows of the sample table.
+
+    rows: (b,) its samples. partners: (b,) the samples to mix with, where another micro-batch or
+    rank has some of them, else (0,).
+    """
+
+    rows: Ints
+    partners: Ints
+
+
 class Feed:
     """Batches of one split of `tasks`: each sample once per epoch.
 
     Position p of a global batch goes to rank p % world, and there to micro-batch (p // world) %
     accumulate. Images stay decoded in memory or in a file where they fit into `data.resident_mb`;
-    else they are streamed from shards in every epoch.
+    else they are decoded anew in every epoch. Both give the same batches, see
+    `workers/data/order.py`. A rank reads its own streams alone where `world` divides the number of
+    streams; else it reads from more of them, up to all.
 
     split: `train`, `val` or `test`; `train` is without the samples that are held out as `val`.
     training: whether to augment; use `epoch` with it, and `evaluate` without.
@@ -46,9 +60,9 @@ class Feed:
         `Method.memory`.
 
     With `data.repeats` = r > 1 (repeated augmentation, as in DeiT and DyTox) an epoch has as many
-    samples as without. It takes the first ceil(n / r) images of a shuffle, each r times in a row,
-    and augments every copy on its own. Difference to their sampler: n is not rounded down to a
-    multiple of 256, which leaves an epoch over fewer images without a batch.
+    samples as without: about ceil(n / r) images, each r times, and every copy is augmented on its
+    own. Differences to their sampler: copies of an image are on one rank, see `Deal`; and n is not
+    rounded down to a multiple of 256, which leaves an epoch over fewer images without a batch.
 
     Raise `UserError` when the split is empty.
     """
@@ -72,25 +86,26 @@ class Feed:
         self.augment = Augment(job.data, job.backbone_settings, training)
         self.cached: Tensor | None = None  # (n, ...) in table order; replaces images in batches
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
-        self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {}, cache)
+        self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {})
         self._label_globally(job)
         side = self.augment.size_in
         self.resident = len(self.samples) * side * side * 3 <= job.data.resident_mb << 20
+        locations = self.samples.locations
+        self.deal = Deal(
+            locations.shards,
+            locations.offsets,
+            locations.sizes,
+            self.batch_size,
+            self.seed,
+            job.data.repeats,
+        )
+        workers = job.loader_workers
         self.source: Source
         if self.resident:
-            self.source = Resident(
-                self.samples,
-                side,
-                self.seed,
-                job.loader_workers,
-                cache,
-                group.device,
-                job.data.repeats,
-            )
+            self.source = Resident(self.samples, side, workers, cache, group.device)
         else:
-            self.source = Streamed(
-                self.samples, side, self.seed, job.loader_workers, group.device, job.data.repeats
-            )
+            reader = shuffled_reader(self.samples, self.deal, group.world, cache)
+            self.source = Streamed(self.samples, side, workers, reader, group.device)
 
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
@@ -141,21 +156,18 @@ class Feed:
         of weight 0.
         """
 
-        def positions_to_decode(step: int, size: int) -> Iterable[int]:
-            if self.cached is not None:
-                return ()
-            positions = []
-            for micro in self._micro_batches(size):
-                rng = self._rng(epoch, step, micro.positions, size)
-                positions += [rng.positions, self._partner_positions(rng)]
-            return torch.cat(positions).tolist()
+        order = self.deal.epoch(epoch)
+        steps = range(start_step, order.num_steps)
 
-        steps = self.source.steps(epoch, self.batch_size, start_step, positions_to_decode)
-        for step, (rows, pixels) in enumerate(steps, start_step):
+        def rows_to_decode() -> Iterator[Ints]:
+            for step in steps:
+                yield self._rows_to_decode(order, step)
+
+        for step, pixels in zip(steps, self.source.steps(rows_to_decode()), strict=True):
             batches = []
-            for micro in self._micro_batches(len(rows)):
-                rng = self._rng(epoch, step, micro.positions, len(rows))
-                batches.append(self._batch(rng, rows, pixels, micro.weight))
+            for micro in self._micro_batches(order.size(step)):
+                rng = self._rng(epoch, step, micro.positions, order.size(step))
+                batches.append(self._batch(rng, order, pixels, micro.weight))
             yield batches
 
     def evaluate(self, batch_size: int = EVAL_BATCH) -> Iterator[Batch]:
@@ -168,20 +180,19 @@ class Feed:
             "this feed for training augments; make one with training=False to measure"
         )
 
-        def is_local(step: int) -> bool:
-            return step % self.group.world == self.group.rank
+        order = TableOrder(len(self.samples), batch_size)
+        steps = range(self.group.rank, order.num_steps, self.group.world)
 
-        def positions_to_decode(step: int, size: int) -> Iterable[int]:
-            if self.cached is None and is_local(step):
-                return range(size)
-            return ()
+        def rows_to_decode() -> Iterator[Ints]:
+            for step in steps:
+                rows = order.rows(step, np.arange(order.size(step)))
+                yield rows if self.cached is None else rows[:0]
 
-        steps = self.source.steps(None, batch_size, 0, positions_to_decode)
-        for step, (rows, pixels) in enumerate(steps):
-            if is_local(step):
-                rng = self._rng(0, step, torch.arange(len(rows)), len(rows))
-                batch = self._batch(rng, rows, pixels, 1.0)
-                yield replace(batch, keys=self.samples.keys(rows))
+        for step, pixels in zip(steps, self.source.steps(rows_to_decode()), strict=True):
+            size = order.size(step)
+            rng = self._rng(0, step, torch.arange(size), size)
+            batch = self._batch(rng, order, pixels, 1.0)
+            yield replace(batch, keys=self.samples.keys(order.rows(step, np.arange(size))))
 
     def _micro_batches(self, size: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global batch of `size` samples.
@@ -199,18 +210,33 @@ class Feed:
         return parts
 
     def _rng(self, epoch: int, step: int, positions: Tensor, size: int) -> StepRng:
-        return StepRng(self.seed, epoch, step, positions, size, self.group.device)
+        return StepRng(
+            self.seed, epoch, step, positions, size, self.group.device, batch_size=self.batch_size
+        )
 
-    def _partner_positions(self, rng: StepRng) -> Tensor:
-        """(b,) positions of the samples to mix with, or (0,) when nothing is mixed."""
-        if self.augment.needs_partner and self.num_classes:
-            return partner_positions(rng)[rng.positions]
-        return rng.positions[:0]
+    def _rows_to_decode(self, order: Order, step: int) -> Ints:
+        """Rows whose pixels this rank needs in a step, without repetition."""
+        if self.cached is not None:
+            return np.zeros(0, np.int64)
+        size = order.size(step)
+        parts: list[Ints] = []
+        for micro in self._micro_batches(size):
+            parts += self._rank_rows(order, step, micro.positions, size)
+        return np.unique(np.concatenate(parts))
 
-    def _batch(self, rng: StepRng, rows: NDArray[np.int64], pixels: Pixels, weight: float) -> Batch:
+    def _rank_rows(self, order: Order, step: int, positions: Tensor, size: int) -> RankRows:
+        rows = order.rows(step, positions.numpy())
+        if not (self.augment.needs_partner and self.num_classes):
+            return RankRows(rows, rows[:0])
+        partners = partner_positions(self.batch_size, size)[positions]
+        if torch.isin(partners, positions).all():
+            return RankRows(rows, rows[:0])
+        return RankRows(rows, order.rows(step, partners.numpy()))
+
+    def _batch(self, rng: StepRng, order: Order, pixels: Pixels, weight: float) -> Batch:
         device = self.group.device
-        batch_rows = torch.from_numpy(rows)  # (size,) of the whole global batch
-        sample_ids = batch_rows[rng.positions]  # (b,)
+        rank_rows = self._rank_rows(order, rng.step, rng.positions, rng.size)
+        sample_ids = torch.from_numpy(rank_rows.rows)  # (b,)
         columns = torch.stack(
             [
                 self.samples.labels[sample_ids],
@@ -220,23 +246,30 @@ class Feed:
         )
         labels, tasks, global_labels = columns.to(device)  # one copy to the device
         if self.cached is None:
-            images, targets = self._augmented(rng, batch_rows, pixels, global_labels)
+            images, targets = self._augmented(rng, rank_rows, pixels, global_labels)
         else:
             images = self.cached[sample_ids.to(device)]
             targets = self.augment.targets(global_labels, self.num_classes)
-        counts = self.samples.tasks[batch_rows].bincount(minlength=len(self.tasks)).tolist()
-        return Batch(images, labels, tasks, rng, targets, weight=weight, counts=tuple(counts))
+        counts = self._task_counts(order, rng.step)
+        return Batch(images, labels, tasks, rng, targets, weight=weight, counts=counts)
+
+    def _task_counts(self, order: Order, step: int) -> tuple[int, ...]:
+        """Samples of each task in a whole global batch; only several tasks need all its rows."""
+        size = order.size(step)
+        if len(self.tasks) == 1:
+            return (size,)
+        rows = torch.from_numpy(order.rows(step, np.arange(size)))
+        return tuple(self.samples.tasks[rows].bincount(minlength=len(self.tasks)).tolist())
 
     def _augmented(
-        self, rng: StepRng, batch_rows: Tensor, pixels: Pixels, global_labels: Tensor
+        self, rng: StepRng, rank_rows: RankRows, pixels: Pixels, global_labels: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Images (b, 3, H, W) and targets (b, num_classes) or None."""
-        partners = self._partner_positions(rng)
-        own_pixels = pixels(rng.positions)
+        own_pixels = pixels(rank_rows.rows)
+        partners = rank_rows.partners
         if not len(partners):
             return self.augment(own_pixels, global_labels, self.num_classes, rng)
-        partner_pixels = pixels(partners)
-        partner_labels = self.global_labels[batch_rows[partners]].to(self.group.device)
+        partner_labels = self.global_labels[torch.from_numpy(partners)].to(self.group.device)
         return self.augment(
-            own_pixels, global_labels, self.num_classes, rng, partner_pixels, partner_labels
+            own_pixels, global_labels, self.num_classes, rng, pixels(partners), partner_labels
         )

@@ -5,17 +5,34 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.data.cache import Cache
 from workers.data.shards import Shards
 from workers.errors import UserError
 from workers.job import Task
+
+HEX_DIGITS = 64  # of a sha256
+
+
+class Locations(NamedTuple):
+    """Where the bytes of n rows lie.
+
+    files: shards, each as its data set and its name. shards: (n,) indices into `files`. offsets,
+    sizes: (n,) bytes.
+    """
+
+    files: list[tuple[Shards, str]]
+    shards: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -42,13 +59,60 @@ class SampleTable:
         keys: list[str] = self.table["key"].take(pa.array(rows)).to_pylist()
         return keys
 
+    @cached_property
+    def locations(self) -> Locations:
+        """Where the bytes of each row lie, as arrays that are made once."""
+        shard_names = _column(self.table, "shard").dictionary_encode()
+        names = shard_names.dictionary.to_pylist()
+        data = _column(self.table, "data").to_numpy()
+        pairs = data * len(names) + shard_names.indices.to_numpy()  # of a data set and a name
+        occurs = np.zeros(len(self.shards) * len(names), bool)
+        occurs[pairs] = True
+        codes = np.cumsum(occurs, dtype=np.int32) - 1
+        files = [
+            (self.shards[pair // len(names)], names[pair % len(names)])
+            for pair in np.flatnonzero(occurs).tolist()
+        ]
+        return Locations(
+            files,
+            codes[pairs],
+            _column(self.table, "offset").to_numpy(),
+            _column(self.table, "bytes").to_numpy(),
+        )
+
     def bytes_of(self, row: int) -> bytes:
-        """Read the bytes of one image by random access, and verify them."""
-        names = ("data", "shard", "offset", "bytes", "key", "sha256")
-        record = {name: self.table[name][row].as_py() for name in names}
-        shards: Shards = self.shards[record["data"]]
-        data = shards.read(record["shard"], record["offset"], record["bytes"])
-        return shards.verify(record["key"], data, record["sha256"])
+        """Read the bytes of one image where they are stored, and verify them; thread-safe."""
+        locations = self.locations
+        shards, shard = locations.files[locations.shards[row]]
+        data: bytes = shards.read(shard, int(locations.offsets[row]), int(locations.sizes[row]))
+        if not self.is_intact(row, data):
+            raise shards.damaged_record(self.table["key"][row].as_py())
+        return data
+
+    def is_intact(self, row: int, data: bytes) -> bool:
+        """Whether `data` are the bytes of a row as ingest wrote them."""
+        expected: bytes = self._digests[row].tobytes()
+        return hashlib.sha256(data).hexdigest().encode() == expected
+
+    def max_pixels(self, row: int) -> int:
+        """The most pixels that a row's image may have."""
+        shards: Shards = self.locations.files[self.locations.shards[row]][0]
+        return shards.max_pixels
+
+    @cached_property
+    def _digests(self) -> NDArray[np.uint8]:
+        """(n, HEX_DIGITS) of the column sha256: a view of it where all have as many digits."""
+        column = _column(self.table, "sha256")
+        _, starts_buffer, text = column.buffers()
+        starts = np.frombuffer(starts_buffer, np.int32)[column.offset :][: len(column) + 1]
+        if (np.diff(starts) == HEX_DIGITS).all() and len(column):
+            digits = np.frombuffer(text, np.uint8)[starts[0] : starts[-1]]
+            return digits.reshape(len(column), HEX_DIGITS)
+        digits = np.zeros((len(column), HEX_DIGITS), np.uint8)  # the digest of nothing: damage
+        for row, digest in enumerate(column.to_pylist()):
+            if len(digest.encode()) == HEX_DIGITS:
+                digits[row] = np.frombuffer(digest.encode(), np.uint8)
+        return digits
 
     def digest(self) -> str:
         """Hash of which images these are, and of their order."""
@@ -56,6 +120,14 @@ class SampleTable:
         for name in ("key", "sha256"):
             body.update("\n".join(self.table[name].to_pylist()).encode() + b"\0")
         return body.hexdigest()
+
+
+def _column(table: pa.Table, name: str) -> pa.Array:
+    """Return a column as one array; it is copied only where it is in several parts."""
+    column = table[name]
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays([pa.array([], column.type), *column.chunks])
 
 
 def hold_out(table: pa.Table, fraction: float) -> tuple[pa.Table, pa.Table]:
@@ -86,16 +158,14 @@ def select(
     split: str,
     val_fraction: float,
     memory: Mapping[str, Collection[str]] | None = None,
-    cache: Cache | None = None,
 ) -> SampleTable:
     """Select the samples of `tasks` in `split` (`train`, `val` or `test`).
 
-    memory: task name -> keys; of these tasks only the samples with these keys. cache: see
-    `Shards.open`. Raise `UserError` when a split is empty, a class has no train image, or a
-    remembered key is not in the split.
+    memory: task name -> keys; of these tasks only the samples with these keys. Raise `UserError`
+    when a split is empty, a class has no train image, or a remembered key is not in the split.
     """
     keys = list(dict.fromkeys(task.data for task in tasks))
-    shards = tuple(Shards.open(root, key, cache) for key in keys)
+    shards = tuple(Shards.open(root, key) for key in keys)
     parts = []
     for index, task in enumerate(tasks):
         data = keys.index(task.data)
@@ -106,11 +176,14 @@ def select(
         _refuse_empty(task, split, part, val_fraction)
         if memory and task.name in memory:
             part = _remembered(task, split, part, memory[task.name])
-        label_of = {name: label for label, name in enumerate(task.classes)}
-        labels = [label_of[name] for name in part["class"].to_pylist()]
-        columns = {"label": labels, "task": [index] * len(part), "data": [data] * len(part)}
+        labels = pc.index_in(part["class"], pa.array(task.classes, pa.string()))
+        columns = {
+            "label": labels.cast(pa.int64()),
+            "task": pa.array(np.full(len(part), index)),
+            "data": pa.array(np.full(len(part), data)),
+        }
         for name, values in columns.items():
-            part = part.append_column(name, pa.array(values, pa.int64()))
+            part = part.append_column(name, values)
         parts.append(part)
     table = pa.concat_tables(parts).sort_by(
         [("data", "ascending"), ("position", "ascending"), ("task", "ascending")]

@@ -1,17 +1,14 @@
 """Shards: the tar files and the index that ingest wrote.
 
-They are read at random or as a stream, and every record is checked against its digest.
+Records are read by their offsets, from disks and from buckets.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +16,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from pyarrow import fs
 
-from workers.data.cache import Cache, CachedFile
+from workers.data.cache import LocalFile
 from workers.errors import DamagedArtifact, UserError
-from workers.storage import filesystem
-from workers.storage.artifact import Artifact, FileInfo, resolve
+from workers.storage.artifact import Artifact, is_local, resolve
+from workers.storage.filesystem import retry, without_retries
 
 INDEX = "index.parquet"
 MAX_PIXELS = 50_000_000
@@ -38,7 +36,7 @@ IMAGE_FORMATS = (
     "WEBP",
 )
 TILE = (322, 323)  # TIFF's tags of a tile's sides
-PIECE = 16 << 20  # bytes of a shard that are asked for at a time
+OPEN_SHARDS = 128  # files that a process keeps open
 SCHEMA = pa.schema(
     [
         (name, pa.int64() if name in ("offset", "bytes") else pa.string())
@@ -56,25 +54,21 @@ class Shards:
     (file name), offset and bytes of the image inside the shard, sha256, ext.
     """
 
-    def __init__(self, artifact: Artifact, index: pa.Table, cache: Cache | None = None):
+    def __init__(self, artifact: Artifact, index: pa.Table):
         self.artifact = artifact
         self.index = index
-        is_remote = "://" in artifact.root and not artifact.root.startswith("file://")
-        self.cache = cache if is_remote else None
+        self.is_remote = not is_local(artifact.root)
         self.max_pixels = int(artifact.manifest.get("max_pixels", MAX_PIXELS))
-        self._mending = Lock()
-        # Rows are read shard after shard. A shard that is open cannot leave the cache.
-        self._file = lru_cache(maxsize=8)(self._open)
+        self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open)
 
     @classmethod
-    def open(cls, root: str, key: str, cache: Cache | None = None) -> Shards:
+    def open(cls, root: str, key: str) -> Shards:
         """Open the result of the ingest stage `key`.
 
-        cache: holds whole shards of remote storage; without it they are read piece by piece from
-        there. Raise `DamagedArtifact` when the result is missing or its index is damaged.
+        Raise `DamagedArtifact` when the result is missing or its index is damaged.
         """
         artifact = Artifact.need(root, key)
-        return cls(artifact, read_index(artifact), cache)
+        return cls(artifact, read_index(artifact))
 
     @property
     def key(self) -> str:
@@ -94,133 +88,55 @@ class Shards:
         return self.artifact.uri(shard)
 
     def read(self, shard: str, offset: int, size: int) -> bytes:
-        """Read `size` bytes at `offset` of a shard; thread-safe. Return fewer when the shard is
-        truncated, which `verify` finds."""
+        """Read `size` bytes at `offset` of a shard where it is stored; thread-safe.
+
+        Return fewer when the shard is truncated, which digests find.
+        """
         return self._file(shard).read_at(size, offset)
 
-    def verify(self, record: str, data: bytes, sha256: str) -> bytes:
-        """Return `data` if it is what ingest wrote, else the record's bytes in storage.
-
-        Raise `DamagedArtifact` when those are damaged too.
-        """
-        if hashlib.sha256(data).hexdigest() != sha256 and self.cache is not None:
-            data = self._fetched_again(record)
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise DamagedArtifact(
-                self.key,
-                f"image {record!r} in {self.uri('')}: its bytes are not those that ingest wrote "
-                "(sha256 differs from the index); run the same command again to ingest anew",
-            )
-        return data
-
-    def stream(self, shards: Sequence[str], seed: int | None = None) -> Iterator[tuple[str, bytes]]:
-        """Yield (key, image bytes) of all records of `shards` through WebDataset.
-
-        Shards come in the order of `shards`, or shuffled by `seed`; records in their shard's order.
-        Raise `DamagedArtifact` when a shard is cut short.
-        """
-        import webdataset as wds
-        from webdataset.tariterators import group_by_keys, tar_file_expander
-
-        pipeline = wds.DataPipeline(
-            wds.SimpleShardList([*shards], seed=seed),
-            self._opened,
-            tar_file_expander,
-            group_by_keys,
+    def damaged_record(self, record: str) -> DamagedArtifact:
+        """The error for a record whose bytes are not those that ingest wrote."""
+        return DamagedArtifact(
+            self.key,
+            f"image {record!r} in {self.uri('')}: its bytes are not those that ingest wrote "
+            "(sha256 differs from the index); run the same command again to ingest anew",
         )
-        try:
-            for sample in pipeline:
-                yield sample["__key__"], _image_of(sample)
-        except (tarfile.TarError, EOFError) as error:
-            raise DamagedArtifact(
-                self.key,
-                f"a shard in {self.uri('')} is damaged ({error.args[0]}); run the same command "
-                "again to ingest anew",
-            ) from None
 
-    def _opened(self, sources: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        # WebDataset's own opener knows neither s3:// nor our credentials: every shard is opened
-        # through pyarrow.
-        for source in sources:
-            with self._open(source["url"]) as stream:
-                yield {"url": source["url"], "stream": stream}
-
-    def _open(self, shard: str) -> pa.NativeFile | CachedFile:
-        """Open a shard in storage, or this node's copy of a remote one."""
-        try:
-            if self.cache is not None:
-                info = self.artifact.manifest["files"][shard]
-                return self.cache.open_file(
-                    _cache_name(info),
-                    info["bytes"],
-                    lambda stream: self._download(shard, info, stream),
-                    info["sha256"],
-                )
-            system, path = resolve(self.uri(shard))
-            return system.open_input_file(path)
-        except FileNotFoundError:
-            raise DamagedArtifact(
-                self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew"
-            ) from None
-
-    def _download(self, shard: str, info: FileInfo, stream: BinaryIO) -> None:
-        """Write a whole shard to `stream`. Raise `DamagedArtifact` when it is not what ingest
-        wrote."""
+    def _open(self, shard: str) -> ObjectFile | LocalFile:
+        """Open a shard. Raise `DamagedArtifact` when it is missing."""
         system, path = resolve(self.uri(shard))
-        digest = hashlib.sha256()
         try:
-            with system.open_input_file(path) as file:
-                while piece := file.read(PIECE):
-                    digest.update(piece)
-                    stream.write(piece)
+            if self.is_remote:
+                return ObjectFile(system, path)
+            return LocalFile(path)
         except FileNotFoundError:
             raise DamagedArtifact(
                 self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew"
             ) from None
-        if digest.hexdigest() != info["sha256"]:
-            raise DamagedArtifact(
-                self.key,
-                f"{self.uri(shard)} is not what ingest wrote (its sha256 differs from the "
-                "manifest); run the same command again to ingest anew",
-            )
 
-    def _fetched_again(self, record: str) -> bytes:
-        """Read a record again whose cached copy is damaged; drop that copy of the shard.
 
-        One thread does it for all: the others find the new copy.
-        """
-        assert self.cache is not None
-        row = self.index.filter(pc.equal(self.index["key"], record)).to_pylist()[0]
-        with self._mending:
-            data = self.read(row["shard"], row["offset"], row["bytes"])
-            if hashlib.sha256(data).hexdigest() == row["sha256"]:
-                return data
-            return self._replaced(row)
+class ObjectFile:
+    """An object of a storage that threads read by offset at the same time.
 
-    def _replaced(self, row: dict[str, Any]) -> bytes:
-        """The bytes of a record after its shard was downloaded again."""
-        assert self.cache is not None
-        filesystem.notify(
-            f"cache: image {row['key']!r} in {self.cache.folder} is not what was written there; "
-            "its shard is fetched "
-            "again"
+    pyarrow's own wrapper of a filesystem in Python would let them read one after the other.
+    """
+
+    def __init__(self, system: fs.FileSystem, path: str):
+        self.where = system.handler.where
+        self.path = path
+        bare = without_retries(system)
+        self.file = retry(lambda: bare.open_input_file(path), self.where, f"opening {path}")
+        self.size = self.file.size()
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """`size` bytes at `offset`, fewer at the end; thread-safe."""
+        count = min(size, self.size - offset)
+        if count <= 0:
+            return b""
+        data: bytes = retry(
+            lambda: self.file.read_at(count, offset), self.where, f"reading {self.path}"
         )
-        self.cache.forget(_cache_name(self.artifact.manifest["files"][row["shard"]]))
-        self._file.cache_clear()
-        return self.read(row["shard"], row["offset"], row["bytes"])
-
-
-def _image_of(sample: dict[str, Any]) -> bytes:
-    """The image of a WebDataset record: its one file besides the class."""
-    for extension, data in sample.items():
-        if extension != "cls" and not extension.startswith("__"):
-            image: bytes = data
-            return image
-    raise tarfile.ReadError("a record has no image")
-
-
-def _cache_name(info: FileInfo) -> str:
-    return f"shards/{info['sha256']}"
+        return data
 
 
 def read_index(artifact: Artifact) -> pa.Table:

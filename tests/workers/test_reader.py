@@ -1,0 +1,370 @@
+"""Readers: each range of a bucket once, ahead of its use, verified; no more than a rank needs."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import fs
+from test_feed import CLASSES, COLOURS, feed_of, publish, samples
+
+from workers.data import order, reader
+from workers.data.cache import Cache, LocalFile
+from workers.data.order import Deal, Ints
+from workers.data.reader import BucketReader, Ranges, Reader, sequential_reader, shuffled_reader
+from workers.data.rows import SampleTable, select
+from workers.data.shards import Shards
+from workers.errors import DamagedArtifact, UserError
+from workers.job import Task
+from workers.storage import artifact, filesystem
+
+
+class Bucket(fs.FileSystemHandler):  # type: ignore[misc]
+    """A folder that is read like a bucket: requests are counted, and some of them fail.
+
+    share: of reads that fail once, in a way that passes. seen: name of a file and bytes of each
+    read that succeeded.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.share = 0.0
+        self.draw = random.Random(3)
+        self.seen: list[tuple[str, int]] = []
+        self.lock = threading.Lock()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def get_type_name(self) -> str:
+        return "bucket"
+
+    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
+        infos: list[fs.FileInfo] = fs.LocalFileSystem().get_file_info(
+            [str(self.folder / path) for path in paths]
+        )
+        return infos
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        return pa.PythonFile(Object(self, self.folder / path), mode="r")
+
+    def bytes_read(self, part: str = ".tar") -> int:
+        return sum(size for name, size in self.seen if part in name)
+
+    def requests(self, part: str = ".tar") -> int:
+        return sum(part in name for name, _ in self.seen)
+
+    def _unused(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    normalize_path = get_file_info_selector = create_dir = delete_dir = _unused
+    delete_dir_contents = delete_root_dir_contents = delete_file = move = copy_file = _unused
+    open_input_stream = open_output_stream = open_append_stream = _unused
+
+
+class Object(LocalFile):
+    """A file of a `Bucket`."""
+
+    def __init__(self, bucket: Bucket, path: Path):
+        super().__init__(path)
+        self.bucket = bucket
+
+    def read(self, size: int | None = -1) -> bytes:
+        with self.bucket.lock:
+            if self.bucket.draw.random() < self.bucket.share:
+                raise OSError("AWS Error SLOW_DOWN during GetObject")
+            data = super().read(-1 if size is None else size) or b""
+            self.bucket.seen.append((Path(str(self.name)).name, len(data)))
+            return data
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """`test://bucket/`: the folder `tmp_path / "bucket"`."""
+    (tmp_path / "bucket").mkdir()
+    made = Bucket(tmp_path / "bucket")
+    handler = filesystem.RetryingFilesystem(fs.PyFileSystem(made), "test://bucket")
+    monkeypatch.setattr(filesystem, "FIRST_S", 0.001)
+    monkeypatch.setattr(artifact, "open_filesystem", lambda uri: (fs.PyFileSystem(handler), ""))
+    return made
+
+
+URI = "test://bucket"
+MANY = {"red": 300, "green": 300, "blue": 300}
+
+
+@pytest.fixture
+def colours(bucket: Bucket) -> SampleTable:
+    """900 images in shards of 60."""
+    publish(bucket.folder, "colours", MANY, shard_images=60)
+    return select(URI, (COLOURS,), "train", 0.0)
+
+
+def fine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that make of small images what those of real ones are made of large ones."""
+    monkeypatch.setattr(order, "RUN_BYTES", 4 << 10)
+    monkeypatch.setattr(order, "BLOCK_RUNS", 4)
+    monkeypatch.setattr(reader, "PIECE_BYTES", 16 << 10)
+
+
+def deal_of(table: SampleTable, batch: int = 16) -> Deal:
+    places = table.locations
+    return Deal(places.shards, places.offsets, places.sizes, batch, seed=5)
+
+
+def steps_of(deal: Deal, rank: int, world: int, epoch: int = 0) -> Iterator[Ints]:
+    epoch_order = deal.epoch(epoch)
+    for step in range(epoch_order.num_steps):
+        yield epoch_order.rows(step, np.arange(rank, epoch_order.size(step), world))
+
+
+def stored_records(table: SampleTable, folder: Path) -> list[bytes]:
+    """The bytes of all rows as they are on the disk."""
+    records = []
+    attempt = Path(table.shards[0].uri("")).name
+    for row in table.table.select(["shard", "offset", "bytes"]).to_pylist():
+        with open(folder / "colours" / attempt / row["shard"], "rb") as file:
+            file.seek(row["offset"])
+            records.append(file.read(row["bytes"]))
+    return records
+
+
+def read_and_compare(
+    table: SampleTable, bucket: Bucket, made: Reader, steps: Iterator[Ints]
+) -> list[int]:
+    """Read all rows of all steps, and return them in their order."""
+    records = stored_records(table, bucket.folder)
+    rows_read = []
+    for rows in made.ahead(steps):
+        for row in rows.tolist():
+            assert made.read(row) == records[row]
+            rows_read.append(row)
+    return rows_read
+
+
+def read_all(made: Reader, rows: Iterable[int]) -> None:
+    for row in rows:
+        made.read(row)
+
+
+# ---- how much is read ----------------------------------------------------------------------------
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_node_of_several_reads_its_share_of_the_bytes(
+    world: int,
+    cached: bool,
+    colours: SampleTable,
+    bucket: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fine_runs(monkeypatch)
+    deal = deal_of(colours)
+    whole = Ranges.of_runs(colours, deal.borders).total_bytes
+    rows = []
+    for rank in range(world):
+        bucket.seen.clear()
+        cache = Cache(str(tmp_path / f"node-{rank}"), 10**9) if cached else None
+        made = shuffled_reader(colours, deal, world, cache)
+        rows += read_and_compare(colours, bucket, made, steps_of(deal, rank, world))
+        assert bucket.bytes_read() <= 1.1 * whole / world
+        requests = bucket.requests()
+        assert requests <= 1.1 * len(deal.borders) / world + 2
+        if cached:
+            read_and_compare(colours, bucket, made, steps_of(deal, rank, world))
+            assert bucket.requests() == requests, "the second time it comes from the cache"
+    assert sorted(rows) == list(range(900))
+
+
+def test_a_single_rank_reads_whole_pieces_once_and_other_feeds_find_them(
+    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    deal, cache = deal_of(colours), Cache(str(tmp_path / "cache"), 10**9)
+    pieces = Ranges.of_pieces(colours)
+    made = shuffled_reader(colours, deal, 1, cache)
+    read_and_compare(colours, bucket, made, steps_of(deal, 0, 1))
+    assert bucket.requests() == len(pieces.starts)
+    assert bucket.bytes_read() == pieces.total_bytes
+    bucket.seen.clear()
+    monkeypatch.setattr(order, "RUN_BYTES", 2 << 20)
+    red = select(URI, (Task("t", "colours", "colours", ("red",)),), "train", 0.0)
+    one_by_one = iter(np.arange(len(red)).reshape(-1, 1))
+    read_and_compare(red, bucket, sequential_reader(red, cache), one_by_one)
+    assert not bucket.requests(), "other rows of the same shards are in the same pieces"
+
+
+def test_a_few_rows_of_large_shards_are_read_by_themselves(
+    colours: SampleTable, bucket: Bucket
+) -> None:
+    few = select(URI, (COLOURS,), "train", 0.0, {"colours": ["train/red/007", "train/blue/011"]})
+    sizes = few.locations.sizes
+    bucket.seen.clear()
+    one_by_one = iter(np.arange(len(few)).reshape(-1, 1))
+    assert len(read_and_compare(few, bucket, sequential_reader(few, None), one_by_one)) == 2
+    assert bucket.bytes_read() == sizes.sum()
+
+
+def test_where_two_blocks_have_no_room_records_are_read_by_themselves(
+    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    deal = deal_of(colours)
+    made = shuffled_reader(colours, deal, 2, Cache(str(tmp_path / "cache"), 10_000))
+    rows = read_and_compare(colours, bucket, made, steps_of(deal, 0, 2))
+    assert bucket.bytes_read() == colours.locations.sizes[rows].sum()
+    assert len(rows) == 450
+
+
+def test_ranges_are_fetched_before_they_are_needed_and_not_all_at_once(
+    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    deal = deal_of(colours)
+    ranges = Ranges.of_runs(colours, deal.borders)
+    made = BucketReader(colours, ranges, Cache(str(tmp_path / "cache"), 10**9), num_ahead=6)
+    steps = made.ahead(iter(np.arange(900).reshape(-1, 1)))
+    first = next(steps)
+    made._threads.submit(lambda: None).result()
+    while made._num_running:
+        pass
+    assert first.tolist() == [0]
+    assert bucket.requests() == 7, "six more than this step needs"
+    steps.close()  # type: ignore[attr-defined]
+    assert not made._planned
+
+
+# ---- failures ------------------------------------------------------------------------------------
+def test_two_ranks_stream_the_same_through_failing_requests_and_go_on_when_stopped(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5 % of the reads fail; one rank stops in the middle of the epoch, without a cache then."""
+    fine_runs(monkeypatch)
+    publish(bucket.folder, "colours", MANY, shard_images=60)
+    local = samples([feed_of(bucket.folder, "resident", batch=16)], 1)
+    bucket.share = 0.05
+
+    def rank_feed(rank: int, cache: str) -> Any:
+        return feed_of(URI, "streamed", rank, 2, batch=16, cache=cache)
+
+    caches = [str(tmp_path / f"node-{rank}") for rank in range(2)]
+    assert samples([rank_feed(rank, caches[rank]) for rank in range(2)], 1) == local
+    fresh = [str(tmp_path / "fresh"), ""]
+    stopped = rank_feed(1, fresh[0]).epoch(1)
+    next(stopped)
+    del stopped
+    again = samples([rank_feed(rank, fresh[rank]) for rank in range(2)], 1, start=7)
+    assert again == local[7:]
+
+
+@pytest.mark.parametrize("where", ["storage", "cache"])
+def test_a_damaged_record_is_damage_and_one_that_only_the_cache_has_heals(
+    where: str,
+    colours: SampleTable,
+    bucket: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fine_runs(monkeypatch)
+    deal, cache = deal_of(colours), Cache(str(tmp_path / "cache"), 10**9)
+    made = shuffled_reader(colours, deal, 2, cache)
+    rows = read_and_compare(colours, bucket, made, steps_of(deal, 0, 2))
+    row = rows[5]
+    record = stored_records(colours, bucket.folder)[row]
+    key = colours.table["key"][row].as_py()
+    folder = tmp_path / "cache"
+    if where == "storage":
+        folder = bucket.folder
+    (file,) = (path for path in folder.rglob("*") if path.is_file() and record in path.read_bytes())
+    file.write_bytes(file.read_bytes().replace(record, record[:-9] + b"?" + record[-8:]))
+    if where == "cache":
+        read_and_compare(colours, bucket, made, steps_of(deal, 0, 2))
+        assert capfd.readouterr().err.count(f"image {key!r} in") == 1
+        assert record in file.read_bytes()
+        return
+    for path in (tmp_path / "cache" / "shards").iterdir():
+        path.unlink()
+    for _ in range(2):
+        again = shuffled_reader(colours, deal, 2, cache)
+        with pytest.raises(DamagedArtifact, match=key):
+            read_all(again, rows)
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("left", [None, 0, 5000])
+def test_a_shard_that_is_gone_or_cut_short_is_damage(
+    left: int | None, cached: bool, colours: SampleTable, bucket: Bucket, tmp_path: Path
+) -> None:
+    path = next(bucket.folder.rglob("train-00060.tar"))
+    if left is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:left])
+    cache = Cache(str(tmp_path / "cache"), 10**9) if cached else None
+    deal = deal_of(colours)
+    for made in (sequential_reader(colours, cache), shuffled_reader(colours, deal, 2, cache)):
+        with pytest.raises(DamagedArtifact, match=r"train-00060\.tar is .*run the same command"):
+            read_all(made, range(900))
+    assert not list(tmp_path.glob("cache/**/*.part"))
+
+
+def test_a_disk_that_keeps_nothing_is_a_sentence(
+    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
+    monkeypatch.setattr(BucketReader, "_record", lambda reader, row: b"other bytes")
+    with pytest.raises(UserError, match=r"gives back other bytes .*; name another folder in clus"):
+        made.read(3)
+
+
+def test_what_made_room_while_it_was_needed_is_fetched_again(
+    colours: SampleTable, bucket: Bucket, tmp_path: Path
+) -> None:
+    made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
+    record = made.read(3)
+    for path in (tmp_path / "cache" / "shards").iterdir():
+        path.unlink()
+    assert made.read(3) == record
+
+
+# ---- disks ---------------------------------------------------------------------------------------
+def test_few_files_are_open_however_many_shards_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path, "colours", CLASSES, shard_images=1)
+    table = select(str(tmp_path), (COLOURS,), "train", 0.0)
+    counts: Counter[str] = Counter()
+    close = LocalFile.close
+
+    def counted(file: LocalFile) -> None:
+        counts["closed"] += not file.closed
+        close(file)
+
+    monkeypatch.setattr(LocalFile, "close", counted)
+    shards = table.shards[0]
+    monkeypatch.setattr(shards, "_file", functools.lru_cache(4)(shards._open))
+    made = shuffled_reader(table, deal_of(table), 1, None)
+    read_all(made, range(23))
+    assert counts["closed"] >= 23 - 4
+
+
+def test_shards_say_whether_they_are_on_a_disk(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(bucket.folder, "colours", CLASSES)
+    assert Shards.open(URI, "colours").is_remote
+    monkeypatch.undo()
+    assert not Shards.open(f"file://{bucket.folder}", "colours").is_remote
+    assert feed_of(bucket.folder, "streamed").num_samples == 17

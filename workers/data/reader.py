@@ -1,0 +1,363 @@
+"""Readers: the verified bytes of records by offset, from a disk or from a bucket.
+
+A disk is read record by record. Of a bucket, longer ranges of bytes are fetched ahead of their use,
+by a few threads, into the node's cache or into memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock, RLock
+from typing import BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from workers.data.cache import Cache
+from workers.data.order import Deal, Ints, cut_runs
+from workers.data.rows import SampleTable
+from workers.errors import DamagedArtifact
+from workers.storage import filesystem
+
+PIECE_BYTES = 8 << 20  # of a shard that is read as a whole: the most that one request asks for
+PIECES_AHEAD = 4
+SPARSE = 4  # pieces with more than so many times the bytes of the runs are not read as a whole
+RECORDS_AHEAD = 256
+MEMORY_BYTES = 256 << 20  # of fetched ranges in memory, per rank, where there is no cache
+FETCH_THREADS = 8
+
+
+class Reader(Protocol):
+    """The verified bytes of a table's rows."""
+
+    def read(self, row: int) -> bytes:
+        """Return the bytes of a row's image; thread-safe.
+
+        Raise `DamagedArtifact` when they are not those that ingest wrote.
+        """
+
+    def ahead(self, steps: Iterator[Ints]) -> Iterator[Ints]:
+        """Yield the same rows. Those of later steps are fetched meanwhile."""
+
+
+class DiskReader:
+    """Reads shards on a disk of this node, or on one that it has mounted."""
+
+    def __init__(self, samples: SampleTable):
+        self.samples = samples
+
+    def read(self, row: int) -> bytes:
+        """See `Reader.read`."""
+        return self.samples.bytes_of(row)
+
+    def ahead(self, steps: Iterator[Ints]) -> Iterator[Ints]:
+        """See `Reader.ahead`."""
+        return steps
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of bytes, each fetched by one request and cached as one file.
+
+    of_row: (n,) the range of each row of a table. shards: (k,) indices into `Locations.files`.
+    starts, ends: (k,) bytes.
+    """
+
+    of_row: Ints
+    shards: NDArray[np.int32]
+    starts: Ints
+    ends: Ints
+
+    @classmethod
+    def of_runs(cls, samples: SampleTable, borders: Ints) -> Ranges:
+        """One range per run, see `cut_runs`; runs lie in a row, and in the order of offsets."""
+        locations = samples.locations
+        firsts = borders[:-1]
+        ends = np.maximum.reduceat(locations.offsets + locations.sizes, firsts)
+        of_row = np.repeat(np.arange(len(firsts)), np.diff(borders))
+        return cls(of_row, locations.shards[firsts], locations.offsets[firsts], ends)
+
+    @classmethod
+    def of_pieces(cls, samples: SampleTable) -> Ranges:
+        """Cut shards into pieces of PIECE_BYTES and the rest of their last record.
+
+        They are cut by the whole index. So other rows of the same shards, as those of another split
+        or task, are in the same files of a cache.
+        """
+        data = samples.table["data"].to_numpy()
+        positions = samples.table["position"].to_numpy()
+        of_row = np.empty(len(samples), np.int64)
+        starts: list[Ints] = []
+        ends: list[Ints] = []
+        num_pieces = 0
+        for number, shards in enumerate(samples.shards):
+            rows = np.flatnonzero(data == number)
+            pieces = IndexPieces.of(shards.index)
+            used, piece_of_row = np.unique(pieces.of_row[positions[rows]], return_inverse=True)
+            of_row[rows] = num_pieces + piece_of_row
+            starts.append(pieces.starts[used])
+            ends.append(pieces.ends[used])
+            num_pieces += len(used)
+        shard_of_piece = np.empty(num_pieces, np.int32)
+        shard_of_piece[of_row] = samples.locations.shards
+        return cls(of_row, shard_of_piece, np.concatenate(starts), np.concatenate(ends))
+
+    @classmethod
+    def of_records(cls, samples: SampleTable) -> Ranges:
+        """Each record by itself."""
+        locations = samples.locations
+        ends = locations.offsets + locations.sizes
+        return cls(np.arange(len(samples)), locations.shards, locations.offsets, ends)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all ranges."""
+        return int((self.ends - self.starts).sum())
+
+
+class IndexPieces(NamedTuple):
+    """The pieces that the shards of one index are cut into.
+
+    of_row: (rows of the index,) the piece of each row. starts, ends: bytes of each piece.
+    """
+
+    of_row: Ints
+    starts: Ints
+    ends: Ints
+
+    @classmethod
+    def of(cls, index: pa.Table) -> IndexPieces:
+        """Cut where the records of a shard pass a multiple of PIECE_BYTES."""
+        shards = index["shard"].combine_chunks().dictionary_encode().indices.to_numpy()
+        offsets = index["offset"].to_numpy()
+        ends = offsets + index["bytes"].to_numpy()
+        number_in_shard = offsets // PIECE_BYTES
+        most = int(number_in_shard.max(initial=0)) + 1
+        pieces, of_row = np.unique(shards * most + number_in_shard, return_inverse=True)
+        by_piece = np.argsort(of_row, kind="stable")
+        lines = np.searchsorted(of_row[by_piece], np.arange(len(pieces)))
+        return cls(
+            of_row,
+            np.minimum.reduceat(offsets[by_piece], lines),
+            np.maximum.reduceat(ends[by_piece], lines),
+        )
+
+
+class BucketReader:
+    """Fetches ranges of shards on an object store before their records are read.
+
+    cache: keeps what was fetched; without it at most MEMORY_BYTES are kept in memory.
+    num_ahead: ranges that are fetched before they are needed.
+    """
+
+    def __init__(self, samples: SampleTable, ranges: Ranges, cache: Cache | None, num_ahead: int):
+        self.samples = samples
+        self.ranges = ranges
+        self.cache = cache
+        self.num_ahead = num_ahead
+        self._threads = ThreadPoolExecutor(FETCH_THREADS)
+        # Ranges to fetch next. They are given to the threads a few at a time: what a thread pool
+        # has been given would be fetched even when the process is about to end.
+        self._planned: deque[int] = deque()
+        self._num_running = 0
+        # Ranges that are or were fetched, the latest last: bytes, or None for a file of the cache.
+        self._futures: OrderedDict[int, Future[bytes | None]] = OrderedDict()
+        self._bytes_in_memory = 0
+        self._lock = RLock()  # a future that is done at once calls back from the same thread
+        self._mending = Lock()
+
+    def ahead(self, steps: Iterator[Ints]) -> Iterator[Ints]:
+        """See `Reader.ahead`."""
+        waiting: deque[tuple[Ints, int]] = deque()
+        num_unread = 0  # ranges that no step has needed before those that wait
+        planned: set[int] = set()
+        try:
+            for rows in steps:
+                needed = set(self.ranges.of_row[rows].tolist()) - planned
+                planned |= needed
+                self._plan(sorted(needed))
+                waiting.append((rows, len(needed)))
+                num_unread += len(needed)
+                while num_unread > self.num_ahead:
+                    first_rows, num_new = waiting.popleft()
+                    num_unread -= num_new
+                    yield first_rows
+            for rows, _ in waiting:
+                yield rows
+        except GeneratorExit:
+            with self._lock:
+                self._planned.clear()
+            raise
+
+    def read(self, row: int) -> bytes:
+        """See `Reader.read`."""
+        data = self._record(row)
+        if self.samples.is_intact(row, data):
+            return data
+        if self.cache is None:
+            return self.samples.bytes_of(row)
+        return self._mended(row, self.cache)
+
+    def _record(self, row: int) -> bytes:
+        """The bytes of a row as they were fetched; they are not verified."""
+        locations = self.samples.locations
+        number = int(self.ranges.of_row[row])
+        offset = int(locations.offsets[row] - self.ranges.starts[number])
+        size = int(locations.sizes[row])
+        fetched = self._future(number).result()
+        if fetched is not None:
+            return fetched[offset : offset + size]
+        assert self.cache is not None
+        try:
+            with open(self.cache.path(self._name(number)), "rb", buffering=0) as file:
+                file.seek(offset)
+                return file.read(size)
+        except FileNotFoundError:  # it made room for others
+            return self._fetch(number)[offset : offset + size]
+
+    def _future(self, number: int) -> Future[bytes | None]:
+        """A range that is fetched now, or was."""
+        with self._lock:
+            return self._futures.get(number) or self._start(number)
+
+    def _plan(self, numbers: list[int]) -> None:
+        with self._lock:
+            self._planned += numbers
+            self._start_planned()
+
+    def _start_planned(self) -> None:
+        while self._planned and self._num_running < FETCH_THREADS:
+            number = self._planned.popleft()
+            if number not in self._futures:
+                self._start(number)
+
+    def _start(self, number: int) -> Future[bytes | None]:
+        """Start to fetch a range. The ranges that were fetched first are forgotten for it."""
+        future = self._threads.submit(self._fetch_or_find, number)
+        self._futures[number] = future
+        self._bytes_in_memory += self._size(number)
+        while self._is_full():
+            oldest, _ = self._futures.popitem(last=False)
+            self._bytes_in_memory -= self._size(oldest)
+        self._num_running += 1
+        future.add_done_callback(self._on_done)
+        return future
+
+    def _is_full(self) -> bool:
+        """Whether more is remembered than two blocks, or than the memory has room for."""
+        if self.cache is not None:
+            return len(self._futures) > 2 * self.num_ahead + FETCH_THREADS
+        return len(self._futures) > 1 and self._bytes_in_memory > MEMORY_BYTES
+
+    def _on_done(self, future: Future[bytes | None]) -> None:
+        with self._lock:
+            self._num_running -= 1
+            try:
+                self._start_planned()
+            except RuntimeError:  # the process ends
+                self._planned.clear()
+
+    def _fetch_or_find(self, number: int) -> bytes | None:
+        if self.cache is None:
+            return self._fetch(number)
+
+        def write(stream: BinaryIO) -> None:
+            stream.write(self._fetch(number))
+
+        self.cache.open_file(self._name(number), self._size(number), write).close()
+        return None
+
+    def _fetch(self, number: int) -> bytes:
+        """Read a range from storage. Raise `DamagedArtifact` when the shard ends before it."""
+        shards, shard = self.samples.locations.files[self.ranges.shards[number]]
+        size = self._size(number)
+        data: bytes = shards.read(shard, int(self.ranges.starts[number]), size)
+        if len(data) < size:
+            raise DamagedArtifact(
+                shards.key,
+                f"{shards.uri(shard)} is cut short; run the same command again to ingest anew",
+            )
+        return data
+
+    def _mended(self, row: int, cache: Cache) -> bytes:
+        """The bytes of a row whose cached copy is damaged; its range is fetched again.
+
+        One thread does it for all: the others find the new copy. Raise `DamagedArtifact` when it is
+        damaged in storage, `UserError` when the disk does not return what was written.
+        """
+        with self._mending:
+            data = self._record(row)
+            if self.samples.is_intact(row, data):
+                return data
+            number = int(self.ranges.of_row[row])
+            cache.forget(self._name(number))
+            data = self.samples.bytes_of(row)
+            filesystem.notify(
+                f"cache: image {self.samples.table['key'][row].as_py()!r} in {cache.folder} is not "
+                "what was written there; its part of the shard is fetched again"
+            )
+            self._fetch_or_find(number)
+            if not self.samples.is_intact(row, self._record(row)):
+                raise cache.bad_disk()
+            return data
+
+    def _size(self, number: int) -> int:
+        return int(self.ranges.ends[number] - self.ranges.starts[number])
+
+    def _name(self, number: int) -> str:
+        """Name of a range's file in the cache."""
+        shards, shard = self.samples.locations.files[self.ranges.shards[number]]
+        digest = shards.artifact.manifest["files"][shard]["sha256"]
+        return f"shards/{digest}-{self.ranges.starts[number]}-{self.ranges.ends[number]}"
+
+
+def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
+    """Return a reader for rows that are read once, in table order."""
+    if not is_remote(samples):
+        return DiskReader(samples)
+    locations = samples.locations
+    borders = cut_runs(locations.shards, locations.offsets, locations.sizes, len(samples))
+    ranges = pieces_or(samples, Ranges.of_runs(samples, borders))
+    return BucketReader(samples, ranges, cache, PIECES_AHEAD)
+
+
+def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache | None) -> Reader:
+    """Return a reader for the epochs of a deal, on one of `world` ranks.
+
+    Runs are fetched where those of two blocks of all streams fit into the cache: those that are
+    used, and those that are used next. Where they do not, records are fetched one by one.
+    """
+    if not is_remote(samples):
+        return DiskReader(samples)
+    ranges = Ranges.of_runs(samples, deal.borders)
+    longest = int((ranges.ends - ranges.starts).max())
+    num_ahead = -(-deal.num_streams // world) * deal.block_runs
+    window_bytes = 2 * num_ahead * longest
+    limit = MEMORY_BYTES
+    if cache is not None:
+        window_bytes *= world
+        limit = cache.limit
+    if min(window_bytes, ranges.total_bytes) > limit:
+        return BucketReader(samples, Ranges.of_records(samples), None, RECORDS_AHEAD)
+    if world == 1:  # this rank reads everything: in fewer requests, where that fits
+        pieces = pieces_or(samples, ranges)
+        if pieces.total_bytes <= limit:
+            ranges = pieces
+    return BucketReader(samples, ranges, cache, num_ahead)
+
+
+def pieces_or(samples: SampleTable, runs: Ranges) -> Ranges:
+    """Return the pieces of the shards; the runs where those are much less."""
+    pieces = Ranges.of_pieces(samples)
+    if pieces.total_bytes > SPARSE * runs.total_bytes:
+        return runs
+    return pieces
+
+
+def is_remote(samples: SampleTable) -> bool:
+    """Whether the shards are on an object store; all are in one storage."""
+    return samples.shards[0].is_remote

@@ -205,8 +205,9 @@ def test_a_single_rank_reads_whole_pieces_once_and_other_feeds_find_them(
 
 
 def test_a_few_rows_of_large_shards_are_read_by_themselves(
-    colours: SampleTable, bucket: Bucket
+    colours: SampleTable, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fine_runs(monkeypatch)
     few = select(URI, (COLOURS,), "train", 0.0, {"colours": ["train/red/007", "train/blue/011"]})
     sizes = few.locations.sizes
     bucket.seen.clear()

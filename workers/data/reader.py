@@ -353,7 +353,7 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
 def pieces_or(samples: SampleTable, runs: Ranges) -> Ranges:
     """Return the pieces of the shards; the runs where those are much less."""
     pieces = Ranges.of_pieces(samples)
-    if pieces.total_bytes > SPARSE * runs.total_bytes:
+    if pieces.total_bytes > SPARSE * max(runs.total_bytes, PIECE_BYTES):
         return runs
     return pieces
 

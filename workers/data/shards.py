@@ -60,6 +60,8 @@ class Shards:
         self.is_remote = not is_local(artifact.root)
         self.max_pixels = int(artifact.manifest.get("max_pixels", MAX_PIXELS))
         self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open)
+        # A shuffled epoch opens a shard many times, which costs less than finding its path.
+        self._location = lru_cache(maxsize=None)(lambda shard: resolve(self.uri(shard)))
 
     @classmethod
     def open(cls, root: str, key: str) -> Shards:
@@ -104,7 +106,7 @@ class Shards:
 
     def _open(self, shard: str) -> ObjectFile | LocalFile:
         """Open a shard. Raise `DamagedArtifact` when it is missing."""
-        system, path = resolve(self.uri(shard))
+        system, path = self._location(shard)
         try:
             if self.is_remote:
                 return ObjectFile(system, path)

@@ -208,11 +208,13 @@ def test_a_few_rows_of_large_shards_are_read_by_themselves(
     colours: SampleTable, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
-    few = select(URI, (COLOURS,), "train", 0.0, {"colours": ["train/red/007", "train/blue/011"]})
+    monkeypatch.setattr(order, "GAP_BYTES", 1000)
+    keys = [f"train/{name}/{number:03d}" for name in MANY for number in range(0, 300, 50)]
+    few = select(URI, (COLOURS,), "train", 0.0, {"colours": keys})
     sizes = few.locations.sizes
     bucket.seen.clear()
     one_by_one = iter(np.arange(len(few)).reshape(-1, 1))
-    assert len(read_and_compare(few, bucket, sequential_reader(few, None), one_by_one)) == 2
+    assert len(read_and_compare(few, bucket, sequential_reader(few, None), one_by_one)) == 18
     assert bucket.bytes_read() == sizes.sum()
 
 

@@ -36,7 +36,7 @@ IMAGE_FORMATS = (
     "WEBP",
 )
 TILE = (322, 323)  # TIFF's tags of a tile's sides
-OPEN_SHARDS = 128  # files that a process keeps open
+OPEN_SHARDS = 256  # files that a process keeps open of each data set
 SCHEMA = pa.schema(
     [
         (name, pa.int64() if name in ("offset", "bytes") else pa.string())

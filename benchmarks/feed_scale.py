@@ -1,0 +1,267 @@
+"""Measure the order of an epoch and the reading of records at the size of ImageNet, without pixels
+of that size.
+
+`python -m benchmarks.feed_scale`; an index of 1.28 million rows over 1280 shards of 1000 small
+images, 0.4 GB in a temporary folder, about three minutes. Times are CPU time of one thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+
+from benchmarks.harness import Report, interleave, start
+from workers.data.feed import Feed
+from workers.data.order import Deal, EpochOrder, Ints, num_streams
+from workers.data.reader import DiskReader
+from workers.data.shards import INDEX, SCHEMA
+from workers.dist import Group
+from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
+from workers.storage.artifact import Attempt
+
+IMAGENET_ROWS = 1_281_000
+IMAGENET_BYTES = 110_000  # of an image, on average
+ROWS_OF_21K, SHARDS_OF_21K = 13_000_000, 12_000
+SHARD_ROWS, SMALL_ROWS, SIDE, BATCH = 1000, 1000, 8, 128
+RANKS = 64
+NODES, RANKS_PER_NODE, LARGE_BATCH = (1, 2, 8, 64), 8, 4096
+ORDER_DEMAND_S = 1.0  # the order of 1.28 million rows
+ORDER_DEMAND_MB = 100.0  # beyond the index
+BATCH_DEMAND = 1.2  # a batch at 1.28 million rows / at 1000
+RATE_DEMAND = 0.9  # records per second of a rank among 64 / of a single one
+BYTES_DEMAND = 1.1  # bytes that one of N nodes reads / its share of all
+
+
+class Index(NamedTuple):
+    """Where rows lie, as `Deal` takes it."""
+
+    shards: np.ndarray
+    offsets: Ints
+    sizes: Ints
+
+
+def made_up_index(num_rows: int, num_shards: int) -> Index:
+    """Return an index of photographs: sizes between a third and three times the average."""
+    generator = np.random.default_rng(0)
+    spread = generator.uniform(-1.1, 1.1, num_rows)
+    sizes = (np.exp(spread) * IMAGENET_BYTES / 1.2).astype(np.int64)
+    per_shard = -(-num_rows // num_shards)
+    shards = (np.arange(num_rows) // per_shard).astype(np.int32)
+    ends = np.cumsum(sizes + 1536)
+    firsts = np.flatnonzero(np.diff(shards, prepend=-1))
+    shard_starts = (ends - sizes - 1536)[firsts]
+    offsets = ends - sizes - 1024 - shard_starts[shards]
+    return Index(shards, offsets, sizes)
+
+
+def whole_order(index: Index, batch: int) -> EpochOrder:
+    """Compute the order of an epoch with all streams, as a single rank does."""
+    order = Deal(*index, batch, seed=1).epoch(0)
+    for stream in range(order.deal.num_streams):
+        order.rows(0, np.array([stream]))
+    return order
+
+
+def measure_order(report: Report) -> None:
+    """Time and memory of the order of 1.28 and of 13 million rows."""
+    for name, rows, shards in (
+        ("1.28 million rows", IMAGENET_ROWS, 1281),
+        ("13 million rows", ROWS_OF_21K, SHARDS_OF_21K),
+    ):
+        index = made_up_index(rows, shards)
+        began = time.process_time()
+        whole_order(index, 1024)
+        seconds = time.process_time() - began
+        tracemalloc.start()
+        whole_order(index, 1024)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        if rows == IMAGENET_ROWS:
+            report.below(f"order of {name}", seconds, ORDER_DEMAND_S)
+            report.at_most(f"order of {name}, 100 MB", peak / 1e6 / ORDER_DEMAND_MB, 1.0)
+        began = time.process_time()
+        order = Deal(*index, LARGE_BATCH, seed=1).epoch(0)
+        order.rows(0, np.arange(0, LARGE_BATCH, RANKS * RANKS_PER_NODE))
+        one_rank = time.process_time() - began
+        report.note(f"order of {name}", f"{seconds:.2f} s, {peak / 1e6:.0f} MB at most")
+        report.note(f"order of {name}, one rank of 512", f"{one_rank:.2f} s")
+
+
+def measure_bytes(report: Report) -> None:
+    """Bytes of the runs that the ranks of one node touch, in an epoch of ImageNet."""
+    index = made_up_index(IMAGENET_ROWS, 1281)
+    deal = Deal(*index, LARGE_BATCH, seed=1)
+    ends = np.maximum.reduceat(index.offsets + index.sizes, deal.borders[:-1])
+    run_bytes = ends - index.offsets[deal.borders[:-1]]
+    run_of_row = np.repeat(np.arange(len(run_bytes)), np.diff(deal.borders))
+    order = whole_order(index, LARGE_BATCH)
+    for nodes in NODES:
+        world = nodes * RANKS_PER_NODE
+        if num_streams(LARGE_BATCH) % world:
+            continue
+        streams = [s for s in range(deal.num_streams) if s % world < RANKS_PER_NODE]
+        rows = np.concatenate([order.stream(stream) for stream in streams])
+        runs = np.unique(run_of_row[rows])
+        share = float(run_bytes[runs].sum() / (run_bytes.sum() / nodes))
+        report.at_most(f"bytes of one node of {nodes} / its share", share, BYTES_DEMAND)
+        report.note(
+            f"one node of {nodes}",
+            f"{run_bytes[runs].sum() / 1e9:.1f} GB in {len(runs):,} requests",
+        )
+
+
+def write_store(root: Path, key: str, num_rows: int) -> None:
+    """Write an artifact of `num_rows` small images of ten classes, as ingest would."""
+    records = []
+    for number in range(100):
+        buffer = io.BytesIO()
+        noise = np.random.default_rng(number).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+        Image.fromarray(noise).save(buffer, "PNG")
+        records.append(buffer.getvalue())
+    digests = [hashlib.sha256(record).hexdigest() for record in records]
+    shard_bytes = b"".join(record + bytes(64) for record in records) * (SHARD_ROWS // 100)
+    sizes = np.array([len(record) for record in records] * (SHARD_ROWS // 100))
+    offsets = np.cumsum(sizes + 64) - sizes - 64
+    attempt = Attempt(str(root), key)
+    num_shards = num_rows // SHARD_ROWS
+    names = [f"train-{number:05d}.tar" for number in range(num_shards)]
+    for name in names:
+        attempt.write(name, shard_bytes)
+    rows = np.arange(num_rows)
+    columns = {
+        "split": pa.array(["train"] * num_rows),
+        "key": pa.array([f"train/{row}" for row in rows]),
+        "class": pa.array([str(number % 10) for number in rows]),
+        "shard": pa.array(names).take(pa.array(rows // SHARD_ROWS)),
+        "offset": pa.array(np.tile(offsets, num_shards)),
+        "bytes": pa.array(np.tile(sizes, num_shards)),
+        "sha256": pa.array(digests).take(pa.array(rows % 100)),
+        "ext": pa.array(["png"] * num_rows),
+    }
+    index = io.BytesIO()
+    pq.write_table(pa.table(columns, SCHEMA), index)
+    attempt.write(INDEX, index.getvalue())
+    attempt.commit({"kind": "ingest"})
+
+
+def streamed_feed(root: Path, key: str) -> Feed:
+    """Return the feed of one rank over such an artifact."""
+    task = Task("t", "card", key, tuple(str(number) for number in range(10)))
+    job = StageJob(
+        "id",
+        "key",
+        "train",
+        str(root),
+        "linear",
+        {},
+        BackboneSettings(img_size=SIDE, crop_pct=1.0),
+        DataSettings(val_fraction=0.0, resident_mb=0, crop="pad", flip=0.5),
+        TrainSettings(batch_size=BATCH),
+        "task",
+        1,
+        task,
+        (task,),
+        loader_workers=1,
+    )
+    return Feed(job, (task,), "train", Group(), training=True)
+
+
+def make_batches(feed: Feed, order: EpochOrder, steps: range) -> int:
+    """Make some batches of a global batch that one rank has for itself."""
+    num_images = 0
+    for step in steps:
+        rows = feed._rows_to_decode(order, step)
+        pixels = next(iter(feed.source.steps(iter([rows]))))
+        rng = feed._rng(0, step, torch.arange(BATCH), BATCH)
+        num_images += len(feed._batch(rng, order, pixels, 1.0))
+    return num_images
+
+
+def read_share(feed: Feed, rank: int, world: int) -> int:
+    """Read the records of one rank of `world` in an epoch, in their order."""
+    samples = feed.samples
+    locations = samples.locations
+    deal = Deal(locations.shards, locations.offsets, locations.sizes, LARGE_BATCH, seed=1)
+    order = deal.epoch(0)
+    reader = DiskReader(samples)
+    num_records = 0
+    for step in range(order.num_steps):
+        for row in order.rows(step, np.arange(rank, order.size(step), world)).tolist():
+            reader.read(row)
+            num_records += 1
+    return num_records
+
+
+def repeated(steps: range, times: int) -> Iterator[range]:
+    """The same steps several times."""
+    for _ in range(times):
+        yield steps
+
+
+def measure_reading(report: Report, folder: Path) -> None:
+    """A batch at two sizes, and the records per second of a rank among many."""
+    num_rows = IMAGENET_ROWS // SHARD_ROWS * SHARD_ROWS
+    write_store(folder, "large", num_rows)
+    write_store(folder, "small", SMALL_ROWS)
+    large = streamed_feed(folder, "large")
+    small = streamed_feed(folder, "small")
+    orders = {"large": large.deal.epoch(0), "small": small.deal.epoch(0)}
+    steps = range(SMALL_ROWS // BATCH)
+
+    def batches(feed: Feed, name: str) -> None:
+        for part in repeated(steps, 20):
+            make_batches(feed, orders[name], part)
+
+    timing = interleave(
+        {"large": lambda: batches(large, "large"), "small": lambda: batches(small, "small")},
+        rounds=9,
+    )
+    report.at_most(
+        f"a batch of {BATCH} at {num_rows:,} rows / at {SMALL_ROWS:,}",
+        timing.ratio("large", "small"),
+        BATCH_DEMAND,
+    )
+    counts = {"alone": 0, "among": 0}
+
+    def alone() -> None:
+        counts["alone"] = read_share(large, 0, 1)
+
+    def among() -> None:
+        counts["among"] = sum(read_share(large, rank, RANKS) for rank in range(4))
+
+    timing = interleave({"alone": alone, "among": among}, rounds=3, warmup=0)
+    rates = {name: counts[name] / timing.median(name) for name in counts}
+    report.at_least(
+        f"records per second of a rank among {RANKS} / of a single one",
+        rates["among"] / rates["alone"],
+        RATE_DEMAND,
+    )
+    for name, rate in rates.items():
+        report.note(f"records per second, a rank {name}", f"{rate:,.0f}")
+
+
+def main() -> None:
+    """Print the order, the bytes, then the reading."""
+    start()
+    report = Report()
+    measure_order(report)
+    measure_bytes(report)
+    with tempfile.TemporaryDirectory() as folder:
+        measure_reading(report, Path(folder))
+    report.exit()
+
+
+if __name__ == "__main__":
+    main()

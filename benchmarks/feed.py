@@ -31,7 +31,7 @@ from workers.storage.artifact import Artifact
 CLASSES, TRAIN, SIDE, BATCH = 10, 200, 48, 64
 RESIDENT_DEMAND = 10.0  # later epochs, from decoded pixels: by hand / feed
 FIRST_DEMAND = 0.7  # the first epoch, which decodes, verifies and keeps all pixels
-STREAMED_DEMAND = 0.6  # every epoch of what does not fit: decoded, verified, shuffled in a window
+STREAMED_DEMAND = 0.6  # every epoch of what does not fit: decoded, verified, shuffled
 
 
 def by_hand(shards: list[str], job: StageJob) -> Iterator[Tensor]:

@@ -211,14 +211,15 @@ def test_an_index_sorted_by_class_is_mixed_almost_as_by_a_uniform_shuffle(
     n = len(index.classes)
     uniform_rows = np.random.default_rng(0).permutation(n)
     uniform = [uniform_rows[first : first + batch] for first in range(0, n, batch)]
-    ours, expected = mixing(index, line(deal), batch), mixing(index, uniform, batch)
+    actual = mixing(index, line(deal), batch)
+    expected = mixing(index, uniform, batch)
     # Neighbours are of different streams, which hold different runs: as in a uniform shuffle.
-    assert ours.neighbours < 1.5 * expected.neighbours + 0.001
-    assert ours.longest <= expected.longest + 2
-    assert ours.shard < 1.25 * expected.shard
+    assert actual.neighbours < 1.5 * expected.neighbours + 0.001
+    assert actual.longest <= expected.longest + 2
+    assert actual.shard < 1.25 * expected.shard
     # Partners share a stream and so a block: they are of one run with a chance of 1 / its runs.
     runs_per_block = min(deal.block_runs, order.RUNS_PER_STREAM)
-    assert ours.partners < expected.partners + 1.5 / runs_per_block
+    assert actual.partners < expected.partners + 1.5 / runs_per_block
 
 
 # ---- what it costs -------------------------------------------------------------------------------

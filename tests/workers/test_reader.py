@@ -118,8 +118,8 @@ def fine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deal_of(table: SampleTable, batch: int = 16) -> Deal:
-    places = table.locations
-    return Deal(places.shards, places.offsets, places.sizes, batch, seed=5)
+    locations = table.locations
+    return Deal(locations.shards, locations.offsets, locations.sizes, batch, seed=5)
 
 
 def steps_of(deal: Deal, rank: int, world: int, epoch: int = 0) -> Iterator[Ints]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import threading
 from collections import Counter
@@ -13,18 +14,29 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import fs
 from test_feed import CLASSES, COLOURS, feed_of, publish, samples
 
 from workers.data import order, reader
 from workers.data.cache import Cache, LocalFile
 from workers.data.order import Deal, Ints
-from workers.data.reader import BucketReader, Ranges, Reader, sequential_reader, shuffled_reader
+from workers.data.reader import (
+    FETCH_THREADS,
+    BucketReader,
+    DiskReader,
+    Ranges,
+    Reader,
+    sequential_reader,
+    shuffled_reader,
+)
 from workers.data.rows import SampleTable, select
 from workers.data.shards import Shards
+from workers.data.sources import Resident, Streamed
 from workers.errors import DamagedArtifact, UserError
 from workers.job import Task
 from workers.storage import artifact, filesystem
+from workers.storage.filesystem import StorageUnavailable
 
 
 class Bucket(fs.FileSystemHandler):  # type: ignore[misc]
@@ -268,6 +280,82 @@ def test_two_ranks_stream_the_same_through_failing_requests_and_go_on_when_stopp
     del stopped
     again = samples([rank_feed(rank, fresh[rank]) for rank in range(2)], 1, start=7)
     assert again == local[7:]
+
+
+@pytest.mark.parametrize("source", ["resident", "streamed"])
+def test_a_storage_that_is_away_is_waited_for_once_and_not_by_every_image_in_turn(
+    source: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    publish(bucket.folder, "colours", MANY, shard_images=60)
+    monkeypatch.setattr(filesystem, "PATIENCE_S", 0.05)
+    read = Shards.read
+    failed: list[str] = []
+
+    def count_failures(shards: Shards, shard: str, offset: int, size: int) -> bytes:
+        try:
+            return read(shards, shard, offset, size)
+        except StorageUnavailable:
+            failed.append(shard)
+            raise
+
+    monkeypatch.setattr(Shards, "read", count_failures)
+    if source == "resident":
+        table = select(URI, (COLOURS,), "train", 0.0)
+        bucket.share = 1.0
+        with pytest.raises(StorageUnavailable, match="does not answer"):
+            Resident(table, 8, 2, None, torch.device("cpu"))
+    else:
+        feed = feed_of(URI, source, 0, 2, batch=64)
+        bucket.share = 1.0
+        with pytest.raises(StorageUnavailable, match="does not answer"):
+            list(feed.epoch(0))
+    assert len(failed) <= FETCH_THREADS
+    if source == "streamed":
+        bucket.share = 0.0
+        assert len(samples([feed], 0)) == feed.steps_per_epoch, "a new epoch asks the storage again"
+
+
+def test_an_epoch_that_is_dropped_does_not_wait_for_the_storage(
+    colours: SampleTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(DiskReader, "read", lambda reader, row: answers.wait(60))
+    source = Streamed(colours, 8, 2, DiskReader(colours), torch.device("cpu"))
+    steps = source.steps(iter(np.arange(900).reshape(9, 100)))
+    next(steps)
+    dropping = threading.Thread(target=steps.close)  # type: ignore[attr-defined]
+    dropping.start()
+    dropping.join(5)
+    has_waited = dropping.is_alive()
+    answers.set()
+    dropping.join()
+    assert not has_waited
+
+
+def test_a_reader_that_is_dropped_or_closed_leaves_no_thread(
+    colours: SampleTable, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    gc.disable()
+    try:
+        made = shuffled_reader(colours, deal_of(colours), 2, None)
+        made.read(0)
+        threads = made._threads._threads  # type: ignore[attr-defined]
+        del made
+        for thread in list(threads):
+            thread.join(10)
+            assert not thread.is_alive(), "it waits for the garbage collector"
+    finally:
+        gc.enable()
+    closed = shuffled_reader(colours, deal_of(colours), 2, None)
+    closed.read(0)
+    closed.close()
+    for thread in list(closed._threads._threads):  # type: ignore[attr-defined]
+        thread.join(10)
+        assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        closed.read(0)
 
 
 @pytest.mark.parametrize("where", ["storage", "cache"])

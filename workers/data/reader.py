@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock, RLock
+from threading import Lock
 from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from workers.data.order import Deal, Ints, cut_runs
 from workers.data.rows import SampleTable
 from workers.errors import DamagedArtifact
 from workers.storage import filesystem
+from workers.storage.filesystem import StorageUnavailable
 
 PIECE_BYTES = 8 << 20  # of a shard that is read as a whole: the most that one request asks for
 PIECES_AHEAD = 4
@@ -43,6 +44,12 @@ class Reader(Protocol):
     def ahead(self, steps: Iterator[Ints]) -> Iterator[Ints]:
         """Yield the same rows. Those of later steps are fetched meanwhile."""
 
+    def cancel(self) -> None:
+        """Fetch nothing more ahead; what is being fetched is finished."""
+
+    def close(self) -> None:
+        """End the threads when they have finished what they fetch now. Nothing can be read then."""
+
 
 class DiskReader:
     """Reads shards on a disk of this node, or on one that it has mounted."""
@@ -57,6 +64,12 @@ class DiskReader:
     def ahead(self, steps: Iterator[Ints]) -> Iterator[Ints]:
         """See `Reader.ahead`."""
         return steps
+
+    def cancel(self) -> None:
+        """See `Reader.cancel`; nothing is fetched ahead."""
+
+    def close(self) -> None:
+        """See `Reader.close`; there are no threads."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,9 @@ class IndexPieces(NamedTuple):
 class BucketReader:
     """Fetches ranges of shards on an object store before their records are read.
 
+    After a storage gave no answer, every fetch that has not begun fails with the same error, until
+    `ahead` is called anew: else each of them would wait for the storage as long as the first.
+
     cache: keeps what was fetched; without it at most MEMORY_BYTES are kept in memory.
     num_ahead: ranges that are fetched before they are needed.
     """
@@ -167,14 +183,18 @@ class BucketReader:
         # Ranges that are or were fetched, the latest last: bytes, or None for a file of the cache.
         self._futures: OrderedDict[int, Future[bytes | None]] = OrderedDict()
         self._bytes_in_memory = 0
-        self._lock = RLock()  # a future that is done at once calls back from the same thread
+        self._lock = Lock()
         self._mending = Lock()
+        self._unavailable = ""  # how a storage failed to answer: why fetches fail at once
+        self._is_closed = False
 
     def ahead(self, steps: Iterator[Ints]) -> Iterator[Ints]:
         """See `Reader.ahead`."""
         waiting: deque[tuple[Ints, int]] = deque()
         num_unread = 0  # ranges that no step has needed before those that wait
         planned: set[int] = set()
+        with self._lock:
+            self._unavailable = ""
         try:
             for rows in steps:
                 needed = set(self.ranges.of_row[rows].tolist()) - planned
@@ -189,9 +209,21 @@ class BucketReader:
             for rows, _ in waiting:
                 yield rows
         except GeneratorExit:
-            with self._lock:
-                self._planned.clear()
+            self.cancel()
             raise
+
+    def cancel(self) -> None:
+        """See `Reader.cancel`."""
+        with self._lock:
+            self._planned.clear()
+
+    def close(self) -> None:
+        """See `Reader.close`."""
+        with self._lock:
+            self._is_closed = True
+            self._planned.clear()
+            self._futures.clear()
+        self._threads.shutdown(wait=False)
 
     def read(self, row: int) -> bytes:
         """See `Reader.read`."""
@@ -217,12 +249,23 @@ class BucketReader:
                 file.seek(offset)
                 return file.read(size)
         except FileNotFoundError:  # it made room for others
+            self._raise_failure()
             return self._fetch(number)[offset : offset + size]
 
     def _future(self, number: int) -> Future[bytes | None]:
         """A range that is fetched now, or was."""
         with self._lock:
-            return self._futures.get(number) or self._start(number)
+            future = self._futures.get(number)
+            if future is not None:
+                return future
+            self._raise_failure()
+            return self._start(number)
+
+    def _raise_failure(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this reader is closed")
+        if self._unavailable:
+            raise StorageUnavailable(self._unavailable)
 
     def _plan(self, numbers: list[int]) -> None:
         with self._lock:
@@ -237,15 +280,17 @@ class BucketReader:
 
     def _start(self, number: int) -> Future[bytes | None]:
         """Start to fetch a range. The ranges that were fetched first are forgotten for it."""
-        future = self._threads.submit(self._fetch_or_find, number)
+        future = self._threads.submit(self._run, number)
         self._futures[number] = future
         self._bytes_in_memory += self._size(number)
         while self._is_full():
-            oldest, _ = self._futures.popitem(last=False)
-            self._bytes_in_memory -= self._size(oldest)
+            self._forget(next(iter(self._futures)))
         self._num_running += 1
-        future.add_done_callback(self._on_done)
         return future
+
+    def _forget(self, number: int) -> None:
+        if self._futures.pop(number, None) is not None:
+            self._bytes_in_memory -= self._size(number)
 
     def _is_full(self) -> bool:
         """Whether more is remembered than two blocks, or than the memory has room for."""
@@ -253,13 +298,29 @@ class BucketReader:
             return len(self._futures) > 2 * self.num_ahead + FETCH_THREADS
         return len(self._futures) > 1 and self._bytes_in_memory > MEMORY_BYTES
 
-    def _on_done(self, future: Future[bytes | None]) -> None:
-        with self._lock:
-            self._num_running -= 1
-            try:
-                self._start_planned()
-            except RuntimeError:  # the process ends
-                self._planned.clear()
+    def _run(self, number: int) -> bytes | None:
+        """Fetch a range in a thread, and start the next one that is planned.
+
+        A callback of the future would do this as well, and would be a reference cycle: the threads
+        of a reader that is dropped would stay until the garbage collector runs.
+        """
+        try:
+            self._raise_failure()
+            return self._fetch_or_find(number)
+        except BaseException as error:
+            with self._lock:
+                self._forget(number)
+                if isinstance(error, StorageUnavailable):
+                    self._unavailable = str(error)
+                    self._planned.clear()
+            raise
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                try:
+                    self._start_planned()
+                except RuntimeError:  # the process ends
+                    self._planned.clear()
 
     def _fetch_or_find(self, number: int) -> bytes | None:
         if self.cache is None:

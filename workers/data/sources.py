@@ -98,9 +98,13 @@ class Resident:
             for (row,) in reader.ahead(iter(every_row)):
                 yield pool.submit(decode_row, self.samples, reader, int(row), self.side)
 
-        with ThreadPoolExecutor(threads) as pool:
+        pool = ThreadPoolExecutor(threads)
+        try:
             for future in _prefetched(submitted(), 4 * threads):
                 yield future.result()
+        finally:
+            _abandon(pool)
+            reader.close()
 
     def _decode(self, row: int) -> NDArray[np.uint8]:
         """Decode one row again, from where it is stored."""
@@ -153,9 +157,13 @@ class Streamed:
                         decoding[row] = pool.submit(self._decode, row)
                 yield decoding
 
-        with ThreadPoolExecutor(max(1, self.workers)) as pool:
+        pool = ThreadPoolExecutor(max(1, self.workers))
+        try:
             for decoding in _prefetched(submitted(), AHEAD):
                 yield partial(self._stack, decoding)
+        finally:
+            _abandon(pool)
+            self.reader.cancel()
 
     def _stack(self, decoding: dict[int, Decoding], rows: Ints) -> Tensor:
         images = [decoding[row].result() for row in rows.tolist()]
@@ -169,6 +177,11 @@ class Streamed:
 def decode_row(samples: SampleTable, reader: Reader, row: int, side: int) -> NDArray[np.uint8]:
     """Return the pixels of a row, uint8 (side, side, 3)."""
     return decode(reader.read(row), side, samples.max_pixels(row))
+
+
+def _abandon(pool: ThreadPoolExecutor) -> None:
+    """Start nothing more in a pool, and do not wait: a storage that is away would delay it."""
+    pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _prefetched(items: Iterator[T], depth: int) -> Iterator[T]:

@@ -241,6 +241,36 @@ def test_where_two_blocks_have_no_room_records_are_read_by_themselves(
     assert len(rows) == 450
 
 
+def test_one_long_record_does_not_make_all_others_be_read_by_themselves(
+    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    deal = deal_of(colours)
+    runs = Ranges.of_runs(colours, deal.borders)
+    runs.ends[-1] += 50 * runs.total_bytes // len(runs.ends)
+    monkeypatch.setattr(Ranges, "of_runs", lambda *_: runs)
+    cache = Cache(str(tmp_path / "cache"), int(0.95 * runs.total_bytes))
+    made = shuffled_reader(colours, deal, 8, cache)
+    assert isinstance(made, BucketReader)
+    assert made.ranges is runs
+
+
+def test_a_node_has_room_for_its_own_ranks_and_not_for_those_of_other_nodes(
+    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    deal = deal_of(colours)
+    cache = Cache(str(tmp_path / "cache"), Ranges.of_runs(colours, deal.borders).total_bytes // 10)
+    num_ranges = {}
+    for ranks_of_node in ("", "4", "1"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_of_node)
+        made = shuffled_reader(colours, deal, 4, cache)
+        assert isinstance(made, BucketReader)
+        num_ranges[ranks_of_node] = len(made.ranges.starts)
+    assert num_ranges[""] == num_ranges["4"] == 900, "records by themselves"
+    assert num_ranges["1"] == len(deal.borders) - 1
+
+
 def test_ranges_are_fetched_before_they_are_needed_and_not_all_at_once(
     colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ by a few threads, into the node's cache or into memory.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -130,6 +131,14 @@ class Ranges:
     def total_bytes(self) -> int:
         """Bytes of all ranges."""
         return int((self.ends - self.starts).sum())
+
+    def bytes_of(self, count: int) -> int:
+        """About the bytes of `count` ranges that are drawn at random: the mean, and one longest.
+
+        One range may be as long as a record: a hundred times the others, and it is drawn once.
+        """
+        longest = int((self.ends - self.starts).max(initial=0))
+        return count * self.total_bytes // max(1, len(self.starts)) + longest
 
 
 class IndexPieces(NamedTuple):
@@ -395,13 +404,13 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
     if not is_remote(samples):
         return DiskReader(samples)
     ranges = Ranges.of_runs(samples, deal.borders)
-    longest = int((ranges.ends - ranges.starts).max())
     num_ahead = -(-deal.num_streams // world) * deal.block_runs
-    window_bytes = 2 * num_ahead * longest
+    num_in_use = 2 * num_ahead
     limit = MEMORY_BYTES
     if cache is not None:
-        window_bytes *= world
+        num_in_use *= ranks_of_node(world)
         limit = cache.limit
+    window_bytes = ranges.bytes_of(num_in_use)
     if min(window_bytes, ranges.total_bytes) > limit:
         return BucketReader(samples, Ranges.of_records(samples), None, RECORDS_AHEAD)
     if world == 1:  # this rank reads everything: in fewer requests, where that fits
@@ -409,6 +418,14 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
         if pieces.total_bytes <= limit:
             ranges = pieces
     return BucketReader(samples, ranges, cache, num_ahead)
+
+
+def ranks_of_node(world: int) -> int:
+    """Return how many ranks share the cache of this node; all, where the launcher does not say."""
+    local_world = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local_world.isdigit():
+        return world
+    return max(1, min(world, int(local_world)))
 
 
 def pieces_or(samples: SampleTable, runs: Ranges) -> Ranges:

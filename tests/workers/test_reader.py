@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -269,6 +270,23 @@ def test_a_node_has_room_for_its_own_ranks_and_not_for_those_of_other_nodes(
         num_ranges[ranks_of_node] = len(made.ranges.starts)
     assert num_ranges[""] == num_ranges["4"] == 900, "records by themselves"
     assert num_ranges["1"] == len(deal.borders) - 1
+
+
+def test_what_is_not_read_yet_is_not_forgotten_for_what_is_fetched_ahead(
+    colours: SampleTable, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reading waits until nothing more is fetched: the memory has room for 60 of 900 rows."""
+    records = Ranges.of_records(colours)
+    monkeypatch.setattr(reader, "MEMORY_BYTES", 60 * records.total_bytes // 900)
+    made = BucketReader(colours, records, None, num_ahead=256)
+    for rows in made.ahead(steps_of(deal_of(colours, 64), 0, 1)):
+        while made._num_running:
+            time.sleep(0.001)
+        assert made._bytes_in_memory <= reader.MEMORY_BYTES
+        read_all(made, rows.tolist())
+    assert bucket.requests() == 900
+    assert not made._num_unread
+    assert not made._planned
 
 
 def test_ranges_are_fetched_before_they_are_needed_and_not_all_at_once(

@@ -7,7 +7,7 @@ by a few threads, into the node's cache or into memory.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from workers.storage.filesystem import StorageUnavailable
 PIECE_BYTES = 8 << 20  # of a shard that is read as a whole: the most that one request asks for
 PIECES_AHEAD = 4
 SPARSE = 4  # pieces with more than so many times the bytes of the runs are not read as a whole
-RECORDS_AHEAD = 256
+RECORDS_AHEAD_BYTES = 32 << 20
 MEMORY_BYTES = 256 << 20  # of fetched ranges in memory, per rank, where there is no cache
 FETCH_THREADS = 8
 
@@ -175,7 +175,8 @@ class BucketReader:
     After a storage gave no answer, every fetch that has not begun fails with the same error, until
     `ahead` is called anew: else each of them would wait for the storage as long as the first.
 
-    cache: keeps what was fetched; without it at most MEMORY_BYTES are kept in memory.
+    cache: keeps what was fetched; without it at most MEMORY_BYTES are kept in memory. What is not
+        read yet is never forgotten for it: ranges are fetched ahead only while there is room.
     num_ahead: ranges that are fetched before they are needed.
     """
 
@@ -192,6 +193,10 @@ class BucketReader:
         # Ranges that are or were fetched, the latest last: bytes, or None for a file of the cache.
         self._futures: OrderedDict[int, Future[bytes | None]] = OrderedDict()
         self._bytes_in_memory = 0
+        # Rows of each range that `ahead` has seen and `read` has not, and the ranges without any,
+        # of which the one read longest ago is forgotten first.
+        self._num_unread: Counter[int] = Counter()
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._lock = Lock()
         self._mending = Lock()
         self._unavailable = ""  # how a storage failed to answer: why fetches fail at once
@@ -206,9 +211,10 @@ class BucketReader:
             self._unavailable = ""
         try:
             for rows in steps:
-                needed = set(self.ranges.of_row[rows].tolist()) - planned
+                ranges_of_rows = self.ranges.of_row[np.unique(rows)].tolist()
+                needed = set(ranges_of_rows) - planned
                 planned |= needed
-                self._plan(sorted(needed))
+                self._plan(sorted(needed), ranges_of_rows)
                 waiting.append((rows, len(needed)))
                 num_unread += len(needed)
                 while num_unread > self.num_ahead:
@@ -225,6 +231,8 @@ class BucketReader:
         """See `Reader.cancel`."""
         with self._lock:
             self._planned.clear()
+            self._num_unread.clear()
+            self._idle = OrderedDict.fromkeys(self._futures)
 
     def close(self) -> None:
         """See `Reader.close`."""
@@ -232,16 +240,20 @@ class BucketReader:
             self._is_closed = True
             self._planned.clear()
             self._futures.clear()
+            self._idle.clear()
         self._threads.shutdown(wait=False)
 
     def read(self, row: int) -> bytes:
         """See `Reader.read`."""
-        data = self._record(row)
-        if self.samples.is_intact(row, data):
-            return data
-        if self.cache is None:
-            return self.samples.bytes_of(row)
-        return self._mended(row, self.cache)
+        try:
+            data = self._record(row)
+            if self.samples.is_intact(row, data):
+                return data
+            if self.cache is None:
+                return self.samples.bytes_of(row)
+            return self._mended(row, self.cache)
+        finally:
+            self._note_read(int(self.ranges.of_row[row]))
 
     def _record(self, row: int) -> bytes:
         """The bytes of a row as they were fetched; they are not verified."""
@@ -276,36 +288,66 @@ class BucketReader:
         if self._unavailable:
             raise StorageUnavailable(self._unavailable)
 
-    def _plan(self, numbers: list[int]) -> None:
+    def _note_read(self, number: int) -> None:
+        """Count a row of a range as read: a range without unread rows may be forgotten."""
         with self._lock:
+            self._num_unread[number] -= 1
+            if self._num_unread[number] <= 0:
+                del self._num_unread[number]
+                if number in self._futures:
+                    self._idle[number] = None
+                    self._idle.move_to_end(number)
+                self._start_planned()
+
+    def _plan(self, numbers: list[int], ranges_of_rows: list[int]) -> None:
+        """Fetch ranges soon. ranges_of_rows: (b,) the ranges of a step's rows, as they come."""
+        with self._lock:
+            for number in ranges_of_rows:
+                self._num_unread[number] += 1
+                self._idle.pop(number, None)
             self._planned += numbers
             self._start_planned()
 
     def _start_planned(self) -> None:
         while self._planned and self._num_running < FETCH_THREADS:
-            number = self._planned.popleft()
-            if number not in self._futures:
+            number = self._planned[0]
+            if number in self._futures or not self._num_unread[number]:
+                self._planned.popleft()  # it was fetched, or read, before its turn
+            elif self._has_room(number):
+                self._planned.popleft()
                 self._start(number)
+            else:
+                return
 
     def _start(self, number: int) -> Future[bytes | None]:
-        """Start to fetch a range. The ranges that were fetched first are forgotten for it."""
+        """Start to fetch a range, which may pass the limit where it is needed now."""
+        self._has_room(number)
         future = self._threads.submit(self._run, number)
         self._futures[number] = future
         self._bytes_in_memory += self._size(number)
-        while self._is_full():
-            self._forget(next(iter(self._futures)))
+        if not self._num_unread[number]:
+            self._idle[number] = None
         self._num_running += 1
         return future
 
+    def _has_room(self, number: int) -> bool:
+        """Whether a range fits beside the others. Ranges without unread rows are forgotten."""
+        while self._is_full(self._size(number)):
+            if not self._idle:
+                return False
+            self._forget(next(iter(self._idle)))
+        return True
+
     def _forget(self, number: int) -> None:
+        self._idle.pop(number, None)
         if self._futures.pop(number, None) is not None:
             self._bytes_in_memory -= self._size(number)
 
-    def _is_full(self) -> bool:
-        """Whether more is remembered than two blocks, or than the memory has room for."""
+    def _is_full(self, size: int) -> bool:
+        """Whether `size` bytes more pass two blocks of ranges, or the limit of the memory."""
         if self.cache is not None:
-            return len(self._futures) > 2 * self.num_ahead + FETCH_THREADS
-        return len(self._futures) > 1 and self._bytes_in_memory > MEMORY_BYTES
+            return len(self._futures) >= 2 * self.num_ahead + FETCH_THREADS
+        return bool(self._futures) and self._bytes_in_memory + size > MEMORY_BYTES
 
     def _run(self, number: int) -> bytes | None:
         """Fetch a range in a thread, and start the next one that is planned.
@@ -412,7 +454,9 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
         limit = cache.limit
     window_bytes = ranges.bytes_of(num_in_use)
     if min(window_bytes, ranges.total_bytes) > limit:
-        return BucketReader(samples, Ranges.of_records(samples), None, RECORDS_AHEAD)
+        records = Ranges.of_records(samples)
+        mean_bytes = max(1, records.total_bytes // len(samples))
+        return BucketReader(samples, records, None, max(1, RECORDS_AHEAD_BYTES // mean_bytes))
     if world == 1:  # this rank reads everything: in fewer requests, where that fits
         pieces = pieces_or(samples, ranges)
         if pieces.total_bytes <= limit:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
+import os
 import random
+import resource
 import threading
 import time
 from collections import Counter
@@ -32,7 +33,7 @@ from workers.data.reader import (
     shuffled_reader,
 )
 from workers.data.rows import SampleTable, select
-from workers.data.shards import Shards
+from workers.data.shards import OPEN_SHARE, Shards
 from workers.data.sources import Resident, Streamed
 from workers.errors import DamagedArtifact, UserError
 from workers.job import Task
@@ -479,24 +480,40 @@ def test_what_made_room_while_it_was_needed_is_fetched_again(
 
 
 # ---- disks ---------------------------------------------------------------------------------------
-def test_few_files_are_open_however_many_shards_there_are(
+def test_few_files_are_open_however_many_shards_and_data_sets_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(tmp_path, "colours", CLASSES, shard_images=1)
-    table = select(str(tmp_path), (COLOURS,), "train", 0.0)
-    counts: Counter[str] = Counter()
-    close = LocalFile.close
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
+    num_open = len(os.listdir("/proc/self/fd"))
+    tables = [select(str(tmp_path), (COLOURS,), "train", 0.0) for _ in range(3)]
+    for table in tables:
+        read_all(shuffled_reader(table, deal_of(table), 1, None), range(23))
+        assert len(os.listdir("/proc/self/fd")) <= num_open + 40 // OPEN_SHARE
+    del table, tables
+    assert len(os.listdir("/proc/self/fd")) <= num_open, "they are closed with the data sets"
 
-    def counted(file: LocalFile) -> None:
-        counts["closed"] += not file.closed
-        close(file)
 
-    monkeypatch.setattr(LocalFile, "close", counted)
-    shards = table.shards[0]
-    monkeypatch.setattr(shards, "_file", functools.lru_cache(4)(shards._open))
-    made = shuffled_reader(table, deal_of(table), 1, None)
-    read_all(made, range(23))
-    assert counts["closed"] >= 23 - 4
+def test_an_object_is_opened_once_however_many_shards_there_are(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each opening is a request to a bucket."""
+    publish(bucket.folder, "colours", {"red": 260, "green": 5, "blue": 5}, shard_images=1)
+    table = select(URI, (COLOURS,), "train", 0.0)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    opened: Counter[str] = Counter()
+    open_file = Bucket.open_input_file
+
+    def count(handler: Bucket, path: str) -> pa.NativeFile:
+        opened[path] += 1
+        return open_file(handler, path)
+
+    monkeypatch.setattr(Bucket, "open_input_file", count)
+    for _ in range(2):
+        for row in range(270):
+            table.bytes_of(row)
+    assert set(opened.values()) == {1}
+    assert len(opened) == 270
 
 
 def test_shards_say_whether_they_are_on_a_disk(

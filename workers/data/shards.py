@@ -6,8 +6,11 @@ Records are read by their offsets, from disks and from buckets.
 from __future__ import annotations
 
 import io
+import resource
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -36,7 +39,7 @@ IMAGE_FORMATS = (
     "WEBP",
 )
 TILE = (322, 323)  # TIFF's tags of a tile's sides
-OPEN_SHARDS = 256  # files that a process keeps open of each data set
+OPEN_SHARE = 4  # at most this part of the files that a process may open are shards
 SCHEMA = pa.schema(
     [
         (name, pa.int64() if name in ("offset", "bytes") else pa.string())
@@ -45,6 +48,45 @@ SCHEMA = pa.schema(
 )
 # `open_image` has its own limit, a setting, and applies it before a pixel is decoded
 Image.MAX_IMAGE_PIXELS = None
+
+
+class OpenFiles:
+    """The shards on disks that this process has open; those used longest ago are closed.
+
+    A file that a thread still reads is closed when the thread has read.
+    """
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[tuple[int, str], LocalFile] = OrderedDict()
+        # Reentrant: the garbage collector may call `close_all` in a thread that holds it.
+        self._lock = RLock()
+
+    def get(self, owner: int, shard: str) -> LocalFile | None:
+        """Return an open shard, or None. owner: id of the `Shards`."""
+        with self._lock:
+            file = self._files.get((owner, shard))
+            if file is not None:
+                self._files.move_to_end((owner, shard))
+            return file
+
+    def add(self, owner: int, shard: str, file: LocalFile) -> LocalFile:
+        """Keep a shard open, and return it."""
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with self._lock:
+            self._files[owner, shard] = file
+            while len(self._files) > max(1, allowed // OPEN_SHARE) and allowed > 0:
+                self._files.popitem(last=False)
+        return file
+
+    def close_all(self, owner: int) -> None:
+        """Close the shards of an owner that is gone."""
+        with self._lock:
+            for key in list(self._files):
+                if key[0] == owner:
+                    del self._files[key]
+
+
+_open_files = OpenFiles()
 
 
 class Shards:
@@ -59,9 +101,11 @@ class Shards:
         self.index = index
         self.is_remote = not is_local(artifact.root)
         self.max_pixels = int(artifact.manifest.get("max_pixels", MAX_PIXELS))
-        self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open)
+        # Objects have no file descriptor, and opening one is a request: all of them are kept.
+        self._objects: dict[str, ObjectFile] = {}
         # A shuffled epoch opens a shard many times, which costs less than finding its path.
-        self._location = lru_cache(maxsize=None)(lambda shard: resolve(self.uri(shard)))
+        self._locations: dict[str, tuple[fs.FileSystem, str]] = {}
+        weakref.finalize(self, _open_files.close_all, id(self))
 
     @classmethod
     def open(cls, root: str, key: str) -> Shards:
@@ -104,13 +148,18 @@ class Shards:
             "(sha256 differs from the index); run the same command again to ingest anew",
         )
 
-    def _open(self, shard: str) -> ObjectFile | LocalFile:
-        """Open a shard. Raise `DamagedArtifact` when it is missing."""
-        system, path = self._location(shard)
+    def _file(self, shard: str) -> ObjectFile | LocalFile:
+        """A shard that is open, or opened now. Raise `DamagedArtifact` when it is missing."""
+        file = self._objects.get(shard) or _open_files.get(id(self), shard)
+        if file is not None:
+            return file
+        if shard not in self._locations:
+            self._locations[shard] = resolve(self.uri(shard))
+        system, path = self._locations[shard]
         try:
             if self.is_remote:
-                return ObjectFile(system, path)
-            return LocalFile(path)
+                return self._objects.setdefault(shard, ObjectFile(system, path))
+            return _open_files.add(id(self), shard, LocalFile(path))
         except FileNotFoundError:
             raise DamagedArtifact(
                 self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew"

@@ -8,6 +8,7 @@ import random
 import resource
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -288,6 +289,24 @@ def test_what_is_not_read_yet_is_not_forgotten_for_what_is_fetched_ahead(
     assert bucket.requests() == 900
     assert not made._num_unread
     assert not made._planned
+
+
+def test_an_epoch_of_single_records_is_planned_in_a_few_bytes_of_each(
+    colours: SampleTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = 100_000
+    rows = np.random.default_rng(0).permutation(n)
+    ranges = Ranges(np.arange(n), np.zeros(n, np.int32), np.arange(n), np.arange(n) + 1)
+    made = BucketReader(colours, ranges, None, num_ahead=256)
+    monkeypatch.setattr(made, "_plan", lambda *_: None)
+    tracemalloc.start()
+    try:
+        for _ in made.ahead(rows[first : first + 100] for first in range(0, n, 100)):
+            pass
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 * n
 
 
 def test_ranges_are_fetched_before_they_are_needed_and_not_all_at_once(

@@ -170,10 +170,10 @@ class Augment:
         partner_labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K);
-            targets are None where labels serve as well.
+        targets are None where labels serve as well.
 
-        XX With num_classes None (a batch over several tasks
-            without a common output space) samples are neither mixed nor smoothed.
+        With num_classes None (a batch over several tasks without a common output space) samples are
+        neither mixed nor smoothed.
         """
         if pixels.shape[1:] != (3, self.size_in, self.size_in):
             raise ValueError(

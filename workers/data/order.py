@@ -36,7 +36,8 @@ def num_streams(batch_size: int, repeats: int = 1) -> int:
     """Return C: of the divisors of B / 2 up to 512, the largest of those with most factors of two.
 
     An odd batch has one stream. With `repeats`, copies of an image are neighbours in a stream, so
-    that C is at most B / 2 / repeats: a sample and its partner are then different images.
+    that C is at most B / 2 / repeats: a sample and its partner are then different images. More
+    copies than B / 2 leave one stream, where they may be the same image.
     """
     if batch_size % 2:
         return 1

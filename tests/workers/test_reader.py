@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import resource
 import threading
 import time
@@ -18,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from pyarrow import fs
+from counted_bucket import MANY, URI, Bucket
 from test_feed import CLASSES, COLOURS, feed_of, publish, samples
 
 from workers.data import order, reader
-from workers.data.cache import Cache, LocalFile
+from workers.data.cache import Cache
 from workers.data.order import Deal, Ints
 from workers.data.reader import (
     FETCH_THREADS,
@@ -38,91 +37,8 @@ from workers.data.shards import OPEN_SHARE, Shards
 from workers.data.sources import Resident, Streamed
 from workers.errors import DamagedArtifact, UserError
 from workers.job import Task
-from workers.storage import artifact, filesystem
+from workers.storage import filesystem
 from workers.storage.filesystem import StorageUnavailable
-
-
-class Bucket(fs.FileSystemHandler):  # type: ignore[misc]
-    """A folder that is read like a bucket: requests are counted, and some of them fail.
-
-    share: of reads that fail once, in a way that passes. seen: name of a file and bytes of each
-    read that succeeded.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.share = 0.0
-        self.draw = random.Random(3)
-        self.seen: list[tuple[str, int]] = []
-        self.lock = threading.Lock()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def get_type_name(self) -> str:
-        return "bucket"
-
-    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        infos: list[fs.FileInfo] = fs.LocalFileSystem().get_file_info(
-            [str(self.folder / path) for path in paths]
-        )
-        return infos
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        return pa.PythonFile(Object(self, self.folder / path), mode="r")
-
-    def bytes_read(self, part: str = ".tar") -> int:
-        return sum(size for name, size in self.seen if part in name)
-
-    def requests(self, part: str = ".tar") -> int:
-        return sum(part in name for name, _ in self.seen)
-
-    def _unused(self, *_: Any) -> Any:
-        raise NotImplementedError
-
-    normalize_path = get_file_info_selector = create_dir = delete_dir = _unused
-    delete_dir_contents = delete_root_dir_contents = delete_file = move = copy_file = _unused
-    open_input_stream = open_output_stream = open_append_stream = _unused
-
-
-class Object(LocalFile):
-    """A file of a `Bucket`."""
-
-    def __init__(self, bucket: Bucket, path: Path):
-        super().__init__(path)
-        self.bucket = bucket
-
-    def read(self, size: int | None = -1) -> bytes:
-        with self.bucket.lock:
-            if self.bucket.draw.random() < self.bucket.share:
-                raise OSError("AWS Error SLOW_DOWN during GetObject")
-            data = super().read(-1 if size is None else size) or b""
-            self.bucket.seen.append((Path(str(self.name)).name, len(data)))
-            return data
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """`test://bucket/`: the folder `tmp_path / "bucket"`."""
-    (tmp_path / "bucket").mkdir()
-    made = Bucket(tmp_path / "bucket")
-    handler = filesystem.RetryingFilesystem(fs.PyFileSystem(made), "test://bucket")
-    monkeypatch.setattr(filesystem, "FIRST_S", 0.001)
-    monkeypatch.setattr(artifact, "open_filesystem", lambda uri: (fs.PyFileSystem(handler), ""))
-    return made
-
-
-URI = "test://bucket"
-MANY = {"red": 300, "green": 300, "blue": 300}
-
-
-@pytest.fixture
-def colours(bucket: Bucket) -> SampleTable:
-    """900 images in shards of 60."""
-    publish(bucket.folder, "colours", MANY, shard_images=60)
-    return select(URI, (COLOURS,), "train", 0.0)
 
 
 def fine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,10 +71,10 @@ def stored_records(table: SampleTable, folder: Path) -> list[bytes]:
 
 
 def read_and_compare(
-    table: SampleTable, bucket: Bucket, made: Reader, steps: Iterator[Ints]
+    table: SampleTable, counted_bucket: Bucket, made: Reader, steps: Iterator[Ints]
 ) -> list[int]:
     """Read all rows of all steps, and return them in their order."""
-    records = stored_records(table, bucket.folder)
+    records = stored_records(table, counted_bucket.folder)
     rows_read = []
     for rows in made.ahead(steps):
         for row in rows.tolist():
@@ -179,7 +95,7 @@ def test_a_node_of_several_reads_its_share_of_the_bytes(
     world: int,
     cached: bool,
     colours: SampleTable,
-    bucket: Bucket,
+    counted_bucket: Bucket,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,64 +104,66 @@ def test_a_node_of_several_reads_its_share_of_the_bytes(
     whole = Ranges.of_runs(colours, deal.borders).total_bytes
     rows = []
     for rank in range(world):
-        bucket.seen.clear()
+        counted_bucket.seen.clear()
         cache = Cache(str(tmp_path / f"node-{rank}"), 10**9) if cached else None
         made = shuffled_reader(colours, deal, world, cache)
-        rows += read_and_compare(colours, bucket, made, steps_of(deal, rank, world))
-        assert bucket.bytes_read() <= 1.1 * whole / world
-        requests = bucket.requests()
+        rows += read_and_compare(colours, counted_bucket, made, steps_of(deal, rank, world))
+        assert counted_bucket.bytes_read() <= 1.1 * whole / world
+        requests = counted_bucket.requests()
         assert requests <= 1.1 * len(deal.borders) / world + 2
         if cached:
-            read_and_compare(colours, bucket, made, steps_of(deal, rank, world))
-            assert bucket.requests() == requests, "the second time it comes from the cache"
+            read_and_compare(colours, counted_bucket, made, steps_of(deal, rank, world))
+            assert counted_bucket.requests() == requests, "the second time it comes from the cache"
     assert sorted(rows) == list(range(900))
 
 
 def test_a_single_rank_reads_whole_pieces_once_and_other_feeds_find_them(
-    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
     deal, cache = deal_of(colours), Cache(str(tmp_path / "cache"), 10**9)
     pieces = Ranges.of_pieces(colours)
     made = shuffled_reader(colours, deal, 1, cache)
-    read_and_compare(colours, bucket, made, steps_of(deal, 0, 1))
-    assert bucket.requests() == len(pieces.starts)
-    assert bucket.bytes_read() == pieces.total_bytes
-    bucket.seen.clear()
+    read_and_compare(colours, counted_bucket, made, steps_of(deal, 0, 1))
+    assert counted_bucket.requests() == len(pieces.starts)
+    assert counted_bucket.bytes_read() == pieces.total_bytes
+    counted_bucket.seen.clear()
     monkeypatch.setattr(order, "RUN_BYTES", 2 << 20)
     red = select(URI, (Task("t", "colours", "colours", ("red",)),), "train", 0.0)
     one_by_one = iter(np.arange(len(red)).reshape(-1, 1))
-    read_and_compare(red, bucket, sequential_reader(red, cache), one_by_one)
-    assert not bucket.requests(), "other rows of the same shards are in the same pieces"
+    read_and_compare(red, counted_bucket, sequential_reader(red, cache), one_by_one)
+    assert not counted_bucket.requests(), "other rows of the same shards are in the same pieces"
 
 
 def test_a_few_rows_of_large_shards_are_read_by_themselves(
-    colours: SampleTable, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    colours: SampleTable, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
     monkeypatch.setattr(order, "GAP_BYTES", 1000)
     keys = [f"train/{name}/{number:03d}" for name in MANY for number in range(0, 300, 50)]
     few = select(URI, (COLOURS,), "train", 0.0, {"colours": keys})
     sizes = few.locations.sizes
-    bucket.seen.clear()
+    counted_bucket.seen.clear()
     one_by_one = iter(np.arange(len(few)).reshape(-1, 1))
-    assert len(read_and_compare(few, bucket, sequential_reader(few, None), one_by_one)) == 18
-    assert bucket.bytes_read() == sizes.sum()
+    assert (
+        len(read_and_compare(few, counted_bucket, sequential_reader(few, None), one_by_one)) == 18
+    )
+    assert counted_bucket.bytes_read() == sizes.sum()
 
 
 def test_where_two_blocks_have_no_room_records_are_read_by_themselves(
-    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
     made = shuffled_reader(colours, deal, 2, Cache(str(tmp_path / "cache"), 10_000))
-    rows = read_and_compare(colours, bucket, made, steps_of(deal, 0, 2))
-    assert bucket.bytes_read() == colours.locations.sizes[rows].sum()
+    rows = read_and_compare(colours, counted_bucket, made, steps_of(deal, 0, 2))
+    assert counted_bucket.bytes_read() == colours.locations.sizes[rows].sum()
     assert len(rows) == 450
 
 
 def test_one_long_record_does_not_make_all_others_be_read_by_themselves(
-    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
@@ -259,7 +177,7 @@ def test_one_long_record_does_not_make_all_others_be_read_by_themselves(
 
 
 def test_a_node_has_room_for_its_own_ranks_and_not_for_those_of_other_nodes(
-    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
@@ -275,7 +193,7 @@ def test_a_node_has_room_for_its_own_ranks_and_not_for_those_of_other_nodes(
 
 
 def test_what_is_not_read_yet_is_not_forgotten_for_what_is_fetched_ahead(
-    colours: SampleTable, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    colours: SampleTable, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reading waits until nothing more is fetched: the memory has room for 60 of 900 rows."""
     records = Ranges.of_records(colours)
@@ -286,7 +204,7 @@ def test_what_is_not_read_yet_is_not_forgotten_for_what_is_fetched_ahead(
             time.sleep(0.001)
         assert made._bytes_in_memory <= reader.MEMORY_BYTES
         read_all(made, rows.tolist())
-    assert bucket.requests() == 900
+    assert counted_bucket.requests() == 900
     assert not made._num_unread
     assert not made._planned
 
@@ -310,7 +228,7 @@ def test_an_epoch_of_single_records_is_planned_in_a_few_bytes_of_each(
 
 
 def test_ranges_are_fetched_before_they_are_needed_and_not_all_at_once(
-    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
@@ -322,20 +240,20 @@ def test_ranges_are_fetched_before_they_are_needed_and_not_all_at_once(
     while made._num_running:
         pass
     assert first.tolist() == [0]
-    assert bucket.requests() == 7, "six more than this step needs"
+    assert counted_bucket.requests() == 7, "six more than this step needs"
     steps.close()  # type: ignore[attr-defined]
     assert not made._planned
 
 
 # ---- failures ------------------------------------------------------------------------------------
 def test_two_ranks_stream_the_same_through_failing_requests_and_go_on_when_stopped(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """5 % of the reads fail; one rank stops in the middle of the epoch, without a cache then."""
     fine_runs(monkeypatch)
-    publish(bucket.folder, "colours", MANY, shard_images=60)
-    local = samples([feed_of(bucket.folder, "resident", batch=16)], 1)
-    bucket.share = 0.05
+    publish(counted_bucket.folder, "colours", MANY, shard_images=60)
+    local = samples([feed_of(counted_bucket.folder, "resident", batch=16)], 1)
+    counted_bucket.share = 0.05
 
     def rank_feed(rank: int, cache: str) -> Any:
         return feed_of(URI, "streamed", rank, 2, batch=16, cache=cache)
@@ -352,10 +270,10 @@ def test_two_ranks_stream_the_same_through_failing_requests_and_go_on_when_stopp
 
 @pytest.mark.parametrize("source", ["resident", "streamed"])
 def test_a_storage_that_is_away_is_waited_for_once_and_not_by_every_image_in_turn(
-    source: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    source: str, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
-    publish(bucket.folder, "colours", MANY, shard_images=60)
+    publish(counted_bucket.folder, "colours", MANY, shard_images=60)
     monkeypatch.setattr(filesystem, "PATIENCE_S", 0.05)
     read = Shards.read
     failed: list[str] = []
@@ -370,17 +288,17 @@ def test_a_storage_that_is_away_is_waited_for_once_and_not_by_every_image_in_tur
     monkeypatch.setattr(Shards, "read", count_failures)
     if source == "resident":
         table = select(URI, (COLOURS,), "train", 0.0)
-        bucket.share = 1.0
+        counted_bucket.share = 1.0
         with pytest.raises(StorageUnavailable, match="does not answer"):
             Resident(table, 8, 2, None, torch.device("cpu"))
     else:
         feed = feed_of(URI, source, 0, 2, batch=64)
-        bucket.share = 1.0
+        counted_bucket.share = 1.0
         with pytest.raises(StorageUnavailable, match="does not answer"):
             list(feed.epoch(0))
     assert len(failed) <= FETCH_THREADS
     if source == "streamed":
-        bucket.share = 0.0
+        counted_bucket.share = 0.0
         assert len(samples([feed], 0)) == feed.steps_per_epoch, "a new epoch asks the storage again"
 
 
@@ -402,7 +320,7 @@ def test_an_epoch_that_is_dropped_does_not_wait_for_the_storage(
 
 
 def test_a_reader_that_is_dropped_or_closed_leaves_no_thread(
-    colours: SampleTable, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    colours: SampleTable, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
     gc.disable()
@@ -430,7 +348,7 @@ def test_a_reader_that_is_dropped_or_closed_leaves_no_thread(
 def test_a_damaged_record_is_damage_and_one_that_only_the_cache_has_heals(
     where: str,
     colours: SampleTable,
-    bucket: Bucket,
+    counted_bucket: Bucket,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -438,17 +356,17 @@ def test_a_damaged_record_is_damage_and_one_that_only_the_cache_has_heals(
     fine_runs(monkeypatch)
     deal, cache = deal_of(colours), Cache(str(tmp_path / "cache"), 10**9)
     made = shuffled_reader(colours, deal, 2, cache)
-    rows = read_and_compare(colours, bucket, made, steps_of(deal, 0, 2))
+    rows = read_and_compare(colours, counted_bucket, made, steps_of(deal, 0, 2))
     row = rows[5]
-    record = stored_records(colours, bucket.folder)[row]
+    record = stored_records(colours, counted_bucket.folder)[row]
     key = colours.table["key"][row].as_py()
     folder = tmp_path / "cache"
     if where == "storage":
-        folder = bucket.folder
+        folder = counted_bucket.folder
     (file,) = (path for path in folder.rglob("*") if path.is_file() and record in path.read_bytes())
     file.write_bytes(file.read_bytes().replace(record, record[:-9] + b"?" + record[-8:]))
     if where == "cache":
-        read_and_compare(colours, bucket, made, steps_of(deal, 0, 2))
+        read_and_compare(colours, counted_bucket, made, steps_of(deal, 0, 2))
         assert capfd.readouterr().err.count(f"image {key!r} in") == 1
         assert record in file.read_bytes()
         return
@@ -464,9 +382,9 @@ def test_a_damaged_record_is_damage_and_one_that_only_the_cache_has_heals(
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("left", [None, 0, 5000])
 def test_a_shard_that_is_gone_or_cut_short_is_damage(
-    left: int | None, cached: bool, colours: SampleTable, bucket: Bucket, tmp_path: Path
+    left: int | None, cached: bool, colours: SampleTable, counted_bucket: Bucket, tmp_path: Path
 ) -> None:
-    path = next(bucket.folder.rglob("train-00060.tar"))
+    path = next(counted_bucket.folder.rglob("train-00060.tar"))
     if left is None:
         path.unlink()
     else:
@@ -480,7 +398,7 @@ def test_a_shard_that_is_gone_or_cut_short_is_damage(
 
 
 def test_a_disk_that_keeps_nothing_is_a_sentence(
-    colours: SampleTable, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    colours: SampleTable, counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
     monkeypatch.setattr(BucketReader, "_record", lambda reader, row: b"other bytes")
@@ -489,7 +407,7 @@ def test_a_disk_that_keeps_nothing_is_a_sentence(
 
 
 def test_what_made_room_while_it_was_needed_is_fetched_again(
-    colours: SampleTable, bucket: Bucket, tmp_path: Path
+    colours: SampleTable, counted_bucket: Bucket, tmp_path: Path
 ) -> None:
     made = sequential_reader(colours, Cache(str(tmp_path / "cache"), 10**9))
     record = made.read(3)
@@ -514,10 +432,10 @@ def test_few_files_are_open_however_many_shards_and_data_sets_there_are(
 
 
 def test_an_object_is_opened_once_however_many_shards_there_are(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each opening is a request to a bucket."""
-    publish(bucket.folder, "colours", {"red": 260, "green": 5, "blue": 5}, shard_images=1)
+    publish(counted_bucket.folder, "colours", {"red": 260, "green": 5, "blue": 5}, shard_images=1)
     table = select(URI, (COLOURS,), "train", 0.0)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
     opened: Counter[str] = Counter()
@@ -536,10 +454,10 @@ def test_an_object_is_opened_once_however_many_shards_there_are(
 
 
 def test_shards_say_whether_they_are_on_a_disk(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(bucket.folder, "colours", CLASSES)
+    publish(counted_bucket.folder, "colours", CLASSES)
     assert Shards.open(URI, "colours").is_remote
     monkeypatch.undo()
-    assert not Shards.open(f"file://{bucket.folder}", "colours").is_remote
-    assert feed_of(bucket.folder, "streamed").num_samples == 17
+    assert not Shards.open(f"file://{counted_bucket.folder}", "colours").is_remote
+    assert feed_of(counted_bucket.folder, "streamed").num_samples == 17

@@ -127,7 +127,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     def full(stream: BinaryIO) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(UserError, match=r"cannot be kept in .*No space left.*cluster\.cache"):
+    with pytest.raises(UserError, match=r"has no room for 4 bytes .*No space left.*cluster\.cache"):
         Cache(str(tmp_path), 1000).open_file("a", 4, full)
 
 

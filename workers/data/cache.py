@@ -8,6 +8,7 @@ their file (`Blocks`). What is damaged is made again.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -61,14 +62,15 @@ class Cache:
         """Path of the file `name`."""
         return os.path.join(self.folder, name)
 
-    def open_file(self, name: str, size: int, write: Write) -> LocalFile:
+    def open_file(self, name: str, size: int, write: Write, remedy: str = "") -> LocalFile:
         """Open the file `name` of `size` bytes; `write` fills it first where it is missing.
 
         One process of the node writes, the others wait. Raise `UserError` when the disk has no
-        room. What `write` raises goes through; then there is no file.
+        room. What `write` raises goes through; then there is no file. remedy: what else a person
+        may do for room.
         """
         path = self.path(name)
-        with self._explain_disk_errors(size):
+        with self._explain_disk_errors(size, remedy):
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             file = _open_in_use(path, size)
             if file is None:
@@ -79,11 +81,26 @@ class Cache:
             os.utime(file.fileno(), ns=(time.time_ns(), modified))
         return file
 
-    def bad_disk(self) -> UserError:
-        """The error for a disk that returns other bytes than were written."""
+    def read(self, name: str, offset: int, size: int) -> bytes | None:
+        """Read a part of a file. Return None when it made room for others, or its disk failed."""
+        path = self.path(name)
+        try:
+            with LocalFile(path) as file:
+                return file.read_at(size, offset)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            filesystem.notify(
+                f"cache: {path} cannot be read ({error.strerror}), and is fetched again; "
+                "look after that disk if this comes again"
+            )
+            self.forget(name)
+            return None
+
+    def bad_disk(self, problem: str = "gives back other bytes than were written") -> UserError:
+        """The error for a disk that does not keep what is written."""
         return UserError(
-            f"the disk of {self.folder!r} gives back other bytes than were written; name "
-            "another folder in cluster.cache"
+            f"the disk of {self.folder!r} {problem}; name another folder in cluster.cache"
         )
 
     def forget(self, name: str) -> None:
@@ -158,17 +175,26 @@ class Cache:
                         yield info.st_atime_ns, os.path.join(folder, name), info.st_size
 
     @contextmanager
-    def _explain_disk_errors(self, size: int) -> Iterator[None]:
+    def _explain_disk_errors(self, size: int, remedy: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if error.errno is None:  # not of the disk: of the storage that a shard comes from
                 raise
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(
+                    f"shards and decoded images cannot be kept in {self.folder!r} ({error}); "
+                    "mend its permissions or its disk, or name another folder in cluster.cache"
+                ) from None
+            remedies = (
+                f"free some there, lower cluster.cache_gb ({self.limit / 2**30:g} now) to what "
+                "that disk can hold, or name another folder in cluster.cache"
+            )
+            if remedy:
+                remedies += f", or {remedy}"
             raise UserError(
-                f"shards and decoded images cannot be kept in {self.folder!r} ({error}); "
-                f"{size / 2**30:.2f} GiB are needed there: free the space, "
-                "name another folder in cluster.cache, or lower data.resident_mb so that images "
-                "are not kept decoded"
+                f"the disk of {self.folder!r} has no room for {size:,} bytes more of shards and "
+                f"decoded images ({error.strerror}); {remedies}"
             ) from None
 
 

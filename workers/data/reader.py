@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from workers.data.cache import Cache
+from workers.data.cache import Cache, LocalFile
 from workers.data.order import Deal, Ints, cut_runs
 from workers.data.rows import SampleTable
 from workers.errors import DamagedArtifact
@@ -266,13 +266,16 @@ class BucketReader:
         if fetched is not None:
             return fetched[offset : offset + size]
         assert self.cache is not None
-        try:
-            with open(self.cache.path(self._name(number)), "rb", buffering=0) as file:
-                file.seek(offset)
-                return file.read(size)
-        except FileNotFoundError:  # it made room for others
-            self._raise_failure()
-            return self._fetch(number)[offset : offset + size]
+        data = self.cache.read(self._name(number), offset, size)
+        if data is not None:
+            return data
+        self._raise_failure()
+        with self._open_cached(number, self.cache) as file:  # for all records of the range
+            try:
+                return file.read_at(size, offset)
+            except OSError as error:
+                problem = f"cannot read what was written there ({error.strerror})"
+                raise self.cache.bad_disk(problem) from None
 
     def _future(self, number: int) -> Future[bytes | None]:
         """A range that is fetched now, or was."""
@@ -377,12 +380,16 @@ class BucketReader:
     def _fetch_or_find(self, number: int) -> bytes | None:
         if self.cache is None:
             return self._fetch(number)
+        self._open_cached(number, self.cache).close()
+        return None
+
+    def _open_cached(self, number: int, cache: Cache) -> LocalFile:
+        """Open the cached file of a range, which is fetched where there is none."""
 
         def write(stream: BinaryIO) -> None:
             stream.write(self._fetch(number))
 
-        self.cache.open_file(self._name(number), self._size(number), write).close()
-        return None
+        return cache.open_file(self._name(number), self._size(number), write)
 
     def _fetch(self, number: int) -> bytes:
         """Read a range from storage. Raise `DamagedArtifact` when the shard ends before it."""
@@ -435,6 +442,9 @@ def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
     locations = samples.locations
     borders = cut_runs(locations.shards, locations.offsets, locations.sizes, len(samples))
     ranges = pieces_or(samples, Ranges.of_runs(samples, borders))
+    num_in_use = 2 * PIECES_AHEAD + FETCH_THREADS
+    if cache is not None and min(ranges.bytes_of(num_in_use), ranges.total_bytes) > cache.limit:
+        cache = None  # a piece would make room for the next one before it is read
     return BucketReader(samples, ranges, cache, PIECES_AHEAD)
 
 

@@ -5,6 +5,7 @@ Records are read by their offsets, from disks and from buckets.
 
 from __future__ import annotations
 
+import errno
 import io
 import resource
 import weakref
@@ -24,7 +25,8 @@ from pyarrow import fs
 from workers.data.cache import LocalFile
 from workers.errors import DamagedArtifact, UserError
 from workers.storage.artifact import Artifact, is_local, resolve
-from workers.storage.filesystem import retry, without_retries
+from workers.storage.filesystem import access_remedy, retry, without_retries
+from workers.storage.regular_file import regular_descriptor
 
 INDEX = "index.parquet"
 MAX_PIXELS = 50_000_000
@@ -77,6 +79,11 @@ class OpenFiles:
             while len(self._files) > max(1, allowed // OPEN_SHARE) and allowed > 0:
                 self._files.popitem(last=False)
         return file
+
+    def close(self, owner: int, shard: str) -> None:
+        """Close one shard of an owner."""
+        with self._lock:
+            self._files.pop((owner, shard), None)
 
     def close_all(self, owner: int) -> None:
         """Close the shards of an owner that is gone."""
@@ -136,9 +143,19 @@ class Shards:
     def read(self, shard: str, offset: int, size: int) -> bytes:
         """Read `size` bytes at `offset` of a shard where it is stored; thread-safe.
 
-        Return fewer when the shard is truncated, which digests find.
+        Return fewer when the shard is truncated, which digests find. Raise `DamagedArtifact` when
+        there is no such file any more, `UserError` when it cannot be read.
         """
-        return self._file(shard).read_at(size, offset)
+        try:
+            return self._file(shard).read_at(size, offset)
+        except OSError:
+            self._close(shard)
+        # Opening tells a shard that is gone from one that cannot be read, and heals a file that the
+        # server of a network disk has forgotten.
+        try:
+            return self._file(shard).read_at(size, offset)
+        except OSError as error:
+            raise self._reading_error(shard, error) from None
 
     def damaged_record(self, record: str) -> DamagedArtifact:
         """The error for a record whose bytes are not those that ingest wrote."""
@@ -149,21 +166,35 @@ class Shards:
         )
 
     def _file(self, shard: str) -> ObjectFile | LocalFile:
-        """A shard that is open, or opened now. Raise `DamagedArtifact` when it is missing."""
+        """A shard that is open, or opened now. Raise `OSError` when it cannot be."""
         file = self._objects.get(shard) or _open_files.get(id(self), shard)
         if file is not None:
             return file
         if shard not in self._locations:
             self._locations[shard] = resolve(self.uri(shard))
         system, path = self._locations[shard]
-        try:
-            if self.is_remote:
-                return self._objects.setdefault(shard, ObjectFile(system, path))
-            return _open_files.add(id(self), shard, LocalFile(path))
-        except FileNotFoundError:
-            raise DamagedArtifact(
-                self.key, f"{self.uri(shard)} is missing; run the same command again to ingest anew"
-            ) from None
+        if self.is_remote:
+            return self._objects.setdefault(shard, ObjectFile(system, path))
+        return _open_files.add(id(self), shard, LocalFile(regular_descriptor(path)))
+
+    def _close(self, shard: str) -> None:
+        """Open a shard anew when it is next read."""
+        self._objects.pop(shard, None)
+        _open_files.close(id(self), shard)
+
+    def _reading_error(self, shard: str, error: OSError) -> UserError:
+        """The error for a shard that cannot be opened or read."""
+        uri = self.uri(shard)
+        again = "run the same command again"
+        if isinstance(error, FileNotFoundError):
+            return DamagedArtifact(self.key, f"{uri} is missing; {again} to ingest anew")
+        if error.errno in (errno.EISDIR, errno.EINVAL):
+            return DamagedArtifact(self.key, f"{uri} is no regular file; {again} to ingest anew")
+        reason = " ".join(str(error.strerror or error).split())[:300]
+        remedy = f"mend its permissions or its disk, and {again}"
+        if self.is_remote:
+            remedy = access_remedy(uri)
+        return UserError(f"{uri} cannot be read ({reason}); {remedy}")
 
 
 class ObjectFile:

@@ -130,7 +130,9 @@ class Resident:
             Blocks.write(stream, self._decoded())
 
         # in use for as long as this source is
-        file = cache.open_file(name, header.tell() + Blocks.size(self.shape), write)
+        size = header.tell() + Blocks.size(self.shape)
+        remedy = "lower data.resident_mb so that images are not kept decoded"
+        file = cache.open_file(name, size, write, remedy)
         return Blocks(cache, file, header.tell(), self.shape, self._decode)
 
 

@@ -16,22 +16,36 @@ UNSIZED = 1 << 16  # bytes that are read of a file that says it has fewer, such 
 def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:
     """Open a regular file of at most `most` bytes. Raise `OSError` where there is none, where it is
     another kind of file, or larger."""
+    descriptor = regular_descriptor(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, more than {most}", os.fspath(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def regular_descriptor(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor of a regular file, open for reading.
+
+    Raise `OSError` where there is none; with EISDIR or EINVAL where it is another kind of file.
+    """
     name = os.fspath(path)
     if "\0" in name:
         raise OSError(errno.EINVAL, "a path has no NUL character", name)
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is no regular file", name)
-        if status.st_size > most:
-            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {most}", name)
-        return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+    return descriptor
 
 
 def read_regular(path: str | os.PathLike[str], most: int) -> bytes:

@@ -123,10 +123,6 @@ class Cache:
                 write(stream)
                 if stream.tell() != size:
                     raise OSError(f"{stream.tell()} bytes were made of {size}")
-                stream.flush()
-                # its size was set before: after a machine went down nothing else tells that it is
-                # whole
-                os.fsync(stream.fileno())
             os.replace(part, path)
         except BaseException:
             file.close()
@@ -229,13 +225,18 @@ class Blocks:
 
     @staticmethod
     def write(stream: BinaryIO, rows: Iterator[NDArray[np.uint8]]) -> None:
-        """Writes the rows, and then their digests."""
+        """Write the rows, and then their digests.
+
+        They wait for the disk: should a machine go down, rows that are lost are made one by one.
+        """
         digests = []
         for row in rows:
             data = np.ascontiguousarray(row).data
             digests.append(hashlib.sha256(data).digest())
             stream.write(data)
         stream.write(b"".join(digests))
+        stream.flush()
+        os.fsync(stream.fileno())
 
     @property
     def nbytes(self) -> int:

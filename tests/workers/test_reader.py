@@ -241,8 +241,50 @@ def test_ranges_are_fetched_before_they_are_needed_and_not_all_at_once(
         pass
     assert first.tolist() == [0]
     assert counted_bucket.requests() == 7, "six more than this step needs"
-    steps.close()  # type: ignore[attr-defined]
+    steps.close()
     assert not made._planned
+
+
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+def test_an_epoch_that_ends_late_takes_nothing_from_the_next_one(
+    end: str, colours: SampleTable, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    deal = deal_of(colours)
+    made = BucketReader(colours, Ranges.of_runs(colours, deal.borders), None, num_ahead=40)
+    with counted_bucket.lock:  # nothing arrives meanwhile
+        first = made.ahead(steps_of(deal, 0, 2))
+        next(first)
+        second = made.ahead(steps_of(deal, 0, 2, epoch=1))
+        rows = next(second)
+        planned = set(made._planned)
+        if end == "closed":
+            first.close()
+        else:
+            del first
+    assert len(planned) > 20, "more than the threads fetch at once"
+    while made._planned or made._num_running:
+        time.sleep(0.001)
+    assert planned <= made._futures.keys()
+    counted_bucket.seen.clear()
+    read_all(made, rows.tolist())
+    assert not counted_bucket.requests()
+
+
+def test_an_evaluation_reads_whole_pieces_that_other_feeds_find(
+    counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    publish(counted_bucket.folder, "colours", MANY, shard_images=60)
+    folder = str(tmp_path / "cache")
+    feeds = [feed_of(URI, "streamed", rank, 2, training=False, cache=folder) for rank in range(2)]
+    counted_bucket.seen.clear()
+    sizes = [len(batch.labels) for feed in feeds for batch in feed.evaluate()]
+    assert sum(sizes) == 675
+    assert counted_bucket.requests() == len(Ranges.of_pieces(feeds[0].samples).starts)
+    counted_bucket.seen.clear()
+    feed_of(URI, "resident", cache=folder)  # decodes all images
+    assert not counted_bucket.requests()
 
 
 # ---- failures ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from workers.data.augment import Augment
 from workers.data.batch import Batch
 from workers.data.cache import Cache
 from workers.data.order import Deal, Ints, Order, TableOrder, partner_positions
-from workers.data.reader import shuffled_reader
+from workers.data.reader import sequential_reader, shuffled_reader
 from workers.data.rows import select
 from workers.data.sources import Pixels, Resident, Source, Streamed
 from workers.dist import Group, interleave
@@ -104,7 +104,10 @@ class Feed:
         if self.resident:
             self.source = Resident(self.samples, side, workers, cache, group.device)
         else:
-            reader = shuffled_reader(self.samples, self.deal, group.world, cache)
+            if training:
+                reader = shuffled_reader(self.samples, self.deal, group.world, cache)
+            else:
+                reader = sequential_reader(self.samples, cache)
             self.source = Streamed(self.samples, side, workers, reader, group.device)
 
     def _label_globally(self, job: StageJob) -> None:

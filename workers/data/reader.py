@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -42,11 +42,12 @@ class Reader(Protocol):
         Raise `DamagedArtifact` when they are not those that ingest wrote.
         """
 
-    def ahead(self, steps: Iterator[Ints]) -> Iterator[Ints]:
-        """Yield the same rows. Those of later steps are fetched meanwhile."""
+    def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
+        """Yield the same rows. Those of later steps are fetched meanwhile.
 
-    def cancel(self) -> None:
-        """Fetch nothing more ahead; what is being fetched is finished."""
+        When the generator is closed nothing more is fetched ahead; what is being fetched is
+        finished. A reader fetches ahead for the latest call alone.
+        """
 
     def close(self) -> None:
         """End the threads when they have finished what they fetch now. Nothing can be read then."""
@@ -62,12 +63,9 @@ class DiskReader:
         """See `Reader.read`."""
         return self.samples.bytes_of(row)
 
-    def ahead(self, steps: Iterator[Ints]) -> Iterator[Ints]:
-        """See `Reader.ahead`."""
-        return steps
-
-    def cancel(self) -> None:
-        """See `Reader.cancel`; nothing is fetched ahead."""
+    def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
+        """See `Reader.ahead`; nothing is fetched ahead."""
+        yield from steps
 
     def close(self) -> None:
         """See `Reader.close`; there are no threads."""
@@ -189,6 +187,7 @@ class BucketReader:
         # Ranges to fetch next. They are given to the threads a few at a time: what a thread pool
         # has been given would be fetched even when the process is about to end.
         self._planned: deque[int] = deque()
+        self._latest_call: object = None  # of `ahead`, which the plans are of
         self._num_running = 0
         # Ranges that are or were fetched, the latest last: bytes, or None for a file of the cache.
         self._futures: OrderedDict[int, Future[bytes | None]] = OrderedDict()
@@ -202,13 +201,16 @@ class BucketReader:
         self._unavailable = ""  # how a storage failed to answer: why fetches fail at once
         self._is_closed = False
 
-    def ahead(self, steps: Iterator[Ints]) -> Iterator[Ints]:
+    def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """See `Reader.ahead`."""
+        call = object()
         waiting: deque[tuple[Ints, int]] = deque()
         num_unread = 0  # ranges that no step has needed before those that wait
         is_planned = np.zeros(len(self.ranges.starts), bool)  # a set of 13 M numbers is 1.4 GB
         with self._lock:
             self._unavailable = ""
+            self._latest_call = call
+            self._forget_plans()
         try:
             for rows in steps:
                 ranges_of_rows = self.ranges.of_row[np.unique(rows)]
@@ -225,15 +227,15 @@ class BucketReader:
             for rows, _ in waiting:
                 yield rows
         except GeneratorExit:
-            self.cancel()
+            with self._lock:
+                if self._latest_call is call:
+                    self._forget_plans()
             raise
 
-    def cancel(self) -> None:
-        """See `Reader.cancel`."""
-        with self._lock:
-            self._planned.clear()
-            self._num_unread.clear()
-            self._idle = OrderedDict.fromkeys(self._futures)
+    def _forget_plans(self) -> None:
+        self._planned.clear()
+        self._num_unread.clear()
+        self._idle = OrderedDict.fromkeys(self._futures)
 
     def close(self) -> None:
         """See `Reader.close`."""

@@ -151,8 +151,10 @@ class Streamed:
     def steps(self, rows_of_steps: Iterator[Ints]) -> Iterator[Pixels]:
         """See `Source.steps`; other rows than those are not decoded."""
 
+        steps = self.reader.ahead(rows_of_steps)
+
         def submitted() -> Iterator[dict[int, Decoding]]:
-            for rows in self.reader.ahead(rows_of_steps):
+            for rows in steps:
                 decoding: dict[int, Decoding] = {}  # copies of an image are decoded once
                 for row in rows.tolist():
                     if row not in decoding:
@@ -165,7 +167,7 @@ class Streamed:
                 yield partial(self._stack, decoding)
         finally:
             _abandon(pool)
-            self.reader.cancel()
+            steps.close()
 
     def _stack(self, decoding: dict[int, Decoding], rows: Ints) -> Tensor:
         images = [decoding[row].result() for row in rows.tolist()]

@@ -34,12 +34,16 @@ def test_every_method_keeps(lab: Lab, method: str, optimizer: str, promise: str)
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_fine_tuning_forgets(lab: Lab, optimizer: str) -> None:
-    """The measure of all others: had it kept its answers, the promise would say nothing."""
+    """The measure of all others: had it kept its answers, the promise would say nothing.
+
+    The change is measured against what sets images apart, since few steps of SGD make small logits.
+    """
     run = lab.run("finetune", optimizer)
     images, task = run.images(0), run.order[0]
     before, after = answers(run.served(0), images, task), answers(run.served(1), images, task)
-    # SGD learns little in this test: six seeds changed the logits by 0.09 to 0.84.
-    assert (before - after).abs().max() > 0.02
+    spread = (before - before.mean(0)).abs().max()
+    change = (before - after).abs().max()
+    assert change > 0.2 * spread, "ten seeds and both optimizers: 0.5 to 4.4"
 
 
 # ---- methods that break a promise ----------------------------------------------------------------

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.config import NAME, ClusterSettings, Config, TrackingSettings, check, dump, load
+from pipeline.data import cards, ingest
 from pipeline.graph import build
 from pipeline.graph.store import Store
 from pipeline.yaml_files import absolute, apply_override, expand, parse_yaml
@@ -535,6 +536,25 @@ def test_a_raised_revision_of_shared_code_changes_the_keys_of_all_that_it_has_a_
     after = [keys_of(config(), tmp_path), keys_of(without_base(), tmp_path)]
     assert changed(before[0], after[0]) == matching(before[0], *with_base, "report")
     assert changed(before[1], after[1]) == matching(before[1], *without, "report")
+
+
+@pytest.mark.parametrize("change", ["shards", "revision"])
+def test_how_shards_are_cut_changes_the_keys_of_all_that_trains_on_them(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of samples hangs on where they lie in the shards, and the same images in other
+    shards have the same digest of their content."""
+    starts = (config(), without_base())
+    before = [keys_of(start, tmp_path) for start in starts]
+    if change == "revision":
+        monkeypatch.setattr(ingest, "REVISION", 99)
+    else:
+        load = cards.load
+        other = {"shard_images": 7}
+        monkeypatch.setattr(cards, "load", lambda *args: load(*args).model_copy(update=other))
+    after = [keys_of(start, tmp_path) for start in starts]
+    assert changed(before[0], after[0]) == set(before[0])
+    assert changed(before[1], after[1]) == set(before[1]) - {"backbone"}, "it is not trained"
 
 
 def test_another_label_of_the_same_method_shares_its_results(tmp_path: Path) -> None:

@@ -124,6 +124,10 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no attempt": lambda m: m.pop("attempt"),
     "files that are a list": lambda m: m.update(files=["x"]),
     "size that is text": lambda m: m["files"].update({"x": {"bytes": "1", "sha256": ""}}),
+    "digest that climbs": lambda m: m["files"].update(
+        {"x": {"bytes": 1, "sha256": "../../../outside/kept"}}
+    ),
+    "digest of another length": lambda m: m["files"].update({"x": {"bytes": 1, "sha256": "0"}}),
     "name with a NUL": lambda m: m["files"].update({"x\0y": file_info(b"")}),
 }
 

@@ -179,6 +179,7 @@ def test_a_full_disk_advises_fewer_decoded_images_only_where_such_are_written(
     with pytest.raises(UserError, match=r"No space left") as caught:
         made.read(0)
     assert "resident_mb" not in str(caught.value)
+    assert not list((tmp_path / "cache").rglob("*.part"))
 
 
 def test_a_cached_range_that_the_disk_cannot_read_is_fetched_again(

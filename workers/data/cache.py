@@ -112,12 +112,11 @@ class Cache:
         part = f"{path}.{uuid.uuid4().hex[:8]}.part"
         with _locked(self.path("room.lock")) as room:
             self._reserve(room, size)
-            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            file = LocalFile(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             # held until it is closed: also under its later name
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            os.truncate(descriptor, size)  # counted as a whole from now on
-        file = LocalFile(descriptor)
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH)
         try:
+            os.truncate(file.fileno(), size)  # looks count it as a whole from now on
             # Written as a file, not through a map: a full disk is then an error and not a SIGBUS.
             with open(part, "r+b") as stream:
                 write(stream)

@@ -451,7 +451,10 @@ def names_own_files_only(manifest: Mapping[str, Any]) -> bool:
 def _is_file_info(info: Any) -> bool:
     if not isinstance(info, dict):
         return False
-    return type(info.get("bytes")) is int and isinstance(info.get("sha256"), str)
+    digest = info.get("sha256")
+    # a part of a path in the cache of a node
+    is_digest = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None
+    return type(info.get("bytes")) is int and is_digest
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ IMAGENET_ROWS = 1_281_000
 IMAGENET_BYTES = 110_000  # of an image, on average
 ROWS_OF_21K, SHARDS_OF_21K = 13_000_000, 12_000
 SHARD_ROWS, SMALL_ROWS, SIDE, BATCH = 1000, 1000, 8, 128
+DISTINCT = 100  # images of a store, each of which occurs many times
 RANKS = 64
 NODES, RANKS_PER_NODE, LARGE_BATCH = (1, 2, 8, 64), 8, 4096
 ORDER_DEMAND_S = 1.0  # the order of 1.28 million rows
@@ -122,17 +123,25 @@ def measure_bytes(report: Report) -> None:
         )
 
 
-def write_store(root: Path, key: str, num_rows: int) -> None:
-    """Write an artifact of `num_rows` small images of ten classes, as ingest would."""
+def small_images() -> list[bytes]:
+    """Return DISTINCT PNG images of noise."""
     records = []
-    for number in range(100):
+    for number in range(DISTINCT):
         buffer = io.BytesIO()
         noise = np.random.default_rng(number).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
         Image.fromarray(noise).save(buffer, "PNG")
         records.append(buffer.getvalue())
+    return records
+
+
+def write_store(root: Path, key: str, num_rows: int, records: list[bytes], ext: str) -> None:
+    """Write an artifact of `num_rows` images of ten classes, as ingest would.
+
+    records: DISTINCT images, which are repeated. ext: of their format.
+    """
     digests = [hashlib.sha256(record).hexdigest() for record in records]
-    shard_bytes = b"".join(record + bytes(64) for record in records) * (SHARD_ROWS // 100)
-    sizes = np.array([len(record) for record in records] * (SHARD_ROWS // 100))
+    shard_bytes = b"".join(record + bytes(64) for record in records) * (SHARD_ROWS // DISTINCT)
+    sizes = np.array([len(record) for record in records] * (SHARD_ROWS // DISTINCT))
     offsets = np.cumsum(sizes + 64) - sizes - 64
     attempt = Attempt(str(root), key)
     num_shards = num_rows // SHARD_ROWS
@@ -147,8 +156,8 @@ def write_store(root: Path, key: str, num_rows: int) -> None:
         "shard": pa.array(names).take(pa.array(rows // SHARD_ROWS)),
         "offset": pa.array(np.tile(offsets, num_shards)),
         "bytes": pa.array(np.tile(sizes, num_shards)),
-        "sha256": pa.array(digests).take(pa.array(rows % 100)),
-        "ext": pa.array(["png"] * num_rows),
+        "sha256": pa.array(digests).take(pa.array(rows % DISTINCT)),
+        "ext": pa.array([ext] * num_rows),
     }
     index = io.BytesIO()
     pq.write_table(pa.table(columns, SCHEMA), index)
@@ -213,9 +222,13 @@ def repeated(steps: range, times: int) -> Iterator[range]:
 def measure_reading(report: Report, folder: Path) -> None:
     """A batch at two sizes, and the records per second of a rank among many."""
     num_rows = IMAGENET_ROWS // SHARD_ROWS * SHARD_ROWS
-    write_store(folder, "large", num_rows)
-    write_store(folder, "small", SMALL_ROWS)
+    records = small_images()
+    write_store(folder, "large", num_rows, records, "png")
+    write_store(folder, "small", SMALL_ROWS, records, "png")
+    began = time.process_time()
     large = streamed_feed(folder, "large")
+    feed_s = time.process_time() - began
+    report.note(f"making the feed of {num_rows:,} rows, once in a stage", f"{feed_s:.1f} s")
     small = streamed_feed(folder, "small")
     orders = {"large": large.deal.epoch(0), "small": small.deal.epoch(0)}
     steps = range(SMALL_ROWS // BATCH)

@@ -1,0 +1,322 @@
+"""Simulate the feed of ImageNet-21k on a cluster, without its pixels: 13 million rows in 12,000
+shards, dealt to 64 nodes of 8 ranks.
+
+`python -m benchmarks.feed_cluster`; about 15 seconds and 2 GB of memory. The order, its runs, the
+requests and the node's cache are those that the feed computes, for two nodes of the 64 (the others
+differ by their streams alone). CPU times are measured on one core with made-up photographs. What a
+network and a bucket do is assumed, and printed beside what follows from it.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import time
+import tracemalloc
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from benchmarks.feed_scale import DISTINCT, Index, made_up_index, write_store
+from benchmarks.harness import Report, start
+from workers.data.cache import FILLED
+from workers.data.order import Deal, EpochOrder, Ints
+from workers.data.reader import FETCH_THREADS
+from workers.data.rows import SampleTable, select
+from workers.data.shards import SCHEMA, decode
+from workers.job import Task
+
+ROWS, SHARDS, NODES, RANKS, CORES = 13_000_000, 12_000, 64, 8, 16
+BATCH = 4096  # global: 8 images of each of 512 ranks
+SAMPLED_NODES = (0, 37)
+EPOCHS = 8
+CACHES_GIB = (50, 500, 2000)  # the default of cluster.cache_gb, a large disk, all shards
+BYTES_DEMAND = 1.1  # bytes that a node reads in an epoch / its share
+# Assumed of the network and the bucket.
+NODE_GBIT = 10.0  # of a node's network card
+FIRST_BYTE_S = 0.1  # from a request to its first byte
+CONNECTION_MB = 85.0  # per second of one connection
+# The photographs that are read and decoded.
+WIDTH, HEIGHT, QUALITY, GRAIN, SIDE = 500, 375, 92, 24, 224
+
+INDEX_ROWS = 100_000  # of which the bytes of an index are measured
+
+
+class Runs(NamedTuple):
+    """The runs of an index. of_row: (n,) the run of each row. sizes: (m,) bytes."""
+
+    of_row: np.ndarray
+    sizes: Ints
+
+
+class CpuCosts(NamedTuple):
+    """Seconds of one core for one image."""
+
+    order: float
+    read: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of an image from its position in the batch to its pixels."""
+        return self.order + self.read + self.decode
+
+
+class NodeCache:
+    """Which runs lie in a node's cache, and when they make room: see `workers/data/cache.py`."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.used = 0
+        self.sizes: OrderedDict[int, int] = OrderedDict()  # run -> bytes, the latest last
+
+    def find_or_add(self, run: int, size: int) -> bool:
+        """Return whether a run was there. It is there afterwards, and the one used last."""
+        if run in self.sizes:
+            self.sizes.move_to_end(run)
+            return True
+        if self.used + size > self.limit:
+            most = min(self.limit - size, int(FILLED * self.limit))
+            while self.used > most and self.sizes:
+                _, freed = self.sizes.popitem(last=False)
+                self.used -= freed
+        self.sizes[run] = size
+        self.used += size
+        return False
+
+
+def cut(deal: Deal, index: Index) -> Runs:
+    """Return the runs of a deal."""
+    firsts = deal.borders[:-1]
+    ends = np.maximum.reduceat(index.offsets + index.sizes, firsts)
+    of_row = np.repeat(np.arange(len(firsts), dtype=np.int32), np.diff(deal.borders))
+    return Runs(of_row, ends - index.offsets[firsts])
+
+
+def streams_of(node: int, deal: Deal) -> list[int]:
+    """Return the streams that the ranks of a node read."""
+    first = node * RANKS
+    ranks = range(first, first + RANKS)
+    return [stream for stream in range(deal.num_streams) if stream % (NODES * RANKS) in ranks]
+
+
+def runs_of_node(order: EpochOrder, node: int, runs: Runs) -> list[int]:
+    """Return the runs that a node reads in an epoch, each once, in the order of their first use."""
+    used: list[Ints] = []
+    first_uses: list[Ints] = []
+    for stream in streams_of(node, order.deal):
+        of_stream, first_use = np.unique(runs.of_row[order.stream(stream)], return_index=True)
+        used.append(of_stream)
+        first_uses.append(first_use)
+    in_order = np.concatenate(used)[np.argsort(np.concatenate(first_uses), kind="stable")]
+    return list(dict.fromkeys(in_order.tolist()))
+
+
+def measure_order(report: Report, index: Index) -> tuple[Deal, float]:
+    """Time and memory of what one rank of 512 computes; return the deal, and seconds an epoch."""
+    began = time.process_time()
+    deal = Deal(*index, BATCH, seed=1)
+    deal_s = time.process_time() - began
+    rank = np.arange(0, BATCH, NODES * RANKS)
+    began = time.process_time()
+    deal.epoch(0).rows(0, rank)
+    epoch_s = time.process_time() - began
+    tracemalloc.start()
+    Deal(*index, BATCH, seed=1).epoch(0).rows(0, rank)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    report.note("runs", f"{len(deal.borders) - 1:,}, {deal.num_streams} streams")
+    report.note("order, once in a stage", f"{deal_s:.2f} s of one core, in each rank")
+    report.note(
+        "order, in each epoch, the stream of one rank",
+        f"{epoch_s:.2f} s of one core; {peak / 1e6:.0f} MB at most beyond the index, of which "
+        "the rows of streams that nobody asks for are never touched",
+    )
+    return deal, epoch_s
+
+
+def measure_index(report: Report) -> None:
+    """Bytes of an index as ingest writes it, and as a rank holds it."""
+    generator = np.random.default_rng(0)
+    digests = [generator.bytes(32).hex() for _ in range(INDEX_ROWS)]
+    names = [f"n{number % 21_841:08d}" for number in range(INDEX_ROWS)]
+    columns = {
+        "split": pa.array(["train"] * INDEX_ROWS),
+        "key": pa.array([f"train/{name}/{name}_{row}" for row, name in enumerate(names)]),
+        "class": pa.array(names),
+        "shard": pa.array([f"train-{row // 1083:05d}.tar" for row in range(INDEX_ROWS)]),
+        "offset": pa.array(generator.integers(0, 120_000_000, INDEX_ROWS)),
+        "bytes": pa.array(generator.integers(30_000, 300_000, INDEX_ROWS)),
+        "sha256": pa.array(digests),
+        "ext": pa.array(["jpg"] * INDEX_ROWS),
+    }
+    table = pa.table(columns, SCHEMA)
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="zstd")
+    stored = buffer.tell() / INDEX_ROWS * ROWS
+    held = table.nbytes / INDEX_ROWS * ROWS
+    report.note(
+        f"the index of {ROWS:,} rows, from {INDEX_ROWS:,} made-up ones",
+        f"{stored / 1e9:.1f} GB in the storage, read by each rank; {held / 1e9:.1f} GB in memory",
+    )
+
+
+def measure_requests(report: Report, deal: Deal, runs: Runs) -> tuple[float, float]:
+    """Bytes and requests of the sampled nodes; return those of a node in an epoch on average."""
+    share = int(runs.sizes.sum()) / NODES
+    all_bytes: list[int] = []
+    all_requests: list[int] = []
+    for node in SAMPLED_NODES:
+        order = deal.epoch(0)
+        used = runs_of_node(order, node, runs)
+        num_bytes = int(runs.sizes[used].sum())
+        report.at_most(
+            f"bytes of node {node} of {NODES} in an epoch / its share",
+            num_bytes / share,
+            BYTES_DEMAND,
+        )
+        all_bytes.append(num_bytes)
+        all_requests.append(len(used))
+    mean_bytes, mean_requests = float(np.mean(all_bytes)), float(np.mean(all_requests))
+    report.note(
+        "a node in an epoch",
+        f"{mean_bytes / 1e9:.1f} GB in {mean_requests:,.0f} requests of "
+        f"{mean_bytes / mean_requests / 2**20:.2f} MiB, "
+        f"{mean_requests / (ROWS / NODES):.3f} of an image",
+    )
+    return mean_bytes, mean_requests
+
+
+def measure_cache(report: Report, deal: Deal, runs: Runs) -> None:
+    """The share of runs that a node finds in its cache, where streams are dealt anew each epoch."""
+    node = SAMPLED_NODES[0]
+    caches = {size: NodeCache(size << 30) for size in CACHES_GIB}
+    shares: dict[int, list[float]] = {size: [] for size in CACHES_GIB}
+    for epoch in range(EPOCHS):
+        used = runs_of_node(deal.epoch(epoch), node, runs)
+        sizes = runs.sizes[used].tolist()
+        for gib, cache in caches.items():
+            hits = sum(map(cache.find_or_add, used, sizes))
+            shares[gib].append(hits / len(used))
+    for gib, hit_shares in shares.items():
+        report.note(
+            f"cache of {gib:,} GiB, runs that are found in it",
+            f"{100 * hit_shares[1]:.1f} % in the second epoch, {100 * hit_shares[-1]:.1f} % in "
+            f"epoch {EPOCHS}; it holds {caches[gib].used / 2**30:,.0f} GiB then",
+        )
+
+
+def photographs() -> Iterator[bytes]:
+    """Yield JPEG images of about 110 kB, as those of ImageNet are on average."""
+    for number in range(DISTINCT):
+        generator = np.random.default_rng(number)
+        coarse = generator.integers(0, 256, (12, 16, 3), np.uint8)
+        smooth = Image.fromarray(coarse).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+        grain = generator.normal(0, GRAIN, (HEIGHT, WIDTH, 3))
+        pixels = (np.asarray(smooth) + grain).clip(0, 255).astype(np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "JPEG", quality=QUALITY)
+        yield buffer.getvalue()
+
+
+def cpu_seconds(call: Callable[[int], object], rows: range) -> float:
+    """Return the median of three rounds: CPU seconds of a call for one row."""
+    rounds = []
+    for _ in range(3):
+        began = time.process_time()
+        for row in rows:
+            call(row)
+        rounds.append((time.process_time() - began) / len(rows))
+    return sorted(rounds)[1]
+
+
+def measure_cpu(report: Report, deal: Deal, epoch_s: float) -> CpuCosts:
+    """CPU seconds of an image: its place in the order, its bytes and digest, its pixels."""
+    order = deal.epoch(0)
+    ranks = NODES * RANKS
+    order.rows(0, np.arange(0, BATCH, ranks))  # computes the stream
+    seconds = cpu_seconds(lambda step: order.rows(step, np.arange(0, BATCH, ranks)), range(300))
+    images_of_step = BATCH / ranks
+    images_of_epoch = ROWS / ranks
+    with tempfile.TemporaryDirectory() as folder:
+        records = list(photographs())
+        write_store(Path(folder), "photographs", 1000, records, "jpg")
+        task = Task("t", "card", "photographs", tuple(str(number) for number in range(10)))
+        samples = select(folder, (task,), "train", 0.0)
+        costs = CpuCosts(
+            seconds / images_of_step + epoch_s / images_of_epoch,
+            cpu_seconds(samples.bytes_of, range(len(samples))),
+            cpu_seconds(lambda row: decode_record(samples, row), range(DISTINCT)),
+        )
+    costs = costs._replace(decode=costs.decode - costs.read)
+    size = sum(map(len, records)) / len(records)
+    report.note(
+        f"one core, JPEG of {WIDTH} x {HEIGHT} and {size / 1000:.0f} kB",
+        f"order {costs.order * 1e6:.1f} us, read and digest {costs.read * 1e6:.0f} us, decode to "
+        f"{SIDE} px {costs.decode * 1e6:.0f} us: {1 / costs.total:,.0f} images/s",
+    )
+    return costs
+
+
+def decode_record(samples: SampleTable, row: int) -> np.ndarray:
+    """Read and decode a row."""
+    return decode(samples.bytes_of(row), SIDE)
+
+
+def report_rates(report: Report, costs: CpuCosts, node_bytes: float, node_requests: float) -> None:
+    """What a node can feed, by its cores, its network and its requests."""
+    images = ROWS / NODES
+    by_cores = CORES / costs.total
+    by_network = NODE_GBIT * 1e9 / 8 / (node_bytes / images)
+    request_s = FIRST_BYTE_S + node_bytes / node_requests / (CONNECTION_MB * 1e6)
+    by_requests = RANKS * FETCH_THREADS / request_s / (node_requests / images)
+    report.note(
+        f"a node of {CORES} cores can feed, by its cores",
+        f"{by_cores:,.0f} images/s (assumed: cores scale, nothing else runs on them, "
+        "augmentation is done on the device)",
+    )
+    report.note(
+        "by its network card", f"{by_network:,.0f} images/s (assumed: {NODE_GBIT:g} Gbit/s)"
+    )
+    report.note(
+        f"by {RANKS * FETCH_THREADS} requests at a time",
+        f"{by_requests:,.0f} images/s (assumed: {1000 * FIRST_BYTE_S:g} ms to the first byte, "
+        f"{CONNECTION_MB:g} MB/s of a connection)",
+    )
+    rate = min(by_cores, by_network, by_requests)
+    step_s = BATCH / NODES / rate
+    report.note(
+        f"a step of {BATCH} images, {BATCH // NODES} of a node",
+        f"{1000 * step_s:.1f} ms of feeding, of which order and reading take "
+        f"{1000 * (costs.order + costs.read) * BATCH / NODES / CORES:.2f} ms; an epoch "
+        f"{images / rate:,.0f} s with {node_requests / (images / rate):,.0f} requests/s of a node",
+    )
+
+
+def main() -> None:
+    """Print the order, the requests, the cache, then what a node can feed."""
+    start()
+    report = Report()
+    index = made_up_index(ROWS, SHARDS)
+    mean = index.sizes.mean() / 1000
+    report.note(
+        "assumed", f"{ROWS:,} images of {mean:.0f} kB on average, {index.sizes.sum() / 1e12:.2f} TB"
+    )
+    deal, epoch_s = measure_order(report, index)
+    measure_index(report)
+    runs = cut(deal, index)
+    node_bytes, node_requests = measure_requests(report, deal, runs)
+    measure_cache(report, deal, runs)
+    costs = measure_cpu(report, deal, epoch_s)
+    report_rates(report, costs, node_bytes, node_requests)
+    report.exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -486,6 +486,8 @@ def test_methods_learn_and_are_stored_with_it(
     lab: Lab, method: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage_lab, "TINY", {**TINY, "context": {"kind": kind}})
+    # In 3 epochs its masks learn too little: 46 to 67 right answers with four seeds, 40 by chance.
+    monkeypatch.setitem(stage_lab.SETTINGS, ("meat", "adamw"), {"train": {"epochs": 6}})
     for name in ("it_learns", "the_stored_bytes_are_the_method", "old_answers_stay"):
         if PROMISES[name].applies(stage_lab.METHODS[method]):
             PROMISES[name].check(lab, method, "adamw")

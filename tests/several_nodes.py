@@ -81,6 +81,27 @@ class Nodes:
                     nodes.append(node)
         return nodes
 
+    def busiest_node(self, text: str, seconds: float = 1) -> Any:
+        """Return the node whose processes with `text` in their titles use the CPU most."""
+        nodes = self.nodes_running(text)
+        before = [self.cpu_seconds(node, text) for node in nodes]
+        time.sleep(seconds)
+        used = [
+            self.cpu_seconds(node, text) - earlier
+            for node, earlier in zip(nodes, before, strict=True)
+        ]
+        return nodes[used.index(max(used))]
+
+    def cpu_seconds(self, node: Any, text: str) -> float:
+        """Return the CPU time of the processes of a node with `text` in their titles."""
+        total = 0.0
+        for process in self.processes(node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if text in title(process):
+                    times = process.cpu_times()
+                    total += times.user + times.system
+        return total
+
     def kill(self, node: Any) -> None:
         """Kill all processes of a node with SIGKILL, as when its machine fails."""
         processes = self.processes(node)

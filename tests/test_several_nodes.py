@@ -60,7 +60,7 @@ def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
     with nodes_up([1, 1, 1]) as nodes:
         process = small_run.start(["run", on(nodes, reference, tmp_path)], tmp_path / "out.txt")
         until_checkpoint(tmp_path, f"{KINDS[kind][0]}/a/train", process, "out.txt")
-        victim = working(nodes)[0]
+        victim = nodes.busiest_node("TrainWorker", 0.3)
         before = published_attempts(tmp_path)
         nodes.kill(victim)
         nodes.nodes.append(nodes.add(1))

@@ -40,7 +40,7 @@ def by_hand(shards: list[str], job: StageJob) -> Iterator[Tensor]:
     for shard in shards:
         with tarfile.open(shard) as tar:
             for member in tar:
-                if member.name.endswith(".cls"):
+                if member.name.endswith((".cls", ".txt")):
                     continue
                 file = tar.extractfile(member)
                 assert file is not None

@@ -35,7 +35,7 @@ from workers.storage.artifact import (
     write_bytes,
 )
 
-REVISION = 1  # raise it when the same source gives other shards
+REVISION = 2  # raise it when the same source gives other shards
 REJECTED = "rejected.csv"
 MAX_KEY_PART = 255  # characters of a part of a key, as many as a file system gives a name
 NAMED_IMAGES = 3  # images that an error lists
@@ -85,7 +85,10 @@ class ExamineJob(NamedTuple):
 
 
 class ShardJob(NamedTuple):
-    """A shard to write, below an attempt at the artifact `key`."""
+    """A shard to write, below an attempt at the artifact `key`.
+
+    classes: as the card lists them; the number of a class is its place in them.
+    """
 
     root: str
     key: str
@@ -93,6 +96,7 @@ class ShardJob(NamedTuple):
     shard: str
     records: list[Record]
     max_pixels: int
+    classes: tuple[str, ...]
 
 
 def ingest(
@@ -447,7 +451,15 @@ def _write_shards(
             shard = f"{split}-{number:05d}.tar"
             part = split_records[start : start + card.shard_images]
             jobs.append(
-                ShardJob(attempt.root, attempt.key, attempt.name, shard, part, card.max_pixels)
+                ShardJob(
+                    attempt.root,
+                    attempt.key,
+                    attempt.name,
+                    shard,
+                    part,
+                    card.max_pixels,
+                    card.classes,
+                )
             )
     tables: list[pa.Table] = []
     for job, (info, rows) in zip(jobs, map_fn(write_shard, jobs), strict=True):
@@ -459,18 +471,22 @@ def _write_shards(
 
 
 def write_shard(job: ShardJob) -> tuple[FileInfo, list[dict[str, Any]]]:
-    """Write one tar with `key.ext` and `key.cls` of each record.
+    """Write one tar with `key.ext`, `key.cls` and `key.txt` of each record.
 
+    `.cls` holds the number of the class and `.txt` its name, as WebDataset's decoders expect.
     Return size and digest of the file, and its rows of the index. Raise UserError where a source
     file changed since it was examined.
     """
+    numbers = {name: number for number, name in enumerate(job.classes)}
     buffer = io.BytesIO()
     rows: list[dict[str, Any]] = []
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for record in job.records:
             data, extension = _read_again(record, job.max_pixels)
             offset = _add_member(tar, f"{record.key}.{extension}", data)
-            _add_member(tar, f"{record.key}.cls", (record.label or "").encode())
+            assert record.label is not None  # `examine` gives a record without one a problem
+            _add_member(tar, f"{record.key}.cls", b"%d" % numbers[record.label])
+            _add_member(tar, f"{record.key}.txt", record.label.encode())
             rows.append(
                 {
                     "split": record.split,

@@ -129,12 +129,30 @@ def test_shards_are_webdataset_and_mix_the_classes(source: Any, tmp_path: Path) 
     _, shards = run(card_of(source), tmp_path)
     with tarfile.open(shards.uri("train-00000.tar")) as tar:
         names = tar.getnames()
-        assert [n.rsplit(".", 1)[1] for n in names] == ["png", "cls"] * 7
+        assert [n.rsplit(".", 1)[1] for n in names] == ["png", "cls", "txt"] * 7
         assert all(member.mtime == 0 for member in tar.getmembers())
-        labels = {text_of(tar, name) for name in names if name.endswith(".cls")}
+        labels = {text_of(tar, name) for name in names if name.endswith(".txt")}
         assert labels == set(CLASSES)
     records = webdataset.WebDataset(shards.uri("train-00000.tar"), shardshuffle=False)
     assert [record["__key__"] for record in records] == [n[:-4] for n in names if n[-3:] == "png"]
+
+
+def test_the_package_webdataset_decodes_the_shards_and_numbers_classes_as_the_card_lists_them(
+    source: Any, tmp_path: Path
+) -> None:
+    card = card_of(source, class_order_seed=0)
+    assert card.order() != CLASSES
+    _, shards = run(card, tmp_path)
+    urls = [shards.uri(f"train-{number:05d}.tar") for number in range(3)]
+    records = webdataset.WebDataset(urls, shardshuffle=False)
+    decoded = records.decode("pil").to_tuple("jpg;png;webp", "cls", "txt", "__key__")
+    num_images = 0
+    for image, number, name, key in decoded:
+        assert (CLASSES[number], key.split("/")[1]) == (name, name)
+        pixels = np.asarray(Image.open(source / "train" / name / f"{key.split('/')[2]}.png"))
+        assert np.array_equal(np.asarray(image), pixels)
+        num_images += 1
+    assert num_images == 20
 
 
 def test_parallel_work_gives_the_same_bytes_as_serial_work(source: Any, tmp_path: Path) -> None:

@@ -31,8 +31,12 @@ class Nodes:
         # directly in /tmp: paths of sockets must be short
         self.folder = tempfile.TemporaryDirectory(prefix="acc", dir="/tmp")
         os.environ |= {**ENVIRONMENT, "RAY_TMPDIR": self.folder.name}
+        from ray._private.authentication.authentication_token_setup import (
+            ensure_token_if_auth_enabled,
+        )
         from ray.cluster_utils import Cluster
 
+        ensure_token_if_auth_enabled()  # `ray.init` makes one where the home has none, this not
         head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False, **SMALL}
         if client_port:
             head["ray_client_server_port"] = client_port

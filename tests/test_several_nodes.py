@@ -67,7 +67,9 @@ def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
         process.join(240)
         output = (tmp_path / "out.txt").read_text()
         assert process.exitcode == 0, output
-    assert "was lost; what ran on it goes on from its last checkpoint" in output
+    # the second, where the work has gone on before Ray declares the node dead
+    continuation = "goes on from its last checkpoint|has gone on elsewhere"
+    assert re.search(f"was lost; what ran on it ({continuation})", output)
     assert " joined (1 CPUs)" in output
     assert "Traceback" not in output
     assert before.items() <= small_run.attempts(tmp_path / "storage").items()

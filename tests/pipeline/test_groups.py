@@ -216,6 +216,18 @@ def test_the_stage_of_a_lost_node_moves_at_once_without_using_a_retry(
     )
 
 
+def test_a_node_that_is_declared_lost_after_its_group_has_ended_is_said_to_be_replaced(
+    make_driver: Any,
+) -> None:
+    driver = make_driver([1.0, 1.0])
+    driver.run_stage_on(0, "0")
+    driver.end_group(0, "")
+    driver.poll()
+    driver.change_cluster(cpus(1.0, 1.0, lost=[0]))
+    driver.poll()
+    assert "node 10.0.0.0 (0) was lost; what ran on it has gone on elsewhere" in driver.notes
+
+
 def test_events_of_other_nodes_are_reported_when_a_group_ends_at_the_same_time(
     make_driver: Any,
 ) -> None:

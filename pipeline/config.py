@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ge
 from pydantic import (
     BaseModel,
     Field,
+    PositiveFloat,
     PrivateAttr,
     ValidationError,
     field_validator,
@@ -25,7 +26,7 @@ from pydantic import (
 
 from pipeline.yaml_files import apply_override, merge, read_with_bases
 from workers.errors import UserError
-from workers.job import BackboneSettings, DataSettings, Frozen, TrainSettings
+from workers.job import BackboneModel, DataSettings, Frozen, TrainSettings
 from workers.storage.secrets import refuse_secrets
 
 if TYPE_CHECKING:
@@ -235,6 +236,44 @@ class MethodEntry(Frozen):
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
+class BackboneChoice(BackboneModel):
+    """The backbone that all tasks share: a timm VisionTransformer, ResNet or ConvNeXt.
+
+    What is not set is that of the model's own configuration in timm, or on the hub.
+    """
+
+    name: str = Field(
+        "",
+        description="name of a timm model, such as `convnext_atto` or, with the tag of its "
+        "weights, `resnet18.a1_in1k`; or `t2t_vit_12`, `convit_local`. Empty: the model that "
+        "`weights: hf-hub:...` names, else vit_tiny_patch16_224",
+    )
+    img_size: int | None = Field(
+        None,
+        gt=0,
+        le=4096,
+        description="height and width of input images in pixels; position embeddings are "
+        "resampled to it. null: the model's own, else 224",
+    )
+    mean: tuple[float, float, float] | None = Field(
+        None,
+        description="mean of each colour channel (R, G, B) of pixels in [0, 1], which inputs "
+        "are normalised by. null: the model's own, else 0.5",
+    )
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = Field(
+        None,
+        description="standard deviation of each colour channel (R, G, B) of pixels in [0, 1], "
+        "which inputs are normalised by. null: the model's own, else 0.5",
+    )
+    crop_pct: float | None = Field(
+        None,
+        ge=0.1,
+        le=1,
+        description="side of the centre crop in evaluation, as a share of the resized image's "
+        "side. null: the model's own, else 0.9",
+    )
+
+
 class Config(Frozen):
     """A run: a stream of tasks, a backbone, and the methods that learn the stream with it."""
 
@@ -246,7 +285,7 @@ class Config(Frozen):
         "storage", min_length=1, description="folder or URI of all results, checkpoints and records"
     )
     stream: StreamSettings
-    backbone: BackboneSettings = BackboneSettings()
+    backbone: BackboneChoice = BackboneChoice()
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     methods: dict[str, MethodEntry] = Field(min_length=1)

@@ -40,6 +40,7 @@ SHARED = (
     ContextSettings,
     DataSettings,
     TrainSettings,
+    config.BackboneChoice,
     config.StreamSettings,
     config.TaskEntry,
     cards.Card,

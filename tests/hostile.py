@@ -174,8 +174,12 @@ def backbones(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "a model of the hub": ({**small_run.BACKBONE, "name": "hf-hub:timm/resnet18"}, NAME_ALONE),
         "a model of a folder": ({**small_run.BACKBONE, "name": f"local-dir:{folder}"}, NAME_ALONE),
-        "a model with a tag": (
-            {**small_run.BACKBONE, "name": "vit_tiny_patch16_224.augreg_in21k"},
+        "a model with a tag that timm has not": (
+            {**small_run.BACKBONE, "name": "vit_tiny_patch16_224.evil"},
+            "timm has no weights of 'vit_tiny_patch16_224' with the tag 'evil'",
+        ),
+        "a path in a tag": (
+            {**small_run.BACKBONE, "name": "vit_tiny_patch16_224.augreg/../x"},
             NAME_ALONE,
         ),
     }

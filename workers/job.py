@@ -122,6 +122,9 @@ MAX_OPTION_VALUES = 16
 BLOCK_COUNTS = frozenset({"depth", "depths", "layers"})
 OPTION_NAME = re.compile(r"[a-z][A-Za-z0-9_]{0,39}")
 OPTION_WORD = re.compile(r"[A-Za-z0-9_]{0,40}")
+MODEL_NAME = re.compile(r"[A-Za-z0-9_]{1,100}(\.[A-Za-z0-9_]{1,100})?")
+HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
+HUB_MODEL = re.compile(rf"hf-hub:({HUB_NAME}/{HUB_NAME})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,99}}))?")
 LOADER_OPTION = re.compile(
     r"pretrained.*|checkpoint_path|cache_dir|features_only|feature_.*|out_indices|pruned|"
     r"model_cfg|model_cls|kwargs_filter|variant|scriptable|exportable|no_jit|device|dtype|block|"
@@ -232,37 +235,19 @@ class ContextSettings(Frozen):
         return self
 
 
-class BackboneSettings(Frozen):
-    """The backbone that all tasks share: a timm VisionTransformer, ResNet or ConvNeXt."""
+class BackboneModel(Frozen):
+    """What of a backbone's settings is as the person wrote it: which timm model, from where."""
 
-    name: str = Field("vit_tiny_patch16_224", description="name of a timm model, or `t2t_vit_12`")
-    img_size: int = Field(
-        224,
-        gt=0,
-        le=4096,
-        description="height and width of input images in pixels; position embeddings are "
-        "resampled to it",
+    name: str = Field(
+        "vit_tiny_patch16_224",
+        description="name of a timm model, such as `convnext_atto` or, with the tag of its "
+        "weights, `resnet18.a1_in1k`; or `t2t_vit_12`, `convit_local`",
     )
     weights: str = Field(
         "none",
-        description="initial weights: `none`: random; `hub`: timm's pretrained ones; or the "
-        "path of a local .safetensors file",
-    )
-    mean: tuple[float, float, float] = Field(
-        (0.5, 0.5, 0.5),
-        description="mean of each colour channel (R, G, B) of pixels in [0, 1], which inputs "
-        "are normalised by",
-    )
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
-        (0.5, 0.5, 0.5),
-        description="standard deviation of each colour channel (R, G, B) of pixels in [0, 1], "
-        "which inputs are normalised by",
-    )
-    crop_pct: float = Field(
-        0.9,
-        ge=0.1,
-        le=1,
-        description="side of the centre crop in evaluation, as a share of the resized image's side",
+        description="initial weights: `none`: random; `hub`: timm's pretrained ones; "
+        "`hf-hub:OWNER/NAME` or `hf-hub:OWNER/NAME@REVISION`: a timm model on the Hugging Face "
+        "hub; or the path of a local .safetensors file. A classifier in them is left out",
     )
     drop_path: float = Field(
         0.0,
@@ -283,12 +268,25 @@ class BackboneSettings(Frozen):
     @classmethod
     def _registered_name(cls, name: str) -> str:
         # timm would download `hf-hub:...` and read `local-dir:...`
-        if not re.fullmatch(r"[A-Za-z0-9_]{1,100}", name):
+        if name and not MODEL_NAME.fullmatch(name):
             raise ValueError(
-                "it must be a model's name alone, such as vit_tiny_patch16_224, without a tag, "
-                "a path or an address"
+                "it must be a model's name alone, such as vit_tiny_patch16_224, or NAME.TAG, "
+                "without a path or an address; a model on the hub is named by "
+                "`weights: hf-hub:OWNER/NAME`"
             )
         return name
+
+    @field_validator("weights")
+    @classmethod
+    def _known_source(cls, weights: str) -> str:
+        source = weights.partition(":")[0]
+        if source in ("local-dir", "hf_hub") or "://" in weights:
+            raise ValueError(
+                "it must be `none`, `hub`, `hf-hub:OWNER/NAME`, or the path of a .safetensors file"
+            )
+        if source == "hf-hub" and not HUB_MODEL.fullmatch(weights):
+            raise ValueError("a model on the hub is hf-hub:OWNER/NAME, or hf-hub:OWNER/NAME@REV")
+        return weights
 
     @field_validator("options")
     @classmethod
@@ -296,6 +294,34 @@ class BackboneSettings(Frozen):
         for name, value in options.items():
             check_option(name, value)
         return options
+
+
+class BackboneSettings(BackboneModel):
+    """The backbone that all tasks share, with every value resolved, as workers and keys have it."""
+
+    img_size: int = Field(
+        224,
+        gt=0,
+        le=4096,
+        description="height and width of input images in pixels; position embeddings are "
+        "resampled to it",
+    )
+    mean: tuple[float, float, float] = Field(
+        (0.5, 0.5, 0.5),
+        description="mean of each colour channel (R, G, B) of pixels in [0, 1], which inputs "
+        "are normalised by",
+    )
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
+        (0.5, 0.5, 0.5),
+        description="standard deviation of each colour channel (R, G, B) of pixels in [0, 1], "
+        "which inputs are normalised by",
+    )
+    crop_pct: float = Field(
+        0.9,
+        ge=0.1,
+        le=1,
+        description="side of the centre crop in evaluation, as a share of the resized image's side",
+    )
 
 
 class DataSettings(Frozen):

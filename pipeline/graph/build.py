@@ -12,19 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from pipeline.config import Config, settings_path
+from pipeline.graph.backbone import resolve
 from pipeline.graph.builder import Builder
 from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.tasks import add_tasks
-from pipeline.graph.weights import weights_digest
 from workers import evaluate, loop
 from workers.data import sources
 from workers.errors import UserError
 from workers.job import Task, key_inputs
 from workers.methods import METHODS
 from workers.methods.base import Step
-from workers.model import vit
 from workers.storage.artifact import Artifact
 
 REPORT_REVISION = 2  # raise it when the report shows other things
@@ -113,17 +112,17 @@ def check_unlabelled_used(builder: Builder, unlabelled: Task) -> None:
 def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None:
     """Add the backbone stage. Raise `UserError` when a method cannot use this backbone."""
     config = builder.config
-    backbone = vit.check(config.backbone)
+    backbone = resolve(config, builder.store, builder.ask_sources)
+    builder.backbone = backbone.settings
     for label in config.methods:
         try:
             builder.method(label).check_backbone(
-                builder.settings(label), copy.deepcopy(backbone), tuple(tasks)
+                builder.settings(label), copy.deepcopy(backbone.outline), tuple(tasks)
             )
         except UserError as error:
             raise UserError(f"methods.{label}: {error}") from None
-    weights = weights_digest(config, builder.store, vit.most_bytes(backbone))
     inputs: dict[str, Any] = {
-        "backbone": {**key_inputs(config.backbone), "weights": weights},
+        "backbone": {**key_inputs(backbone.settings), "weights": backbone.weights},
         "seed": config.seed,
         "revision": BACKBONE_REVISION,
     }

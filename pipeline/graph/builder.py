@@ -12,8 +12,7 @@ from pipeline.config import Config
 from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store, key_of
-from pipeline.graph.weights import weights_path
-from workers.job import DataSettings, StageJob, Task, TrainSettings
+from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
 from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
 
@@ -25,6 +24,7 @@ class Builder:
     keys: stage id -> key. cards_without_data: names of cards whose source and shards are both gone.
     split: what evaluations read. ask_sources: whether a source on another machine is asked for its
     fingerprint although its result stands. sources: raw data that was looked at before, by card.
+    backbone: as workers get it; `add_backbone` sets it.
     """
 
     config: Config
@@ -33,6 +33,7 @@ class Builder:
     split: Literal["test", "val"] = "test"
     ask_sources: bool = True
     sources: Mapping[str, Source] = field(default_factory=dict)
+    backbone: BackboneSettings = field(default_factory=BackboneSettings)
     stages: list[Stage] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=dict)
     cards_without_data: set[str] = field(default_factory=set)
@@ -136,13 +137,12 @@ class Builder:
     def _job(self, **rest: Any) -> StageJob:
         """Return a job with what all jobs of this graph share; `make_stage` fills in its key."""
         config = self.config
-        weights = {"weights": weights_path(config)}
         return StageJob(
             key="",
             root=self.store.root,
             scenario=config.stream.scenario,
             seed=config.seed,
-            backbone_settings=config.backbone.model_copy(update=weights),
+            backbone_settings=self.backbone,
             provenance=self.provenance,
             checkpoint_s=config.cluster.checkpoint_s,
             loader_workers=config.cluster.loader_workers,

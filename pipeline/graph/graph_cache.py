@@ -75,7 +75,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
                 sources[card.name] = raw_data.source_of(run_store, card, ask_sources)
             if entry.order:
                 class_orders.append(cards.in_order(entry.order, card.classes))
-        weights = weights_state(config, run_store)
+        weights = weights_state(config, run_store, ask_sources)
     except UserError:
         return None
     if not all(source.present for source in sources.values()):

@@ -48,8 +48,8 @@ class TaskRecord(TypedDict):
 class RunRecord(TypedDict):
     """What a named run consisted of when it was last started.
 
-    config: every setting, defaults included. created: ISO 8601. provenance: git commit and versions
-    of packages.
+    config: every setting, defaults included; of the backbone the values that were used.
+    created: ISO 8601. provenance: git commit and versions of packages.
     """
 
     name: str
@@ -93,12 +93,22 @@ def record_of(
     return {
         "name": graph.name,
         "key_version": KEY_VERSION,
-        "config": dump(config),
+        "config": _recorded_config(graph, config),
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "stages": stages,
         "tasks": task_records,
         "provenance": provenance,
     }
+
+
+def _recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
+    """Return every setting; of the backbone the values that were used, also where none was set."""
+    body = dump(config)
+    for stage in graph:
+        if stage.step == "backbone":
+            used = {k: v for k, v in stage.inputs["backbone"].items() if k != "weights"}
+            body["backbone"] |= used
+    return body
 
 
 def needed_keys(record: RunRecord) -> set[str]:

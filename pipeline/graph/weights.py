@@ -1,9 +1,12 @@
-"""The file of pretrained backbone weights that a config names."""
+"""The file of pretrained backbone weights that a config names, here or on the Hugging Face hub."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.config import Config
@@ -11,18 +14,90 @@ from pipeline.data.listing import CARDS
 from pipeline.graph.store import Store
 from pipeline.yaml_files import expand
 from workers.errors import UserError
-from workers.storage.regular_file import open_regular
+from workers.storage import hub
+from workers.storage.regular_file import open_regular, read_regular
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # of a timm model on the hub
+MOST_CONFIG_BYTES = 1 << 20
+MOST_HUB_BYTES = 1 << 37  # before the model is known, whose size bounds what is loaded
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A timm model on the hub, as it was when it was last looked at.
+
+    commit: of its repository. digest: sha256 of its safetensors. body: its config.json.
+    """
+
+    commit: str
+    digest: str
+    body: dict[str, Any]
 
 
 def weights_path(config: Config) -> str:
-    """Return `none`, `hub`, or the absolute path of the weights file.
+    """Return `none`, `hub`, `hf-hub:...`, or the absolute path of the weights file.
 
     A relative path starts at the checkout, as on cards.
     """
     weights = config.backbone.weights
-    if weights in ("none", "hub"):
+    if weights in ("none", "hub") or hub.is_hub_model(weights):
         return weights
     return os.path.normpath(CARDS.parent / expand(weights))
+
+
+def hub_model(config: Config, store: Store, may_connect: bool) -> HubModel | None:
+    """Return the model on the hub that the config names; None where it names none.
+
+    Without `may_connect` its files are those in the cache of the hub's client, and where they are
+    gone, the model is as it was last. Raise `UserError` when neither is there.
+    """
+    weights = config.backbone.weights
+    if not hub.is_hub_model(weights):
+        return None
+    try:
+        path = hub.model_file(weights, CONFIG_FILE, may_connect)
+        commit = os.path.basename(os.path.dirname(path))
+        pinned = hub.pinned(weights, commit)
+        digest = _file_digest(hub.model_file(pinned, WEIGHTS_FILE, may_connect), store)
+        model = HubModel(commit, digest, _read_config(weights, path))
+    except UserError:
+        remembered = store.remembered(_identity(weights))
+        if not isinstance(remembered, Mapping):
+            raise
+        return HubModel(**remembered)
+    store.remember(_identity(weights), asdict(model))
+    return model
+
+
+def _read_config(weights: str, path: str) -> dict[str, Any]:
+    """Return the content of config.json. Raise `UserError` when it is none of a timm model."""
+    try:
+        body = json.loads(read_regular(os.path.realpath(path), MOST_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"backbone.weights is {weights!r}, and its {CONFIG_FILE} is not readable "
+            f"({error!s:.100}); choose a model that timm has stored there"
+        ) from None
+    if not isinstance(body, dict) or not isinstance(body.get("architecture"), str):
+        raise UserError(
+            f"backbone.weights is {weights!r}, and its {CONFIG_FILE} names no `architecture`; "
+            "choose a model that timm has stored there, or give `hub` and its name in timm"
+        )
+    return body
+
+
+def _file_digest(path: str, store: Store) -> str:
+    """Return the sha256 of a file in the hub's cache, which is read again only when it changed."""
+    status = os.stat(path)
+    state = [path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    identity = _identity(f"file {path}")
+    remembered = store.remembered(identity)
+    if isinstance(remembered, Mapping) and remembered.get("state") == state:
+        return str(remembered["digest"])
+    with open_regular(os.path.realpath(path), MOST_HUB_BYTES) as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    store.remember(identity, {"state": state, "digest": digest})
+    return digest
 
 
 def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
@@ -58,11 +133,15 @@ def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
     return digest
 
 
-def weights_state(config: Config, store: Store) -> list[Any]:
+def weights_state(config: Config, store: Store, may_connect: bool) -> list[Any]:
     """Return what changes when the weights file changes, without reading the file.
 
-    The time of the last status change is in it, which no program can set back.
+    The time of the last status change is in it, which no program can set back. Of a model on the
+    hub it is the commit, its config and the digest of its file.
     """
+    model = hub_model(config, store, may_connect)
+    if model is not None:
+        return [config.backbone.weights, asdict(model)]
     path = weights_path(config)
     if path in ("none", "hub"):
         return [path]

@@ -9,7 +9,6 @@ that answers depend on nothing but an image, the shared weights and its task's s
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 import workers.model.convit  # noqa: F401 (enters timm's registry)
 from workers.errors import UserError
 from workers.job import BackboneSettings
-from workers.model import context, signature, torch_internals
+from workers.model import context, pretrained, signature, torch_internals
 from workers.model.noise import replace_drop_paths
 from workers.model.t2t import T2TVit
 from workers.storage import hub
@@ -67,19 +66,12 @@ def build(settings: BackboneSettings) -> nn.Module:
             f"backbone.options.in_chans is {settings.options['in_chans']!r}, and all images "
             "have three colours here; leave it out"
         )
-    if settings.name not in timm.list_models():
-        close = difflib.get_close_matches(settings.name, timm.list_models(), 3) or [
-            "vit_tiny_patch16_224"
-        ]
-        raise UserError(
-            f"backbone.name is {settings.name!r}, which timm does not have; some it has: "
-            f"{', '.join(close)}"
-        )
+    architecture = pretrained.check_name(settings.name)
     if settings.options:
-        signature.check_options(settings.name, settings.options)
+        signature.check_options(architecture, settings.options)
     sized: dict[str, Any] = (
         {}
-        if timm.models.is_model_in_modules(settings.name, ["resnet", "convnext"])
+        if timm.models.is_model_in_modules(architecture, ["resnet", "convnext"])
         else {"img_size": settings.img_size}
     )
     try:
@@ -231,7 +223,7 @@ def _check_features(model: Any, settings: BackboneSettings) -> None:
 
 
 def load_weights(model: Any, settings: BackboneSettings) -> None:
-    """Fill `model` from `settings.weights`: `hub` or a local safetensors file.
+    """Fill `model` from `settings.weights`: `hub`, a model on the hub or a local safetensors file.
 
     Position embeddings are resampled. Parameters of context that the weights lack keep their start.
     """
@@ -240,8 +232,11 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
     if settings.weights == "hub":
         tensors = _from_hub(settings.name)
     else:
+        path = settings.weights
+        if hub.is_hub_model(path):
+            path = hub.model_file(path, pretrained.WEIGHTS_FILE)
         try:
-            data = read_regular(settings.weights, most_bytes(model))
+            data = read_regular(path, most_bytes(model))
         except OSError as error:
             raise UserError(
                 f"backbone.weights is {settings.weights!r}, which cannot be read "

@@ -1,5 +1,5 @@
-"""The Hugging Face hub: whether it can be reached, asked with a deadline, because its own client
-waits for minutes."""
+"""The Hugging Face hub: files of models, and whether it can be reached, asked with a deadline,
+because its own client waits for minutes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import cache
 from threading import Thread
 
+from workers.errors import UserError
+from workers.job import HUB_MODEL
 from workers.storage.filesystem import SILENT_S, StorageUnavailable
 
 # for the first answer: a name that no server resolves may take as long as a silent one
@@ -67,3 +69,46 @@ def offline_if_unreachable() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+def is_hub_model(weights: str) -> bool:
+    """Return whether `backbone.weights` names a model on the hub: `hf-hub:OWNER/NAME[@REVISION]`"""
+    return HUB_MODEL.fullmatch(weights) is not None
+
+
+def pinned(weights: str, commit: str) -> str:
+    """Return the name of the same model at one commit, which always has the same files."""
+    return f"{weights.partition('@')[0]}@{commit}"
+
+
+def model_file(weights: str, name: str, may_connect: bool = True) -> str:
+    """Return the path of the file `name` of a model on the hub, in the cache of its client.
+
+    weights: `hf-hub:OWNER/NAME[@REVISION]`. Where the hub cannot be reached, or may not be asked,
+    the file must be in the cache. Raise `UserError` when it cannot be had.
+    """
+    from huggingface_hub import constants, errors, hf_hub_download
+
+    match = HUB_MODEL.fullmatch(weights)
+    assert match is not None
+    if not may_connect:
+        before = constants.HF_HUB_OFFLINE
+        constants.HF_HUB_OFFLINE = True
+        try:
+            return model_file(weights, name)
+        finally:
+            constants.HF_HUB_OFFLINE = before
+    try:
+        with offline_if_unreachable():
+            is_offline = bool(constants.HF_HUB_OFFLINE)
+            return hf_hub_download(match[1], name, revision=match[2], local_files_only=is_offline)
+    except errors.LocalEntryNotFoundError:
+        reason = f"its {name} is not in the cache of this machine, and the hub is not asked"
+        remedy = "run the same config with `run` where there is a network, which fetches it"
+    except errors.EntryNotFoundError:
+        reason = f"it has no {name}"
+        remedy = "choose a model that timm has stored there as safetensors"
+    except Exception as error:  # of the HTTP client, of the hub, of the system
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        remedy = "correct its name, or mend the network, HF_TOKEN or HF_ENDPOINT"
+    raise UserError(f"backbone.weights is {weights!r}: {reason}; {remedy}")

@@ -1,0 +1,98 @@
+"""The backbone of a run with every value resolved: what a config leaves out is the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pipeline.config import BackboneChoice, Config, checked
+from pipeline.graph.store import Store
+from pipeline.graph.weights import HubModel, hub_model, weights_digest, weights_path
+from workers.errors import UserError
+from workers.job import BackboneSettings, check_option
+from workers.model import pretrained, vit
+from workers.storage.hub import pinned
+
+DEFAULT_NAME = "vit_tiny_patch16_224"
+# Arguments in the config.json of a model on the hub that other settings decide.
+OTHER_ARGUMENTS = ("num_classes", "img_size", "drop_path_rate", "pretrained", "in_chans")
+ASKED = ("img_size", "mean", "std", "crop_pct")  # settings that are the model's own unless set
+
+
+class Backbone(NamedTuple):
+    """A backbone that workers can build.
+
+    settings: as in a job; a model on the hub stands there with its commit. outline: the model
+    without memory for its weights. weights: what stands for them in keys.
+    """
+
+    settings: BackboneSettings
+    outline: Any
+    weights: str
+
+
+def resolve(config: Config, store: Store, may_connect: bool) -> Backbone:
+    """Return the backbone that a config describes.
+
+    may_connect: whether the hub may be asked for a model that the config names there. Raise
+    `UserError` when there is no such backbone.
+    """
+    choice = config.backbone
+    model = hub_model(config, store, may_connect)
+    if model is None:
+        name = choice.name or DEFAULT_NAME
+        settings = _complete(choice, name, choice.options, pretrained.own_input(name))
+        settings = settings.model_copy(update={"weights": weights_path(config)})
+        outline = vit.check(settings)
+        digest = weights_digest(config, store, vit.most_bytes(outline))
+        return Backbone(settings, outline, digest)
+    settings = _from_hub(choice, model)
+    return Backbone(settings, vit.check(settings), model.digest)
+
+
+def _from_hub(choice: BackboneChoice, model: HubModel) -> BackboneSettings:
+    """Return the settings of a model on the hub, with what the config sets in their place.
+
+    The hub gives an architecture's name, plain arguments and numbers, and nothing else.
+    """
+    where = f"backbone.weights is {choice.weights!r}, and its config.json"
+    architecture = model.body["architecture"].partition(".")[0]
+    if choice.name and choice.name.partition(".")[0] != architecture:
+        raise UserError(
+            f"{where} names the architecture {architecture!r:.80}, where backbone.name is "
+            f"{choice.name!r}; leave backbone.name out"
+        )
+    arguments = model.body.get("model_args") or {}
+    if not isinstance(arguments, Mapping):
+        raise UserError(f"{where} has `model_args` that are no mapping; choose another model")
+    options: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name in OTHER_ARGUMENTS:
+            continue
+        try:
+            check_option(str(name), value)
+        except ValueError as error:
+            raise UserError(f"{where} gives `model_args`: {error}; choose another model") from None
+        options[str(name)] = value
+    own_config = model.body.get("pretrained_cfg", model.body)
+    own_input = pretrained.input_of(own_config) if isinstance(own_config, Mapping) else {}
+    if isinstance(arguments.get("img_size"), int):
+        own_input["img_size"] = arguments["img_size"]
+    settings = _complete(choice, architecture, {**options, **choice.options}, own_input)
+    weights = pinned(choice.weights, model.commit)
+    return settings.model_copy(update={"weights": weights})
+
+
+def _complete(
+    choice: BackboneChoice, name: str, options: Mapping[str, Any], own_input: Mapping[str, Any]
+) -> BackboneSettings:
+    """Return the settings of a config with the model's own input where it sets none."""
+    values = choice.model_dump(exclude={*ASKED, "name", "options"})
+    values |= {"name": name, "options": dict(options)}
+    for key in ASKED:
+        value = getattr(choice, key)
+        if value is not None:
+            values[key] = value
+        elif key in own_input:
+            values[key] = own_input[key]
+    return checked(BackboneSettings, values, "backbone")

@@ -26,10 +26,11 @@ from PIL import Image
 from benchmarks.feed_scale import DISTINCT, Index, made_up_index, write_store
 from benchmarks.harness import Report, start
 from workers.data.cache import FILLED
+from workers.data.decoding import decode
 from workers.data.order import Deal, EpochOrder, Ints
 from workers.data.reader import FETCH_THREADS
 from workers.data.rows import SampleTable, select
-from workers.data.shards import SCHEMA, decode
+from workers.data.shards import SCHEMA
 from workers.job import Task
 
 ROWS, SHARDS, NODES, RANKS, CORES = 13_000_000, 12_000, 64, 8, 16

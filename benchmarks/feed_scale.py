@@ -191,8 +191,8 @@ def make_batches(feed: Feed, order: EpochOrder, steps: range) -> int:
     """Make some batches of a global batch that one rank has for itself."""
     num_images = 0
     for step in steps:
-        rows = feed._rows_to_decode(order, step)
-        pixels = next(iter(feed.source.steps(iter([rows]))))
+        samples = feed._samples(0, order, step)
+        pixels = next(iter(feed.source.steps(iter([samples]))))
         rng = feed._rng(0, step, torch.arange(BATCH), BATCH)
         num_images += len(feed._batch(rng, order, pixels, 1.0))
     return num_images

@@ -36,8 +36,9 @@ from tests.hostile import (
     source,
 )
 from tests.pipeline import fake_run
+from workers.data.decoding import decode
 from workers.data.rows import select
-from workers.data.shards import SCHEMA, Shards, decode
+from workers.data.shards import SCHEMA, Shards
 from workers.errors import DamagedArtifact, UserError
 from workers.job import Task
 from workers.serving.bundle import Bundle

@@ -344,6 +344,13 @@ class DataSettings(Frozen):
         description="for `crop: resized`: smallest and largest area of a crop, as shares of "
         "the image's area",
     )
+    longest_side: Annotated[int | None, Neutral(None)] = Field(
+        None,
+        gt=0,
+        le=65_500,
+        description="for `crop: resized`: pixels of the longest side of an image that crops are "
+        "cut from; longer ones are reduced to it when they are decoded; null: 3 x img_size",
+    )
     flip: float = Field(0.0, ge=0, le=1, description="probability of a horizontal flip")
     randaugment: int = Field(
         0, ge=0, le=100, description="RandAugment: number of operations per image; 0: off"

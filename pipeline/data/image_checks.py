@@ -8,7 +8,7 @@ import zlib
 
 from pipeline.data.cards import MAX_PIXELS_PER_BYTE
 from pipeline.data.formats.base import png
-from workers.data.shards import open_image, to_rgb
+from workers.data.decoding import open_image, to_rgb
 
 # Pillow's formats that are stored as they are, and the extension in the shard
 STORED_FORMATS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}

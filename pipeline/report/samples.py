@@ -18,7 +18,8 @@ def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
 
     None when the shards are gone or damaged.
     """
-    from workers.data.shards import Shards, decode  # heavy: imports torch
+    from workers.data.decoding import decode  # heavy: with shards it imports torch
+    from workers.data.shards import Shards
 
     task_record = tables.task(task)
     ingest_id = f"data/{task_record['card']}"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
-from workers.data.shards import MAX_PIXELS
+from workers.data.decoding import MAX_PIXELS
 from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.serving.bundle import Bundle

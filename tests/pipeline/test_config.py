@@ -390,6 +390,7 @@ OTHER = {
         "erase": 0.5,
         "smoothing": 0.5,
         "repeats": 3,
+        "longest_side": 64,
     },
     "backbone": {
         "name": "vit_small_patch16_224",

@@ -61,7 +61,7 @@ def test_the_whole_traceback_is_kept_with_host_rank_and_log(tmp_path: Path) -> N
 
 
 def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path: Path) -> None:
-    from workers.data.shards import open_image
+    from workers.data.decoding import open_image
 
     event = attempt.attempt_stage(
         stage_of(), lambda: cast(Any, open_image(b"no image", 100)), str(tmp_path)

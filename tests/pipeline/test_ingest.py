@@ -30,8 +30,9 @@ from pipeline.data.ingest import ingest
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store
 from tests import s3
+from workers.data.decoding import decode
 from workers.data.rows import select
-from workers.data.shards import Shards, decode
+from workers.data.shards import Shards
 from workers.errors import DamagedArtifact, UserError
 from workers.job import Task
 from workers.storage.artifact import Artifact, Manifest

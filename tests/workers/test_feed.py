@@ -20,9 +20,10 @@ from PIL import Image
 
 from workers.data.batch import Batch
 from workers.data.cache import Blocks
+from workers.data.decoding import decode
 from workers.data.feed import Feed
 from workers.data.rows import hold_out
-from workers.data.shards import INDEX, SCHEMA, Shards, decode
+from workers.data.shards import INDEX, SCHEMA, Shards
 from workers.data.sources import Streamed
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError
@@ -198,6 +199,20 @@ def test_samples_and_their_augmentation_do_not_depend_on_ranks_or_threads(
     )
     assert one == many
     assert [len(step) for step in one] == [4, 4, 4, 4, 1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("data", [{}, {"mixup": 0.8}, {"repeats": 3}], ids=repr)
+def test_crops_of_originals_do_not_depend_on_ranks_or_threads(
+    root: Any, world: int, data: Any
+) -> None:
+    data = {"crop": "resized", **data}
+    one = samples([feed_of(root, "streamed", data=data)], epoch=2)
+    feeds = [
+        feed_of(root, "streamed", r, world, workers=1 + 2 * r, accumulate=2, data=data)
+        for r in range(world)
+    ]
+    assert one == samples(feeds, epoch=2)
 
 
 @pytest.mark.parametrize("storage_kind", PLACES)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from workers.data import shards
+from workers.data import decoding
 from workers.errors import UserError
 from workers.serving.images import Limits, pixels_of
 
@@ -57,7 +57,8 @@ def test_files_bytes_and_base64_are_what_evaluation_decodes(kind: str, tmp_path:
     url = f"data:image/{kind.lower()};base64,{text(data)}"
     for image in (data, text(data), url, str(tmp_path / "picture"), tmp_path / "picture"):
         assert np.array_equal(
-            pixels_of([image], 6, Limits(paths=True))[0].transpose(1, 2, 0), shards.decode(data, 6)
+            pixels_of([image], 6, Limits(paths=True))[0].transpose(1, 2, 0),
+            decoding.decode(data, 6),
         )
 
 

@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.data import randaugment
+from workers.data.crops import CropDraws, View
 from workers.data.order import partner_positions
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng, derive_seed
 
 CPU = torch.device("cpu")
-# boxes tried before a random resized crop takes the whole image, or erasing leaves it alone
-ATTEMPTS = 10
+ATTEMPTS = 10  # boxes tried before erasing leaves an image alone
+LONGEST_SIDE = 3  # of originals that crops are cut from, in sides of the input, by default
 ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
-CROP_RATIO = (3 / 4, 4 / 3)
 
 
 def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
@@ -140,6 +140,7 @@ class Augment:
         self.training = training
         self.side = backbone.img_size
         self.size_in = round(backbone.img_size / backbone.crop_pct)
+        self.view = self._view()
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
         # (v / 255 - mean) / std as one product and one sum
         self.scale = torch.tensor([1 / (255 * s) for s in backbone.std]).view(3, 1, 1)
@@ -150,6 +151,18 @@ class Augment:
     def needs_partner(self) -> bool:
         """Whether samples are mixed in pairs."""
         return self.training and bool(self.data.mixup or self.data.cutmix)
+
+    def _view(self) -> View:
+        """What the pixels are that a source gives: crops while training with `crop: resized`."""
+        if not (self.training and self.data.crop == "resized"):
+            return View(self.size_in)
+        return View(self.side, self.data.longest_side or LONGEST_SIDE * self.side)
+
+    def draw_crops(self, rng: StepRng) -> CropDraws | None:
+        """Draw the crops of a step; None where no crops are cut from the originals."""
+        if self.view.longest_side is None:
+            return None
+        return CropDraws.draw(rng, self.data.crop_scale, self.data.flip)
 
     @property
     def is_deterministic(self) -> bool:
@@ -169,16 +182,16 @@ class Augment:
         partner_pixels: Tensor | None = None,
         partner_labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """pixels uint8 (b, 3, S, S), labels (b,) -> images float32 (b, 3, s, s), targets (b, K);
-        targets are None where labels serve as well.
+        """pixels uint8 (b, 3, S, S) as `view` has them, labels (b,) -> images float32 (b, 3, s, s),
+        targets (b, K); targets are None where labels serve as well.
 
         With num_classes None (a batch over several tasks without a common output space) samples are
         neither mixed nor smoothed.
         """
-        if pixels.shape[1:] != (3, self.size_in, self.size_in):
+        side = self.view.side
+        if pixels.shape[1:] != (3, side, side):
             raise ValueError(
-                f"pixels: shape {tuple(pixels.shape)}, expected (b, 3, {self.size_in}, "
-                f"{self.size_in})"
+                f"pixels: shape {tuple(pixels.shape)}, expected (b, 3, {side}, {side})"
             )
         if not self.training:
             return self.normalise(self._centre(pixels)), None
@@ -227,10 +240,9 @@ class Augment:
 
     def _crop(self, pixels: Tensor, draw: StepRng, rows: Tensor) -> Tensor:
         """uint8 (b, 3, S, S) -> (b, 3, s, s), cropped and flipped."""
-        flip = torch.rand(draw.size, generator=draw.generator("flip", CPU))[rows] < self.data.flip
         if self.data.crop == "resized":
-            boxes = draw_boxes(draw, "crop", self.size_in, self.data.crop_scale, CROP_RATIO)
-            return self._resized(pixels, boxes.of(rows), flip)
+            return pixels  # cut from the originals, and flipped, by the source
+        flip = torch.rand(draw.size, generator=draw.generator("flip", CPU))[rows] < self.data.flip
         if self.data.crop == "none":
             if not self.data.flip:
                 return self._centre(pixels)
@@ -243,23 +255,6 @@ class Augment:
         shift = torch.rand((draw.size, 2), generator=draw.generator("crop", CPU))[rows]
         top, left = (margin + pad - reach + (shift * (2 * reach + 1)).long()).unbind(1)
         return crop(F.pad(pixels, (pad,) * 4), top, left, flip, self.side)
-
-    def _resized(self, pixels: Tensor, boxes: Boxes, flip: Tensor) -> Tensor:
-        """Each box, resized to s x s: bilinear, without antialiasing."""
-        full = self.size_in
-        zoom_y = boxes.height / full
-        zoom_x = boxes.width / full
-        zoom_x = torch.where(flip, -zoom_x, zoom_x)
-        move_y = (2 * boxes.top + boxes.height) / full - 1
-        move_x = (2 * boxes.left + boxes.width) / full - 1
-        zero = torch.zeros_like(zoom_x)
-        theta = torch.stack((zoom_x, zero, move_x, zero, zoom_y, move_y), 1)  # (b, 6)
-        theta = theta.view(-1, 2, 3).to(pixels.device)
-        grid = F.affine_grid(theta, [len(pixels), 3, self.side, self.side], align_corners=False)
-        images = F.grid_sample(
-            pixels.float(), grid, mode="bilinear", padding_mode="border", align_corners=False
-        )
-        return images.round_().clamp_(0, 255).to(torch.uint8)
 
     def _erase(self, images: Tensor, draw: StepRng, rows: Tensor) -> Tensor:
         """Random erasing (Zhong et al. 2020, arXiv 1708.04896), pixel mode of timm: N(0, 1) in a

@@ -16,7 +16,7 @@ from workers.data.cache import Cache
 from workers.data.order import Deal, Ints, Order, TableOrder, partner_positions
 from workers.data.reader import sequential_reader, shuffled_reader
 from workers.data.rows import select
-from workers.data.sources import Pixels, Resident, Source, Streamed
+from workers.data.sources import Pixels, Resident, Source, StepSamples, Streamed
 from workers.dist import Group, interleave
 from workers.job import StageJob, Task
 from workers.rng import StepRng, derive_seed
@@ -34,14 +34,14 @@ class MicroBatch(NamedTuple):
     weight: float
 
 
-class RankRows(NamedTuple):
-    """What a rank needs of a micro-batch: rows of the sample table.
+class RankPositions(NamedTuple):
+    """What a rank needs of a micro-batch: positions in the global batch.
 
-    rows: (b,) its samples. partners: (b,) the samples to mix with, where another micro-batch or
-    rank has some of them, else (0,).
+    samples: (b,) its own. partners: (b,) the samples to mix with, where another micro-batch or rank
+    has some of them, else (0,).
     """
 
-    rows: Ints
+    samples: Ints
     partners: Ints
 
 
@@ -88,8 +88,10 @@ class Feed:
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
         self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {})
         self._label_globally(job)
-        side = self.augment.size_in
-        self.resident = len(self.samples) * side * side * 3 <= job.data.resident_mb << 20
+        view = self.augment.view
+        square_bytes = view.side**2 * 3
+        is_small = len(self.samples) * square_bytes <= job.data.resident_mb << 20
+        self.resident = is_small and view.longest_side is None
         locations = self.samples.locations
         self.deal = Deal(
             locations.shards,
@@ -102,13 +104,13 @@ class Feed:
         workers = job.loader_workers
         self.source: Source
         if self.resident:
-            self.source = Resident(self.samples, side, workers, cache, group.device)
+            self.source = Resident(self.samples, view.side, workers, cache, group.device)
         else:
             if training:
                 reader = shuffled_reader(self.samples, self.deal, group.world, cache)
             else:
                 reader = sequential_reader(self.samples, cache)
-            self.source = Streamed(self.samples, side, workers, reader, group.device)
+            self.source = Streamed(self.samples, view, workers, reader, group.device)
 
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
@@ -162,11 +164,11 @@ class Feed:
         order = self.deal.epoch(epoch)
         steps = range(start_step, order.num_steps)
 
-        def rows_to_decode() -> Iterator[Ints]:
+        def samples_of_steps() -> Iterator[StepSamples]:
             for step in steps:
-                yield self._rows_to_decode(order, step)
+                yield self._samples(epoch, order, step)
 
-        for step, pixels in zip(steps, self.source.steps(rows_to_decode()), strict=True):
+        for step, pixels in zip(steps, self.source.steps(samples_of_steps()), strict=True):
             batches = []
             for micro in self._micro_batches(order.size(step)):
                 rng = self._rng(epoch, step, micro.positions, order.size(step))
@@ -186,12 +188,14 @@ class Feed:
         order = TableOrder(len(self.samples), batch_size)
         steps = range(self.group.rank, order.num_steps, self.group.world)
 
-        def rows_to_decode() -> Iterator[Ints]:
+        def samples_of_steps() -> Iterator[StepSamples]:
             for step in steps:
-                rows = order.rows(step, np.arange(order.size(step)))
-                yield rows if self.cached is None else rows[:0]
+                positions = np.arange(order.size(step))
+                if self.cached is not None:
+                    positions = positions[:0]
+                yield StepSamples(positions, order.rows(step, positions))
 
-        for step, pixels in zip(steps, self.source.steps(rows_to_decode()), strict=True):
+        for step, pixels in zip(steps, self.source.steps(samples_of_steps()), strict=True):
             size = order.size(step)
             rng = self._rng(0, step, torch.arange(size), size)
             batch = self._batch(rng, order, pixels, 1.0)
@@ -217,29 +221,32 @@ class Feed:
             self.seed, epoch, step, positions, size, self.group.device, batch_size=self.batch_size
         )
 
-    def _rows_to_decode(self, order: Order, step: int) -> Ints:
-        """Rows whose pixels this rank needs in a step, without repetition."""
+    def _samples(self, epoch: int, order: Order, step: int) -> StepSamples:
+        """The samples whose pixels this rank needs in a step of training."""
+        no_positions = np.zeros(0, np.int64)
         if self.cached is not None:
-            return np.zeros(0, np.int64)
+            return StepSamples(no_positions, no_positions)
         size = order.size(step)
         parts: list[Ints] = []
         for micro in self._micro_batches(size):
-            parts += self._rank_rows(order, step, micro.positions, size)
-        return np.unique(np.concatenate(parts))
+            parts += self._rank_positions(micro.positions, size)
+        positions = np.unique(np.concatenate(parts))
+        rng = self._rng(epoch, step, torch.from_numpy(positions), size)
+        return StepSamples(positions, order.rows(step, positions), self.augment.draw_crops(rng))
 
-    def _rank_rows(self, order: Order, step: int, positions: Tensor, size: int) -> RankRows:
-        rows = order.rows(step, positions.numpy())
+    def _rank_positions(self, positions: Tensor, size: int) -> RankPositions:
+        samples = positions.numpy()
         if not (self.augment.needs_partner and self.num_classes):
-            return RankRows(rows, rows[:0])
+            return RankPositions(samples, samples[:0])
         partners = partner_positions(self.batch_size, size)[positions]
         if torch.isin(partners, positions).all():
-            return RankRows(rows, rows[:0])
-        return RankRows(rows, order.rows(step, partners.numpy()))
+            return RankPositions(samples, samples[:0])
+        return RankPositions(samples, partners.numpy())
 
     def _batch(self, rng: StepRng, order: Order, pixels: Pixels, weight: float) -> Batch:
         device = self.group.device
-        rank_rows = self._rank_rows(order, rng.step, rng.positions, rng.size)
-        sample_ids = torch.from_numpy(rank_rows.rows)  # (b,)
+        rank_positions = self._rank_positions(rng.positions, rng.size)
+        sample_ids = torch.from_numpy(order.rows(rng.step, rank_positions.samples))  # (b,)
         columns = torch.stack(
             [
                 self.samples.labels[sample_ids],
@@ -249,7 +256,11 @@ class Feed:
         )
         labels, tasks, global_labels = columns.to(device)  # one copy to the device
         if self.cached is None:
-            images, targets = self._augmented(rng, rank_rows, pixels, global_labels)
+            partner_ids = torch.from_numpy(order.rows(rng.step, rank_positions.partners))
+            partner_labels = self.global_labels[partner_ids]
+            images, targets = self._augmented(
+                rng, rank_positions, pixels, global_labels, partner_labels
+            )
         else:
             images = self.cached[sample_ids.to(device)]
             targets = self.augment.targets(global_labels, self.num_classes)
@@ -265,14 +276,19 @@ class Feed:
         return tuple(self.samples.tasks[rows].bincount(minlength=len(self.tasks)).tolist())
 
     def _augmented(
-        self, rng: StepRng, rank_rows: RankRows, pixels: Pixels, global_labels: Tensor
+        self,
+        rng: StepRng,
+        positions: RankPositions,
+        pixels: Pixels,
+        global_labels: Tensor,
+        partner_labels: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Images (b, 3, H, W) and targets (b, num_classes) or None."""
-        own_pixels = pixels(rank_rows.rows)
-        partners = rank_rows.partners
-        if not len(partners):
+        own_pixels = pixels(positions.samples)
+        if not len(positions.partners):
             return self.augment(own_pixels, global_labels, self.num_classes, rng)
-        partner_labels = self.global_labels[torch.from_numpy(partners)].to(self.group.device)
+        partner_pixels = pixels(positions.partners)
+        partner_labels = partner_labels.to(self.group.device)
         return self.augment(
-            own_pixels, global_labels, self.num_classes, rng, pixels(partners), partner_labels
+            own_pixels, global_labels, self.num_classes, rng, partner_pixels, partner_labels
         )

@@ -18,29 +18,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
-from PIL import Image, ImageOps
 from pyarrow import fs
 
 from workers.data.cache import LocalFile
+from workers.data.decoding import MAX_PIXELS
 from workers.errors import DamagedArtifact, UserError
 from workers.storage.artifact import Artifact, is_local, resolve
 from workers.storage.filesystem import access_remedy, retry, without_retries
 from workers.storage.regular_file import regular_descriptor
 
 INDEX = "index.parquet"
-MAX_PIXELS = 50_000_000
-# of all that Pillow knows: PostScript is a program, and others are seldom looked after
-IMAGE_FORMATS = (
-    "BMP",
-    "GIF",
-    "JPEG",
-    "PNG",
-    "PPM",
-    "TIFF",
-    "WEBP",
-)
-TILE = (322, 323)  # TIFF's tags of a tile's sides
 OPEN_SHARE = 4  # at most this part of the files that a process may open are shards
 SCHEMA = pa.schema(
     [
@@ -48,8 +35,6 @@ SCHEMA = pa.schema(
         for name in ("split", "key", "class", "shard", "offset", "bytes", "sha256", "ext")
     ]
 )
-# `open_image` has its own limit, a setting, and applies it before a pixel is decoded
-Image.MAX_IMAGE_PIXELS = None
 
 
 class OpenFiles:
@@ -254,56 +239,3 @@ def _check_index(table: pa.Table, files: dict[str, Any]) -> None:
         least = pc.min(column).as_py()
         if least is not None and least < 0:
             raise pa.ArrowInvalid("it points outside its shards")
-
-
-def open_image(
-    data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = IMAGE_FORMATS
-) -> Image.Image:
-    """Open an image: its header is read, its pixels are not.
-
-    Raise `ValueError` or `OSError` when it is no image, or has more than `max_pixels`. A small TIFF
-    may be a corner of one huge tile, which is decoded whole, so that tiles count too.
-    """
-    image = Image.open(io.BytesIO(data), formats=formats)
-    tags = getattr(image, "tag_v2", {})
-    tile = [tags.get(tag, 0) for tag in TILE]
-    for width, height in (image.size, tile):
-        if width * height > max_pixels:
-            raise ValueError(f"{width} x {height} is more than max_pixels = {max_pixels}")
-    return image
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode -> RGB, upright. 16 bits are scaled to 8; transparent pixels lie on white."""
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):
-        values = np.asarray(image).astype(np.int64)
-        if image.mode != "I" or values.max(initial=0) > 255:
-            values = values >> 8
-        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        layer = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-    return image.convert("RGB")
-
-
-def decode(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
-    """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (bicubic,
-    antialiased), the centre cut out. Raise `UserError` when the bytes cannot be decoded."""
-    try:
-        image = to_rgb(open_image(data, max_pixels))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise UserError(
-            f"an image of {len(data)} bytes cannot be decoded here ({error}), though ingest could; "
-            "use the same version of Pillow on all machines"
-        ) from None
-    return resize_square(image, side)
-
-
-def resize_square(image: Image.Image, side: int) -> NDArray[np.uint8]:
-    """RGB image -> uint8 (side, side, 3): its central square, resized (bicubic, antialiased)."""
-    square = min(image.size)
-    left = (image.width - square) / 2
-    top = (image.height - square) / 2
-    box = (left, top, left + square, top + square)
-    return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC, box=box))

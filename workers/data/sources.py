@@ -1,7 +1,7 @@
 """Sources of decoded pixels: a cache that is decoded once (Resident), or the shards, decoded anew
 in each epoch (Streamed).
 
-Both give the same pixels of the rows that they are asked for, and know nothing of their order.
+Both give the same pixels of the samples that they are asked for, and know nothing of their order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,29 +21,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data.cache import Blocks, Cache
+from workers.data.crops import CropDraws, View
+from workers.data.decoding import Picture, decode, read_picture
 from workers.data.order import Ints
 from workers.data.reader import Reader, sequential_reader
 from workers.data.rows import SampleTable
-from workers.data.shards import decode
 
 AHEAD = 2  # steps that a streamed epoch decodes before they are asked for
-# raise it when `decode` gives other pixels: older caches are then not used, and results are made
-# anew
-DECODING = 1
+CHUNK = 16  # samples that a thread makes at once: a job costs as much as decoding a small image
+# raise it when `decode` or `read_picture` give other pixels: older caches are then not used, and
+# results are made anew
+DECODING = 2
 
 T = TypeVar("T")
 Decoding = Future[NDArray[np.uint8]]
-# rows (b,) -> uint8 (b, 3, side, side) on the device
+# positions in the global batch (b,) -> uint8 (b, 3, side, side) on the device
 Pixels = Callable[[Ints], Tensor]
+
+
+class StepSamples(NamedTuple):
+    """The samples that a rank needs in a step.
+
+    positions: (k,) in the global batch, ascending. rows: (k,) of the sample table; copies of an
+    image have the same one. crops: random numbers of the whole global batch, where crops are cut
+    from the original images; else None, and a sample is the central square of its image.
+    """
+
+    positions: Ints
+    rows: Ints
+    crops: CropDraws | None = None
 
 
 class Source(Protocol):
     """What a feed reads from."""
 
-    def steps(self, rows_of_steps: Iterator[Ints]) -> Iterator[Pixels]:
-        """Yield, for each step, the function that gives the pixels of its rows.
+    def steps(self, steps: Iterator[StepSamples]) -> Iterator[Pixels]:
+        """Yield, for each step, the function that gives the pixels of its positions.
 
-        rows_of_steps: the rows whose pixels will be asked for in each step, which is read ahead.
+        steps: the samples whose pixels will be asked for in each step, which is read ahead.
         """
 
 
@@ -75,12 +90,13 @@ class Resident:
                 everything = np.arange(len(samples))
                 self.pixels = torch.from_numpy(self.pixels[everything]).to(device)
 
-    def steps(self, rows_of_steps: Iterator[Ints]) -> Iterator[Pixels]:
+    def steps(self, steps: Iterator[StepSamples]) -> Iterator[Pixels]:
         """See `Source.steps`; all rows are decoded already."""
-        for _ in rows_of_steps:
-            yield self._gather
+        for samples in steps:
+            yield partial(self._gather, samples)
 
-    def _gather(self, rows: Ints) -> Tensor:
+    def _gather(self, samples: StepSamples, positions: Ints) -> Tensor:
+        rows = samples.rows[np.searchsorted(samples.positions, positions)]
         if isinstance(self.pixels, Tensor):
             pixels = self.pixels[torch.from_numpy(rows).to(self.device)]
         else:
@@ -140,42 +156,110 @@ class Streamed:
     """Shards, of which every rank reads and decodes what it needs, anew in each epoch."""
 
     def __init__(
-        self, samples: SampleTable, side: int, workers: int, reader: Reader, device: torch.device
+        self, samples: SampleTable, view: View, workers: int, reader: Reader, device: torch.device
     ):
         self.samples = samples
-        self.side = side
-        self.workers = workers
+        self.view = view
+        self.threads = max(1, workers)
         self.reader = reader
         self.device = device
 
-    def steps(self, rows_of_steps: Iterator[Ints]) -> Iterator[Pixels]:
-        """See `Source.steps`; other rows than those are not decoded."""
+    def steps(self, steps: Iterator[StepSamples]) -> Iterator[Pixels]:
+        """See `Source.steps`; other samples than those are not decoded."""
+        waiting: deque[StepSamples] = deque()
 
-        steps = self.reader.ahead(rows_of_steps)
+        def rows_of_steps() -> Iterator[Ints]:
+            for samples in steps:
+                waiting.append(samples)
+                yield samples.rows
 
-        def submitted() -> Iterator[dict[int, Decoding]]:
-            for rows in steps:
-                decoding: dict[int, Decoding] = {}  # copies of an image are decoded once
-                for row in rows.tolist():
-                    if row not in decoding:
-                        decoding[row] = pool.submit(self._decode, row)
-                yield decoding
+        rows_ahead = self.reader.ahead(rows_of_steps())
 
-        pool = ThreadPoolExecutor(max(1, self.workers))
+        def submitted() -> Iterator[StepPixels]:
+            for _ in rows_ahead:
+                yield self._submit(pool, waiting.popleft())
+
+        pool = ThreadPoolExecutor(self.threads)
         try:
-            for decoding in _prefetched(submitted(), AHEAD):
-                yield partial(self._stack, decoding)
+            for pixels in _prefetched(submitted(), AHEAD):
+                yield pixels.at
         finally:
             _abandon(pool)
-            steps.close()
+            rows_ahead.close()
 
-    def _stack(self, decoding: dict[int, Decoding], rows: Ints) -> Tensor:
-        images = [decoding[row].result() for row in rows.tolist()]
-        pixels = torch.from_numpy(np.stack(images)).to(self.device)  # (b, side, side, 3)
-        return pixels.permute(0, 3, 1, 2).contiguous()
+    def _submit(self, pool: ThreadPoolExecutor, samples: StepSamples) -> StepPixels:
+        shape = (len(samples.rows), self.view.side, self.view.side, 3)
+        images = np.empty(shape, np.uint8)
+        jobs = [
+            pool.submit(self._make, samples, indices, images)
+            for indices in chunks_of(samples.rows, self.threads)
+        ]
+        return StepPixels(samples.positions, images, jobs, self.device)
+
+    def _make(self, samples: StepSamples, indices: Ints, images: NDArray[np.uint8]) -> None:
+        """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
+        last_row = -1
+        for index in indices.tolist():
+            row = int(samples.rows[index])
+            if samples.crops is None:
+                if row != last_row:
+                    square = self._decode(row)
+                images[index] = square
+            else:
+                if row != last_row:
+                    picture = self._read(row)
+                samples.crops.cut(picture, int(samples.positions[index]), images[index])
+            last_row = row
 
     def _decode(self, row: int) -> NDArray[np.uint8]:
-        return decode_row(self.samples, self.reader, row, self.side)
+        return decode_row(self.samples, self.reader, row, self.view.side)
+
+    def _read(self, row: int) -> Picture:
+        data = self.reader.read(row)
+        return read_picture(data, self.view.longest_side, self.samples.max_pixels(row))
+
+
+class StepPixels:
+    """The images of a step, which threads make.
+
+    positions: (k,) in the global batch, ascending. images: uint8 (k, side, side, 3), whole when all
+    `jobs` are done.
+    """
+
+    def __init__(
+        self,
+        positions: Ints,
+        images: NDArray[np.uint8],
+        jobs: list[Future[None]],
+        device: torch.device,
+    ):
+        self.positions = positions
+        self.images = images
+        self.jobs = jobs
+        self.device = device
+
+    def at(self, positions: Ints) -> Tensor:
+        """Return uint8 (b, 3, side, side) on the device; wait until they are made."""
+        for job in self.jobs:
+            job.result()
+        images = self.images
+        if not np.array_equal(positions, self.positions):
+            images = images[np.searchsorted(self.positions, positions)]
+        return torch.from_numpy(images).to(self.device).permute(0, 3, 1, 2).contiguous()
+
+
+def chunks_of(rows: Ints, threads: int) -> list[Ints]:
+    """Deal the samples of a step to jobs: indices into `rows`, copies of a row in the same job.
+
+    A job has at most CHUNK samples, but for such copies, and fewer where threads would be idle.
+    """
+    if not len(rows):
+        return []
+    by_row = np.argsort(rows, kind="stable")
+    sorted_rows = rows[by_row]
+    size = min(CHUNK, -(-len(rows) // (2 * threads)))
+    starts = np.searchsorted(sorted_rows, sorted_rows[np.arange(0, len(rows), size)])
+    return np.split(by_row, np.unique(starts)[1:])
 
 
 def decode_row(samples: SampleTable, reader: Reader, row: int, side: int) -> NDArray[np.uint8]:

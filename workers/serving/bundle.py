@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from workers.data.shards import MAX_PIXELS
+from workers.data.decoding import MAX_PIXELS
 from workers.errors import UserError
 from workers.job import BackboneSettings, Frozen, StageJob, Task, with_neutral
 from workers.methods import METHODS

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from workers.data.shards import MAX_PIXELS, open_image, resize_square, to_rgb
+from workers.data.decoding import MAX_PIXELS, open_image, resize_square, to_rgb
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 

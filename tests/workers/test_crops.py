@@ -1,0 +1,126 @@
+"""Random resized crops: boxes drawn against the sides of the original, and torchvision's pixels."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from workers.data.crops import Box, CropDraws, central_box, resize_box, scaled_box
+from workers.data.decoding import Picture, read_picture
+from workers.rng import StepRng
+
+CPU = torch.device("cpu")
+
+
+def draws(
+    size: int,
+    scale: tuple[float, float] = (0.08, 1.0),
+    flip: float = 0.5,
+    step: tuple[int, int, int] = (1, 0, 0),
+) -> CropDraws:
+    """The crops of a step, which is seed, epoch and step."""
+    rng = StepRng(*step, torch.arange(0), size, CPU)
+    return CropDraws.draw(rng, scale, flip)
+
+
+def photograph(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """uint8 (height, width, 3): coarse shapes and fine noise, as photographs have."""
+    generator = np.random.default_rng(seed)
+    rough = Image.fromarray(generator.integers(0, 256, (9, 7, 3), np.uint8))
+    smooth = np.asarray(rough.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
+    noise = generator.integers(-20, 21, smooth.shape)
+    return (smooth + noise).clip(0, 255).astype(np.uint8)
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Mean absolute difference of pixels, from 0 to 255."""
+    return float(np.abs(one.astype(np.int64) - other.astype(np.int64)).mean())
+
+
+@pytest.mark.parametrize("side", [32, 128, 224])
+@pytest.mark.parametrize("sides", [(400, 400), (375, 500), (61, 32)])
+def test_a_box_has_the_pixels_of_torchvision(side: int, sides: Any) -> None:
+    pixels = photograph(*sides)
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)
+    boxes = draws(6)
+    for position in range(6):
+        box = boxes.box(position, *sides)
+        expected = v2.functional.resized_crop(planes, *box, size=[side, side], antialias=True)
+        assert distance(resize_box(pixels, box, side), expected.permute(1, 2, 0).numpy()) <= 2
+
+
+def test_a_mirrored_crop_is_the_mirror_of_the_crop() -> None:
+    picture = Picture(photograph(40, 50), 40, 50)
+    crops = [np.empty((8, 8, 3), np.uint8) for _ in range(2)]
+    for crop, flip in zip(crops, (0.0, 1.0), strict=True):
+        draws(3, flip=flip).cut(picture, 2, crop)
+    assert np.array_equal(crops[0], crops[1][:, ::-1])
+    assert not np.array_equal(crops[0], crops[1])
+
+
+def test_boxes_keep_to_the_image_the_area_and_the_ratio_as_torchvision_draws_them() -> None:
+    height, width, scale = 100, 300, (0.1, 0.3)
+    drawn = np.array([draws(2000, scale).box(i, height, width) for i in range(2000)])
+    reference = v2.RandomResizedCrop(8, scale)
+    image = torch.zeros(3, height, width)
+    torch.manual_seed(0)
+    boxes = [reference.make_params([image]) for _ in range(2000)]
+    expected = np.array([[b["top"], b["left"], b["height"], b["width"]] for b in boxes])
+    assert (drawn[:, 0] + drawn[:, 2]).max() <= height
+    assert (drawn[:, 1] + drawn[:, 3]).max() <= width
+    assert drawn[:, :2].min() == 0
+    for share in (0.1, 0.5, 0.9):
+        ours, theirs = (np.quantile(b, share, axis=0) for b in (drawn, expected))
+        assert np.abs(ours - theirs).max() <= 6, share
+
+
+@pytest.mark.parametrize(
+    ("sides", "expected"),
+    [
+        ((10, 100), Box(0, 43, 10, 13)),
+        ((100, 10), Box(43, 0, 13, 10)),
+        ((10, 10), Box(0, 0, 10, 10)),
+        ((1, 1), Box(0, 0, 1, 1)),
+    ],
+)
+def test_where_no_box_fits_it_is_the_largest_central_one(sides: Any, expected: Box) -> None:
+    assert central_box(*sides) == expected
+    if sides[0] != sides[1]:
+        assert draws(1, (1.0, 1.0)).box(0, *sides) == expected
+
+
+def test_draws_change_with_seed_epoch_step_and_position_and_with_nothing_else() -> None:
+    torch.manual_seed(1)
+    first = draws(8)
+    torch.manual_seed(2)
+    boxes = [first.box(i, 50, 60) for i in range(8)]
+    assert boxes == [draws(8).box(i, 50, 60) for i in range(8)]
+    assert len(set(boxes)) == 8
+    for step in ((2, 0, 0), (1, 1, 0), (1, 0, 1)):
+        assert boxes != [draws(8, step=step).box(i, 50, 60) for i in range(8)]
+
+
+def test_a_box_of_the_original_is_cut_from_the_same_place_of_a_reduced_image() -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(photograph(300, 400)).save(buffer, "JPEG", quality=95)
+    whole = read_picture(buffer.getvalue())
+    reduced = read_picture(buffer.getvalue(), 120)
+    assert reduced.pixels.shape == (90, 120, 3)
+    boxes = draws(20, (0.3, 1.0))
+    for position in range(20):
+        box = boxes.box(position, 300, 400)
+        assert boxes.box(position, reduced.height, reduced.width) == box
+        crop = resize_box(reduced.pixels, scaled_box(box, reduced), 24)
+        assert distance(crop, resize_box(whole.pixels, box, 24)) < 4
+
+
+@pytest.mark.parametrize("box", [Box(0, 0, 1, 1), Box(999, 0, 1, 1), Box(998, 3, 2, 1)])
+def test_the_smallest_box_has_a_pixel_of_a_much_reduced_image(box: Box) -> None:
+    picture = Picture(photograph(9, 3), 1000, 4)
+    assert resize_box(picture.pixels, scaled_box(box, picture), 5).shape == (5, 5, 3)

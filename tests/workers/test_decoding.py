@@ -1,0 +1,143 @@
+"""Decoding: the same bits from both decoders of JPEG, at every scale, and limits that hold."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from workers.data import decoding
+from workers.data.decoding import Picture, decode, read_picture
+from workers.errors import UserError
+
+ORIENTATION = 274
+
+
+def photograph(height: int, width: int, mode: str = "RGB") -> Image.Image:
+    generator = np.random.default_rng(0)
+    rough = Image.fromarray(generator.integers(0, 256, (5, 6, 3), np.uint8))
+    smooth = np.asarray(rough.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
+    noisy = smooth + generator.integers(-30, 31, smooth.shape)
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).convert(mode)
+
+
+def encoded(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def turned(image: Image.Image, orientation: int) -> bytes:
+    """A JPEG that says it is turned."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return encoded(image, exif=exif)
+
+
+def by_pillow(data: bytes, longest_side: int | None = None) -> Picture:
+    """What a machine reads that has Pillow alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "simplejpeg", None)
+        return read_picture(data, longest_side)
+
+
+def assert_same(one: Picture, other: Picture) -> None:
+    assert one[1:] == other[1:]
+    assert np.array_equal(one.pixels, other.pixels)
+
+
+KINDS: dict[str, Any] = {
+    "4:4:4": {"subsampling": 0},
+    "4:2:2": {"subsampling": 1},
+    "4:2:0": {"subsampling": 2},
+    "progressive": {"progressive": True},
+    "coarse": {"quality": 20},
+    "restarts": {"restart_marker_rows": 1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("longest_side", [None, 200, 90, 41, 13, 2])
+def test_both_decoders_give_the_same_bits_at_every_scale(kind: str, longest_side: Any) -> None:
+    for sides in ((83, 97), (96, 64), (33, 190), (17, 16), (5, 3), (1, 97)):
+        data = encoded(photograph(*sides), **KINDS[kind])
+        assert_same(read_picture(data, longest_side), by_pillow(data, longest_side))
+
+
+@pytest.mark.parametrize("longest_side", [None, 30])
+def test_what_one_decoder_refuses_the_other_reads(longest_side: Any) -> None:
+    image = photograph(70, 90)
+    files = [
+        encoded(image.convert("L")),
+        encoded(image.convert("CMYK")),
+        encoded(image, keep_rgb=True),
+        encoded(image) + b"bytes after the end",
+        *(turned(image, orientation) for orientation in range(1, 9)),
+    ]
+    for data in files:
+        assert_same(read_picture(data, longest_side), by_pillow(data, longest_side))
+
+
+def test_the_fast_decoder_is_used_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("simplejpeg")
+    monkeypatch.setattr(decoding, "_read_with_pillow", lambda *_: pytest.fail("Pillow decoded"))
+    image = photograph(70, 90)
+    for data in (encoded(image), encoded(image.convert("L")), turned(image, 1)):
+        assert read_picture(data, 50).pixels.shape == (39, 50, 3)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_that_are_turned_stand_upright(orientation: int) -> None:
+    picture = read_picture(turned(photograph(200, 120), orientation), 50)
+    is_turned = orientation >= 5
+    assert picture[1:] == ((120, 200) if is_turned else (200, 120))
+    assert picture.pixels.shape == ((30, 50, 3) if is_turned else (50, 30, 3))
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("longest_side", [300, 100, 99, 30])
+def test_longer_images_are_reduced_and_others_stay(form: str, longest_side: int) -> None:
+    data = encoded(photograph(100, 60), form)
+    picture = read_picture(data, longest_side)
+    assert picture[1:] == (100, 60)
+    height = min(100, longest_side)
+    assert picture.pixels.shape == (height, round(0.6 * height), 3)
+    if longest_side >= 100:
+        assert np.array_equal(picture.pixels, read_picture(data).pixels)
+
+
+def test_a_square_has_the_bits_that_pillow_decodes_and_resizes() -> None:
+    image = photograph(61, 83)
+    data = encoded(image)
+    decoded = Image.open(io.BytesIO(data))
+    box = (11, 0, 72, 61)
+    expected = decoded.resize((24, 24), Image.Resampling.BICUBIC, box=box)
+    assert np.array_equal(decode(data, 24), np.asarray(expected))
+
+
+@pytest.mark.parametrize("has_simplejpeg", [True, False])
+def test_limits_hold_before_a_pixel_is_decoded(
+    has_simplejpeg: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_simplejpeg:
+        monkeypatch.setattr(decoding, "simplejpeg", None)
+    data = encoded(photograph(50, 51))
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
+    with pytest.raises(UserError, match=r"51 x 50 is more than max_pixels = 100\)"):
+        read_picture(data, 4, max_pixels=100)
+
+
+@pytest.mark.parametrize("has_simplejpeg", [True, False])
+def test_a_damaged_file_is_one_sentence(
+    has_simplejpeg: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_simplejpeg:
+        monkeypatch.setattr(decoding, "simplejpeg", None)
+    data = encoded(photograph(50, 51))
+    for damaged in (data[:60], data[: len(data) // 2], data[:3], b"no image", b""):
+        with pytest.raises(UserError, match=r"cannot be decoded here \(.*\), though") as error:
+            read_picture(damaged)
+        assert "\n" not in str(error.value)

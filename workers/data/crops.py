@@ -1,0 +1,141 @@
+"""Random resized crops (`crop: resized`): the box of a sample, and its pixels.
+
+The box is drawn against the sides of the original image, as torchvision's RandomResizedCrop does
+(Szegedy et al. 2015, arXiv 1409.4842). It is drawn and resized on the host, where images have
+different sides, and in integers, so that its pixels are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from workers.data.decoding import Picture, Pixels
+from workers.rng import StepRng
+
+CPU = torch.device("cpu")
+ATTEMPTS = 10  # boxes tried before the central one is taken
+RATIO = (3 / 4, 4 / 3)  # least and largest width / height
+
+
+@dataclass(frozen=True)
+class View:
+    """What is made of an image.
+
+    side: of the square that a sample has, in pixels. longest_side: of the image that crops are cut
+    from; None where a sample is the central square of its image.
+    """
+
+    side: int
+    longest_side: int | None = None
+
+
+class Box(NamedTuple):
+    """A rectangle in whole pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class CropDraws:
+    """The random numbers of the crops of a global batch of B samples.
+
+    sides: (B, ATTEMPTS, 2) height and width of the boxes that are tried, for an image of area 1.
+    corners: (B, 2) in [0, 1): where the box lies, from top to bottom and from left to right.
+    flips: (B,) whether the crop is mirrored.
+    """
+
+    sides: NDArray[np.float64]
+    corners: NDArray[np.float64]
+    flips: NDArray[np.bool_]
+
+    @classmethod
+    def draw(cls, rng: StepRng, scale: tuple[float, float], flip: float) -> CropDraws:
+        """Draw for a step.
+
+        scale: range of a box's share of the image's area, which is uniform. Its width / height is
+        uniform in the logarithm within RATIO. flip: probability of mirroring.
+        """
+        boxes = rng.generator("crop.box", CPU)
+        uniform = torch.rand((rng.size, ATTEMPTS, 2), generator=boxes, dtype=torch.float64)
+        area = scale[0] + (scale[1] - scale[0]) * uniform[..., 0]
+        low, high = math.log(RATIO[0]), math.log(RATIO[1])
+        ratio = torch.exp(low + (high - low) * uniform[..., 1])
+        sides = torch.stack(((area / ratio).sqrt(), (area * ratio).sqrt()), -1)
+        corner = rng.generator("crop.corner", CPU)
+        corners = torch.rand((rng.size, 2), generator=corner, dtype=torch.float64)
+        flips = torch.rand(rng.size, generator=rng.generator("flip", CPU)) < flip
+        return cls(sides.numpy(), corners.numpy(), flips.numpy())
+
+    def box(self, position: int, height: int, width: int) -> Box:
+        """The box of the sample at `position`, in an image of `height` x `width`.
+
+        It is the first of ATTEMPTS that fits, else the largest central one within RATIO.
+        """
+        root = math.sqrt(height * width)
+        for tall, wide in self.sides[position].tolist():
+            box_height = round(root * tall)
+            box_width = round(root * wide)
+            if 0 < box_height <= height and 0 < box_width <= width:
+                down, right = self.corners[position].tolist()
+                top = int(down * (height - box_height + 1))
+                left = int(right * (width - box_width + 1))
+                return Box(top, left, box_height, box_width)
+        return central_box(height, width)
+
+    def cut(self, picture: Picture, position: int, out: Pixels) -> None:
+        """Write the crop of the sample at `position` into `out`, uint8 (s, s, 3)."""
+        box = self.box(position, picture.height, picture.width)
+        crop = resize_box(picture.pixels, scaled_box(box, picture), out.shape[0])
+        out[...] = crop[:, ::-1] if self.flips[position] else crop
+
+
+def central_box(height: int, width: int) -> Box:
+    """Return the largest central box of an image whose width / height is within RATIO."""
+    box_height = height
+    box_width = width
+    if width < RATIO[0] * height:
+        box_height = round(width / RATIO[0])
+    elif width > RATIO[1] * height:
+        box_width = round(height * RATIO[1])
+    top = (height - box_height) // 2
+    left = (width - box_width) // 2
+    return Box(top, left, box_height, box_width)
+
+
+def scaled_box(box: Box, picture: Picture) -> Box:
+    """Return a box of the original image in the pixels of a picture, which may be fewer."""
+    height, width, _ = picture.pixels.shape
+    if (height, width) == (picture.height, picture.width):
+        return box
+    top, scaled_height = _scaled(box.top, box.height, height, picture.height)
+    left, scaled_width = _scaled(box.left, box.width, width, picture.width)
+    return Box(top, left, scaled_height, scaled_width)
+
+
+def _scaled(start: int, length: int, side: int, original_side: int) -> tuple[int, int]:
+    """Return start and length of an interval in `side` instead of `original_side` pixels."""
+    first = min(round(start * side / original_side), side - 1)
+    end = round((start + length) * side / original_side)
+    return first, max(1, end - first)
+
+
+def resize_box(pixels: Pixels, box: Box, side: int) -> Pixels:
+    """pixels uint8 (h, w, 3) -> uint8 (side, side, 3): the box, bilinear and antialiased."""
+    bottom = box.top + box.height
+    right = box.left + box.width
+    # a copy, as PyTorch takes no array that is read-only, which a mapped file is
+    window = torch.from_numpy(pixels[box.top : bottom, box.left : right].copy())
+    planes = window.permute(2, 0, 1).unsqueeze(0)  # (1, 3, height, width), channels last
+    crop = F.interpolate(planes, size=(side, side), mode="bilinear", antialias=True)
+    resized: Pixels = crop[0].permute(1, 2, 0).numpy()
+    return resized

@@ -1,0 +1,201 @@
+"""Decoding: the bytes of an image file -> pixels in RGB, upright.
+
+JPEG is decoded by simplejpeg where it is installed, several times as fast as by Pillow and to the
+same bits, reduced by its DCT too; all else, and what simplejpeg refuses, by Pillow.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from workers.errors import UserError
+
+try:
+    import simplejpeg
+except ImportError:  # a machine that has what training needs, and no more
+    simplejpeg = None
+
+MAX_PIXELS = 50_000_000
+# of all that Pillow knows: PostScript is a program, and others are seldom looked after
+IMAGE_FORMATS = (
+    "BMP",
+    "GIF",
+    "JPEG",
+    "PNG",
+    "PPM",
+    "TIFF",
+    "WEBP",
+)
+TILE = (322, 323)  # TIFF's tags of a tile's sides
+ORIENTATION = 274  # EXIF's tag of how an image is turned
+TURNED = (5, 6, 7, 8)  # its values of images whose sides are exchanged
+JPEG_START = b"\xff\xd8\xff"
+# Only files with one of these can be turned; looking for them takes a few microseconds.
+ORIENTATION_MARKS = (b"Exif\0\0", b"tiff:Orientation")
+DCT_SCALES = (8, 4, 2)  # that both decoders have
+SHORTEST_SCALED = 16  # shorter images have no scale of their own for each of their sizes
+# `open_image` has its own limit, a setting, and applies it before a pixel is decoded
+Image.MAX_IMAGE_PIXELS = None
+
+Pixels = NDArray[np.uint8]
+
+
+class Picture(NamedTuple):
+    """An image, decoded.
+
+    pixels: uint8 (h, w, 3), upright. height, width: sides of its original, at least h and w.
+    """
+
+    pixels: Pixels
+    height: int
+    width: int
+
+
+def open_image(
+    data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = IMAGE_FORMATS
+) -> Image.Image:
+    """Open an image: its header is read, its pixels are not.
+
+    Raise `ValueError` or `OSError` when it is no image, or has more than `max_pixels`. A small TIFF
+    may be a corner of one huge tile, which is decoded whole, so that tiles count too.
+    """
+    image = Image.open(io.BytesIO(data), formats=formats)
+    tags = getattr(image, "tag_v2", {})
+    tile = [tags.get(tag, 0) for tag in TILE]
+    for width, height in (image.size, tile):
+        _check_size(width, height, max_pixels)
+    return image
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise ValueError(f"{width} x {height} is more than max_pixels = {max_pixels}")
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Any mode -> RGB, upright. 16 bits are scaled to 8; transparent pixels lie on white."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        if image.mode != "I" or values.max(initial=0) > 255:
+            values = values >> 8
+        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+    return image.convert("RGB")
+
+
+def decode(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> Pixels:
+    """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (bicubic,
+    antialiased), the centre cut out. Raise `UserError` when the bytes cannot be decoded."""
+    return resize_square(Image.fromarray(read_picture(data, None, max_pixels).pixels), side)
+
+
+def resize_square(image: Image.Image, side: int) -> Pixels:
+    """RGB image -> uint8 (side, side, 3): its central square, resized (bicubic, antialiased)."""
+    square = min(image.size)
+    left = (image.width - square) / 2
+    top = (image.height - square) / 2
+    box = (left, top, left + square, top + square)
+    return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC, box=box))
+
+
+def read_picture(
+    data: bytes, longest_side: int | None = None, max_pixels: int = MAX_PIXELS
+) -> Picture:
+    """Decode an image; where it is longer than `longest_side`, it is reduced to that.
+
+    JPEG is then decoded at the smallest of the scales 1, 1/2, 1/4 and 1/8 whose long side is at
+    least that long. What is still longer is resized (bilinear, antialiased). Raise `UserError` when
+    the bytes cannot be decoded.
+    """
+    try:
+        picture = _read_jpeg(data, longest_side, max_pixels)
+        if picture is None:
+            picture = _read_with_pillow(data, longest_side, max_pixels)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UserError(
+            f"an image of {len(data)} bytes cannot be decoded here ({error}), though ingest could; "
+            "use the same version of Pillow on all machines"
+        ) from None
+    if longest_side is None:
+        return picture
+    return _reduced(picture, longest_side)
+
+
+def _read_jpeg(data: bytes, longest_side: int | None, max_pixels: int) -> Picture | None:
+    """Decode a JPEG that is upright, grey or in colours, and whole; return None for all else."""
+    if simplejpeg is None or not data.startswith(JPEG_START):
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    if colours not in ("YCbCr", "Gray"):
+        return None
+    _check_size(width, height, max_pixels)
+    if not _is_upright(data):
+        return None
+    scale = _dct_scale(height, width, longest_side)
+    scaled_height = -(-height // scale)
+    scaled_width = -(-width // scale)
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(
+            data, "RGB", min_height=scaled_height, min_width=scaled_width
+        )
+    except ValueError:
+        return None
+    assert pixels.shape == (scaled_height, scaled_width, 3), pixels.shape
+    return Picture(pixels, height, width)
+
+
+def _read_with_pillow(data: bytes, longest_side: int | None, max_pixels: int) -> Picture:
+    image = open_image(data, max_pixels)
+    width, height = image.size
+    scale = _dct_scale(height, width, longest_side)
+    if scale > 1:
+        image.draft(None, (width // scale, height // scale))  # of JPEG; others stay as they are
+    is_turned = image.getexif().get(ORIENTATION) in TURNED
+    pixels = np.asarray(to_rgb(image))
+    if is_turned:
+        return Picture(pixels, width, height)
+    return Picture(pixels, height, width)
+
+
+def _is_upright(data: bytes) -> bool:
+    """Whether a JPEG says nothing of how it is turned, or that it is not."""
+    if not any(mark in data for mark in ORIENTATION_MARKS):
+        return True
+    try:
+        image = Image.open(io.BytesIO(data), formats=("JPEG",))
+        orientation = image.getexif().get(ORIENTATION, 1)
+    except (OSError, ValueError, SyntaxError):
+        return False
+    return bool(orientation == 1)
+
+
+def _dct_scale(height: int, width: int, longest_side: int | None) -> int:
+    """Return 8, 4, 2 or 1: how much smaller an image may be decoded."""
+    if longest_side is None or max(height, width) < SHORTEST_SCALED:
+        return 1
+    for scale in DCT_SCALES:
+        if max(height, width) >= scale * longest_side and min(height, width) >= scale:
+            return scale
+    return 1
+
+
+def _reduced(picture: Picture, longest_side: int) -> Picture:
+    """Resize a picture whose pixels are longer than `longest_side`."""
+    height, width, _ = picture.pixels.shape
+    if max(height, width) <= longest_side:
+        return picture
+    share = longest_side / max(picture.height, picture.width)
+    size = (max(1, round(share * picture.width)), max(1, round(share * picture.height)))
+    image = Image.fromarray(picture.pixels).resize(size, Image.Resampling.BILINEAR)
+    return picture._replace(pixels=np.asarray(image))

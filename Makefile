@@ -16,7 +16,7 @@ help:
 	@echo "make bench-gpu correctness of every method on a GPU, in minutes: benchmarks/README.md"
 	@echo "make clean     remove .venv and caches; results in storage/ stay"
 
-setup: .venv/.ready
+setup: .venv/.ready $(BIN)/accrete
 
 # The requirements of pyproject.toml at the versions of constraints.txt. Accrete itself is not installed, it runs from this
 # folder. Byte code is compiled on all cores afterwards (pip uses one), without the packages' own tests; some files are
@@ -32,10 +32,14 @@ setup: .venv/.ready
 	@echo "Installed; compiling byte code ..."
 	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || :
 	@touch $@
-	@echo "Ready. Try: make demo, or $(BIN)/python -m pipeline --help"
 
-demo: .venv/.ready
-	$(BIN)/python -m pipeline run configs/demo.yaml
+# The command `accrete`, and `import pipeline` from any folder. In an environment that another checkout set up nothing changes.
+$(BIN)/accrete: .venv/.ready pipeline/shell/installation.py
+	@$(BIN)/python -m pipeline.shell.installation || test -e $@
+	@echo "Ready. Try: make demo, or $(BIN)/accrete --help"
+
+demo: $(BIN)/accrete
+	$(BIN)/accrete run configs/demo.yaml
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ FLOORS = {
         "report",
         "launch",
         "console",
+        "shell",
         "run_log",
         "results",
         "graph",

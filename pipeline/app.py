@@ -36,9 +36,10 @@ from pipeline.launch.cluster import is_submitted_job
 from pipeline.results.tables import RunTables
 from pipeline.results.trials import keys_of_searches
 from pipeline.run_log import RunLog, driver_log
+from pipeline.shell import version as versions
+from pipeline.shell.invocation import this_command
 from pipeline.tracking import complete
 from pipeline.tracking.database import sqlite_path
-from pipeline.tracking.ui import this_python
 from pipeline.yaml_files import absolute
 from workers.errors import UserError
 from workers.job import Task
@@ -229,15 +230,7 @@ def provenance() -> dict[str, Any]:
     """Return what results are made with: git commit, versions of packages and Python, the time."""
     import importlib.metadata
     import platform
-    import subprocess
 
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-        commit = process.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        commit = ""
     packages = {}
     for name in PACKAGES:
         try:
@@ -245,7 +238,7 @@ def provenance() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "git_commit": commit,
+        "git_commit": versions.git_commit(),
         "packages": packages,
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
@@ -253,12 +246,17 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def version() -> versions.Version:
+    """Return which Accrete this is: its version, the commit of its checkout, and where it lies."""
+    return versions.get_version()
+
+
 def command_text(command: str, config_path: str, overrides: Sequence[str]) -> str:
     """Return the line that a person types to run a command on a config."""
     words = [command, config_path]
     for override in overrides:
         words += ["--set", override]
-    return f"{this_python()} -m pipeline {shlex.join(words)}"
+    return f"{this_command()} {shlex.join(words)}"
 
 
 def plan(run: PreparedRun) -> RunPlan:

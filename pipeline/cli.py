@@ -1,5 +1,9 @@
 """The command line: run, plan, search, ingest, report, analyse, compare, predict, bundle, serve,
-tasks, ui, gc. Few flags, else `--set key=value`."""
+tasks, ui, gc, completion. Few flags, else `--set key=value`.
+
+Help, version and a mistyped command need no package but the standard library; what imports others
+is imported by the command that needs it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pipeline import run_log
 from pipeline.graph import diagram
 from pipeline.serving import commands as serving_commands
+from pipeline.shell import invocation
+from pipeline.shell.completion import SHELLS
+from pipeline.shell.help import GroupedParser, HelpFormatter, Parser, example_text
 from pipeline.tracking import ui as mlflow_ui
 from workers import preemption
 from workers.errors import UserError
@@ -106,21 +113,39 @@ def one_line(text: str) -> str:
     return f"{line[:half]} ... {line[-half:]}"
 
 
-class Parser(argparse.ArgumentParser):
-    """Raise `UserError` with one sentence when the command line is wrong."""
+class PrintVersion(argparse.Action):
+    """Print which Accrete this is, and exit."""
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        from pipeline.shell.version import get_version  # start-up time: asks git
+
+        print(get_version())
+        parser.exit()
 
 
 # adds one command: (name, function, help text, config=True, ...) -> the parser of its options
 AddCommand = Callable[..., argparse.ArgumentParser]
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; each command sets `command` to its function."""
-    top = Parser(
-        prog="python -m pipeline", description="Grow one vision transformer by one task at a time."
+def parser(program: str = "") -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; each command sets `command` to its function.
+
+    program: its name; by default as this process was started.
+    """
+    program = program or invocation.program()
+    top = GroupedParser(
+        prog=program,
+        usage=f"{program} [--version] [--log-level LEVEL] COMMAND ...",
+        description="Grow one vision transformer by one task at a time.",
+    )
+    top.add_argument(
+        "--version", action=PrintVersion, nargs=0, help="print version, commit and checkout"
     )
     top.add_argument(
         "--log-level",
@@ -129,12 +154,17 @@ def parser() -> argparse.ArgumentParser:
         help="what is logged on stderr, before COMMAND (default: warning); a run logs at info into "
         "driver.log beside its record",
     )
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    commands = top.add_subparsers(
+        required=True, metavar="COMMAND", parser_class=Parser, prog=program
+    )
 
     def add_command(
         name: str, function: Any, text: str, config: bool = True, **config_options: Any
     ) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
+        epilog = example_text(program, name)
+        sub = commands.add_parser(
+            name, help=text, description=text, epilog=epilog, formatter_class=HelpFormatter
+        )
         sub.set_defaults(command=function)
         if config:
             _add_config_arguments(sub, **config_options)
@@ -145,6 +175,7 @@ def parser() -> argparse.ArgumentParser:
     serving_commands.commands(add_command)
     _add_compare_command(add_command)
     _add_storage_commands(add_command)
+    _add_completion_command(add_command)
     return top
 
 
@@ -256,6 +287,16 @@ def _add_storage_commands(add_command: AddCommand) -> None:
     )
     gc_parser.add_argument("--storage", default="storage", help="storage folder (default: storage)")
     gc_parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_completion_command(add_command: AddCommand) -> None:
+    completion_parser = add_command(
+        "completion",
+        completion,
+        "print a script by which the shell completes commands, options and names",
+        config=False,
+    )
+    completion_parser.add_argument("shell", choices=SHELLS, help="the shell that reads it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -371,7 +412,7 @@ def analyse(args: argparse.Namespace) -> int:
     """Measure the attention of finished runs, and print tables and paths of pictures."""
     from pipeline import app, console  # imports torch
 
-    command = [mlflow_ui.this_python(), "-m pipeline analyse", *args.config, "--on", *args.on]
+    command = [invocation.this_command(), "analyse", *args.config, "--on", *args.on]
     result = app.analyse(
         args.config,
         args.overrides,
@@ -441,6 +482,15 @@ def collect_garbage(args: argparse.Namespace) -> int:
     if busy:
         print(f"{len(busy)} of them are kept: a process is at work on them")
     print("deleted")
+    return 0
+
+
+def completion(args: argparse.Namespace) -> int:
+    """Print the script that completes the command line in a shell."""
+    from pipeline.shell.completion import completion_script
+    from pipeline.shell.installation import SCRIPT
+
+    print(completion_script(parser(SCRIPT), args.shell))
     return 0
 
 

@@ -18,8 +18,6 @@ from typing import TextIO
 
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from workers.errors import UserError
-from workers.storage.artifact import is_local, join, make_dirs, resolve, share_file, write_bytes
-from workers.storage.filesystem import FIRST_CONTACT_S, patience
 from workers.storage.secrets import redact
 
 LOG = logging.getLogger("accrete.run")
@@ -64,6 +62,8 @@ def open_log(path: str) -> TextIO:
     Raise OSError when it cannot be written, or is no regular file: a link might lead out of the
     storage, and a FIFO would wait for a reader.
     """
+    from workers.storage.artifact import make_dirs, share_file  # start-up time: imports pyarrow
+
     make_dirs(os.path.dirname(path))
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     stream = os.fdopen(os.open(path, flags, 0o644), "a", encoding="utf-8")
@@ -79,6 +79,10 @@ def open_log(path: str) -> TextIO:
 def driver_log(storage: str, name: str) -> Iterator[None]:
     """Within it, append to the driver.log of the run `name`. In a bucket it is written at the end,
     and replaces that of the last run."""
+    # start-up time: they import pyarrow
+    from workers.storage.artifact import is_local, join, resolve, write_bytes
+    from workers.storage.filesystem import FIRST_CONTACT_S, patience
+
     path = join(storage, "runs", name, FILE)
     buffer = io.StringIO()
     stream: TextIO = buffer

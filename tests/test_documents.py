@@ -32,6 +32,7 @@ EXAMPLES = {"datasets/imagenet-a/card.yaml"}
 PLACEHOLDER = re.compile(r"NAME|CARD|TASK|CONFIG|[*$<>{}]")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"python -m ((?:pipeline|benchmarks|tests|workers)[\w.]*)(?: ([a-z]+))?")
+SCRIPT = re.compile(r"(?:^|`|\.venv/bin/)accrete +([a-z]+)\b", re.MULTILINE)
 PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*$<>{{}}-]*)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
@@ -62,9 +63,9 @@ def broken_links(document: str) -> Iterator[str]:
 
 
 def missing_modules(document: str, commands: str) -> Iterator[str]:
-    """Yield what a document runs by `python -m` that is no module, or no command of `pipeline`.
+    """Yield what a document runs by `python -m` that is no module, and what is no command of ours.
 
-    commands: what `pipeline --help` prints.
+    commands: what `accrete --help` prints.
     """
     for module, command in MODULE.findall(text_of(document)):
         path = REPOSITORY / module.strip(".").replace(".", "/")
@@ -72,6 +73,9 @@ def missing_modules(document: str, commands: str) -> Iterator[str]:
             yield module
         if module == "pipeline" and command and not re.search(rf"^ +{command}\b", commands, re.M):
             yield f"{module} {command}"
+    for command in SCRIPT.findall(text_of(document)):
+        if not re.search(rf"^ +{command}\b", commands, re.M):
+            yield f"accrete {command}"
 
 
 def missing_paths(document: str) -> Iterator[str]:

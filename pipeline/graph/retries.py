@@ -8,8 +8,10 @@ preempted node, counts as no try.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pipeline.config import ClusterSettings
+if TYPE_CHECKING:
+    from pipeline.config import ClusterSettings  # start-up time: imports pydantic
 
 # A stage that loses more nodes than this is suspected of it: each further loss counts as a try.
 MAX_MOVES = 20

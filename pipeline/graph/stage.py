@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.data.cards import Card
 from workers.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.data.cards import Card  # start-up time: imports pyarrow
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
+from pipeline.shell.invocation import this_command
 from pipeline.tracking.mlflow_client import MlflowClientAdapter, SystemMetrics, transient
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.run_writer import RunIdentity, RunWriter
-from pipeline.tracking.ui import compare_link, page_base, run_link, this_python
+from pipeline.tracking.ui import compare_link, page_base, run_link
 from workers.errors import UserError, require_package
 from workers.storage.artifact import Artifact, Manifest, join
 
@@ -56,7 +57,7 @@ class Recorder:
             require_package("mlflow", "the record of a run", "set tracking=off")
         self.settings = settings
         self.storage = storage
-        self.remedy = remedy or f"{this_python()} -m pipeline report CONFIG"
+        self.remedy = remedy or f"{this_command()} report CONFIG"
         self.writer = RunWriter(settings, storage, identity or RunIdentity())
         self.outbox = Outbox("MLflow", self._answers, self.writer.forget, transient, log)
         self.system_metrics: SystemMetrics | None = None
@@ -145,7 +146,7 @@ class Recorder:
         if not base and location.uri.startswith("http"):
             base = page_base(location.uri)
         if not base:
-            return [f"record: {this_python()} -m pipeline ui --storage {self.storage}"]
+            return [f"record: {this_command()} ui --storage {self.storage}"]
         lines = [f"record: {run_link(base, location.experiment, location.run)}"]
         if len(location.methods) > 1:
             link = compare_link(base, location.experiment, location.methods)

@@ -21,6 +21,7 @@ from pipeline.config import flatten
 from pipeline.graph.run_record import KEY_VERSION, RunRecord
 from pipeline.results import trials
 from pipeline.results.trials import Trial, Winner, as_number, score
+from pipeline.shell.invocation import this_command
 from pipeline.tracking.mlflow_client import (
     MlflowClientAdapter,
     Point,
@@ -37,7 +38,7 @@ from pipeline.tracking.run_writer import (
     keys_of,
     tags_of,
 )
-from pipeline.tracking.ui import page_base, run_link, this_python
+from pipeline.tracking.ui import page_base, run_link
 from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError, require_package
 from workers.storage.artifact import join, read_bytes, read_json, resolve
@@ -88,7 +89,7 @@ class SearchRecorder:
             require_package("mlflow", "the record of a search", "set tracking=off")
         self.settings = settings
         self.storage = storage
-        self.remedy = remedy or f"{this_python()} -m pipeline search CONFIG"
+        self.remedy = remedy or f"{this_command()} search CONFIG"
         self.search: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}  # the newest record of each
         self.writers: dict[int, RunWriter] = {}
@@ -135,7 +136,7 @@ class SearchRecorder:
         if not base and self.location.uri.startswith("http"):
             base = page_base(self.location.uri)
         if not base:
-            return [f"record: {this_python()} -m pipeline ui --storage {self.storage}"]
+            return [f"record: {this_command()} ui --storage {self.storage}"]
         return [f"record: {run_link(base, self.location.experiment, self.location.run)}"]
 
     @classmethod

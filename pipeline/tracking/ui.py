@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from workers.errors import UserError
-from workers.storage.artifact import join
 from workers.storage.secrets import redact
 
 if TYPE_CHECKING:
@@ -36,12 +35,6 @@ class RecordedRun(NamedTuple):
     name: str
     run: str
     children: list[str]
-
-
-def this_python() -> str:
-    """Return the path of this interpreter, as short as a person would type it."""
-    short = os.path.relpath(sys.executable)
-    return sys.executable if short.startswith("..") else short
 
 
 def runs_link(base: str, experiment: str) -> str:
@@ -100,6 +93,8 @@ def server_command(storage: str, host: str, port: int) -> list[str]:
     Its database is in `server_environment`, because everybody on this machine can read the
     arguments of a process.
     """
+    from workers.storage.artifact import join  # start-up time: imports pyarrow
+
     return [
         sys.executable,
         "-m",

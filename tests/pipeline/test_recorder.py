@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.config import TrackingSettings
 from pipeline.report import page
+from pipeline.shell.invocation import this_command
 from pipeline.tracking import mlflow_client, run_writer, ui
 from pipeline.tracking.recorder import Recorder
 from workers.errors import UserError
@@ -180,7 +181,7 @@ def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded
 
 def test_links_open_mlflow_on_its_pages_for_training(recorded: Any) -> None:
     assert recorded.recorder.links() == [
-        f"record: {ui.this_python()} -m pipeline ui --storage {recorded.storage}"
+        f"record: {this_command()} ui --storage {recorded.storage}"
     ]
     run = recorded.after.runs["", ""].info
     one, many = recorded.recorder.links("http://127.0.0.1:5000")

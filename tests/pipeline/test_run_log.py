@@ -14,6 +14,7 @@ from pipeline import cli, run_log
 from pipeline.graph.walk import Decision, DecisionKind, Event, EventKind, Walk
 from tests import small_run
 from workers.errors import UserError
+from workers.storage import artifact
 from workers.storage.filesystem import StorageUnavailable
 
 WALK = cast(Walk, None)  # the log does not read it
@@ -103,7 +104,7 @@ def test_in_a_bucket_the_log_is_written_at_the_end(
     def write_bytes(path: str, data: bytes, **options: Any) -> None:
         written[path] = data
 
-    monkeypatch.setattr(run_log, "write_bytes", write_bytes)
+    monkeypatch.setattr(artifact, "write_bytes", write_bytes)
     with run_log.driver_log("s3://bucket/storage", "r"):
         run_log.LOG.info("started")
     assert [*written] == ["s3://bucket/storage/runs/r/driver.log"]
@@ -120,7 +121,7 @@ def test_a_bucket_that_is_away_does_not_hide_how_the_run_ended(
         with run_log.driver_log("s3://bucket/storage", "r"):
             raise UserError("stage a/train failed")
 
-    monkeypatch.setattr(run_log, "write_bytes", fail)
+    monkeypatch.setattr(artifact, "write_bytes", fail)
     with pytest.raises(UserError, match="stage a/train failed"):
         end()
 

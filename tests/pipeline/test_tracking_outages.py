@@ -15,6 +15,7 @@ import pytest
 from fake_mlflow import Away, FakeMlflow, Refused
 
 from pipeline.config import TrackingSettings
+from pipeline.shell.invocation import this_command
 from pipeline.tracking import mlflow_client, outbox, ui
 from pipeline.tracking.recorder import Recorder
 from pipeline.tracking.run_writer import RunIdentity
@@ -441,8 +442,8 @@ def test_report_records_what_a_run_could_not_send_to_the_server(real: Any, tmp_p
     output = small_run.run(["run", config], tmp_path / "said.txt")
     assert output.count("MLflow does not answer") == 1
     assert (
-        f"the record of run 'small' is incomplete; when MLflow is back, {ui.this_python()} "
-        f"-m pipeline report {config} writes it" in output
+        f"the record of run 'small' is incomplete; when MLflow is back, {this_command()} "
+        f"report {config} writes it" in output
     )
     assert json.loads((tmp_path / "storage/runs/small/run.json").read_text())["name"] == "small"
     real.start()

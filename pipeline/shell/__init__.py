@@ -1,0 +1,1 @@
+"""What a person's shell needs: the script `accrete`, its help, version and completion."""

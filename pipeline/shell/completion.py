@@ -1,0 +1,67 @@
+"""Completion of the command line in bash and zsh: commands, options, files and names of runs.
+
+The script is made once and asks no process of ours when a key is pressed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from pipeline.shell.help import subparsers_of
+from workers.errors import require_package
+
+SHELLS = ("bash", "zsh")
+# Runs are folders below `storage/runs` of the current folder; a run may also be a config.
+PREAMBLE = {
+    "bash": """
+_accrete_config_files() {
+  compgen -f -X '!*.yaml' -- "$1"
+  compgen -f -X '!*.yml' -- "$1"
+  compgen -d -- "$1"
+}
+_accrete_run_files() {
+  local folder
+  for folder in storage/runs/*/; do
+    [ -d "$folder" ] && folder="${folder%/}" && compgen -W "${folder##*/}" -- "$1"
+  done
+  _accrete_config_files "$1"
+}
+""",
+    "zsh": """
+_accrete_config_files() { _files -g '*.(yaml|yml)(-.) *(-/)' }
+_accrete_run_files() {
+  local -a runs
+  runs=(storage/runs/*(-/N:t))
+  compadd -a runs
+  _accrete_config_files
+}
+""",
+}
+CONFIGS = {"bash": "_accrete_config_files", "zsh": "_accrete_config_files"}
+RUNS = {"bash": "_accrete_run_files", "zsh": "_accrete_run_files"}
+FOLDERS = ("storage", "out", "model")  # arguments that are folders
+FILES = ("FILE", "IMAGE")  # metavars of arguments that are files
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script that a shell, one of SHELLS, reads to complete a command line."""
+    require_package("shtab", "completion", "type the commands in full")
+    import shtab  # start-up time
+
+    for action in actions_of(parser):
+        if action.dest == "config":
+            action.complete = CONFIGS  # type: ignore[attr-defined]
+        elif action.metavar == "RUN":
+            action.complete = RUNS  # type: ignore[attr-defined]
+        elif action.metavar in FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif action.dest in FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    return str(shtab.complete(parser, shell=shell, preamble=PREAMBLE[shell]))
+
+
+def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the arguments and options of every command."""
+    for subparser in subparsers_of(parser).choices.values():
+        yield from subparser._actions

@@ -1,0 +1,102 @@
+"""The help of the command line: commands in groups, each group and each command with an example."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
+
+from workers.errors import UserError
+
+EXAMPLE = "e.g."  # how an example begins
+HELP_POSITION = 16  # column at which the text of a command begins
+
+
+class Group(NamedTuple):
+    """Commands that serve one purpose. example: the one that the help of all commands shows."""
+
+    title: str
+    commands: tuple[str, ...]
+    example: str
+
+
+GROUPS = (
+    Group("compute", ("run", "plan", "search", "ingest"), "run"),
+    Group("look at runs", ("report", "compare", "analyse", "ui"), "compare"),
+    Group("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
+    Group("keep house", ("gc", "completion"), "gc"),
+)
+# command -> arguments that show how it is used
+EXAMPLES: Mapping[str, str] = {
+    "run": "run configs/demo.yaml --set train.epochs=3",
+    "plan": "plan configs/demo.yaml --cost",
+    "search": "search configs/search/meat.yaml",
+    "ingest": "ingest configs/demo.yaml",
+    "report": "report configs/demo.yaml",
+    "compare": "compare demo demo-seed-1",
+    "analyse": "analyse configs/demo.yaml --maps 2",
+    "ui": "ui --storage storage",
+    "predict": "predict configs/demo.yaml digit.png --method meat --task 45",
+    "bundle": "bundle configs/demo.yaml --method meat --out model",
+    "tasks": "tasks model list",
+    "serve": "serve model --port 8000",
+    "gc": "gc --storage storage",
+    "completion": "completion bash > ~/.local/share/bash-completion/completions/accrete",
+}
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps texts, but for examples, which a person copies."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(EXAMPLE):
+            return indent + text
+        return super()._fill_text(text, width, indent)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raise `UserError` with one sentence when the command line is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+class GroupedParser(Parser):
+    """The parser of all commands, whose help lists them in groups."""
+
+    def format_help(self) -> str:
+        """Return the help: what this is, the commands in groups, the options."""
+        formatter = HelpFormatter(self.prog, max_help_position=HELP_POSITION)
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        subparsers = subparsers_of(self)
+        summaries = {action.dest: action for action in subparsers._choices_actions}
+        for group in GROUPS:
+            formatter.start_section(group.title)
+            formatter.add_arguments([summaries.pop(name) for name in group.commands])
+            formatter.add_text(example_text(self.prog, group.example))
+            formatter.end_section()
+        if summaries:
+            formatter.start_section("more")
+            formatter.add_arguments(summaries.values())
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments(action for action in self._actions if action.option_strings)
+        formatter.end_section()
+        formatter.add_text(f"Each command has more to say: {self.prog} run --help")
+        return formatter.format_help()
+
+
+def subparsers_of(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Parser]:
+    """Return the action of a parser that chooses a command."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action
+    raise AssertionError(f"{parser.prog} has no commands")
+
+
+def example_text(program: str, command: str) -> str:
+    """Return the last line of a command's help; empty for a command without an example."""
+    if command not in EXAMPLES:
+        return ""
+    return f"{EXAMPLE} {program} {EXAMPLES[command]}"

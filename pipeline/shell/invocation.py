@@ -1,0 +1,42 @@
+"""How this process was started, as a person would type it: printed commands begin with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from pipeline.shell.installation import SCRIPT
+
+
+def this_python() -> str:
+    """Return the path of this interpreter, as short as a person would type it."""
+    return _short(sys.executable)
+
+
+def this_command() -> str:
+    """Return what a person types to start Accrete as this process was started.
+
+    `accrete` where the script is on the search path of the shell, else its path, or the interpreter
+    with `-m pipeline`.
+    """
+    script = sys.argv[0]
+    if os.path.basename(script) != SCRIPT:
+        return f"{this_python()} -m pipeline"
+    on_path = shutil.which(SCRIPT)
+    if on_path is not None and os.path.realpath(on_path) == os.path.realpath(script):
+        return SCRIPT
+    return _short(os.path.abspath(script))
+
+
+def program() -> str:
+    """Return the name of this program in its help: `accrete`, or `python -m pipeline`."""
+    if os.path.basename(sys.argv[0]) == SCRIPT:
+        return SCRIPT
+    return "python -m pipeline"
+
+
+def _short(path: str) -> str:
+    """Return a path relative to the current folder where it lies in it."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -71,7 +71,7 @@ def one_op(name: str, pixels: torch.Tensor, level: float) -> torch.Tensor:
     policy = randaugment.Policy(
         torch.full((n, 1), randaugment.OPS.index(name)), torch.full((n, 1), level)
     )
-    return randaugment.apply(pixels, policy, (128, 100, 80))
+    return randaugment.apply(pixels, randaugment.schedule(policy), (128, 100, 80))
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -241,6 +241,20 @@ def test_a_policy_uses_every_operation_half_of_the_time() -> None:
     assert 8.9 < policy.levels.abs().mean() < 9.1
     assert policy.levels.abs().max() <= 10
     assert 0.47 < (policy.levels > 0).float().mean() < 0.53
+
+
+def test_operations_of_a_mixed_batch_are_those_of_each_image_alone() -> None:
+    """Sorting by operation, twice, and restoring the order: each image gets its own two."""
+    pixels = pictures(60, 24)
+    policy = randaugment.plan(draw(60), 2, 9.0)
+    together = randaugment.apply(pixels, randaugment.schedule(policy), (128, 100, 80))
+    for row in range(60):
+        alone = pixels[row : row + 1]
+        for turn in range(2):
+            op = int(policy.ops[row, turn])
+            if op >= 0:
+                alone = one_op(randaugment.OPS[op], alone, float(policy.levels[row, turn]))
+        assert torch.equal(together[row], alone[0]), policy.ops[row]
 
 
 # ---- erasing -------------------------------------------------------------------------------------

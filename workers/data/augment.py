@@ -13,7 +13,7 @@ classes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from workers.data import randaugment
 from workers.data.crops import CropDraws, View
 from workers.data.order import partner_positions
+from workers.data.upload import to_device
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng, derive_seed
@@ -30,6 +31,9 @@ from workers.rng import StepRng, derive_seed
 CPU = torch.device("cpu")
 ATTEMPTS = 10  # boxes tried before erasing leaves an image alone
 LONGEST_SIDE = 3  # of originals that crops are cut from, in sides of the input, by default
+# pixels are made in parts of so many values on the CPU, which fit its cache
+PART_VALUES = 1 << 18
+NOISE_IMAGES = 2  # random numbers of a step's noise, in images
 ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 
 
@@ -71,6 +75,11 @@ class Boxes:
     width: Tensor
     fits: Tensor
 
+    def corners(self) -> Tensor:
+        """(b, 4): top, bottom, left, right."""
+        edges = (self.top, self.top + self.height, self.left, self.left + self.width)
+        return torch.stack(edges, 1)
+
     def of(self, rows: Tensor) -> Boxes:
         """The boxes of some samples."""
         return Boxes(
@@ -107,6 +116,24 @@ def draw_boxes(
     return Boxes(top, left, height, width, fits)
 
 
+def inside(corners: Tensor, side: int) -> Tensor:
+    """corners (b, 4): top, bottom, left, right -> float (b, 1, side, side), 1 for the pixels that
+    are between them, else 0."""
+    top, bottom, left, right = corners.unsqueeze(-1).unbind(1)  # (b, 1) each
+    line = torch.arange(side, device=corners.device)
+    rows = ((line >= top) & (line < bottom)).float()  # (b, side)
+    columns = ((line >= left) & (line < right)).float()
+    return (rows.unsqueeze(2) * columns.unsqueeze(1)).unsqueeze(1)
+
+
+def blend_into(images: Tensor, others: Tensor, share: Tensor) -> Tensor:
+    """Return images * (1 - share) + others * share, all (b, C, s, s); both images are overwritten.
+
+    A share of 0 or 1 gives the images of one side to the bit.
+    """
+    return images.mul_(1 - share).add_(others.mul_(share))
+
+
 @dataclass(frozen=True)
 class Mix:
     """How samples are mixed with their partners.
@@ -123,6 +150,42 @@ class Mix:
     def of(self, rows: Tensor) -> Mix:
         """The plan of some samples."""
         return Mix(self.blend[rows], self.boxes[rows], self.share[rows])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers by which the images of b samples are made from the pixels of k: these samples and
+    the partners to mix them with. They are drawn on the host, and reach the device in one copy.
+
+    schedule: of RandAugment, None without.
+    erased: (k, 5) the corners of the box that is erased, and the start of its noise; None without.
+    partners: (b,) which of the k samples each is mixed with; None where nothing is mixed.
+    mix: of the b samples; None where nothing is mixed.
+    """
+
+    schedule: randaugment.Schedule | None
+    erased: Tensor | None
+    partners: Tensor | None
+    mix: Mix | None
+
+    def tensors(self) -> list[Tensor]:
+        """Return what the device needs."""
+        tensors = [tensor for tensor in (self.erased, self.partners) if tensor is not None]
+        if self.mix is not None:
+            tensors += [self.mix.blend, self.mix.boxes, self.mix.share]
+        if self.schedule is not None:
+            tensors += self.schedule.tensors()
+        return tensors
+
+    def with_tensors(self, tensors: list[Tensor]) -> Plan:
+        """Return the plan with copies of `tensors()` in their place."""
+        copies = iter(tensors)
+        return Plan(
+            erased=None if self.erased is None else next(copies),
+            partners=None if self.partners is None else next(copies),
+            mix=None if self.mix is None else Mix(next(copies), next(copies), next(copies)),
+            schedule=self.schedule and self.schedule.with_tensors(list(copies)),
+        )
 
 
 class Augment:
@@ -195,16 +258,27 @@ class Augment:
             )
         if not self.training:
             return self.normalise(self._centre(pixels)), None
-        images = self._augment(pixels, draw)
         targets = self.targets(labels, num_classes)
-        if targets is not None and num_classes is not None and self.needs_partner:
-            partner_images, partner_labels = self._partners(
-                images, labels, draw, partner_pixels, partner_labels
-            )
-            mix = self._plan_mix(draw).of(draw.positions.cpu())
-            images = self._mix(images, partner_images, mix)
-            share = mix.share.to(targets).unsqueeze(1)  # (b, 1)
-            partner_targets = self._targets(partner_labels, num_classes)
+        is_mixed = self.needs_partner and num_classes is not None
+        local_partners = self._local_partners(draw) if is_mixed else None
+        if is_mixed and local_partners is None:
+            if partner_pixels is None or partner_labels is None:
+                raise ValueError(
+                    "mixing needs partner_pixels and partner_labels where a rank holds a part of "
+                    "the batch"
+                )
+            pixels = torch.cat((pixels, partner_pixels))
+            labels = torch.cat((labels, partner_labels))
+        rows = draw.positions.cpu()  # (b,)
+        if is_mixed and local_partners is None:
+            rows = torch.cat((rows, self._all_partners(draw)[rows]))  # (k,)
+        plan = self._plan(draw, rows, local_partners, is_mixed)
+        plan = plan.with_tensors(to_device(plan.tensors(), pixels.device))
+        pixels = self._crop(pixels, draw, rows)
+        images = self._images(pixels, plan, draw)
+        if targets is not None and plan.mix is not None and plan.partners is not None:
+            share = plan.mix.share.unsqueeze(1)  # (b, 1)
+            partner_targets = self._targets(labels[plan.partners], targets.shape[1])
             targets = share * targets + (1 - share) * partner_targets
         return images, targets
 
@@ -223,16 +297,98 @@ class Augment:
             self.shift = self.shift.to(pixels.device)
         return pixels.float().mul_(self.scale).add_(self.shift)
 
-    # ---- one sample ------------------------------------------------------------------------------
-    def _augment(self, pixels: Tensor, draw: StepRng) -> Tensor:
-        """Augment samples one by one; partners too, with the numbers of their own positions."""
-        rows = draw.positions.cpu()
-        pixels = self._crop(pixels, draw, rows)
+    # ---- what is drawn, on the host --------------------------------------------------------------
+    def _plan(
+        self, draw: StepRng, rows: Tensor, local_partners: Tensor | None, is_mixed: bool
+    ) -> Plan:
+        """Return the plan of a rank's samples, those of positions `rows` (k,).
+
+        Partners are made as samples at their own positions are. Without `local_partners` they come
+        behind the samples.
+        """
+        num_samples = len(draw.positions)
+        mix = None
+        partners = local_partners
+        if is_mixed:
+            mix = self._plan_mix(draw).of(rows[:num_samples])
+            if partners is None:
+                partners = torch.arange(num_samples, 2 * num_samples)
+        schedule = None
         if self.data.randaugment:
             policy = randaugment.plan(draw, self.data.randaugment, self.data.magnitude)
-            pixels = randaugment.apply(pixels, policy.of(rows), self.fill)
+            schedule = randaugment.schedule(policy.of(rows))
+        erased = self._plan_erasing(draw)[rows] if self.data.erase else None
+        return Plan(schedule, erased, partners, mix)
+
+    @staticmethod
+    def _all_partners(draw: StepRng) -> Tensor:
+        return partner_positions(draw.batch_size or draw.size, draw.size)
+
+    def _local_partners(self, draw: StepRng) -> Tensor | None:
+        """(b,) the index of each sample's partner among this rank's samples, or None where some are
+        of another rank or micro-batch."""
+        rows = draw.positions.cpu()
+        partners = self._all_partners(draw)
+        local_index = torch.full((draw.size,), -1)  # position -> index
+        local_index[rows] = torch.arange(len(rows))
+        local_partners = local_index[partners[rows]]
+        return local_partners if bool((local_partners >= 0).all()) else None
+
+    def _plan_erasing(self, draw: StepRng) -> Tensor:
+        """Random erasing (Zhong et al. 2020, arXiv 1708.04896), pixel mode of timm: N(0, 1) in a
+        box. (size, 5), see `Plan`; the box of a sample that stays whole is empty."""
+        chance = torch.rand(draw.size, generator=draw.generator("erase", CPU))
+        boxes = draw_boxes(draw, "erase", self.side, ERASE_AREA, ERASE_RATIO)
+        corners = boxes.corners()
+        is_erased = (chance < self.data.erase) & boxes.fits
+        start = torch.rand(
+            draw.size, generator=draw.generator("erase.place", CPU), dtype=torch.float64
+        )
+        start = (start * (NOISE_IMAGES - 1) * 3 * self.side**2).long()
+        return torch.cat((corners * is_erased.unsqueeze(1), start.unsqueeze(1)), 1)
+
+    # ---- pixels to images ------------------------------------------------------------------------
+    def _images(self, pixels: Tensor, plan: Plan, draw: StepRng) -> Tensor:
+        """uint8 (k, 3, s, s), cropped -> float32 (b, 3, s, s)."""
+        if plan.schedule is not None:
+            pixels = randaugment.apply(pixels, plan.schedule, self.fill)
+        if plan.erased is None and plan.mix is None:
+            return self.normalise(pixels)
+        noise = None if plan.erased is None else self._noise(draw, pixels.device)
+        num_images = len(pixels) if plan.partners is None else len(plan.partners)
+        images = torch.empty((num_images, *pixels.shape[1:]), device=pixels.device)
+        step = num_images
+        if pixels.device.type == "cpu":
+            step = max(1, PART_VALUES // images[0].numel())
+        for start in range(0, num_images, step):
+            part = slice(start, min(start + step, num_images))
+            image = self._erased(pixels[part], plan.erased, part, noise)
+            if plan.mix is not None and plan.partners is not None:
+                partners = plan.partners[part]
+                other = self._erased(pixels.index_select(0, partners), plan.erased, partners, noise)
+                in_box = inside(plan.mix.boxes[part], self.side)
+                blend = plan.mix.blend[part].view(-1, 1, 1, 1)
+                image = blend_into(image, other, 1 - blend * (1 - in_box))
+            images[part] = image
+        return images
+
+    def _erased(
+        self, pixels: Tensor, erased: Tensor | None, rows: slice | Tensor, noise: Tensor | None
+    ) -> Tensor:
+        """uint8 (n, 3, s, s), some rows of the k samples -> float32, with noise in their boxes."""
         images = self.normalise(pixels)
-        return self._erase(images, draw, rows) if self.data.erase else images
+        if erased is None or noise is None:
+            return images
+        corners_and_start = erased[rows]
+        windows = noise.unfold(0, images[0].numel(), 1)
+        patches = windows.index_select(0, corners_and_start[:, 4]).view_as(images)
+        return blend_into(images, patches, inside(corners_and_start[:, :4], self.side))
+
+    def _noise(self, draw: StepRng, device: torch.device) -> Tensor:
+        """N(0, 1), equal on all ranks: each sample has a window of it. Noise of its own for each
+        sample of the global batch would cost each rank as much as the batch."""
+        size = NOISE_IMAGES * 3 * self.side**2
+        return torch.randn(size, generator=draw.generator("erase.noise", device), device=device)
 
     def _centre(self, pixels: Tensor) -> Tensor:
         start = (self.size_in - self.side) // 2
@@ -255,57 +411,6 @@ class Augment:
         shift = torch.rand((draw.size, 2), generator=draw.generator("crop", CPU))[rows]
         top, left = (margin + pad - reach + (shift * (2 * reach + 1)).long()).unbind(1)
         return crop(F.pad(pixels, (pad,) * 4), top, left, flip, self.side)
-
-    def _erase(self, images: Tensor, draw: StepRng, rows: Tensor) -> Tensor:
-        """Random erasing (Zhong et al. 2020, arXiv 1708.04896), pixel mode of timm: N(0, 1) in a
-        box, in place.
-
-        The noise is cut from one field per step, at an offset per sample. A field costs as much as
-        four images; noise for the whole global batch on each rank would cost as much as the batch.
-        """
-        chance = torch.rand(draw.size, generator=draw.generator("erase", CPU))[rows]
-        boxes = draw_boxes(draw, "erase", self.side, ERASE_AREA, ERASE_RATIO).of(rows)
-        offsets = torch.rand((draw.size, 2), generator=draw.generator("erase.place", CPU))[rows]
-        offsets = (offsets * (self.side + 1)).long()  # (b, 2) into the field
-        erased = ((chance < self.data.erase) & boxes.fits).nonzero().squeeze(1)
-        if not len(erased):
-            return images
-        span = 2 * self.side
-        noise = draw.generator("erase.noise", images.device)
-        field = torch.randn((3, span, span), generator=noise, device=images.device)
-        for i in erased.tolist():
-            top, left = int(boxes.top[i]), int(boxes.left[i])
-            height, width = int(boxes.height[i]), int(boxes.width[i])
-            y, x = offsets[i].tolist()
-            patch = field[:, y : y + height, x : x + width]
-            images[i, :, top : top + height, left : left + width] = patch
-        return images
-
-    # ---- pairs of samples ------------------------------------------------------------------------
-    def _partners(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        draw: StepRng,
-        pixels: Tensor | None,
-        pixel_labels: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Images and labels of each sample's partner, augmented as a sample at its position is."""
-        rows = draw.positions.cpu()
-        partners = partner_positions(draw.batch_size or draw.size, draw.size)
-        partner = partners[rows]  # (b,) in the global batch
-        local_index = torch.full((draw.size,), -1)  # position -> index in this micro-batch, or -1
-        local_index[rows] = torch.arange(len(rows))
-        local_partner = local_index[partner]
-        if (local_partner >= 0).all():
-            local_partner = local_partner.to(images.device)
-            return images[local_partner], labels[local_partner]
-        if pixels is None or pixel_labels is None:
-            raise ValueError(
-                "mixing needs partner_pixels and partner_labels where a rank holds a part of "
-                "the batch"
-            )
-        return self._augment(pixels, replace(draw, positions=partner)), pixel_labels
 
     def _targets(self, labels: Tensor, num_classes: int) -> Tensor:
         smoothing = self.data.smoothing
@@ -346,13 +451,3 @@ class Augment:
             return torch.ones(draw.size)
         generator = np.random.default_rng(derive_seed(draw.seed, draw.epoch, draw.step, tag))
         return torch.from_numpy(generator.beta(alpha, alpha, draw.size)).float()
-
-    @staticmethod
-    def _mix(images: Tensor, partners: Tensor, mix: Mix) -> Tensor:
-        """images, partners (b, 3, s, s) -> (b, 3, s, s)."""
-        blend = mix.blend.to(images.device).view(-1, 1, 1, 1)
-        mixed = images * blend + partners * (1 - blend)
-        for i, (top, bottom, left, right) in enumerate(mix.boxes.tolist()):
-            if bottom > top and right > left:
-                mixed[i, :, top:bottom, left:right] = partners[i, :, top:bottom, left:right]
-        return mixed

@@ -1,17 +1,18 @@
-"""RandAugment on a batch of uint8 images, without a loop over images.
+"""RandAugment on a batch of uint8 images, without a loop over images and without a wait for the
+device.
 
 It is timm's `rand-m<magnitude>-mstd0.5-inc1`.
 
 Cubuk et al. 2020 (arXiv 1909.13719) in the form that DeiT, MEAT and DyTox train with: each of n
 operations is one of 15, drawn with replacement, applied with probability 0.5 at a strength drawn
-from N(magnitude, 0.5). Instead of one function per image, three families each take all their images
-at once: lookup tables, affine maps, and blends with a degenerate image. Tables and blends are
-Pillow's. Two deviations from timm: posterize keeps at least 1 bit (timm asks for 0 at high
-magnitude, which Pillow 13 refuses), and affine maps are bilinear (timm: bilinear or bicubic, by
-chance).
+from N(magnitude, 0.5). The host sorts the images by their operation, so that each operation takes
+a slice of the batch, whose length is known before the device has computed anything. Tables and
+blends are Pillow's. Two deviations from timm: posterize keeps at least 1 bit (timm asks for 0 at
+high magnitude, which Pillow 13 refuses), and affine maps are bilinear (timm: bilinear or bicubic,
+by chance).
 
-Shapes: b images of a global batch, n of them under one operation; levels are (n,), signed, in [-10,
-10].
+Shapes: b images of a rank, n of them under one operation, `size` in the global batch; levels are
+(n,), signed, in [-10, 10]; params are (n, 6), numbers of the operation for each image.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from workers.rng import StepRng
 PROBABILITY = 0.5
 STRENGTH_STD = 0.5
 STRONGEST = 10.0
+NUM_PARAMS = 6
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Policy:
     """The operations on each sample of the global batch.
 
     ops: (size, n) indices into OPS, -1 for no operation. levels: (size, n) signed strengths. Both
-    are on the CPU, so that grouping never waits for the device.
+    are on the CPU, so that sorting never waits for the device.
     """
 
     ops: Tensor
@@ -44,7 +47,53 @@ class Policy:
 
     def of(self, rows: Tensor) -> Policy:
         """Return the policy of some samples of the batch."""
-        return replace(self, ops=self.ops[rows], levels=self.levels[rows])
+        return Policy(self.ops[rows], self.levels[rows])
+
+
+class Group(NamedTuple):
+    """Images start to stop of a sorted batch: under one operation, or several of one form."""
+
+    apply: Apply
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """One operation on each image, in groups.
+
+    order: (b,) where each image of the sorted batch was before. params: (b, 6), sorted.
+    """
+
+    order: Tensor
+    params: Tensor
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A policy whose images are sorted by operation, once for each of the n operations.
+
+    restored: (b,) where each image is at the end.
+    """
+
+    rounds: tuple[Round, ...]
+    restored: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Return what the device needs."""
+        tensors = [self.restored]
+        for turn in self.rounds:
+            tensors += [turn.order, turn.params]
+        return tensors
+
+    def with_tensors(self, tensors: list[Tensor]) -> Schedule:
+        """Return the schedule with copies of `tensors()` in their place."""
+        restored, *rest = tensors
+        rounds = []
+        for turn, order, params in zip(self.rounds, rest[::2], rest[1::2], strict=True):
+            rounds.append(replace(turn, order=order, params=params))
+        return Schedule(tuple(rounds), restored)
 
 
 def plan(draw: StepRng, n: int, magnitude: float) -> Policy:
@@ -59,40 +108,78 @@ def plan(draw: StepRng, n: int, magnitude: float) -> Policy:
     return Policy(ops, strength * torch.where(sign < 0.5, -1.0, 1.0))
 
 
-def apply(pixels: Tensor, policy: Policy, fill: tuple[int, ...]) -> Tensor:
-    """Apply a policy to pixels, uint8 (b, 3, S, S); the shape and type stay.
+def schedule(policy: Policy) -> Schedule:
+    """Sort the images of a policy by their operations."""
+    slots = torch.arange(len(policy.ops))  # where each image is
+    rounds = []
+    for ops, levels in zip(policy.ops.unbind(1), policy.levels.unbind(1), strict=True):
+        sorted_images = ops.argsort(stable=True)
+        params = _params(ops[sorted_images], levels[sorted_images])
+        rounds.append(Round(slots[sorted_images], params, _groups(ops)))
+        slots = sorted_images.argsort()
+    return Schedule(tuple(rounds), slots)
+
+
+def _params(ops: Tensor, levels: Tensor) -> Tensor:
+    """Return the numbers (b, 6) of operations (b,) at signed levels (b,)."""
+    params = torch.zeros((len(ops), NUM_PARAMS))
+    for index, operation in enumerate(OPERATIONS.values()):
+        if operation.params_of is not None:
+            is_chosen = ops == index
+            numbers = operation.params_of(levels[is_chosen])  # (images, up to 6)
+            params[is_chosen] = F.pad(numbers, (0, NUM_PARAMS - numbers.shape[1]))
+    return params
+
+
+def _groups(ops: Tensor) -> tuple[Group, ...]:
+    """Return the groups of a batch that is sorted by operation; neighbours of one form are one."""
+    counts = (ops + 1).bincount(minlength=len(OPS) + 1).tolist()
+    start = counts[0]  # those without an operation come first
+    groups: list[Group] = []
+    for operation, count in zip(OPERATIONS.values(), counts[1:], strict=True):
+        stop = start + count
+        if groups and groups[-1].apply is operation.apply:
+            groups[-1] = groups[-1]._replace(stop=stop)
+        elif count:
+            groups.append(Group(operation.apply, start, stop))
+        start = stop
+    return tuple(groups)
+
+
+def apply(pixels: Tensor, turns: Schedule, fill: tuple[int, ...]) -> Tensor:
+    """Apply a schedule, on the device of pixels, uint8 (b, 3, S, S); the shape and type stay.
 
     fill: the colour outside the image, which affine maps may bring in.
     """
-    out = pixels.clone()
-    for ops, levels in zip(policy.ops.unbind(1), policy.levels.unbind(1), strict=True):
-        for family, operations in FAMILIES.items():
-            rows: list[Tensor] = []
-            params: list[Tensor] = []
-            for name, params_of in operations.items():
-                group = (ops == OPS.index(name)).nonzero().squeeze(1)  # images under this operation
-                if len(group):
-                    rows.append(group)
-                    params.append(params_of(out[group.to(out.device)], levels[group]))
-            if rows:
-                index = torch.cat(rows).to(out.device)
-                out[index] = family(out[index], torch.cat(params).to(out.device), fill)
-    return out
+    for turn in turns.rounds:
+        pixels = pixels.index_select(0, turn.order)
+        for group in turn.groups:
+            part = pixels[group.start : group.stop]
+            part.copy_(group.apply(part, turn.params[group.start : group.stop], fill))
+    return pixels.index_select(0, turns.restored)
 
 
 # ---- lookup tables: operations that map each value of a channel to another -----------------------
-def _look_up(pixels: Tensor, tables: Tensor, fill: tuple[int, ...]) -> Tensor:
-    """Map each value of a channel by a table. tables: uint8 (n, 3, 256)."""
-    values = pixels.flatten(2).long()  # (n, 3, S S)
-    return tables.gather(2, values).view_as(pixels)
+def _looks_up(table_of: Callable[[Tensor, Tensor], Tensor]) -> Apply:
+    """Return an operation that maps values by `table_of(pixels, first params)`, (n, 3, 256)."""
+
+    def apply(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
+        number = params[:, 0].int().view(-1, 1, 1)
+        tables = table_of(pixels, number)
+        first_values = torch.arange(0, tables.numel(), 256, device=pixels.device).int()
+        places = pixels + first_values.view(-1, 3, 1, 1)
+        return tables.view(-1).index_select(0, places.view(-1)).view_as(pixels)
+
+    return apply
 
 
-def _table(values: Tensor) -> Tensor:
+def _table(values: Tensor, pixels: Tensor) -> Tensor:
     """values (n or 1, 1 or 3, 256) of any type -> uint8 (n, 3, 256).
 
     They are truncated and clipped as Pillow does.
     """
-    return values.clamp(0, 255).to(torch.uint8).expand(-1, 3, -1)
+    table = values.clamp(0, 255).to(torch.uint8)
+    return table.expand(len(pixels), 3, -1).contiguous()
 
 
 def _values(pixels: Tensor) -> Tensor:
@@ -100,12 +187,7 @@ def _values(pixels: Tensor) -> Tensor:
     return torch.arange(256, device=pixels.device)
 
 
-def _per_image(level: Tensor, pixels: Tensor) -> Tensor:
-    """Return a number per image in the shape of a table: (n,) -> (n, 1, 1)."""
-    return level.to(pixels.device)[:, None, None]
-
-
-def _autocontrast(pixels: Tensor, level: Tensor) -> Tensor:
+def _autocontrast(pixels: Tensor, number: Tensor) -> Tensor:
     flat = pixels.flatten(2)
     low = flat.amin(2, keepdim=True).double()  # (n, 3, 1)
     high = flat.amax(2, keepdim=True).double()
@@ -113,124 +195,140 @@ def _autocontrast(pixels: Tensor, level: Tensor) -> Tensor:
     # `255.0 / tensor` would multiply by a rounded reciprocal
     scale = torch.full_like(high, 255.0) / (high - low)
     stretched = (values * scale + -low * scale).nan_to_num(0.0)
-    return _table(torch.where(high > low, stretched, values.double()))
+    return _table(torch.where(high > low, stretched, values.double()), pixels)
 
 
-def _equalize(pixels: Tensor, level: Tensor) -> Tensor:
+def _equalize(pixels: Tensor, number: Tensor) -> Tensor:
     flat = pixels.flatten(2).long()
-    counts = flat.new_zeros((*flat.shape[:2], 256))  # histograms, (n, 3, 256)
-    counts.scatter_add_(2, flat, torch.ones_like(flat))
+    ones = torch.ones((), dtype=torch.int32, device=pixels.device).expand_as(flat)
+    counts = torch.zeros((len(pixels), 3, 256), dtype=torch.int32, device=pixels.device)
+    counts.scatter_add_(2, flat, ones)  # histograms
     last = counts.gather(2, flat.amax(2, keepdim=True))  # of the largest value, (n, 3, 1)
     step = (flat.shape[2] - last) // 255
     table = (step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)
-    return _table(torch.where(step > 0, table, _values(pixels)))
+    return _table(torch.where(step > 0, table, _values(pixels)), pixels)
 
 
-def _invert(pixels: Tensor, level: Tensor) -> Tensor:
-    return _table((255 - _values(pixels)).expand(len(pixels), 1, -1))
+def _invert(pixels: Tensor, number: Tensor) -> Tensor:
+    return _table((255 - _values(pixels)).view(1, 1, -1), pixels)
 
 
-def _posterize(pixels: Tensor, level: Tensor) -> Tensor:
+def _posterize(pixels: Tensor, bit_mask: Tensor) -> Tensor:
+    return _table(_values(pixels) & bit_mask, pixels)
+
+
+def _solarize(pixels: Tensor, threshold: Tensor) -> Tensor:
+    values = _values(pixels)
+    return _table(torch.where(values < threshold, values, 255 - values), pixels)
+
+
+def _solarize_add(pixels: Tensor, amount: Tensor) -> Tensor:
+    values = _values(pixels)
+    return _table(torch.where(values < 128, values + amount, values), pixels)
+
+
+def _bit_mask(level: Tensor) -> Tensor:
     bits = (4 - (level.abs() / STRONGEST * 4).long()).clamp(min=1)
-    bit_mask = 256 - 2 ** (8 - bits)
-    return _table(_values(pixels) & _per_image(bit_mask, pixels))
+    return (256 - 2 ** (8 - bits)).float().unsqueeze(1)
 
 
-def _solarize(pixels: Tensor, level: Tensor) -> Tensor:
-    values = _values(pixels)
-    threshold = 256 - (level.abs() / STRONGEST * 256).long()
-    threshold = _per_image(threshold, pixels)
-    return _table(torch.where(values < threshold, values, 255 - values))
+def _threshold(level: Tensor) -> Tensor:
+    return (256 - (level.abs() / STRONGEST * 256).long()).float().unsqueeze(1)
 
 
-def _solarize_add(pixels: Tensor, level: Tensor) -> Tensor:
-    values = _values(pixels)
-    amount = (level.abs() / STRONGEST * 110).long()
-    amount = _per_image(amount, pixels)
-    return _table(torch.where(values < 128, values + amount, values))
-
-
-def _contrast(pixels: Tensor, level: Tensor) -> Tensor:
-    count = pixels[0, 0].numel()
-    total = _grey(pixels).long().sum((1, 2, 3))  # (n,)
-    mean = (2 * total + count) // (2 * count)  # rounded, as Pillow does
-    mean = mean[:, None, None]
-    factor = _per_image(_factor(level), pixels)
-    return _table(mean + (_values(pixels) - mean) * factor)
-
-
-def _brightness(pixels: Tensor, level: Tensor) -> Tensor:
-    factor = _per_image(_factor(level), pixels)
-    return _table(_values(pixels) * factor)
+def _amount(level: Tensor) -> Tensor:
+    return (level.abs() / STRONGEST * 110).long().float().unsqueeze(1)
 
 
 # ---- blends with a degenerate image --------------------------------------------------------------
 def _factor(level: Tensor) -> Tensor:
-    """Return the weight of the image, 0.1 to 1.9, in timm's `increasing` form.
+    """Return the weight of the image (n, 1), 0.1 to 1.9, in timm's `increasing` form.
 
     1 is the image itself, 0 the degenerate one; above 1 the difference is exaggerated.
     """
-    return (1 + 0.9 * level / STRONGEST).clamp(min=0.1)
+    return (1 + 0.9 * level / STRONGEST).clamp(min=0.1).unsqueeze(1)
 
 
-def _blend(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
-    """Blend with a degenerate image. params: (n, 2), the factor, and 0 for grey or 1 for smooth."""
-    factor = params[:, 0].view(-1, 1, 1, 1)
-    is_smooth = params[:, 1].view(-1, 1, 1, 1) > 0
-    degenerate = torch.where(is_smooth, _smooth(pixels), _grey(pixels)).float()
-    blended = degenerate + factor * (pixels.float() - degenerate)
-    return blended.clamp_(0, 255).to(torch.uint8)
+def _blends_with(degenerate_of: Callable[[Tensor], Tensor]) -> Apply:
+    """Return an operation that blends an image with another, a function of its pixels."""
+
+    def apply(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
+        image = pixels.float()
+        factor = params[:, 0].view(-1, 1, 1, 1)
+        degenerate = degenerate_of(image)
+        blended = (image - degenerate).mul_(factor).add_(degenerate)
+        return _bytes(blended.clamp_(0, 255))
+
+    return apply
 
 
-def _color(pixels: Tensor, level: Tensor) -> Tensor:
-    return torch.stack((_factor(level), torch.zeros_like(level)), 1)
+def _bytes(values: Tensor) -> Tensor:
+    """values (...) in [0, 256) -> uint8, truncated; by way of int16, which is five times faster."""
+    return values.to(torch.int16).to(torch.uint8)
 
 
-def _sharpness(pixels: Tensor, level: Tensor) -> Tensor:
-    return torch.stack((_factor(level), torch.ones_like(level)), 1)
+def _grey(image: Tensor) -> Tensor:
+    """Return the luma (n, 1, S, S) in Pillow's fixed-point form; its integers are exact in fp32."""
+    red, green, blue = image.split(1, 1)
+    weighted = (red * 19595).add_(green * 38470).add_(blue * 7471)
+    luma: Tensor = weighted.add_(0x8000).mul_(2**-16)
+    return luma.floor_()
 
 
-def _grey(pixels: Tensor) -> Tensor:
-    """Return the luma (n, 1, S, S) in Pillow's fixed-point form."""
-    red, green, blue = pixels.int().unbind(1)
-    weighted = red * 19595 + green * 38470 + blue * 7471
-    return ((weighted + 0x8000) >> 16).unsqueeze(1)
+def _mean_grey(image: Tensor) -> Tensor:
+    """Return the mean luma (n, 1, 1, 1), rounded as Pillow does."""
+    count = image[0, 0].numel()
+    total = _grey(image).sum((1, 2, 3), dtype=torch.float64, keepdim=True)
+    mean: Tensor = (2 * total + count) / (2 * count)
+    return mean.floor().float()
 
 
-def _smooth(pixels: Tensor) -> Tensor:
-    """Apply Pillow's SMOOTH, exactly, in integers: a 3x3 box with weight 5 in the middle.
+def _black(image: Tensor) -> Tensor:
+    return image.new_zeros(())
 
-    The outermost pixels stay.
+
+def _smooth(image: Tensor) -> Tensor:
+    """Apply Pillow's SMOOTH, exactly: a 3x3 box with weight 5 in the middle.
+
+    The outermost pixels stay. The integers are exact in fp32, and so is the floor of the division.
     """
-    image = pixels.int()
     rows = image[:, :, :-2] + image[:, :, 1:-1] + image[:, :, 2:]
     box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
-    total = box + 4 * image[:, :, 1:-1, 1:-1]
+    total = box.add_(image[:, :, 1:-1, 1:-1], alpha=4)
     smooth = image.clone()
-    smooth[:, :, 1:-1, 1:-1] = (2 * total + 13) // 26
+    smooth[:, :, 1:-1, 1:-1] = total.mul_(2).add_(13).div_(26).floor_()
     return smooth
 
 
 # ---- affine maps ---------------------------------------------------------------------------------
-def _warp(pixels: Tensor, theta: Tensor, fill: tuple[int, ...]) -> Tensor:
-    """Apply affine maps. theta: (n, 2, 3) from output to input coordinates, both in [-1, 1].
+def _warp(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
+    """Apply affine maps. params: rows of (2, 3), from output to input coordinates in [-1, 1].
 
     Pixels from outside the image have the colour `fill`.
     """
-    colour = torch.tensor(fill, dtype=torch.float32, device=pixels.device).view(3, 1, 1)
-    grid = F.affine_grid(theta, list(pixels.shape), align_corners=False)
-    moved = F.grid_sample(
-        pixels.float() - colour, grid, mode="bilinear", padding_mode="zeros", align_corners=False
-    )
-    return (moved + colour).round_().clamp_(0, 255).to(torch.uint8)
+    side = pixels.shape[-1]
+    x_x, x_y, x_0, y_x, y_y, y_0 = params.view(-1, NUM_PARAMS, 1, 1).unbind(1)  # (n, 1, 1) each
+    centres = torch.arange(1 - side, side, 2, device=pixels.device) / side
+    across = centres.view(1, 1, -1)
+    down = centres.view(1, -1, 1)
+    grid = torch.empty((len(pixels), side, side, 2), device=pixels.device)
+    torch.add(x_x * across, x_y * down + x_0, out=grid[..., 0])
+    torch.add(y_x * across, y_y * down + y_0, out=grid[..., 1])
+    image = pixels.float()
+    for channel, value in enumerate(fill):  # around zero, which is what lies outside
+        image[:, channel] -= value
+    moved = F.grid_sample(image, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    for channel, value in enumerate(fill):
+        moved[:, channel] += value
+    return _bytes(moved.round_())
 
 
-def _theta(rows: list[list[float]]) -> Tensor:
-    """Return affine maps (n, 2, 3) from their six numbers each."""
-    return torch.tensor(rows, dtype=torch.float32).view(-1, 2, 3)
+def _maps(rows: list[list[float]]) -> Tensor:
+    """Return affine maps (n, 6)."""
+    return torch.tensor(rows, dtype=torch.float32).view(-1, NUM_PARAMS)
 
 
-def _rotate(pixels: Tensor, level: Tensor) -> Tensor:
+def _rotation(level: Tensor) -> Tensor:
     # Scalar cosines: the vectorised one may round differently in a batch of another size.
     rows = []
     for strength in level.tolist():
@@ -238,51 +336,55 @@ def _rotate(pixels: Tensor, level: Tensor) -> Tensor:
         cos = math.cos(angle)
         sin = math.sin(angle)
         rows.append([cos, -sin, 0, sin, cos, 0])
-    return _theta(rows)
+    return _maps(rows)
 
 
-def _shear_x(pixels: Tensor, level: Tensor) -> Tensor:
+def _shear_x(level: Tensor) -> Tensor:
     shears = (0.3 * level / STRONGEST).tolist()
-    return _theta([[1, s, s, 0, 1, 0] for s in shears])  # about the top edge
+    return _maps([[1, s, s, 0, 1, 0] for s in shears])  # about the top edge
 
 
-def _shear_y(pixels: Tensor, level: Tensor) -> Tensor:
+def _shear_y(level: Tensor) -> Tensor:
     shears = (0.3 * level / STRONGEST).tolist()
-    return _theta([[1, 0, 0, s, 1, s] for s in shears])  # about the left edge
+    return _maps([[1, 0, 0, s, 1, s] for s in shears])  # about the left edge
 
 
-def _translate_x(pixels: Tensor, level: Tensor) -> Tensor:
+def _translation_x(level: Tensor) -> Tensor:
     shifts = (0.45 * level / STRONGEST).tolist()
-    return _theta([[1, 0, 2 * s, 0, 1, 0] for s in shifts])
+    return _maps([[1, 0, 2 * s, 0, 1, 0] for s in shifts])
 
 
-def _translate_y(pixels: Tensor, level: Tensor) -> Tensor:
+def _translation_y(level: Tensor) -> Tensor:
     shifts = (0.45 * level / STRONGEST).tolist()
-    return _theta([[1, 0, 0, 0, 1, 2 * s] for s in shifts])
+    return _maps([[1, 0, 0, 0, 1, 2 * s] for s in shifts])
 
 
-# (pixels (n, 3, S, S), parameters of the operation for each image, fill) -> pixels
-Family = Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]
-# (pixels (n, 3, S, S), levels (n,)) -> parameters for its family
-Operation = Callable[[Tensor, Tensor], Tensor]
-FAMILIES: dict[Family, dict[str, Operation]] = {
-    _look_up: {
-        "autocontrast": _autocontrast,
-        "equalize": _equalize,
-        "invert": _invert,
-        "posterize": _posterize,
-        "solarize": _solarize,
-        "solarize_add": _solarize_add,
-        "contrast": _contrast,
-        "brightness": _brightness,
-    },
-    _blend: {"color": _color, "sharpness": _sharpness},
-    _warp: {
-        "rotate": _rotate,
-        "shear_x": _shear_x,
-        "shear_y": _shear_y,
-        "translate_x": _translate_x,
-        "translate_y": _translate_y,
-    },
+# (pixels (n, 3, S, S), params (n, 6), fill) -> pixels
+Apply = Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]
+
+
+class Operation(NamedTuple):
+    """What an operation does, and its numbers: levels (n,) -> (n, up to 6), None without any."""
+
+    apply: Apply
+    params_of: Callable[[Tensor], Tensor] | None = None
+
+
+OPERATIONS = {
+    "autocontrast": Operation(_looks_up(_autocontrast)),
+    "equalize": Operation(_looks_up(_equalize)),
+    "invert": Operation(_looks_up(_invert)),
+    "posterize": Operation(_looks_up(_posterize), _bit_mask),
+    "solarize": Operation(_looks_up(_solarize), _threshold),
+    "solarize_add": Operation(_looks_up(_solarize_add), _amount),
+    "contrast": Operation(_blends_with(_mean_grey), _factor),
+    "brightness": Operation(_blends_with(_black), _factor),
+    "color": Operation(_blends_with(_grey), _factor),
+    "sharpness": Operation(_blends_with(_smooth), _factor),
+    "rotate": Operation(_warp, _rotation),
+    "shear_x": Operation(_warp, _shear_x),
+    "shear_y": Operation(_warp, _shear_y),
+    "translate_x": Operation(_warp, _translation_x),
+    "translate_y": Operation(_warp, _translation_y),
 }
-OPS = tuple(name for names in FAMILIES.values() for name in names)
+OPS = tuple(OPERATIONS)

@@ -108,7 +108,11 @@ def _progress_text(body: dict[str, Any]) -> str:
         images = str(body.get("images", 0))
         if body.get("of"):
             images += f"/{body['of']}"
-        return f"{body['doing']} {images} images"
+        speed = ""
+        if "left_s" in body:
+            left = _format_seconds(body["left_s"])
+            speed = f", {body['images_per_s']:.0f} images/s, {left} left"
+        return f"{body['doing']} {images} images{speed}"
     if "epoch" not in body:  # evaluate
         return f"{body.get('task', '')} {body.get('done', 0)}/{body.get('of', 1)}"
     validation = ""

@@ -143,7 +143,7 @@ def test_a_pickle_in_a_tar_is_not_loaded(site: Any, capfd: pytest.CaptureFixture
     assert cli.main(["ingest", archive(site, *hidden)]) == 0
     shard = next((site.own_folder / "storage" / "stages").glob("*/*/train-00000.tar"))
     with tarfile.open(shard) as tar:
-        assert [name.rpartition(".")[2] for name in tar.getnames()] == ["png", "cls"] * 2
+        assert [name.rpartition(".")[2] for name in tar.getnames()] == ["png", "cls", "txt"] * 2
 
 
 # ---- images --------------------------------------------------------------------------------------

@@ -298,7 +298,11 @@ def file_info(data: bytes) -> FileInfo:
 
 @dataclass
 class Attempt:
-    """One attempt to write the artifact `key`: `commit` publishes it, `discard` deletes it."""
+    """One attempt to write the artifact `key`: `commit` publishes it, `discard` deletes it.
+
+    A name that is given must stand for the bytes of all files: who has the same name writes the
+    same files, as ingest does, which goes on with what a killed try has written.
+    """
 
     root: str
     key: str
@@ -351,7 +355,7 @@ class Attempt:
     def _commit_local(self, path: str, data: bytes) -> bool:
         """Put the manifest at `path` on a disk; False where one stands there already."""
         folder = os.path.dirname(path)
-        part = os.path.join(folder, self.name, MANIFEST)
+        part = os.path.join(folder, self.name, f"{MANIFEST}.{temporary_name()}.part")
         make_dirs(os.path.dirname(part))
         try:
             _write_synced(part, data)
@@ -380,7 +384,10 @@ class Attempt:
                 delete_dir(entry.path)
 
     def discard(self) -> None:
-        """Delete the files of this attempt."""
+        """Delete the files of this attempt, unless another of the same name published them."""
+        artifact = Artifact.open(self.root, self.key)
+        if artifact and artifact.manifest["attempt"] == self.name:
+            return
         delete_dir(join(self.root, self.key, self.name))
 
 

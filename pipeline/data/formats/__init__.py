@@ -44,19 +44,24 @@ def list_source(card: Card) -> list[Entry] | None:
     return list_entries(source_uri(card), folders, source_format.suffixes)
 
 
-def units(card: Card, map_fn: MapFn) -> list[Unit]:
+def units(card: Card, map_fn: MapFn, entries: list[Entry] | None = None) -> list[Unit]:
     """Divide the whole source into units, in an order that depends on the source alone.
+
+    entries: the result of `require_entries`, where it is known. Raise UserError where the source
+    is missing, empty or unreadable.
+    """
+    if entries is None:
+        entries = require_entries(card)
+    return format_of(card).units(card, entries, map_fn)
+
+
+def require_entries(card: Card) -> list[Entry]:
+    """Return the files of a card's source; none where a library fetches the data.
 
     Raise UserError where the source is missing, empty or unreadable.
     """
-    source_format = format_of(card)
-    entries: list[Entry] = []
-    if source_format.suffixes:
-        entries = _require_entries(card)
-    return source_format.units(card, entries, map_fn)
-
-
-def _require_entries(card: Card) -> list[Entry]:
+    if not format_of(card).suffixes:
+        return []
     entries = list_source(card)
     if entries:
         return entries
@@ -80,12 +85,16 @@ class SourceState(NamedTuple):
     modified: str
 
 
-def source_state(card: Card) -> SourceState | None:
-    """Return the state of the files that the card's splits take images from; None without any."""
+def source_state(card: Card, entries: list[Entry] | None = None) -> SourceState | None:
+    """Return the state of the files that the card's splits take images from; None without any.
+
+    entries: the files of the source, where they are known.
+    """
     source_format = format_of(card)
     if not source_format.suffixes:
         return SourceState(f"{card.source.format}:{card.source.name}", "-")
-    entries = list_source(card) or []
+    if entries is None:
+        entries = list_source(card) or []
     image_files: set[tuple[str, int, int]] = set()  # name, bytes, modification time
     for split in SPLITS:
         for entry in _entries_of_split(card, source_format, split, entries):

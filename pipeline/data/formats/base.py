@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import posixpath
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
@@ -43,7 +45,14 @@ IMAGE_SUFFIXES = frozenset(
         ".pbm",
     )
 )
-UNIT_ITEMS = 256  # files, members or images per unit
+UNIT_ITEMS = 4096  # at most so many files, members or rows are one unit
+MIN_UNIT_BYTES = 8 << 20
+MAX_UNIT_BYTES = 256 << 20
+UNITS = 64  # about as many as a source has whose units are between the two
+RUN_GAP = 64 << 10  # bytes that are read and left aside rather than make two reads
+RUN_BYTES = 8 << 20  # of one read of several images
+AHEAD_BYTES = 64 << 20  # that are read ahead from a bucket
+READERS = 8  # reads from a bucket at the same time
 MAX_LABEL_BYTES = 4096  # of a class name in a source
 # of one encoded image: 400 MB is an image of max_pixels with 16 bits a channel, uncompressed
 MAX_IMAGE_BYTES = 512 << 20
@@ -52,7 +61,7 @@ MAX_NUMBER_DIGITS = 18  # of a label that is a class number as text
 MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Item:
     """One image of a source.
 
@@ -76,10 +85,14 @@ ItemBytes = tuple[Item, bytes | None]  # an item and the bytes of its image, Non
 
 
 class Unit(NamedTuple):
-    """A part of a source that one task reads: `read(*args)` yields items with their bytes."""
+    """A part of a source that one task reads: `read(*args)` yields items with their bytes.
+
+    num_items: how many it yields, as far as the source says.
+    """
 
     read: Callable[..., Iterator[ItemBytes]]
     args: tuple[Any, ...]
+    num_items: int
 
 
 @dataclass(frozen=True)
@@ -171,19 +184,122 @@ def size_problem(size: int) -> str | None:
     return None
 
 
+def unit_slices(sizes: Sequence[int]) -> Iterator[slice]:
+    """Divide the parts of a source into units: yield the slices of consecutive parts.
+
+    sizes: bytes of each part. The result depends on nothing else, so that a run that goes on after
+    a kill has the same units on another cluster.
+    """
+    most = min(max(sum(sizes) // UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+    start = 0
+    num_bytes = 0
+    for index, size in enumerate(sizes):
+        is_full = num_bytes + size > most or index - start >= UNIT_ITEMS
+        if is_full and index > start:
+            yield slice(start, index)
+            start = index
+            num_bytes = 0
+        num_bytes += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))
+
+
 def units_of_items(items: list[Item]) -> list[Unit]:
     """Divide items whose bytes can be read at random into units."""
-    starts = range(0, len(items), UNIT_ITEMS)
-    return [Unit(read_items, (items[start : start + UNIT_ITEMS],)) for start in starts]
+    units: list[Unit] = []
+    for part in unit_slices([_bytes_to_read(item) for item in items]):
+        unit_items = items[part]
+        units.append(Unit(read_items, (unit_items,), len(unit_items)))
+    return units
+
+
+def _bytes_to_read(item: Item) -> int:
+    return 0 if item.problem else item.size or 0
+
+
+class Run(NamedTuple):
+    """Items that one read gives: bytes `start` to `stop` of a file; all of it without a stop."""
+
+    items: list[Item]
+    uri: str
+    start: int
+    stop: int | None
 
 
 def read_items(items: list[Item]) -> Iterator[ItemBytes]:
-    """Yield items with their bytes, read from where the items say."""
+    """Yield items with their bytes, read from where the items say.
+
+    Members of an archive that follow each other are read together; from a bucket, several reads
+    are made ahead.
+    """
+    for run, data in _read_ahead(_runs(items)):
+        for item in run.items:
+            if item.problem:
+                yield item, None
+            elif item.size is None:
+                yield item, data
+            else:
+                first = item.offset - run.start
+                yield item, data[first : first + item.size]
+
+
+def _runs(items: list[Item]) -> Iterator[Run]:
+    run = Run([], "", 0, 0)
     for item in items:
-        data = None
-        if not item.problem:
-            data = read_at(item.uri, item.offset, item.size)
-        yield item, data
+        if item.problem:
+            run.items.append(item)
+            continue
+        stop = None
+        if item.size is not None:
+            stop = item.offset + item.size
+        if not _continues(run, item, stop):
+            if run.items:
+                yield run
+            run = Run([], item.uri, item.offset, stop)
+        run.items.append(item)
+        run = run._replace(stop=stop)
+    if run.items:
+        yield run
+
+
+def _continues(run: Run, item: Item, stop: int | None) -> bool:
+    """Whether an item is read together with the run before it."""
+    if run.uri != item.uri or run.stop is None or stop is None:
+        return False
+    gap = item.offset - run.stop
+    return 0 <= gap <= RUN_GAP and stop - run.start <= RUN_BYTES
+
+
+def _read_ahead(runs: Iterator[Run]) -> Iterator[tuple[Run, bytes]]:
+    """Yield runs with their bytes, in order; in this thread where they lie on a disk."""
+    waiting: deque[tuple[Run, Future[bytes]]] = deque()
+    num_bytes = 0
+    with ThreadPoolExecutor(READERS, "source") as pool:
+        for run in runs:
+            if not waiting and is_local(run.uri):
+                yield run, _read_run(run)
+                continue
+            num_bytes += _size_of(run)
+            waiting.append((run, pool.submit(_read_run, run)))
+            while len(waiting) > READERS or (len(waiting) > 1 and num_bytes > AHEAD_BYTES):
+                first, future = waiting.popleft()
+                num_bytes -= _size_of(first)
+                yield first, future.result()
+        for run, future in waiting:
+            yield run, future.result()
+
+
+def _size_of(run: Run) -> int:
+    return AHEAD_BYTES if run.stop is None else run.stop - run.start
+
+
+def _read_run(run: Run) -> bytes:
+    if not run.uri:
+        return b""
+    size = None
+    if run.stop is not None:
+        size = run.stop - run.start
+    return read_at(run.uri, run.start, size)
 
 
 def read_at(uri: str, offset: int, size: int | None) -> bytes:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from pipeline.data.cards import Card
 from pipeline.data.formats.base import (
     IMAGE_SUFFIXES,
+    MAX_IMAGE_BYTES,
     Format,
     Item,
+    ItemBytes,
     MapFn,
     Unit,
     base_uri,
     entries_in_folder,
     other_file,
+    read_items,
     size_problem,
-    units_of_items,
+    unit_slices,
 )
-from pipeline.data.listing import SPLITS, Entry, Split, check_unicode_forms
+from pipeline.data.listing import SPLITS, Entry, check_unicode_forms
 from workers.storage.artifact import join
 
 
@@ -26,15 +30,28 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return the units of all files; the first folder below a split is the class."""
     check_unicode_forms(f"source of card {card.name!r}", [entry.name for entry in entries])
     base = base_uri(card)
-    items: list[Item] = []
+    units: list[Unit] = []
     for split in SPLITS:
+        folder = card.source.splits.get(split, "")
         split_entries = entries_in_folder(card, split, entries)
-        items += [_item(card, split, entry, base) for entry in split_entries]
-    return units_of_items(items)
+        for part in unit_slices([_bytes_to_read(entry) for entry in split_entries]):
+            files = split_entries[part]
+            units.append(Unit(read_files, (base, split, folder, files), len(files)))
+    return units
 
 
-def _item(card: Card, split: Split, entry: Entry, base: str) -> Item:
-    parts = PurePosixPath(entry.name).relative_to(card.source.splits[split]).parts
+def _bytes_to_read(entry: Entry) -> int:
+    is_read = not entry.problem and entry.size <= MAX_IMAGE_BYTES
+    return entry.size if is_read else 0
+
+
+def read_files(base: str, split: str, folder: str, files: list[Entry]) -> Iterator[ItemBytes]:
+    """Yield the items of files below the folder of a split. base: path or URI of the source."""
+    return read_items([_item(base, split, folder, file) for file in files])
+
+
+def _item(base: str, split: str, folder: str, entry: Entry) -> Item:
+    parts = PurePosixPath(entry.name).relative_to(folder).parts
     stem, suffix = os.path.splitext(entry.name.rpartition("/")[2])
     problem = entry.problem
     if not problem and suffix.lower() in IMAGE_SUFFIXES:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,6 +22,7 @@ from pipeline.data.formats.base import (
     archives_of_split,
     class_of,
     size_problem,
+    unit_slices,
     units_of_items,
 )
 from pipeline.data.listing import SPLITS, Entry, open_file, printable
@@ -30,42 +31,73 @@ from workers.errors import UserError
 SUFFIXES = frozenset((".parquet",))
 
 
+class ParquetJob(NamedTuple):
+    """One file to look into. columns: of the image, and of the label if there is one."""
+
+    card: str
+    uri: str
+    columns: tuple[str, ...]
+
+
+class RowGroup(NamedTuple):
+    """Rows of a file that are read together. size: bytes of all columns, as the file says."""
+
+    rows: int
+    size: int
+
+
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return one unit for each row group."""
+    """Return units of consecutive row groups; every file is looked into once, by `map_fn`."""
+    columns = [card.source.image]
+    if card.source.label is not None:
+        columns.append(card.source.label)
     units: list[Unit] = []
     for split in SPLITS:
         uris, other_items = archives_of_split(card, split, entries, SUFFIXES)
         units += units_of_items(other_items)
-        for uri in uris:
-            units += _units_of_file(card, split, uri)
+        jobs = [ParquetJob(card.name, uri, tuple(columns)) for uri in uris]
+        for job, groups in zip(jobs, map_fn(list_row_groups, jobs), strict=True):
+            units += _units_of_file(job, split, groups, card.classes)
     return units
 
 
-def _units_of_file(card: Card, split: str, uri: str) -> list[Unit]:
-    columns = [card.source.image]
-    if card.source.label is not None:
-        columns.append(card.source.label)
+def list_row_groups(job: ParquetJob) -> list[RowGroup]:
+    """Return the row groups of a file.
+
+    Raise UserError where it is no Parquet, or lacks a column.
+    """
     try:
-        with _open_parquet(uri) as file:
+        with _open_parquet(job.uri) as file:
             metadata = file.metadata
             names = file.schema_arrow.names
-            sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+            groups: list[RowGroup] = []
+            for index in range(metadata.num_row_groups):
+                group = metadata.row_group(index)
+                groups.append(RowGroup(group.num_rows, max(group.total_byte_size, 0)))
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(
-            f"{printable(uri)} is not readable as Parquet "
+            f"{printable(job.uri)} is not readable as Parquet "
             f"({str(error).splitlines()[0]}); fetch it again"
         ) from None
-    missing = [column for column in columns if column not in names]
+    missing = [column for column in job.columns if column not in names]
     if missing:
         raise UserError(
-            f"{printable(uri)} has no column {missing[0]!r}, only {', '.join(names)}; "
-            f"name the columns in source.image and source.label of card {card.name!r}"
+            f"{printable(job.uri)} has no column {missing[0]!r}, only {', '.join(names)}; "
+            f"name the columns in source.image and source.label of card {job.card!r}"
         )
-    first_rows = list(accumulate(sizes, initial=0))
-    return [
-        Unit(read_parquet, (split, uri, group, first_rows[group], tuple(columns), card.classes))
-        for group in range(len(sizes))
-    ]
+    return groups
+
+
+def _units_of_file(
+    job: ParquetJob, split: str, groups: list[RowGroup], classes: tuple[str, ...]
+) -> list[Unit]:
+    first_rows = list(accumulate([group.rows for group in groups], initial=0))
+    units: list[Unit] = []
+    for part in unit_slices([group.size for group in groups]):
+        first = first_rows[part.start]
+        args = (split, job.uri, part.start, first, job.columns, classes, part.stop)
+        units.append(Unit(read_parquet, args, first_rows[part.stop] - first))
+    return units
 
 
 @contextmanager
@@ -75,18 +107,27 @@ def _open_parquet(uri: str) -> Iterator[pq.ParquetFile]:
 
 
 def read_parquet(
-    split: str, uri: str, group: int, first: int, columns: tuple[str, ...], classes: tuple[str, ...]
+    split: str,
+    uri: str,
+    group: int,
+    first: int,
+    columns: tuple[str, ...],
+    classes: tuple[str, ...],
+    stop: int | None = None,
 ) -> Iterator[ItemBytes]:
-    """Yield the items of one row group; first: number of its first row in the file.
+    """Yield the items of the row groups from `group` to `stop`, or of `group` alone.
+
+    first: number of its first row in the file.
 
     Rows are read one after the other, so that a group of any size needs little memory. So do rows
     that all hold the same huge value, which a file stores once. columns: of the image, and of the
     label if there is one. Raise UserError where the group cannot be read to its end.
     """
     row = first
+    groups = list(range(group, stop or group + 1))
     try:
         with _open_parquet(uri) as file:
-            for batch in file.iter_batches(1, row_groups=[group], columns=list(columns)):
+            for batch in file.iter_batches(1, row_groups=groups, columns=list(columns)):
                 values = [_python_value(batch[column][0]) for column in columns]
                 label = values[1] if len(values) > 1 else None
                 yield _item(split, uri, row, values[0], label, classes)

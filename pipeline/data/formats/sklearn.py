@@ -12,15 +12,17 @@ from pipeline.data.formats.base import Format, Item, ItemBytes, MapFn, Unit, cla
 from pipeline.data.listing import Entry
 from workers.errors import UserError
 
+NUM_DIGITS = 1797
+
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return one unit with all 1797 digits. Raise UserError for other data sets."""
+    """Return one unit with all digits. Raise UserError for other data sets."""
     if card.source.name != "digits":
         raise UserError(
             f"card {card.name!r}: source.name is {card.source.name!r}; "
             "of scikit-learn's data sets `digits` is images"
         )
-    return [Unit(read_digits, (card.classes,))]
+    return [Unit(read_digits, (card.classes,), NUM_DIGITS)]
 
 
 def read_digits(classes: tuple[str, ...]) -> Iterator[ItemBytes]:

@@ -30,10 +30,12 @@ from pipeline.data.listing import (
     printable,
 )
 from workers.errors import UserError
+from workers.storage.artifact import is_local
 
 SUFFIXES = frozenset((".tar",))
 LABEL_SUFFIX = "cls"
 MAX_HEADER_BYTES = 1 << 20  # of one header in a tar
+BLOCK_BYTES = 1 << 20  # of one request to a bucket
 
 
 class TarJob(NamedTuple):
@@ -88,30 +90,29 @@ def list_tar(job: TarJob) -> list[Item]:
 def _read_headers(job: TarJob) -> TarSamples:
     members: dict[str, dict[str, tarfile.TarInfo]] = {}
     labels: dict[str, str] = {}
-    with (
-        open_file(job.uri) as stream,
-        _open_tar(stream) as tar,
-    ):
+    with open_file(job.uri) as file:
+        stream = _HeaderReader(file, is_in_bucket=not is_local(job.uri))
+        tar = _open_tar(stream)
         for member in tar:
             if member.isdir():
                 continue
             key, suffix = _split_name(job.uri, member)
             members.setdefault(key, {})[suffix] = member
-            if not 0 <= member.size <= stream.size() - member.offset_data:
+            if not 0 <= member.size <= file.size() - member.offset_data:
                 raise tarfile.ReadError(
                     f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow"
                 )
             if suffix == job.label_suffix:
                 data = stream.read_at(min(member.size, MAX_LABEL_BYTES), member.offset_data)
                 labels[key] = data.decode("utf-8", "replace").strip()
-        if stream.size() < tar.offset + tarfile.BLOCKSIZE:
+        if file.size() < tar.offset + tarfile.BLOCKSIZE:
             raise tarfile.ReadError("it ends without an end mark")
     return TarSamples(members, labels)
 
 
-def _open_tar(stream: pa.NativeFile) -> tarfile.TarFile:
-    bounded: Any = _BoundedHeaders(stream)  # tarfile uses no more of a file
-    return tarfile.open(fileobj=bounded, mode="r:")
+def _open_tar(stream: _HeaderReader) -> tarfile.TarFile:
+    file: Any = stream  # tarfile uses no more of a file
+    return tarfile.open(fileobj=file, mode="r:")
 
 
 def _item(job: TarJob, archive: str, key: str, samples: TarSamples) -> Item:
@@ -126,19 +127,42 @@ def _item(job: TarJob, archive: str, key: str, samples: TarSamples) -> Item:
     return Item(job.split, name, stem, label, "corrupt: no image in the sample")
 
 
-class _BoundedHeaders:
-    """A file that `tarfile` reads headers from; a header that claims to be huge is refused."""
+class _HeaderReader:
+    """A file that `tarfile` reads headers from; a header that claims to be huge is refused.
 
-    def __init__(self, stream: pa.NativeFile):
-        self.stream = stream
-        self.seek = stream.seek
-        self.tell = stream.tell
+    From a bucket, BLOCK_BYTES are read at a time, as a request for each header takes far longer.
+    """
+
+    def __init__(self, file: pa.NativeFile, is_in_bucket: bool):
+        self.file = file
+        self.is_in_bucket = is_in_bucket
+        self.position = 0
+        self.block = b""
+        self.block_start = 0
+
+    def seek(self, offset: int) -> None:
+        self.position = offset
+
+    def tell(self) -> int:
+        return self.position
 
     def read(self, size: int) -> bytes:
         if size > MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {size} bytes")
-        data: bytes = self.stream.read(size)
+        data = self.read_at(size, self.position)
+        self.position += len(data)
         return data
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        first = offset - self.block_start
+        if not (first >= 0 and first + size <= len(self.block)):
+            wanted = size
+            if self.is_in_bucket:
+                wanted = max(size, BLOCK_BYTES)
+            self.block = self.file.read_at(wanted, offset)
+            self.block_start = offset
+            first = 0
+        return self.block[first : first + size]
 
 
 def _split_name(uri: str, member: tarfile.TarInfo) -> tuple[str, str]:

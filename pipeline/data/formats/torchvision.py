@@ -9,7 +9,6 @@ from typing import Any
 
 from pipeline.data.cards import Card
 from pipeline.data.formats.base import (
-    UNIT_ITEMS,
     Format,
     Item,
     ItemBytes,
@@ -22,7 +21,7 @@ from pipeline.data.formats.base import (
 from pipeline.data.listing import SPLITS, Entry
 from workers.errors import UserError
 
-IMAGES_PER_UNIT = 4 * UNIT_ITEMS  # they are small
+IMAGES_PER_UNIT = 1024  # they are small
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
@@ -34,7 +33,8 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
         size = len(torchvision_set(path, name, split, True))
         for start in range(0, size, IMAGES_PER_UNIT):
             stop = min(start + IMAGES_PER_UNIT, size)
-            units.append(Unit(read_torchvision, (path, name, split, start, stop, card.classes)))
+            args = (path, name, split, start, stop, card.classes)
+            units.append(Unit(read_torchvision, args, stop - start))
     return units
 
 

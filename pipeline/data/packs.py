@@ -1,0 +1,358 @@
+"""Packs: the images of a source between its own files and the shards.
+
+Each unit of a source is read once. Its images lie one after another in a pack, in the order in
+which the shards will most likely hold them, so that a shard needs one range of every pack. The
+table of the unit's rows is written last: a unit that has one is done, and is not read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pyarrow import fs
+
+from pipeline.data.cards import Card
+from pipeline.data.formats.base import Item, Unit
+from pipeline.data.image_checks import problem_of, to_stored
+from pipeline.data.listing import nfc, printable
+from pipeline.data.names import key_part
+from workers.data.shards import ObjectFile
+from workers.errors import UserError
+from workers.storage.artifact import is_local, join, read_bytes, resolve, write_bytes
+
+PACK_BYTES = 256 << 20
+PACK_ROWS = 1 << 16
+TABLE_SUFFIX = ".parquet"
+RANGE_GAP = 64 << 10  # bytes that are read and left aside rather than make two requests
+RANGE_BYTES = 8 << 20  # of one request, where no image is larger
+READERS = 8  # requests to a bucket at the same time
+_TEXT = ("split", "name", "label", "problem", "key", "sha256", "ext", "pack")
+# One row an image, in the order of the source. split, name, label, problem: as in `Item`, but the
+# label is a class of the card. key: without its split. sha256, ext: of the bytes that are stored.
+# pack, offset, bytes: where these lie; null for an image with a problem. raw: see `raw_row`.
+ROWS = pa.schema(
+    [
+        *((name, pa.large_string()) for name in _TEXT),
+        ("offset", pa.int64()),
+        ("bytes", pa.int64()),
+        ("raw", pa.large_binary()),
+    ]
+)
+
+
+class DamagedPack(UserError):
+    """A pack is gone, or does not hold what was written."""
+
+
+class UnitJob(NamedTuple):
+    """A unit to check and to pack. packs: the folder. name: of the unit's table and packs."""
+
+    unit: Unit
+    card: Card
+    packs: str
+    name: str
+
+
+class CheckedImage(NamedTuple):
+    """What is stored of an image, or why it is not used."""
+
+    problem: str | None
+    sha256: str = ""
+    ext: str = ""
+
+
+class Place(NamedTuple):
+    """Where an image lies."""
+
+    pack: str
+    offset: int
+    size: int
+
+
+def name_of(unit: Unit) -> str:
+    """Return a name for a unit, by what it reads."""
+    text = repr((unit.read.__module__, unit.read.__qualname__, unit.args))
+    digest = hashlib.sha256(text.encode("utf-8", "backslashreplace"))
+    return f"unit-{digest.hexdigest()[:24]}"
+
+
+# ---- writing -------------------------------------------------------------------------------------
+def write_unit(job: UnitJob) -> pa.Table:
+    """Open and decode every image of a unit, write its packs and its table, and return the table.
+
+    It takes the memory of a pack and of one image.
+    """
+    writer = _PackWriter(job)
+    for item, data in job.unit.read(*job.unit.args):
+        writer.add(item, data)
+    table = writer.finish()
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    write_bytes(join(job.packs, job.name + TABLE_SUFFIX), sink.getvalue())
+    return table
+
+
+class _PackWriter:
+    def __init__(self, job: UnitJob):
+        self.job = job
+        self.card = job.card
+        self.classes = frozenset(job.card.classes)
+        self.class_of_nfc = {nfc(name): name for name in job.card.classes}
+        self.num_packs = 0
+        self.parts: list[pa.Table] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.checked: dict[str, CheckedImage] = {}  # by the digest of the bytes in the source
+        self.images: dict[str, tuple[bytes, bytes]] = {}  # sha256 -> likely place, stored bytes
+        self.num_bytes = 0
+
+    def add(self, item: Item, data: Any) -> None:
+        """Add one image of the source. data: its bytes, or what a hostile table holds for them."""
+        row = self._row(item)
+        if isinstance(data, bytes):
+            raw_digest = hashlib.sha256(data).hexdigest()
+            row["raw"] = raw_row(item, raw_digest)
+            if row["problem"] is None:
+                self._add_image(row, data, raw_digest)
+        self.rows.append(row)
+        if self.num_bytes >= PACK_BYTES or len(self.rows) >= PACK_ROWS:
+            self._flush()
+
+    def _row(self, item: Item) -> dict[str, Any]:
+        label = item.label
+        if self.card.source.label is None:  # images without labels, all of one class
+            label = self.card.classes[0]
+        if label is not None and label not in self.classes:
+            label = self.class_of_nfc.get(nfc(label), printable(label))
+        problem = item.problem
+        if problem is not None:
+            problem = printable(problem)
+        elif label not in self.classes:
+            problem = _label_problem(label)
+        return {
+            "split": item.split,
+            "name": printable(item.name),
+            "label": label,
+            "problem": problem,
+            "key": f"{key_part(label or '')}/{key_part(item.stem)}",
+        }
+
+    def _add_image(self, row: dict[str, Any], data: bytes, raw_digest: str) -> None:
+        """Check an image and keep what is stored of it; a copy of one in this pack costs nothing.
+
+        So a table that holds one value a million times makes no pack of a million.
+        """
+        image = self.checked.get(raw_digest)
+        if image is None:
+            image = self._check(row, data)
+            self.checked[raw_digest] = image
+        row |= image._asdict()
+
+    def _check(self, row: Mapping[str, Any], data: bytes) -> CheckedImage:
+        problem = problem_of(data, self.card.max_pixels, self.card.max_pixels_per_byte)
+        if problem:
+            text = problem.encode("utf-8", "backslashreplace").decode()
+            return CheckedImage(f"corrupt: {text}")
+        stored, extension = to_stored(data, self.card.max_pixels)
+        digest = hashlib.sha256(stored).hexdigest()
+        if digest not in self.images:
+            self.images[digest] = (self._likely_place(row["split"], row["key"]), stored)
+            self.num_bytes += len(stored)
+        return CheckedImage(None, digest, extension)
+
+    def _likely_place(self, split: str, key: str) -> bytes:
+        """Return what sorts an image as the shards will.
+
+        The key may yet get a suffix, and which images are held out depends on all of them.
+        """
+        share = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4]) / 2**32
+        if split == "train" and share < self.card.test_fraction:
+            split = "test"
+        digest = hashlib.sha256(f"{split}/{key}".encode()).digest()
+        return split.encode() + digest
+
+    def _flush(self) -> None:
+        places: dict[str, Place] = {}
+        if self.images:
+            places = self._write_pack()
+        for row in self.rows:
+            if row["problem"] is None and row.get("sha256"):
+                row["pack"], row["offset"], row["bytes"] = places[row["sha256"]]
+        self.parts.append(pa.Table.from_pylist(self.rows, ROWS))
+        self._clear()
+
+    def _write_pack(self) -> dict[str, Place]:
+        """Write the pack and return where each image lies in it, by its digest.
+
+        The name has the digest of the pack: another process that packs the same unit at the same
+        time writes the same file, or another one.
+        """
+        images = sorted(self.images.items(), key=lambda entry: entry[1][0])
+        self.images = {}
+        data = b"".join([stored for _, (_, stored) in images])
+        digest = hashlib.sha256(data).hexdigest()[:16]
+        pack = f"{self.job.name}-{self.num_packs:03d}-{digest}.pack"
+        places: dict[str, Place] = {}
+        offset = 0
+        for sha256, (_, stored) in images:
+            places[sha256] = Place(pack, offset, len(stored))
+            offset += len(stored)
+        images.clear()
+        write_bytes(join(self.job.packs, pack), data)
+        self.num_packs += 1
+        return places
+
+    def finish(self) -> pa.Table:
+        """Write what is left, and return the rows of the unit."""
+        self._flush()
+        return pa.concat_tables(self.parts)
+
+
+def _label_problem(label: str | None) -> str:
+    if label is None:
+        return "unlabelled: it has no label"
+    return f"unlabelled: class {label!r:.80} is not on the card"
+
+
+def raw_row(item: Item, digest: str) -> bytes:
+    """Return an image as the source has it: split, name, label and digest of its bytes."""
+    row = f"{item.split}\t{nfc(item.name)}\t{nfc(str(item.label))}\t{digest}"
+    return row.encode("utf-8", "surrogateescape")
+
+
+def raw_rows(unit: Unit) -> pa.Array:
+    """Return the `raw_row` of each image of a unit; they are not decoded."""
+    rows: list[bytes] = []
+    for item, data in unit.read(*unit.args):
+        if isinstance(data, bytes):
+            rows.append(raw_row(item, hashlib.sha256(data).hexdigest()))
+    return pa.array(rows, pa.large_binary())
+
+
+# ---- reading -------------------------------------------------------------------------------------
+def read_table(packs: str, name: str, sizes: Mapping[str, int]) -> pa.Table | None:
+    """Return the rows of a unit that is done; None where it must be read again.
+
+    sizes: bytes of the files in the folder of packs, by name.
+    """
+    if name + TABLE_SUFFIX not in sizes:
+        return None
+    try:
+        table = pq.read_table(io.BytesIO(read_bytes(join(packs, name + TABLE_SUFFIX))))
+    except (pa.ArrowException, OSError):
+        return None
+    if table.schema != ROWS:
+        return None
+    ends = table.select(["pack", "offset", "bytes"]).drop_null().group_by("pack")
+    for pack in ends.aggregate([])["pack"].to_pylist():
+        if not sizes.get(pack):
+            return None
+    return table
+
+
+class Range(NamedTuple):
+    """Bytes `start` to `stop` of a pack."""
+
+    pack: str
+    start: int
+    stop: int
+
+
+class PackedImages:
+    """Some images of packs in memory, by their place."""
+
+    def __init__(self, packs: str, rows: pa.Table):
+        """Read the images of `rows`, in as few requests as they allow."""
+        self.packs = packs
+        self.ranges: dict[str, tuple[NDArray[np.int64], list[bytes]]] = {}
+        ranges = list(merged_ranges(rows))
+        if is_local(packs):
+            parts = [self._read(part) for part in ranges]
+        else:
+            with ThreadPoolExecutor(READERS, "packs") as pool:
+                parts = list(pool.map(self._read, ranges))
+        starts: dict[str, list[int]] = {}
+        data: dict[str, list[bytes]] = {}
+        for part, part_data in zip(ranges, parts, strict=True):
+            starts.setdefault(part.pack, []).append(part.start)
+            data.setdefault(part.pack, []).append(part_data)
+        for pack, pack_data in data.items():
+            self.ranges[pack] = (np.array(starts[pack], np.int64), pack_data)
+
+    def image(self, pack: str, offset: int, size: int) -> bytes:
+        """Return the bytes of one image; fewer where the pack ends before."""
+        starts, parts = self.ranges[pack]
+        index = int(np.searchsorted(starts, offset, "right")) - 1
+        first = offset - int(starts[index])
+        return parts[index][first : first + size]
+
+    def _read(self, part: Range) -> bytes:
+        uri = join(self.packs, part.pack)
+        size = part.stop - part.start
+        try:
+            if not is_local(uri):
+                return _read_object(uri, size, part.start)
+            _, path = resolve(uri)
+            with open(path, "rb") as stream:
+                return os.pread(stream.fileno(), size, part.start)
+        except FileNotFoundError:
+            raise DamagedPack(
+                f"{uri} is missing, which ingest wrote for its own use; "
+                "run the same command again to make it anew"
+            ) from None
+
+
+def _read_object(uri: str, size: int, offset: int) -> bytes:
+    try:
+        return open_pack(uri).read_at(size, offset)
+    except OSError:
+        # opening tells an object that is gone from one that cannot be read
+        open_pack.cache_clear()
+        return open_pack(uri).read_at(size, offset)
+
+
+@lru_cache(maxsize=4096)
+def open_pack(uri: str) -> ObjectFile:
+    """Open a pack in a bucket, once in this process: its name says what it holds."""
+    system, path = resolve(uri)
+    assert isinstance(system, fs.PyFileSystem)
+    return ObjectFile(system, path)
+
+
+def merged_ranges(rows: pa.Table) -> Iterator[Range]:
+    """Yield the ranges of packs that hold the images of `rows`, by pack and offset.
+
+    Images with less than RANGE_GAP bytes between them are read together, up to RANGE_BYTES.
+    """
+    columns = rows.select(["pack", "offset", "bytes"]).sort_by(
+        [("pack", "ascending"), ("offset", "ascending")]
+    )
+    packs, offsets, sizes = (column.to_pylist() for column in columns.columns)
+    current: Range | None = None
+    for pack, offset, size in zip(packs, offsets, sizes, strict=True):
+        stop = offset + size
+        if (
+            current is not None
+            and current.pack == pack
+            and offset - current.stop <= RANGE_GAP
+            and stop - current.start <= RANGE_BYTES
+        ):
+            current = current._replace(stop=max(stop, current.stop))
+            continue
+        if current is not None:
+            yield current
+        current = Range(pack, offset, stop)
+    if current is not None:
+        yield current

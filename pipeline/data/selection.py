@@ -1,0 +1,325 @@
+"""Selection: which images of a source are written, under which key, in which split and order.
+
+It works on columns; a row of Python objects is made only of images that are listed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipeline.data.cards import Card
+from pipeline.data.digests import key_digests, order_of_digests
+from pipeline.data.listing import SPLITS, Split, describe_left_out, nfc
+from workers.errors import UserError
+
+NAMED_IMAGES = 3  # images that an error lists
+SLASH = pa.scalar("/", pa.large_string())
+LIMIT_REASON = "left out: its class has per_class images"
+_NAMES = ("key", "split", "class", "reason", "kept", "source")
+# The rows of rejected.csv. kept: "yes" for an image that is listed and written all the same.
+REJECTED = pa.schema([(name, pa.large_string()) for name in _NAMES])
+
+
+class Selection(NamedTuple):
+    """rows: of the images to write, in the order of the shards. rejected: as in REJECTED."""
+
+    rows: pa.Table
+    rejected: pa.Table
+
+
+def select_rows(card: Card, rows: pa.Table) -> Selection:
+    """Return the rows to write, and the rows of rejected.csv.
+
+    rows: as `packs.ROWS` has them; those that are returned have their whole key. Raise UserError
+    where too many images are bad, or a class has none.
+    """
+    if not rows.num_rows:
+        raise UserError(
+            f"card {card.name!r}: its source holds no images below source.splits "
+            f"({dict(card.source.splits)}); mend the splits, or the path of the source"
+        )
+    check_bad_fraction(card, rows)
+    has_problem = pc.is_valid(rows["problem"])
+    problems = rows.filter(has_problem)
+    usable = rows
+    if len(problems):
+        usable = rows.filter(pc.invert(has_problem))
+    selected = _with_keys(card, usable)
+    duplicates, duplicate_rows = find_duplicates(card, selected)
+    without_key = problems.set_column(
+        _position(problems, "key"), "key", _repeated("", len(problems))
+    )
+    rejected = [_rejected(without_key), duplicate_rows]
+    if card.duplicates == "drop":
+        selected = selected.filter(pa.array(~duplicates))
+    if card.per_class:
+        is_surplus = find_surplus(card.per_class.model_dump(), selected)
+        surplus = selected.filter(pa.array(is_surplus))
+        rejected.append(_rejected(surplus, LIMIT_REASON))
+        selected = selected.filter(pa.array(~is_surplus))
+    check_classes(card, rows, selected)
+    return Selection(selected, _sorted_rejected(pa.concat_tables(rejected)))
+
+
+# ---- keys and order ------------------------------------------------------------------------------
+def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
+    """Return the rows with their keys `split/class/stem`, in the order of the shards.
+
+    Keys are unique, and independent of the other classes. Test images are held out of train where
+    the source has none and the card asks for it.
+    """
+    rows = _with_unique_keys(rows)
+    if card.test_fraction and not pc.any(pc.equal(rows["split"], "test")).as_py():
+        is_test = _held_out(rows, card.test_fraction)
+        split = pc.if_else(pa.array(is_test), "test", "train").cast(pa.large_string())
+        rows = rows.set_column(_position(rows, "split"), "split", split)
+    keys = pc.binary_join_element_wise(rows["split"], rows["key"], SLASH)
+    rows = rows.set_column(_position(rows, "key"), "key", keys)
+    order = order_of_digests(key_digests(rows["key"]), _is_not_train(rows))
+    return rows.take(pa.array(order)).combine_chunks()
+
+
+def _with_unique_keys(rows: pa.Table) -> pa.Table:
+    """Return the rows with a hash behind every key that occurs more than once in a split.
+
+    The hash is of the source's name. Where names are the same too (two archives may have one name,
+    in two folders), the number of the image follows.
+    """
+    codes = _codes(pc.binary_join_element_wise(rows["split"], rows["key"], SLASH))
+    is_repeated = _counts(codes)[codes] > 1
+    if not is_repeated.any():
+        return rows
+    repeated = rows.select(["split", "key", "name"]).filter(pa.array(is_repeated))
+    numbers: Counter[tuple[str, str]] = Counter()
+    keys: list[str] = []
+    for split, key, name in _tuples(repeated):
+        digest = hashlib.sha256(nfc(name).encode()).hexdigest()
+        key = f"{key}-{digest[:12]}"
+        numbers[split, key] += 1
+        number = numbers[split, key]
+        if number > 1:
+            key = f"{key}-{number}"
+        keys.append(key)
+    mask = pa.array(is_repeated)
+    column = rows["key"].combine_chunks()
+    unique = pc.replace_with_mask(column, mask, pa.array(keys, pa.large_string()))
+    return rows.set_column(_position(rows, "key"), "key", unique)
+
+
+def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
+    """Return which rows are held out: of each class those whose keys have the lowest sha256.
+
+    As `workers.data.rows.hold_out`: of n rows round(fraction * n), at least one where n >= 2, and
+    never all.
+    """
+    classes = _codes(rows["label"])
+    sizes = _counts(classes)
+    order = order_of_digests(key_digests(rows["key"]), classes)
+    ranks = _ranks_in_groups(classes[order])
+    least = 1 if fraction > 0 else 0
+    shares = [min(max(round(fraction * size), least), size - 1) for size in sizes.tolist()]
+    is_held_out = np.zeros(len(classes), bool)
+    is_held_out[order] = ranks < np.array(shares, np.int64)[classes[order]]
+    return is_held_out
+
+
+# ---- copies, and images that are too many --------------------------------------------------------
+def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.Table]:
+    """Return which rows are exact copies within their split, and rows that list all exact copies.
+
+    The first by key is no copy. An image of test that is in train too is listed, and is no copy
+    within its split.
+    """
+    contents = _codes(rows["sha256"])
+    candidates = np.flatnonzero(_counts(contents)[contents] > 1)
+    order = pc.sort_indices(
+        pa.table(
+            {
+                "is_test": _is_not_train(rows)[candidates],
+                "key": rows["key"].take(pa.array(candidates)),
+            }
+        ),
+        sort_keys=[("is_test", "ascending"), ("key", "ascending")],
+    )
+    candidates = candidates[order.to_numpy()]
+    ordered = rows.take(pa.array(candidates))
+    splits = ordered["split"].to_pylist()
+    keys = ordered["key"].to_pylist()
+    first_keys: dict[str, dict[int, str]] = {"train": {}, "test": {}}  # split -> content -> key
+    duplicates = np.zeros(len(rows), bool)
+    listed: list[int] = []
+    reasons: list[str] = []
+    kept: list[str] = []
+    for index, content in enumerate(contents[candidates].tolist()):
+        first_key = first_keys[splits[index]].get(content)
+        train_key = first_keys["train"].get(content)
+        if first_key is not None:
+            listed.append(index)
+            reasons.append(f"duplicate: of {first_key}")
+            kept.append("yes" if card.duplicates == "keep" else "no")
+            duplicates[candidates[index]] = True
+        elif train_key is not None:  # the rows of train come first: this one is of test
+            listed.append(index)
+            reasons.append(f"in train too: {train_key}")
+            kept.append("yes")
+        first_keys[splits[index]].setdefault(content, keys[index])
+    table = _rejected(ordered.take(pa.array(listed, pa.int64())))
+    for name, values in (("reason", reasons), ("kept", kept)):
+        column = pa.array(values, pa.large_string())
+        table = table.set_column(_position(table, name), name, column)
+    return duplicates, table
+
+
+def find_surplus(limits: dict[str, int], rows: pa.Table) -> NDArray[np.bool_]:
+    """Return which rows are too many: all but the first `limits[split]` of each class."""
+    is_test = _is_not_train(rows)
+    groups = 2 * _codes(rows["label"]) + is_test
+    order = np.argsort(groups, kind="stable")
+    ranks = np.empty(len(rows), np.int64)
+    ranks[order] = _ranks_in_groups(groups[order])
+    allowed = np.where(is_test == 1, limits["test"], limits["train"])
+    is_surplus: NDArray[np.bool_] = ranks >= allowed
+    return is_surplus
+
+
+# ---- what is listed ------------------------------------------------------------------------------
+def _rejected(rows: pa.Table, reason: str | None = None) -> pa.Table:
+    """Return rows as rows of rejected.csv that are not kept. reason: the problem by default."""
+    reasons = rows["problem"]
+    if reason is not None:
+        reasons = _repeated(reason, len(rows))
+    columns = (
+        rows["key"],
+        rows["split"],
+        pc.fill_null(rows["label"], ""),
+        reasons,
+        _repeated("no", len(rows)),
+        rows["name"],
+    )
+    return pa.table([column.cast(pa.large_string()) for column in columns], names=_NAMES)
+
+
+def _sorted_rejected(rejected: pa.Table) -> pa.Table:
+    """Return rows of rejected.csv by split, source and reason; equal ones stay as they were."""
+    keys = {
+        "is_test": pa.array(_is_not_train(rejected)),
+        "source": rejected["source"],
+        "reason": rejected["reason"],
+        "row": pa.array(np.arange(len(rejected))),
+    }
+    order = pc.sort_indices(pa.table(keys), sort_keys=[(name, "ascending") for name in keys])
+    return rejected.take(order)
+
+
+def rejected_rows(rejected: pa.Table) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of rejected.csv."""
+    return _tuples(rejected)
+
+
+def reason_counts(rejected: pa.Table) -> dict[str, int]:
+    """Return how many images have each reason; the words up to the first colon count."""
+    counts: Counter[str] = Counter()
+    for entry in rejected["reason"].value_counts().to_pylist():
+        counts[entry["values"].split(":")[0]] += entry["counts"]
+    return dict(sorted(counts.items()))
+
+
+# ---- checks --------------------------------------------------------------------------------------
+def check_bad_fraction(card: Card, rows: pa.Table) -> None:
+    """Raise UserError where more images are corrupt or unlabelled than the card allows."""
+    problems = pc.fill_null(rows["problem"], "")
+    is_other_file = pc.starts_with(problems, "other file")
+    num_images = len(rows) - pc.sum(is_other_file).as_py()
+    is_bad = pc.and_(pc.is_valid(rows["problem"]), pc.invert(is_other_file))
+    num_bad = pc.sum(is_bad).as_py()
+    if num_bad <= card.max_bad_fraction * num_images:
+        return
+    bad = rows.select(["name", "problem"]).filter(is_bad).slice(0, NAMED_IMAGES)
+    examples = "; ".join(f"{name} ({problem})" for name, problem in _tuples(bad))
+    more = "; ..." if num_bad > NAMED_IMAGES else ""
+    raise UserError(
+        f"card {card.name!r}: {num_bad} of {num_images} images are corrupt or unlabelled, "
+        f"and max_bad_fraction allows a share of {card.max_bad_fraction}: {examples}{more}; mend "
+        "or remove them, or raise max_bad_fraction on the card if they are meant to be left out"
+    )
+
+
+def check_classes(card: Card, rows: pa.Table, selected: pa.Table) -> None:
+    """Raise UserError where a class has no train images, or where there are no test images."""
+    for split in SPLITS:
+        labels = selected["label"].filter(pc.equal(selected["split"], split))
+        missing = sorted(set(card.classes) - set(labels.unique().to_pylist()))
+        if split == "train":
+            # a card without train is there to be tested on
+            is_complete = not missing or "train" not in card.source.splits
+        else:
+            is_complete = card.source.label is None or len(missing) < len(card.classes)
+        if not is_complete:
+            raise _missing_images(card, rows, split, missing)
+
+
+def _missing_images(card: Card, rows: pa.Table, split: Split, missing: list[str]) -> UserError:
+    problem = "there are no test images"
+    if split == "train":
+        problem = f"class {missing[0]!r} has no train images"
+    is_left_out = pc.and_(pc.equal(rows["split"], split), pc.is_valid(rows["problem"]))
+    left_out: list[tuple[str, str]] = []
+    for name, row_problem in _tuples(rows.select(["name", "problem"]).filter(is_left_out)):
+        if not row_problem.startswith("unlabelled"):
+            left_out.append((name, row_problem))
+    return UserError(
+        f"card {card.name!r}: {problem} in {card.source.path or card.source.name}"
+        f"{describe_left_out(left_out)}; add them, mend `classes` and source.splits of the card, "
+        "or set test_fraction to hold some out"
+    )
+
+
+# ---- columns -------------------------------------------------------------------------------------
+def _position(table: pa.Table, name: str) -> int:
+    index: int = table.schema.get_field_index(name)
+    return index
+
+
+def _tuples(table: pa.Table) -> Iterator[tuple[Any, ...]]:
+    for batch in table.to_batches(max_chunksize=1 << 14):
+        yield from zip(*[column.to_pylist() for column in batch.columns], strict=True)
+
+
+def _repeated(text: str, count: int) -> pa.Array:
+    return pa.array([text], pa.large_string()).take(pa.array(np.zeros(count, np.int64)))
+
+
+def _is_not_train(rows: pa.Table) -> NDArray[np.int8]:
+    is_test: NDArray[np.int8] = pc.not_equal(rows["split"], "train").to_numpy().astype(np.int8)
+    return is_test
+
+
+def _codes(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return a number for each value of a column without nulls, equal for equal ones."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    codes: NDArray[np.int64] = column.dictionary_encode().indices.to_numpy().astype(np.int64)
+    return codes
+
+
+def _counts(codes: NDArray[np.int64]) -> NDArray[np.int64]:
+    counts: NDArray[np.int64] = np.bincount(codes)
+    return counts
+
+
+def _ranks_in_groups(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the position of each row in its group; rows of a group follow each other."""
+    rows = np.arange(len(groups))
+    is_first = np.ones(len(groups), bool)
+    is_first[1:] = groups[1:] != groups[:-1]
+    firsts = np.maximum.accumulate(np.where(is_first, rows, 0))
+    ranks: NDArray[np.int64] = rows - firsts
+    return ranks

@@ -1,0 +1,183 @@
+"""Shards from packs: which shards there are, and how one is written."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.data.listing import SPLITS
+from pipeline.data.packs import DamagedPack, PackedImages
+from workers.data.shards import SCHEMA
+from workers.storage.artifact import Attempt, FileInfo, join, read_bytes, write_bytes
+
+MIN_GROUP_BYTES = 32 << 20
+MAX_GROUP_BYTES = 512 << 20  # of images that one task reads before it writes them
+GROUPS = 32  # about as many as there are of a data set whose groups are between the two
+MARK_SUFFIX = ".written"
+
+
+class Shard(NamedTuple):
+    """One shard. rows: of its images in their order, as `selection.select_rows` returns them."""
+
+    name: str
+    rows: pa.Table
+
+
+class ShardJob(NamedTuple):
+    """Shards that one task writes below an attempt at the artifact `key`, from a folder of packs.
+
+    classes: as the card lists them; the number of a class is its place in them.
+    """
+
+    root: str
+    key: str
+    attempt: str
+    packs: str
+    classes: tuple[str, ...]
+    shards: list[Shard]
+
+
+class WrittenShard(NamedTuple):
+    """A shard that is written. index: its rows of the index."""
+
+    name: str
+    info: FileInfo
+    index: pa.Table
+
+
+def divide_into_shards(rows: pa.Table, shard_images: int) -> Iterator[Shard]:
+    """Yield the shards of the selected rows, those of train first."""
+    for split in SPLITS:
+        split_rows = rows.filter(pc.equal(rows["split"], split))
+        for number, start in enumerate(range(0, len(split_rows), shard_images)):
+            part = split_rows.slice(start, shard_images)
+            yield Shard(f"{split}-{number:05d}.tar", part)
+
+
+def group_shards(shards: list[Shard]) -> Iterator[list[Shard]]:
+    """Yield consecutive shards that one task writes; it holds their images in memory.
+
+    Every group reads a range of every pack, so that larger groups make fewer requests.
+    """
+    sizes = [pc.sum(shard.rows["bytes"]).as_py() for shard in shards]
+    most = min(max(sum(sizes) // GROUPS, MIN_GROUP_BYTES), MAX_GROUP_BYTES)
+    group: list[Shard] = []
+    num_bytes = 0
+    for shard, size in zip(shards, sizes, strict=True):
+        if group and num_bytes + size > most:
+            yield group
+            group = []
+            num_bytes = 0
+        group.append(shard)
+        num_bytes += size
+    if group:
+        yield group
+
+
+def write_shards(job: ShardJob) -> list[WrittenShard]:
+    """Write shards, each with a mark behind it, and return them.
+
+    A shard that has a mark is not written again after a kill. Raise `DamagedPack` where a pack does
+    not hold what was put into it.
+    """
+    rows = pa.concat_tables([shard.rows for shard in job.shards])
+    images = PackedImages(job.packs, rows)
+    written: list[WrittenShard] = []
+    for shard in job.shards:
+        result = _write_shard(job, shard, images)
+        _write_mark(job, result)
+        written.append(result)
+    return written
+
+
+def _write_shard(job: ShardJob, shard: Shard, images: PackedImages) -> WrittenShard:
+    """Write one tar with `key.ext`, `key.cls` and `key.txt` of each image.
+
+    `.cls` holds the number of the class and `.txt` its name, as WebDataset's decoders expect.
+    """
+    numbers = {name: number for number, name in enumerate(job.classes)}
+    buffer = io.BytesIO()
+    offsets: list[int] = []
+    names = ("key", "label", "sha256", "ext", "pack", "offset", "bytes")
+    columns = [shard.rows[name].to_pylist() for name in names]
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for key, label, sha256, extension, pack, start, size in zip(*columns, strict=True):
+            data = images.image(pack, start, size)
+            if hashlib.sha256(data).hexdigest() != sha256:
+                raise DamagedPack(
+                    f"{join(job.packs, pack)} does not hold what was put into it (image {key!r}); "
+                    "run the same command again to make it anew"
+                )
+            offsets.append(_add_member(tar, f"{key}.{extension}", data))
+            _add_member(tar, f"{key}.cls", b"%d" % numbers[label])
+            _add_member(tar, f"{key}.txt", label.encode())
+    info = Attempt(job.root, job.key, job.attempt).write(shard.name, buffer.getvalue())
+    return WrittenShard(shard.name, info, _index_of(shard, offsets))
+
+
+def _index_of(shard: Shard, offsets: list[int]) -> pa.Table:
+    rows = shard.rows
+    columns = {
+        "split": rows["split"],
+        "key": rows["key"],
+        "class": rows["label"],
+        "shard": pa.array([shard.name] * len(offsets)),
+        "offset": pa.array(offsets, pa.int64()),
+        "bytes": rows["bytes"],
+        "sha256": rows["sha256"],
+        "ext": rows["ext"],
+    }
+    return pa.table(columns).cast(SCHEMA)
+
+
+def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> int:
+    """Add a member without time or owner, and return the offset of its data.
+
+    So the same images give the same bytes.
+    """
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    member.mtime = 0
+    member.mode = 0o644
+    tar.addfile(member, io.BytesIO(data))
+    blocks = -(-len(data) // tarfile.BLOCKSIZE)
+    return tar.offset - blocks * tarfile.BLOCKSIZE
+
+
+# ---- shards that an earlier try has written ------------------------------------------------------
+def mark_name(attempt: str, shard: str) -> str:
+    """Return the name of a shard's mark in the folder of packs."""
+    return f"{attempt}-{shard}{MARK_SUFFIX}"
+
+
+def _write_mark(job: ShardJob, shard: WrittenShard) -> None:
+    metadata = {"bytes": str(shard.info["bytes"]), "sha256": shard.info["sha256"]}
+    sink = io.BytesIO()
+    pq.write_table(shard.index.replace_schema_metadata(metadata), sink, compression="zstd")
+    write_bytes(join(job.packs, mark_name(job.attempt, shard.name)), sink.getvalue())
+
+
+def read_mark(packs: str, attempt: str, name: str, sizes: Mapping[str, int]) -> WrittenShard | None:
+    """Return a shard that stands; None where it must be written.
+
+    sizes: bytes of the files below the attempt, by name.
+    """
+    try:
+        table = pq.read_table(io.BytesIO(read_bytes(join(packs, mark_name(attempt, name)))))
+        metadata = table.schema.metadata or {}
+        info: FileInfo = {
+            "bytes": int(metadata[b"bytes"]),
+            "sha256": metadata[b"sha256"].decode(),
+        }
+    except (pa.ArrowException, OSError, KeyError, ValueError):
+        return None
+    if sizes.get(name) != info["bytes"]:
+        return None
+    return WrittenShard(name, info, table.replace_schema_metadata(None))

@@ -36,7 +36,7 @@ class Probe:
 
     def once(self) -> None:
         """Train on features that are computed once."""
-        self.history = loop.fit(self.job, self.method, None, GROUP, lambda event: None)
+        self.history = loop.fit(self.job, self.method, None, GROUP, lambda event: None).history
 
     def every_epoch(self) -> None:
         """Train with features that are computed in every epoch."""

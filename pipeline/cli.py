@@ -327,6 +327,7 @@ def search(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> int:
     """Print every stage as hit or miss, with the reason of each miss; run nothing."""
     from pipeline import app
+    from pipeline.launch import training_plan
 
     prepared = app.prepare(args.config, args.overrides, with_jobs=args.cost)
     run_plan = app.plan(prepared)
@@ -341,6 +342,13 @@ def plan(args: argparse.Namespace) -> int:
     for line in run_plan.notes:
         print(f"{line}\n")
     print(diagram.to_text(graph, status))
+    training = training_plan.text(
+        training_plan.plan_training(
+            graph, run_plan.lookups, run_plan.stages_to_run, prepared.store, prepared.tasks
+        )
+    )
+    if training:
+        print(f"\n{training}")
     if args.cost:
         from pipeline.launch import cost  # imports torch
 

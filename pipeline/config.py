@@ -352,11 +352,50 @@ class Config(Frozen):
     ) -> TrainSettings:
         """Return the training settings of one step of one method.
 
-        From the weakest to the strongest: `train`, the method's, the task's, the step's.
+        From the weakest to the strongest: the method's defaults, `train`, the method's, the task's,
+        the step's.
         """
+        return self._complete_train(
+            self.methods[label].method,
+            step,
+            self._configured_train(label, step, task),
+            f"{settings_path(label, task)}.train",
+            where,
+        )
+
+    def backbone_train(self) -> TrainSettings:
+        """Return the training settings of a backbone that is trained on the base task.
+
+        That is plain fine-tuning, and what `train` does not set is as `finetune` declares it.
+        """
+        return self._complete_train("finetune", "train", self._set_train(), "train", "")
+
+    def _complete_train(
+        self, method: str, step: str, configured: dict[str, Any], path: str, where: str
+    ) -> TrainSettings:
+        from workers.methods import METHODS  # imports torch
+
+        is_from_scratch = self.backbone.weights == "none"
+        values = METHODS[method].train_defaults.complete(configured, step, is_from_scratch)
+        return checked(TrainSettings, values, path, where)
+
+    def _set_train(self) -> dict[str, Any]:
+        """Return what the section `train` sets, without what it leaves to the methods."""
+        return self.train.model_dump(exclude_unset=True)
+
+    def _configured_train(self, label: str, step: str, task: str | None) -> dict[str, Any]:
+        """Return the training settings that the config sets for one step of one method."""
         entry = self.entry_of(label, task)
-        merged = {**self.train.model_dump(), **entry.train, **entry.steps.get(step, {})}
-        return checked(TrainSettings, merged, f"{settings_path(label, task)}.train", where)
+        return {**self._set_train(), **entry.train, **entry.steps.get(step, {})}
+
+    def configured_keep(self, label: str, step: str, where: str, task: str | None) -> str:
+        """Return the setting `keep` of a step, after a check of all that the config sets for it.
+
+        It imports no torch, as `train_of` does.
+        """
+        path = f"{settings_path(label, task)}.train"
+        configured = self._configured_train(label, step, task)
+        return checked(TrainSettings, configured, path, where).keep
 
     def data_of(self, label: str, where: str = "") -> DataSettings:
         """Return the data settings of one method: its own over `data`."""
@@ -448,9 +487,9 @@ def _check_validation_images(
     config: Config, label: str, step: str, task: str | None, where: str
 ) -> None:
     """Raise `UserError` when the best epoch is to be chosen and no images are held out for it."""
-    train = config.train_of(label, step, where, task)
+    keep = config.configured_keep(label, step, where, task)
     data = config.data_of(label, where)
-    if train.keep == "best" and not data.val_fraction:
+    if keep == "best" and not data.val_fraction:
         key = "train.keep" if step == "train" else f"steps.{step}.keep"
         raise UserError(
             f"{where}: {settings_path(label, task)}.{key} is 'best' with data.val_fraction 0: "
@@ -662,6 +701,8 @@ def computed(config: Config) -> dict[str, Any]:
 def dump(config: Config) -> dict[str, Any]:
     """Return the resolved config as plain values, in the layout of a config file."""
     body = config.model_dump(mode="json", by_alias=True)
+    # what is left to the methods must not come back as something that the config sets
+    body["train"] = config.train.model_dump(mode="json", exclude_unset=True)
     for entry in body["methods"].values():
         for part in (entry, *entry.get("tasks", {}).values()):
             part.update(part.pop("settings"))

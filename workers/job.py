@@ -392,6 +392,17 @@ class TrainSettings(Frozen):
         64, description="GLOBAL batch size, over all ranks and accumulation steps"
     )
     accumulate: PositiveInt = Field(1, description="number of micro-batches per optimizer step")
+    min_steps: Annotated[NonNegativeInt, Neutral(0)] = Field(
+        0,
+        description="smallest number of optimizer steps of a task: with few images its batches "
+        "become smaller, then its epochs more; 0: `epochs` and `batch_size` as they are",
+    )
+    min_batch_size: Annotated[PositiveInt | None, Neutral(None)] = Field(
+        None, description="for `min_steps`: smallest global batch size; null: `batch_size`"
+    )
+    max_epochs: Annotated[NonNegativeInt | None, Neutral(None)] = Field(
+        None, description="for `min_steps`: largest number of epochs; null: no limit"
+    )
     optimizer: Literal["adamw", "sgd"] = Field(
         "adamw", description="`adamw` (PyTorch's, fused), or `sgd` with momentum"
     )

@@ -16,7 +16,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +25,7 @@ import torch
 from workers import dist, optim, preemption
 from workers.data.batch import Batch
 from workers.data.feed import Feed
-from workers.data.rows import keys_of
+from workers.data.rows import keys_of, select
 from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
 from workers.job import StageJob
@@ -135,7 +135,7 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
     method = new_method(job).to(group.device)
     if method.loads_states(job.scenario):
         load_states(job, method)
-    history = fit(job, method, load_carried(job), group, report)
+    history, length = fit(job, method, load_carried(job), group, report)
     state, carried = method.finish()
     # A step that does not train may have one row without a loss: see `fit`.
     epochs = sum("loss" in row for row in history)
@@ -151,6 +151,7 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
         "warnings": method.warnings(),
         "backbone_digest": method.backbone_digest,
         "epochs": epochs,
+        "length": length,
     }
     files = {
         "task.safetensors": state.to_bytes(),
@@ -171,9 +172,11 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     vit.load_weights(backbone, job.backbone_settings)
     files: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
+    length: dict[str, int] = {}
     if job.task is not None:
         method = METHODS["finetune"](backbone, settings_of(job), job.seed)
-        files["history.parquet"] = to_parquet(fit(job, method, None, group, report))
+        history, length = fit(job, method, None, group, report)
+        files["history.parquet"] = to_parquet(history)
         digest = vit.digest_of(backbone)
         head = method.heads.export(job.task.name)
         state = TaskState(
@@ -187,6 +190,7 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     manifest = {
         "kind": "backbone",
         "sizes": sizes,
+        "length": length,
         "digest": digest,
         "parameters": sum(p.numel() for p in backbone.parameters()),
         "bytes": sum(t.numel() * t.element_size() for t in backbone.state_dict().values()),
@@ -194,10 +198,21 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     return files, manifest
 
 
+class Training(NamedTuple):
+    """What came of the training of a step.
+
+    history: the metrics of each epoch, one row per epoch. length: how long it was, as
+    `optim.describe_length` says it; empty for a step without training.
+    """
+
+    history: list[dict[str, Any]]
+    length: dict[str, int]
+
+
 def fit(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, report: Report
-) -> list[dict[str, Any]]:
-    """Run a step of a task and return the metrics of each epoch, one row per epoch.
+) -> Training:
+    """Run a step of a task and return the metrics of its epochs.
 
     Training goes on from the stage's checkpoint if there is one. For a step without training
     (`Step.trains` is False) only `Method.begin` runs. If such a step is `measured`, one row without
@@ -206,16 +221,17 @@ def fit(
     assert job.task is not None
     # None for the backbone's own training, whose stage is no step of a method.
     step = next((step for step in method.steps if step.name == job.step), None)
-    epochs = job.train.epochs if step is None or step.trains else 0
+    trains = step is None or step.trains
     method.to(group.device)
-    context, feed = step_context(job, method, carried, group, epochs)
+    job, context, feed = step_inputs(job, method, carried, group, trains)
     param_groups = method.begin(context)
     method.to(group.device)  # `begin` may have added modules, on the CPU
     val = context.data.feed("val") if context.data.has_validation else None
     if feed is None:  # the step does not train
         if step is None or not step.measured:
-            return []
-        return [{"epoch": 0, **method.metrics(), **validation_counts(method, val, group)}]
+            return Training([], {})
+        row = {"epoch": 0, **method.metrics(), **validation_counts(method, val, group)}
+        return Training([row], {})
     trained_ids: set[int] = set()
     for param_group in param_groups:
         trained_ids.update(id(p) for p in param_group["params"])
@@ -230,13 +246,26 @@ def fit(
             method.precompute(feed)
         if val is not None:  # validation is computed in fp32
             method.precompute(val)
-    return train_epochs(job, method, optimizer, feed, val, epochs, group, report)
+    history = train_epochs(job, method, optimizer, feed, val, group, report)
+    return Training(history, optim.describe_length(job.train, feed.num_samples))
 
 
-def step_context(
-    job: StageJob, method: Method, carried: Carried | None, group: dist.Group, epochs: int
-) -> tuple[StepContext, Feed | None]:
-    """Return what `Method.begin` needs, and the feed of the training batches; None without epochs.
+class StepInputs(NamedTuple):
+    """What a step starts from.
+
+    job: with the length of training that its number of images gives it. context: for
+    `Method.begin`. feed: of the training batches; None where nothing is trained.
+    """
+
+    job: StageJob
+    context: StepContext
+    feed: Feed | None
+
+
+def step_inputs(
+    job: StageJob, method: Method, carried: Carried | None, group: dist.Group, trains: bool
+) -> StepInputs:
+    """Return what a step starts from.
 
     A preliminary context goes to `Method.memory`, which names the exemplars. The final context adds
     what depends on them: the training data and the number of optimizer steps.
@@ -263,23 +292,28 @@ def step_context(
     training_tasks = tuple(
         task for task in job.tasks if task in full_tasks or task.name in exemplars
     )
+    fitted_job = job
+    if trains and train.min_steps:
+        samples = select(job.root, training_tasks, "train", job.data.val_fraction, exemplars)
+        train = optim.fit_to_images(job.train, len(samples))
+        fitted_job = replace(job, train=train)
 
     def make_feed(split: str, training: bool) -> Feed:
         if split == "train":
-            return Feed(job, training_tasks, split, group, training, exemplars)
-        return Feed(job, full_tasks, split, group, training)
+            return Feed(fitted_job, training_tasks, split, group, training, exemplars)
+        return Feed(fitted_job, full_tasks, split, group, training)
 
-    feed = make_feed("train", True) if epochs else None
+    feed = make_feed("train", True) if trains and train.epochs else None
     steps_per_epoch = feed.steps_per_epoch if feed else 0
-    rate_steps = optim.full_rate_steps(epochs * steps_per_epoch, steps_per_epoch, train)
+    rate_steps = optim.full_rate_steps(train.epochs * steps_per_epoch, steps_per_epoch, train)
     context = replace(
         context,
         training_tasks=training_tasks,
         carried=carried and carried.to(group.device),
-        optim=replace(context.optim, full_rate_steps=rate_steps),
+        optim=replace(context.optim, batch_size=train.batch_size, full_rate_steps=rate_steps),
         data=replace(context.data, make_feed=make_feed),
     )
-    return context, feed
+    return StepInputs(fitted_job, context, feed)
 
 
 def exemplar_keys(method: Method, context: StepContext) -> dict[str, list[str]]:
@@ -304,7 +338,6 @@ def train_epochs(
     optimizer: torch.optim.Optimizer,
     feed: Feed,
     val: Feed | None,
-    epochs: int,
     group: dist.Group,
     report: Report,
 ) -> list[dict[str, Any]]:
@@ -312,6 +345,7 @@ def train_epochs(
 
     Return the metrics of all epochs, one row per epoch, including those before the checkpoint.
     """
+    epochs = job.train.epochs
     # Rank 0 alone reads the checkpoint, so that all ranks start from the same one.
     stored = checkpoint.load(job.root, job.key) if group.rank == 0 else None
     start = group.broadcast(stored) or Checkpoint(0, 0, [], {}, {})

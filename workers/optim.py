@@ -1,5 +1,5 @@
-"""Optimizer and learning-rate schedule: one cosine with linear warm-up for all
-parameter groups."""
+"""Optimizer, learning-rate schedule and length of training: one cosine with linear warm-up for
+all parameter groups, and one rule by which tasks of few images get enough optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,45 @@ import torch
 from torch import Tensor
 
 from workers.job import TrainSettings
+
+
+def steps_per_epoch(train: TrainSettings, num_images: int) -> int:
+    """Return the number of global batches of an epoch; the last one may be smaller."""
+    return -(-num_images // train.batch_size)
+
+
+def fit_to_images(train: TrainSettings, num_images: int) -> TrainSettings:
+    """Return the settings with the batch size and the epochs that a task of `num_images` gets.
+
+    While `epochs` epochs have fewer than `min_steps` optimizer steps, the batch size is halved, but
+    not below `min_batch_size` or the number of micro-batches. If that is not enough, there are more
+    epochs, at most `max_epochs`. With `min_steps: 0` nothing changes.
+
+    num_images: samples of an epoch, exemplars of earlier tasks included.
+    """
+    if not train.min_steps or not num_images:
+        return train
+    smallest = max(train.min_batch_size or train.batch_size, train.accumulate)
+    batch_size = train.batch_size
+    while train.epochs * -(-num_images // batch_size) < train.min_steps:
+        if batch_size // 2 < smallest:
+            break
+        batch_size //= 2
+    fitted = train.model_copy(update={"batch_size": batch_size})
+    epochs = max(train.epochs, -(-train.min_steps // steps_per_epoch(fitted, num_images)))
+    if train.max_epochs is not None:
+        epochs = min(epochs, train.max_epochs)
+    return fitted.model_copy(update={"epochs": epochs})
+
+
+def describe_length(train: TrainSettings, num_images: int) -> dict[str, int]:
+    """Return batch size, epochs and optimizer steps of settings that are fitted to `num_images`."""
+    return {
+        "images": num_images,
+        "batch_size": train.batch_size,
+        "epochs": train.epochs,
+        "steps": train.epochs * steps_per_epoch(train, num_images),
+    }
 
 
 def factor(step: int, total: int, per_epoch: int, train: TrainSettings) -> float:

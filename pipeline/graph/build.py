@@ -133,7 +133,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
     inputs |= {
         "task": base.name,
         "classes": base.classes,
-        "train": key_inputs(config.train),
+        "train": key_inputs(config.backbone_train()),
         "data": key_inputs(config.data, NOT_IN_KEYS),
         "finetune": METHODS["finetune"].revision,
         **shared_revisions(),

@@ -92,13 +92,14 @@ class Builder:
     def backbone_job(self, base: Task | None) -> StageJob:
         """Return the job of the backbone stage. base: the task that it is trained on."""
         tasks = () if base is None else (base,)
+        train = self.config.backbone_train()
         return self._job(
             id="backbone",
             step="backbone",
             method="finetune",
             settings={},
             data=self.config.data,
-            train=self.config.train,
+            train=train,
             task=base,
             tasks=tasks,
             backbone=None,

@@ -93,7 +93,7 @@ def record_of(
     return {
         "name": graph.name,
         "key_version": KEY_VERSION,
-        "config": _recorded_config(graph, config),
+        "config": recorded_config(graph, config),
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "stages": stages,
         "tasks": task_records,
@@ -101,7 +101,7 @@ def record_of(
     }
 
 
-def _recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
+def recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
     """Return every setting; of the backbone the values that were used, also where none was set."""
     body = dump(config)
     for stage in graph:

@@ -21,16 +21,18 @@ from typing import Any, Literal, NamedTuple
 
 import pyarrow.parquet as pq
 
-from pipeline.config import Config, dump
+from pipeline.config import Config
 from pipeline.console import table_text
 from pipeline.data.cards import Card
+from pipeline.graph.run_record import recorded_config
 from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers.errors import DamagedArtifact
-from workers.job import StageJob, Task
+from workers.job import StageJob, Task, TrainSettings, with_neutral
 from workers.methods import METHODS
+from workers.optim import fit_to_images
 from workers.storage.artifact import Artifact
 
 Basis = Literal["same method", "other method", "not measured"]
@@ -167,7 +169,20 @@ def work_of(
     total = count_images(trained_tasks(inputs), tasks, "train", images)
     if total is not None:
         total *= 1 - (inputs.get("data") or {}).get("val_fraction", 0.0)
-    return Work(total, int((inputs.get("train") or {}).get("epochs", 0)))
+    train = fitted_train(inputs, total)
+    return Work(total, train.epochs if train else 0)
+
+
+def fitted_train(inputs: Mapping[str, Any], num_images: float | None) -> TrainSettings | None:
+    """Return the training settings of a stage, of the length that its number of images gives it.
+
+    None for a step without training. num_images: of an epoch; None where it is not known.
+    """
+    configured = inputs.get("train")
+    if not configured:
+        return None
+    train = TrainSettings.model_validate(with_neutral(TrainSettings, configured))
+    return fit_to_images(train, round(num_images or 0))
 
 
 def evaluated_images(
@@ -231,7 +246,7 @@ def backbone_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 # ---- what was measured ---------------------------------------------------------------------------
-def read_sources(store: Store, config: Config, images: Images) -> Sources:
+def read_sources(store: Store, graph: Graph, config: Config, images: Images) -> Sources:
     """Return the device-seconds of finished stages by kind.
 
     They are of runs in this storage with the backbone and the kind of device of `config`.
@@ -239,7 +254,7 @@ def read_sources(store: Store, config: Config, images: Images) -> Sources:
     sources: dict[SourceKind, list[Measured]] = {}
     read_keys: set[str] = set()
     on_cpu = not config.cluster.gpus_per_worker
-    for record in comparable_records(store, config):
+    for record in comparable_records(store, graph, config):
         tasks = {}
         for task in record.get("tasks", ()):
             if "data" in task:
@@ -261,9 +276,9 @@ def read_sources(store: Store, config: Config, images: Images) -> Sources:
     return sources
 
 
-def comparable_records(store: Store, config: Config) -> list[Mapping[str, Any]]:
+def comparable_records(store: Store, graph: Graph, config: Config) -> list[Mapping[str, Any]]:
     """Return the records of runs with the backbone of `config`, those started last first."""
-    backbone = backbone_of(dump(config))
+    backbone = backbone_of(recorded_config(graph, config))
     records = []
     for name in store.run_names():
         record = store.record(name)
@@ -308,7 +323,7 @@ def forecast(
     """Return the costs of the stages `todo`."""
     cards = {stage.key: stage.job.card for stage in graph if isinstance(stage.job, IngestJob)}
     images = Images(store, cards)
-    sources = read_sources(store, config, images)
+    sources = read_sources(store, graph, config, images)
     data = task_data(graph, tasks)
     costs: dict[str, Cost] = {}
     devices: set[str] = set()

@@ -79,6 +79,7 @@ def render_page(
     sections.append(render_sizes(tables))
     sections.append(render_graph(graph_svg))
     sections.append(render_stages(tables))
+    sections.append(render_training(tables))
     sections.append(render_settings(tables))
     return render_document(escape(str(tables.record["name"])), sections)
 
@@ -102,7 +103,7 @@ def render_head(tables: RunTables) -> str:
     links = [("summary", "Summary")]
     links += [(f"method-{label}", label) for label in tables.labels]
     links += [("sizes", "Sizes"), ("graph", "Graph"), ("stages", "Stages")]
-    links.append(("settings", "Settings"))
+    links += [("training", "Training"), ("settings", "Settings")]
     return (
         f"<h1>{escape(str(record['name']))}</h1>"
         f"<div class=soft>{len(tables.labels)} method{plural(len(tables.labels))} · "
@@ -436,6 +437,24 @@ def _stage_cells(row: Row) -> list[str]:
         escape(str(row["device"] or "-")),
         f"<code>{row['key'][:12]}</code>",
     ]
+
+
+def render_training(tables: RunTables) -> str:
+    """Return the table of what each step trained with; empty without training."""
+    steps = tables.training()
+    if not steps:
+        return ""
+    body = []
+    for step in steps:
+        name = escape(f"{step.label} {step.step}")
+        counted = f"{len(step.lengths)} of {len(step.tasks)}"
+        body.append([name, escape(step.optimizer_text()), escape(step.length_text()), counted])
+    heading = ["step", "optimizer", "length", "tasks finished"]
+    return (
+        '<h2 id="training">Training</h2><p>What each step trained with: the settings of the '
+        "config, and the method's own defaults where the config says nothing. A task of few images "
+        f"gets smaller batches and more epochs.</p>{render_table(heading, body, 3)}"
+    )
 
 
 def render_settings(tables: RunTables) -> str:

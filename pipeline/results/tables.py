@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.results import metrics
+from pipeline.results.training import StepTraining, TrainedStage, group_steps
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, Manifest, join
 
@@ -561,6 +562,17 @@ class RunTables:
                 row["device"] = (manifest.get("provenance") or {}).get("device")
             rows.append(row)
         return rows
+
+    def training(self) -> list[StepTraining]:
+        """Return what each step of each method trains with, and how long finished stages did."""
+        steps = []
+        for stage in self.record["stages"]:
+            artifact = self.artifacts.get(stage["id"])
+            length = artifact.manifest.get("length") if artifact else None
+            label = stage["label"] or stage["step"]
+            task = stage["task"] or ""
+            steps.append(TrainedStage(label, stage["step"], task, stage["inputs"], length))
+        return group_steps(steps)
 
     def warnings(self) -> list[Row]:
         """Return the warnings of all stages, then `problems`; each sentence once.

@@ -377,6 +377,9 @@ OTHER = {
         "precision": "bf16",
         "compile": True,
         "keep": "best",
+        "min_steps": 500,
+        "min_batch_size": 4,
+        "max_epochs": 7,
     },
     "data": {
         "val_fraction": 0.5,

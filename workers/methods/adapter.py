@@ -25,6 +25,7 @@ from workers.methods.base import (
     Progress,
     StepContext,
 )
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
 from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
@@ -70,6 +71,11 @@ class Adapter(Method[AdapterSettings]):
 
     name = "adapter"
     paper = "Parameter-Efficient Transfer Learning for NLP, ICML 2019"
+    train_defaults = TrainDefaults(
+        lr=3e-3,
+        scratch_lr=1e-2,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     needs_vit = True
     Settings = AdapterSettings
     per_task = frozenset({"dropout"})

@@ -30,6 +30,7 @@ from workers.methods.base import (
     Step,
     StepContext,
 )
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.weights import Copies, norm_names, weight_sites
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
@@ -179,6 +180,11 @@ class Apd(Method[ApdSettings]):
     """
 
     name = "apd"
+    train_defaults = TrainDefaults(
+        lr=1e-4,
+        scratch_lr=1e-3,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     revision = 2
     paper = (
         "Scalable and Order-robust Continual Learning with Additive Parameter Decomposition, "

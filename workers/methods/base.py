@@ -54,6 +54,7 @@ from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.errors import UserError
 from workers.job import DataSettings, Frozen, Task, TrainSettings
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.heads import Heads
 from workers.model.vit import digest_of
 from workers.storage.taskstate import Carried, TaskState
@@ -207,6 +208,8 @@ class MethodPlan(Generic[S]):
     paper: ClassVar[str] = ""
     # The type of `settings`.
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
+    # How it is trained where a config does not say it, with the source of the numbers.
+    train_defaults: ClassVar[TrainDefaults] = TrainDefaults(lr=1e-3, source="none: set `train.lr`")
     # Raise it when the method's results change: it is part of the keys of its stages.
     revision: ClassVar[int] = 1
 

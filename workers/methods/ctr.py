@@ -29,6 +29,7 @@ from workers.methods.base import (
     StepContext,
     needs_adamw,
 )
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import AdapterSites, Bottlenecks
 from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_embedding
 from workers.model.penalties import newly_used
@@ -109,6 +110,11 @@ class CtrTsm(Method[S]):
     name = "ctr_tsm"
     paper = (
         "Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning, NeurIPS 2021"
+    )
+    train_defaults = TrainDefaults(
+        lr=3e-3,
+        scratch_lr=1e-2,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
     needs_vit = True
     carries: ClassVar[tuple[str, ...]] = ("adapters", "used")

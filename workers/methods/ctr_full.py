@@ -27,6 +27,7 @@ from workers.errors import UserError
 from workers.methods.adapter import added_share
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, StepContext
 from workers.methods.ctr import CtrSettings, CtrTsm
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import HardSample
 from workers.model.vit import geometry
 from workers.storage.taskstate import TaskState
@@ -225,6 +226,10 @@ class CtrFull(CtrTsm[CtrFullSettings]):
     """
 
     name = "ctr_full"
+    train_defaults = TrainDefaults(
+        lr=1e-3,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     carries = ("adapters", "capsules", "used")
     may_forget = True
     form: ClassVar[Callable[..., Tensor]] = staticmethod(capsule_bottleneck)

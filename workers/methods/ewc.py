@@ -18,6 +18,7 @@ from workers.data.batch import Batch
 from workers.methods.base import MethodSettings, ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import network_of, restore_network, weight_groups
+from workers.methods.train_defaults import TrainDefaults
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
@@ -73,6 +74,11 @@ class Ewc(ClassIncremental[EwcSettings]):
 
     name = "ewc"
     paper = "Overcoming catastrophic forgetting in neural networks, PNAS 2017"
+    train_defaults = TrainDefaults(
+        lr=1e-4,
+        scratch_lr=1e-3,
+        source="the rate of finetune: EWC adds a penalty to it",
+    )
     Settings = EwcSettings
     steps = (Step("train"), Step("importance", trains=False))
     carries = ("weights", "heads", "importance")

@@ -28,6 +28,7 @@ from workers.methods.base import (
     StepContext,
     needs_adamw,
 )
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_embedding
@@ -127,6 +128,11 @@ class Hat(Method[S]):
 
     name = "hat"
     paper = "Overcoming Catastrophic Forgetting with Hard Attention to the Task, ICML 2018"
+    train_defaults = TrainDefaults(
+        lr=5e-4,
+        scratch_lr=1e-3,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     needs_vit = True
     carries = ("weights", "uses")
     freezes_backbone = False
@@ -381,6 +387,11 @@ class AdaHat(Hat[AdaHatSettings]):
     name = "adahat"
     paper = (
         "AdaHAT: Adaptive Hard Attention to the Task in Task-Incremental Learning, ECML PKDD 2024"
+    )
+    train_defaults = TrainDefaults(
+        lr=5e-4,
+        scratch_lr=1e-3,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
     may_forget: ClassVar[bool] = True
     Settings = AdaHatSettings

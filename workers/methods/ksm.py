@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.methods.bases.weight_masks import ThresholdMasks, ThresholdSettings
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import SoftBinary
 from workers.model.weights import norm_names
 from workers.storage.taskstate import TaskState
@@ -73,6 +74,10 @@ class Ksm(ThresholdMasks[KsmSettings]):
 
     name = "ksm"
     paper = "KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR 2021"
+    train_defaults = TrainDefaults(
+        lr=2e-3,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     Settings = KsmSettings
     per_task = ThresholdMasks.per_task | {"soft", "norms", "beta", "temperature"}
 

@@ -20,6 +20,7 @@ from workers.methods.base import (
 )
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import network_of, restore_network, weight_groups
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.distill import Teacher, kd_ce
 from workers.storage.taskstate import Carried, TaskState
 
@@ -55,6 +56,11 @@ class Lwf(ClassIncremental[LwfSettings]):
 
     name = "lwf"
     paper = "Learning without Forgetting, ECCV 2016"
+    train_defaults = TrainDefaults(
+        lr=1e-4,
+        scratch_lr=1e-3,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     carries = ("weights", "heads")
     needs_states = True  # the head of the task before comes from its state
     freezes_backbone = False

@@ -25,6 +25,7 @@ from workers.methods.base import (
     StepContext,
 )
 from workers.methods.finetune import tensors_of
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.protect import Protector
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState
@@ -117,6 +118,14 @@ class PackNet(Method[PackNetSettings]):
 
     name = "packnet"
     paper = "PackNet: Adding Multiple Tasks to a Single Network by Iterative Pruning, CVPR 2018"
+    train_defaults = TrainDefaults(
+        lr=5e-4,
+        scratch_lr=1e-3,
+        epochs=2,
+        min_steps=120,
+        steps={"retrain": {"epochs": 3}},
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     carries = ("weights", "owners")
     steps = (Step("train"), Step("prune", trains=False, measured=True), Step("retrain"))
     needs_states = True  # for the head of a base task that goes through steps of its own

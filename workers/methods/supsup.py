@@ -26,6 +26,7 @@ from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, needs_adamw
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK
 from workers.model.superposition import (
@@ -149,6 +150,10 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
 
     name = "supsup"
     paper = "Supermasks in Superposition, NeurIPS 2020"
+    train_defaults = TrainDefaults(
+        lr=2e-3,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     scenarios = frozenset({"task", "class"})
     starts_as_backbone = False
     Settings = SupSupSettings

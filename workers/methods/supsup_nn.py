@@ -18,6 +18,7 @@ from workers.dist import Group
 from workers.job import key_inputs
 from workers.methods.base import ParamGroup, Progress, StepContext
 from workers.methods.supsup import SupSup, SupSupSettings
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.superposition import Judge, Weights, shares
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
@@ -91,6 +92,10 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     """
 
     name = "supsup_nn"
+    train_defaults = TrainDefaults(
+        lr=2e-3,
+        source="the rate of supsup, whose scores it trains",
+    )
     carries = ("masks",)
     scenarios = frozenset({"task"})
     may_forget = True

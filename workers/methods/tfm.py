@@ -30,6 +30,7 @@ from workers.methods.base import (
     Progress,
     StepContext,
 )
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.compact import multiply_adds
 from workers.model.context import uniform_multiply_adds
 from workers.storage.taskstate import Carried, TaskState
@@ -98,6 +99,10 @@ class Tfm(Method[TfmSettings]):
     name = "tfm"
     paper = (
         "Ternary Feature Masks: zero-forgetting for task-incremental learning, CVPR Workshops 2021"
+    )
+    train_defaults = TrainDefaults(
+        lr=1e-3,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
     needs_vit = True
     carries = ("units",)

@@ -28,6 +28,7 @@ from workers.methods.base import (
     Step,
     StepContext,
 )
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.top_down import TopDown
 from workers.model.top_down_conv import StageTopDown
 from workers.rng import derive_seed
@@ -101,6 +102,12 @@ class Toast(Method[S]):
 
     name = "toast"
     paper = "TOAST: Transfer Learning via Attention Steering, 2023"
+    train_defaults = TrainDefaults(
+        lr=3e-3,
+        optimizer="sgd",
+        weight_decay=1e-4,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     revision = 2
     steps = (Step("pretune"), Step("train"))
     starts_from = ("pretune",)
@@ -320,6 +327,10 @@ class ToastLite(Toast[ToastLiteSettings]):
     """
 
     name = "toast_lite"
+    train_defaults = TrainDefaults(
+        lr=3e-3,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     Settings = ToastLiteSettings
 
     @classmethod

@@ -23,6 +23,7 @@ from workers.methods.base import (
     Progress,
     StepContext,
 )
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.model.prompts import Depth, PromptSites, initial_prompts
@@ -51,6 +52,11 @@ class Vpt(Method[VptSettings]):
 
     name = "vpt"
     paper = "Visual Prompt Tuning, ECCV 2022"
+    train_defaults = TrainDefaults(
+        lr=3e-3,
+        scratch_lr=1e-2,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     needs_vit = True
     starts_as_backbone = False
     Settings = VptSettings

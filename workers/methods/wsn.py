@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from workers.methods.base import ParamGroup, Progress, StepContext
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
+from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import TopK
 from workers.model.protect import Protector
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
@@ -51,6 +52,11 @@ class Wsn(WeightMasks[WsnSettings]):
 
     name = "wsn"
     paper = "Forget-free Continual Learning with Winning Subnetworks, ICML 2022"
+    train_defaults = TrainDefaults(
+        lr=1e-4,
+        scratch_lr=1e-3,
+        source="measured on seven real tasks at 64 px: configs/RESULTS.md",
+    )
     carries = ("weights", "union")
     freezes_backbone = False
     starts_as_backbone = False

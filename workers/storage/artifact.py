@@ -74,6 +74,7 @@ class Manifest(TypedDict, total=False):
     wall_s: float
     workers: int
     warnings: list[str]
+    length: dict[str, int]
     content: str
     card: str
     classes: list[str]

@@ -1,0 +1,72 @@
+"""What the training steps of a graph will train with, and for how long, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pipeline.graph.stage import Graph, IngestJob
+from pipeline.graph.store import Lookup, Store
+from pipeline.results.training import Length, StepTraining, TrainedStage, group_steps
+from workers.job import Task
+
+
+def plan_training(
+    graph: Graph,
+    lookups: Mapping[str, Lookup],
+    todo: set[str],
+    store: Store,
+    tasks: Iterable[Task],
+) -> list[StepTraining]:
+    """Return the training of each step of each method.
+
+    Of a stage that stands the result says how long it was. Of the others, `todo`, it follows from
+    the number of images, where that is known.
+    """
+    lengths = expected_lengths(graph, store, todo, tasks)
+    steps = []
+    for stage in graph:
+        length = lengths.get(stage.id) or (lookups[stage.id].manifest or {}).get("length")
+        label = stage.method or stage.step
+        steps.append(TrainedStage(label, stage.step, stage.task or "", stage.inputs, length))
+    return group_steps(steps)
+
+
+def expected_lengths(
+    graph: Graph, store: Store, todo: set[str], tasks: Iterable[Task]
+) -> dict[str, Length]:
+    """Return by stage how long the training of the stages `todo` will be.
+
+    Exemplars of earlier tasks are not counted. Stages whose number of images is not known are left
+    out.
+    """
+    waiting = [stage for stage in graph if stage.id in todo and stage.inputs.get("train")]
+    if not waiting:
+        return {}
+    from pipeline.launch import cost  # imports torch
+    from workers.optim import describe_length
+
+    cards = {stage.key: stage.job.card for stage in graph if isinstance(stage.job, IngestJob)}
+    images = cost.Images(store, cards)
+    data = cost.task_data(graph, tasks)
+    lengths: dict[str, Length] = {}
+    for stage in waiting:
+        num_images = cost.work_of(stage.step, stage.inputs, data, images).images
+        train = cost.fitted_train(stage.inputs, num_images)
+        if num_images and train:
+            lengths[stage.id] = describe_length(train, round(num_images))
+    return lengths
+
+
+def text(steps: Iterable[StepTraining]) -> str:
+    """Return the lines that `plan` prints: one per method and step; empty without training."""
+    lines = []
+    for step in steps:
+        name = step.label
+        if step.step not in ("train", "backbone"):
+            name += f" {step.step}"
+        lines.append(f"  {name}: {step.optimizer_text()}; {step.length_text()}")
+    if not lines:
+        return ""
+    return "\n".join(
+        ["training, with the methods' own defaults where the config is silent:", *lines]
+    )

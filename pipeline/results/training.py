@@ -1,0 +1,89 @@
+"""What the steps of a run train with: the config's settings and the methods' defaults, resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from workers.job import TrainSettings, with_neutral
+
+Length = Mapping[str, int]  # images, batch_size, epochs, steps
+
+
+@dataclass
+class StepTraining:
+    """One step of one method, with the same settings for all tasks that are listed.
+
+    lengths: task -> how long its training is, or will be; without tasks whose images are not
+    counted yet.
+    """
+
+    label: str
+    step: str
+    train: TrainSettings
+    tasks: list[str] = field(default_factory=list)
+    lengths: dict[str, Length] = field(default_factory=dict)
+
+    def optimizer_text(self) -> str:
+        """Return for example `adamw, lr 0.002, weight decay 0.05`."""
+        train = self.train
+        text = f"{train.optimizer}, lr {train.lr:g}, weight decay {train.weight_decay:g}"
+        if train.clip:
+            text += f", clip {train.clip:g}"
+        return text
+
+    def length_text(self) -> str:
+        """Return steps, epochs and batch size: of the tasks that are counted, else the rule."""
+        if self.lengths:
+            steps = _range(length["steps"] for length in self.lengths.values())
+            epochs = _range(length["epochs"] for length in self.lengths.values())
+            batch = _range(length["batch_size"] for length in self.lengths.values())
+            return f"{steps} steps a task: {epochs} epochs, batch size {batch}"
+        train = self.train
+        text = f"{train.epochs} epochs, batch size {train.batch_size}"
+        if not train.min_steps:
+            return text
+        smallest = min(train.min_batch_size or train.batch_size, train.batch_size)
+        limit = "any number of" if train.max_epochs is None else f"up to {train.max_epochs}"
+        return (
+            f"{text}; where that is less than {train.min_steps} steps, batches down to {smallest} "
+            f"and {limit} epochs"
+        )
+
+
+def _range(numbers: Iterable[int]) -> str:
+    """Return `5`, or `5 to 8`."""
+    values = sorted(set(numbers))
+    if len(values) == 1:
+        return str(values[0])
+    return f"{values[0]} to {values[-1]}"
+
+
+class TrainedStage(NamedTuple):
+    """A stage of a run. inputs: of its key. length: of its training, where it is known."""
+
+    label: str
+    step: str
+    task: str
+    inputs: Mapping[str, Any]
+    length: Length | None
+
+
+def group_steps(stages: Iterable[TrainedStage]) -> list[StepTraining]:
+    """Return the training of each step, tasks of equal settings together, in order.
+
+    Stages that do not train are left out.
+    """
+    groups: dict[tuple[str, str, str], StepTraining] = {}
+    for stage in stages:
+        configured = stage.inputs.get("train")
+        if not configured:
+            continue
+        train = TrainSettings.model_validate(with_neutral(TrainSettings, configured))
+        key = (stage.label, stage.step, train.model_dump_json())
+        group = groups.setdefault(key, StepTraining(stage.label, stage.step, train))
+        group.tasks.append(stage.task)
+        if stage.length:
+            group.lengths[stage.task] = stage.length
+    return list(groups.values())

@@ -1,0 +1,88 @@
+"""How a method is trained where a config does not say it: rates, optimizer, schedule, length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# What a rate is chosen for: it says nothing about another optimizer.
+OF_THE_OPTIMIZER = ("lr", "weight_decay", "clip")
+
+
+@dataclass(frozen=True)
+class TrainDefaults:
+    """The training settings of a method that a config need not set.
+
+    lr: peak learning rate on a pretrained backbone. source: where the numbers come from, the paper
+    or our measurement. scratch_lr: the rate with `backbone.weights: none`, where another one is
+    needed. steps: what differs in a step, by its name; a step's rates are its own.
+
+    The length is a number of epochs for tasks of many images, and for those of few a number of
+    optimizer steps (`optim.fit_to_images`): batches of `batch_size` down to
+    `min_batch_size`, then up to `max_epochs` epochs. A step with other epochs has as many fewer, or
+    more, steps.
+    """
+
+    lr: float
+    source: str
+    scratch_lr: float | None = None
+    optimizer: str = "adamw"
+    weight_decay: float = 0.05
+    clip: float = 0.0
+    schedule: str = "step"
+    warmup: float = 0.1
+    floor: float = 0.01
+    epochs: int = 5
+    batch_size: int = 64
+    min_steps: int = 300
+    min_batch_size: int = 16
+    max_epochs: int = 100
+    steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def of_step(self, step: str, from_scratch: bool) -> dict[str, Any]:
+        """Return the fields of `TrainSettings` that this declares for a step.
+
+        from_scratch: whether the backbone starts from random weights.
+        """
+        values: dict[str, Any] = {
+            "lr": self.lr,
+            "optimizer": self.optimizer,
+            "weight_decay": self.weight_decay,
+            "clip": self.clip,
+            "schedule": self.schedule,
+            "warmup": self.warmup,
+            "floor": self.floor,
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+            "min_batch_size": self.min_batch_size,
+            "max_epochs": self.max_epochs,
+        }
+        values |= {"scratch_lr": self.scratch_lr, **self.steps.get(step, {})}
+        values.setdefault("min_steps", round(self.min_steps * values["epochs"] / self.epochs))
+        scratch_lr = values.pop("scratch_lr")
+        if from_scratch and scratch_lr is not None:
+            values["lr"] = scratch_lr
+        return values
+
+    def complete(
+        self, configured: Mapping[str, Any], step: str, from_scratch: bool
+    ) -> dict[str, Any]:
+        """Return the fields of `TrainSettings` of a step: what a config sets, then these defaults.
+
+        A config that sets `epochs` has that number and no more, and one that sets `batch_size` no
+        smaller batches, unless it also sets `min_steps`. Where it sets another optimizer, the rates
+        declared here do not apply.
+        """
+        values = self.of_step(step, from_scratch)
+        if configured.get("optimizer", values["optimizer"]) != values["optimizer"]:
+            for name in OF_THE_OPTIMIZER:
+                del values[name]
+        if "batch_size" in configured:
+            del values["min_batch_size"]
+        if "epochs" in configured and "min_steps" not in configured:
+            values["max_epochs"] = configured["epochs"]
+            if "batch_size" in configured:  # the length is set: nothing may change it
+                del values["max_epochs"]
+                del values["min_steps"]
+        return {**values, **configured}

@@ -19,7 +19,7 @@ from pipeline.data import cards, ingest
 from pipeline.graph import build, run_record, store
 from pipeline.search import spec
 from workers import evaluate, loop
-from workers.data import sources
+from workers.data import decoding
 from workers.job import (
     BackboneSettings,
     ContextSettings,
@@ -93,7 +93,7 @@ def revisions() -> dict[str, int]:
         for module, name in (
             (loop, "TRAIN_REVISION"),
             (evaluate, "EVALUATE_REVISION"),
-            (sources, "DECODING"),
+            (decoding, "DECODING"),
             (build, "BACKBONE_REVISION"),
             (build, "REPORT_REVISION"),
         )

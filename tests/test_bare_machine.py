@@ -1,5 +1,5 @@
-"""Without ray, mlflow, webdataset and simplejpeg a run that needs none of them works, and others say
-which one they need."""
+"""Without ray, mlflow, webdataset and simplejpeg a run that needs none of them works, and others
+say which one they need."""
 
 from __future__ import annotations
 

@@ -368,8 +368,8 @@ class DataSettings(Frozen):
     smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing, in [0, 1)")
     resident_mb: NonNegativeInt = Field(
         2048,
-        description="largest size in MiB of a task's decoded images that are cached; the images of "
-        "a larger task are decoded anew in each epoch",
+        description="largest size in MiB of a task's decoded images that are cached (told from "
+        "some of them under `crop: resized`); those of a larger task are decoded in each epoch",
     )
     repeats: Annotated[int, Neutral(1)] = Field(
         1,

@@ -19,7 +19,7 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.tasks import add_tasks
 from workers import evaluate, loop
-from workers.data import sources
+from workers.data import decoding
 from workers.errors import UserError
 from workers.job import Task, key_inputs
 from workers.methods import METHODS
@@ -144,7 +144,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
 
 def shared_revisions() -> dict[str, int]:
     """Return the revisions of the code that every training step runs, whatever its method."""
-    return {"training": loop.TRAIN_REVISION, "decoding": sources.DECODING}
+    return {"training": loop.TRAIN_REVISION, "decoding": decoding.DECODING}
 
 
 # ---- chains and stars ----------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class MethodStages:
         revision = builder.method(self.label).revision
         inputs: dict[str, Any] = {
             "method": config.methods[self.label].method,
-            "revision": [revision, evaluate.EVALUATE_REVISION, sources.DECODING],
+            "revision": [revision, evaluate.EVALUATE_REVISION, decoding.DECODING],
             "task": task.name,
             "settings": key_inputs(builder.settings(self.label)),
             "seed": config.seed,

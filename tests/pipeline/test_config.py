@@ -19,7 +19,7 @@ from pipeline.graph import build
 from pipeline.graph.store import Store
 from pipeline.yaml_files import absolute, apply_override, expand, parse_yaml
 from workers import evaluate, loop
-from workers.data import sources
+from workers.data import decoding
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, TrainSettings
 from workers.methods import METHODS
@@ -521,7 +521,7 @@ def test_a_raised_revision_changes_the_keys_of_its_method_alone(
     ("module", "name", "with_base", "without"),
     [
         (loop, "TRAIN_REVISION", ("backbone", "*/*/*"), ("*/*/*",)),
-        (sources, "DECODING", ("backbone", "*/*/*"), ("*/*/*",)),
+        (decoding, "DECODING", ("backbone", "*/*/*"), ("*/*/*",)),
         (METHODS["finetune"], "revision", ("backbone", "*/*/*"), ("finetune/*/*",)),
         (evaluate, "EVALUATE_REVISION", ("*/*/evaluate",), ("*/*/evaluate",)),
     ],

@@ -8,6 +8,7 @@ import hashlib
 import io
 import tarfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from workers.data.batch import Batch
 from workers.data.cache import Blocks
 from workers.data.decoding import decode
 from workers.data.feed import Feed
+from workers.data.pictures import StreamedPictures
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, Shards
-from workers.data.sources import Streamed
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
@@ -35,10 +36,22 @@ CLASSES = {"red": 9, "green": 8, "blue": 6}
 PLACES = {"resident": 1024, "streamed": 0}  # data.resident_mb
 
 
+def noise_of(record: str) -> bytes:
+    """A PNG whose pixels say which record it is."""
+    generator = np.random.default_rng([*record.encode()])
+    noise = generator.integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+    return encoded(Image.fromarray(noise))
+
+
 def publish(
-    root: Path, key: str, classes: dict[str, int], test: int = 5, shard_images: int = 6
+    root: Path,
+    key: str,
+    classes: dict[str, int],
+    test: int = 5,
+    shard_images: int = 6,
+    draw: Callable[[str], bytes] = noise_of,
 ) -> None:
-    """An artifact as ingest writes it; the pixels of every image say which one it is."""
+    """An artifact as ingest writes it. draw: the file of each record."""
     attempt, rows = Attempt(str(root), key), []
     for split in ("train", "test"):
         samples_to_write = [
@@ -52,12 +65,7 @@ def publish(
             with tarfile.open(fileobj=buffer, mode="w") as tar:
                 for _, name, i in samples_to_write[first : first + shard_images]:
                     record = f"{split}/{name}/{i:03d}"
-                    png = io.BytesIO()
-                    noise = np.random.default_rng([*record.encode()]).integers(
-                        0, 256, (SIDE, SIDE, 3), np.uint8
-                    )
-                    Image.fromarray(noise).save(png, "PNG")
-                    for ext, data in (("png", png.getvalue()), ("cls", name.encode())):
+                    for ext, data in (("png", draw(record)), ("cls", name.encode())):
                         member = tarfile.TarInfo(f"{record}.{ext}")
                         member.size = len(data)
                         tar.addfile(member, io.BytesIO(data))
@@ -377,18 +385,19 @@ def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(
     assert plain == repeated
 
 
+@pytest.mark.parametrize("crop", ["pad", "resized"])
 def test_copies_of_a_streamed_image_are_decoded_once(
-    root: Any, monkeypatch: pytest.MonkeyPatch
+    crop: str, root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: Counter[Any] = Counter()
-    decode_one = Streamed._decode
+    picture = StreamedPictures.picture
 
-    def counted(source: Any, row: Any) -> Any:
+    def counted(pictures: Any, row: Any) -> Any:
         decoded[row] += 1
-        return decode_one(source, row)
+        return picture(pictures, row)
 
-    monkeypatch.setattr(Streamed, "_decode", counted)
-    images_of_epoch(feed_of(root, "streamed", batch=6, data={"repeats": 3}))
+    monkeypatch.setattr(StreamedPictures, "picture", counted)
+    images_of_epoch(feed_of(root, "streamed", batch=6, data={"repeats": 3, "crop": crop}))
     assert len(decoded) == 6
     assert set(decoded.values()) == {1}
 

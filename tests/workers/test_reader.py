@@ -24,6 +24,7 @@ from workers.data import order, reader
 from workers.data.cache import Cache
 from workers.data.crops import View
 from workers.data.order import Deal, Ints
+from workers.data.pictures import StreamedPictures
 from workers.data.reader import (
     FETCH_THREADS,
     BucketReader,
@@ -35,7 +36,7 @@ from workers.data.reader import (
 )
 from workers.data.rows import SampleTable, select
 from workers.data.shards import OPEN_SHARE, Shards
-from workers.data.sources import Resident, StepSamples, Streamed
+from workers.data.sources import PictureSource, Resident, StepSamples
 from workers.errors import DamagedArtifact, UserError
 from workers.job import Task
 from workers.storage import filesystem
@@ -350,7 +351,8 @@ def test_an_epoch_that_is_dropped_does_not_wait_for_the_storage(
 ) -> None:
     answers = threading.Event()
     monkeypatch.setattr(DiskReader, "read", lambda reader, row: answers.wait(60))
-    source = Streamed(colours, View(8), 2, DiskReader(colours), torch.device("cpu"))
+    pictures = StreamedPictures(colours, DiskReader(colours), None)
+    source = PictureSource(pictures, View(8), 2, torch.device("cpu"))
     rows = np.arange(900).reshape(9, 100)
     steps = source.steps(StepSamples(np.arange(100), rows_of_step) for rows_of_step in rows)
     next(steps)

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from workers.storage import filesystem
 Write = Callable[[BinaryIO], None]
 DIGEST = hashlib.sha256().digest_size
 FILLED = 0.9  # of the limit: what is left where room is made, so that this is seldom done
+GROWTH = 64 << 20  # bytes that a file whose size is not known yet asks for at once
 _swept: set[str] = set()  # folders that this process has looked through
 
 
@@ -62,12 +63,13 @@ class Cache:
         """Path of the file `name`."""
         return os.path.join(self.folder, name)
 
-    def open_file(self, name: str, size: int, write: Write, remedy: str = "") -> LocalFile:
+    def open_file(self, name: str, size: int | None, write: Write, remedy: str = "") -> LocalFile:
         """Open the file `name` of `size` bytes; `write` fills it first where it is missing.
 
         One process of the node writes, the others wait. Raise `UserError` when the disk has no
-        room. What `write` raises goes through; then there is no file. remedy: what else a person
-        may do for room.
+        room. What `write` raises goes through; then there is no file. size: None where only `write`
+        knows it; then who opens a file checks that it is whole. remedy: what else a person may do
+        for room.
         """
         path = self.path(name)
         with self._explain_disk_errors(size, remedy):
@@ -108,19 +110,20 @@ class Cache:
         with suppress(FileNotFoundError):
             os.unlink(self.path(name))
 
-    def _create(self, path: str, size: int, write: Write) -> LocalFile:
+    def _create(self, path: str, size: int | None, write: Write) -> LocalFile:
         part = f"{path}.{uuid.uuid4().hex[:8]}.part"
         with _locked(self.path("room.lock")) as room:
-            self._reserve(room, size)
+            self._reserve(room, size or 0)
             file = LocalFile(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             # held until it is closed: also under its later name
             fcntl.flock(file.fileno(), fcntl.LOCK_SH)
         try:
-            os.truncate(file.fileno(), size)  # looks count it as a whole from now on
+            if size is not None:
+                os.truncate(file.fileno(), size)  # looks count it as a whole from now on
             # Written as a file, not through a map: a full disk is then an error and not a SIGBUS.
-            with open(part, "r+b") as stream:
+            with GrowingFile(part, size, self._grow) as stream:
                 write(stream)
-                if stream.tell() != size:
+                if size is not None and stream.tell() != size:
                     raise OSError(f"{stream.tell()} bytes were made of {size}")
             os.replace(part, path)
         except BaseException:
@@ -128,6 +131,11 @@ class Cache:
             os.unlink(part)
             raise
         return file
+
+    def _grow(self, size: int) -> None:
+        """Count `size` bytes more of a file that is being written."""
+        with _locked(self.path("room.lock")) as room:
+            self._reserve(room, size)
 
     def _reserve(self, room: BinaryIO, size: int) -> None:
         """Count `size` bytes more in `room`, the locked file with the bytes of all files.
@@ -170,7 +178,7 @@ class Cache:
                         yield info.st_atime_ns, os.path.join(folder, name), info.st_size
 
     @contextmanager
-    def _explain_disk_errors(self, size: int, remedy: str) -> Iterator[None]:
+    def _explain_disk_errors(self, size: int | None, remedy: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -187,10 +195,32 @@ class Cache:
             )
             if remedy:
                 remedies += f", or {remedy}"
+            amount = "more" if size is None else f"{size:,} bytes more of"
             raise UserError(
-                f"the disk of {self.folder!r} has no room for {size:,} bytes more of shards and "
-                f"decoded images ({error.strerror}); {remedies}"
+                f"the disk of {self.folder!r} has no room for {amount} shards and decoded images "
+                f"({error.strerror}); {remedies}"
             ) from None
+
+
+class GrowingFile(io.BufferedRandom):
+    """A file that is written; where its size is not known, room is made for it as it grows.
+
+    grow: makes room for so many bytes more.
+    """
+
+    def __init__(self, path: str, size: int | None, grow: Callable[[int], None]):
+        super().__init__(io.FileIO(path, "r+"))
+        self.limit = size
+        self.grow = grow
+        self.room = 0
+
+    def write(self, data: Any, /) -> int:
+        """Write bytes; see `io.BufferedIOBase.write`."""
+        count = super().write(data)
+        if self.limit is None and self.tell() > self.room:
+            self.grow(GROWTH)
+            self.room += GROWTH
+        return count
 
 
 class Blocks:
@@ -204,22 +234,27 @@ class Blocks:
         cache: Cache,
         file: LocalFile,
         start: int,
-        shape: tuple[int, ...],
+        borders: NDArray[np.int64],
         make: Callable[[int], NDArray[np.uint8]],
     ):
-        """start: byte offset of the first of shape[0] rows of shape[1:] bytes. make: returns a row,
-        to replace a damaged one."""
+        """start: byte offset of the first row. borders: (n + 1,) where each row begins, counted
+        from there, and where the last one ends. make: returns a row, to replace a damaged one."""
         self.cache = cache
         self.file = file
         self.start = start
+        self.borders = borders
         self.make = make
-        self.rows = np.memmap(file, np.uint8, "r", start, shape)
-        self.digests = np.memmap(file, np.uint8, "r", start + self.rows.nbytes, (shape[0], DIGEST))
-        self.checked = np.zeros(shape[0], bool)
+        num_rows = len(borders) - 1
+        self.nbytes = int(borders[-1])
+        # as plain arrays, whose parts cost a tenth of those of a `np.memmap`
+        self.data = np.asarray(np.memmap(file, np.uint8, "r", start, (self.nbytes,)))
+        digests = np.memmap(file, np.uint8, "r", start + self.nbytes, (num_rows, DIGEST))
+        self.digests = np.asarray(digests)
+        self.checked = np.zeros(num_rows, bool)
 
     @staticmethod
     def size(shape: tuple[int, ...]) -> int:
-        """Bytes of the rows and their digests."""
+        """Bytes of shape[0] rows of shape[1:] bytes, and of their digests."""
         return int(np.prod(shape)) + shape[0] * DIGEST
 
     @staticmethod
@@ -237,13 +272,8 @@ class Blocks:
         stream.flush()
         os.fsync(stream.fileno())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows, without digests."""
-        return int(self.rows.nbytes)
-
-    def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Read some rows, verified. Raise `UserError` when the disk cannot hold them."""
+    def verify(self, rows: NDArray[np.int64]) -> None:
+        """Check some rows, and mend them. Raise `UserError` when the disk cannot hold them."""
         bad = [
             row for row in np.unique(rows[~self.checked[rows]]).tolist() if not self._is_whole(row)
         ]
@@ -256,16 +286,19 @@ class Blocks:
         for row in bad:
             self._mend(row)
         self.checked[rows] = True
-        return np.asarray(self.rows[rows])
+
+    def row(self, row: int) -> NDArray[np.uint8]:
+        """The bytes of a row, (borders[row + 1] - borders[row],); they are not verified."""
+        return self.data[self.borders[row] : self.borders[row + 1]]
 
     def _is_whole(self, row: int) -> bool:
         expected: bytes = self.digests[row].tobytes()
-        return hashlib.sha256(self.rows[row].data).digest() == expected
+        return hashlib.sha256(self.row(row).data).digest() == expected
 
     def _mend(self, row: int) -> None:
         data = np.ascontiguousarray(self.make(row)).tobytes()
         try:
-            os.pwrite(self.file.fileno(), data, self.start + row * len(data))
+            os.pwrite(self.file.fileno(), data, self.start + int(self.borders[row]))
             os.pwrite(
                 self.file.fileno(),
                 hashlib.sha256(data).digest(),
@@ -273,7 +306,7 @@ class Blocks:
             )
         except OSError:
             raise self.cache.bad_disk() from None
-        if self.rows[row].tobytes() != data or not self._is_whole(row):
+        if self.row(row).tobytes() != data or not self._is_whole(row):
             raise self.cache.bad_disk()
 
 
@@ -296,16 +329,17 @@ def _locked(path: str, is_temporary: bool = False) -> Iterator[BinaryIO]:
             return
 
 
-def _open_in_use(path: str, size: int) -> LocalFile | None:
+def _open_in_use(path: str, size: int | None) -> LocalFile | None:
     """Open a file and mark it as used. Return None when it is missing or has another size, as after
-    a crash of the machine."""
+    a crash of the machine. size: None: any but 0."""
     try:
         file = LocalFile(path, "r+")
     except FileNotFoundError:
         return None
     fcntl.flock(file.fileno(), fcntl.LOCK_SH)
     info = os.fstat(file.fileno())
-    if info.st_nlink and info.st_size == size:  # else it was deleted before it was locked
+    is_whole = info.st_size > 0 if size is None else info.st_size == size
+    if info.st_nlink and is_whole:  # else it was deleted before it was locked
         return file
     file.close()
     return None

@@ -20,6 +20,9 @@ try:
 except ImportError:  # a machine that has what training needs, and no more
     simplejpeg = None
 
+# Raise it when `decode` or `read_picture` give other pixels: older caches are then not used, and
+# results are made anew.
+DECODING = 2
 MAX_PIXELS = 50_000_000
 # of all that Pillow knows: PostScript is a program, and others are seldom looked after
 IMAGE_FORMATS = (

@@ -14,9 +14,10 @@ from workers.data.augment import Augment
 from workers.data.batch import Batch
 from workers.data.cache import Cache
 from workers.data.order import Deal, Ints, Order, TableOrder, partner_positions
+from workers.data.pictures import KeptPictures, Pictures, StreamedPictures, are_small
 from workers.data.reader import sequential_reader, shuffled_reader
 from workers.data.rows import select
-from workers.data.sources import Pixels, Resident, Source, StepSamples, Streamed
+from workers.data.sources import PictureSource, Pixels, Resident, Source, StepSamples
 from workers.dist import Group, interleave
 from workers.job import StageJob, Task
 from workers.rng import StepRng, derive_seed
@@ -88,10 +89,6 @@ class Feed:
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
         self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {})
         self._label_globally(job)
-        view = self.augment.view
-        square_bytes = view.side**2 * 3
-        is_small = len(self.samples) * square_bytes <= job.data.resident_mb << 20
-        self.resident = is_small and view.longest_side is None
         locations = self.samples.locations
         self.deal = Deal(
             locations.shards,
@@ -101,16 +98,27 @@ class Feed:
             self.seed,
             job.data.repeats,
         )
+        self.source, self.resident = self._make_source(job, cache)
+
+    def _make_source(self, job: StageJob, cache: Cache | None) -> tuple[Source, bool]:
+        """Return the source of pixels, and whether they are kept decoded."""
+        view = self.augment.view
         workers = job.loader_workers
-        self.source: Source
-        if self.resident:
-            self.source = Resident(self.samples, view.side, workers, cache, group.device)
+        device = self.group.device
+        most_bytes = job.data.resident_mb << 20
+        pictures: Pictures
+        if view.longest_side is None:
+            if len(self.samples) * view.side**2 * 3 <= most_bytes:
+                return Resident(self.samples, view.side, workers, cache, device), True
+        elif are_small(self.samples, view.longest_side, most_bytes):
+            pictures = KeptPictures(self.samples, view.longest_side, workers, cache)
+            return PictureSource(pictures, view, workers, device), True
+        if self.augment.training:
+            reader = shuffled_reader(self.samples, self.deal, self.group.world, cache)
         else:
-            if training:
-                reader = shuffled_reader(self.samples, self.deal, group.world, cache)
-            else:
-                reader = sequential_reader(self.samples, cache)
-            self.source = Streamed(self.samples, view, workers, reader, group.device)
+            reader = sequential_reader(self.samples, cache)
+        pictures = StreamedPictures(self.samples, reader, view.longest_side)
+        return PictureSource(pictures, view, workers, device), False
 
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.

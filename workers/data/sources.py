@@ -1,40 +1,42 @@
-"""Sources of decoded pixels: a cache that is decoded once (Resident), or the shards, decoded anew
-in each epoch (Streamed).
+"""Sources of pixels: squares that are decoded once (Resident), or images that are made of pictures
+in each step (PictureSource), which are kept decoded or decoded anew (`workers/data/pictures.py`).
 
-Both give the same pixels of the samples that they are asked for, and know nothing of their order.
+All give the same pixels of the samples that they are asked for, and know nothing of their order.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import islice
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, View
-from workers.data.decoding import Picture, decode, read_picture
+from workers.data.decoding import DECODING, decode, resize_square
 from workers.data.order import Ints
-from workers.data.reader import Reader, sequential_reader
+from workers.data.pictures import (
+    CHUNK,
+    KEPT_REMEDY,
+    Pictures,
+    abandon,
+    decoded_rows,
+    prefetched,
+)
 from workers.data.rows import SampleTable
 
-AHEAD = 2  # steps that a streamed epoch decodes before they are asked for
-CHUNK = 16  # samples that a thread makes at once: a job costs as much as decoding a small image
-# raise it when `decode` or `read_picture` give other pixels: older caches are then not used, and
-# results are made anew
-DECODING = 2
+AHEAD = 2  # steps whose images are made before they are asked for
 
-T = TypeVar("T")
-Decoding = Future[NDArray[np.uint8]]
 # positions in the global batch (b,) -> uint8 (b, 3, side, side) on the device
 Pixels = Callable[[Ints], Tensor]
 
@@ -63,7 +65,7 @@ class Source(Protocol):
 
 
 class Resident:
-    """All pixels, decoded once to uint8 (n, side, side, 3).
+    """The central squares of all images, decoded once to uint8 (n, side, side, 3).
 
     They lie in device memory where it has room for twice as many, else in a memory map that the
     ranks of a node share, or in plain memory where there is no `cache`.
@@ -83,12 +85,19 @@ class Resident:
         self.cache = cache
         self.device = device
         self.shape = (len(samples), side, side, 3)
-        self.pixels: Any = self._mapped(cache) if cache else self._in_memory()
+        self.blocks = self._mapped(cache) if cache else None  # checked when it is read
+        if self.blocks is None:
+            self.pixels = self._in_memory()
+        else:
+            self.pixels = self.blocks.data.reshape(self.shape)
+        self.on_device: Tensor | None = None
         if device.type != "cpu":
             free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
             if 2 * self.pixels.nbytes < free_bytes:
                 everything = np.arange(len(samples))
-                self.pixels = torch.from_numpy(self.pixels[everything]).to(device)
+                self.on_device = torch.from_numpy(self._read(everything)).to(device)
+                self.blocks = None
+                del self.pixels
 
     def steps(self, steps: Iterator[StepSamples]) -> Iterator[Pixels]:
         """See `Source.steps`; all rows are decoded already."""
@@ -97,30 +106,23 @@ class Resident:
 
     def _gather(self, samples: StepSamples, positions: Ints) -> Tensor:
         rows = samples.rows[np.searchsorted(samples.positions, positions)]
-        if isinstance(self.pixels, Tensor):
-            pixels = self.pixels[torch.from_numpy(rows).to(self.device)]
+        if self.on_device is not None:
+            pixels = self.on_device[torch.from_numpy(rows).to(self.device)]
         else:
-            # a copy, checked where it comes from a disk
-            pixels = torch.from_numpy(self.pixels[rows]).to(self.device)
+            pixels = torch.from_numpy(self._read(rows)).to(self.device)
         return pixels.permute(0, 3, 1, 2).contiguous()  # (b, 3, side, side)
 
+    def _read(self, rows: Ints) -> NDArray[np.uint8]:
+        """A copy of some rows, checked where they come from a disk."""
+        if self.blocks is not None:
+            self.blocks.verify(rows)
+        return self.pixels[rows]
+
     def _decoded(self) -> Iterator[NDArray[np.uint8]]:
-        """Yield every row's pixels in table order; threads decode some rows ahead."""
-        reader = sequential_reader(self.samples, self.cache)
-        threads = max(1, self.workers)
+        def square(data: bytes, max_pixels: int) -> NDArray[np.uint8]:
+            return decode(data, self.side, max_pixels)
 
-        def submitted() -> Iterator[Decoding]:
-            every_row = np.arange(len(self.samples)).reshape(-1, 1)
-            for (row,) in reader.ahead(iter(every_row)):
-                yield pool.submit(decode_row, self.samples, reader, int(row), self.side)
-
-        pool = ThreadPoolExecutor(threads)
-        try:
-            for future in _prefetched(submitted(), 4 * threads):
-                yield future.result()
-        finally:
-            _abandon(pool)
-            reader.close()
+        return decoded_rows(self.samples, self.workers, self.cache, square)
 
     def _decode(self, row: int) -> NDArray[np.uint8]:
         """Decode one row again, from where it is stored."""
@@ -147,25 +149,23 @@ class Resident:
 
         # in use for as long as this source is
         size = header.tell() + Blocks.size(self.shape)
-        remedy = "lower data.resident_mb so that images are not kept decoded"
-        file = cache.open_file(name, size, write, remedy)
-        return Blocks(cache, file, header.tell(), self.shape, self._decode)
+        file = cache.open_file(name, size, write, KEPT_REMEDY)
+        row_bytes = math.prod(self.shape[1:])
+        borders = row_bytes * np.arange(self.shape[0] + 1)
+        return Blocks(cache, file, header.tell(), borders, self._decode)
 
 
-class Streamed:
-    """Shards, of which every rank reads and decodes what it needs, anew in each epoch."""
+class PictureSource:
+    """Makes the images of each step from pictures, on threads, before they are asked for."""
 
-    def __init__(
-        self, samples: SampleTable, view: View, workers: int, reader: Reader, device: torch.device
-    ):
-        self.samples = samples
+    def __init__(self, pictures: Pictures, view: View, workers: int, device: torch.device):
+        self.pictures = pictures
         self.view = view
         self.threads = max(1, workers)
-        self.reader = reader
         self.device = device
 
     def steps(self, steps: Iterator[StepSamples]) -> Iterator[Pixels]:
-        """See `Source.steps`; other samples than those are not decoded."""
+        """See `Source.steps`; other samples than those are not made."""
         waiting: deque[StepSamples] = deque()
 
         def rows_of_steps() -> Iterator[Ints]:
@@ -173,7 +173,7 @@ class Streamed:
                 waiting.append(samples)
                 yield samples.rows
 
-        rows_ahead = self.reader.ahead(rows_of_steps())
+        rows_ahead = self.pictures.ahead(rows_of_steps())
 
         def submitted() -> Iterator[StepPixels]:
             for _ in rows_ahead:
@@ -181,10 +181,10 @@ class Streamed:
 
         pool = ThreadPoolExecutor(self.threads)
         try:
-            for pixels in _prefetched(submitted(), AHEAD):
+            for pixels in prefetched(submitted(), AHEAD):
                 yield pixels.at
         finally:
-            _abandon(pool)
+            abandon(pool)
             rows_ahead.close()
 
     def _submit(self, pool: ThreadPoolExecutor, samples: StepSamples) -> StepPixels:
@@ -201,22 +201,15 @@ class Streamed:
         last_row = -1
         for index in indices.tolist():
             row = int(samples.rows[index])
+            if row != last_row:
+                picture = self.pictures.picture(row)
+                if samples.crops is None:
+                    square = resize_square(Image.fromarray(picture.pixels), self.view.side)
             if samples.crops is None:
-                if row != last_row:
-                    square = self._decode(row)
                 images[index] = square
             else:
-                if row != last_row:
-                    picture = self._read(row)
                 samples.crops.cut(picture, int(samples.positions[index]), images[index])
             last_row = row
-
-    def _decode(self, row: int) -> NDArray[np.uint8]:
-        return decode_row(self.samples, self.reader, row, self.view.side)
-
-    def _read(self, row: int) -> Picture:
-        data = self.reader.read(row)
-        return read_picture(data, self.view.longest_side, self.samples.max_pixels(row))
 
 
 class StepPixels:
@@ -260,21 +253,3 @@ def chunks_of(rows: Ints, threads: int) -> list[Ints]:
     size = min(CHUNK, -(-len(rows) // (2 * threads)))
     starts = np.searchsorted(sorted_rows, sorted_rows[np.arange(0, len(rows), size)])
     return np.split(by_row, np.unique(starts)[1:])
-
-
-def decode_row(samples: SampleTable, reader: Reader, row: int, side: int) -> NDArray[np.uint8]:
-    """Return the pixels of a row, uint8 (side, side, 3)."""
-    return decode(reader.read(row), side, samples.max_pixels(row))
-
-
-def _abandon(pool: ThreadPoolExecutor) -> None:
-    """Start nothing more in a pool, and do not wait: a storage that is away would delay it."""
-    pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _prefetched(items: Iterator[T], depth: int) -> Iterator[T]:
-    """Yield the same items, each taken from `items` before it is needed, `depth` items ahead."""
-    waiting = deque(islice(items, depth))
-    while waiting:
-        waiting.extend(islice(items, 1))
-        yield waiting.popleft()

@@ -1,0 +1,230 @@
+"""Kept and streamed pictures are the same to the bit, whatever their sides; what a disk does to
+those that are kept changes no sample."""
+
+from __future__ import annotations
+
+import gc
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_feed import COLOURS, SHAPES, encoded, feed_of, publish, samples
+
+from workers.data import pictures
+from workers.data.cache import Blocks, Cache
+from workers.data.decoding import read_picture
+from workers.data.feed import Feed
+from workers.data.pictures import KeptPictures, are_small
+from workers.data.rows import SampleTable, select
+from workers.data.sources import chunks_of
+from workers.errors import UserError
+
+FORMS = ("JPEG", "PNG", "WEBP")
+LONGEST = 24  # three times the side of the tests' input
+
+
+def draw_mixed(record: str) -> bytes:
+    """A file whose sides, form and pixels follow from its record's name; some are long."""
+    generator = np.random.default_rng([*record.encode()])
+    height, width = generator.integers(3, 70, 2).tolist()
+    noise = generator.integers(0, 256, (height, width, 3), np.uint8)
+    data: bytes = encoded(Image.fromarray(noise), FORMS[int(generator.integers(3))])
+    return data
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    publish(tmp_path, "colours", {"red": 9, "green": 8, "blue": 6}, draw=draw_mixed)
+    publish(tmp_path, "shapes", {"disc": 5, "ring": 7}, draw=draw_mixed)
+    return tmp_path
+
+
+@pytest.fixture
+def table(root: Path) -> SampleTable:
+    return select(str(root), (COLOURS,), "train", 0.25)
+
+
+CROPS: dict[str, dict[str, Any]] = {
+    "none": {"crop": "none", "flip": 0.0},
+    "pad": {"crop": "pad"},
+    "resized": {"crop": "resized"},
+    "reduced": {"crop": "resized", "longest_side": 11, "crop_scale": (0.08, 1.0)},
+    "whole": {"crop": "resized", "longest_side": 500, "flip": 0.0},
+    "mixed": {"crop": "resized", "mixup": 0.8, "cutmix": 1.0, "randaugment": 2, "repeats": 2},
+}
+
+
+@pytest.mark.parametrize("crop", CROPS)
+@pytest.mark.parametrize("cached", [False, True], ids=["memory", "cache"])
+def test_what_is_kept_decoded_gives_the_bits_of_what_is_streamed(
+    crop: str, cached: bool, root: Path, tmp_path: Path
+) -> None:
+    tasks = (SHAPES, COLOURS)
+    cache = str(tmp_path / "cache") if cached else ""
+    streamed = feed_of(root, "streamed", tasks=tasks, data=CROPS[crop])
+    resident = feed_of(root, "resident", tasks=tasks, data=CROPS[crop], cache=cache, workers=3)
+    for epoch in range(2):
+        assert samples([resident], epoch) == samples([streamed], epoch)
+
+
+@pytest.mark.parametrize("crop", CROPS)
+def test_evaluation_sees_the_same_whatever_is_kept_and_however_training_crops(
+    crop: str, root: Path
+) -> None:
+    expected = [b.images for b in feed_of(root, "resident", training=False).evaluate(4)]
+    for kind in ("resident", "streamed"):
+        feed = feed_of(root, kind, training=False, data=CROPS[crop])
+        for batch, images in zip(feed.evaluate(4), expected, strict=True):
+            assert torch.equal(batch.images, images)
+
+
+def test_a_longest_side_changes_the_samples_of_longer_images_alone(root: Path) -> None:
+    def images(longest_side: int | None) -> list[bytes]:
+        data = {"crop": "resized", "longest_side": longest_side}
+        steps = samples([feed_of(root, "streamed", data=data)])
+        return [step[position][0] for step in steps for position in sorted(step)]
+
+    assert images(None) == images(LONGEST)
+    differing = sum(a != b for a, b in zip(images(None), images(70), strict=True))
+    assert 0 < differing < 17
+    assert images(70) == images(500)
+
+
+def kept_file(folder: Path) -> Path:
+    (file,) = folder.glob("*.pictures")
+    return file
+
+
+def resized_feed(root: Path, cache: Path, limit: float = 1.0) -> Feed:
+    data = {"crop": "resized"}
+    feed: Feed = feed_of(root, "resident", data=data, cache=str(cache), cache_gb=limit)
+    return feed
+
+
+def test_the_file_is_written_once_and_made_anew_when_it_is_cut_short_or_lies(
+    root: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    expected = samples([resized_feed(root, cache)])
+    file = kept_file(cache)
+    whole = file.read_bytes()
+    written = file.stat().st_mtime_ns
+    assert samples([resized_feed(root, cache)]) == expected
+    assert file.stat().st_mtime_ns == written
+    sides = len(whole) - 32 - 17 * 16
+    for damaged in (
+        whole[:-100],
+        whole[:20],
+        whole[:sides] + b"\xff" * 16 + whole[sides + 16 :],
+        b"\0" * len(whole),
+        whole[1000:],
+    ):
+        gc.collect()
+        file.write_bytes(damaged)
+        assert samples([resized_feed(root, cache)]) == expected
+        assert kept_file(cache).read_bytes() == whole
+    assert not list(cache.glob("*.part"))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.97])
+def test_a_flipped_bit_changes_no_sample_and_is_mended(
+    share: float, root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    expected = samples([resized_feed(root, cache)])
+    file = kept_file(cache)
+    whole = file.read_bytes()
+    data = bytearray(whole)
+    data[int(share * (len(whole) - 32 - 17 * 16))] ^= 16
+    gc.collect()
+    file.write_bytes(data)
+    assert samples([resized_feed(root, cache)]) == expected
+    output = capfd.readouterr().err
+    assert output.count("\n") == 1
+    assert "1 decoded images in" in output
+    assert file.read_bytes() == whole
+
+
+def test_a_disk_that_keeps_nothing_is_a_sentence(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = resized_feed(root, tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr(Blocks, "_is_whole", lambda blocks, row: False)
+        with pytest.raises(UserError, match="gives back other bytes than were written"):
+            samples([feed])
+    monkeypatch.setattr(pictures, "read_sides", lambda *_: None)
+    with pytest.raises(UserError, match="gives back other bytes than were written"):
+        resized_feed(root, tmp_path / "other")
+
+
+def test_each_image_is_decoded_once_and_its_sides_are_those_of_the_original(
+    table: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+
+    def counted(data: bytes, *args: Any) -> Any:
+        decoded.append(len(data))
+        return read_picture(data, *args)
+
+    monkeypatch.setattr(pictures, "read_picture", counted)
+    for cache in (Cache(str(tmp_path / "cache"), 10**9), None):
+        kept = KeptPictures(table, LONGEST, 2, cache)
+        for row in (3, 16, 0, 3):
+            original = Image.open(io.BytesIO(table.bytes_of(row)))
+            picture = kept.picture(row)
+            assert (picture.width, picture.height) == original.size
+            assert max(picture.pixels.shape) <= LONGEST
+    assert len(decoded) == 2 * 17
+
+
+def test_room_is_made_as_the_file_grows(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.data.cache.GROWTH", 1000)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    older = cache / "older"
+    older.write_bytes(b"x" * 60_000)
+    samples([resized_feed(root, cache, 60_500 / 2**30)])
+    size = kept_file(cache).stat().st_size
+    assert not older.exists()
+    assert size <= int((cache / "room.lock").read_text()) <= size + 2000
+
+
+def test_a_full_disk_says_that_fewer_may_be_kept(
+    table: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Blocks, "write", full)
+    with pytest.raises(UserError, match=r"no room for more shards and.*lower data.resident_mb"):
+        KeptPictures(table, LONGEST, 2, Cache(str(tmp_path / "cache"), 10**9))
+    assert not list((tmp_path / "cache").glob("*.p*"))
+
+
+def test_what_is_kept_is_told_from_the_pixels_of_some_images(
+    table: SampleTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [read_picture(table.bytes_of(row), LONGEST).pixels.nbytes for row in range(17)]
+    assert are_small(table, LONGEST, sum(sizes))
+    assert not are_small(table, LONGEST, sum(sizes) - 1)
+    monkeypatch.setattr(SampleTable, "bytes_of", lambda table, row: pytest.fail("it was read"))
+    assert are_small(table, LONGEST, 17 * 3 * LONGEST**2)
+    assert not are_small(table, LONGEST, 0)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 16])
+def test_every_sample_of_a_step_is_in_one_job_and_copies_in_the_same(threads: int) -> None:
+    rows = np.random.default_rng(threads).integers(0, 40, 130)
+    jobs = chunks_of(rows, threads)
+    assert sorted(np.concatenate(jobs).tolist()) == list(range(130))
+    rows_of_jobs = [set(rows[job].tolist()) for job in jobs]
+    assert sum(map(len, rows_of_jobs)) == len(set(rows.tolist()))
+    assert len(jobs) >= min(2 * threads, 8)
+    assert chunks_of(rows[:0], threads) == []

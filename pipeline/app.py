@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipeline import config as configs
 from pipeline.config import Config
 from pipeline.graph import diagram, graph_cache, raw_data
+from pipeline.graph.journal import Journal, journal_of
 from pipeline.graph.raw_data import Source
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import (
@@ -33,6 +34,8 @@ from pipeline.graph.run_record import RunRecord, record_of
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, version_notes
 from pipeline.launch.cluster import is_submitted_job
+from pipeline.results import runs as stored_runs
+from pipeline.results.runs import RunOverview, RunStatus
 from pipeline.results.tables import RunTables
 from pipeline.results.trials import keys_of_searches
 from pipeline.run_log import RunLog, driver_log
@@ -330,63 +333,85 @@ def _run_and_record(
 ) -> RunResult:
     """Run the stages that are missing, and record the run while it goes on."""
     # start-up time: they import torch and matplotlib
-    from pipeline.launch import executor as launch
+    from pipeline.launch.time_left import TimeLeftEstimator
     from pipeline.tracking.recorder import Recorder, RecordingObserver
 
     run = with_jobs(run)
     config = run.config
     store = run.store
     graph = run.graph
+    todo = stages_to_run(graph, lookups)
+    groups = config.cluster.groups if config.cluster.workers else 1
     recorder = Recorder(config.tracking, store.storage, screen.say, report_command)
     recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
+    files: dict[str, bytes] = {}
+    status = "KILLED"
+    with journal_of(
+        store, graph, lookups, todo, resume_command, TimeLeftEstimator(graph, groups)
+    ) as journal:
+        try:
+            outcome = _run_stages(run, record, lookups, screen, recording, journal)
+            status = "FAILED" if outcome.failures else "FINISHED"
+            raise_if_failed(outcome, resume_command)
+            files = _add_analysis(report_files(run), record, store)
+            recorder.models(graph, lambda label, folder: write_bundle(run, label, folder))
+        finally:
+            recording.finish(files, status)
+            if status != "FINISHED":
+                for warning in recorder.warnings:
+                    LOG.warning("%s", warning)
+        links = recorder.links()
+        location = recorder.writer.location
+        if location is not None and not recorder.warnings:
+            # What an executor reports of a stage may lack the name of the attempt; the store has
+            # it.
+            stored = look_up_all(graph, store, None, verify=False)
+            manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
+            state = complete.state_of(config.tracking, store.storage, record, manifests, files)
+            path = sqlite_path(location.uri)
+            complete.write(
+                state, links, "" if path is None else str(path), [location.run, *location.methods]
+            )
+        return _finish(run, record, outcome, files, recorder.warnings, links)
+
+
+def _run_stages(
+    run: PreparedRun,
+    record: RunRecord,
+    lookups: dict[str, Lookup],
+    screen: Screen,
+    recording: Watcher,
+    journal: Journal,
+) -> Outcome:
+    """Run the stages that are missing, watched by the screen, MLflow, the log and the journal."""
+    from pipeline.launch import executor as launch  # start-up time: imports torch
+
+    config = run.config
     run_log = RunLog()
 
     def progress(event: Event) -> None:
         screen.progress(event)
         run_log.progress(event)
+        journal.progress(event)
 
     def make_executor(todo: set[str]) -> Executor:
         return launch.make_executor(
-            store,
+            run.store,
             config.cluster,
-            graph,
+            run.graph,
             todo,
             progress,
             lambda stage: make_report(run, record, stage),
         )
 
-    files: dict[str, bytes] = {}
-    status = "KILLED"
-    try:
-        outcome = run_graph(
-            graph,
-            store,
-            make_executor,
-            RetryPolicy.of(config.cluster).stage,
-            [screen, recording, run_log],
-            lookups,
-        )
-        status = "FAILED" if outcome.failures else "FINISHED"
-        raise_if_failed(outcome, resume_command)
-        files = _add_analysis(report_files(run), record, store)
-        recorder.models(graph, lambda label, folder: write_bundle(run, label, folder))
-    finally:
-        recording.finish(files, status)
-        if status != "FINISHED":
-            for warning in recorder.warnings:
-                LOG.warning("%s", warning)
-    links = recorder.links()
-    location = recorder.writer.location
-    if location is not None and not recorder.warnings:
-        # What an executor reports of a stage may lack the name of the attempt; the store has it.
-        stored = look_up_all(graph, store, None, verify=False)
-        manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
-        state = complete.state_of(config.tracking, store.storage, record, manifests, files)
-        path = sqlite_path(location.uri)
-        complete.write(
-            state, links, "" if path is None else str(path), [location.run, *location.methods]
-        )
-    return _finish(run, record, outcome, files, recorder.warnings, links)
+    return run_graph(
+        run.graph,
+        run.store,
+        make_executor,
+        RetryPolicy.of(config.cluster).stage,
+        [screen, recording, run_log, journal],
+        lookups,
+    )
 
 
 def _finish(
@@ -447,6 +472,21 @@ def bring(
         ingest_graph, store, make_executor, RetryPolicy.of(config.cluster).stage, [screen], lookups
     )
     raise_if_failed(outcome, resume_command)
+
+
+# ---- looking at runs -----------------------------------------------------------------------------
+def list_runs(storage: str) -> list[RunOverview]:
+    """Return all runs of a storage, those started last first."""
+    return stored_runs.list_runs(absolute(storage))
+
+
+def run_status(run: str, storage: str = "storage") -> RunStatus:
+    """Return how far a run is, also while another process runs it.
+
+    run: its name in the storage, or the path of its config. Raise `UserError` for an unknown run.
+    """
+    name, storage = stored_runs.named_run(run, storage)
+    return stored_runs.run_status(storage, name)
 
 
 # ---- reports -------------------------------------------------------------------------------------

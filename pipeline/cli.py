@@ -1,5 +1,5 @@
 """The command line: run, plan, search, ingest, report, analyse, compare, predict, bundle, serve,
-tasks, ui, gc, completion. Few flags, else `--set key=value`.
+tasks, runs, status, ui, gc, completion. Few flags, else `--set key=value`.
 
 Help, version and a mistyped command need no package but the standard library; what imports others
 is imported by the command that needs it.
@@ -175,6 +175,7 @@ def parser(program: str = "") -> argparse.ArgumentParser:
     serving_commands.commands(add_command)
     _add_compare_command(add_command)
     _add_storage_commands(add_command)
+    _add_looking_commands(add_command)
     _add_completion_command(add_command)
     return top
 
@@ -287,6 +288,32 @@ def _add_storage_commands(add_command: AddCommand) -> None:
     )
     gc_parser.add_argument("--storage", default="storage", help="storage folder (default: storage)")
     gc_parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_looking_commands(add_command: AddCommand) -> None:
+    """Add the commands that tell of runs: runs, status."""
+    runs_parser = add_command(
+        "runs", list_runs, "list the runs of a storage: state, stages, accuracy", config=False
+    )
+    status_parser = add_command(
+        "status",
+        status,
+        "tell how far a run is, also while another process runs it",
+        config=False,
+    )
+    status_parser.add_argument(
+        "run", metavar="RUN", help="name of a run in the storage, or path of its config"
+    )
+    status_parser.add_argument(
+        "--watch", action="store_true", help="tell it again and again until the run ends"
+    )
+    status_parser.add_argument(
+        "--all", action="store_true", help="list every stage, however many there are"
+    )
+    for sub in (runs_parser, status_parser):
+        sub.add_argument(
+            "--storage", default="storage", help="storage folder of the runs (default: storage)"
+        )
 
 
 def _add_completion_command(add_command: AddCommand) -> None:
@@ -443,6 +470,20 @@ def compare(args: argparse.Namespace) -> int:
     from pipeline.report import compare_command
 
     return compare_command.compare(args)
+
+
+def list_runs(args: argparse.Namespace) -> int:
+    """Print the runs of a storage."""
+    from pipeline.report import runs_command
+
+    return runs_command.runs(args)
+
+
+def status(args: argparse.Namespace) -> int:
+    """Print how far a run is."""
+    from pipeline.report import runs_command
+
+    return runs_command.status(args)
 
 
 def ui(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from pipeline.graph.run import Outcome
@@ -70,7 +70,7 @@ class Console:
             case EventKind.PROGRESS:
                 self.progress(event)
             case EventKind.DONE:
-                duration = _format_seconds(event.body.get("wall_s", 0.0))
+                duration = format_seconds(event.body.get("wall_s", 0.0))
                 self.say(f"{event.stage}: {_result_text(event.body)} in {duration}")
                 if event.body.get("note"):
                     self.say(f"{event.stage}: {event.body['note']}")
@@ -79,8 +79,9 @@ class Console:
         """Show the progress of a stage, or a note about the cluster."""
         if event.kind is EventKind.NOTE:
             self.say(event.message)
+        if event.kind is not EventKind.PROGRESS:
             return
-        text = f"{event.stage}: {_progress_text(event.body)}"
+        text = f"{event.stage}: {progress_text(event.body)}"
         if self.is_terminal:
             self._show_live(text)
             return
@@ -103,14 +104,15 @@ class Console:
             print(line[:LIVE_COLUMNS], end="", file=self.stream, flush=True)
 
 
-def _progress_text(body: dict[str, Any]) -> str:
+def progress_text(body: Mapping[str, Any]) -> str:
+    """Return how far a stage is, from what its worker reports."""
     if "doing" in body:  # ingest
         images = str(body.get("images", 0))
         if body.get("of"):
             images += f"/{body['of']}"
         speed = ""
         if "left_s" in body:
-            left = _format_seconds(body["left_s"])
+            left = format_seconds(body["left_s"])
             speed = f", {body['images_per_s']:.0f} images/s, {left} left"
         return f"{body['doing']} {images} images{speed}"
     if "epoch" not in body:  # evaluate
@@ -120,7 +122,7 @@ def _progress_text(body: dict[str, Any]) -> str:
         validation = f", validation {body['accuracy']:.3f}"
     return (
         f"epoch {body['epoch']}/{body['epochs']}, loss {body['loss']:.4f}{validation}, "
-        f"{body['images_per_s']:.0f} images/s, {_format_seconds(body['left_s'])} left"
+        f"{body['images_per_s']:.0f} images/s, {format_seconds(body['left_s'])} left"
     )
 
 
@@ -152,7 +154,7 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
     if warnings:
         lines.append("")
         lines += [f"warning: {row['stage']}: {row['warning']}" for row in warnings]
-    duration = _format_seconds(outcome.seconds)
+    duration = format_seconds(outcome.seconds)
     if outcome.ran == 0:
         ending = (
             f"nothing to do: all {outcome.reused} stage results stand, "
@@ -167,8 +169,8 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
 def _summary_cells(row: Row) -> list[str]:
     return [
         row["label"],
-        _format_percent(row.get("average_accuracy")),
-        _format_percent(row.get("forgetting")),
+        format_percent(row.get("average_accuracy")),
+        format_percent(row.get("forgetting")),
         _format_bytes(row.get("bytes_per_task")),
         _format_number(row.get("growth"), ".2f"),
         _format_number(row.get("trained_parameters"), ","),
@@ -192,19 +194,25 @@ def matrix_text(tables: RunTables, label: str) -> str:
     return "\n".join(lines)
 
 
-def table_text(heading: list[str], rows: list[list[str]]) -> str:
-    """Return a table in columns of equal width, the first one to the left, the others right."""
+def table_text(heading: list[str], rows: list[list[str]], left: Sequence[str] | None = None) -> str:
+    """Return a table in columns of equal width.
+
+    left: headings of the columns that are aligned to the left; by default the first one.
+    """
+    if left is None:
+        left = heading[:1]
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     lines = []
     for row in (heading, *rows):
-        cells = [row[0].ljust(widths[0])]
-        for cell, width in zip(row[1:], widths[1:], strict=True):
-            cells.append(cell.rjust(width))
+        cells = []
+        for name, cell, width in zip(heading, row, widths, strict=True):
+            cells.append(cell.ljust(width) if name in left else cell.rjust(width))
         lines.append("  ".join(cells))
     return "\n".join(lines)
 
 
-def _format_percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
+    """Return a rate in per cent; `-` for none."""
     if value is None or math.isnan(value):
         return "-"
     return f"{100 * value:z.2f} %"
@@ -225,7 +233,10 @@ def _format_bytes(count: float | None) -> str:
     return f"{count:.0f} B"
 
 
-def _format_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Return a duration for people."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"

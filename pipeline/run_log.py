@@ -6,11 +6,8 @@ driver.log. Secrets are redacted.
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
-import os
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -56,30 +53,12 @@ def log_to_stderr(level: str) -> None:
     logger.propagate = False
 
 
-def open_log(path: str) -> TextIO:
-    """Open a log on a disk, to append to it; it is shared with the group where its folder is.
-
-    Raise OSError when it cannot be written, or is no regular file: a link might lead out of the
-    storage, and a FIFO would wait for a reader.
-    """
-    from workers.storage.artifact import make_dirs, share_file  # start-up time: imports pyarrow
-
-    make_dirs(os.path.dirname(path))
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    stream = os.fdopen(os.open(path, flags, 0o644), "a", encoding="utf-8")
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
-        raise OSError(errno.EINVAL, "it is no regular file", path)
-    with suppress(PermissionError):  # the file of another user, who has shared it already
-        share_file(path)
-    return stream
-
-
 @contextmanager
 def driver_log(storage: str, name: str) -> Iterator[None]:
     """Within it, append to the driver.log of the run `name`. In a bucket it is written at the end,
     and replaces that of the last run."""
     # start-up time: they import pyarrow
+    from pipeline.graph.event_log import open_log
     from workers.storage.artifact import is_local, join, resolve, write_bytes
     from workers.storage.filesystem import FIRST_CONTACT_S, patience
 
@@ -124,6 +103,8 @@ class RunLog:
         """Log the progress of a stage, or a note about the cluster."""
         if event.kind is EventKind.NOTE:
             LOG.info("%s", event.message)
+        elif event.kind is EventKind.STARTED:
+            LOG.info("%s: started in %s", event.stage, event.body.get("where", ""))
         else:
             LOG.debug("%s: %s", event.stage, event.body)
 

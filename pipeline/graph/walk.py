@@ -41,6 +41,7 @@ class EventKind(StrEnum):
     LOST = "lost"  # its workers died
     MOVED = "moved"  # its node was lost or is preempted: this counts as no try
     DAMAGED = "damaged"  # a file of a parent's result, named by `key`, is damaged
+    STARTED = "started"  # a worker has begun with it; body: `where`
     PROGRESS = "progress"  # body: how far it is
     NOTE = "note"  # a message about the cluster, of no stage
 
@@ -175,7 +176,7 @@ class Walk:
             case EventKind.DONE:
                 self._set_state(event.stage, State.DONE)
                 return None
-            case EventKind.PROGRESS | EventKind.NOTE:
+            case EventKind.STARTED | EventKind.PROGRESS | EventKind.NOTE:
                 return None
             case EventKind.DAMAGED:
                 return self._recompute_parent(event) or self._fail(event)

@@ -47,6 +47,7 @@ from workers.storage import checkpoint
 from workers.storage.artifact import delete_dir, is_leftover, join, temporary_name
 
 LOOK_S = 5.0  # between two looks at the cluster
+WHERE_S = 1.0  # between two looks at which group runs which stage
 WAITING_NOTE_S = 30.0  # after so long without its workers, a group is reported as waiting for room
 ANSWER_TIMEOUT_S = 45.0  # less than the 60 s after which Ray ends a driver without its head node
 GRACE_S = 60.0  # how long a preempted driver waits for its groups to save their state
@@ -148,6 +149,8 @@ class RayExecutor(Executor):
         self.used_nodes: set[str] = set()  # nodes on which a group has been
         self.stages: dict[str, Stage] = {}  # submitted to groups, by id
         self.outbox: list[ReadyStage] = []
+        self.running: dict[int, str] = {}  # group -> the stage that it was seen to run
+        self.last_where = -math.inf
         self.driver_stages: deque[Stage] = deque()
         self.leaving_since: float | None = None
         self.is_broken = False
@@ -162,6 +165,7 @@ class RayExecutor(Executor):
             run = partial(run_ingest, self.store, stage, self.map, self.progress)
             future = self.threads.submit(attempt_stage, stage, run, self.store.storage)
             self.ingests.append(future)
+            self._report_start(stage.id, "tasks of Ray")
         elif stage.job is None:
             self.driver_stages.append(stage)
         else:
@@ -188,6 +192,7 @@ class RayExecutor(Executor):
         if self.driver_stages and not events:
             stage = self.driver_stages.popleft()
             run = partial(self.run_on_driver, stage)
+            self._report_start(stage.id, "the driver")
             events.append(attempt_stage(stage, run, self.store.storage))
         return events
 
@@ -204,6 +209,7 @@ class RayExecutor(Executor):
             self.used_nodes.update(nodes)
         self._replace_ended_groups()
         self._report_waiting_groups()
+        self._report_where()
         is_stage_lost = any(event.kind is EventKind.LOST for event in events)
         if is_stage_lost or self.clock() - self.last_look > LOOK_S:
             self._look_at_cluster()
@@ -313,6 +319,22 @@ class RayExecutor(Executor):
             f"waiting for {len(late)} groups of {late[0].workers} workers "
             f"that take {in_words(per_worker)} each; free now: {in_words(free)}"
         )
+
+    def _report_where(self) -> None:
+        """Report which group has begun with which stage, and on which nodes."""
+        if self.clock() - self.last_where < WHERE_S:
+            return
+        self.last_where = self.clock()
+        running = self._answer(self.queue.running_ids.remote())
+        for group, stage_id in running.items():
+            if self.running.get(group) != stage_id:
+                nodes = [self.state.nodes.get(node) for node in self.rank_nodes.get(group, ())]
+                addresses = dict.fromkeys(node.address for node in nodes if node is not None)
+                self._report_start(stage_id, f"group {group} on {', '.join(addresses)}")
+        self.running = running
+
+    def _report_start(self, stage_id: str, where: str) -> None:
+        self.progress(Event(EventKind.STARTED, stage_id, body={"where": where}))
 
     # ---- nodes -----------------------------------------------------------------------------------
     def _look_at_cluster(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class LocalExecutor(Executor):
         stage = self.waiting.take()
         if stage is None:
             return []
+        where = {"where": f"this process, {platform.node()}"}
+        self.progress(Event(EventKind.STARTED, stage.id, body=where))
         return [attempt_stage(stage, lambda: self.run(stage), self.store.storage)]
 
     def run(self, stage: Stage) -> Manifest:

@@ -172,6 +172,10 @@ class Queue:
         """Have every group end when it asks for its next stage."""
         self.closed = True
 
+    def running_ids(self) -> dict[int, str]:
+        """Return the id of the stage that each group runs."""
+        return {group: stage.id for group, stage in self.running.items()}
+
     # ---- called by worker groups -----------------------------------------------------------------
     def join(self, group: int, nodes: list[str]) -> None:
         """From rank 0 of a group that has come up. nodes: of its ranks. If the group ran a stage,

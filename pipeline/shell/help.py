@@ -22,7 +22,7 @@ class Group(NamedTuple):
 
 GROUPS = (
     Group("compute", ("run", "plan", "search", "ingest"), "run"),
-    Group("look at runs", ("report", "compare", "analyse", "ui"), "compare"),
+    Group("look at runs", ("runs", "status", "report", "compare", "analyse", "ui"), "status"),
     Group("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
     Group("keep house", ("gc", "completion"), "gc"),
 )
@@ -32,6 +32,8 @@ EXAMPLES: Mapping[str, str] = {
     "plan": "plan configs/demo.yaml --cost",
     "search": "search configs/search/meat.yaml",
     "ingest": "ingest configs/demo.yaml",
+    "runs": "runs --storage storage",
+    "status": "status demo --watch",
     "report": "report configs/demo.yaml",
     "compare": "compare demo demo-seed-1",
     "analyse": "analyse configs/demo.yaml --maps 2",

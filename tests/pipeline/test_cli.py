@@ -356,9 +356,8 @@ def test_where_nobody_watches_progress_is_a_line_now_and_then(
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert (
-        lines[0]
-        == "[0/1] meat/a/train: epoch 31/100, loss 1.5000, validation 0.250, 10 images/s, 60 "
-        "min 00 s left"
+        lines[0] == "[0/1] meat/a/train: epoch 31/100, loss 1.5000, validation 0.250, 10 images/s, "
+        "1 h 00 min left"
     )
 
 

@@ -21,7 +21,7 @@ from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import groups
 from pipeline.launch.cluster import ClusterState
-from pipeline.launch.groups import LOOK_S, RayExecutor, RaySession, sweep
+from pipeline.launch.groups import LOOK_S, WHERE_S, RayExecutor, RaySession, sweep
 from pipeline.launch.queue import Queue
 from pipeline.launch.train import NO_ROOM
 from tests.pipeline.nodes import nodes_of
@@ -121,6 +121,7 @@ class Driver:
 
     def __init__(self, folder: Path, cpus: list[float], width: int = 9, **cluster: Any) -> None:
         self.notes: list[str] = []
+        self.starts: dict[str, str] = {}  # stage -> where it was seen to run
         self.ray = IdleRay()
         self.clock = Clock()
         state = nodes_of([{"CPU": count} for count in cpus])
@@ -130,13 +131,20 @@ class Driver:
             Store(str(folder)),
             ClusterSettings(**{"workers": 1, **cluster}),
             run_on_driver=lambda stage: {},
-            progress=lambda event: self.notes.append(event.message),
+            progress=self.report,
             width=width,
             session=RaySession(self.ray, self.handle, "01-a", state),
             clock=self.clock,
         )
         self.groups = self.executor.groups
         self.poll = self.executor.poll
+
+    def report(self, event: Event) -> None:
+        """Note what the executor reports."""
+        if event.kind is EventKind.STARTED:
+            self.starts[event.stage] = event.body["where"]
+        else:
+            self.notes.append(event.message)
 
     def sizes(self) -> dict[int, int]:
         """Return group -> its number of workers."""
@@ -188,6 +196,14 @@ def make_driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
 def cpus(*counts: float, **how: Any) -> Any:
     """Return a cluster of nodes with these numbers of CPUs. how: arguments of `nodes_of`."""
     return nodes_of([{"CPU": count} for count in counts], **how)
+
+
+def test_it_is_reported_where_a_stage_runs(make_driver: Any) -> None:
+    driver = make_driver([1.0, 1.0])
+    driver.run_stage_on(0, "0")
+    driver.clock.now += WHERE_S
+    driver.poll()
+    assert driver.starts == {"s0": "group 0 on 10.0.0.0"}
 
 
 def test_as_many_groups_start_as_fit_and_more_when_nodes_join(

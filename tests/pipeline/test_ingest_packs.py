@@ -326,7 +326,7 @@ def test_progress_counts_images_and_says_how_long_it_takes(tmp_path: Path) -> No
         assert images[-1] == steps[-1]["of"] > 80
         assert steps[-1]["left_s"] == 0
         assert steps[1]["left_s"] > 0
-    text = console._progress_text(
+    text = console.progress_text(
         {"doing": "checking images", "images": 5, "of": 9, "images_per_s": 2.0, "left_s": 2.0}
     )
     assert text == "checking images 5/9 images, 2 images/s, 2.0 s left"

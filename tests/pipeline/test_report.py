@@ -436,7 +436,7 @@ def test_nothing_is_written_as_less_than_nothing() -> None:
         "0.0 %",
         "-1.6 %",
     ]
-    assert [console._format_percent(value) for value in (-1e-6, 0.0, -0.0155)] == [
+    assert [console.format_percent(value) for value in (-1e-6, 0.0, -0.0155)] == [
         "0.00 %",
         "0.00 %",
         "-1.55 %",

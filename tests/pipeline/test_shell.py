@@ -261,7 +261,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Completer:
 
 
 def test_bash_completes_commands_options_files_and_runs(complete: Completer) -> None:
-    assert complete("accrete ru") == {"run"}
+    assert complete("accrete ru") == {"run", "runs"}
     assert complete("accrete pl") == {"plan"}
     assert {"--set", "--help"} <= complete("accrete run --")
     assert complete("accrete --log-level w") == {"warning"}

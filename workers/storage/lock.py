@@ -87,3 +87,28 @@ def _try_lock(path: str) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
+
+
+def is_locked(root: str, key: str) -> bool | None:
+    """Return whether a process holds the lock of `key` below `root`; None where that is not known.
+
+    It is not known on an object store, and on a disk without locks.
+    """
+    if "://" in root and not root.startswith("file://"):
+        return None
+    path = join(os.path.dirname(root.removeprefix("file://").rstrip("/")), "claims", key)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return False

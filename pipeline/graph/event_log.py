@@ -1,0 +1,137 @@
+"""The events of a run as JSON lines, `<storage>/runs/NAME/events.jsonl`: one line per event.
+
+On a disk each line is appended at once, with one write, so that a reader never sees a part of a
+line before its end; in a bucket the file is written again from time to time. The file is bounded:
+when it is full it becomes `events.1.jsonl`, in place of the one before.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import time
+from contextlib import suppress
+from typing import Any, TextIO
+
+from workers.errors import UserError
+from workers.storage.artifact import (
+    is_local,
+    join,
+    make_dirs,
+    read_bytes,
+    resolve,
+    share_file,
+    write_bytes,
+)
+from workers.storage.secrets import redact
+
+FILE = "events.jsonl"
+FULL_FILE = "events.1.jsonl"
+MAX_BYTES = 8 << 20
+MAX_TEXT = 2000  # characters of a text in an event
+
+
+class EventLog:
+    """Appends events to the log of the run `name`.
+
+    A log that cannot be written stops without a word: on a full disk the run itself reports it.
+    """
+
+    def __init__(self, storage: str, name: str, max_bytes: int = MAX_BYTES):
+        folder = join(storage, "runs", name)
+        self.uri = join(folder, FILE)
+        self.full_uri = join(folder, FULL_FILE)
+        self.max_bytes = max_bytes
+        self.is_local = is_local(storage)
+        self.size = 0
+        self.stream: TextIO | None = None
+        self.lines: list[bytes] = []  # of a log in a bucket
+        self.is_flushed = True
+        with suppress(OSError, UserError):
+            self._open()
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append an event. values: JSON values; texts are redacted, and empty ones left out."""
+        event: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": kind}
+        for name, value in values.items():
+            if value not in ("", None, {}):
+                event[name] = _clean(value)
+        line = json.dumps(event, ensure_ascii=False) + "\n"
+        with suppress(OSError, UserError):
+            self._append(line)
+
+    def flush(self) -> None:
+        """Write the file of a log in a bucket again, where events were added."""
+        if self.is_local or self.is_flushed:
+            return
+        with suppress(OSError, UserError):
+            write_bytes(self.uri, b"".join(self.lines))
+            self.is_flushed = True
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self.flush()
+        if self.stream is not None:
+            with suppress(OSError):
+                self.stream.close()
+            self.stream = None
+
+    def _open(self) -> None:
+        if self.is_local:
+            self.stream = open_log(resolve(self.uri)[1])
+            self.size = os.fstat(self.stream.fileno()).st_size
+        else:
+            with suppress(FileNotFoundError):
+                self.lines = [read_bytes(self.uri, self.max_bytes)]
+            self.size = sum(map(len, self.lines))
+
+    def _append(self, line: str) -> None:
+        data = line.encode(errors="replace")
+        if self.size + len(data) > self.max_bytes:
+            self._start_anew()
+        self.size += len(data)
+        if self.stream is not None:
+            os.write(self.stream.fileno(), data)
+        elif not self.is_local:
+            self.lines.append(data)
+            self.is_flushed = False
+
+    def _start_anew(self) -> None:
+        if self.stream is not None:
+            self.stream.close()
+            os.rename(resolve(self.uri)[1], resolve(self.full_uri)[1])
+            self._open()
+        elif not self.is_local:
+            write_bytes(self.full_uri, b"".join(self.lines))
+            self.lines = []
+        self.size = 0
+
+
+def _clean(value: Any) -> Any:
+    """Return a JSON value with its texts redacted and bounded."""
+    if isinstance(value, str):
+        return redact(value)[:MAX_TEXT]
+    if isinstance(value, dict):
+        return {str(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item) for item in value]
+    return value
+
+
+def open_log(path: str) -> TextIO:
+    """Open a log on a disk, to append to it; it is shared with the group where its folder is.
+
+    Raise OSError when it cannot be written, or is no regular file: a link might lead out of the
+    storage, and a FIFO would wait for a reader.
+    """
+    make_dirs(os.path.dirname(path))
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    stream = os.fdopen(os.open(path, flags, 0o644), "a", encoding="utf-8")
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    with suppress(PermissionError):  # the file of another user, who has shared it already
+        share_file(path)
+    return stream

@@ -1,0 +1,271 @@
+"""Notes what a run does while it does it: the event log, and the status that others read."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+from pipeline.graph.event_log import EventLog
+from pipeline.graph.live_status import (
+    BUCKET_HEARTBEAT_S,
+    HEARTBEAT_S,
+    LiveStage,
+    LiveStatus,
+    RunState,
+    StageState,
+    lock_key,
+    write_status,
+)
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Lookup, Store
+from pipeline.graph.walk import Decision, DecisionKind, Event, EventKind, Walk
+from workers import preemption
+from workers.errors import UserError
+from workers.storage.artifact import is_local
+from workers.storage.lock import stage_lock
+from workers.storage.secrets import redact
+
+WRITE_S = 1.0  # shortest time between two writes on a disk
+BUCKET_WRITE_S = 20.0
+MAX_LOAD = 0.02  # share of the time that writing may take: a status grows with the graph
+PROGRESS_S = 30.0  # between two events about the progress of one stage
+MAX_MESSAGE = 2000  # characters
+
+
+class TimeLeft(NamedTuple):
+    """seconds: until the run ends, about; None where nothing was measured. without: stages that are
+    left out of it, because nothing comparable was measured."""
+
+    seconds: float | None
+    without: int
+
+
+EstimateTimeLeft = Callable[[Mapping[str, LiveStage]], TimeLeft]
+
+
+class Journal:
+    """Watches a run. A thread writes the status; the run waits for no write of it.
+
+    Two drivers may run the same run: the first one that holds its lock writes the status.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        graph: Graph,
+        lookups: Mapping[str, Lookup],
+        todo: set[str],
+        command: str,
+        estimate: EstimateTimeLeft,
+    ):
+        self.store = store
+        self.estimate = estimate
+        self.log = EventLog(store.storage, graph.name)
+        now = time.time()
+        stages: dict[str, LiveStage] = {}
+        for stage in graph:
+            stages[stage.id] = {"state": "waiting" if stage.id in todo else "reused"}
+            wall_s = (lookups[stage.id].manifest or {}).get("wall_s")
+            if stage.id not in todo and isinstance(wall_s, (int, float)):
+                stages[stage.id]["wall_s"] = wall_s
+        self.status: LiveStatus = {
+            "name": graph.name,
+            "state": "running",
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "started": now,
+            "updated": now,
+            "command": redact(command),
+            "left_s": None,
+            "left_without": 0,
+            "stages": stages,
+        }
+        self.guard = threading.Lock()  # of the status: ingest stages report from threads
+        self.is_changed = True
+        self.written_at = 0.0  # of a monotonic clock
+        self.write_took_s = 0.0
+        self.last_progress: dict[str, float] = {}
+        self.ended = threading.Event()
+        self.holding = ExitStack()  # the lock of the run
+        self.has_lock = False
+        self.thread = threading.Thread(target=self._keep_writing, name="status", daemon=True)
+        self.log.write(
+            "run_started",
+            run=graph.name,
+            stages=len(graph),
+            to_run=len(todo),
+            host=platform.node(),
+            pid=os.getpid(),
+            command=command,
+        )
+
+    # ---- what happens ----------------------------------------------------------------------------
+    def progress(self, event: Event) -> None:
+        """Note where a stage runs, how far it is, or a message about the cluster."""
+        match event.kind:
+            case EventKind.NOTE:
+                self.log.write("note", message=event.message)
+            case EventKind.STARTED:
+                where = str(event.body.get("where", ""))
+                self._set(event.stage, "running", where=where)
+                self.log.write("started", stage=event.stage, where=where)
+            case EventKind.PROGRESS:
+                self._set_progress(event.stage, event.body)
+
+    def on_event(self, walk: Walk, event: Event) -> None:
+        """Note an event of the walk."""
+        if event.kind in (EventKind.NOTE, EventKind.STARTED, EventKind.PROGRESS):
+            self.progress(event)
+        elif event.kind is EventKind.DONE:
+            wall_s = float(event.body.get("wall_s") or 0.0)
+            self._set(event.stage, "done", wall_s=wall_s)
+            is_reused = bool(event.body.get("reused"))
+            key = walk.graph[event.stage].key
+            self.log.write(
+                "done", stage=event.stage, key=key, wall_s=wall_s, reused=is_reused or None
+            )
+        else:
+            self.log.write(event.kind.value, stage=event.stage, message=event.message)
+
+    def on_decision(self, walk: Walk, decision: Decision) -> None:
+        """Note a decision on a stage."""
+        reason = decision.reason
+        match decision.kind:
+            case DecisionKind.LAUNCH:
+                self._set(decision.stage, "queued")
+            case DecisionKind.FAIL:
+                self._set(decision.stage, "failed", message=reason)
+            case DecisionKind.BLOCK:
+                self._set(decision.stage, "blocked", message=reason)
+            case _:  # it is run again
+                tries = walk.tries.get(decision.stage, 0)
+                self._set(decision.stage, "waiting", message=reason, tries=tries)
+        self.log.write(f"decision_{decision.kind.value}", stage=decision.stage, reason=reason)
+
+    def _set(
+        self,
+        stage_id: str,
+        state: StageState,
+        where: str = "",
+        message: str = "",
+        wall_s: float | None = None,
+        tries: int = 0,
+    ) -> None:
+        stage: LiveStage = {"state": state, "since": time.time()}
+        if where:
+            stage["where"] = where
+        if message:
+            stage["message"] = redact(message)[:MAX_MESSAGE]
+        if wall_s is not None:
+            stage["wall_s"] = wall_s
+        with self.guard:
+            before = self.status["stages"].get(stage_id, {})
+            stage["tries"] = max(tries, before.get("tries", 0))
+            self.status["stages"][stage_id] = stage
+            self.is_changed = True
+
+    def _set_progress(self, stage_id: str, body: dict[str, Any]) -> None:
+        with self.guard:
+            stage = self.status["stages"].get(stage_id)
+            if stage is None or stage["state"] not in ("queued", "running"):
+                return
+            if stage["state"] == "queued":
+                stage["state"] = "running"
+                stage["since"] = time.time()
+            stage["progress"] = body
+            self.is_changed = True
+        now = time.monotonic()
+        if now - self.last_progress.get(stage_id, -PROGRESS_S) >= PROGRESS_S:
+            self.last_progress[stage_id] = now
+            self.log.write("progress", stage=stage_id, progress=body)
+
+    # ---- the status file -------------------------------------------------------------------------
+    def start(self) -> None:
+        """Write the first status, and go on writing."""
+        self._write()
+        self.thread.start()
+
+    def end(self, state: RunState, message: str = "") -> None:
+        """Write the last status, which says how the run ended."""
+        self.ended.set()
+        self.thread.join()
+        with self.guard:
+            self.status["state"] = state
+            self.status["left_s"] = None
+            if message:
+                self.status["message"] = redact(message)[:MAX_MESSAGE]
+        seconds = round(time.time() - self.status["started"], 3)
+        self.log.write("run_ended", state=state, message=message, seconds=seconds)
+        self._write()
+        self.log.close()
+        self.holding.close()
+
+    def _keep_writing(self) -> None:
+        on_disk = is_local(self.store.storage)
+        write_s = WRITE_S if on_disk else BUCKET_WRITE_S
+        heartbeat_s = HEARTBEAT_S if on_disk else BUCKET_HEARTBEAT_S
+        while not self.ended.wait(max(write_s, self.write_took_s / MAX_LOAD)):
+            is_due = time.monotonic() - self.written_at >= heartbeat_s
+            if self.is_changed or is_due:
+                self._write()
+
+    def _write(self) -> None:
+        """Write status and events as far as they are. On a full disk the run itself reports it."""
+        started = time.monotonic()
+        self._take_lock()
+        with self.guard:
+            self.is_changed = False
+            self.status["updated"] = time.time()
+            status = deepcopy(self.status)
+        if status["state"] == "running":
+            left = self.estimate(status["stages"])
+            status["left_s"] = left.seconds
+            status["left_without"] = left.without
+        if self.has_lock:
+            with suppress(OSError, UserError):
+                write_status(self.store.storage, status)
+        self.log.flush()
+        self.written_at = time.monotonic()
+        self.write_took_s = self.written_at - started
+
+    def _take_lock(self) -> None:
+        if self.has_lock:
+            return
+        key = lock_key(self.status["name"])
+        with suppress(BlockingIOError, OSError):  # another driver of this run has it
+            self.holding.enter_context(stage_lock(self.store.root, key, wait=False))
+            self.has_lock = True
+
+
+@contextmanager
+def journal_of(
+    store: Store,
+    graph: Graph,
+    lookups: Mapping[str, Lookup],
+    todo: set[str],
+    command: str,
+    estimate: EstimateTimeLeft,
+) -> Iterator[Journal]:
+    """Within it, a run is noted; at its end, how it ended. See `Journal` for the arguments."""
+    journal = Journal(store, graph, lookups, todo, command, estimate)
+    journal.start()
+    try:
+        yield journal
+    except preemption.Preempted:
+        journal.end("preempted")
+        raise
+    except KeyboardInterrupt:
+        journal.end("interrupted")
+        raise
+    except BaseException as error:
+        journal.end("failed", str(error) or type(error).__name__)
+        raise
+    stages = journal.status["stages"].values()
+    is_whole = all(stage["state"] in ("done", "reused") for stage in stages)
+    journal.end("finished" if is_whole else "stopped")

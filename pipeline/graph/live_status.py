@@ -1,0 +1,172 @@
+"""What a run is doing now, `<storage>/runs/NAME/status.json`: written whole by its driver, read by
+others.
+
+A driver that lives holds the lock `run-NAME`; the system frees it when the driver ends, however it
+ends. Where there are no locks, in a bucket, the time of the last write shows that it lives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from contextlib import suppress
+from typing import Any, Literal, NotRequired, TypedDict
+
+from workers.errors import UserError
+from workers.storage.artifact import (
+    is_local,
+    join,
+    make_dirs,
+    read_json,
+    resolve,
+    share_file,
+    temporary_name,
+    write_bytes,
+)
+from workers.storage.lock import is_locked
+
+FILE = "status.json"
+HEARTBEAT_S = 10.0  # longest time between two writes on a disk
+BUCKET_HEARTBEAT_S = 60.0
+MISSED = 4  # heartbeats in a row without which a driver counts as gone
+
+StageState = Literal["waiting", "queued", "running", "reused", "done", "failed", "blocked"]
+RunState = Literal["running", "finished", "stopped", "failed", "interrupted", "preempted"]
+
+
+class LiveStage(TypedDict, total=False):
+    """A stage of a run that goes on.
+
+    since: seconds since the epoch, of the last change of `state`. tries: tries that failed. where:
+    what runs it. wall_s: seconds that it took. progress: as the worker reports it. message: why it
+    failed or waits again.
+    """
+
+    state: StageState
+    since: float
+    tries: int
+    where: str
+    wall_s: float
+    progress: dict[str, Any]
+    message: str
+
+
+class LiveStatus(TypedDict):
+    """A run as its driver sees it.
+
+    started, updated: seconds since the epoch. command: what a person types to go on with the run.
+    message: why it failed. left_s: seconds until its end, about; None where nothing comparable was
+    measured. left_without: stages that `left_s` leaves out for that reason.
+    """
+
+    name: str
+    state: RunState
+    host: str
+    pid: int
+    started: float
+    updated: float
+    command: str
+    message: NotRequired[str]
+    left_s: float | None
+    left_without: int
+    stages: dict[str, LiveStage]
+
+
+def lock_key(name: str) -> str:
+    """Return the key of the lock that the driver of a run holds."""
+    return f"run-{name}"
+
+
+def status_uri(storage: str, name: str) -> str:
+    """Return where the status of a run is."""
+    return join(storage, "runs", name, FILE)
+
+
+def write_status(storage: str, status: LiveStatus) -> None:
+    """Write the status of a run as a whole.
+
+    On a disk the file is not forced down: after a crash of the machine nobody needs it. Raise
+    `OSError` or `UserError` when it cannot be written.
+    """
+    uri = status_uri(storage, status["name"])
+    data = json.dumps(status).encode()
+    if not is_local(storage):
+        write_bytes(uri, data)
+        return
+    path = resolve(uri)[1]
+    make_dirs(os.path.dirname(path))
+    part = f"{path}.{temporary_name()}.part"
+    try:
+        with open(part, "wb") as stream:
+            stream.write(data)
+        share_file(part)
+        os.rename(part, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.remove(part)
+        raise
+
+
+def read_status(storage: str, name: str) -> LiveStatus | None:
+    """Return the last status of a run; None where there is none that can be read."""
+    try:
+        status = read_json(status_uri(storage, name))
+    except (FileNotFoundError, ValueError):
+        return None
+    return status if _is_status(status, name) else None
+
+
+def _is_status(value: Any, name: str) -> bool:
+    """Whether a JSON value has the form of a status: the storage may be a stranger's."""
+    if not isinstance(value, dict) or value.get("name") != name:
+        return False
+    texts = ("state", "host", "command")
+    numbers = ("pid", "started", "updated", "left_without")
+    stages = value.get("stages")
+    left_s = value.get("left_s")
+    return (
+        all(isinstance(value.get(key), str) for key in texts)
+        and all(isinstance(value.get(key), (int, float)) for key in numbers)
+        and isinstance(value.get("message", ""), str)
+        and isinstance(left_s, (int, float, type(None)))
+        and isinstance(stages, dict)
+        and all(_is_stage(stage) for stage in stages.values())
+    )
+
+
+def _is_stage(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("state"), str)
+        and all(isinstance(value.get(key, ""), str) for key in ("where", "message"))
+        and all(isinstance(value.get(key, 0), (int, float)) for key in ("since", "tries", "wall_s"))
+        and isinstance(value.get("progress", {}), dict)
+    )
+
+
+def is_alive(storage: str, status: LiveStatus) -> bool:
+    """Return whether the driver that wrote a status is still there.
+
+    On the machine of the driver its lock decides; a driver on another machine may hold a lock that
+    is not seen here, and shows by its heartbeat that it lives.
+    """
+    if status["state"] != "running":
+        return False
+    locked = is_locked(join(storage, "stages"), lock_key(status["name"]))
+    if locked:
+        return True
+    if locked is False and status["host"] == platform.node():
+        return False
+    heartbeat_s = HEARTBEAT_S if is_local(storage) else BUCKET_HEARTBEAT_S
+    return abs(time.time() - status["updated"]) < MISSED * heartbeat_s
+
+
+def check_readable(storage: str) -> None:
+    """Raise `UserError` when a storage is no folder that can be listed."""
+    if is_local(storage) and not os.path.isdir(resolve(storage)[1]):
+        raise UserError(
+            f"storage {storage!r} does not exist; "
+            "give the folder that holds the runs with --storage"
+        )

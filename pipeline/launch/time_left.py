@@ -1,0 +1,104 @@
+"""How long a run will go on, from what its stages took so far.
+
+The work of a stage is counted in epochs, that of an evaluation in tasks. Finished stages of the
+same method and step give the seconds of one; where there are none, other methods' of that step do.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+from pipeline.graph.journal import TimeLeft
+from pipeline.graph.live_status import LiveStage
+from pipeline.graph.stage import Graph, Stage
+from pipeline.launch.cost import wall_time
+
+FINISHED = ("done", "reused")
+ENDED = (*FINISHED, "failed", "blocked")
+LEFT_OUT = ("report",)  # seconds, in which nothing is learned
+
+
+class TimeLeftEstimator:
+    """Estimates how long a run will go on; see `estimate_time_left`.
+
+    groups: worker groups that run side by side; 0: as many as have been seen at work.
+    """
+
+    def __init__(self, graph: Graph, groups: int):
+        self.graph = graph
+        self.groups = groups
+        self.most_running = 1
+
+    def __call__(self, stages: Mapping[str, LiveStage]) -> TimeLeft:
+        running = [stage for stage in stages.values() if stage["state"] == "running"]
+        self.most_running = max(self.most_running, len(running))
+        return estimate_time_left(self.graph, stages, self.groups or self.most_running)
+
+
+def units_of(stage: Stage) -> int:
+    """Return the work of a stage: tasks of an evaluation, epochs of a training step, else 1."""
+    if stage.step == "evaluate":
+        return max(1, len(stage.inputs.get("seen") or ()))
+    train = stage.inputs.get("train")
+    epochs = train.get("epochs") if isinstance(train, Mapping) else None
+    return max(1, int(epochs or 1))
+
+
+def estimate_time_left(
+    graph: Graph,
+    stages: Mapping[str, LiveStage],
+    slots: int,
+    clock: Callable[[], float] = time.time,
+) -> TimeLeft:
+    """Return how long a run will go on. stages: by id. slots: stages that run side by side."""
+    unit_s = _seconds_per_unit(graph, stages)
+    todo: set[str] = set()
+    seconds: dict[str, float] = {}
+    without = 0
+    for stage in graph:
+        live = stages[stage.id]
+        if live["state"] in ENDED or stage.step in LEFT_OUT:
+            continue
+        todo.add(stage.id)
+        left_s = _left_of(stage, live, unit_s, clock())
+        if left_s is None:
+            without += 1
+        else:
+            seconds[stage.id] = left_s
+    if todo and not seconds:
+        return TimeLeft(None, without)
+    return TimeLeft(wall_time(graph, todo, seconds, max(1, slots)), without)
+
+
+def _seconds_per_unit(
+    graph: Graph, stages: Mapping[str, LiveStage]
+) -> dict[tuple[str | None, str], float]:
+    """Return the median of seconds per unit of finished stages, by (label, step) and by (None,
+    step)."""
+    measured: dict[tuple[str | None, str], list[float]] = {}
+    for stage in graph:
+        live = stages[stage.id]
+        wall_s = live.get("wall_s")
+        if live["state"] not in FINISHED or not wall_s:
+            continue
+        for label in {stage.method, None}:
+            measured.setdefault((label, stage.step), []).append(wall_s / units_of(stage))
+    return {kind: statistics.median(values) for kind, values in measured.items()}
+
+
+def _left_of(
+    stage: Stage, live: LiveStage, unit_s: Mapping[tuple[str | None, str], float], now: float
+) -> float | None:
+    """Return the seconds that a stage will take from now on; None where that is not known."""
+    reported = live.get("progress", {}).get("left_s")
+    if live["state"] == "running" and isinstance(reported, (int, float)):
+        return max(0.0, float(reported))
+    per_unit = unit_s.get((stage.method, stage.step), unit_s.get((None, stage.step)))
+    if per_unit is None:
+        return None
+    expected_s = per_unit * units_of(stage)
+    if live["state"] == "running":
+        return max(0.0, expected_s - (now - live.get("since", now)))
+    return expected_s

@@ -1,0 +1,200 @@
+"""The commands `runs` and `status`: which runs a storage has, and how far one of them is."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+
+from pipeline.console import format_percent, format_seconds, progress_text, table_text
+from pipeline.results.runs import (
+    MethodAccuracy,
+    RunOverview,
+    RunStatus,
+    StageStatus,
+    list_runs,
+    named_run,
+    run_status,
+)
+from pipeline.yaml_files import absolute
+from workers.storage.secrets import redact
+
+WATCH_S = 2.0  # between two looks
+MOST_STAGES = 40  # more are listed with --all alone
+MOST_METHODS = 4  # whose accuracies stand in a line
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
+ENDED = ("done", "reused", "waiting", "missing")  # states of stages that a short list leaves out
+ORDER = ("done", "reused", "running", "queued", "waiting", "missing", "failed", "blocked")
+
+
+def runs(args: Namespace) -> int:
+    """Print the runs of a storage. Return the exit code."""
+    storage = absolute(args.storage)
+    print(printable(runs_text(list_runs(storage), storage)))
+    return 0
+
+
+def status(args: Namespace) -> int:
+    """Print how far a run is; with --watch again and again until it ends. Return the exit code."""
+    name, storage = named_run(args.run, args.storage)
+    if not args.watch:
+        print(printable(status_text(run_status(storage, name), args.all)))
+        return 0
+    try:
+        _watch(name, storage, args.all)
+    except KeyboardInterrupt:  # the run goes on
+        print()
+    return 0
+
+
+def _watch(name: str, storage: str, with_all: bool) -> None:
+    """Print the status whenever it has changed, on a terminal in place of the one before."""
+    is_terminal = sys.stdout.isatty()
+    last: tuple[StageStatus, ...] | None = None
+    while True:
+        run = run_status(storage, name)
+        if is_terminal:
+            lines = printable(status_text(run, with_all)).splitlines()
+            height = shutil.get_terminal_size().lines - 1
+            print(CLEAR_SCREEN + "\n".join(lines[:height]), flush=True)
+        else:
+            changed = changes(last, run.stages)
+            if changed:
+                print(printable("\n".join(changed)), flush=True)
+            last = run.stages
+        if run.state != "running":
+            if not is_terminal:
+                print(printable(headline(run)), flush=True)
+            return
+        time.sleep(WATCH_S)
+
+
+def changes(before: Sequence[StageStatus] | None, stages: Sequence[StageStatus]) -> list[str]:
+    """Return a line for each stage whose state has changed; at first for each that is at work."""
+    states: Mapping[str, str] = {}
+    if before is not None:
+        states = {stage.id: stage.state for stage in before}
+    lines = []
+    for stage in stages:
+        if before is None and stage.state in ENDED:
+            continue
+        if states.get(stage.id) != stage.state:
+            text = stage_text(stage)
+            lines.append(f"{stage.id}: {stage.state}" + (f", {text}" if text else ""))
+    return lines
+
+
+# ---- texts ---------------------------------------------------------------------------------------
+def printable(text: str) -> str:
+    """Return lines without secrets and without what a terminal would obey: names and messages may
+    be a stranger's."""
+    return "".join(c if c.isprintable() or c == "\n" else REPLACEMENT for c in redact(text))
+
+
+def runs_text(overviews: Sequence[RunOverview], storage: str) -> str:
+    """Return the table of runs, those started last first."""
+    if not overviews:
+        return f"no runs in {storage}"
+    rows = []
+    for run in overviews:
+        started = run.started[:16].replace("T", " ")
+        share = f"{run.done}/{run.total}"
+        rows.append([run.name, run.state, started, share, methods_text(run.methods)])
+    heading = ["run", "state", "started", "stages", "average accuracy"]
+    lines = table_text(heading, rows, left=("run", "state", "average accuracy"))
+    return "\n".join(line.rstrip() for line in lines.splitlines())
+
+
+def methods_text(methods: Sequence[MethodAccuracy]) -> str:
+    """Return methods with their accuracies, the best first."""
+    best_first = sorted(methods, key=lambda method: -(method.average_accuracy or -1.0))
+    parts = [f"{m.label} {format_percent(m.average_accuracy)}" for m in best_first[:MOST_METHODS]]
+    if len(methods) > MOST_METHODS:
+        parts.append(f"and {len(methods) - MOST_METHODS} more")
+    return ", ".join(parts)
+
+
+def status_text(run: RunStatus, with_all: bool = False) -> str:
+    """Return what a person reads of a run: how far, how long, who runs what, what failed."""
+    lines = [headline(run), counts_text(run)]
+    listed = run.stages
+    if not with_all and len(listed) > MOST_STAGES:
+        listed = tuple(stage for stage in listed if stage.state not in ENDED)
+    if listed:
+        rows = []
+        for stage in listed:
+            duration = stage.wall_s if stage.wall_s is not None else stage.since_s
+            took = "" if duration is None else format_seconds(duration)
+            rows.append([stage.id, stage.state, took, stage_text(stage)])
+        table = table_text(["stage", "state", "time", ""], rows, left=("stage", "state", ""))
+        lines += ["", *[line.rstrip() for line in table.splitlines()]]
+    if len(listed) < len(run.stages):
+        lines.append(f"{len(run.stages) - len(listed)} other stages: --all lists them")
+    return "\n".join(lines)
+
+
+def headline(run: RunStatus) -> str:
+    """Return the state of a run in one sentence, and what to do about it."""
+    driver = run.driver
+    if driver is None or run.state == "finished":
+        started = run.started[:16].replace("T", " ")
+        return f"run {run.name}: {run.state}, started {started}"
+    process = f"process {driver.pid} on {driver.host}"
+    match run.state:
+        case "running":
+            text = f"running for {format_seconds(driver.age_s)}, {process}{left_text(run)}"
+        case "killed":
+            ago = format_seconds(driver.quiet_s)
+            text = f"killed: {process} was last heard of {ago} ago; what finished is kept"
+        case "failed":
+            text = f"failed: {driver.message}"
+        case _:
+            ago = format_seconds(driver.quiet_s)
+            text = f"{run.state} {ago} ago, {process}; what finished is kept"
+    resume = ""
+    if run.state not in ("running", "failed") and driver.command:
+        resume = f"; to go on: {driver.command}"
+    return f"run {run.name}: {text}{resume}"
+
+
+def left_text(run: RunStatus) -> str:
+    """Return the time that a run will take from now on; empty where it is not known."""
+    if run.left_s is None:
+        return ""
+    without = ""
+    if run.left_without:
+        without = f" without {run.left_without} stages of kinds not measured yet"
+    return f", about {format_seconds(run.left_s)} left{without}"
+
+
+def counts_text(run: RunStatus) -> str:
+    """Return the number of stages in each state."""
+    counts = run.counts
+    parts = [f"{counts[state]} {state}" for state in ORDER if counts[state]]
+    return f"{len(run.stages)} stages: {', '.join(parts)}"
+
+
+def stage_text(stage: StageStatus) -> str:
+    """Return what else there is to say of a stage: its progress, where it runs, why it failed."""
+    parts = []
+    if stage.state == "running":
+        if stage.progress:
+            parts.append(progress_of(stage))
+        if stage.where:
+            parts.append(stage.where)
+    if stage.tries:
+        parts.append(f"{stage.tries} failed tries")
+    if stage.message and stage.state not in ("done", "reused", "running"):
+        parts.append(stage.message)
+    return ", ".join(parts)
+
+
+def progress_of(stage: StageStatus) -> str:
+    """Return how far a stage is; empty where its report is not one of ours."""
+    try:
+        return progress_text(stage.progress)
+    except (KeyError, TypeError, ValueError):
+        return ""

@@ -1,0 +1,297 @@
+"""The runs of a storage, and how far each is: from records, results, and what drivers write."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pipeline import config
+from pipeline.config import NAME
+from pipeline.graph.live_status import (
+    LiveStage,
+    LiveStatus,
+    check_readable,
+    is_alive,
+    read_status,
+)
+from pipeline.graph.run_record import RunRecord, StageRecord
+from pipeline.graph.store import Store
+from pipeline.results.tables import RunTables
+from pipeline.yaml_files import absolute
+from workers.errors import UserError
+from workers.storage.artifact import MANIFEST, exists, is_local, join, list_files
+
+State = Literal[
+    "running", "finished", "failed", "killed", "interrupted", "preempted", "stopped", "unfinished"
+]
+MOST_NAMES = 8  # runs that an error names
+
+
+class MethodAccuracy(NamedTuple):
+    """The average accuracy of a method after its last finished task; None before the first."""
+
+    label: str
+    average_accuracy: float | None
+
+
+@dataclass(frozen=True)
+class RunOverview:
+    """A run in a list.
+
+    started: ISO 8601, of the last start. done: stages with a result, of `total`, without the
+    report. `unfinished` is a run of which no driver has left word.
+    """
+
+    name: str
+    state: State
+    started: str
+    done: int
+    total: int
+    methods: tuple[MethodAccuracy, ...]
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """A stage of a run. since_s: seconds that it has been in this state; None where that is not
+    known. wall_s: seconds that it took, or None. where: what runs it, or ran it."""
+
+    id: str
+    step: str
+    label: str | None
+    task: str | None
+    key: str
+    state: str
+    where: str = ""
+    since_s: float | None = None
+    wall_s: float | None = None
+    tries: int = 0
+    message: str = ""
+    progress: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The process that runs a run, or ran it last.
+
+    age_s: seconds since it started. quiet_s: seconds since it was last heard of. message: why the
+    run failed. command: what a person types to go on.
+    """
+
+    host: str
+    pid: int
+    age_s: float
+    quiet_s: float
+    message: str
+    command: str
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How far a run is.
+
+    driver: None where none has left word. left_s: seconds until its end, about, or None.
+    left_without: stages that `left_s` leaves out, because nothing comparable was measured.
+    """
+
+    name: str
+    state: State
+    started: str
+    stages: tuple[StageStatus, ...]
+    driver: Driver | None = None
+    left_s: float | None = None
+    left_without: int = 0
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of stages in each state."""
+        return Counter(stage.state for stage in self.stages)
+
+
+def list_runs(storage: str) -> list[RunOverview]:
+    """Return the runs of a storage, those started last first. Raise `UserError` without a
+    storage."""
+    check_readable(storage)
+    store = Store(storage)
+    has_result = _result_finder(storage)
+    overviews = []
+    for name in store.run_names():
+        record = store.record(name)
+        if record is not None:
+            overviews.append(_overview(store, record, has_result))
+    return sorted(overviews, key=lambda overview: overview.started, reverse=True)
+
+
+def _result_finder(storage: str) -> Callable[[str], bool]:
+    """Return a function that says whether a key has a result. A bucket is listed once."""
+    root = join(storage, "stages")
+    if is_local(storage):
+        return lambda key: exists(join(root, key, MANIFEST))
+    files = list_files(root)
+    return lambda key: f"{key}/{MANIFEST}" in files
+
+
+def _overview(store: Store, record: RunRecord, has_result: Callable[[str], bool]) -> RunOverview:
+    stages = _computed(record)
+    num_done = sum(1 for stage in stages if has_result(stage["key"]))
+    live = read_status(store.storage, record["name"])
+    state = _state(store.storage, live, num_done == len(stages))
+    tables = RunTables.load(store.storage, _evaluations(record))
+    labels = dict.fromkeys(stage["label"] for stage in record["stages"] if stage["label"])
+    methods = [MethodAccuracy(label, _average_accuracy(tables, label)) for label in labels]
+    return RunOverview(
+        record["name"],
+        state,
+        str(record.get("created", "")),
+        num_done,
+        len(stages),
+        tuple(methods),
+    )
+
+
+def _computed(record: RunRecord) -> list[StageRecord]:
+    """Return the stages of a run without its report, which is made again at no cost."""
+    return [stage for stage in record["stages"] if stage["step"] != "report"]
+
+
+def _evaluations(record: RunRecord) -> RunRecord:
+    """Return a record with the evaluations alone, which hold the accuracies."""
+    evaluations = [stage for stage in record["stages"] if stage["step"] == "evaluate"]
+    return {**record, "stages": evaluations}
+
+
+def _average_accuracy(tables: RunTables, label: str) -> float | None:
+    try:
+        value = tables.matrix(label).final.get("average_accuracy", math.nan)
+    except (KeyError, TypeError, ValueError, UserError):  # a result of another version, or damaged
+        return None
+    return None if math.isnan(value) else value
+
+
+def _state(storage: str, live: LiveStatus | None, is_whole: bool) -> State:
+    """Return the state of a run. is_whole: all its results stand."""
+    if live is not None and is_alive(storage, live):
+        return "running"
+    if is_whole:
+        return "finished"
+    if live is None or live["state"] == "finished":  # results were deleted, or the config changed
+        return "unfinished"
+    if live["state"] == "running":
+        return "killed"
+    return live["state"]
+
+
+# ---- one run -------------------------------------------------------------------------------------
+def run_status(storage: str, name: str) -> RunStatus:
+    """Return how far a run is. Raise `UserError` for an unknown one."""
+    store = Store(storage)
+    record = find_record(store, name)
+    live = read_status(storage, name)
+    alive = live is not None and is_alive(storage, live)
+    has_result = _result_finder(storage)
+    now = time.time()
+    stages = []
+    for stage in record["stages"]:
+        live_stage: LiveStage = {}
+        if live is not None:
+            live_stage = live["stages"].get(stage["id"], {})
+        stages.append(_stage_status(stage, live_stage, alive, has_result, now))
+    is_whole = all(s.state in ("done", "reused") for s in stages if s.step != "report")
+    status = RunStatus(
+        name,
+        _state(storage, live, is_whole),
+        str(record.get("created", "")),
+        tuple(stages),
+    )
+    if live is None:
+        return status
+    driver = Driver(
+        live["host"],
+        int(live["pid"]),
+        max(0.0, now - live["started"]),
+        max(0.0, now - live["updated"]),
+        live.get("message", ""),
+        live["command"],
+    )
+    left_s = live["left_s"] if alive else None
+    return RunStatus(
+        name, status.state, status.started, status.stages, driver, left_s, live["left_without"]
+    )
+
+
+def _stage_status(
+    stage: StageRecord,
+    live: LiveStage,
+    is_alive: bool,
+    has_result: Callable[[str], bool],
+    now: float,
+) -> StageStatus:
+    """Return the status of a stage: as the driver sees it while it lives, else by its result."""
+    state: str = live.get("state", "waiting")
+    if not is_alive:
+        stands = has_result(stage["key"])
+        if stands and state not in ("done", "reused"):
+            state = "done"
+        elif not stands and state not in ("failed", "blocked"):
+            state = "missing"
+    since = live.get("since")
+    shows_time = is_alive and since is not None
+    return StageStatus(
+        stage["id"],
+        stage["step"],
+        stage["label"],
+        stage["task"],
+        stage["key"],
+        state,
+        where=live.get("where", ""),
+        since_s=max(0.0, now - since) if shows_time and since is not None else None,
+        wall_s=live.get("wall_s"),
+        tries=int(live.get("tries", 0)),
+        message=live.get("message", ""),
+        progress=dict(live.get("progress", {})) if is_alive else {},
+    )
+
+
+def named_run(run: str, storage: str) -> tuple[str, str]:
+    """Return name and storage of a run, given by its name or by the path of its config.
+
+    The storage of a config replaces `storage`.
+    """
+    if run.endswith((".yaml", ".yml")) or os.path.isfile(run):
+        settings = config.load(run, with_methods=False)
+        return settings.name, absolute(settings.storage)
+    return run, absolute(storage)
+
+
+def find_record(store: Store, name: str) -> RunRecord:
+    """Return the record of a run. Raise `UserError` where there is none, with names of others."""
+    check_readable(store.storage)
+    is_name = re.fullmatch(NAME, name) is not None
+    record = store.record(name) if is_name else None
+    if record is not None:
+        return record
+    if is_name and exists(store.record_path(name)):
+        raise UserError(
+            f"the record of run {name!r} in {store.storage!r} is damaged; start the run again"
+        )
+    raise UserError(
+        f"storage {store.storage!r} has no record of a run {name!r:.80}; "
+        f"{_remedy(name, store.run_names())}"
+    )
+
+
+def _remedy(name: str, others: Iterable[str]) -> str:
+    names = [other for other in others if other != name]
+    close_names = difflib.get_close_matches(name, names, 1)
+    if close_names:
+        return f"did you mean {close_names[0]!r}?"
+    if not names:
+        return "name its storage with --storage, or run it first"
+    more = ", ..." if len(names) > MOST_NAMES else ""
+    return f"there are: {', '.join(names[:MOST_NAMES])}{more}"

@@ -1,0 +1,509 @@
+"""Promises of `runs` and `status`: what is told of a run is what stands and what its driver does,
+while it goes on, after it was killed, and where nothing can be read."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import app, cli
+from pipeline.graph import event_log, live_status
+from pipeline.graph.event_log import EventLog
+from pipeline.graph.journal import Journal, TimeLeft, journal_of
+from pipeline.graph.live_status import LiveStatus, read_status, write_status
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import Lookup, Store
+from pipeline.graph.walk import Event, EventKind, Walk
+from pipeline.launch.time_left import TimeLeftEstimator, estimate_time_left
+from pipeline.report import runs_command
+from pipeline.results import runs
+from tests import small_run
+from workers import preemption
+from workers.errors import UserError
+from workers.storage.lock import is_locked, stage_lock
+
+RECORD = {"key_version": 1, "config": {}, "created": "2026-01-02T03:04:05+0000", "tasks": []}
+
+
+def make_graph(name: str = "r") -> Graph:
+    """Return a graph of two cards' ingest, two trainings and their evaluations."""
+    stages = [
+        Stage("data/a", "ingest", "k-data", {}),
+        Stage("m/a/train", "train", "k-a", {"train": {"epochs": 2}}, ("data/a",), "m", "a"),
+        Stage("m/a/evaluate", "evaluate", "k-ea", {"seen": [1]}, ("m/a/train",), "m", "a"),
+        Stage("m/b/train", "train", "k-b", {"train": {"epochs": 4}}, ("m/a/train",), "m", "b"),
+        Stage("m/b/evaluate", "evaluate", "k-eb", {"seen": [1, 2]}, ("m/b/train",), "m", "b"),
+    ]
+    return Graph.of(name, stages)
+
+
+def save_record(store: Store, graph: Graph) -> None:
+    """Write the record of a run."""
+    stages: list[dict[str, Any]] = []
+    for stage in graph:
+        parents = list(stage.parents)
+        entry = {"id": stage.id, "key": stage.key, "step": stage.step, "parents": parents}
+        stages.append({**entry, "label": stage.method, "task": stage.task, "inputs": {}})
+    record: Any = {"name": graph.name, **RECORD, "stages": stages}
+    store.save_record(record)
+
+
+def put_result(store: Store, key: str) -> None:
+    """Let a key have a result."""
+    folder = Path(store.root) / key
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def misses(graph: Graph) -> dict[str, Lookup]:
+    """Return look-ups that found nothing."""
+    return {stage.id: Lookup(False, "new") for stage in graph}
+
+
+def no_estimate(stages: Any) -> TimeLeft:
+    """Return that nothing is known."""
+    return TimeLeft(None, 0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """An empty storage."""
+    (tmp_path / "storage").mkdir()
+    return Store(str(tmp_path / "storage"))
+
+
+def events_of(store: Store, name: str = "r") -> list[dict[str, Any]]:
+    """Return the events of a run."""
+    path = Path(store.storage) / "runs" / name / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def step(a_journal: Journal, walk: Walk, *events: Event) -> None:
+    """Launch what can run, and hand events to the walk and to the journal, as a run does."""
+    for decision in walk.decide():
+        walk.record(decision)
+        a_journal.on_decision(walk, decision)
+    for event in events:
+        decision_after = walk.apply(event)
+        a_journal.on_event(walk, event)
+        if decision_after is not None:
+            a_journal.on_decision(walk, decision_after)
+
+
+# ---- the journal ---------------------------------------------------------------------------------
+def test_a_status_follows_a_run_and_says_how_it_ended(store: Store) -> None:
+    graph = make_graph()
+    save_record(store, graph)
+    walk = Walk.over(graph, [], retries=1)
+    with journal_of(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate) as notes:
+        assert runs.run_status(store.storage, "r").state == "running"
+        step(notes, walk, Event(EventKind.DONE, "data/a", body={"wall_s": 3.0}))
+        notes.progress(Event(EventKind.STARTED, "m/a/train", body={"where": "group 0 on 10.0.0.7"}))
+        step(notes, walk, Event(EventKind.LOST, "m/a/train", "its node was lost"))
+        step(notes, walk)
+        notes.progress(Event(EventKind.STARTED, "m/a/train", body={"where": "group 1 on 10.0.0.8"}))
+        notes.progress(Event(EventKind.PROGRESS, "m/a/train", body={"left_s": 7.0}))
+        notes._write()
+        status = runs.run_status(store.storage, "r")
+        by_id = {stage.id: stage for stage in status.stages}
+        assert [stage.state for stage in status.stages] == ["done", "running"] + 3 * ["waiting"]
+        assert by_id["data/a"].wall_s == 3.0
+        assert by_id["m/a/train"].where == "group 1 on 10.0.0.8"
+        assert by_id["m/a/train"].tries == 1
+        assert by_id["m/a/train"].progress == {"left_s": 7.0}
+        step(notes, walk, Event(EventKind.FAILED, "m/a/train", "out of memory", final=True))
+        step(notes, walk)
+    status = runs.run_status(store.storage, "r")
+    assert status.state == "stopped"
+    assert status.counts == {"missing": 1, "failed": 1, "blocked": 3}  # no result stands
+    assert status.driver is not None
+    assert status.driver.command == "go on"
+    kinds = [event["event"] for event in events_of(store)]
+    assert kinds[0] == "run_started"
+    assert kinds[-1] == "run_ended"
+    assert {"done", "started", "lost", "progress", "failed", "decision_retry"} <= {*kinds}
+    lost = next(event for event in events_of(store) if event["event"] == "lost")
+    assert (lost["stage"], lost["message"]) == ("m/a/train", "its node was lost")
+    assert not list(Path(store.storage).rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (preemption.Preempted(), "preempted"),
+        (UserError("stage m/a/train failed"), "failed"),
+    ],
+)
+def test_a_run_that_ends_early_says_how(error: BaseException, state: str, store: Store) -> None:
+    graph = make_graph()
+    save_record(store, graph)
+    with (
+        pytest.raises(type(error)),
+        journal_of(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate),
+    ):
+        raise error
+    status = runs.run_status(store.storage, "r")
+    assert status.state == state
+    assert status.driver is not None
+    assert status.driver.message == str(error)
+
+
+def test_a_finished_run_is_finished_whatever_was_noted(store: Store) -> None:
+    graph = make_graph()
+    save_record(store, graph)
+    with (
+        pytest.raises(UserError),
+        journal_of(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate),
+    ):
+        raise UserError("broken")
+    for stage in graph:
+        put_result(store, stage.key)
+    assert runs.run_status(store.storage, "r").state == "finished"
+    assert runs.list_runs(store.storage)[0].state == "finished"
+
+
+def test_secrets_are_in_no_note(store: Store) -> None:
+    graph = make_graph()
+    walk = Walk.over(graph, [], retries=0)
+    secret = "s3://me:hunter22@host/x"
+    with journal_of(store, graph, misses(graph), {*graph.stages}, secret, no_estimate) as notes:
+        notes.progress(Event(EventKind.NOTE, "", f"lost {secret}"))
+        step(notes, walk, Event(EventKind.FAILED, "data/a", f"no {secret}", final=True))
+    folder = Path(store.storage) / "runs" / "r"
+    for name in ("events.jsonl", "status.json"):
+        text = (folder / name).read_text()
+        assert "host/x" in text
+        assert "hunter22" not in text
+
+
+def test_a_second_driver_of_a_run_leaves_the_status_to_the_first(store: Store) -> None:
+    graph = make_graph()
+    save_record(store, graph)
+    todo = {*graph.stages}
+    with (
+        journal_of(store, graph, misses(graph), todo, "first", no_estimate),
+        journal_of(store, graph, misses(graph), todo, "second", no_estimate) as second,
+    ):
+        second._write()
+        status = read_status(store.storage, "r")
+        assert status is not None
+        assert status["command"] == "first"
+    starts = [event["command"] for event in events_of(store) if event["event"] == "run_started"]
+    assert starts == ["first", "second"]
+
+
+def test_readers_never_see_a_part_of_a_status(store: Store) -> None:
+    stages: Any = {f"m/{number}/train": {"state": "waiting"} for number in range(2000)}
+    status: LiveStatus = {
+        "name": "r",
+        "state": "running",
+        "host": "h",
+        "pid": 1,
+        "started": 0.0,
+        "updated": 0.0,
+        "command": "",
+        "left_s": None,
+        "left_without": 0,
+        "stages": stages,
+    }
+    write_status(store.storage, status)
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            write_status(store.storage, status)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        sizes = set()
+        for _ in range(50):
+            reading = read_status(store.storage, "r")
+            sizes.add(None if reading is None else len(reading["stages"]))
+        assert sizes == {2000}
+    finally:
+        ended.set()
+        writer.join()
+
+
+# ---- the event log -------------------------------------------------------------------------------
+def test_an_event_log_is_bounded_and_keeps_the_newest_events(store: Store) -> None:
+    log = EventLog(store.storage, "r", max_bytes=2000)
+    for number in range(100):
+        log.write("note", message=f"{number} {'x' * 5000}"[:60])
+    log.close()
+    folder = Path(store.storage) / "runs" / "r"
+    assert sorted(path.name for path in folder.iterdir()) == ["events.1.jsonl", "events.jsonl"]
+    assert all(path.stat().st_size <= 2000 for path in folder.iterdir())
+    assert events_of(store)[-1]["message"].startswith("99 ")
+    log = EventLog(store.storage, "r")
+    log.write("note", message="y" * 10_000)
+    log.close()
+    assert len(events_of(store)[-1]["message"]) == event_log.MAX_TEXT
+
+
+def test_an_event_log_in_a_bucket_goes_on_where_it_was(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "is_local", lambda uri: False)
+    for number in range(2):
+        log = EventLog(store.storage, "r")
+        log.write("note", message=str(number))
+        log.close()
+    assert [event["message"] for event in events_of(store)] == ["0", "1"]
+
+
+def test_a_log_that_cannot_be_written_stops_no_run(store: Store, tmp_path: Path) -> None:
+    folder = Path(store.storage) / "runs" / "r"
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").symlink_to(tmp_path / "elsewhere")
+    (folder / "status.json").mkdir()
+    graph = make_graph()
+    with journal_of(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate) as notes:
+        notes.progress(Event(EventKind.NOTE, "", "a note"))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+# ---- who is alive --------------------------------------------------------------------------------
+def hold_run(storage: str, ready: Any) -> None:
+    """Write the status of a run as its driver, and wait to be killed."""
+    graph = make_graph()
+    store = Store(storage)
+    todo = {*graph.stages}
+    with journal_of(store, graph, misses(graph), todo, "accrete run r.yaml", no_estimate):
+        ready.set()
+        time.sleep(60)
+
+
+def test_a_killed_driver_is_told_as_such(store: Store) -> None:
+    save_record(store, make_graph())
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=hold_run, args=(store.storage, ready))
+    process.start()
+    assert ready.wait(30)
+    assert runs.run_status(store.storage, "r").state == "running"
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    status = runs.run_status(store.storage, "r")
+    assert status.state == "killed"
+    assert status.left_s is None
+    text = runs_command.status_text(status)
+    assert f"run r: killed: process {process.pid} on " in text
+    assert "to go on: accrete run r.yaml" in text
+    assert runs.list_runs(store.storage)[0].state == "killed"
+
+
+def test_a_driver_elsewhere_lives_as_long_as_it_is_heard_of(store: Store) -> None:
+    graph = make_graph()
+    with journal_of(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate):
+        status = read_status(store.storage, "r")
+    assert status is not None
+    status["state"] = "running"
+    assert not live_status.is_alive(store.storage, status)  # of this machine, without its lock
+    status["host"] = "elsewhere"
+    assert live_status.is_alive(store.storage, status)
+    status["updated"] -= 3600
+    assert not live_status.is_alive(store.storage, status)
+
+
+def test_asking_for_a_lock_takes_none(store: Store) -> None:
+    assert is_locked(store.root, "run-r") is False
+    with stage_lock(store.root, "run-r"):
+        assert is_locked(store.root, "run-r") is True
+    assert is_locked(store.root, "run-r") is False
+    assert is_locked("s3://bucket/stages", "run-r") is None
+    with stage_lock(store.root, "run-r", wait=False):
+        pass
+
+
+# ---- time left -----------------------------------------------------------------------------------
+def test_time_left_is_what_stages_of_the_kind_took_per_epoch_and_task() -> None:
+    graph = make_graph()
+    stages: Any = {
+        "data/a": {"state": "done", "wall_s": 5.0},
+        "m/a/train": {"state": "done", "wall_s": 20.0},
+        "m/a/evaluate": {"state": "running", "since": 100.0},
+        "m/b/train": {"state": "waiting"},
+        "m/b/evaluate": {"state": "waiting"},
+    }
+    left = estimate_time_left(graph, stages, 1, clock=lambda: 101.0)
+    assert left == TimeLeft(40.0, 2)  # 10 s an epoch; no evaluation was measured
+    stages["m/a/evaluate"] = {"state": "reused", "wall_s": 3.0}
+    assert estimate_time_left(graph, stages, 1, clock=lambda: 101.0) == TimeLeft(46.0, 0)
+    running = {"state": "running", "since": 101.0, "progress": {"left_s": 11.0}}
+    stages["m/b/train"] = running
+    assert estimate_time_left(graph, stages, 1, clock=lambda: 105.0) == TimeLeft(17.0, 0)
+    assert TimeLeftEstimator(graph, 0)({key: {"state": "waiting"} for key in stages}) == (None, 5)
+    stages = {key: {"state": "failed"} for key in stages}
+    assert estimate_time_left(graph, stages, 1) == TimeLeft(0.0, 0)
+
+
+# ---- the commands --------------------------------------------------------------------------------
+def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    """Run a command. Return what it printed."""
+    capsys.readouterr()
+    assert cli.main(list(argv)) == code
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run that is finished."""
+    folder = tmp_path_factory.mktemp("runs")
+    body = small_run.make_body(folder, small_run.make_cards(folder, "ab"), ["meat", "linear"])
+    config = small_run.write_config(folder / "config.yaml", body)
+    small_run.run(["run", config], folder / "out.txt")
+    return Path(config)
+
+
+def test_runs_are_listed_with_state_stages_and_accuracy(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = str(finished.parent / "storage")
+    lines = output(capsys, "runs", "--storage", storage).splitlines()
+    assert lines[0].split() == ["run", "state", "started", "stages", "average", "accuracy"]
+    assert re.fullmatch(
+        r"small  finished  \d{4}-\d\d-\d\d \d\d:\d\d   11/11  \w+ [\d.]+ %, \w+ [\d.]+ %", lines[1]
+    )
+    listed = app.list_runs(storage)
+    assert [(run.name, run.done, run.total) for run in listed] == [("small", 11, 11)]
+    matrix = {method.label: method.average_accuracy for method in listed[0].methods}
+    results = small_run.manifests(storage)
+    rows = []
+    for task in "ab":
+        rows += results[f"meat/{task}/evaluate"]["result"]["rows"]
+    rates = {row["task"]: row["correct"] / row["total"] for row in rows}
+    assert matrix["meat"] == pytest.approx((rates["a"] + rates["b"]) / 2)
+
+
+def test_status_of_a_finished_run_lists_its_stages(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = output(capsys, "status", str(finished))
+    assert text.startswith("run small: finished, started 2")
+    assert "12 stages: 12 done" in text
+    assert re.search(r"^meat/b/train +done +[\d.]+ s$", text, re.MULTILINE)
+    assert output(capsys, "status", str(finished), "--watch").startswith("run small: finished")
+    monkeypatch.setattr(runs_command, "MOST_STAGES", 3)
+    assert "12 other stages: --all lists them" in output(capsys, "status", str(finished))
+    assert "meat/b/train" in output(capsys, "status", str(finished), "--all")
+    monkeypatch.chdir(finished.parent)
+    assert app.run_status("small").state == "finished"
+
+
+def test_events_of_a_run_say_what_ran_where(finished: Path) -> None:
+    events = events_of(Store(str(finished.parent / "storage")), "small")
+    started = {event["stage"]: event["where"] for event in events if event["event"] == "started"}
+    done = {event["stage"] for event in events if event["event"] == "done"}
+    assert set(started) == done == {*small_run.manifests(finished.parent / "storage")}
+    assert all(where.startswith("this process, ") for where in started.values())
+    assert events[-1]["event"] == "run_ended"
+    assert events[-1]["state"] == "finished"
+
+
+def test_a_run_with_missing_results_says_how_many_stand(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = tmp_path / "storage"
+    shutil.copytree(finished.parent / "storage", storage)
+    key = small_run.manifests(storage)["meat/b/train"]["key"]
+    shutil.rmtree(storage / "stages" / key)
+    status = app.run_status("small", str(storage))
+    assert (status.state, status.counts["missing"]) == ("unfinished", 1)
+    assert "10/11" in output(capsys, "runs", "--storage", str(storage))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("smal", r"has no record of a run 'smal'; did you mean 'small'\?"),
+        ("other", "has no record of a run 'other'; there are: small"),
+        ("../small", r"has no record of a run '../small'; did you mean 'small'\?"),
+        ("missing.yaml", "config 'missing.yaml' does not exist"),
+    ],
+)
+def test_an_unknown_run_is_one_sentence(
+    name: str, sentence: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = str(finished.parent / "storage")
+    text = output(capsys, "status", name, "--storage", storage, code=2)
+    assert re.search(sentence, text)
+    assert len(text.splitlines()) == 1
+
+
+def test_storages_without_runs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "nowhere")
+    assert "does not exist; give the folder" in output(capsys, "runs", "--storage", missing, code=2)
+    assert not Path(missing).exists()
+    assert output(capsys, "runs", "--storage", str(tmp_path)) == f"no runs in {tmp_path}\n"
+    text = output(capsys, "status", "r", "--storage", str(tmp_path), code=2)
+    assert "name its storage with --storage, or run it first" in text
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[]", b'{"name": "small"}', b'{"name": "small", "stages": {"a": 3}}', b"\xff"],
+)
+def test_a_status_that_is_damaged_or_foreign_is_left_aside(
+    damage: bytes, finished: Path, tmp_path: Path
+) -> None:
+    storage = tmp_path / "storage"
+    shutil.copytree(finished.parent / "storage", storage)
+    (storage / "runs" / "small" / "status.json").write_bytes(damage)
+    status = app.run_status("small", str(storage))
+    assert (status.state, status.driver) == ("finished", None)
+
+
+def test_what_a_stranger_wrote_moves_no_cursor(store: Store) -> None:
+    graph = make_graph()
+    save_record(store, graph)
+    with (
+        pytest.raises(UserError),
+        journal_of(store, graph, misses(graph), {*graph.stages}, "x\x1b[2J", no_estimate),
+    ):
+        raise UserError("bad \x1b[31m news")
+    text = runs_command.printable(runs_command.status_text(runs.run_status(store.storage, "r")))
+    assert "\x1b" not in text
+    assert "news" in text
+
+
+def test_watch_prints_changes_until_the_run_ends(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = make_graph()
+    save_record(store, graph)
+    walk = Walk.over(graph, [], retries=0)
+    notes = Journal(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate)
+    notes.start()
+    for decision in walk.decide():
+        walk.record(decision)
+        notes.on_decision(walk, decision)
+    notes.progress(Event(EventKind.STARTED, "data/a", body={"where": "here"}))
+    notes._write()
+    seconds = iter([0, 1])
+
+    def go_on(_: float) -> None:
+        if next(seconds):
+            notes.end("interrupted")
+        else:
+            step(notes, walk, Event(EventKind.DONE, "data/a", body={"wall_s": 1.0}))
+            notes._write()
+
+    monkeypatch.setattr(time, "sleep", go_on)
+    lines = output(capsys, "status", "r", "--storage", store.storage, "--watch").splitlines()
+    assert lines[:2] == ["data/a: running, here", "data/a: done"]
+    assert lines[-1].startswith("run r: interrupted ")

@@ -12,6 +12,7 @@ import pickle
 import socket
 import struct
 import tarfile
+import tracemalloc
 import warnings
 import zlib
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from pipeline.data import image_checks
 from pipeline.data.formats import parquet as parquet_format
 from pipeline.data.formats import tar as tar_format
 from pipeline.data.formats import torchvision as torchvision_format
+from pipeline.data.formats import webdataset as webdataset_format
 from pipeline.report import files as csv_files
 from tests import small_run
 from tests.hostile import BACKBONES, Site, backbones, costs, member, parquet, png, source
@@ -61,7 +63,7 @@ def test_the_memory_that_a_process_takes_is_measured() -> None:
 
 
 # ---- tars ----------------------------------------------------------------------------------------
-def archive(site: Site, *members: bytes) -> str:
+def archive(site: Site, *members: bytes, form: str = "tar") -> str:
     """Write a tar source of two good images and these members; return the path of its config."""
     good = [
         member(f"{label}{n}.{ext}", data)
@@ -73,7 +75,10 @@ def archive(site: Site, *members: bytes) -> str:
         (site.own_folder / "raw" / f"{split}.tar").write_bytes(
             b"".join([*good, *members]) + bytes(2 * tarfile.BLOCKSIZE)
         )
-    return site.config(site.card(source={"format": "tar", "path": str(site.own_folder / "raw")}))
+    source: dict[str, Any] = {"format": form, "path": str(site.own_folder / "raw")}
+    if form == "webdataset":
+        source["splits"] = {"train": "train.tar", "test": "test.tar"}
+    return site.config(site.card(source=source))
 
 
 def pax(text: str) -> bytes:
@@ -115,10 +120,13 @@ TARS: dict[str, tuple[list[bytes], str]] = {
 }
 
 
+@pytest.mark.parametrize("form", ["tar", "webdataset"])
 @pytest.mark.parametrize("case", TARS)
-def test_a_hostile_tar_is_refused(case: Any, site: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_tar_is_refused(
+    case: Any, form: str, site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     members, says = TARS[case]
-    message = sentence(capfd, ["ingest", archive(site, *members)])
+    message = sentence(capfd, ["ingest", archive(site, *members, form=form)])
     assert says in message
     assert "train.tar" in message
 
@@ -135,6 +143,67 @@ def test_huge_sizes_in_the_headers_of_a_tar_take_no_memory(kind: Any, site: Any)
     outcome, megabytes = costs(list_one, str(site.own_folder / "raw" / "train.tar"))
     assert not outcome.startswith("!!!")
     assert megabytes < 100
+
+
+def read_in_place(path: str, label: str = "cls") -> str:
+    """Read a shard; return the samples that have no problem."""
+    job = webdataset_format.ShardJob("train", path, frozenset(["png"]), label, ("a", "b"))
+    good = []
+    for item, _ in webdataset_format.read_shard(job):
+        if item.problem is None:
+            good.append((item.name, item.label))
+    return str(good)
+
+
+def write_shard(site: Site, *parts: bytes) -> str:
+    path = site.own_folder / "shard.tar"
+    path.write_bytes(b"".join([*parts, bytes(2 * tarfile.BLOCKSIZE)]))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
+def test_huge_sizes_in_the_headers_of_a_shard_in_place_take_no_memory(kind: Any, site: Any) -> None:
+    path = write_shard(site, member("x.png", size=600 << 20, kind=kind))
+    with open(path, "ab") as stream:
+        stream.truncate(700 << 20)  # a file of holes, so that the size is true
+    outcome, megabytes = costs(read_in_place, path)
+    assert not outcome.startswith("!!!")
+    assert megabytes < 100
+
+
+def test_headers_for_all_later_members_of_a_shard_take_no_memory(site: Any) -> None:
+    parts = []
+    for number in range(150):
+        text = f"{900_000} k{number}={'v' * 900_000}"[: 900_000 - 1] + "\n"
+        parts.append(member("g", text.encode(), tarfile.XGLTYPE))
+        parts.append(member(f"{number}.txt"))
+    outcome, megabytes = costs(read_in_place, write_shard(site, *parts))
+    assert outcome == "[]"
+    assert megabytes < 80
+
+
+def test_members_without_number_take_no_memory(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webdataset_format, "CHUNK_BYTES", 1 << 16)
+    path = write_shard(site, *(member(f"{number}.txt") for number in range(5_000)))
+    read_in_place(path)
+    tracemalloc.start()
+    try:
+        assert read_in_place(path) == "[]"
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 500_000, '{"label": ' * 100_000, '{"label": ' + "9" * 100_000 + "}", "\xff", "null"],
+)
+def test_a_hostile_json_in_a_shard_is_no_label(text: str, site: Any) -> None:
+    bad = [member("0.png", png()), member("0.json", text.encode("latin-1"))]
+    good = [member("1.png", png()), member("1.json", b'{"label": 1}')]
+    path = write_shard(site, *bad, *good)
+    assert read_in_place(path, "json:label") == "[('shard.tar:0', None), ('shard.tar:1', 'b')]"
 
 
 def test_a_pickle_in_a_tar_is_not_loaded(site: Any, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -238,7 +238,7 @@ def shifted_rows(
             continue
         class_indices = torch.tensor([task.classes.index(name) for name in other.classes])
         columns = class_indices + first_column(method, task.name)
-        same_classes = Task(task.name, task.card, task.data, other.classes)
+        same_classes = replace(task, classes=other.classes, role="task")
         for measured in (same_classes, other):
             correct = 0
             total = 0

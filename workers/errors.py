@@ -25,6 +25,10 @@ class DamagedArtifact(UserError):
         return type(self), (self.key, str(self))
 
 
+class SourceGone(UserError):
+    """Shards that are used in place are away, or are not those that were indexed."""
+
+
 def require_package(name: str, user: str, remedy: str) -> None:
     """Raise `UserError` when a package is not installed.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workers import dist
 from workers.data.feed import Feed
-from workers.errors import DamagedArtifact, UserError
+from workers.errors import DamagedArtifact, SourceGone, UserError
 from workers.job import StageJob, Task
 from workers.methods.base import Method
 from workers.methods.bases.class_incremental import ClassIncremental
@@ -256,7 +256,7 @@ def canary(
     share: list[Answers] | None = None
     try:
         share = logits_of(job, method, earlier_task, group)
-    except FileNotFoundError:
+    except (FileNotFoundError, SourceGone):
         pass
     except DamagedArtifact as error:
         if error.key != earlier_task.data:

@@ -455,6 +455,17 @@ class TrainSettings(Frozen):
 
 
 @dataclass(frozen=True)
+class ShardUrls:
+    """Where the shards of a card lie that are used in place; only the person's own card says it.
+
+    train, test: absolute paths and URLs with braces, `s3://bucket/train-{0000..1023}.tar`.
+    """
+
+    train: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Task:
     """One task as workers see it. Labels are positions in `classes`."""
 
@@ -464,6 +475,7 @@ class Task:
     classes: tuple[str, ...]
     # also "base": the backbone was trained on it; "unlabelled": its labels have no meaning
     role: str = "task"
+    shard_urls: ShardUrls | None = None  # None: the shards lie in the ingest stage
 
     @property
     def num_classes(self) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from pipeline.config import sentence_of
 from pipeline.data.listing import CARDS, Split, check_unicode_forms, class_folders, nfc
@@ -19,10 +20,12 @@ from workers.job import Frozen, Neutral, key_inputs
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
 # each name is a module in pipeline/data/formats
-SourceFormat = Literal["folder", "parquet", "tar", "sklearn", "torchvision"]
+SourceFormat = Literal["folder", "parquet", "tar", "webdataset", "sklearn", "torchvision"]
 MAX_CLASS_CHARACTERS = 200
 # 8-bit PNG reaches 1032, JPEG 512; of more is what is nearly of one colour
 MAX_PIXELS_PER_BYTE = 2000
+LIST_MARK = "::"  # between the parts of a list of shards, as WebDataset writes it in one text
+COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|lz4|zip)$", re.I)
 
 
 class Source(Frozen):
@@ -35,18 +38,71 @@ class Source(Frozen):
     name: str = Field("", description="data set inside scikit-learn or torchvision")
     splits: dict[Split, str] = Field(
         {"train": "train", "test": "test"},
-        description="sub-folder or glob of each split below `path`; "
+        description="sub-folder or glob of each split below `path`; for webdataset, a list of "
+        "paths below `path`, absolute paths or URLs, with braces; "
         "without `train`, a card to be tested on alone",
     )
     image: str = Field(
-        "image", description="column of the image (bytes, or a struct with `bytes`) in Parquet"
+        "image",
+        description="column of the image (bytes, or a struct with `bytes`) in Parquet; extensions "
+        "of images in webdataset, `jpg;png;webp`",
     )
     label: str | None = Field(
         "label",
         min_length=1,
-        description="column of the label in Parquet; extension of the label member in tars; "
+        description="column of the label in Parquet; extension of the label member in tars, or "
+        "json:FIELD in webdataset; "
         "null: images have no labels, and the card has one class, which all of them belong to",
     )
+
+    @field_validator("splits", mode="before")
+    @classmethod
+    def _join_lists(cls, splits: Any) -> Any:
+        if not isinstance(splits, dict):
+            return splits
+        return {split: _joined(shards) for split, shards in splits.items()}
+
+    @model_validator(mode="after")
+    def _check_shards(self) -> Source:
+        for split, shards in self.splits.items():
+            if self.format == "webdataset":
+                check_shard_patterns(shards)
+            elif LIST_MARK in shards:
+                raise ValueError(
+                    f"splits.{split} lists shards, which format webdataset alone reads; name one "
+                    "sub-folder or glob"
+                )
+        if self.format == "webdataset" and not "".join(self.splits.values()).strip(": "):
+            raise ValueError("splits name no shard; write shard-{000000..000099}.tar")
+        return self
+
+    def shard_patterns(self, split: Split) -> tuple[str, ...]:
+        """Return the shards of a split as the card lists them: with braces, not below `path`."""
+        patterns = (part.strip() for part in self.splits.get(split, "").split(LIST_MARK))
+        return tuple(filter(None, patterns))
+
+
+def _joined(shards: Any) -> Any:
+    """Return a list of shards as one text."""
+    if isinstance(shards, (list, tuple)) and all(isinstance(part, str) for part in shards):
+        return LIST_MARK.join(shards)
+    return shards
+
+
+def check_shard_patterns(patterns: str) -> None:
+    """Raise ValueError for shards that cannot be read by offset, or that a program would make."""
+    for pattern in patterns.split(LIST_MARK):
+        if pattern.strip().startswith("pipe:"):
+            raise ValueError(
+                f"{pattern.strip()!r:.200} would run a program, which no card may; name the "
+                "address that it reads from (s3://, gs://, hf://, https://), or download the shards"
+            )
+        if COMPRESSED.search(pattern.strip()):
+            raise ValueError(
+                f"{pattern.strip()!r:.200} is compressed, and images of shards in place are read "
+                "by their offsets; unpack it to .tar (images hardly shrink), or copy the images "
+                "into shards with another format"
+            )
 
 
 class Counts(Frozen):

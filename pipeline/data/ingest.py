@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from pipeline.data.cards import Card
 from pipeline.data.csv_text import to_csv
 from pipeline.data.digests import digest_of_rows, index_digest
-from pipeline.data.formats import require_entries, source_state, units
+from pipeline.data.formats import SourceState, require_entries, source_state, units
 from pipeline.data.formats.base import MapFn, Unit
 from pipeline.data.listing import SPLITS
 from pipeline.data.packs import (
@@ -122,36 +122,18 @@ def ingest(
     packs = join(root, key, f"packs-{state_digest[:16]}")
     try:
         rows = read_source(units(card, map_fn, entries), card, packs, map_fn, report)
-        raw_content_digest = digest_of_rows(rows["raw"].drop_null())
-        rows = rows.drop_columns("raw")
         try:
-            selected, rejected = select_rows(card, rows)
-            counts = _counts_of(selected)
-            content = index_digest(selected.rename_columns({"label": "class"}))
-            check_promises(card, counts, content)
+            contents = select_contents(card, rows)
         except UserError:
             delete_dir(packs)
             raise
+        del rows
         # Of the same images the same shards are made, and these have one folder.
-        plan = hashlib.sha256(f"{content} {card.identity()} {REVISION}".encode()).hexdigest()
+        text = f"{contents.fields['content']} {card.identity()} {REVISION}"
+        plan = hashlib.sha256(text.encode()).hexdigest()
         attempt = Attempt(root, key, f"a-{plan[:12]}")
-        index = _write_all(selected, card, attempt, packs, map_fn, report)
-        attempt.write(INDEX, _to_parquet(index))
-        attempt.write(REJECTED_CSV, to_csv(REJECTED.names, rejected_rows(rejected)))
-        attempt.commit(
-            {
-                **extra,
-                "kind": "ingest",
-                "card": card.name,
-                "classes": list(card.order()),
-                "counts": counts,
-                "content": content,
-                "rejected": reason_counts(rejected),
-                "fingerprint": state.fingerprint if state else None,
-                "raw_content": raw_content_digest,
-                "max_pixels": card.max_pixels,
-            }
-        )
+        index = _write_all(contents.selected, card, attempt, packs, map_fn, report)
+        publish(attempt, index, contents, {**extra, "fingerprint": fingerprint_of(state)})
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _full_storage(card, root, packs) from None
@@ -162,6 +144,50 @@ def ingest(
         # another driver on a bucket, where nothing is locked, was faster and deleted the packs
     delete_dir(packs)
     return Artifact.need(root, key).manifest
+
+
+class Contents(NamedTuple):
+    """What is made of a source: the rows to write, those that are listed, and what the manifest
+    says of both."""
+
+    selected: pa.Table
+    rejected: pa.Table
+    fields: dict[str, Any]
+
+
+def select_contents(card: Card, rows: pa.Table) -> Contents:
+    """Select the rows to write of all rows of a source (`packs.ROWS`).
+
+    Raise UserError where too much is bad, or they are not what the card promises.
+    """
+    raw_content_digest = digest_of_rows(rows["raw"].drop_null())
+    selected, rejected = select_rows(card, rows.drop_columns("raw"))
+    counts = _counts_of(selected)
+    content = index_digest(selected.rename_columns({"label": "class"}))
+    check_promises(card, counts, content)
+    fields = {
+        "kind": "ingest",
+        "card": card.name,
+        "classes": list(card.order()),
+        "counts": counts,
+        "content": content,
+        "rejected": reason_counts(rejected),
+        "raw_content": raw_content_digest,
+        "max_pixels": card.max_pixels,
+    }
+    return Contents(selected, rejected, fields)
+
+
+def publish(attempt: Attempt, index: pa.Table, contents: Contents, extra: dict[str, Any]) -> None:
+    """Write the index and rejected.csv, and commit the attempt. extra: more of the manifest."""
+    attempt.write(INDEX, _to_parquet(index))
+    attempt.write(REJECTED_CSV, to_csv(REJECTED.names, rejected_rows(contents.rejected)))
+    attempt.commit({**extra, **contents.fields})
+
+
+def fingerprint_of(state: SourceState | None) -> str | None:
+    """Return what the manifest says of a source from outside."""
+    return state.fingerprint if state else None
 
 
 def _counts_of(rows: pa.Table) -> dict[str, int]:

@@ -26,7 +26,7 @@ from pipeline.data.formats.base import Item, Unit
 from pipeline.data.image_checks import problem_of, to_stored
 from pipeline.data.listing import nfc, printable
 from pipeline.data.names import key_part
-from workers.data.shards import ObjectFile
+from workers.data.range_files import ObjectFile
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join, read_bytes, resolve, write_bytes
 
@@ -102,35 +102,16 @@ def write_unit(job: UnitJob) -> pa.Table:
     return table
 
 
-class _PackWriter:
-    def __init__(self, job: UnitJob):
-        self.job = job
-        self.card = job.card
-        self.classes = frozenset(job.card.classes)
-        self.class_of_nfc = {nfc(name): name for name in job.card.classes}
-        self.num_packs = 0
-        self.parts: list[pa.Table] = []
-        self._clear()
+class ImageChecker:
+    """Makes the rows of a card's images, and checks the images."""
 
-    def _clear(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.checked: dict[str, CheckedImage] = {}  # by the digest of the bytes in the source
-        self.images: dict[str, tuple[bytes, bytes]] = {}  # sha256 -> likely place, stored bytes
-        self.num_bytes = 0
+    def __init__(self, card: Card):
+        self.card = card
+        self.classes = frozenset(card.classes)
+        self.class_of_nfc = {nfc(name): name for name in card.classes}
 
-    def add(self, item: Item, data: Any) -> None:
-        """Add one image of the source. data: its bytes, or what a hostile table holds for them."""
-        row = self._row(item)
-        if isinstance(data, bytes):
-            raw_digest = hashlib.sha256(data).hexdigest()
-            row["raw"] = raw_row(item, raw_digest)
-            if row["problem"] is None:
-                self._add_image(row, data, raw_digest)
-        self.rows.append(row)
-        if self.num_bytes >= PACK_BYTES or len(self.rows) >= PACK_ROWS:
-            self._flush()
-
-    def _row(self, item: Item) -> dict[str, Any]:
+    def row(self, item: Item) -> dict[str, Any]:
+        """Return what is known of an image without its bytes."""
         label = item.label
         if self.card.source.label is None:  # images without labels, all of one class
             label = self.card.classes[0]
@@ -149,6 +130,41 @@ class _PackWriter:
             "key": f"{key_part(label or '')}/{key_part(item.stem)}",
         }
 
+    def problem(self, data: bytes) -> str | None:
+        """Return why the bytes are no usable image; None where they decode."""
+        problem = problem_of(data, self.card.max_pixels, self.card.max_pixels_per_byte)
+        if problem is None:
+            return None
+        return "corrupt: " + problem.encode("utf-8", "backslashreplace").decode()
+
+
+class _PackWriter:
+    def __init__(self, job: UnitJob):
+        self.job = job
+        self.card = job.card
+        self.checker = ImageChecker(job.card)
+        self.num_packs = 0
+        self.parts: list[pa.Table] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.checked: dict[str, CheckedImage] = {}  # by the digest of the bytes in the source
+        self.images: dict[str, tuple[bytes, bytes]] = {}  # sha256 -> likely place, stored bytes
+        self.num_bytes = 0
+
+    def add(self, item: Item, data: Any) -> None:
+        """Add one image of the source. data: its bytes, or what a hostile table holds for them."""
+        row = self.checker.row(item)
+        if isinstance(data, bytes):
+            raw_digest = hashlib.sha256(data).hexdigest()
+            row["raw"] = raw_row(item, raw_digest)
+            if row["problem"] is None:
+                self._add_image(row, data, raw_digest)
+        self.rows.append(row)
+        if self.num_bytes >= PACK_BYTES or len(self.rows) >= PACK_ROWS:
+            self._flush()
+
     def _add_image(self, row: dict[str, Any], data: bytes, raw_digest: str) -> None:
         """Check an image and keep what is stored of it; a copy of one in this pack costs nothing.
 
@@ -161,10 +177,9 @@ class _PackWriter:
         row |= image._asdict()
 
     def _check(self, row: Mapping[str, Any], data: bytes) -> CheckedImage:
-        problem = problem_of(data, self.card.max_pixels, self.card.max_pixels_per_byte)
+        problem = self.checker.problem(data)
         if problem:
-            text = problem.encode("utf-8", "backslashreplace").decode()
-            return CheckedImage(f"corrupt: {text}")
+            return CheckedImage(problem)
         stored, extension = to_stored(data, self.card.max_pixels)
         digest = hashlib.sha256(stored).hexdigest()
         if digest not in self.images:

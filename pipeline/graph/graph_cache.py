@@ -139,7 +139,7 @@ def write(run_store: Store, inputs: BuildInputs, graph: Graph, tasks: Sequence[T
         "inputs": inputs.digest,
         "name": graph.name,
         "stages": [_stage_json(stage) for stage in graph],
-        "tasks": [asdict(task) for task in tasks],
+        "tasks": [_task_json(task) for task in tasks],
     }
     data = json.dumps({"sha256": _digest(content), "content": content}).encode()
     try:
@@ -162,13 +162,24 @@ def _stage_json(stage: Stage) -> dict[str, Any]:
     }
 
 
+def _task_json(task: Task) -> dict[str, Any]:
+    """Return a task without the places of its shards: those come from cards alone."""
+    fields = asdict(task)
+    del fields["shard_urls"]
+    return fields
+
+
 def _from_json(content: Mapping[str, Any]) -> CachedGraph:
     stages = []
     for entry in content["stages"]:
         if not run_record.is_stage(entry):
             raise ValueError("an entry is no stage")
         stages.append(Stage(**{**entry, "parents": tuple(entry["parents"])}))
-    tasks = [Task(**{**entry, "classes": tuple(entry["classes"])}) for entry in content["tasks"]]
+    tasks = []
+    for entry in content["tasks"]:
+        if "shard_urls" in entry:
+            raise ValueError("a task places its shards")
+        tasks.append(Task(**{**entry, "classes": tuple(entry["classes"])}))
     return CachedGraph(Graph.of(content["name"], stages), tasks)
 
 

@@ -18,11 +18,11 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.data import cards, ingest
 from pipeline.data.cards import Card
-from pipeline.data.formats import list_source, source_state
+from pipeline.data.formats import is_local_source, list_source, source_state
 from pipeline.data.listing import describe_left_out
 from pipeline.graph.store import Store, key_of
 from workers.errors import UserError
-from workers.storage.artifact import Artifact, is_local
+from workers.storage.artifact import Artifact
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
 READ_THREADS = 16
@@ -64,12 +64,7 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
     """
     last = store.remembered(card.identity())
     known_last = Source(**_recall(store, card, last)) if isinstance(last, str) else None
-    if (
-        known_last
-        and not ask
-        and not is_local(card.source.path)
-        and _stands(store, card, known_last)
-    ):
+    if known_last and not ask and not is_local_source(card) and _stands(store, card, known_last):
         return known_last
     try:
         with patience(FIRST_CONTACT_S):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pipeline.config import Config, TaskEntry
-from pipeline.data import cards
+from pipeline.data import cards, in_place
 from pipeline.data.listing import nfc
 from pipeline.graph import raw_data
 from pipeline.graph.builder import Builder
@@ -46,7 +46,9 @@ def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Gra
     for name in dict.fromkeys(names):
         card = cards.load(name, store)
         _add_card(builder, card)
-        tasks.append(Task(card.name, card.name, builder.keys[f"data/{card.name}"], card.order()))
+        key = builder.keys[f"data/{card.name}"]
+        urls = in_place.urls_of(card)
+        tasks.append(Task(card.name, card.name, key, card.order(), shard_urls=urls))
     return Graph.of(config.name, builder.stages), tasks
 
 
@@ -99,8 +101,9 @@ def _tasks_of(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task
     classes = _classes_of(entry, card)
     name = entry.name or card.name
     key = builder.keys[f"data/{card.name}"]
+    urls = in_place.urls_of(card)
     if not entry.split:
-        return [Task(name, card.name, key, tuple(classes), entry.role)]
+        return [Task(name, card.name, key, tuple(classes), entry.role, urls)]
     if len(classes) % entry.split:
         raise UserError(
             f"stream.tasks: {len(classes)} classes of {name!r} cannot be split into "
@@ -112,7 +115,7 @@ def _tasks_of(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task
     for index in range(entry.split):
         task_classes = tuple(classes[index * size : (index + 1) * size])
         task_name = f"{name}-{index:0{digits}d}"
-        tasks.append(Task(task_name, card.name, key, task_classes, entry.role))
+        tasks.append(Task(task_name, card.name, key, task_classes, entry.role, urls))
     return tasks
 
 

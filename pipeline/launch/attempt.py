@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeline.data import ingest
+from pipeline.data import in_place, ingest
 from pipeline.graph import failures, raw_data
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
@@ -67,6 +67,9 @@ def run_ingest(
             return {**artifact.manifest, "reused": True}
         card = stage.job.card
         labels = {"stage": stage.id, "step": "ingest"}
-        manifest = ingest.ingest(card, store.root, stage.key, map_fn, labels, report)
+        write = ingest.ingest
+        if in_place.urls_of(card) is not None:
+            write = in_place.index_shards
+        manifest = write(card, store.root, stage.key, map_fn, labels, report)
         raw_data.ingested(store, card, stage.inputs["source"], manifest["raw_content"])
     return {**manifest, "wall_s": round(time.monotonic() - started, 3)}

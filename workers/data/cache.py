@@ -39,6 +39,11 @@ class LocalFile(io.FileIO):
     As long as a file of the cache is open it is in use, and is not deleted to make room.
     """
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self.fileno()).st_size
+
     def read_at(self, size: int, offset: int) -> bytes:
         """`size` bytes at `offset`, fewer at the end; thread-safe."""
         return os.pread(self.fileno(), size, offset)

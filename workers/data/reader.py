@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from workers.data.cache import Cache, LocalFile
 from workers.data.order import Deal, Ints, cut_runs
 from workers.data.rows import SampleTable
-from workers.errors import DamagedArtifact
 from workers.storage import filesystem
 from workers.storage.filesystem import StorageUnavailable
 
@@ -399,10 +398,7 @@ class BucketReader:
         size = self._size(number)
         data: bytes = shards.read(shard, int(self.ranges.starts[number]), size)
         if len(data) < size:
-            raise DamagedArtifact(
-                shards.key,
-                f"{shards.uri(shard)} is cut short; run the same command again to ingest anew",
-            )
+            raise shards.cut_short(shard)
         return data
 
     def _mended(self, row: int, cache: Cache) -> bytes:
@@ -433,8 +429,9 @@ class BucketReader:
     def _name(self, number: int) -> str:
         """Name of a range's file in the cache."""
         shards, shard = self.samples.locations.files[self.ranges.shards[number]]
-        digest = shards.artifact.manifest["files"][shard]["sha256"]
-        return f"shards/{digest}-{self.ranges.starts[number]}-{self.ranges.ends[number]}"
+        return (
+            f"shards/{shards.digest(shard)}-{self.ranges.starts[number]}-{self.ranges.ends[number]}"
+        )
 
 
 def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
@@ -494,5 +491,5 @@ def pieces_or(samples: SampleTable, runs: Ranges) -> Ranges:
 
 
 def is_remote(samples: SampleTable) -> bool:
-    """Whether the shards are on an object store; all are in one storage."""
-    return samples.shards[0].is_remote
+    """Whether shards are on an object store, or on another machine."""
+    return any(shards.is_remote for shards in samples.shards)

@@ -86,7 +86,7 @@ class SampleTable:
         shards, shard = locations.files[locations.shards[row]]
         data: bytes = shards.read(shard, int(locations.offsets[row]), int(locations.sizes[row]))
         if not self.is_intact(row, data):
-            raise shards.damaged_record(self.table["key"][row].as_py())
+            raise shards.damaged_record(self.table["key"][row].as_py(), shard)
         return data
 
     def is_intact(self, row: int, data: bytes) -> bool:
@@ -165,7 +165,8 @@ def select(
     when a split is empty, a class has no train image, or a remembered key is not in the split.
     """
     keys = list(dict.fromkeys(task.data for task in tasks))
-    shards = tuple(Shards.open(root, key) for key in keys)
+    urls = {task.data: task.shard_urls for task in tasks}
+    shards = tuple(Shards.open(root, key, urls[key]) for key in keys)
     parts = []
     for index, task in enumerate(tasks):
         data = keys.index(task.data)

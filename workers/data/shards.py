@@ -1,6 +1,7 @@
-"""Shards: the tar files and the index that ingest wrote.
+"""Shards: tar files, and the index that ingest wrote of them.
 
-Records are read by their offsets, from disks and from buckets.
+Records are read by their offsets, from disks and from buckets. The shards lie in the store, or are
+used where they lie (`workers/data/in_place.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import io
 import resource
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import RLock
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,11 +20,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from workers.data import in_place
 from workers.data.cache import LocalFile
 from workers.data.decoding import MAX_PIXELS
-from workers.errors import DamagedArtifact, UserError
-from workers.storage.artifact import Artifact, is_local, resolve
-from workers.storage.filesystem import access_remedy, retry, without_retries
+from workers.data.range_files import ObjectFile, RangeFile, open_range_file
+from workers.errors import DamagedArtifact, SourceGone, UserError
+from workers.job import ShardUrls
+from workers.storage.artifact import Artifact, FileInfo, is_local, resolve
+from workers.storage.filesystem import access_remedy
 from workers.storage.regular_file import regular_descriptor
 
 INDEX = "index.parquet"
@@ -85,28 +88,48 @@ class Shards:
     """The images of one ingest stage.
 
     index: one row per image, in the order in which the shards hold them: split, key, class, shard
-    (file name), offset and bytes of the image inside the shard, sha256, ext.
+    (name), offset and bytes of the image inside the shard, sha256, ext.
+    files: name of each shard -> its size and digest. urls: name of each shard -> where it lies, for
+    those that are used in place; they come from the person's own card.
     """
 
-    def __init__(self, artifact: Artifact, index: pa.Table):
+    def __init__(
+        self,
+        artifact: Artifact,
+        index: pa.Table,
+        files: Mapping[str, FileInfo] | None = None,
+        urls: Mapping[str, str] | None = None,
+    ):
         self.artifact = artifact
         self.index = index
+        self.files = artifact.manifest["files"] if files is None else files
+        self.urls = urls
+        self.is_in_place = in_place.is_in_place(artifact)
         self.is_remote = not is_local(artifact.root)
+        if self.is_in_place:
+            self.is_remote = not all(map(is_local, (urls or {}).values()))
         self.max_pixels = int(artifact.manifest.get("max_pixels", MAX_PIXELS))
         # Objects have no file descriptor, and opening one is a request: all of them are kept.
-        self._objects: dict[str, ObjectFile] = {}
+        self._objects: dict[str, RangeFile] = {}
         # A shuffled epoch opens a shard many times, which costs less than finding its path.
         self._locations: dict[str, tuple[fs.FileSystem, str]] = {}
         weakref.finalize(self, _open_files.close_all, id(self))
 
     @classmethod
-    def open(cls, root: str, key: str) -> Shards:
+    def open(cls, root: str, key: str, urls: ShardUrls | None = None) -> Shards:
         """Open the result of the ingest stage `key`.
 
-        Raise `DamagedArtifact` when the result is missing or its index is damaged.
+        urls: where shards that are used in place lie; without them they cannot be read. Raise
+        `DamagedArtifact` when the result is missing or its index is damaged.
         """
         artifact = Artifact.need(root, key)
-        return cls(artifact, read_index(artifact))
+        files = artifact.manifest["files"]
+        shard_urls: dict[str, str] | None = None
+        if in_place.is_in_place(artifact):
+            files = in_place.read_shards(artifact)
+            if urls is not None:
+                shard_urls = in_place.urls_by_name(urls)
+        return cls(artifact, read_index(artifact, files), files, shard_urls)
 
     @property
     def key(self) -> str:
@@ -122,14 +145,31 @@ class Shards:
         return table.filter(pc.and_(in_split, in_classes))
 
     def uri(self, shard: str) -> str:
-        """URI of a file of the stage; of its folder for an empty name."""
-        return self.artifact.uri(shard)
+        """URI of a file of the stage; of its folder for an empty name.
+
+        Raise `UserError` for a shard that is used in place and that no card places.
+        """
+        if not self.is_in_place or not shard:
+            return self.artifact.uri(shard)
+        url = (self.urls or {}).get(shard)
+        if url is None:
+            raise SourceGone(
+                f"shard {shard!r:.100} of data set {self.artifact.manifest.get('card')!r:.100} is "
+                "used in place, and no card says where it lies; run a config whose stream has the "
+                "card that names it"
+            )
+        return url
+
+    def digest(self, shard: str) -> str:
+        """Sha256 of a shard, 64 hexadecimal digits."""
+        return self.files[shard]["sha256"]
 
     def read(self, shard: str, offset: int, size: int) -> bytes:
         """Read `size` bytes at `offset` of a shard where it is stored; thread-safe.
 
         Return fewer when the shard is truncated, which digests find. Raise `DamagedArtifact` when
-        there is no such file any more, `UserError` when it cannot be read.
+        there is no such file any more, `UserError` when it cannot be read; `SourceGone` for both
+        where it is used in place.
         """
         try:
             return self._file(shard).read_at(size, offset)
@@ -142,25 +182,53 @@ class Shards:
         except OSError as error:
             raise self._reading_error(shard, error) from None
 
-    def damaged_record(self, record: str) -> DamagedArtifact:
-        """The error for a record whose bytes are not those that ingest wrote."""
+    def damaged_record(self, record: str, shard: str) -> UserError:
+        """The error for a record of a shard whose bytes are not those that ingest read or wrote."""
+        if self.is_in_place:
+            return self._changed(shard, f"image {record!r} has other bytes")
         return DamagedArtifact(
             self.key,
             f"image {record!r} in {self.uri('')}: its bytes are not those that ingest wrote "
             "(sha256 differs from the index); run the same command again to ingest anew",
         )
 
-    def _file(self, shard: str) -> ObjectFile | LocalFile:
+    def cut_short(self, shard: str) -> UserError:
+        """The error for a shard that ends before bytes of the index."""
+        if self.is_in_place:
+            return self._changed(shard, "it is cut short")
+        return DamagedArtifact(
+            self.key, f"{self.uri(shard)} is cut short; run the same command again to ingest anew"
+        )
+
+    def _changed(self, shard: str, difference: str) -> SourceGone:
+        return SourceGone(
+            f"{self.uri(shard)} changed after it was indexed ({difference}); put the shard back as "
+            "it was, or run the same command again to index the new one, whose results stand apart"
+        )
+
+    def _file(self, shard: str) -> RangeFile:
         """A shard that is open, or opened now. Raise `OSError` when it cannot be."""
         file = self._objects.get(shard) or _open_files.get(id(self), shard)
         if file is not None:
             return file
+        if self.is_in_place:
+            opened = open_range_file(self.uri(shard))
+            expected = self.files[shard]["bytes"]
+            if opened.size != expected:
+                raise self._changed(shard, f"{opened.size} bytes, {expected} were indexed")
+        else:
+            opened = self._open_stored(shard)
+        if isinstance(opened, LocalFile):
+            return _open_files.add(id(self), shard, opened)
+        return self._objects.setdefault(shard, opened)
+
+    def _open_stored(self, shard: str) -> RangeFile:
         if shard not in self._locations:
             self._locations[shard] = resolve(self.uri(shard))
         system, path = self._locations[shard]
         if self.is_remote:
-            return self._objects.setdefault(shard, ObjectFile(system, path))
-        return _open_files.add(id(self), shard, LocalFile(regular_descriptor(path)))
+            return ObjectFile(system, path)
+        return LocalFile(regular_descriptor(path))
 
     def _close(self, shard: str) -> None:
         """Open a shard anew when it is next read."""
@@ -171,49 +239,30 @@ class Shards:
         """The error for a shard that cannot be opened or read."""
         uri = self.uri(shard)
         again = "run the same command again"
+        reason = " ".join(str(error.strerror or error).split())[:300]
+        remedy = f"mend its permissions or its disk, and {again}"
+        if not is_local(uri):
+            remedy = access_remedy(uri)
+        if self.is_in_place:
+            if isinstance(error, FileNotFoundError):
+                reason = "it is missing"
+                remedy = f"put it back, or mend source.path of the card, and {again}"
+            return SourceGone(f"{uri}, which is used in place, cannot be read ({reason}); {remedy}")
         if isinstance(error, FileNotFoundError):
             return DamagedArtifact(self.key, f"{uri} is missing; {again} to ingest anew")
         if error.errno in (errno.EISDIR, errno.EINVAL):
             return DamagedArtifact(self.key, f"{uri} is no regular file; {again} to ingest anew")
-        reason = " ".join(str(error.strerror or error).split())[:300]
-        remedy = f"mend its permissions or its disk, and {again}"
-        if self.is_remote:
-            remedy = access_remedy(uri)
         return UserError(f"{uri} cannot be read ({reason}); {remedy}")
 
 
-class ObjectFile:
-    """An object of a storage that threads read by offset at the same time.
-
-    pyarrow's own wrapper of a filesystem in Python would let them read one after the other.
-    """
-
-    def __init__(self, system: fs.FileSystem, path: str):
-        self.where = system.handler.where
-        self.path = path
-        bare = without_retries(system)
-        self.file = retry(lambda: bare.open_input_file(path), self.where, f"opening {path}")
-        self.size = self.file.size()
-
-    def read_at(self, size: int, offset: int) -> bytes:
-        """`size` bytes at `offset`, fewer at the end; thread-safe."""
-        count = min(size, self.size - offset)
-        if count <= 0:
-            return b""
-        data: bytes = retry(
-            lambda: self.file.read_at(count, offset), self.where, f"reading {self.path}"
-        )
-        return data
-
-
-def read_index(artifact: Artifact) -> pa.Table:
-    """Read the index of an ingest stage.
+def read_index(artifact: Artifact, files: Mapping[str, FileInfo]) -> pa.Table:
+    """Read the index of an ingest stage. files: its shards, by name.
 
     Raise `DamagedArtifact` when it is not an index, or points to bytes that its shards do not have.
     """
     try:
         table = pq.read_table(io.BytesIO(artifact.read(INDEX)))
-        _check_index(table, artifact.manifest["files"])
+        _check_index(table, files)
     except (pa.ArrowException, OSError) as error:
         raise DamagedArtifact(
             artifact.key,
@@ -223,8 +272,8 @@ def read_index(artifact: Artifact) -> pa.Table:
     return table
 
 
-def _check_index(table: pa.Table, files: dict[str, Any]) -> None:
-    """Raise `pa.ArrowInvalid` when a table is no index of the shards in a manifest's `files`."""
+def _check_index(table: pa.Table, files: Mapping[str, FileInfo]) -> None:
+    """Raise `pa.ArrowInvalid` when a table is no index of the shards in `files`."""
     if table.schema != SCHEMA:
         columns = ", ".join(f"{column.name}: {column.type}" for column in table.schema)
         raise pa.ArrowInvalid(f"its columns are {columns[:200]}")

@@ -21,6 +21,7 @@ from pipeline.data.formats.base import (
 )
 from pipeline.data.listing import SPLITS, Entry, Split, list_entries, nfc, suffix_of
 from workers.errors import UserError
+from workers.storage.artifact import is_local
 
 
 def format_of(card: Card) -> Format:
@@ -37,6 +38,8 @@ def list_source(card: Card) -> list[Entry] | None:
     listed.
     """
     source_format = format_of(card)
+    if source_format.list_shards:
+        return source_format.list_shards(card)
     folders = [""]
     if source_format.splits_are_folders:
         splits = card.source.splits.values()
@@ -68,10 +71,22 @@ def require_entries(card: Card) -> list[Entry]:
     state = "does not exist"
     if entries is not None:
         state = f"holds no images in its splits ({dict(card.source.splits)})"
+    source = source_uri(card)
+    if format_of(card).list_shards:
+        source = f"{card.source.path} with the shards {'; '.join(card.source.splits.values()):.200}"
     raise UserError(
-        f"card {card.name!r}: its source {source_uri(card)} {state}; put the data there, "
+        f"card {card.name!r}: its source {source} {state}; put the data there, "
         "or point source.path of the card (or the environment variable in it) to where it is"
     )
+
+
+def is_local_source(card: Card) -> bool:
+    """Whether all files of a card's source lie on a disk of this machine, or a mounted one."""
+    paths = [card.source.path]
+    if format_of(card).list_shards:
+        for split in SPLITS:
+            paths += card.source.shard_patterns(split)
+    return all(map(is_local, paths))
 
 
 class SourceState(NamedTuple):
@@ -120,6 +135,8 @@ def fingerprint(card: Card) -> str | None:
 def _entries_of_split(
     card: Card, source_format: Format, split: Split, entries: list[Entry]
 ) -> list[Entry]:
+    if source_format.list_shards:
+        return [entry for entry in entries if entry.name.startswith(f"{split}-")]
     if source_format.splits_are_folders:
         return entries_in_folder(card, split, entries)
     return entries_matching(card, split, entries)

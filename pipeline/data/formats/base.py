@@ -102,11 +102,13 @@ class Format:
     units: divides a source into units, from its card, its entries and a map function.
     suffixes: of the files that hold images. Empty where a library fetches the data.
     splits_are_folders: whether a split is a sub-folder of the source, and not a glob.
+    list_shards: lists the files of a source that are named one by one, see `list_source`.
     """
 
     units: Callable[[Card, list[Entry], MapFn], list[Unit]]
     suffixes: frozenset[str] = frozenset()
     splits_are_folders: bool = False
+    list_shards: Callable[[Card], list[Entry] | None] | None = None
 
 
 # ---- files of a split ----------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def _read_headers(job: TarJob) -> TarSamples:
         for member in tar:
             if member.isdir():
                 continue
-            key, suffix = _split_name(job.uri, member)
+            key, suffix = split_name(job.uri, member)
             members.setdefault(key, {})[suffix] = member
             if not 0 <= member.size <= file.size() - member.offset_data:
                 raise tarfile.ReadError(
@@ -165,7 +165,7 @@ class _HeaderReader:
         return self.block[first : first + size]
 
 
-def _split_name(uri: str, member: tarfile.TarInfo) -> tuple[str, str]:
+def split_name(uri: str, member: tarfile.TarInfo) -> tuple[str, str]:
     """Return WebDataset's key of a member (all up to the first dot of its file name) and its
     extension. Raise UserError where it is no plain file inside the archive."""
     is_outside = member.name.startswith("/") or ".." in member.name.split("/")

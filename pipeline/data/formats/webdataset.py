@@ -1,0 +1,413 @@
+"""WebDataset's shards where they lie: each is read once, in sequence, and not copied.
+
+`key.jpg` stands beside `key.cls`, `key.txt` or `key.json`; the members of a sample follow each
+other. Offsets are those of the headers, which pass by while a shard is hashed: an `.idx` file
+beside it could save nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import re
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pyarrow import fs
+
+from pipeline.data.cards import Card
+from pipeline.data.formats.base import (
+    IMAGE_SUFFIXES,
+    MAX_LABEL_BYTES,
+    Format,
+    Item,
+    ItemBytes,
+    MapFn,
+    Unit,
+    class_of,
+    size_problem,
+)
+from pipeline.data.formats.tar import LABEL_SUFFIX, MAX_HEADER_BYTES, SUFFIXES, split_name
+from pipeline.data.listing import (
+    SPLITS,
+    Entry,
+    Split,
+    absolute_uri,
+    open_source,
+    printable,
+    remedy,
+)
+from workers.data.in_place import urls_by_name
+from workers.data.range_files import RangeFile, open_range_file
+from workers.errors import UserError
+from workers.job import ShardUrls
+from workers.storage.artifact import is_local, join, parent
+
+CHUNK_BYTES = 8 << 20  # of one request; the next one is read meanwhile
+MAX_SAMPLES = 1_000_000  # of a shard: each takes a kilobyte until the index is written
+MAX_JSON_BYTES = 1 << 20  # of a member with the label in a field
+JSON_PREFIX = "json:"
+METADATA = re.compile(r"__[^/]*__")  # keys that WebDataset passes over
+# how the formats begin that every reader of shards decodes
+MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
+WEBP = re.compile(rb"RIFF.{4}WEBP", re.DOTALL)
+
+
+# ---- where the shards lie ------------------------------------------------------------------------
+def shard_urls(card: Card) -> ShardUrls:
+    """Return where a card's shards lie, with braces."""
+    return ShardUrls(tuple(_absolute(card, "train")), tuple(_absolute(card, "test")))
+
+
+def _absolute(card: Card, split: Split) -> Iterator[str]:
+    for pattern in card.source.shard_patterns(split):
+        if "://" in pattern or os.path.isabs(pattern):
+            yield pattern
+        else:
+            # only the pattern is expanded
+            base = re.sub(r"([{}\\,])", r"\\\1", absolute_uri(card.source.path))
+            yield join(base.rstrip("/"), pattern)
+
+
+def list_shards(card: Card) -> list[Entry] | None:
+    """List the shards of a card under their names in the index; None where all are away.
+
+    Raise UserError where some are missing, or cannot be asked for.
+    """
+    urls = urls_by_name(shard_urls(card))
+    infos = _look_up(list(urls.values()))
+    entries: list[Entry] = []
+    missing: list[str] = []
+    for name, url in urls.items():
+        info = infos[url]
+        if info.type == fs.FileType.NotFound:
+            missing.append(url)
+        else:
+            entries.append(Entry(name, info.size or 0, info.mtime_ns or 0))
+    if missing and entries:
+        raise UserError(
+            f"card {card.name!r}: {len(missing)} of its {len(urls)} shards are missing, the first "
+            f"is {printable(missing[0])}; put them there, or mend source.splits of the card"
+        )
+    return entries or None
+
+
+def _look_up(urls: list[str]) -> dict[str, fs.FileInfo]:
+    """Return size and time of files. A folder that holds several of them is listed once."""
+    by_folder: dict[str, list[str]] = {}
+    for url in urls:
+        by_folder.setdefault(parent(url), []).append(url)
+    infos: dict[str, fs.FileInfo] = {}
+    for folder, group in by_folder.items():
+        try:
+            infos |= _look_up_in(folder, group)
+        except UserError:
+            raise
+        except OSError as error:
+            raise UserError(
+                f"shard {printable(group[0])} cannot be asked for "
+                f"({printable(str(error).splitlines()[0])}); {remedy(group[0])}"
+            ) from None
+    return infos
+
+
+def _look_up_in(folder: str, urls: list[str]) -> dict[str, fs.FileInfo]:
+    if len(urls) == 1 or is_local(folder):
+        infos: dict[str, fs.FileInfo] = {}
+        for url in urls:
+            system, path = open_source(url)
+            infos[url] = system.get_file_info(path)
+        return infos
+    system, path = open_source(folder)
+    found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    by_name = {info.base_name: info for info in found}
+    return {url: by_name.get(_base_name(url), _not_found(url)) for url in urls}
+
+
+def _not_found(url: str) -> fs.FileInfo:
+    return fs.FileInfo(url, fs.FileType.NotFound)
+
+
+def _base_name(url: str) -> str:
+    if "://" in url:
+        url = url.partition("?")[0]
+    return posixpath.basename(url)
+
+
+# ---- one shard -----------------------------------------------------------------------------------
+class ShardJob(NamedTuple):
+    """A shard to read. image_suffixes: extensions of images, without dots. label: extension of the
+    label member, `json:FIELD`, or None. classes: as the card lists them."""
+
+    split: str
+    url: str
+    image_suffixes: frozenset[str]
+    label: str | None
+    classes: tuple[str, ...]
+
+
+@dataclass
+class ShardSummary:
+    """What is known of a shard that was read to its end."""
+
+    size: int = 0
+    sha256: str = ""
+
+
+def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
+    """Return one unit for each shard."""
+    urls = urls_by_name(shard_urls(card))
+    label = LABEL_SUFFIX if card.source.label == "label" else card.source.label
+    names = frozenset(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES)
+    if card.source.image != "image":
+        parts = re.split(r"[;\s]+", card.source.image.lower())
+        names = frozenset(part.lstrip(".") for part in parts) - {""}
+    jobs = [
+        ShardJob(split, urls[entry.name], names, label, card.classes)
+        for split in SPLITS
+        for entry in entries
+        if entry.name.startswith(f"{split}-")
+    ]
+    return [Unit(read_shard, (job,), 0) for job in jobs]
+
+
+def read_shard(job: ShardJob, summary: ShardSummary | None = None) -> Iterator[ItemBytes]:
+    """Yield the samples of a shard, and fill in the summary at its end.
+
+    A key that comes again later is another sample, as for WebDataset. Raise UserError where the
+    shard is cut short, hostile or cannot be read.
+    """
+    archive = printable(_base_name(job.url))
+    num_samples = 0
+    try:
+        file = open_range_file(job.url)
+        with ShardStream(file) as stream:
+            sample: Sample | None = None
+            for member in _members(stream, job.url):
+                key, suffix = split_name(job.url, member)
+                if METADATA.match(key):
+                    continue
+                if sample is None or sample.key != key:
+                    if sample is not None:
+                        yield sample.item(job, archive), sample.data
+                    num_samples += 1
+                    if num_samples > MAX_SAMPLES:
+                        raise UserError(
+                            f"{printable(job.url)} has more than {MAX_SAMPLES} samples; "
+                            "cut it into smaller shards"
+                        )
+                    sample = Sample(key)
+                sample.add(suffix, member, stream, job)
+            if sample is not None:
+                yield sample.item(job, archive), sample.data
+            digest = stream.finish()
+    except UserError:
+        raise
+    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{printable(job.url)} is cut short or no uncompressed tar ({error}); fetch it again, "
+            "or unpack its compression"
+        ) from None
+    except OSError as error:
+        reason = printable(" ".join(str(error).split())[:300])
+        raise UserError(
+            f"{printable(job.url)} cannot be read ({reason}); {remedy(job.url)}, "
+            "then run the same command again"
+        ) from None
+    if summary is not None:
+        summary.size = file.size
+        summary.sha256 = digest
+
+
+def _members(stream: ShardStream, url: str) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of a tar whose bytes are there. What was yielded is forgotten."""
+    source: Any = stream  # tarfile uses no more of a file
+    tar: Any
+    with tarfile.open(fileobj=source, mode="r:") as tar:
+        for member in tar:
+            stream.header_bytes = 0
+            tar.members = []  # a shard may have millions
+            tar.pax_headers = {}  # of all later members, where a stranger may collect gigabytes
+            if not 0 <= member.size <= stream.size - member.offset_data:
+                raise tarfile.ReadError(
+                    f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow"
+                )
+            if not member.isdir():
+                yield member
+        # tarfile takes a header that is none for the end
+        if stream.last_header != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"no header and no end mark at byte {tar.offset}")
+
+
+@dataclass
+class Sample:
+    """The members of one key. data: bytes of the image. problem: why it cannot be used."""
+
+    key: str
+    data: bytes | None = None
+    label: Any = None
+    problem: str | None = None
+    offset: int = 0
+    size: int = 0
+    suffixes: set[str] = field(default_factory=set)
+
+    def add(self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ShardJob) -> None:
+        """Take what is needed of a member: the image or the label."""
+        label_suffix = job.label
+        if label_suffix is not None and label_suffix.startswith(JSON_PREFIX):
+            label_suffix = "json"
+        is_label = suffix == label_suffix
+        is_image = suffix in job.image_suffixes and not is_label
+        kind = "image" if is_image else "label"
+        if not (is_image or is_label):
+            return
+        if kind in self.suffixes:
+            self._reject(f"corrupt: two {kind}s for one key")
+            return
+        self.suffixes.add(kind)
+        if is_image:
+            self._take_image(member, stream)
+        else:
+            self.label = _label_of(job.label or "", member, stream)
+
+    def _take_image(self, member: tarfile.TarInfo, stream: ShardStream) -> None:
+        self.offset = member.offset_data
+        self.size = member.size
+        problem = size_problem(member.size)
+        if problem is None:
+            stream.seek(member.offset_data)
+            self.data = stream.take(member.size)
+            if not self.data.startswith(MAGIC) and not WEBP.match(self.data):
+                problem = "corrupt: not an image in JPEG, PNG or WebP"
+        if problem:
+            self._reject(problem)
+
+    def _reject(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        self.data = None
+
+    def item(self, job: ShardJob, archive: str) -> Item:
+        """Return the sample as an item of the source."""
+        problem = self.problem
+        if "image" not in self.suffixes:
+            problem = problem or "corrupt: no image in the sample"
+        return Item(
+            job.split,
+            f"{archive}:{self.key}",
+            self.key.rsplit("/", 1)[-1],
+            class_of(self.label, job.classes),
+            problem,
+            job.url,
+            self.offset,
+            self.size,
+        )
+
+
+def _label_of(label: str, member: tarfile.TarInfo, stream: ShardStream) -> Any:
+    """Return the label that a member holds; None where it holds none."""
+    stream.seek(member.offset_data)
+    if not label.startswith(JSON_PREFIX):
+        data = stream.take(min(member.size, MAX_LABEL_BYTES))
+        return data.decode("utf-8", "replace").strip()
+    if member.size > MAX_JSON_BYTES:
+        return None
+    try:
+        body = json.loads(stream.take(member.size))
+    except (ValueError, RecursionError):
+        return None
+    value = body.get(label.removeprefix(JSON_PREFIX)) if isinstance(body, dict) else None
+    return None if isinstance(value, bool) else value
+
+
+class ShardStream:
+    """A file that is read once, from its start to its end, and hashed.
+
+    `tarfile` reads headers from it, and a header that claims to be huge is refused. header_bytes:
+    read by `tarfile` since the last member. last_header: what it read last.
+    """
+
+    def __init__(self, file: RangeFile):
+        self.file = file
+        self.size = file.size
+        self.header_bytes = 0
+        self.last_header = b""
+        self.sha256 = hashlib.sha256()
+        self._threads = ThreadPoolExecutor(1)
+        self._position = 0
+        self._chunk = memoryview(b"")
+        self._next_start = 0  # of the chunk that is read meanwhile
+        self._next_chunk = self._request()
+
+    def __enter__(self) -> ShardStream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes of a header, fewer at the end."""
+        self.header_bytes += size
+        if size > MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        if self.header_bytes > MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"headers of {self.header_bytes} bytes for one file")
+        self.last_header = self.take(min(size, self.size - self._position))
+        return self.last_header
+
+    def take(self, size: int) -> bytes:
+        """Return the next `size` bytes. Raise `tarfile.ReadError` where they do not follow."""
+        if size <= len(self._chunk):
+            return bytes(self._advance(size))
+        parts = bytearray()
+        while len(parts) < size:
+            self._fill()
+            parts += self._advance(min(size - len(parts), len(self._chunk)))
+        return bytes(parts)
+
+    def seek(self, position: int) -> int:
+        """Pass over all bytes before a later position."""
+        if not self._position <= position:
+            raise tarfile.ReadError("its members do not follow each other")
+        while self._position < min(position, self.size):
+            self._fill()
+            self._advance(min(position - self._position, len(self._chunk)))
+        return self._position
+
+    def tell(self) -> int:
+        """Return the current position."""
+        return self._position
+
+    def finish(self) -> str:
+        """Read to the end, and return the sha256 of the file."""
+        self.seek(self.size)
+        return self.sha256.hexdigest()
+
+    def _advance(self, size: int) -> memoryview:
+        part = self._chunk[:size]
+        self._chunk = self._chunk[size:]
+        self._position += size
+        return part
+
+    def _fill(self) -> None:
+        """Have bytes at the current position."""
+        if len(self._chunk):
+            return
+        data = self._next_chunk.result()
+        expected = min(CHUNK_BYTES, self.size - self._next_start)
+        if len(data) < expected or not data:
+            raise tarfile.ReadError(f"it ends at byte {self._next_start + len(data)}")
+        self.sha256.update(data)
+        self._chunk = memoryview(data)
+        self._next_start += len(data)
+        self._next_chunk = self._request()
+
+    def _request(self) -> Future[bytes]:
+        return self._threads.submit(self.file.read_at, CHUNK_BYTES, self._next_start)
+
+
+FORMAT = Format(units, SUFFIXES, list_shards=list_shards)

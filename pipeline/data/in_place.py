@@ -1,0 +1,184 @@
+"""Shards that are used where they lie: each is read once, hashed and indexed; nothing is copied.
+
+The table of a shard is written as soon as the shard was read, so that a killed run goes on with the
+next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.data import ingest
+from pipeline.data.cards import Card
+from pipeline.data.formats import format_of, require_entries, source_state, units, webdataset
+from pipeline.data.formats.base import MapFn, Unit
+from pipeline.data.image_checks import STORED_FORMATS
+from pipeline.data.packs import ROWS, ImageChecker, name_of, raw_row
+from workers.data.decoding import open_image
+from workers.data.in_place import SHARDS, urls_by_name, write_shards
+from workers.data.shards import SCHEMA
+from workers.job import ShardUrls
+from workers.storage.artifact import (
+    Artifact,
+    Attempt,
+    FileInfo,
+    Manifest,
+    delete_dir,
+    join,
+    list_files,
+    read_bytes,
+    write_bytes,
+)
+
+INFO = b"shard"  # in the metadata of a shard's table: its size and digest
+TABLE_READERS = 8  # tables of shards that are read at the same time
+
+
+class IndexJob(NamedTuple):
+    """A shard to read. name: in the index. target: where its table is put."""
+
+    unit: Unit
+    card: Card
+    name: str
+    target: str
+
+
+class IndexedShard(NamedTuple):
+    """A shard that was read. rows: of its samples, as `packs.ROWS`; `pack` is its name."""
+
+    rows: pa.Table
+    info: FileInfo
+
+
+def urls_of(card: Card) -> ShardUrls | None:
+    """Return where the shards of a card lie; None where ingest writes shards of its own."""
+    if format_of(card).list_shards is None:
+        return None
+    return webdataset.shard_urls(card)
+
+
+def index_shards(
+    card: Card,
+    root: str,
+    key: str,
+    map_fn: MapFn,
+    extra: dict[str, Any],
+    progress: ingest.Report | None = None,
+) -> Manifest:
+    """Write the artifact `key` below `root` and return its manifest: the index of a card's shards.
+
+    map_fn(function, items): results in order. The index is the same whatever it does in parallel.
+    extra: what else goes into the manifest. Raise UserError where a shard is missing or damaged,
+    too much is bad, or the images are not what the card promises; then nothing is published.
+    """
+    entries = require_entries(card)
+    state = source_state(card, entries)
+    text = json.dumps([state, card.identity(), card.source.path, ingest.REVISION])
+    folder = join(root, key, f"shards-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
+    shard_units = units(card, map_fn, entries)
+    names = list(urls_by_name(webdataset.shard_urls(card)))
+    shards = _read_all(card, names, shard_units, folder, map_fn, progress)
+    rows = pa.concat_tables([shard.rows for shard in shards])
+    contents = ingest.select_contents(card, rows)
+    attempt = Attempt(root, key)
+    try:
+        files = {name: shard.info for name, shard in zip(names, shards, strict=True)}
+        attempt.write(SHARDS, write_shards(files))
+        fields = {**extra, "fingerprint": ingest.fingerprint_of(state)}
+        ingest.publish(attempt, index_table(names, contents.selected), contents, fields)
+    except BaseException:
+        attempt.discard()
+        raise
+    delete_dir(folder)
+    return Artifact.need(root, key).manifest
+
+
+def _read_all(
+    card: Card,
+    names: list[str],
+    shard_units: list[Unit],
+    folder: str,
+    map_fn: MapFn,
+    progress: ingest.Report | None,
+) -> list[IndexedShard]:
+    """Read all shards whose table does not stand yet; return them in order."""
+    jobs = []
+    for name, unit in zip(names, shard_units, strict=True):
+        jobs.append(IndexJob(unit, card, name, join(folder, f"{name_of(unit)}.parquet")))
+    sizes = list_files(folder)
+    with ThreadPoolExecutor(TABLE_READERS, "tables") as pool:
+        standing = list(pool.map(lambda job: _read_table(job, sizes), jobs))
+    shards = {job.name: shard for job, shard in zip(jobs, standing, strict=True) if shard}
+    pending = [job for job in jobs if job.name not in shards]
+    num_images = sum(len(shard.rows) for shard in shards.values())
+    num_before = num_images
+    started = time.monotonic()
+    for number, (job, shard) in enumerate(zip(pending, map_fn(index_shard, pending), strict=True)):
+        shards[job.name] = shard
+        num_images += len(shard.rows)
+        elapsed_s = max(time.monotonic() - started, 1e-9)
+        left_s = elapsed_s / (number + 1) * (len(pending) - number - 1)
+        if progress is not None:
+            body: dict[str, Any] = {"doing": "indexing shards", "images": num_images}
+            body |= {"images_per_s": (num_images - num_before) / elapsed_s, "left_s": left_s}
+            progress(body)
+    return [shards[name] for name in names]
+
+
+def _read_table(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
+    """Return a shard that was read by a run before; None where it must be read."""
+    if job.target.partition("?")[0].rpartition("/")[2] not in sizes:
+        return None
+    try:
+        table = pq.read_table(io.BytesIO(read_bytes(job.target)))
+        info = json.loads((table.schema.metadata or {})[INFO])
+        rows = table.replace_schema_metadata(None)
+    except (pa.ArrowException, OSError, ValueError, KeyError):
+        return None
+    if rows.schema != ROWS or {"bytes", "sha256"} != info.keys():
+        return None
+    return IndexedShard(rows, info)
+
+
+def index_shard(job: IndexJob) -> IndexedShard:
+    """Read a shard to its end, decode every image of it, and write its table."""
+    checker = ImageChecker(job.card)
+    summary = webdataset.ShardSummary()
+    rows: list[dict[str, Any]] = []
+    for item, data in job.unit.read(*job.unit.args, summary):
+        row = checker.row(item)
+        if data is not None:
+            digest = hashlib.sha256(data).hexdigest()
+            row["raw"] = raw_row(item, digest)
+            row["problem"] = row["problem"] or checker.problem(data)
+            if row["problem"] is None:
+                extension = STORED_FORMATS[open_image(data, job.card.max_pixels).format or ""]
+                row |= {"sha256": digest, "ext": extension}
+                row |= {"pack": job.name, "offset": item.offset, "bytes": item.size}
+        rows.append(row)
+    info: FileInfo = {"bytes": summary.size, "sha256": summary.sha256}
+    table = pa.Table.from_pylist(rows, ROWS)
+    sink = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({INFO: json.dumps(info)}), sink)
+    write_bytes(job.target, sink.getvalue())
+    return IndexedShard(table, info)
+
+
+def index_table(names: list[str], selected: pa.Table) -> pa.Table:
+    """Return the index: the rows of a shard follow each other, in the order of their offsets."""
+    numbers = pc.index_in(selected["pack"], pa.array(names, pa.large_string()))
+    order = np.lexsort((selected["offset"].to_numpy(), numbers.to_numpy()))
+    ordered = selected.take(pa.array(order))
+    sources = {"class": "label", "shard": "pack"}
+    columns = [sources.get(name, name) for name in SCHEMA.names]
+    return ordered.select(columns).rename_columns(SCHEMA.names).cast(SCHEMA).combine_chunks()

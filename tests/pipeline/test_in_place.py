@@ -1,0 +1,480 @@
+"""Promises of shards that are used in place: nothing is copied, what the package webdataset writes
+is read, places come from the card alone, and a source that changed is said."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import webdataset
+import yaml
+from PIL import Image
+
+from pipeline.data.cards import Card, load
+from pipeline.data.formats import fingerprint
+from pipeline.data.formats import webdataset as webdataset_format
+from pipeline.data.in_place import index_shards, urls_of
+from pipeline.graph import graph_cache
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Store
+from tests import small_run
+from workers.data import in_place
+from workers.data.rows import select
+from workers.data.shards import Shards
+from workers.errors import DamagedArtifact, SourceGone, UserError
+from workers.job import ShardUrls, Task
+from workers.storage.artifact import Artifact, Manifest, digest_of
+
+CLASSES = ("cat", "dog")
+
+
+def picture(seed: int, form: str = "PNG") -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (9, 11, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, form)
+    return buffer.getvalue()
+
+
+def sample(number: int) -> dict[str, Any]:
+    """A sample with its class in all three ways that are common."""
+    label = number % 2
+    return {
+        "__key__": f"{number:05d}",
+        "png": picture(number),
+        "cls": label,
+        "json": {"label": label, "name": CLASSES[label], "width": 11},
+        "txt": CLASSES[label],
+    }
+
+
+def write_shards(folder: Path, name: str, numbers: range, per_shard: int = 4) -> list[Path]:
+    """Write shards with the package's own writer."""
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for number, start in enumerate(range(0, len(numbers), per_shard)):
+        paths.append(folder / f"{name}-{number:04d}.tar")
+        with webdataset.TarWriter(str(paths[-1])) as writer:
+            for sample_number in numbers[start : start + per_shard]:
+                writer.write(sample(sample_number))
+    return paths
+
+
+@pytest.fixture
+def shards_folder(tmp_path: Path) -> Path:
+    """Three shards of train, with twelve images, and one of test, with four."""
+    write_shards(tmp_path / "wds", "tiny-train", range(12))
+    write_shards(tmp_path / "wds", "tiny-val", range(100, 104))
+    return tmp_path / "wds"
+
+
+SPLITS = {"train": "tiny-train-{0000..0002}.tar", "test": "tiny-val-0000.tar"}
+
+
+def card_of(path: Path | str, splits: Any = SPLITS, **changes: Any) -> Card:
+    source = {"format": "webdataset", "path": str(path), "splits": splits}
+    source |= changes.pop("source", {})
+    body = {"name": "tiny", "licence": "MIT", "classes": CLASSES, "source": source, **changes}
+    return Card.model_validate(body)
+
+
+def serial(fn: Any, items: Any) -> Any:
+    return [fn(item) for item in items]
+
+
+def threads(fn: Any, items: Any) -> Any:
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(fn, items))
+
+
+def run(card: Card, root: Path, key: str = "k", map_fn: Any = serial) -> tuple[Manifest, Shards]:
+    manifest = index_shards(card, str(root), key, map_fn, {"step": "ingest"})
+    return manifest, Shards.open(str(root), key, urls_of(card))
+
+
+# ---- the index -----------------------------------------------------------------------------------
+def test_shards_are_indexed_where_they_lie_and_nothing_is_copied(
+    shards_folder: Path, tmp_path: Path
+) -> None:
+    manifest, shards = run(card_of(shards_folder), tmp_path / "store")
+    assert manifest["counts"] == {"train": 12, "test": 4}
+    assert set(manifest["files"]) == {"index.parquet", "shards.parquet", "rejected.csv"}
+    rows = shards.index.to_pylist()
+    paths = sorted(shards_folder.glob("*-train-*")) + sorted(shards_folder.glob("*-val-*"))
+    assert [shards.uri(name) for name in shards.files] == list(map(str, paths))
+    for name, path in zip(shards.files, paths, strict=True):
+        assert shards.digest(name) == hashlib.sha256(path.read_bytes()).hexdigest()
+    for row, number in zip(rows, [*range(12), *range(100, 104)], strict=True):
+        assert shards.read(row["shard"], row["offset"], row["bytes"]) == picture(number)
+        assert row["class"] == CLASSES[number % 2]
+        assert row["sha256"] == hashlib.sha256(picture(number)).hexdigest()
+        assert row["key"] == f"{row['split']}/{row['class']}/{number:05d}"
+
+
+@pytest.mark.parametrize("label", ["cls", "txt", "json:label", "json:name", "label"])
+def test_the_label_is_a_member_or_a_field(label: str, shards_folder: Path, tmp_path: Path) -> None:
+    manifest, _ = run(card_of(shards_folder, source={"label": label}), tmp_path / "store")
+    other, _ = run(card_of(shards_folder), tmp_path / "store", "other")
+    assert manifest["content"] == other["content"]
+    assert manifest["rejected"] == {}
+
+
+def test_the_index_is_the_same_whoever_reads_the_shards(
+    shards_folder: Path, tmp_path: Path
+) -> None:
+    first, one = run(card_of(shards_folder), tmp_path / "store", "one")
+    second, many = run(card_of(shards_folder), tmp_path / "store", "many", threads)
+    assert one.index.equals(many.index)
+    assert first["files"] == second["files"]
+
+
+def test_a_killed_pass_goes_on_with_the_shards_that_were_not_read(
+    shards_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = card_of(shards_folder)
+    first, _ = run(card, tmp_path / "expected")
+    opened: list[str] = []
+    open_range_file = vars(webdataset_format)["open_range_file"]
+
+    def counted(url: str) -> Any:
+        opened.append(Path(url).name)
+        return open_range_file(url)
+
+    def killed_after_two(fn: Any, items: Any) -> Any:
+        for number, item in enumerate(items):
+            if number == 2:
+                raise KeyboardInterrupt
+            yield fn(item)
+
+    monkeypatch.setattr(webdataset_format, "open_range_file", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(card, tmp_path / "store", map_fn=killed_after_two)
+    second, _ = run(card, tmp_path / "store")
+    assert opened == [f"tiny-train-{number:04d}.tar" for number in range(3)] + ["tiny-val-0000.tar"]
+    assert second["files"] == first["files"]
+    assert {path.name for path in (tmp_path / "store" / "k").iterdir()} == {
+        "manifest.json",
+        second["attempt"],
+    }
+
+
+def test_shards_are_listed_with_braces_one_by_one_or_by_full_paths(
+    shards_folder: Path, tmp_path: Path
+) -> None:
+    _, braces = run(card_of(shards_folder), tmp_path / "store", "braces")
+    relative = [f"tiny-train-{number:04d}.tar" for number in range(3)]
+    absolute = [str(shards_folder / name) for name in relative]
+    for key, train in (("relative", relative), ("absolute", absolute)):
+        splits = {"train": train, "test": str(shards_folder / "tiny-val-0000.tar")}
+        _, listed = run(card_of(shards_folder, splits), tmp_path / "store", key)
+        assert listed.index.equals(braces.index)
+
+
+def test_braces_in_the_name_of_the_folder_are_no_pattern(
+    shards_folder: Path, tmp_path: Path
+) -> None:
+    folder = shards_folder.rename(tmp_path / "a{0..1},{b}")
+    manifest, _ = run(card_of(folder), tmp_path / "store")
+    assert manifest["counts"]["train"] == 12
+
+
+def test_test_images_are_held_out_of_shards_without_a_test_split(
+    shards_folder: Path, tmp_path: Path
+) -> None:
+    card = card_of(shards_folder, {"train": SPLITS["train"]}, test_fraction=0.5)
+    manifest, shards = run(card, tmp_path / "store")
+    assert manifest["counts"] == {"train": 6, "test": 6}
+    assert set(shards.index["shard"].to_pylist()) == {f"train-00000{n}.tar" for n in range(3)}
+
+
+def test_extensions_of_images_are_those_that_the_card_names(tmp_path: Path) -> None:
+    (tmp_path / "wds").mkdir()
+    with webdataset.TarWriter(str(tmp_path / "wds" / "a.tar")) as writer:
+        for number in range(8):
+            images = {"img.png": picture(number), "mask.png": picture(100 + number)}
+            writer.write({"__key__": f"{number}", "cls": number % 2, **images})
+    card = card_of(
+        tmp_path / "wds", {"train": "a.tar"}, test_fraction=0.5, source={"image": "jpg;img.png"}
+    )
+    _, shards = run(card, tmp_path / "store")
+    expected = {hashlib.sha256(picture(number)).hexdigest() for number in range(8)}
+    assert set(shards.index["sha256"].to_pylist()) == expected
+
+
+def test_what_cannot_be_used_is_listed_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "wds").mkdir()
+    with tarfile.open(tmp_path / "wds" / "a.tar", "w") as tar:
+
+        def add(name: str, data: bytes) -> None:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+        for number in range(8):
+            add(f"good{number}.jpg", picture(number, "JPEG"))
+            add(f"good{number}.cls", b"%d" % (number % 2))
+        add("__meta__/x.json", b"{}")
+        add("two.jpg", picture(20, "JPEG"))
+        add("two.png", picture(21))
+        add("two.cls", b"0")
+        add("labels.png", picture(22))
+        add("labels.cls", b"0")
+        add("labels.cls", b"1")
+        add("none.png", picture(23))
+        add("far.png", picture(24))
+        add("far.cls", b"2")
+        add("only.cls", b"1")
+        add("gif.gif", picture(25, "GIF"))
+        add("gif.cls", b"1")
+        add("cut.png", picture(26)[:-30])
+        add("cut.cls", b"1")
+    card = card_of(tmp_path / "wds", {"train": "a.tar"}, test_fraction=0.5, max_bad_fraction=0.9)
+    manifest, shards = run(card, tmp_path / "store")
+    assert manifest["counts"] == {"train": 4, "test": 4}
+    listed = csv.DictReader(io.StringIO(shards.artifact.read("rejected.csv").decode()))
+    reasons = {row["source"]: row["reason"] for row in listed}
+    assert reasons.pop("a.tar:cut").startswith("corrupt: ")
+    assert reasons == {
+        "a.tar:two": "corrupt: two images for one key",
+        "a.tar:labels": "corrupt: two labels for one key",
+        "a.tar:none": "unlabelled: it has no label",
+        "a.tar:far": "unlabelled: class 'number 2' is not on the card",
+        "a.tar:only": "corrupt: no image in the sample",
+        "a.tar:gif": "corrupt: not an image in JPEG, PNG or WebP",
+    }
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("shards", "says"),
+    [
+        ("pipe:curl -s https://a/b-{0..9}.tar", "would run a program"),
+        ("b-{0..9}.tar.gz", "is compressed"),
+        ("b-{0..9}.tgz", "is compressed"),
+        ("b-{0..9}.tar.zst", "is compressed"),
+        (["a.tar", "b.tar.xz"], "is compressed"),
+    ],
+)
+def test_shards_that_a_program_makes_or_that_are_compressed_are_refused(
+    shards: Any, says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        card_of("x", {"train": shards})
+
+
+@pytest.mark.parametrize(
+    ("shards", "says"),
+    [
+        ("b-{0..99999999999}.tar", "are more than 200000"),
+        ("b-{0..999}{0..999}.tar", "are more than 200000"),
+        ("b-{0..9.tar", "cannot be expanded"),
+        (["a.tar", "a.tar"], "is listed twice"),
+    ],
+)
+def test_braces_without_end_and_shards_that_are_listed_twice_are_refused(
+    shards: Any, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=says):
+        run(card_of(tmp_path, {"train": shards}), tmp_path / "store")
+
+
+def test_a_list_is_for_shards_in_place_alone() -> None:
+    with pytest.raises(ValueError, match="format webdataset alone"):
+        card_of("x", {"train": ["a", "b"]}, source={"format": "tar"})
+
+
+def test_a_missing_shard_is_named_and_none_at_all_is_a_source_that_is_gone(
+    shards_folder: Path, tmp_path: Path
+) -> None:
+    card = card_of(shards_folder)
+    (shards_folder / "tiny-train-0001.tar").unlink()
+    with pytest.raises(UserError, match=r"1 of its 4 shards are missing.*tiny-train-0001\.tar"):
+        fingerprint(card)
+    assert fingerprint(card_of(tmp_path / "nowhere")) is None
+    with pytest.raises(UserError, match=r"nowhere with .* tiny-train.* does not exist"):
+        run(card_of(tmp_path / "nowhere"), tmp_path / "store")
+
+
+def test_a_header_that_is_none_is_not_the_end(shards_folder: Path, tmp_path: Path) -> None:
+    path = shards_folder / "tiny-train-0001.tar"
+    with tarfile.open(path) as tar:
+        offset = tar.getmembers()[6].offset
+    data = bytearray(path.read_bytes())
+    data[offset : offset + 100] = b"\xff" * 100
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"tiny-train-0001.*no end mark at byte {offset}"):
+        run(card_of(shards_folder), tmp_path / "store")
+
+
+# ---- a source that changed -----------------------------------------------------------------------
+def test_shards_that_changed_after_they_were_indexed_are_a_sentence(
+    shards_folder: Path, tmp_path: Path
+) -> None:
+    card = card_of(shards_folder)
+    run(card, tmp_path / "store")
+    path = shards_folder / "tiny-train-0001.tar"
+    before = path.read_bytes()
+    task = Task("t", "tiny", "k", CLASSES, shard_urls=urls_of(card))
+
+    def read(row: int) -> bytes:
+        return select(str(tmp_path / "store"), (task,), "train", 0.0).bytes_of(row)
+
+    altered = bytearray(before)
+    altered[before.index(picture(5)) + 60] ^= 1
+    path.write_bytes(altered)
+    assert read(4) == picture(4)
+    with pytest.raises(SourceGone, match=r"tiny-train-0001\.tar changed after .* other bytes"):
+        read(5)
+    path.write_bytes(before + bytes(512))
+    with pytest.raises(SourceGone, match=r"tiny-train-0001\.tar changed after .* were indexed\)"):
+        read(4)
+    path.unlink()
+    with pytest.raises(SourceGone, match=r"tiny-train-0001\.tar.* \(it is missing\); put it back"):
+        read(4)
+    assert read(0) == picture(0)
+
+
+def test_the_fingerprint_follows_sizes_and_not_the_folder(
+    shards_folder: Path, tmp_path: Path
+) -> None:
+    before = fingerprint(card_of(shards_folder))
+    moved = shards_folder.rename(tmp_path / "moved")
+    assert fingerprint(card_of(moved)) == before
+    assert card_of(moved).identity() == card_of(shards_folder).identity()
+    with open(moved / "tiny-train-0002.tar", "ab") as stream:
+        stream.write(bytes(512))
+    assert fingerprint(card_of(moved)) != before
+
+
+# ---- results of a stranger -----------------------------------------------------------------------
+def forged(root: Path, **columns: Any) -> None:
+    """Replace the list of shards in the result `k`, with all digests right."""
+    artifact = Artifact.need(str(root), "k")
+    path = Path(artifact.uri("shards.parquet"))
+    table = pq.read_table(path)
+    for name, values in columns.items():
+        column = pa.array([values] * table.num_rows, table.schema.field(name).type)
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    pq.write_table(table, path)
+    data = path.read_bytes()
+    manifest_path = root / "k" / "manifest.json"
+    body = json.loads(manifest_path.read_text())
+    del body["sha256"]
+    info = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    body["files"]["shards.parquet"] = info
+    manifest_path.write_text(json.dumps({**body, "sha256": digest_of(body)}))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"sha256": "../../../outside"},
+        {"sha256": "0" * 63},
+        {"sha256": None},
+        {"bytes": -1},
+        {"shard": None},
+        {"shard": "https://127.0.0.1/x.tar"},
+        {"shard": "../../etc/passwd"},
+    ],
+)
+def test_a_forged_list_of_shards_is_damage(
+    columns: dict[str, Any], shards_folder: Path, tmp_path: Path
+) -> None:
+    run(card_of(shards_folder), tmp_path / "store")
+    forged(tmp_path / "store", **columns)
+    with pytest.raises(DamagedArtifact, match="is not readable as"):
+        Shards.open(str(tmp_path / "store"), "k", urls_of(card_of(shards_folder)))
+
+
+def test_shards_in_place_lie_where_the_card_says_or_nowhere(
+    shards_folder: Path, tmp_path: Path
+) -> None:
+    run(card_of(shards_folder), tmp_path / "store")
+    for urls in (None, ShardUrls(test=("a.tar",))):
+        shards = Shards.open(str(tmp_path / "store"), "k", urls)
+        assert shards.index.num_rows == 16
+        with pytest.raises(SourceGone, match="no card says where it lies"):
+            shards.read("train-000000.tar", 512, 10)
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+def digit_shards(folder: Path, name: str, classes: str) -> str:
+    """Write shards of the images of a small card, and a card that uses them. Return its path."""
+    small_run.make_card(folder, name, classes)
+    splits = {}
+    for split in ("train", "test"):
+        files = sorted((folder / "raw" / name / split).glob("*/*.png"))
+        with webdataset.TarWriter(str(folder / f"{name}-{split}-0.tar")) as writer:
+            for file in files:
+                label = classes.index(file.parent.name)
+                writer.write({"__key__": file.stem, "png": file.read_bytes(), "cls": label})
+        splits[split] = f"{name}-{split}-{{0..0}}.tar"
+    body = {
+        "name": name,
+        "licence": "CC BY 4.0",
+        "classes": list(classes),
+        "source": {"format": "webdataset", "path": str(folder), "splits": splits},
+    }
+    path = folder / "cards" / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(body))
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_run_trains_from_shards_in_place_and_outlives_their_move_and_end(tmp_path: Path) -> None:
+    cards = {"a": digit_shards(tmp_path, "a", "23")}
+    body = small_run.make_body(tmp_path, cards, ["finetune"], data={"val_fraction": 0.2})
+    config = small_run.write_config(tmp_path / "config.yaml", body)
+    small_run.run(["run", config], tmp_path / "out.txt")
+    assert not list((tmp_path / "storage" / "stages").glob("**/*.tar"))
+    before = small_run.attempts(tmp_path / "storage")
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in tmp_path.glob("*.tar"):
+        path.rename(moved / path.name)
+    card = Path(cards["a"])
+    card.write_text(card.read_text().replace(str(tmp_path), str(moved)))
+    small_run.run(["run", config], tmp_path / "out.txt")
+    assert small_run.attempts(tmp_path / "storage") == before
+    for path in moved.glob("a-*.tar"):
+        path.unlink()
+    cards["b"] = digit_shards(tmp_path, "b", "45")
+    body["stream"]["tasks"].append({"name": "b", "card": cards["b"]})
+    small_run.write_config(tmp_path / "config.yaml", body)
+    small_run.run(["run", config], tmp_path / "out.txt")
+    after = small_run.attempts(tmp_path / "storage")
+    assert {name for name in before if after[name] != before[name]} == {"report"}
+    assert "finetune/b/evaluate" in after
+
+
+def test_a_graph_that_is_kept_places_no_shards(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    inputs = graph_cache.BuildInputs("d" * 64, {})
+    task = Task("t", "tiny", "k", CLASSES, shard_urls=ShardUrls(("train.tar",)))
+    graph_cache.write(store, inputs, Graph.of("small", []), [task])
+    kept = graph_cache.read(store, inputs, "small")
+    assert kept is not None
+    assert kept.tasks == [Task("t", "tiny", "k", CLASSES)]
+    path = next((tmp_path / "graphs").glob("*.json"))
+    content = json.loads(path.read_text())["content"]
+    content["tasks"][0]["shard_urls"] = {"train": ["https://example.org/x.tar"], "test": []}
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": digest, "content": content}))
+    assert graph_cache.read(store, inputs, "small") is None
+
+
+def test_cards_of_shards_load_from_yaml(tmp_path: Path) -> None:
+    card = load(digit_shards(tmp_path, "a", "23"))
+    urls = urls_of(card)
+    assert urls is not None
+    assert in_place.expand(urls.train) == [os.path.join(str(tmp_path), "a-train-0.tar")]

@@ -1,0 +1,118 @@
+"""Shards that are used where they lie: their names, sizes and digests stand in the store, and their
+places on the person's own card alone.
+
+So an index or a manifest of a stranger opens no connection and leads to no file.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from workers.errors import DamagedArtifact, UserError
+from workers.job import ShardUrls
+from workers.storage.artifact import Artifact, FileInfo
+
+SHARDS = "shards.parquet"
+SCHEMA = pa.schema([("shard", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
+MAX_SHARDS = 200_000  # of a split
+RANGE = re.compile(r"\{(-?\d{1,19})\.\.(-?\d{1,19})(?:\.\.-?\d{1,19})?\}")
+
+
+def expand(patterns: tuple[str, ...]) -> list[str]:
+    """Return the paths or URLs that patterns with braces stand for, as WebDataset expands them.
+
+    Raise UserError where braces are not balanced, or stand for more than MAX_SHARDS.
+    """
+    from braceexpand import braceexpand  # a machine that uses no shards in place may lack it
+
+    urls: list[str] = []
+    for pattern in patterns:
+        for first, last in RANGE.findall(pattern):  # the package makes a list of each range
+            if abs(int(last) - int(first)) >= MAX_SHARDS:
+                raise _too_many(pattern)
+        try:
+            urls += islice(braceexpand(pattern), MAX_SHARDS + 1)
+        except ValueError as error:
+            raise UserError(
+                f"shards {pattern!r:.300} cannot be expanded ({error}); write them as "
+                "shard-{000000..000099}.tar, and a brace of a name as \\{"
+            ) from None
+        if len(urls) > MAX_SHARDS:
+            raise _too_many(pattern)
+    return urls
+
+
+def _too_many(pattern: str) -> UserError:
+    return UserError(
+        f"shards {pattern!r:.300} are more than {MAX_SHARDS}; give the numbers of the first and "
+        "of the last shard that exist"
+    )
+
+
+def shard_name(split: str, number: int) -> str:
+    """Return the name of a shard in the index: data may move, and its place in the list stays."""
+    return f"{split}-{number:06d}.tar"
+
+
+@functools.lru_cache(maxsize=32)
+def urls_by_name(urls: ShardUrls) -> dict[str, str]:
+    """Return the name of each shard of a card -> its path or URL, in the card's order.
+
+    Raise UserError where a shard is named twice.
+    """
+    by_name: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for split, patterns in (("train", urls.train), ("test", urls.test)):
+        for number, url in enumerate(expand(patterns)):
+            name = shard_name(split, number)
+            if url in names:
+                raise UserError(
+                    f"shard {url} is listed twice, as {names[url]} and as {name}; list each once"
+                )
+            names[url] = name
+            by_name[name] = url
+    return by_name
+
+
+def is_in_place(artifact: Artifact) -> bool:
+    """Whether the shards of an ingest stage lie elsewhere."""
+    return SHARDS in artifact.manifest["files"]
+
+
+def read_shards(artifact: Artifact) -> dict[str, FileInfo]:
+    """Return the name of each shard -> its size and digest when it was indexed.
+
+    Raise `DamagedArtifact` when the file is none of ours.
+    """
+    try:
+        table = pq.read_table(io.BytesIO(artifact.read(SHARDS)))
+        if table.schema != SCHEMA:
+            raise pa.ArrowInvalid("it has other columns")
+        files: dict[str, FileInfo] = {}
+        for row in table.to_pylist():
+            # the digest becomes a part of a path in the cache of a node
+            is_digest = re.fullmatch("[0-9a-f]{64}", row["sha256"] or "") is not None
+            if not is_digest or not row["shard"] or (row["bytes"] or -1) < 0:
+                raise pa.ArrowInvalid("a row is not that of a shard")
+            files[row["shard"]] = {"bytes": row["bytes"], "sha256": row["sha256"]}
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedArtifact(
+            artifact.key,
+            f"{artifact.uri(SHARDS)} is not readable as a list of shards "
+            f"({str(error).splitlines()[0]}); run the same command again to ingest anew",
+        ) from None
+    return files
+
+
+def write_shards(files: dict[str, FileInfo]) -> bytes:
+    """Return the bytes of the list of shards that `read_shards` reads."""
+    rows = [{"shard": name, **info} for name, info in files.items()]
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), buffer, compression="zstd")
+    return buffer.getvalue()

@@ -1,0 +1,58 @@
+"""Files that are read by ranges of bytes, wherever they lie."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pyarrow import fs
+
+from workers.data.cache import LocalFile
+from workers.storage.artifact import resolve
+from workers.storage.filesystem import retry, without_retries
+from workers.storage.regular_file import regular_descriptor
+
+
+class RangeFile(Protocol):
+    """A file of `size` bytes."""
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the file."""
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """Return `size` bytes at `offset`, fewer at the end; thread-safe."""
+
+
+class ObjectFile:
+    """An object of a storage that threads read by offset at the same time.
+
+    pyarrow's own wrapper of a filesystem in Python would let them read one after the other.
+    """
+
+    def __init__(self, system: fs.FileSystem, path: str):
+        self.where = system.handler.where
+        self.path = path
+        bare = without_retries(system)
+        self.file = retry(lambda: bare.open_input_file(path), self.where, f"opening {path}")
+        self.size = self.file.size()
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """`size` bytes at `offset`, fewer at the end; thread-safe."""
+        count = min(size, self.size - offset)
+        if count <= 0:
+            return b""
+        data: bytes = retry(
+            lambda: self.file.read_at(count, offset), self.where, f"reading {self.path}"
+        )
+        return data
+
+
+def open_range_file(uri: str) -> RangeFile:
+    """Open a file of a disk, or an object of a storage.
+
+    Raise `OSError` when it cannot be opened, `UserError` for a URI that names no storage.
+    """
+    system, path = resolve(uri)
+    if isinstance(system, fs.LocalFileSystem):
+        return LocalFile(regular_descriptor(path))
+    return ObjectFile(system, path)

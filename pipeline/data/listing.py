@@ -18,9 +18,9 @@ import pyarrow as pa
 from pyarrow import fs
 
 from workers.errors import UserError
-from workers.storage import hub
 from workers.storage.artifact import is_local, join, resolve
 from workers.storage.filesystem import access_remedy
+from workers.storage.hub_files import open_hub
 
 Split = Literal["train", "test"]
 SPLITS: tuple[Split, ...] = ("train", "test")
@@ -134,18 +134,7 @@ def open_source(uri: str) -> tuple[fs.FileSystem, str]:
     """
     if not uri.startswith("hf://"):
         return resolve(uri)
-    try:
-        import fsspec  # a second, and needed for the hub alone
-
-        hub.check_reachable()
-        system, path = fsspec.core.url_to_fs(uri)
-    except UserError as error:
-        raise type(error)(f"source {uri!r}: {error}") from None
-    except (ImportError, ValueError) as error:
-        raise UserError(
-            f"source {uri!r} cannot be opened ({error}); "
-            "install huggingface_hub or download the files"
-        ) from None
+    system, path = open_hub(uri)
     return fs.PyFileSystem(fs.FSSpecHandler(system)), path
 
 

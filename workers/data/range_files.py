@@ -9,7 +9,9 @@ from pyarrow import fs
 from workers.data.cache import LocalFile
 from workers.storage.artifact import resolve
 from workers.storage.filesystem import retry, without_retries
+from workers.storage.hub_files import HubFile
 from workers.storage.regular_file import regular_descriptor
+from workers.storage.web import WebFile, is_web
 
 
 class RangeFile(Protocol):
@@ -48,10 +50,14 @@ class ObjectFile:
 
 
 def open_range_file(uri: str) -> RangeFile:
-    """Open a file of a disk, or an object of a storage.
+    """Open a file of a disk, of the hub or of a web server, or an object of a storage.
 
     Raise `OSError` when it cannot be opened, `UserError` for a URI that names no storage.
     """
+    if is_web(uri):
+        return WebFile(uri)
+    if uri.startswith("hf://"):
+        return HubFile(uri)
     system, path = resolve(uri)
     if isinstance(system, fs.LocalFileSystem):
         return LocalFile(regular_descriptor(path))

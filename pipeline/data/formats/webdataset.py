@@ -15,6 +15,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,8 +48,11 @@ from workers.data.range_files import RangeFile, open_range_file
 from workers.errors import UserError
 from workers.job import ShardUrls
 from workers.storage.artifact import is_local, join, parent
+from workers.storage.hub_files import list_hub_folder
+from workers.storage.web import FileVersion, WebFile, is_web
 
 CHUNK_BYTES = 8 << 20  # of one request; the next one is read meanwhile
+LOOKUPS = 16  # questions to a web server at the same time
 MAX_SAMPLES = 1_000_000  # of a shard: each takes a kilobyte until the index is written
 MAX_JSON_BYTES = 1 << 20  # of a member with the label in a field
 JSON_PREFIX = "json:"
@@ -80,15 +84,15 @@ def list_shards(card: Card) -> list[Entry] | None:
     Raise UserError where some are missing, or cannot be asked for.
     """
     urls = urls_by_name(shard_urls(card))
-    infos = _look_up(list(urls.values()))
+    versions = _look_up(list(urls.values()))
     entries: list[Entry] = []
     missing: list[str] = []
     for name, url in urls.items():
-        info = infos[url]
-        if info.type == fs.FileType.NotFound:
+        version = versions[url]
+        if version is None:
             missing.append(url)
         else:
-            entries.append(Entry(name, info.size or 0, info.mtime_ns or 0))
+            entries.append(Entry(name, version.size, version.number))
     if missing and entries:
         raise UserError(
             f"card {card.name!r}: {len(missing)} of its {len(urls)} shards are missing, the first "
@@ -97,15 +101,18 @@ def list_shards(card: Card) -> list[Entry] | None:
     return entries or None
 
 
-def _look_up(urls: list[str]) -> dict[str, fs.FileInfo]:
-    """Return size and time of files. A folder that holds several of them is listed once."""
+def _look_up(urls: list[str]) -> dict[str, FileVersion | None]:
+    """Return size and version of files, None for one that is missing.
+
+    A folder of a storage or of the hub is listed once; web servers are asked for each file.
+    """
     by_folder: dict[str, list[str]] = {}
     for url in urls:
         by_folder.setdefault(parent(url), []).append(url)
-    infos: dict[str, fs.FileInfo] = {}
+    versions: dict[str, FileVersion | None] = {}
     for folder, group in by_folder.items():
         try:
-            infos |= _look_up_in(folder, group)
+            versions |= _look_up_in(folder, group)
         except UserError:
             raise
         except OSError as error:
@@ -113,24 +120,39 @@ def _look_up(urls: list[str]) -> dict[str, fs.FileInfo]:
                 f"shard {printable(group[0])} cannot be asked for "
                 f"({printable(str(error).splitlines()[0])}); {remedy(group[0])}"
             ) from None
-    return infos
+    return versions
 
 
-def _look_up_in(folder: str, urls: list[str]) -> dict[str, fs.FileInfo]:
-    if len(urls) == 1 or is_local(folder):
-        infos: dict[str, fs.FileInfo] = {}
-        for url in urls:
-            system, path = open_source(url)
-            infos[url] = system.get_file_info(path)
-        return infos
+def _look_up_in(folder: str, urls: list[str]) -> dict[str, FileVersion | None]:
+    if is_web(folder):
+        with ThreadPoolExecutor(LOOKUPS, "shards") as pool:
+            # a context for each: how long a server is waited for is a part of it
+            contexts = [copy_context() for _ in urls]
+            answers = pool.map(lambda url, context: context.run(_ask, url), urls, contexts)
+            return dict(zip(urls, answers, strict=True))
+    if folder.startswith("hf://"):
+        listed = list_hub_folder(folder)
+        return {url: listed.get(_base_name(url)) for url in urls}
     system, path = open_source(folder)
-    found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    by_name = {info.base_name: info for info in found}
-    return {url: by_name.get(_base_name(url), _not_found(url)) for url in urls}
+    if len(urls) == 1 or is_local(folder):
+        infos = system.get_file_info([open_source(url)[1] for url in urls])
+    else:
+        selector = fs.FileSelector(path, allow_not_found=True)
+        by_name = {info.base_name: info for info in system.get_file_info(selector)}
+        infos = [by_name.get(_base_name(url)) for url in urls]
+    versions: dict[str, FileVersion | None] = {}
+    for url, info in zip(urls, infos, strict=True):
+        versions[url] = None
+        if info is not None and info.type != fs.FileType.NotFound:
+            versions[url] = FileVersion(info.size or 0, info.mtime_ns or 0)
+    return versions
 
 
-def _not_found(url: str) -> fs.FileInfo:
-    return fs.FileInfo(url, fs.FileType.NotFound)
+def _ask(url: str) -> FileVersion | None:
+    try:
+        return WebFile(url).version
+    except FileNotFoundError:
+        return None
 
 
 def _base_name(url: str) -> str:

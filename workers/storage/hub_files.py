@@ -1,0 +1,95 @@
+"""Files of the Hugging Face hub: listed, opened, and read by ranges of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from workers.errors import UserError
+from workers.storage import hub
+from workers.storage.filesystem import retry
+from workers.storage.web import FileVersion, version_number
+
+
+def open_hub(uri: str) -> tuple[Any, str]:
+    """Return fsspec's file system of an `hf://` URI, one for each thread, and the path in it.
+
+    Raise StorageUnavailable where the hub cannot be reached.
+    """
+    try:
+        import fsspec  # a second, and needed for the hub alone
+
+        hub.check_reachable()
+        system, path = fsspec.core.url_to_fs(uri)
+    except UserError as error:
+        raise type(error)(f"source {uri!r}: {error}") from None
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"source {uri!r} cannot be opened ({error}); "
+            "install huggingface_hub or download the files"
+        ) from None
+    return system, path
+
+
+def list_hub_folder(uri: str) -> dict[str, FileVersion]:
+    """Return the name of each file of a folder -> its size and version; {} without a folder."""
+    system, path = open_hub(uri)
+    with _as_os_errors():
+        try:
+            infos = system.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+    versions: dict[str, FileVersion] = {}
+    for info in infos:
+        if info["type"] == "file":
+            number = version_number(str(info.get("blob_id") or info.get("xet_hash") or ""))
+            versions[info["name"].rpartition("/")[2]] = FileVersion(int(info["size"]), number)
+    return versions
+
+
+class HubFile:
+    """A file of the hub that threads read by offset at the same time."""
+
+    def __init__(self, uri: str):
+        """Ask for its size. Raise `OSError` where there is none."""
+        self.uri = uri
+        self.size = int(retry(self._info, "hf://", f"opening {uri}")["size"])
+
+    def _info(self) -> dict[str, Any]:
+        system, path = open_hub(self.uri)
+        with _as_os_errors():
+            info: dict[str, Any] = system.info(path)
+        return info
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """`size` bytes at `offset`, fewer at the end; thread-safe."""
+        count = min(size, self.size - offset)
+        if count <= 0:
+            return b""
+
+        def read() -> bytes:
+            system, path = open_hub(self.uri)
+            with _as_os_errors():
+                data: bytes = system.cat_file(path, start=offset, end=offset + count)
+            if len(data) != count:
+                raise OSError(f"connection closed ({len(data)} bytes of {count})")
+            return data
+
+        data: bytes = retry(read, "hf://", f"reading {self.uri}")
+        return data
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Inside, errors of the hub's client are OSErrors; those of the network may pass."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # its HTTP client has kinds of its own
+        text = " ".join(str(error).split())[:300] or type(error).__name__
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            raise OSError(f"HTTP status {status} ({text})") from None
+        raise OSError(f"connection closed ({text})") from None

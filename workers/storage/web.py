@@ -1,0 +1,179 @@
+"""Files of web servers, read by ranges of bytes. Only a person's own card names them.
+
+No connection to a private address is made, wherever a name or a redirection leads: each socket is
+checked before it is connected. Proxies of the environment are not used, which could not be checked.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import ipaddress
+import os
+import re
+import socket
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from workers.errors import UserError, require_package
+from workers.storage.filesystem import CONNECT_S, SILENT_S, retry
+from workers.storage.secrets import refuse_secrets
+
+SCHEMES = ("http://", "https://")
+CONNECTIONS = 32
+MAX_REDIRECTIONS = 5
+REFUSED = "is a private address"
+CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+class FileVersion(NamedTuple):
+    """Size of a file, and a number that changes when its server says that the file changed."""
+
+    size: int
+    number: int
+
+
+class Part(NamedTuple):
+    """Some bytes of a file, and what the server says of the whole."""
+
+    data: bytes
+    version: FileVersion
+
+
+def is_web(uri: str) -> bool:
+    """Whether a URI names a file of a web server."""
+    return uri.lower().startswith(SCHEMES)
+
+
+def is_private(host: str) -> bool:
+    """Whether an IP address is none of the public internet. host: without brackets."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            address = inner
+    return not address.is_global or address.is_multicast
+
+
+def _checked_socket(addr_info: Any) -> socket.socket:
+    """Make the socket for an address of `getaddrinfo`. Raise `OSError` for a private one."""
+    family, kind, protocol, _, address = addr_info
+    if is_private(address[0]):
+        raise OSError(errno.EACCES, f"{address[0]} {REFUSED}")
+    return socket.socket(family, kind, protocol)
+
+
+async def _new_session(**_: Any) -> Any:
+    import aiohttp  # a second, and needed for web servers alone
+
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=CONNECTIONS, socket_factory=_checked_socket),
+        timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECT_S, sock_read=SILENT_S),
+        auto_decompress=False,
+        headers={"Accept-Encoding": "identity"},
+        trust_env=False,
+    )
+
+
+@functools.cache
+def _filesystem(process: int) -> Any:
+    """Return the file system whose thread runs the requests. process: a fork needs its own."""
+    from fsspec.implementations.http import HTTPFileSystem
+
+    return HTTPFileSystem(get_client=_new_session, skip_instance_cache=True)
+
+
+class WebFile:
+    """A file of a web server that threads read by offset at the same time."""
+
+    def __init__(self, url: str):
+        """Ask for its size. Raise `OSError` where there is none, `UserError` where it may not be
+        read, or its server gives no parts of files."""
+        for package in ("aiohttp", "fsspec"):
+            require_package(package, f"shard {url}", "download the shards")
+        refuse_secrets(url)
+        self.url = url
+        self.where = "://".join(urlsplit(url)[:2])
+        self.version = retry(lambda: self._fetch(0, 1), self.where, f"opening {url}").version
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.version.size
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """`size` bytes at `offset`, fewer at the end; thread-safe."""
+        count = min(size, self.size - offset)
+        if count <= 0:
+            return b""
+        part = retry(lambda: self._fetch(offset, count), self.where, f"reading {self.url}")
+        return part.data
+
+    def _fetch(self, offset: int, count: int) -> Part:
+        from fsspec.asyn import sync
+
+        system = _filesystem(os.getpid())
+        part: Part = sync(system.loop, _request, system, self.url, offset, count)
+        return part
+
+
+async def _request(system: Any, url: str, offset: int, count: int) -> Part:
+    """Fetch `count` bytes. Raise `OSError` whose text says whether the error may pass."""
+    import aiohttp
+
+    session = await system.set_session()
+    headers = {"Range": f"bytes={offset}-{offset + count - 1}"}
+    try:
+        async with session.get(
+            system.encode_url(url), headers=headers, max_redirects=MAX_REDIRECTIONS
+        ) as response:
+            return await _part_of(response, url, offset, count)
+    except aiohttp.InvalidURL as error:
+        raise UserError(f"{url} is no address of a web server ({error}); mend the card") from None
+    except aiohttp.TooManyRedirects:
+        raise OSError(f"{url} leads from one address to the next without an end") from None
+    except (TimeoutError, aiohttp.ClientError) as error:
+        text = str(error) or type(error).__name__
+        if REFUSED in text:
+            raise UserError(
+                f"{url} leads to an address that {REFUSED}, which no card may name ({text}); put "
+                "the shards into a storage (s3://, gs://), or mount them as a folder"
+            ) from None
+        raise OSError(f"Connection closed ({text})") from None
+
+
+async def _part_of(response: Any, url: str, offset: int, count: int) -> Part:
+    if response.status in (404, 410):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
+    if response.status == 200:
+        raise UserError(
+            f"{url}: its server gives no parts of a file (it does not know Range); download the "
+            "shards, or put them into a storage (s3://, gs://)"
+        )
+    if response.status != 206:
+        raise OSError(f"HTTP status {response.status} {response.reason or ''}".strip())
+    match = CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    first, last, size = map(int, match.groups()) if match else (-1, -1, -1)
+    expected = min(count, size - offset)
+    if first != offset or last - first + 1 != expected:
+        raise OSError(f"{url}: its server gives another part than was asked for")
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        if len(data) > expected:
+            break
+    if len(data) != expected:
+        raise OSError(f"Connection closed ({len(data)} bytes of {expected})")
+    text = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+    return Part(bytes(data), FileVersion(size, version_number(text)))
+
+
+def version_number(text: str) -> int:
+    """Return a number for what a server says of a file's version; 0 where it says nothing."""
+    if not text:
+        return 0
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

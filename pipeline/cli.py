@@ -1,5 +1,5 @@
-"""The command line: run, plan, search, ingest, report, analyse, compare, predict, bundle, serve,
-tasks, runs, status, ui, gc, completion. Few flags, else `--set key=value`.
+"""The command line: run, plan, search, ingest, shards, report, analyse, compare, predict, bundle,
+serve, tasks, runs, status, ui, gc, completion. Few flags, else `--set key=value`.
 
 Help, version and a mistyped command need no package but the standard library; what imports others
 is imported by the command that needs it.
@@ -197,7 +197,7 @@ def _add_config_arguments(sub: argparse.ArgumentParser, **config_options: Any) -
 
 def _add_run_commands(add_command: AddCommand) -> None:
     """Add the commands that compute or plan the graph of a config: run, plan, search, ingest,
-    report."""
+    shards, report."""
     add_command("run", run, "run what is missing of a config's graph, then report")
     plan_parser = add_command(
         "plan", plan, "print every stage as hit or miss, with the reason of each miss; run nothing"
@@ -215,6 +215,21 @@ def _add_run_commands(add_command: AddCommand) -> None:
         "and measure the winner on test data",
     )
     add_command("ingest", ingest, "bring a config's raw data into the store, and train nothing")
+    shards_parser = add_command(
+        "shards",
+        shards,
+        "print the URLs of the shards of cards, with braces, as WebDataset takes them",
+        config=False,
+    )
+    shards_parser.add_argument(
+        "card", metavar="CARD", help="name or path of a card, or path of a config: all its cards"
+    )
+    shards_parser.add_argument(
+        "--split", choices=("train", "test"), help="print the URLs of this split, and nothing else"
+    )
+    shards_parser.add_argument(
+        "--storage", help="where a card was ingested (default: storage, or the config's)"
+    )
     add_command("report", report, "write the report of a config's run again, from the store")
 
 
@@ -428,6 +443,18 @@ def ingest(args: argparse.Namespace) -> int:
 
 def _counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def shards(args: argparse.Namespace) -> int:
+    """Print where the shards of a card, or of all cards of a config, lie."""
+    from pipeline.results import shard_urls  # imports pyarrow
+
+    for shard in shard_urls.asked_for(args.card, args.storage):
+        if args.split is None:
+            print(f"{shard.card}\t{shard.split}\t{shard.url}")
+        elif args.split == shard.split:
+            print(shard.url)
+    return 0
 
 
 def report(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group("compute", ("run", "plan", "search", "ingest"), "run"),
+    Group("compute", ("run", "plan", "search", "ingest", "shards"), "run"),
     Group("look at runs", ("runs", "status", "report", "compare", "analyse", "ui"), "status"),
     Group("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
     Group("keep house", ("gc", "completion"), "gc"),
@@ -32,6 +32,7 @@ EXAMPLES: Mapping[str, str] = {
     "plan": "plan configs/demo.yaml --cost",
     "search": "search configs/search/meat.yaml",
     "ingest": "ingest configs/demo.yaml",
+    "shards": "shards digits --split train",
     "runs": "runs --storage storage",
     "status": "status demo --watch",
     "report": "report configs/demo.yaml",

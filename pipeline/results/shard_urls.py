@@ -1,0 +1,108 @@
+"""Where the shards of a card lie, as WebDataset takes them: URLs with braces."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline import config as configs
+from pipeline.data import cards, in_place
+from pipeline.data.cards import Card
+from pipeline.data.listing import SPLITS, Split
+from pipeline.graph import raw_data
+from pipeline.graph.store import Store, key_of
+from pipeline.yaml_files import absolute, read_yaml
+from workers.errors import UserError
+from workers.storage.artifact import Artifact, is_local
+
+NUMBER = re.compile(r"(\d+)(?=\D*$)")  # the last one of a path
+
+
+class ShardUrl(NamedTuple):
+    """One or, with braces, several shards of a split."""
+
+    card: str
+    split: Split
+    url: str
+
+
+def asked_for(name: str, storage: str | None) -> list[ShardUrl]:
+    """Return the shards of a card, or of all cards of a config.
+
+    name: of a card, or the path of a card or a config. storage: of ingested data; None: that of the
+    config, else `storage`.
+    """
+    names = [name]
+    is_file = name.endswith((".yaml", ".yml"))
+    if is_file and "source" not in read_yaml(Path(name), "a card or a config"):
+        config = configs.load(name, [], with_methods=False)
+        names = list(dict.fromkeys(entry.card for entry in config.stream.tasks))
+        storage = storage or config.storage
+    store = Store(absolute(storage or "storage"))
+    return [shard for card in names for shard in shard_urls_of(card, store)]
+
+
+def shard_urls_of(name: str, store: Store) -> list[ShardUrl]:
+    """Return where the shards of a card lie: those that it names, else those that ingest wrote.
+
+    Nothing is opened but the store. Raise UserError where the card was not ingested yet.
+    """
+    card = cards.load(name, store)
+    urls = in_place.urls_of(card)
+    if urls is None:
+        return [ShardUrl(card.name, split, url) for split, url in _stored_urls(card, store)]
+    patterns: dict[Split, tuple[str, ...]] = {"train": urls.train, "test": urls.test}
+    return [ShardUrl(card.name, split, url) for split in SPLITS for url in patterns[split]]
+
+
+def _stored_urls(card: Card, store: Store) -> Iterator[tuple[Split, str]]:
+    artifact = None
+    if not is_local(store.storage) or os.path.isdir(store.storage):
+        source = raw_data.source_of(store, card, ask=False)
+        artifact = Artifact.open(store.root, key_of(raw_data.stage_inputs(card, source), ()))
+    if artifact is None:
+        raise UserError(
+            f"card {card.name!r} has no shards in storage {store.storage!r}; bring its data in "
+            "with `python -m pipeline ingest CONFIG`, or name another storage with --storage"
+        )
+    names = sorted(name for name in artifact.manifest["files"] if name.endswith(".tar"))
+    for split in SPLITS:
+        of_split = [artifact.uri(name) for name in names if name.startswith(f"{split}-")]
+        for url in with_braces(of_split):
+            yield split, url
+
+
+def with_braces(urls: Iterable[str]) -> list[str]:
+    """Return URLs with braces for those that follow each other by their last number.
+
+    Braces in a URL are escaped, as bash and WebDataset have it.
+    """
+    runs: list[tuple[str, str, list[str]]] = []  # before the number, after it, the numbers
+    for url in urls:
+        escaped = re.sub(r"([{}\\])", r"\\\1", url)
+        match = NUMBER.search(escaped)
+        if match is None:
+            runs.append((escaped, "", []))
+            continue
+        before, number, after = escaped[: match.start()], match[1], escaped[match.end() :]
+        if runs and _continues(runs[-1], before, number, after):
+            runs[-1][2].append(number)
+        else:
+            runs.append((before, after, [number]))
+    return [_braced(before, after, numbers) for before, after, numbers in runs]
+
+
+def _continues(run: tuple[str, str, list[str]], before: str, number: str, after: str) -> bool:
+    if run[:2] != (before, after) or not run[2]:
+        return False
+    expected = str(int(run[2][-1]) + 1).zfill(len(run[2][-1]))
+    return number == expected and len(number) == len(run[2][0])
+
+
+def _braced(before: str, after: str, numbers: list[str]) -> str:
+    if len(numbers) < 2:
+        return f"{before}{''.join(numbers)}{after}"
+    return f"{before}{{{numbers[0]}..{numbers[-1]}}}{after}"

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from PIL import Image
 
 from benchmarks.harness import Report, interleave, start
@@ -190,11 +189,8 @@ def streamed_feed(root: Path, key: str) -> Feed:
 def make_batches(feed: Feed, order: EpochOrder, steps: range) -> int:
     """Make some batches of a global batch that one rank has for itself."""
     num_images = 0
-    for step in steps:
-        samples = feed._samples(0, order, step)
-        pixels = next(iter(feed.source.steps(iter([samples]))))
-        rng = feed._rng(0, step, torch.arange(BATCH), BATCH)
-        num_images += len(feed._batch(rng, order, pixels, 1.0))
+    for batches in feed._batches(0, order, steps, feed._micro_batches):
+        num_images += sum(len(batch) for batch in batches)
     return num_images
 
 

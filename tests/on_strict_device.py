@@ -37,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests import strict_device
 from tests.strict_device import Counts
 from workers import loop
+from workers.data import feed
 from workers.data.rows import select
 from workers.dist import Group
 from workers.job import Task
@@ -195,8 +196,8 @@ def resumed(case: Case, device: str) -> None:
 def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Counts]]]:
     """Yield stage id -> the counts of each training step that runs in the context.
 
-    A step counts from the end of the step before it to its own end, the feed included. The first
-    step of an epoch is left out.
+    A step counts from the end of the step before it to its own end, the feed included, which makes
+    its batches in line. The first step of an epoch is left out.
     """
     counts_by_stage: dict[str, list[Counts]] = defaultdict(list)
     train_step = loop.train_step
@@ -215,6 +216,7 @@ def counted(device: strict_device.StrictDevice) -> Iterator[dict[str, list[Count
     with (
         mock.patch.object(loop, "train_step", counting_step),
         mock.patch.object(loop, "REPORT_S", math.inf),
+        mock.patch.object(feed, "NUM_THREADS", 0),
     ):
         yield counts_by_stage
 
@@ -319,7 +321,7 @@ def higher(step: Step, counts: Counts, bound: Counts) -> list[str]:
 def row_of(step: Step, counts: Counts) -> str:
     """Return a row of the table in Markdown."""
     cells = [f"`{word}`" for word in step]
-    cells += [str(count) for count in astuple(counts)]
+    cells += [str(count) for count in (counts.ops, counts.copies, counts.reads)]
     return f"| {' | '.join(cells)} |"
 
 

@@ -13,8 +13,10 @@ process that does nothing else.
 from __future__ import annotations
 
 import contextlib
+import operator
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -66,15 +68,18 @@ class Counts:
     """What the device did.
 
     ops: kernels launched, without views and copies. copies: from pageable host memory, for which
-    the host waits. reads: values that the host reads, for which it waits for the device.
+    the host waits. reads: values that the host reads, for which it waits for the device. uploads:
+    copies from host memory, pageable or pinned.
     """
 
     ops: int = 0
     copies: int = 0
     reads: int = 0
+    uploads: int = 0
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(self.ops - other.ops, self.copies - other.copies, self.reads - other.reads)
+        differences = map(operator.sub, astuple(self), astuple(other))
+        return Counts(*differences)
 
 
 class DeviceError(RuntimeError):
@@ -180,6 +185,7 @@ class StrictDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counts()
+        self.lock = threading.Lock()
         self.pinned: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,10 +196,11 @@ class StrictDevice(TorchDispatchMode):
 
     def add(self, **changes: int) -> None:
         """Increase the counts of these names."""
-        self.counts = replace(
-            self.counts,
-            **{name: getattr(self.counts, name) + count for name, count in changes.items()},
-        )
+        with self.lock:
+            self.counts = replace(
+                self.counts,
+                **{name: getattr(self.counts, name) + count for name, count in changes.items()},
+            )
 
     def execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Execute one operation as it reaches the dispatcher, and return its result.
@@ -253,7 +260,8 @@ class StrictDevice(TorchDispatchMode):
             indices = [
                 t for t in args[1] if isinstance(t, Tensor) and not isinstance(t, StrictTensor)
             ]
-            self.add(copies=sum(not self.is_pinned(t) for t in indices))
+            pageable = sum(not self.is_pinned(t) for t in indices)
+            self.add(copies=pageable, uploads=len(indices))
             strangers = [t for t in strangers if all(t is not index for index in indices)]
         if all(t.ndim == 0 for t in strangers) and (
             torch.Tag.pointwise in func.tags or func in TAKES_HOST_SCALARS | INDEXED
@@ -275,8 +283,8 @@ class StrictDevice(TorchDispatchMode):
         )
         if isinstance(source, StrictTensor):
             self.add(**{"ops" if to_device else "reads": 1})
-        elif not self.is_pinned(source):
-            self.add(copies=1)
+        else:
+            self.add(uploads=1, copies=int(not self.is_pinned(source)))
 
     def count_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Count a kernel, and a read when the host has to wait for its result."""
@@ -445,9 +453,16 @@ def current() -> StrictDevice:
 
 @contextlib.contextmanager
 def strict_device() -> Iterator[StrictDevice]:
-    """Allow tensors and modules to be moved to `torch.device("strict")` in this context."""
+    """Allow tensors and modules to be moved to `torch.device("strict")` in this context, and in the
+    threads that are started in it."""
     register()
     mode = StrictDevice()
+    run = threading.Thread.run
+
+    def run_in_mode(thread: threading.Thread) -> None:
+        with mode:
+            run(thread)
+
     active.append(mode)
     # torch.tensor(data, device=...) is made on the CPU, and copied by an operation
     torch._C._set_only_lift_cpu_tensors(True)
@@ -456,6 +471,7 @@ def strict_device() -> Iterator[StrictDevice]:
             mode,
             mock.patch.object(torch, "Generator", Generator),
             mock.patch.object(nn.Module, "_apply", apply),
+            mock.patch.object(threading.Thread, "run", run_in_mode),
         ):
             yield mode
     finally:

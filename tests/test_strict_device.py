@@ -43,7 +43,18 @@ SOME = [
     ("finetune", "convnext"), ("piggyback", "convnext"), ("toast", "convnext"),
     ("finetune", "resnet"), ("meat", "resnet"), ("packnet", "resnet"),
 ]  # fmt: skip
+ALL = {
+    "crop": "resized",
+    "flip": 0.5,
+    "randaugment": 2,
+    "erase": 0.5,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "smoothing": 0.1,
+    "repeats": 2,
+}
 DATA: dict[str, dict[str, Any]] = {
+    "all": ALL,
     "pad": {"crop": "pad", "flip": 0.5},
     "resized": {"crop": "resized", "flip": 0.5},
     "randaugment": {"randaugment": 2},
@@ -55,16 +66,6 @@ DATA: dict[str, dict[str, Any]] = {
     "repeats": {"repeats": 3, "flip": 0.5},
     # with a key of its own: `resident_mb` is in none
     "streamed": {"resident_mb": 0, "val_fraction": 0.2},
-}
-ALL = {
-    "crop": "resized",
-    "flip": 0.5,
-    "randaugment": 2,
-    "erase": 0.5,
-    "mixup": 0.8,
-    "cutmix": 1.0,
-    "smoothing": 0.1,
-    "repeats": 2,
 }
 TRAIN: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
@@ -129,9 +130,30 @@ def test_a_stream_with_a_base_task_gives_the_results_of_the_cpu(device: Any, met
 
 @pytest.mark.parametrize("name", DATA)
 def test_every_augmentation_gives_the_images_of_the_cpu(device: Any, name: str) -> None:
-    device.submit(
+    """By one copy of pixels and one of small numbers, both pinned; and nothing is read back."""
+    counts = device.submit(
         on_strict_device.check, Case("finetune", "task", data=DATA[name]), resume=False
     ).result()
+    for step_counts in counts.values():
+        assert (step_counts.copies, step_counts.reads) == (0, 0)
+        assert step_counts.uploads <= 2
+
+
+@pytest.mark.parametrize("data", ["resized", "all"])
+@pytest.mark.parametrize("scenario", ["task", "class"])
+def test_several_tasks_together_cost_no_further_copies(
+    device: Any, scenario: str, data: str
+) -> None:
+    case = Case("joint", scenario, data=DATA[data])
+    counts = device.submit(on_strict_device.check, case, resume=False).result()
+    for step_counts in counts.values():
+        assert (step_counts.copies, step_counts.reads) == (0, 0)
+        assert step_counts.uploads <= 2
+
+
+def test_batches_that_threads_make_are_those_of_the_cpu(device: Any) -> None:
+    """Stages that are interrupted are not counted, and their batches are made ahead."""
+    device.submit(on_strict_device.check, Case("finetune", "task", data=DATA["all"])).result()
 
 
 @pytest.mark.parametrize("name", TRAIN)
@@ -225,14 +247,17 @@ COUNTED: dict[str, tuple[Callable[[Tensor], Any], Counts]] = {  # of a tensor (4
     "in place": (lambda x: x.mul_(2), Counts(ops=1)),
     "a scalar of the host": (lambda x: x * host(), Counts(ops=1)),
     "a copy on the device": (lambda x: x.double(), Counts(ops=1)),
-    "a copy to it": (lambda x: host(3).to(NAME), Counts(copies=1)),
-    "a copy into it": (lambda x: x.copy_(host(4, 4)), Counts(copies=1)),
+    "a copy to it": (lambda x: host(3).to(NAME), Counts(copies=1, uploads=1)),
+    "a copy into it": (lambda x: x.copy_(host(4, 4)), Counts(copies=1, uploads=1)),
     "a copy from pinned memory": (
         lambda x: host(3).pin_memory().to(NAME, non_blocking=True),
-        Counts(),
+        Counts(uploads=1),
     ),
-    "a tensor of numbers": (lambda x: torch.tensor([1.0, 2.0], device=NAME), Counts(copies=1)),
-    "an index of the host": (lambda x: x[torch.tensor([0, 1])], Counts(ops=1, copies=1)),
+    "a tensor of numbers": (
+        lambda x: torch.tensor([1.0, 2.0], device=NAME),
+        Counts(copies=1, uploads=1),
+    ),
+    "an index of the host": (lambda x: x[torch.tensor([0, 1])], Counts(ops=1, copies=1, uploads=1)),
     "a copy from it": (lambda x: x.cpu(), Counts(reads=1)),
     "a list": (lambda x: x.tolist(), Counts(reads=1)),
     "an item": (lambda x: x[0, 0].item(), Counts(ops=1, reads=1)),

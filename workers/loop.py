@@ -47,7 +47,7 @@ StageResult = tuple[dict[str, bytes], dict[str, Any]]
 Runner = Callable[[StageJob, dist.Group, Report], StageResult]
 # It is part of the store's keys of trained results. Raise it when a change to this loop, the
 # optimizer, the feed, the augmentation, stochastic depth or the heads changes what training gives.
-TRAIN_REVISION = 4
+TRAIN_REVISION = 5
 REPORT_S = 1.0  # shortest time between two progress reports of a stage
 # With several ranks a broadcast tells whether a checkpoint is due, once in so many optimizer steps.
 AGREE_STEPS = 8

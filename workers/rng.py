@@ -44,6 +44,11 @@ class StepRng:
         """`positions` on the device, copied once."""
         return self.positions.to(self.device)
 
+    def note_copy(self, positions_on_device: Tensor) -> None:
+        """Use this copy of `positions` on the device. It is of this object alone: what `replace`
+        makes of it has other positions."""
+        self.__dict__["positions_on_device"] = positions_on_device
+
     def generator(self, tag: str, device: torch.device | None = None) -> torch.Generator:
         """A generator for one use, `tag`; equal on all ranks and micro-batches of the step."""
         device = device or self.device

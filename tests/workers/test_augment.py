@@ -391,14 +391,10 @@ def test_ranks_together_make_the_batch_of_one_rank(how: str, ranks: int) -> None
     partner = partner_positions(21, 21)
     for rank in range(ranks):
         rows = list(range(rank, 21, ranks))
-        part, part_targets = augment(
-            pixels[rows],
-            labels[rows],
-            CLASSES,
-            draw(21, rows),
-            pixels[partner[rows]],
-            labels[partner[rows]],
-        )
+        needed = augment.positions(draw(21, rows), CLASSES)
+        assert needed[: len(rows)].tolist() == rows
+        assert set(needed.tolist()) == {*rows, *partner[rows].tolist()}
+        part, part_targets = augment(pixels[needed], labels[needed], CLASSES, draw(21, rows))
         assert torch.equal(part, images[rows])
         assert part_targets is not None
         assert torch.equal(part_targets, targets[rows])
@@ -407,7 +403,8 @@ def test_ranks_together_make_the_batch_of_one_rank(how: str, ranks: int) -> None
 def test_a_rank_with_a_part_of_the_batch_asks_for_its_partners() -> None:
     augment = Augment(DataSettings(mixup=1.0), backbone(), True)
     assert augment.needs_partner
-    with pytest.raises(ValueError, match="partner_pixels"):
+    assert augment.positions(draw(8, [0, 1]), 4).tolist() == [0, 1, 4, 5]
+    with pytest.raises(ValueError, match=r"expected \(4, 3, 24, 24\)"):
         augment(pictures(2, 24), torch.zeros(2, dtype=torch.long), 4, draw(8, [0, 1]))
 
 

@@ -7,8 +7,10 @@ import gc
 import hashlib
 import io
 import tarfile
+import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 import torch
 from PIL import Image
 
+from workers.data import feed as feeds
 from workers.data.batch import Batch
 from workers.data.cache import Blocks
 from workers.data.decoding import decode
@@ -292,6 +295,79 @@ def test_several_tasks_are_mixed_and_keep_their_labels(root: Any, storage_kind: 
     assert len(first) > 1
 
 
+def test_random_numbers_of_other_positions_are_not_those_of_the_batch(root: Any) -> None:
+    """`replace` of a batch's numbers forgets the copy of its positions."""
+    ((batch, _), *_) = feed_of(root, "resident", accumulate=2).epoch(0)
+    assert torch.equal(batch.draw.positions_on_device, batch.draw.positions)
+    everybody = replace(batch.draw, positions=torch.arange(4))
+    assert everybody.positions_on_device.tolist() == [0, 1, 2, 3]
+
+
+# ---- made ahead ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("storage_kind", PLACES)
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_the_number_of_threads_that_make_batches_changes_no_bit(
+    root: Any, storage_kind: Any, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"mixup": 0.8, "cutmix": 1.0, "randaugment": 2}
+    expected = samples([feed_of(root, storage_kind, data=data, accumulate=2)], 1)
+    monkeypatch.setattr(feeds, "NUM_THREADS", num_threads)
+    assert samples([feed_of(root, storage_kind, data=data, accumulate=2)], 1) == expected
+
+
+@pytest.mark.parametrize("storage_kind", PLACES)
+@pytest.mark.parametrize("steps", [1, 4, 5])
+def test_an_epoch_that_is_dropped_leaves_no_thread(
+    root: Any, storage_kind: Any, steps: int
+) -> None:
+    feed = feed_of(root, storage_kind)
+    before = set(threading.enumerate())
+    batches = feed.epoch(0)
+    for _ in range(steps):
+        next(batches)
+    del batches
+    preparing = [t for t in threading.enumerate() if t.name.startswith("batches-")]
+    assert not preparing
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_resumed_epoch_reads_what_is_left_once(
+    root: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what was trained on, nor anything twice."""
+    read: Counter[int] = Counter()
+    picture = StreamedPictures.picture
+
+    def counted(source: Any, row: Any) -> Any:
+        read[row] += 1
+        return picture(source, row)
+
+    monkeypatch.setattr(StreamedPictures, "picture", counted)
+    samples([feed_of(root, "streamed", batch=2)], 1, start=5)
+    assert sum(read.values()) == len(read) == 17 - 5 * 2
+
+
+@pytest.mark.parametrize("storage_kind", PLACES)
+def test_an_error_while_a_batch_is_made_reaches_the_caller_in_its_place(
+    root: Any, storage_kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = feed_of(root, storage_kind)
+    make = Feed._make
+
+    def failing(feed: Feed, rng: Any, *arguments: Any) -> Any:
+        if rng.step == 2:
+            raise DamagedArtifact("colours", "step 2")
+        return make(feed, rng, *arguments)
+
+    monkeypatch.setattr(Feed, "_make", failing)
+    batches = feed.epoch(0)
+    assert len([next(batches), next(batches)]) == 2
+    with pytest.raises(DamagedArtifact, match="step 2"):
+        next(batches)
+
+
 # ---- repeated augmentation -----------------------------------------------------------------------
 UNCHANGED = {
     "crop": "none",
@@ -543,7 +619,9 @@ def test_an_image_of_the_cache_is_checked_once_and_only_where_it_is_read(
 
     monkeypatch.setattr(Blocks, "_is_whole", counted)
     feed = feed_of(root, "resident", cache=str(tmp_path / "cache"))
-    next(feed.epoch(0))
+    with monkeypatch.context() as without_threads:  # which would read some batches ahead
+        without_threads.setattr(feeds, "NUM_THREADS", 0)
+        next(feed.epoch(0))
     assert len(checked) == 4
     for epoch in range(3):
         samples([feed], epoch)

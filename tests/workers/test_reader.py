@@ -352,13 +352,39 @@ def test_an_epoch_that_is_dropped_does_not_wait_for_the_storage(
     answers = threading.Event()
     monkeypatch.setattr(DiskReader, "read", lambda reader, row: answers.wait(60))
     pictures = StreamedPictures(colours, DiskReader(colours), None)
-    source = PictureSource(pictures, View(8), 2, torch.device("cpu"))
+    source = PictureSource(pictures, View(8), 2)
     rows = np.arange(900).reshape(9, 100)
     steps = source.steps(StepSamples(np.arange(100), rows_of_step) for rows_of_step in rows)
     next(steps)
-    dropping = threading.Thread(target=steps.close)  # type: ignore[attr-defined]
+    dropping = threading.Thread(target=steps.close)
     dropping.start()
     dropping.join(5)
+    has_waited = dropping.is_alive()
+    answers.set()
+    dropping.join()
+    assert not has_waited
+
+
+def test_an_epoch_of_batches_that_is_dropped_does_not_wait_for_the_storage(
+    counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(counted_bucket.folder, "colours", MANY, shard_images=60)
+    answers = threading.Event()
+    feed = feed_of(str(counted_bucket.folder), "streamed", batch=64)
+    read = DiskReader.read
+    is_first = iter([True] * 64)
+
+    def slow(reader: DiskReader, row: int) -> bytes:
+        if not next(is_first, False):
+            answers.wait(60)
+        return read(reader, row)
+
+    monkeypatch.setattr(DiskReader, "read", slow)
+    batches = feed.epoch(0)
+    next(batches)
+    dropping = threading.Thread(target=batches.close)
+    dropping.start()
+    dropping.join(10)
     has_waited = dropping.is_alive()
     answers.set()
     dropping.join()

@@ -38,8 +38,8 @@ ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 
 
 def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
-    """pixels (b, C, S, S), corners (b,) and flips (b,) on the CPU -> (b, C, side, side); flips come
-    after the crop."""
+    """pixels (b, C, S, S), corners (b,) and flips (b,) -> (b, C, side, side); flips come after the
+    crop."""
     if pixels.device.type == "cpu":  # a loop over slices: 2 to 4 times faster than the gather below
         source = pixels.numpy()
         out = np.empty((*pixels.shape[:2], side, side), np.uint8)
@@ -55,13 +55,11 @@ def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> 
 
 def crop_by_gather(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
     """`crop` by one gather, for devices where a loop over images would cost a kernel each."""
-    device = pixels.device
     # a view (b, C, S-side+1, S-side+1, side, side)
     windows = pixels.unfold(2, side, 1).unfold(3, side, 1)
-    rows = torch.arange(len(pixels)).to(device)
-    out = windows[rows, :, top.to(device), left.to(device)]  # (b, C, side, side)
-    flip = flip.to(device).view(-1, 1, 1, 1)
-    return torch.where(flip, out.flip(-1), out)
+    rows = torch.arange(len(pixels), device=pixels.device)
+    out = windows[rows, :, top, left]  # (b, C, side, side)
+    return torch.where(flip.view(-1, 1, 1, 1), out.flip(-1), out)
 
 
 @dataclass(frozen=True)
@@ -157,20 +155,26 @@ class Plan:
     """The numbers by which the images of b samples are made from the pixels of k: these samples and
     the partners to mix them with. They are drawn on the host, and reach the device in one copy.
 
+    positions: (k,) in the global batch, of the b samples first; on the CPU.
+    windows: (k, 3) top and left of the crop, and whether it is mirrored; None where it is in the
+        middle, or made by the source.
     schedule: of RandAugment, None without.
     erased: (k, 5) the corners of the box that is erased, and the start of its noise; None without.
     partners: (b,) which of the k samples each is mixed with; None where nothing is mixed.
     mix: of the b samples; None where nothing is mixed.
     """
 
-    schedule: randaugment.Schedule | None
-    erased: Tensor | None
-    partners: Tensor | None
-    mix: Mix | None
+    positions: Tensor
+    windows: Tensor | None = None
+    schedule: randaugment.Schedule | None = None
+    erased: Tensor | None = None
+    partners: Tensor | None = None
+    mix: Mix | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return what the device needs."""
-        tensors = [tensor for tensor in (self.erased, self.partners) if tensor is not None]
+        optional = (self.windows, self.erased, self.partners)
+        tensors = [tensor for tensor in optional if tensor is not None]
         if self.mix is not None:
             tensors += [self.mix.blend, self.mix.boxes, self.mix.share]
         if self.schedule is not None:
@@ -181,6 +185,8 @@ class Plan:
         """Return the plan with copies of `tensors()` in their place."""
         copies = iter(tensors)
         return Plan(
+            positions=self.positions,
+            windows=None if self.windows is None else next(copies),
             erased=None if self.erased is None else next(copies),
             partners=None if self.partners is None else next(copies),
             mix=None if self.mix is None else Mix(next(copies), next(copies), next(copies)),
@@ -241,41 +247,26 @@ class Augment:
         pixels: Tensor,
         labels: Tensor,
         num_classes: int | None,
-        draw: StepRng,
-        partner_pixels: Tensor | None = None,
-        partner_labels: Tensor | None = None,
+        rng: StepRng,
+        plan: Plan | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """pixels uint8 (b, 3, S, S) as `view` has them, labels (b,) -> images float32 (b, 3, s, s),
+        """pixels uint8 (k, 3, S, S) as `view` has them, labels (k,) -> images float32 (b, 3, s, s),
         targets (b, K); targets are None where labels serve as well.
 
-        With num_classes None (a batch over several tasks without a common output space) samples are
-        neither mixed nor smoothed.
+        The k samples are those at the positions of `plan`, which is on the device; it is made where
+        there is none. With num_classes None (a batch over several tasks without a common output
+        space) samples are neither mixed nor smoothed.
         """
-        side = self.view.side
-        if pixels.shape[1:] != (3, side, side):
-            raise ValueError(
-                f"pixels: shape {tuple(pixels.shape)}, expected (b, 3, {side}, {side})"
-            )
+        if plan is None:
+            plan = self.plan(rng, num_classes)
+            plan = plan.with_tensors(to_device(plan.tensors(), pixels.device))
+        shape = (len(plan.positions), 3, self.view.side, self.view.side)
+        if pixels.shape != shape:
+            raise ValueError(f"pixels: shape {tuple(pixels.shape)}, expected {shape}")
         if not self.training:
             return self.normalise(self._centre(pixels)), None
-        targets = self.targets(labels, num_classes)
-        is_mixed = self.needs_partner and num_classes is not None
-        local_partners = self._local_partners(draw) if is_mixed else None
-        if is_mixed and local_partners is None:
-            if partner_pixels is None or partner_labels is None:
-                raise ValueError(
-                    "mixing needs partner_pixels and partner_labels where a rank holds a part of "
-                    "the batch"
-                )
-            pixels = torch.cat((pixels, partner_pixels))
-            labels = torch.cat((labels, partner_labels))
-        rows = draw.positions.cpu()  # (b,)
-        if is_mixed and local_partners is None:
-            rows = torch.cat((rows, self._all_partners(draw)[rows]))  # (k,)
-        plan = self._plan(draw, rows, local_partners, is_mixed)
-        plan = plan.with_tensors(to_device(plan.tensors(), pixels.device))
-        pixels = self._crop(pixels, draw, rows)
-        images = self._images(pixels, plan, draw)
+        images = self._images(pixels, plan, rng)
+        targets = self.targets(labels[: len(images)], num_classes)
         if targets is not None and plan.mix is not None and plan.partners is not None:
             share = plan.mix.share.unsqueeze(1)  # (b, 1)
             partner_targets = self._targets(labels[plan.partners], targets.shape[1])
@@ -298,41 +289,66 @@ class Augment:
         return pixels.float().mul_(self.scale).add_(self.shift)
 
     # ---- what is drawn, on the host --------------------------------------------------------------
-    def _plan(
-        self, draw: StepRng, rows: Tensor, local_partners: Tensor | None, is_mixed: bool
-    ) -> Plan:
-        """Return the plan of a rank's samples, those of positions `rows` (k,).
+    def positions(self, rng: StepRng, num_classes: int | None) -> Tensor:
+        """(k,) positions of a rank's samples, and behind them those of their partners that are not
+        among them."""
+        samples = rng.positions
+        if not self._mixes(num_classes):
+            return samples
+        partners = partner_positions(rng.batch_size or rng.size, rng.size)[samples]
+        missing = partners[~torch.isin(partners, samples)].unique()
+        return torch.cat((samples, missing))
 
-        Partners are made as samples at their own positions are. Without `local_partners` they come
-        behind the samples.
-        """
-        num_samples = len(draw.positions)
+    def plan(self, rng: StepRng, num_classes: int | None) -> Plan:
+        """Draw the numbers of a rank's samples, on the CPU. Partners are made as samples at their
+        own positions are."""
+        positions = self.positions(rng, num_classes)
+        if not self.training:
+            return Plan(positions)
+        partners = None
         mix = None
-        partners = local_partners
-        if is_mixed:
-            mix = self._plan_mix(draw).of(rows[:num_samples])
-            if partners is None:
-                partners = torch.arange(num_samples, 2 * num_samples)
+        if self._mixes(num_classes):
+            index_of = torch.empty(rng.size, dtype=torch.int64)
+            index_of[positions] = torch.arange(len(positions))
+            all_partners = partner_positions(rng.batch_size or rng.size, rng.size)
+            partners = index_of[all_partners[rng.positions]]
+            mix = self._plan_mix(rng).of(rng.positions)
         schedule = None
         if self.data.randaugment:
-            policy = randaugment.plan(draw, self.data.randaugment, self.data.magnitude)
-            schedule = randaugment.schedule(policy.of(rows))
-        erased = self._plan_erasing(draw)[rows] if self.data.erase else None
-        return Plan(schedule, erased, partners, mix)
+            policy = randaugment.plan(rng, self.data.randaugment, self.data.magnitude)
+            schedule = randaugment.schedule(policy.of(positions))
+        return Plan(
+            positions,
+            self._plan_windows(rng, positions),
+            schedule,
+            self._plan_erasing(rng)[positions] if self.data.erase else None,
+            partners,
+            mix,
+        )
 
-    @staticmethod
-    def _all_partners(draw: StepRng) -> Tensor:
-        return partner_positions(draw.batch_size or draw.size, draw.size)
+    def _mixes(self, num_classes: int | None) -> bool:
+        return self.needs_partner and num_classes is not None
 
-    def _local_partners(self, draw: StepRng) -> Tensor | None:
-        """(b,) the index of each sample's partner among this rank's samples, or None where some are
-        of another rank or micro-batch."""
-        rows = draw.positions.cpu()
-        partners = self._all_partners(draw)
-        local_index = torch.full((draw.size,), -1)  # position -> index
-        local_index[rows] = torch.arange(len(rows))
-        local_partners = local_index[partners[rows]]
-        return local_partners if bool((local_partners >= 0).all()) else None
+    def _plan_windows(self, rng: StepRng, positions: Tensor) -> Tensor | None:
+        """(k, 3), see `Plan`. The corner is in the image with the margin of `_padding`."""
+        data = self.data
+        if data.crop == "resized" or (data.crop == "none" and not data.flip):
+            return None
+        flip = torch.rand(rng.size, generator=rng.generator("flip", CPU))[positions] < data.flip
+        margin = (self.size_in - self.side) // 2
+        corners = torch.full((len(positions), 2), margin)
+        if data.crop == "pad":
+            reach = self.side // 8
+            shift = torch.rand((rng.size, 2), generator=rng.generator("crop", CPU))[positions]
+            corners += self._padding - reach + (shift * (2 * reach + 1)).long()
+        return torch.cat((corners, flip.unsqueeze(1)), 1)
+
+    @property
+    def _padding(self) -> int:
+        """Pixels of black around an image whose crop moves: where it has none of its own."""
+        if self.data.crop != "pad":
+            return 0
+        return max(0, self.side // 8 - (self.size_in - self.side) // 2)
 
     def _plan_erasing(self, draw: StepRng) -> Tensor:
         """Random erasing (Zhong et al. 2020, arXiv 1708.04896), pixel mode of timm: N(0, 1) in a
@@ -349,7 +365,8 @@ class Augment:
 
     # ---- pixels to images ------------------------------------------------------------------------
     def _images(self, pixels: Tensor, plan: Plan, draw: StepRng) -> Tensor:
-        """uint8 (k, 3, s, s), cropped -> float32 (b, 3, s, s)."""
+        """uint8 (k, 3, S, S) -> float32 (b, 3, s, s)."""
+        pixels = self._crop(pixels, plan.windows)
         if plan.schedule is not None:
             pixels = randaugment.apply(pixels, plan.schedule, self.fill)
         if plan.erased is None and plan.mix is None:
@@ -394,23 +411,16 @@ class Augment:
         start = (self.size_in - self.side) // 2
         return pixels[:, :, start : start + self.side, start : start + self.side]
 
-    def _crop(self, pixels: Tensor, draw: StepRng, rows: Tensor) -> Tensor:
-        """uint8 (b, 3, S, S) -> (b, 3, s, s), cropped and flipped."""
+    def _crop(self, pixels: Tensor, windows: Tensor | None) -> Tensor:
+        """uint8 (k, 3, S, S) -> (k, 3, s, s), cropped and flipped."""
         if self.data.crop == "resized":
             return pixels  # cut from the originals, and flipped, by the source
-        flip = torch.rand(draw.size, generator=draw.generator("flip", CPU))[rows] < self.data.flip
-        if self.data.crop == "none":
-            if not self.data.flip:
-                return self._centre(pixels)
-            start = torch.full((len(rows),), (self.size_in - self.side) // 2)
-            return crop(pixels, start, start, flip, self.side)
-        reach = self.side // 8
-        margin = (self.size_in - self.side) // 2
-        # black, and only where the cached image has no pixels of its own
-        pad = max(0, reach - margin)
-        shift = torch.rand((draw.size, 2), generator=draw.generator("crop", CPU))[rows]
-        top, left = (margin + pad - reach + (shift * (2 * reach + 1)).long()).unbind(1)
-        return crop(F.pad(pixels, (pad,) * 4), top, left, flip, self.side)
+        if windows is None:
+            return self._centre(pixels)
+        if self._padding:
+            pixels = F.pad(pixels, (self._padding,) * 4)
+        top, left, flip = windows.unbind(1)
+        return crop(pixels, top, left, flip.bool(), self.side)
 
     def _targets(self, labels: Tensor, num_classes: int) -> Tensor:
         smoothing = self.data.smoothing

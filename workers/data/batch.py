@@ -39,3 +39,10 @@ class Batch:
 
     def __len__(self) -> int:
         return self.images.shape[0]
+
+    def device_tensors(self) -> list[Tensor]:
+        """Return the tensors that are on the device."""
+        tensors = [self.images, self.labels, self.tasks, self.draw.positions_on_device]
+        if self.targets is not None:
+            tensors.append(self.targets)
+        return tensors

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from workers.data.ahead import make_ahead
 from workers.data.augment import Augment
 from workers.data.batch import Batch
 from workers.data.cache import Cache
-from workers.data.order import Deal, Ints, Order, TableOrder, partner_positions
+from workers.data.order import Deal, Ints, Order, TableOrder
 from workers.data.pictures import KeptPictures, Pictures, StreamedPictures, are_small
 from workers.data.reader import sequential_reader, shuffled_reader
 from workers.data.rows import select
 from workers.data.sources import PictureSource, Pixels, Resident, Source, StepSamples
+from workers.data.upload import Pending, SideStream, to_device
 from workers.dist import Group, interleave
 from workers.job import StageJob, Task
 from workers.rng import StepRng, derive_seed
 
 EVAL_BATCH = 128  # images of a batch that is evaluated
+NUM_THREADS = 2  # that make batches ahead
+NUM_AHEAD = 2  # batches that are made ahead of the one in use
 
 
 class MicroBatch(NamedTuple):
@@ -33,17 +39,6 @@ class MicroBatch(NamedTuple):
 
     positions: Tensor
     weight: float
-
-
-class RankPositions(NamedTuple):
-    """What a rank needs of a micro-batch: positions in the global batch.
-
-    samples: (b,) its own. partners: (b,) the samples to mix with, where another micro-batch or rank
-    has some of them, else (0,).
-    """
-
-    samples: Ints
-    partners: Ints
 
 
 class Feed:
@@ -112,13 +107,13 @@ class Feed:
                 return Resident(self.samples, view.side, workers, cache, device), True
         elif are_small(self.samples, view.longest_side, most_bytes):
             pictures = KeptPictures(self.samples, view.longest_side, workers, cache)
-            return PictureSource(pictures, view, workers, device), True
+            return PictureSource(pictures, view, workers), True
         if self.augment.training:
             reader = shuffled_reader(self.samples, self.deal, self.group.world, cache)
         else:
             reader = sequential_reader(self.samples, cache)
         pictures = StreamedPictures(self.samples, reader, view.longest_side)
-        return PictureSource(pictures, view, workers, device), False
+        return PictureSource(pictures, view, workers), False
 
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
@@ -162,7 +157,7 @@ class Feed:
         features = torch.cat(interleave(self.group.gather(parts)))
         self.cached = features.to(self.group.device)
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
+    def epoch(self, epoch: int, start_step: int = 0) -> Generator[list[Batch]]:
         """Yield the micro-batches of each optimizer step from `start_step` on.
 
         Every rank gets equally many. Those without a sample of a ragged last batch hold a stand-in
@@ -171,17 +166,7 @@ class Feed:
 
         order = self.deal.epoch(epoch)
         steps = range(start_step, order.num_steps)
-
-        def samples_of_steps() -> Iterator[StepSamples]:
-            for step in steps:
-                yield self._samples(epoch, order, step)
-
-        for step, pixels in zip(steps, self.source.steps(samples_of_steps()), strict=True):
-            batches = []
-            for micro in self._micro_batches(order.size(step)):
-                rng = self._rng(epoch, step, micro.positions, order.size(step))
-                batches.append(self._batch(rng, order, pixels, micro.weight))
-            yield batches
+        yield from self._batches(epoch, order, steps, self._micro_batches)
 
     def evaluate(self, batch_size: int = EVAL_BATCH) -> Iterator[Batch]:
         """Yield this rank's share of all samples in table order.
@@ -196,18 +181,51 @@ class Feed:
         order = TableOrder(len(self.samples), batch_size)
         steps = range(self.group.rank, order.num_steps, self.group.world)
 
-        def samples_of_steps() -> Iterator[StepSamples]:
-            for step in steps:
-                positions = np.arange(order.size(step))
-                if self.cached is not None:
-                    positions = positions[:0]
-                yield StepSamples(positions, order.rows(step, positions))
+        with closing(self._batches(0, order, steps, whole_batch)) as made:
+            for step, (batch,) in zip(steps, made, strict=True):
+                keys = self.samples.keys(order.rows(step, np.arange(order.size(step))))
+                yield replace(batch, keys=keys)
 
-        for step, pixels in zip(steps, self.source.steps(samples_of_steps()), strict=True):
+    def _batches(
+        self,
+        epoch: int,
+        order: Order,
+        steps: range,
+        parts_of: Callable[[int], list[MicroBatch]],
+    ) -> Generator[list[Batch]]:
+        """Yield this rank's batches of each step, which other threads make ahead.
+
+        parts_of: size of a global batch -> its micro-batches on this rank.
+        """
+
+        def rng_of(step: int) -> StepRng:
             size = order.size(step)
-            rng = self._rng(0, step, torch.arange(size), size)
-            batch = self._batch(rng, order, pixels, 1.0)
-            yield replace(batch, keys=self.samples.keys(order.rows(step, np.arange(size))))
+            positions = torch.cat([part.positions for part in parts_of(size)])
+            return self._rng(epoch, step, positions, size)
+
+        pixels_of_steps = self.source.steps(self._samples(order, rng_of(step)) for step in steps)
+        side_stream = SideStream(self.group.device)
+
+        def jobs() -> Generator[Callable[[], Pending[list[Batch]]]]:
+            for step in steps:
+                rng = rng_of(step)
+                positions = self.augment.positions(rng, self.num_classes)
+                make = partial(
+                    self._make,
+                    rng,
+                    parts_of(rng.size),
+                    order.rows(step, positions.numpy()),
+                    self._task_counts(order, step),
+                    next(pixels_of_steps),
+                )
+                yield partial(side_stream.run, make)
+
+        made = make_ahead(jobs(), pixels_of_steps.close, NUM_THREADS, NUM_AHEAD)
+        with closing(made):
+            for batches, event in made:
+                for batch in batches:
+                    side_stream.hand_over(event, batch.device_tensors())
+                yield batches
 
     def _micro_batches(self, size: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global batch of `size` samples.
@@ -229,51 +247,72 @@ class Feed:
             self.seed, epoch, step, positions, size, self.group.device, batch_size=self.batch_size
         )
 
-    def _samples(self, epoch: int, order: Order, step: int) -> StepSamples:
-        """The samples whose pixels this rank needs in a step of training."""
-        no_positions = np.zeros(0, np.int64)
+    def _samples(self, order: Order, rng: StepRng) -> StepSamples:
+        """The samples whose pixels this rank needs in a step."""
         if self.cached is not None:
+            no_positions = np.zeros(0, np.int64)
             return StepSamples(no_positions, no_positions)
-        size = order.size(step)
-        parts: list[Ints] = []
-        for micro in self._micro_batches(size):
-            parts += self._rank_positions(micro.positions, size)
-        positions = np.unique(np.concatenate(parts))
-        rng = self._rng(epoch, step, torch.from_numpy(positions), size)
-        return StepSamples(positions, order.rows(step, positions), self.augment.draw_crops(rng))
+        positions = np.unique(self.augment.positions(rng, self.num_classes).numpy())
+        rows = order.rows(rng.step, positions)
+        return StepSamples(positions, rows, self.augment.draw_crops(rng))
 
-    def _rank_positions(self, positions: Tensor, size: int) -> RankPositions:
-        samples = positions.numpy()
-        if not (self.augment.needs_partner and self.num_classes):
-            return RankPositions(samples, samples[:0])
-        partners = partner_positions(self.batch_size, size)[positions]
-        if torch.isin(partners, positions).all():
-            return RankPositions(samples, samples[:0])
-        return RankPositions(samples, partners.numpy())
+    def _make(
+        self,
+        rng: StepRng,
+        parts: list[MicroBatch],
+        rows: Ints,
+        counts: tuple[int, ...],
+        pixels: Pixels,
+    ) -> list[Batch]:
+        """Make this rank's micro-batches of a step, with one copy of pixels to the device, and one
+        of everything else.
 
-    def _batch(self, rng: StepRng, order: Order, pixels: Pixels, weight: float) -> Batch:
+        rng: of the positions (b,) of all parts. rows: (k,) of the sample table: of these samples,
+        and behind them those that they are mixed with.
+        """
         device = self.group.device
-        rank_positions = self._rank_positions(rng.positions, rng.size)
-        sample_ids = torch.from_numpy(order.rows(rng.step, rank_positions.samples))  # (b,)
-        columns = torch.stack(
-            [
-                self.samples.labels[sample_ids],
-                self.samples.tasks[sample_ids],
-                self.global_labels[sample_ids],
-            ]
-        )
-        labels, tasks, global_labels = columns.to(device)  # one copy to the device
+        plan = self.augment.plan(rng, self.num_classes)
+        sample_ids = torch.from_numpy(rows)  # (k,)
+        numbers = [
+            sample_ids,
+            self.samples.labels[sample_ids],
+            self.samples.tasks[sample_ids],
+            self.global_labels[sample_ids],
+            rng.positions,
+        ]
+        copies = to_device([*numbers, *plan.tensors()], device)
+        ids, labels, tasks, global_labels, positions = copies[: len(numbers)]
+        plan = plan.with_tensors(copies[len(numbers) :])
         if self.cached is None:
-            partner_ids = torch.from_numpy(order.rows(rng.step, rank_positions.partners))
-            partner_labels = self.global_labels[partner_ids]
-            images, targets = self._augmented(
-                rng, rank_positions, pixels, global_labels, partner_labels
-            )
+            step_pixels = pixels(plan.positions.numpy())  # (k, S, S, 3)
+            if step_pixels.device.type != device.type:
+                (step_pixels,) = to_device([step_pixels], device)
+            step_pixels = step_pixels.permute(0, 3, 1, 2).contiguous()
+            images, targets = self.augment(step_pixels, global_labels, self.num_classes, rng, plan)
         else:
-            images = self.cached[sample_ids.to(device)]
-            targets = self.augment.targets(global_labels, self.num_classes)
-        counts = self._task_counts(order, rng.step)
-        return Batch(images, labels, tasks, rng, targets, weight=weight, counts=counts)
+            num_samples = len(rng.positions)
+            images = self.cached[ids[:num_samples]]
+            targets = self.augment.targets(global_labels[:num_samples], self.num_classes)
+        batches = []
+        start = 0
+        for part in parts:
+            of_part = slice(start, start + len(part.positions))
+            start = of_part.stop
+            part_rng = replace(rng, positions=part.positions)
+            part_rng.note_copy(positions[of_part])
+            part_targets = None if targets is None else targets[of_part]
+            batches.append(
+                Batch(
+                    images[of_part],
+                    labels[of_part],
+                    tasks[of_part],
+                    part_rng,
+                    part_targets,
+                    weight=part.weight,
+                    counts=counts,
+                )
+            )
+        return batches
 
     def _task_counts(self, order: Order, step: int) -> tuple[int, ...]:
         """Samples of each task in a whole global batch; only several tasks need all its rows."""
@@ -283,20 +322,7 @@ class Feed:
         rows = torch.from_numpy(order.rows(step, np.arange(size)))
         return tuple(self.samples.tasks[rows].bincount(minlength=len(self.tasks)).tolist())
 
-    def _augmented(
-        self,
-        rng: StepRng,
-        positions: RankPositions,
-        pixels: Pixels,
-        global_labels: Tensor,
-        partner_labels: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Images (b, 3, H, W) and targets (b, num_classes) or None."""
-        own_pixels = pixels(positions.samples)
-        if not len(positions.partners):
-            return self.augment(own_pixels, global_labels, self.num_classes, rng)
-        partner_pixels = pixels(positions.partners)
-        partner_labels = partner_labels.to(self.group.device)
-        return self.augment(
-            own_pixels, global_labels, self.num_classes, rng, partner_pixels, partner_labels
-        )
+
+def whole_batch(size: int) -> list[MicroBatch]:
+    """Return the micro-batches of a global batch that is one."""
+    return [MicroBatch(torch.arange(size), 1.0)]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -34,10 +36,13 @@ from workers.data.pictures import (
     prefetched,
 )
 from workers.data.rows import SampleTable
+from workers.data.upload import to_device
 
 AHEAD = 2  # steps whose images are made before they are asked for
+DROPPED_S = 0.1  # how soon a thread that waits for images sees that nobody wants them
 
-# positions in the global batch (b,) -> uint8 (b, 3, side, side) on the device
+# positions in the global batch (b,) -> uint8 (b, side, side, 3), on the CPU, or where the source
+# keeps them
 Pixels = Callable[[Ints], Tensor]
 
 
@@ -57,10 +62,11 @@ class StepSamples(NamedTuple):
 class Source(Protocol):
     """What a feed reads from."""
 
-    def steps(self, steps: Iterator[StepSamples]) -> Iterator[Pixels]:
+    def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """Yield, for each step, the function that gives the pixels of its positions.
 
-        steps: the samples whose pixels will be asked for in each step, which is read ahead.
+        steps: the samples whose pixels will be asked for in each step, which is read ahead. When
+        the generator ends or is closed, whoever waits for pixels gets a `CancelledError`.
         """
 
 
@@ -99,7 +105,7 @@ class Resident:
                 self.blocks = None
                 del self.pixels
 
-    def steps(self, steps: Iterator[StepSamples]) -> Iterator[Pixels]:
+    def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """See `Source.steps`; all rows are decoded already."""
         for samples in steps:
             yield partial(self._gather, samples)
@@ -107,10 +113,9 @@ class Resident:
     def _gather(self, samples: StepSamples, positions: Ints) -> Tensor:
         rows = samples.rows[np.searchsorted(samples.positions, positions)]
         if self.on_device is not None:
-            pixels = self.on_device[torch.from_numpy(rows).to(self.device)]
-        else:
-            pixels = torch.from_numpy(self._read(rows)).to(self.device)
-        return pixels.permute(0, 3, 1, 2).contiguous()  # (b, 3, side, side)
+            (index,) = to_device([torch.from_numpy(rows)], self.device)
+            return self.on_device[index]
+        return torch.from_numpy(self._read(rows))
 
     def _read(self, rows: Ints) -> NDArray[np.uint8]:
         """A copy of some rows, checked where they come from a disk."""
@@ -158,13 +163,12 @@ class Resident:
 class PictureSource:
     """Makes the images of each step from pictures, on threads, before they are asked for."""
 
-    def __init__(self, pictures: Pictures, view: View, workers: int, device: torch.device):
+    def __init__(self, pictures: Pictures, view: View, workers: int):
         self.pictures = pictures
         self.view = view
         self.threads = max(1, workers)
-        self.device = device
 
-    def steps(self, steps: Iterator[StepSamples]) -> Iterator[Pixels]:
+    def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """See `Source.steps`; other samples than those are not made."""
         waiting: deque[StepSamples] = deque()
 
@@ -177,24 +181,28 @@ class PictureSource:
 
         def submitted() -> Iterator[StepPixels]:
             for _ in rows_ahead:
-                yield self._submit(pool, waiting.popleft())
+                yield self._submit(pool, waiting.popleft(), is_dropped)
 
+        is_dropped = threading.Event()
         pool = ThreadPoolExecutor(self.threads)
         try:
             for pixels in prefetched(submitted(), AHEAD):
                 yield pixels.at
         finally:
+            is_dropped.set()
             abandon(pool)
             rows_ahead.close()
 
-    def _submit(self, pool: ThreadPoolExecutor, samples: StepSamples) -> StepPixels:
+    def _submit(
+        self, pool: ThreadPoolExecutor, samples: StepSamples, is_dropped: threading.Event
+    ) -> StepPixels:
         shape = (len(samples.rows), self.view.side, self.view.side, 3)
         images = np.empty(shape, np.uint8)
         jobs = [
             pool.submit(self._make, samples, indices, images)
             for indices in chunks_of(samples.rows, self.threads)
         ]
-        return StepPixels(samples.positions, images, jobs, self.device)
+        return StepPixels(samples.positions, images, jobs, is_dropped)
 
     def _make(self, samples: StepSamples, indices: Ints, images: NDArray[np.uint8]) -> None:
         """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
@@ -224,21 +232,24 @@ class StepPixels:
         positions: Ints,
         images: NDArray[np.uint8],
         jobs: list[Future[None]],
-        device: torch.device,
+        is_dropped: threading.Event,
     ):
         self.positions = positions
         self.images = images
         self.jobs = jobs
-        self.device = device
+        self.is_dropped = is_dropped
 
     def at(self, positions: Ints) -> Tensor:
-        """Return uint8 (b, 3, side, side) on the device; wait until they are made."""
+        """Return uint8 (b, side, side, 3); wait until they are made, or the epoch is dropped."""
         for job in self.jobs:
-            job.result()
+            while not self.is_dropped.is_set():
+                if wait_for((job,), timeout=DROPPED_S).done:
+                    break
+            job.result(timeout=0)
         images = self.images
         if not np.array_equal(positions, self.positions):
             images = images[np.searchsorted(self.positions, positions)]
-        return torch.from_numpy(images).to(self.device).permute(0, 3, 1, 2).contiguous()
+        return torch.from_numpy(images)
 
 
 def chunks_of(rows: Ints, threads: int) -> list[Ints]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 ALIGNMENT = 16  # bytes; a tensor of any type may start at such a place
 
 
@@ -17,6 +19,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """
     if device.type == "cpu":
         return list(tensors)
+    if len(tensors) == 1:
+        return [tensors[0].pin_memory().to(device, non_blocking=True)]
     starts = []
     total = 0
     for tensor in tensors:
@@ -31,3 +35,39 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         raw = uploaded[start : start + tensor.nbytes]
         unpacked.append(raw.view(tensor.dtype).view(tensor.shape))
     return unpacked
+
+
+class Pending(NamedTuple, Generic[T]):
+    """What was made on a side stream, and the event after its last kernel; None on the CPU."""
+
+    result: T
+    event: torch.cuda.Event | None
+
+
+class SideStream:
+    """A stream beside the one that trains, for what several threads copy and compute; on devices
+    other than CUDA's there is none, and everything is done in line."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self, make: Callable[[], T]) -> Pending[T]:
+        """Call `make` with its kernels on the side stream."""
+        if self.stream is None:
+            return Pending(make(), None)
+        with torch.cuda.stream(self.stream):
+            result = make()
+            return Pending(result, self.stream.record_event())
+
+    def hand_over(self, event: torch.cuda.Event | None, tensors: Iterable[Tensor]) -> None:
+        """Let the caller's stream use tensors of the side stream, after `event`.
+
+        Their memory is not used again before the caller's stream is done with them.
+        """
+        if event is None:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(stream)

@@ -62,6 +62,9 @@ from workers.storage.taskstate import Carried, TaskState
 ParamGroup = dict[str, Any]  # `params`, and optionally `name`, `lr`, `weight_decay`, `eps`
 
 
+IGNORED = -100  # a label that cross-entropy leaves out
+
+
 @dataclass(frozen=True)
 class Step:
     """One step of a task.
@@ -383,10 +386,10 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
             return F.cross_entropy(logits, targets)
         total = features.new_zeros((), dtype=torch.float32)
         for index, task in enumerate(self.training_tasks):
-            rows = (batch.tasks == index).nonzero().squeeze(1)
-            if len(rows):
-                logits = self.heads[task.name](features[rows]).float()
-                total = total + F.cross_entropy(logits, batch.labels[rows], reduction="sum")
+            logits = self.heads[task.name](features).float()
+            # The rows of other tasks are ignored: to pick rows, the host would wait for the device.
+            labels = batch.labels.masked_fill(batch.tasks != index, IGNORED)
+            total = total + F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         return total / len(batch)
 
     def after_backward(self) -> None:

@@ -16,6 +16,9 @@ class ClassIncremental(Method[S]):
     In scenario `task` it works as any other `Method`.
     """
 
+    _starts: Tensor | None = None  # of each task's classes, on the device
+    _start_numbers: tuple[int, ...] = ()
+
     def begin(self, context: StepContext) -> list[ParamGroup]:
         """In scenario `class` train the heads of all tasks, since they answer together."""
         groups = super().begin(context)
@@ -59,8 +62,12 @@ class ClassIncremental(Method[S]):
     def global_labels(self, batch: Batch) -> Tensor:
         """Return each sample's class among all classes so far, (b,)."""
         slices = self.class_slices()
-        starts = [slices[task.name].start for task in self.training_tasks]
-        return batch.labels + torch.tensor(starts, device=batch.tasks.device)[batch.tasks]
+        starts = tuple(slices[task.name].start for task in self.training_tasks)
+        device = batch.tasks.device
+        if self._starts is None or self._starts.device != device or self._start_numbers != starts:
+            self._start_numbers = starts
+            self._starts = torch.tensor(starts, device=device)  # once: the host waits for it
+        return batch.labels + self._starts[batch.tasks]
 
     def global_targets(self, batch: Batch) -> Tensor:
         """Return each sample's targets over all classes so far, one-hot or soft, (b, classes)."""

@@ -1,0 +1,103 @@
+"""What is made ahead comes in its order, as it is, and leaves no thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from workers.data.ahead import make_ahead
+
+
+def nothing() -> None:
+    """What `stop` does where no job waits."""
+
+
+def numbers(count: int, begun: list[int] | None = None) -> Iterator[Callable[[], int]]:
+    for number in range(count):
+        if begun is not None:
+            begun.append(number)
+        yield partial(int, number)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 2, 5])
+def test_results_come_in_the_order_of_the_jobs(num_threads: int) -> None:
+    assert list(make_ahead(numbers(50), nothing, num_threads, 3)) == list(range(50))
+    assert list(make_ahead(numbers(0), nothing, num_threads, 3)) == []
+
+
+def test_a_job_that_takes_long_holds_up_no_other_thread() -> None:
+    """Two are done at once: the first waits for the second."""
+    second_is_done = threading.Event()
+
+    def jobs() -> Iterator[Callable[[], Any]]:
+        yield partial(second_is_done.wait, 10)
+        yield second_is_done.set
+
+    assert list(make_ahead(jobs(), nothing, 2, 2)) == [True, None]
+
+
+def test_no_more_is_begun_ahead_than_was_asked_for() -> None:
+    begun: list[int] = []
+    results = make_ahead(numbers(50, begun), nothing, 2, 3)
+    for number in range(4):
+        assert next(results) == number
+        assert len(begun) <= number + 1 + 3
+    results.close()
+    assert len(begun) <= 3 + 1 + 3
+
+
+class OurError(Exception):
+    """Told from all others."""
+
+
+def fail() -> int:
+    raise OurError("job 2")
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_an_error_is_raised_as_it_is_in_the_place_of_its_result(num_threads: int) -> None:
+    def jobs() -> Iterator[Callable[[], int]]:
+        yield from numbers(2)
+        yield fail
+        yield from numbers(9)
+
+    results = make_ahead(jobs(), nothing, num_threads, 4)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(OurError, match="job 2"):
+        next(results)
+    assert not preparing_threads()
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_an_error_of_the_jobs_themselves_is_raised_after_those_before_it(num_threads: int) -> None:
+    def jobs() -> Iterator[Callable[[], int]]:
+        yield from numbers(2)
+        raise OurError("no third job")
+
+    results = make_ahead(jobs(), nothing, num_threads, 4)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(OurError, match="no third job"):
+        next(results)
+
+
+def test_what_is_dropped_ends_the_wait_of_its_jobs_and_leaves_no_thread() -> None:
+    is_stopped = threading.Event()
+
+    def jobs() -> Iterator[Callable[[], Any]]:
+        yield partial(int, 0)
+        while True:
+            yield is_stopped.wait
+
+    results = make_ahead(jobs(), is_stopped.set, 2, 4)
+    assert next(results) == 0
+    del results
+    assert is_stopped.is_set()
+    assert not preparing_threads()
+
+
+def preparing_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("batches-")]

@@ -1,0 +1,134 @@
+"""Batches that are made ahead of their use, on threads of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+def make_ahead(
+    jobs: Iterator[Callable[[], T]], stop: Callable[[], None], num_threads: int, num_ahead: int
+) -> Generator[T]:
+    """Yield what the jobs return, in their order. At most `num_ahead` of them are done or begun
+    before their results are asked for.
+
+    `jobs` is advanced by one thread at a time. An error of a job, or of `jobs`, is raised in its
+    place. When the generator ends or is dropped, `stop` is called, which ends the wait of jobs that
+    are being done, and no thread is left. Without threads each job is done when its result is asked
+    for.
+    """
+    if not num_threads:
+        try:
+            for job in jobs:
+                yield job()
+        finally:
+            stop()
+        return
+    line = _Line(jobs, stop, num_ahead)
+    threads = [
+        threading.Thread(target=line.work, name=f"batches-{number}", daemon=True)
+        for number in range(num_threads)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        while (outcome := line.take()) is not None:
+            if outcome.error is not None:
+                try:
+                    raise outcome.error
+                finally:
+                    del outcome  # a cycle with the error's traceback
+            yield outcome.value  # type: ignore[misc]  # it is None where a job returned None
+            del outcome
+    finally:
+        line.close()
+        for thread in threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join()
+
+
+class _Outcome(NamedTuple, Generic[T]):
+    """What a job returned, or the error that it raised."""
+
+    value: T | None = None
+    error: BaseException | None = None
+
+
+class _Line(Generic[T]):
+    """Jobs that several threads take in turn, and their outcomes in the order of the jobs."""
+
+    def __init__(self, jobs: Iterator[Callable[[], T]], stop: Callable[[], None], num_ahead: int):
+        self.jobs = jobs
+        self.stop = stop
+        self.num_ahead = num_ahead
+        self._outcomes: dict[int, _Outcome[T]] = {}
+        self._num_begun = 0
+        self._num_taken = 0
+        self._has_ended = False  # there are no more jobs, or nobody asks for their results
+        self._turn = threading.Lock()  # held by the thread that advances `jobs`
+        self._changed = threading.Condition()
+
+    def work(self) -> None:
+        """Do jobs until there are no more."""
+        while (number := self._begin()) is not None:
+            index, job = number
+            try:
+                outcome = _Outcome(job())
+            except BaseException as error:
+                outcome = _Outcome(error=error)
+            self._put(index, outcome)
+            del job, outcome, number
+
+    def _begin(self) -> tuple[int, Callable[[], T]] | None:
+        with self._turn:
+            with self._changed:
+                self._changed.wait_for(self._has_room)
+                if self._has_ended:
+                    return None
+                number = self._num_begun
+            try:
+                job = next(self.jobs)
+            except StopIteration:
+                self._end()
+                return None
+            except BaseException as error:
+                self._put(number, _Outcome(error=error))
+                self._end()
+                return None
+            self._num_begun += 1
+            return number, job
+
+    def _has_room(self) -> bool:
+        return self._has_ended or self._num_begun - self._num_taken < self.num_ahead
+
+    def _put(self, number: int, outcome: _Outcome[T]) -> None:
+        with self._changed:
+            self._outcomes[number] = outcome
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def take(self) -> _Outcome[T] | None:
+        """Wait for the next outcome; None when there are no more."""
+        with self._changed:
+            self._changed.wait_for(self._can_take)
+            outcome = self._outcomes.pop(self._num_taken, None)
+            self._num_taken += 1
+            self._changed.notify_all()
+            return outcome
+
+    def _can_take(self) -> bool:
+        has_finished = self._has_ended and self._num_taken >= self._num_begun
+        return self._num_taken in self._outcomes or has_finished
+
+    def close(self) -> None:
+        """Begin no more jobs."""
+        self._end()
+        with self._turn:
+            self.stop()

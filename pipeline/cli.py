@@ -1,5 +1,5 @@
 """The command line: run, plan, search, ingest, shards, report, analyse, compare, predict, bundle,
-serve, tasks, runs, status, ui, gc, completion. Few flags, else `--set key=value`.
+serve, tasks, runs, status, ui, gc, methods, schema, completion. Few flags, else `--set key=value`.
 
 Help, version and a mistyped command need no package but the standard library; what imports others
 is imported by the command that needs it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import re
 import sys
@@ -176,6 +177,7 @@ def parser(program: str = "") -> argparse.ArgumentParser:
     _add_compare_command(add_command)
     _add_storage_commands(add_command)
     _add_looking_commands(add_command)
+    _add_reference_commands(add_command)
     _add_completion_command(add_command)
     return top
 
@@ -329,6 +331,23 @@ def _add_looking_commands(add_command: AddCommand) -> None:
         sub.add_argument(
             "--storage", default="storage", help="storage folder of the runs (default: storage)"
         )
+
+
+def _add_reference_commands(add_command: AddCommand) -> None:
+    """Add the commands that say what can be written in files: methods, schema."""
+    methods_parser = add_command(
+        "methods", methods, "list the methods, or the settings of one", config=False
+    )
+    methods_parser.add_argument(
+        "method", nargs="?", default="", help="name of a method, to see its settings"
+    )
+    schema_parser = add_command(
+        "schema",
+        schema,
+        "print the JSON schema of configs or cards, by which an editor completes and checks them",
+        config=False,
+    )
+    schema_parser.add_argument("kind", nargs="?", choices=("config", "card"), default="config")
 
 
 def _add_completion_command(add_command: AddCommand) -> None:
@@ -558,6 +577,25 @@ def collect_garbage(args: argparse.Namespace) -> int:
     if busy:
         print(f"{len(busy)} of them are kept: a process is at work on them")
     print("deleted")
+    return 0
+
+
+def methods(args: argparse.Namespace) -> int:
+    """Print a line for each method, or the settings of one."""
+    from pipeline.shell import method_list  # imports pydantic and torch
+
+    if args.method:
+        print(method_list.describe_method(args.method))
+    else:
+        print(method_list.list_methods())
+    return 0
+
+
+def schema(args: argparse.Namespace) -> int:
+    """Print the JSON schema of configs or cards."""
+    from pipeline.shell.schema import schema_of  # imports pydantic and torch
+
+    print(json.dumps(schema_of(args.kind), indent=2))
     return 0
 
 

@@ -22,6 +22,7 @@ class Group(NamedTuple):
 
 GROUPS = (
     Group("compute", ("run", "plan", "search", "ingest", "shards"), "run"),
+    Group("write configs", ("methods", "schema"), "methods"),
     Group("look at runs", ("runs", "status", "report", "compare", "analyse", "ui"), "status"),
     Group("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
     Group("keep house", ("gc", "completion"), "gc"),
@@ -35,6 +36,8 @@ EXAMPLES: Mapping[str, str] = {
     "shards": "shards digits --split train",
     "runs": "runs --storage storage",
     "status": "status demo --watch",
+    "methods": "methods meat",
+    "schema": "schema config > config.schema.json",
     "report": "report configs/demo.yaml",
     "compare": "compare demo demo-seed-1",
     "analyse": "analyse configs/demo.yaml --maps 2",

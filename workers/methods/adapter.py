@@ -70,6 +70,8 @@ class Adapter(Method[AdapterSettings]):
     """
 
     name = "adapter"
+    family = "parameter-efficient"
+    keeps = "adapters, head"
     paper = "Parameter-Efficient Transfer Learning for NLP, ICML 2019"
     train_defaults = TrainDefaults(
         lr=3e-3,

@@ -180,6 +180,8 @@ class Apd(Method[ApdSettings]):
     """
 
     name = "apd"
+    family = "parameter isolation"
+    keeps = "row masks, sparse weights, norms, head"
     train_defaults = TrainDefaults(
         lr=1e-4,
         scratch_lr=1e-3,

@@ -59,6 +59,15 @@ from workers.model.heads import Heads
 from workers.model.vit import digest_of
 from workers.storage.taskstate import Carried, TaskState
 
+Family = Literal[
+    "masks",
+    "parameter isolation",
+    "parameter-efficient",
+    "regularization",
+    "rehearsal",
+    "expansion",
+    "baseline",
+]
 ParamGroup = dict[str, Any]  # `params`, and optionally `name`, `lr`, `weight_decay`, `eps`
 
 
@@ -207,6 +216,10 @@ class MethodPlan(Generic[S]):
 
     # The name in configs, records and keys.
     name: ClassVar[str]
+    # The kind of method, in the field's words.
+    family: ClassVar[Family] = "baseline"
+    # What is stored for each task, in a few words.
+    keeps: ClassVar[str] = "a head"
     # Title, venue and year.
     paper: ClassVar[str] = ""
     # The type of `settings`.

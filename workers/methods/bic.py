@@ -77,6 +77,8 @@ class Bic(Rehearsal[BicSettings]):
     """
 
     name = "bic"
+    family = "rehearsal"
+    keeps = "two numbers"
     paper = "Large Scale Incremental Learning, CVPR 2019"
     train_defaults = TrainDefaults(
         lr=1e-4,

@@ -108,6 +108,8 @@ class CtrTsm(Method[S]):
     """
 
     name = "ctr_tsm"
+    family = "parameter isolation"
+    keeps = "bits, head"
     paper = (
         "Achieving Forgetting Prevention and Knowledge Transfer in Continual Learning, NeurIPS 2021"
     )

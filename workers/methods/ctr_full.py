@@ -226,6 +226,8 @@ class CtrFull(CtrTsm[CtrFullSettings]):
     """
 
     name = "ctr_full"
+    family = "parameter isolation"
+    keeps = "bits, head"
     train_defaults = TrainDefaults(
         lr=1e-3,
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",

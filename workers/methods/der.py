@@ -77,6 +77,8 @@ class Der(Rehearsal[S]):
     """
 
     name = "der"
+    family = "expansion"
+    keeps = "an extractor"
     paper = "DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021"
     train_defaults = TrainDefaults(
         lr=1e-4,

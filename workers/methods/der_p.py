@@ -155,6 +155,8 @@ class DerP(PrunedDer[DerPSettings]):
     """
 
     name = "der_p"
+    family = "expansion"
+    keeps = "a pruned extractor"
     paper = (
         "DER: Dynamically Expandable Representation for Class Incremental Learning, CVPR 2021 "
         "(with pruning: a reconstruction)"

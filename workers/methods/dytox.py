@@ -93,6 +93,8 @@ class DyTox(Rehearsal[DyToxSettings]):
     """
 
     name = "dytox"
+    family = "expansion"
+    keeps = "a token, a head"
     paper = "DyTox: Transformers for Continual Learning with DYnamic TOken eXpansion, CVPR 2022"
     train_defaults = TrainDefaults(
         lr=3e-4,

@@ -66,6 +66,8 @@ class E2e(Rehearsal[E2eSettings]):
     """
 
     name = "e2e"
+    family = "rehearsal"
+    keeps = "a head"
     paper = "End-to-End Incremental Learning, ECCV 2018"
     train_defaults = TrainDefaults(
         lr=1e-4,

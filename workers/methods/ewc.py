@@ -73,6 +73,8 @@ class Ewc(ClassIncremental[EwcSettings]):
     """
 
     name = "ewc"
+    family = "regularization"
+    keeps = "a head"
     paper = "Overcoming catastrophic forgetting in neural networks, PNAS 2017"
     train_defaults = TrainDefaults(
         lr=1e-4,

@@ -21,6 +21,8 @@ class FineTune(ClassIncremental[MethodSettings]):
     """
 
     name = "finetune"
+    family = "baseline"
+    keeps = "a head"
     train_defaults = TrainDefaults(
         lr=1e-4,
         scratch_lr=1e-3,

@@ -127,6 +127,8 @@ class Hat(Method[S]):
     """
 
     name = "hat"
+    family = "parameter isolation"
+    keeps = "bits, head"
     paper = "Overcoming Catastrophic Forgetting with Hard Attention to the Task, ICML 2018"
     train_defaults = TrainDefaults(
         lr=5e-4,
@@ -385,6 +387,8 @@ class AdaHat(Hat[AdaHatSettings]):
     """
 
     name = "adahat"
+    family = "parameter isolation"
+    keeps = "bits, head"
     paper = (
         "AdaHAT: Adaptive Hard Attention to the Task in Task-Incremental Learning, ECML PKDD 2024"
     )

@@ -53,6 +53,8 @@ class Icarl(Rehearsal[IcarlSettings]):
     """
 
     name = "icarl"
+    family = "rehearsal"
+    keeps = "class means"
     paper = "iCaRL: Incremental Classifier and Representation Learning, CVPR 2017"
     train_defaults = TrainDefaults(
         lr=1e-4,

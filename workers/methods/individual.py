@@ -17,6 +17,8 @@ class Individual(Method[MethodSettings]):
     """Every task starts from the common backbone, and its state has all trained weights."""
 
     name = "individual"
+    family = "baseline"
+    keeps = "a network"
     train_defaults = TrainDefaults(
         lr=1e-4,
         scratch_lr=1e-3,

@@ -16,6 +16,8 @@ class Joint(ClassIncremental[MethodSettings]):
     """Each stage trains one network, with a head per task, on the data of all tasks so far."""
 
     name = "joint"
+    family = "baseline"
+    keeps = "a head"
     train_defaults = TrainDefaults(
         lr=1e-4,
         scratch_lr=1e-3,

@@ -73,6 +73,8 @@ class Ksm(ThresholdMasks[KsmSettings]):
     """
 
     name = "ksm"
+    family = "masks"
+    keeps = "bits, coefficients, norms, head"
     paper = "KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask Learning, CVPR 2021"
     train_defaults = TrainDefaults(
         lr=2e-3,

@@ -21,6 +21,8 @@ class Linear(Method[MethodSettings]):
     """
 
     name = "linear"
+    family = "baseline"
+    keeps = "a head"
     train_defaults = TrainDefaults(
         lr=2e-3,
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",

@@ -61,6 +61,8 @@ class Lora(Method[LoraSettings]):
     """
 
     name = "lora"
+    family = "parameter-efficient"
+    keeps = "low-rank factors, head"
     paper = "LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022"
     train_defaults = TrainDefaults(
         lr=3e-3,

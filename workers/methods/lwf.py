@@ -55,6 +55,8 @@ class Lwf(ClassIncremental[LwfSettings]):
     """
 
     name = "lwf"
+    family = "regularization"
+    keeps = "a head"
     paper = "Learning without Forgetting, ECCV 2016"
     train_defaults = TrainDefaults(
         lr=1e-4,

@@ -104,6 +104,8 @@ class Meat(Method[MeatSettings]):
     """
 
     name = "meat"
+    family = "masks"
+    keeps = "bits, head"
     paper = "Meta-attention for ViT-backed Continual Learning, CVPR 2022"
     train_defaults = TrainDefaults(
         lr=2e-3,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, JsonValue, field_validator
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
@@ -35,6 +35,10 @@ from workers.storage.taskstate import Carried, TaskState
 FREE = 0
 FIRST = 1
 MOST_OWNERS = torch.iinfo(torch.uint8).max
+# One entry of the setting `prune`, for editors.
+SHARE_SCHEMA: dict[str, JsonValue] = {
+    "anyOf": [{"type": "number"}, {"type": "null"}, {"const": "none"}]
+}
 
 
 class PackNetSettings(MethodSettings):
@@ -43,6 +47,7 @@ class PackNetSettings(MethodSettings):
         description="share of a task's new weights that are pruned, and so free for later "
         "tasks: a number for all tasks, or a list with one entry per task, `none` for no "
         "pruning",
+        json_schema_extra={"anyOf": [{"type": "number"}, {"type": "array", "items": SHARE_SCHEMA}]},
     )
     base_mode: Literal["own_nothing", "prune_only", "prune_retrain"] = Field(
         "own_nothing",
@@ -117,6 +122,8 @@ class PackNet(Method[PackNetSettings]):
     """
 
     name = "packnet"
+    family = "parameter isolation"
+    keeps = "a head; who owns a weight"
     paper = "PackNet: Adding Multiple Tasks to a Single Network by Iterative Pruning, CVPR 2018"
     train_defaults = TrainDefaults(
         lr=5e-4,

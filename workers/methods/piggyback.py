@@ -54,6 +54,8 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
     """
 
     name = "piggyback"
+    family = "masks"
+    keeps = "bits, head"
     paper = (
         "Piggyback: Adapting a Single Network to Multiple Tasks by Learning to Mask Weights, "
         "ECCV 2018"

@@ -59,6 +59,8 @@ class PodNet(CosineRehearsal[PodNetSettings]):
     """
 
     name = "podnet"
+    family = "rehearsal"
+    keeps = "proxies"
     paper = "PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning, ECCV 2020"
     train_defaults = TrainDefaults(
         lr=1e-4,

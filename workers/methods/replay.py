@@ -15,6 +15,8 @@ class Replay(Rehearsal[RehearsalSettings]):
     other."""
 
     name = "replay"
+    family = "rehearsal"
+    keeps = "a head"
     paper = "On Tiny Episodic Memories in Continual Learning, 2019"
     train_defaults = TrainDefaults(
         lr=1e-4,

@@ -103,6 +103,8 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     """
 
     name = "rpsnet"
+    family = "expansion"
+    keeps = "a path of modules"
     paper = "Random Path Selection for Continual Learning, NeurIPS 2019"
     train_defaults = TrainDefaults(
         lr=1e-4,

@@ -58,6 +58,8 @@ class SimpleDer(PrunedDer[SimpleDerSettings]):
     """
 
     name = "simple_der"
+    family = "expansion"
+    keeps = "a pruned extractor"
     paper = (
         "Preserving Earlier Knowledge in Continual Learning with the Help of All Previous "
         "Feature Extractors, 2021 (a reconstruction)"

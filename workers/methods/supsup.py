@@ -149,6 +149,8 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
     """
 
     name = "supsup"
+    family = "masks"
+    keeps = "bits"
     paper = "Supermasks in Superposition, NeurIPS 2020"
     train_defaults = TrainDefaults(
         lr=2e-3,

@@ -92,6 +92,8 @@ class SupSupNN(SupSup[SupSupNNSettings]):
     """
 
     name = "supsup_nn"
+    family = "masks"
+    keeps = "bits"
     train_defaults = TrainDefaults(
         lr=2e-3,
         source="the rate of supsup, whose scores it trains",

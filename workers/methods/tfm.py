@@ -97,6 +97,8 @@ class Tfm(Method[TfmSettings]):
     """
 
     name = "tfm"
+    family = "parameter isolation"
+    keeps = "2 bits a unit, norms, head"
     paper = (
         "Ternary Feature Masks: zero-forgetting for task-incremental learning, CVPR Workshops 2021"
     )

@@ -101,6 +101,8 @@ class Toast(Method[S]):
     """
 
     name = "toast"
+    family = "parameter-efficient"
+    keeps = "feedback layers, prior, head"
     paper = "TOAST: Transfer Learning via Attention Steering, 2023"
     train_defaults = TrainDefaults(
         lr=3e-3,
@@ -327,6 +329,8 @@ class ToastLite(Toast[ToastLiteSettings]):
     """
 
     name = "toast_lite"
+    family = "parameter-efficient"
+    keeps = "low-rank feedback, prior, head"
     train_defaults = TrainDefaults(
         lr=3e-3,
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",

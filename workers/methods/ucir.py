@@ -53,6 +53,8 @@ class Ucir(CosineRehearsal[UcirSettings]):
     """
 
     name = "ucir"
+    family = "rehearsal"
+    keeps = "class vectors"
     paper = "Learning a Unified Classifier Incrementally via Rebalancing, CVPR 2019"
     train_defaults = TrainDefaults(
         lr=1e-4,

@@ -51,6 +51,8 @@ class Vpt(Method[VptSettings]):
     """
 
     name = "vpt"
+    family = "parameter-efficient"
+    keeps = "tokens, head"
     paper = "Visual Prompt Tuning, ECCV 2022"
     train_defaults = TrainDefaults(
         lr=3e-3,

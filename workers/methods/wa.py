@@ -44,6 +44,8 @@ class Wa(Rehearsal[WaSettings]):
     """
 
     name = "wa"
+    family = "rehearsal"
+    keeps = "a head"
     paper = "Maintaining Discrimination and Fairness in Class Incremental Learning, CVPR 2020"
     train_defaults = TrainDefaults(
         lr=1e-4,

@@ -51,6 +51,8 @@ class Wsn(WeightMasks[WsnSettings]):
     """
 
     name = "wsn"
+    family = "parameter isolation"
+    keeps = "bits, head"
     paper = "Forget-free Continual Learning with Winning Subnetworks, ICML 2022"
     train_defaults = TrainDefaults(
         lr=1e-4,

@@ -1,0 +1,175 @@
+"""JSON schemas of configs and cards, by which an editor completes and checks them while they are
+written.
+
+They follow draft 7, which editors know. A file may extend others, so that nothing is required; what
+is more than the shape of a value is checked when the file is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.config import ClusterSettings, Config, MethodEntry, StreamSettings
+from pipeline.data.cards import Card
+from workers.job import DataSettings, TrainSettings
+
+DRAFT = "http://json-schema.org/draft-07/schema#"
+DEFINITIONS = "definitions"
+KINDS = ("config", "card")
+Schema = dict[str, Any]
+
+
+def schema_of(kind: str) -> Schema:
+    """Return the schema of a `config` or a `card`."""
+    if kind == "card":
+        return card_schema()
+    return config_schema()
+
+
+def card_schema() -> Schema:
+    """Return the schema of `datasets/NAME/card.yaml`."""
+    schema = model_schema(Card)
+    schema["title"] = "Accrete card"
+    listed = schema["properties"]["classes"]
+    words = {"const": "from_source", "description": "the sorted names of the train folders"}
+    schema["properties"]["classes"] = {
+        "description": listed.pop("description", ""),
+        "anyOf": [listed, words],
+    }
+    return _finished(schema)
+
+
+def config_schema() -> Schema:
+    """Return the schema of a config, with the settings of every method."""
+    schema = model_schema(Config)
+    schema["title"] = "Accrete config"
+    definitions: dict[str, Any] = schema[DEFINITIONS]
+    del definitions[MethodEntry.__name__]
+    del definitions[StreamSettings.__name__]["required"]
+    for model in (TrainSettings, DataSettings, ClusterSettings):
+        _define(definitions, model)
+    properties = schema["properties"]
+    properties["extends"] = {
+        "description": "a file, or several, whose settings this one starts from",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    properties["tracking"] = {
+        "anyOf": [{"type": ["boolean", "string"]}, properties["tracking"]],
+        "description": "how the run is recorded in MLflow; `off`: not at all",
+    }
+    properties["methods"] = _methods_schema(definitions)
+    return _finished(schema)
+
+
+def _methods_schema(definitions: Schema) -> Schema:
+    """Return the schema of `methods`: label -> settings of the method that the label names, or that
+    `method` names."""
+    from workers.methods import METHODS  # imports torch
+
+    properties: Schema = {}
+    conditions = []
+    for name, method in METHODS.items():
+        definitions[name] = _method_schema(definitions, name)
+        summary = f"{method.family}. {method.paper}".strip()
+        reference = {"$ref": f"#/{DEFINITIONS}/{name}"}
+        properties[name] = {"description": summary, "anyOf": [reference, _other_method(name)]}
+        is_named = {"properties": {"method": {"const": name}}, "required": ["method"]}
+        conditions.append({"if": is_named, "then": reference})
+    definitions["labelled method"] = {
+        "type": "object",
+        "required": ["method"],
+        "properties": {"method": {"enum": list(METHODS)}},
+        "allOf": conditions,
+    }
+    return {
+        "description": "label -> a method and its settings",
+        "type": "object",
+        "minProperties": 1,
+        "properties": properties,
+        "additionalProperties": {"$ref": f"#/{DEFINITIONS}/labelled method"},
+    }
+
+
+def _other_method(name: str) -> Schema:
+    """Return the schema of an entry whose label is a method's name and that names another one."""
+    another = {"type": "object", "required": ["method"]}
+    same = {"properties": {"method": {"const": name}}}
+    return {"allOf": [another, {"not": same}, {"$ref": f"#/{DEFINITIONS}/labelled method"}]}
+
+
+def _method_schema(definitions: Schema, name: str) -> Schema:
+    """Return the schema of one entry of `methods`: its own settings, and those of every method."""
+    from workers.methods import METHODS  # imports torch
+
+    method = METHODS[name]
+    train = {"$ref": f"#/{DEFINITIONS}/{TrainSettings.__name__}"}
+    data = {"$ref": f"#/{DEFINITIONS}/{DataSettings.__name__}"}
+    own = model_schema(method.Settings)
+    for definition, body in own.pop(DEFINITIONS, {}).items():
+        definitions[definition] = body
+    step_names = [step.name for step in method.steps]
+    steps = _object(dict.fromkeys(step_names, train))
+    own_of_task = {key: own["properties"][key] for key in sorted(method.per_task)}
+    task = _object({"train": train, "steps": steps, **own_of_task})
+    shared = {
+        "method": {"const": name, "description": "the method, where the label is another word"},
+        "train": train,
+        "data": data,
+        "steps": {**steps, "description": "training settings of a step, over `train`"},
+        "tasks": {
+            "description": "what differs for one task, by its name",
+            "type": "object",
+            "additionalProperties": task,
+        },
+    }
+    return _object(own["properties"] | shared)
+
+
+def _object(properties: Mapping[str, Any]) -> Schema:
+    """Return the schema of a mapping with these keys and no others."""
+    return {"type": "object", "properties": dict(properties), "additionalProperties": False}
+
+
+def model_schema(model: type[BaseModel]) -> Schema:
+    """Return pydantic's schema of a model, with names as they are written in files."""
+    template = f"#/{DEFINITIONS}/{{model}}"
+    schema = model.model_json_schema(by_alias=True, ref_template=template)
+    schema[DEFINITIONS] = schema.pop("$defs", {})
+    return schema
+
+
+def _define(definitions: Schema, model: type[BaseModel]) -> None:
+    """Add the schema of a model, and of the models inside of it, to the definitions."""
+    body = model_schema(model)
+    definitions.update(body.pop(DEFINITIONS))
+    definitions[model.__name__] = body
+
+
+def _finished(schema: Schema) -> Schema:
+    """Return a schema in draft 7 in which nothing is required and any mapping may be null."""
+    finished: Schema = {"$schema": DRAFT, **_as_draft_7(copy.deepcopy(schema))}
+    del finished["required"]
+    return finished
+
+
+def _as_draft_7(value: Any) -> Any:
+    """Return the same schema with tuples as draft 7 writes them, and without pydantic's titles.
+
+    A mapping may be null, which takes away what a file below has set.
+    """
+    if isinstance(value, list):
+        return [_as_draft_7(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    body = {key: _as_draft_7(item) for key, item in value.items()}
+    if "prefixItems" in body:
+        body["items"] = body.pop("prefixItems")
+    if isinstance(body.get("title"), str) and "type" in body:
+        del body["title"]
+    if body.get("type") == "object":
+        body["type"] = ["object", "null"]
+    return body

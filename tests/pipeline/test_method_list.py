@@ -1,0 +1,55 @@
+"""What `methods` says: every method, and every setting with type, range, default and meaning."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.cli import main
+from pipeline.shell.method_list import describe_method, list_methods
+from workers.errors import UserError
+from workers.methods import METHODS
+
+
+def test_every_method_has_one_line_that_fits() -> None:
+    lines = list_methods().splitlines()
+    for name, method in METHODS.items():
+        (line,) = [line for line in lines if line.split()[:1] == [name]]
+        assert method.family in line
+        assert line.endswith(method.keeps)
+        assert len(line) <= 100
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_setting_is_explained(name: str) -> None:
+    text = describe_method(name)
+    flat = " ".join(text.split())
+    assert METHODS[name].train_defaults.source in flat
+    for field, info in METHODS[name].Settings.model_fields.items():
+        assert f"{info.alias or field}: " in text
+        assert info.description, f"{name}.{field} has no description"
+        assert " ".join(info.description.split()) in flat
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_type_range_default_and_the_papers_value_stand_beside_a_setting() -> None:
+    lines = describe_method("meat").splitlines()
+    at = lines.index("lambda: number")
+    assert lines[at + 1] == "    default 0.9; >= 0, <= 1"
+    assert "mask_lr: number or auto or paper" in lines
+    assert any("in the paper paper" in line for line in lines)
+
+
+def test_an_unknown_method_is_answered_with_the_nearest_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(UserError, match="did you mean 'meat'"):
+        describe_method("maet")
+    assert main(["methods", "maet"]) == 2
+    assert "did you mean 'meat'" in capsys.readouterr().err
+
+
+def test_the_command_prints_the_list_and_one_method(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods"]) == 0
+    assert capsys.readouterr().out.strip() == list_methods()
+    assert main(["methods", "hat"]) == 0
+    assert capsys.readouterr().out.strip() == describe_method("hat")

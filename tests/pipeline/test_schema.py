@@ -1,0 +1,124 @@
+"""The JSON schemas that editors use: every shipped file is valid by them, and mistakes are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pipeline.cli import main
+from pipeline.config import load
+from pipeline.shell.schema import schema_of
+from pipeline.yaml_files import read_yaml
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = [
+    *sorted((REPOSITORY / "configs").glob("*.yaml")),
+    *sorted((REPOSITORY / "configs" / "methods").glob("*.yaml")),
+    *sorted((REPOSITORY / "configs" / "streams").glob("*.yaml")),
+]
+CARDS = sorted((REPOSITORY / "datasets").glob("*/card.yaml"))
+
+
+@pytest.fixture(scope="module")
+def validators() -> dict[str, jsonschema.Draft7Validator]:
+    made = {}
+    for kind in ("config", "card"):
+        schema = schema_of(kind)
+        jsonschema.Draft7Validator.check_schema(schema)
+        made[kind] = jsonschema.Draft7Validator(schema)
+    return made
+
+
+def first_error(validator: jsonschema.Draft7Validator, body: Any) -> str:
+    error = jsonschema.exceptions.best_match(validator.iter_errors(body))
+    return error.message if error else ""
+
+
+def body_of(path: Path) -> Any:
+    return json.loads(json.dumps(read_yaml(path, "a file")))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_config_is_valid(path: Path, validators: Any) -> None:
+    assert first_error(validators["config"], body_of(path)) == ""
+
+
+@pytest.mark.parametrize("path", CARDS, ids=lambda p: p.parent.name)
+def test_every_shipped_card_is_valid(path: Path, validators: Any) -> None:
+    assert first_error(validators["card"], body_of(path)) == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"trian": {}}, "trian"),
+        ({"train": {"lr": -1}}, "-1"),
+        ({"train": {"optimizer": "adam"}}, "adam"),
+        ({"backbone": {"img_size": "big"}}, "big"),
+        ({"stream": {"tasks": [{"card": "digits", "rolle": "base"}]}}, "rolle"),
+        ({"methods": {"meat": {"lamda": 0.5}}}, "lamda"),
+        ({"methods": {"meat": {"lambda": 2}}}, "2"),
+        ({"methods": {"soft": {"method": "meat", "lambda": 2}}}, "2"),
+        ({"methods": {"soft": {"lambda": 0.5}}}, "method"),
+        ({"methods": {"meat": {"method": "linear", "lambda": 0.5}}}, "lambda"),
+        ({"methods": {"meat": {"steps": {"prune": {}}}}}, "prune"),
+        ({"methods": {"meat": {"tasks": {"a": {"ffn_masks": "off"}}}}}, "ffn_masks"),
+        ({"extends": 3}, "3"),
+    ],
+)
+def test_a_mistake_in_a_config_is_seen(body: Any, words: str, validators: Any) -> None:
+    errors = list(validators["config"].iter_errors(body))
+    assert errors, "an editor would say nothing"
+    assert any(words in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"methods": {"meat": None, "soft": {"method": "meat", "lambda": 0.5, "mask_lr": "auto"}}},
+        {"methods": {"meat": {"tasks": {"a": {"lambda": 0.5, "train": {"lr": 1e-3}}}}}},
+        {"tracking": "off"},
+        {"tracking": {"uri": "x"}},
+        {"extends": ["a.yaml", "b.yaml"]},
+    ],
+)
+def test_what_a_config_may_say_is_valid(body: Any, validators: Any) -> None:
+    assert first_error(validators["config"], body) == ""
+
+
+def test_a_mistake_on_a_card_is_seen(validators: Any) -> None:
+    body = body_of(REPOSITORY / "datasets" / "digits" / "card.yaml")
+    mistakes: list[dict[str, Any]] = [
+        {"clases": []},
+        {"source": {"format": "zip"}},
+        {"classes": "from_folder"},
+    ]
+    for changes in mistakes:
+        assert first_error(validators["card"], body | changes)
+
+
+def test_every_key_has_a_meaning_that_an_editor_shows() -> None:
+    schema = schema_of("config")
+    lambda_schema = schema["definitions"]["meat"]["properties"]["lambda"]
+    assert "KEPT" in lambda_schema["description"]
+    assert "PNAS" in schema["properties"]["methods"]["properties"]["ewc"]["description"]
+
+
+def test_the_command_prints_it_and_a_config_may_name_it_in_a_comment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["schema"]) == 0
+    (tmp_path / "config.schema.json").write_text(capsys.readouterr().out)
+    assert json.loads((tmp_path / "config.schema.json").read_text()) == schema_of("config")
+    assert main(["schema", "card"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema_of("card")
+    config = tmp_path / "mine.yaml"
+    config.write_text(
+        "# yaml-language-server: $schema=config.schema.json\n"
+        "name: mine\nstream: {tasks: [{card: digits}]}\nmethods: {linear: }\n"
+    )
+    assert load(str(config)).name == "mine"

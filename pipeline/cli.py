@@ -1,5 +1,6 @@
-"""The command line: run, plan, search, ingest, shards, report, analyse, compare, predict, bundle,
-serve, tasks, runs, status, ui, gc, methods, schema, completion. Few flags, else `--set key=value`.
+"""The command line: init, run, plan, search, ingest, shards, report, analyse, compare, predict,
+bundle, serve, tasks, runs, status, ui, gc, methods, schema, completion. Few flags, else
+`--set key=value`.
 
 Help, version and a mistyped command need no package but the standard library; what imports others
 is imported by the command that needs it.
@@ -12,6 +13,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -130,6 +132,13 @@ class PrintVersion(argparse.Action):
         parser.exit()
 
 
+DATA_HELP = "a folder of class folders, with or without train and test; several are a task each"
+CONFIG_OR_DATA = {
+    "nargs": "+",
+    "metavar": "config|PATH",
+    "help": "a config, e.g. configs/demo.yaml, or images, for which one is written: " + DATA_HELP,
+}  # the argument of a command that takes either
+
 # adds one command: (name, function, help text, config=True, ...) -> the parser of its options
 AddCommand = Callable[..., argparse.ArgumentParser]
 
@@ -184,7 +193,8 @@ def parser(program: str = "") -> argparse.ArgumentParser:
 
 def _add_config_arguments(sub: argparse.ArgumentParser, **config_options: Any) -> None:
     """Add the path of a config and `--set`. config_options: for `add_argument` of the path."""
-    sub.add_argument("config", help="path of a config, e.g. configs/demo.yaml", **config_options)
+    options = {"help": "path of a config, e.g. configs/demo.yaml", **config_options}
+    sub.add_argument("config", **options)
     sub.add_argument(
         "--set",
         action="append",
@@ -198,11 +208,17 @@ def _add_config_arguments(sub: argparse.ArgumentParser, **config_options: Any) -
 
 
 def _add_run_commands(add_command: AddCommand) -> None:
-    """Add the commands that compute or plan the graph of a config: run, plan, search, ingest,
-    shards, report."""
-    add_command("run", run, "run what is missing of a config's graph, then report")
+    """Add the commands that make a config, or compute or plan its graph: init, run, plan, search,
+    ingest, shards, report."""
+    _add_init_command(add_command)
+    add_command(
+        "run", run, "run what is missing of a config's graph, then report", **CONFIG_OR_DATA
+    )
     plan_parser = add_command(
-        "plan", plan, "print every stage as hit or miss, with the reason of each miss; run nothing"
+        "plan",
+        plan,
+        "print every stage as hit or miss, with the reason of each miss; run nothing",
+        **CONFIG_OR_DATA,
     )
     plan_parser.add_argument("--svg", metavar="FILE", help="also write the picture of the graph")
     plan_parser.add_argument(
@@ -216,7 +232,12 @@ def _add_run_commands(add_command: AddCommand) -> None:
         "search the settings of a config, judged on validation images, "
         "and measure the winner on test data",
     )
-    add_command("ingest", ingest, "bring a config's raw data into the store, and train nothing")
+    add_command(
+        "ingest",
+        ingest,
+        "bring a config's raw data into the store, and train nothing",
+        **CONFIG_OR_DATA,
+    )
     shards_parser = add_command(
         "shards",
         shards,
@@ -233,6 +254,16 @@ def _add_run_commands(add_command: AddCommand) -> None:
         "--storage", help="where a card was ingested (default: storage, or the config's)"
     )
     add_command("report", report, "write the report of a config's run again, from the store")
+
+
+def _add_init_command(add_command: AddCommand) -> None:
+    init_parser = add_command(
+        "init", init, "look at images and write a card and a config for them", config=False
+    )
+    init_parser.add_argument("paths", nargs="+", metavar="PATH", help=DATA_HELP)
+    init_parser.add_argument(
+        "--name", default="", help="name of the run and its files (default: that of PATH)"
+    )
 
 
 def _add_analyse_command(add_command: AddCommand) -> None:
@@ -360,8 +391,25 @@ def _add_completion_command(add_command: AddCommand) -> None:
     completion_parser.add_argument("shell", choices=SHELLS, help="the shell that reads it")
 
 
+def init(args: argparse.Namespace) -> int:
+    """Write a card and a config for images, and print what was found and the next command."""
+    from pipeline.data import starter  # start-up time: imports pyarrow
+
+    config = starter.start(args.paths, invocation.this_command(), print, name=args.name)
+    print(f"next: {invocation.this_command()} run {shlex.quote(config)}")
+    return 0
+
+
+def _take_config(args: argparse.Namespace) -> None:
+    """Let `args.config` be the path of a config, also where data is given: then one is written."""
+    from pipeline.data import starter  # start-up time: imports pyarrow
+
+    args.config = starter.config_of(args.config, invocation.this_command(), print)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run what is missing of a config's graph, and print what came out."""
+    _take_config(args)
     from pipeline import app, console  # imports torch
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, with_jobs=False)
@@ -387,6 +435,7 @@ def search(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print every stage as hit or miss, with the reason of each miss; run nothing."""
+    _take_config(args)
     from pipeline import app
     from pipeline.launch import training_plan
 
@@ -448,6 +497,7 @@ def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> s
 
 def ingest(args: argparse.Namespace) -> int:
     """Ingest the raw data of a config, and print what was read and what was rejected."""
+    _take_config(args)
     from pipeline import app, console  # imports torch
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print)

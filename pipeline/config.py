@@ -49,7 +49,10 @@ PLAIN_WORDS = {
 class TaskEntry(Frozen):
     """A task of the stream; with `split`, several tasks of equal size in the card's class order."""
 
-    card: str
+    card: str = Field(
+        description="name of a card in `datasets`, or path of a card's file, or of the folder that "
+        "holds it as card.yaml, from the folder of the config"
+    )
     name: str = Field(
         "", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="default: the card's name"
     )
@@ -83,6 +86,13 @@ class StreamSettings(Frozen):
 
     tasks: tuple[TaskEntry, ...] = Field(min_length=1)
     scenario: Literal["task", "class"] = "task"
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _read_names(cls, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return value
+        return [{"card": entry} if isinstance(entry, str) else entry for entry in value]
 
 
 class ClusterSettings(Frozen):

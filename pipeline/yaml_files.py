@@ -243,6 +243,7 @@ def _read_over_bases(
             "each counted as often as it is extended; take some out"
         )
     body = read_yaml(file, "a config")
+    _find_cards(body, file.parent)
     bases = body.pop("extends", [])
     if isinstance(bases, str):
         bases = [bases]
@@ -267,6 +268,36 @@ def _read_over_bases(
             )
         merged = merge(merged, _read_over_bases(base_path, chain, files_read))
     return merge(merged, body)
+
+
+def _find_cards(body: dict[str, Any], folder: Path) -> None:
+    """Let the stream of a config name the cards that lie below `folder`, that of its file.
+
+    A path of a card that leads to nothing from there is left as it is.
+    """
+    stream = body.get("stream")
+    tasks = stream.get("tasks") if isinstance(stream, dict) else None
+    if not isinstance(tasks, list):
+        return
+    for index, entry in enumerate(tasks):
+        card = entry.get("card") if isinstance(entry, dict) else entry
+        if not isinstance(card, str) or not is_path_of_card(card):
+            continue
+        path = os.path.normpath(folder / card)
+        if not os.path.exists(path):
+            continue
+        if not is_path_of_card(path):  # a folder beside the current one
+            path = os.path.join(".", path)
+        if isinstance(entry, dict):
+            entry["card"] = path
+        else:
+            tasks[index] = path
+
+
+def is_path_of_card(card: str) -> bool:
+    """Whether the card of a stream is named by the path of its file, or of the folder it lies in,
+    and not by its name."""
+    return "/" in card or card.endswith((".yaml", ".yml"))
 
 
 def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from pipeline.config import sentence_of
 from pipeline.data.listing import CARDS, Split, check_unicode_forms, class_folders, nfc
-from pipeline.yaml_files import expand, read_yaml
+from pipeline.yaml_files import expand, is_path_of_card, read_yaml
 from workers.errors import UserError
 from workers.job import Frozen, Neutral, key_inputs
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
@@ -33,7 +34,9 @@ class Source(Frozen):
 
     format: SourceFormat
     path: str = Field(
-        "", description="folder or URI; ${NAME:-default} is replaced from the environment"
+        "",
+        description="folder or URI; ${NAME:-default} is replaced from the environment; a relative "
+        "path starts at the folder of the card's file, for cards in `datasets` at the folder above",
     )
     name: str = Field("", description="data set inside scikit-learn or torchvision")
     splits: dict[Split, str] = Field(
@@ -181,7 +184,7 @@ class Memory(Protocol):
 
 
 def load(name: str, memory: Memory | None = None) -> Card:
-    """Load a card by name, or by the path of a .yaml file.
+    """Load a card by name, or by the path of its file, or of the folder that holds its card.yaml.
 
     memory: gives the classes of a card that takes them from its source, once the source is gone.
     Raise UserError where there is no such card, with the nearest name, or where it is not valid.
@@ -196,15 +199,28 @@ def load(name: str, memory: Memory | None = None) -> Card:
         raise UserError(f"{path}: {sentence_of(error, Card)}") from None
     _check_classes(path, card)
     if card.source.path:
-        source = card.source.model_copy(update={"path": expand(card.source.path)})
+        source = card.source.model_copy(update={"path": _source_path(path, card.source)})
         card = card.model_copy(update={"source": source})
     return card
 
 
+def _source_path(card_path: Path, source: Source) -> str:
+    """Return the path of a source; a relative one starts at the folder of the card's file.
+
+    Cards in `datasets` are found by name: their paths start where `listing.absolute_uri` says.
+    """
+    path = expand(source.path)
+    if "://" in path or CARDS in card_path.resolve().parents:
+        return path
+    return os.path.abspath(card_path.parent / path)
+
+
 def _card_path(name: str) -> Path:
     path = CARDS / name / "card.yaml"
-    if name.endswith((".yaml", ".yml")):
+    if is_path_of_card(name):
         path = Path(name)
+    if "/" in name and path.is_dir():
+        path = path / "card.yaml"
     if path.exists():
         return path
     known = sorted(p.parent.name for p in CARDS.glob("*/card.yaml"))
@@ -296,7 +312,7 @@ def _classes_of_source(path: Path, body: dict[str, Any], memory: Memory | None) 
     split = source.splits.get("train") or source.splits.get("test", "train")
     try:
         with patience(FIRST_CONTACT_S):
-            uri, folders = class_folders(expand(source.path), split)
+            uri, folders = class_folders(_source_path(path, source), split)
     except StorageUnavailable:
         if not remembered:
             raise

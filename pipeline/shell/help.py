@@ -22,13 +22,14 @@ class Group(NamedTuple):
 
 GROUPS = (
     Group("compute", ("run", "plan", "search", "ingest", "shards"), "run"),
-    Group("write configs", ("methods", "schema"), "methods"),
+    Group("write configs", ("init", "methods", "schema"), "init"),
     Group("look at runs", ("runs", "status", "report", "compare", "analyse", "ui"), "status"),
     Group("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
     Group("keep house", ("gc", "completion"), "gc"),
 )
 # command -> arguments that show how it is used
 EXAMPLES: Mapping[str, str] = {
+    "init": "init images/leaves",
     "run": "run configs/demo.yaml --set train.epochs=3",
     "plan": "plan configs/demo.yaml --cost",
     "search": "search configs/search/meat.yaml",

@@ -18,6 +18,7 @@ from pipeline.data.formats.base import (
     entries_in_folder,
     entries_matching,
     source_uri,
+    split_folder,
 )
 from pipeline.data.listing import SPLITS, Entry, Split, list_entries, nfc, suffix_of
 from workers.errors import UserError
@@ -43,7 +44,7 @@ def list_source(card: Card) -> list[Entry] | None:
     folders = [""]
     if source_format.splits_are_folders:
         splits = card.source.splits.values()
-        folders = [name for name in splits if name and ".." not in name.split("/")]
+        folders = [split_folder(name) for name in splits if name and ".." not in name.split("/")]
     return list_entries(source_uri(card), folders, source_format.suffixes)
 
 

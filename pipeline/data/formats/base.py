@@ -134,7 +134,14 @@ def entries_in_folder(card: Card, split: Split, entries: Sequence[Entry]) -> lis
     folder = card.source.splits.get(split, "")
     if not folder:
         return []
+    if not split_folder(folder):
+        return [*entries]
     return [e for e in entries if e.name == folder or e.name.startswith(f"{folder}/")]
+
+
+def split_folder(folder: str) -> str:
+    """Return the folder of a split as listings name it: empty for `.`, the source itself."""
+    return "" if folder == "." else folder
 
 
 def entries_matching(card: Card, split: Split, entries: Sequence[Entry]) -> list[Entry]:

@@ -1,0 +1,1 @@
+"""What data lies at a path: folders, tables, shards or a library's data set, in bounds."""

@@ -1,0 +1,196 @@
+"""Data sets among folders: class folders with or without splits, and folders of such."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from pipeline.data.detection.data_set import (
+    Columns,
+    DataSet,
+    check_classes,
+    choose_splits,
+    counted,
+    listed,
+    name_of,
+    quoted,
+    split_of,
+)
+from pipeline.data.detection.image_sizes import sizes_of_files
+from pipeline.data.detection.tree import Folder
+from pipeline.data.listing import nfc, printable
+from workers.errors import UserError
+from workers.storage.artifact import join
+
+MOST_DATA_SETS = 200  # in one folder
+WHAT_WOULD_DO = (
+    "what would do: class folders (CLASS/*.jpg), with or without train/ and test/ above them, a "
+    "CSV file of paths and labels, Parquet files, or WebDataset tars"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that may hold data sets. uri: where it lies. name: for the data set in it."""
+
+    uri: str
+    folder: Folder
+    name: str
+    columns: Columns
+
+    def below(self, folder: Folder, name: str) -> Place:
+        """Return a folder directly below, with the name that a data set in it would have."""
+        return Place(join(self.uri, folder.base_name), folder, name, self.columns)
+
+
+def data_sets_in(place: Place) -> list[DataSet]:
+    """Return the data sets of a folder: one, or one for each folder in it.
+
+    Raise `UserError` where there is none.
+    """
+    folder = place.folder
+    with_content = [below for below in folder.folders.values() if _has_content(below)]
+    splits = [below for below in with_content if split_of(below.base_name)]
+    if any(split_of(below.base_name) != "val" for below in splits):
+        return [_with_split_folders(place, splits)]
+    with_images = [below for below in with_content if below.images or not below.is_read]
+    if with_images:
+        return [_class_folders(place)]
+    if len(with_content) == 1:
+        return data_sets_in(place.below(with_content[0], place.name))
+    if with_content:
+        return _data_set_each(place, with_content)
+    raise nothing_fits(place)
+
+
+def _has_content(folder: Folder) -> bool:
+    for below in folder.walk():
+        if not below.is_read or below.images or below.parquet or below.tars:
+            return True
+    return False
+
+
+# ---- class folders -------------------------------------------------------------------------------
+def _class_folders(place: Place) -> DataSet:
+    return _class_data_set(place, {"train": "."}, place.folder, None, (), "class folders")
+
+
+def _with_split_folders(place: Place, folders: list[Folder]) -> DataSet:
+    by_name = {below.base_name: below for below in folders}
+    splits = choose_splits(by_name)
+    if splits.train is None:
+        raise UserError(
+            f"{printable(place.uri)} holds {listed(by_name)} and no train images; "
+            "name the folder that is learned from `train`"
+        )
+    train = by_name[splits.train]
+    test = by_name[splits.test] if splits.test else None
+    source_splits = {"train": splits.train}
+    if splits.test is not None:
+        source_splits["test"] = splits.test
+    layout = f"class folders in {' and '.join(f'{n}/' for n in source_splits.values())}"
+    return _class_data_set(place, source_splits, train, test, splits.unused, layout)
+
+
+def _class_data_set(
+    place: Place,
+    splits: dict[str, str],
+    train: Folder,
+    test: Folder | None,
+    unused_splits: tuple[str, ...],
+    layout: str,
+) -> DataSet:
+    class_folders = [below for below in train.folders.values() if below.holds_images()]
+    if not class_folders:
+        raise nothing_fits(replace(place, folder=train))
+    names = [nfc(below.base_name) for below in class_folders]
+    classes = check_classes(printable(place.uri), sorted(names))
+    counts = {"train": sum(below.all_images() for below in class_folders)}
+    num_outside = train.images
+    left_out = [f"validation images in {quoted(name)}" for name in unused_splits]
+    if test is not None:
+        known = [below for below in test.folders.values() if nfc(below.base_name) in classes]
+        counts["test"] = sum(below.all_images() for below in known)
+        num_outside += test.all_images() - counts["test"]
+        if counts["test"] == 0 and test.is_complete():
+            raise UserError(
+                f"{printable(place.uri)}: {quoted(test.base_name)} has no images of the classes in "
+                f"{quoted(train.base_name)} ({listed(classes)}); name its folders alike, or move "
+                "it away: then some images of each class are held out as test"
+            )
+    left_out += _left_out(train, class_folders, num_outside)
+    total = sum(counts.values()) + num_outside
+    is_complete = train.is_complete() and (test is None or test.is_complete())
+    return DataSet(
+        name=place.name,
+        layout=layout,
+        source={"format": "folder", "path": place.uri, "splits": splits},
+        classes=classes,
+        counts=counts,
+        are_folders=len(train.folders) == len(class_folders) and not train.unused,
+        is_exact=is_complete,
+        left_out=tuple(left_out),
+        bad_fraction=(num_outside + len(train.unused)) / max(total, 1),
+        sizes=sizes_of_files(_samples(place, splits["train"], class_folders)),
+    )
+
+
+def _left_out(train: Folder, class_folders: list[Folder], num_outside: int) -> list[str]:
+    parts: list[str] = []
+    if num_outside:
+        parts.append(f"{counted(num_outside, 'image')} in no folder of a class")
+    empty = [below.base_name for below in train.folders.values() if below not in class_folders]
+    if empty:
+        parts.append(f"folders without images: {listed(empty)}")
+    if train.unused:
+        parts.append(f"links to folders, which are not followed: {listed(train.unused)}")
+    others = [name for folder in train.walk() for name in (*folder.others, *folder.tables)]
+    if others:
+        parts.append(f"files that are no images: {listed(others)}")
+    return parts
+
+
+def _samples(place: Place, split: str, class_folders: list[Folder]) -> Iterable[str]:
+    base = place.uri if split == "." else join(place.uri, split)
+    for below in class_folders:
+        for name in below.samples:
+            yield join(base, below.base_name, name)
+
+
+# ---- several data sets ---------------------------------------------------------------------------
+def _data_set_each(place: Place, folders: list[Folder]) -> list[DataSet]:
+    if len(folders) > MOST_DATA_SETS:
+        raise UserError(
+            f"{printable(place.uri)} holds {len(folders)} folders of folders, and no more than "
+            f"{MOST_DATA_SETS} data sets are taken at once; give the paths of those that are meant"
+        )
+    data_sets: list[DataSet] = []
+    for below in sorted(folders, key=lambda folder: folder.name):
+        data_sets += data_sets_in(place.below(below, name_of(below.base_name)))
+    return data_sets
+
+
+def nothing_fits(place: Place) -> UserError:
+    """Return the error that says what is in a folder, and what would do."""
+    return UserError(
+        f"{printable(place.uri)} {_contents(place.folder)}, which is no data set of images with "
+        f"labels; {WHAT_WOULD_DO}"
+    )
+
+
+def _contents(folder: Folder) -> str:
+    parts: list[str] = []
+    num_below = folder.all_images() - folder.images
+    if folder.images:
+        parts.append(f"{counted(folder.images, 'image')} in no folder of a class")
+    if folder.folders:
+        names = listed(folder.folders)
+        parts.append(f"{counted(len(folder.folders), 'folder')} ({names})")
+        if num_below:
+            parts.append(f"{counted(num_below, 'image')} below")
+    if folder.unused:
+        parts.append(f"links to folders, which are not followed ({listed(folder.unused)})")
+    files = [*folder.tables, *folder.parquet, *folder.tars, *folder.others]
+    if files:
+        parts.append(f"{counted(len(files), 'other file')} ({listed(files)})")
+    return f"holds {', '.join(parts)}" if parts else "is empty"

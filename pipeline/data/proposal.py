@@ -1,0 +1,245 @@
+"""The card and the config that are proposed for data sets, as YAML that a person can read and edit.
+
+Names that come from the data are written by the YAML dumper, and escaped in comments.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.data.detection.data_set import TEST_FRACTION, DataSet, counted
+from pipeline.data.listing import printable
+from pipeline.yaml_files import dump_yaml
+
+MOST_BAD = 0.05  # share of corrupt images that a run goes on with; they are listed
+MOST_TASKS = 5  # that one data set is divided into
+LEAST_CLASSES = 2  # of a task
+BASE_SHARE = 0.4  # of the classes of one data set
+MOST_THREADS = 4
+LINE_WIDTH = 96
+COMMENT_COLUMN = 30
+
+
+class TaskPlan(NamedTuple):
+    """A task of the proposed stream. card: file of its card. classes: None for all of the card."""
+
+    name: str
+    card: str
+    num_classes: int
+    classes: tuple[str, ...] | None
+    is_base: bool
+
+
+class Backbone(NamedTuple):
+    """A small vision transformer. img_size, patch_size: in pixels."""
+
+    img_size: int
+    patch_size: int
+
+
+def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
+    """Return the card of a data set.
+
+    name: of the card. path: of the source, as the card names it. command: what a person types to
+    get such a card.
+    """
+    source = {**data_set.source, "path": path}
+    classes = _line("classes", list(data_set.classes))
+    if data_set.are_folders:
+        classes = _line("classes", "from_source", "the sorted names of the folders; or list them")
+    held_out = ""
+    if not data_set.has_test:
+        held_out = _line("test_fraction", TEST_FRACTION, "share of each class, by hash of the key")
+    bad = min(round(MOST_BAD + data_set.bad_fraction + 0.005, 2), 1.0)
+    text = (
+        f"# {_comment(data_set.layout)}: {counted(len(data_set.classes), 'class')}, "
+        f"{_counts_text(data_set)}. Written by `{_comment(command)}`.\n"
+        "# Edit it: all keys are in datasets/README.md. Paths start at the folder of this file.\n"
+    )
+    text += _line("name", name)
+    text += "source:\n"
+    for key, value in source.items():
+        text += _line(key, value, indent=2)
+    text += _line("licence", "unknown", "the terms of these images")
+    text += classes
+    text += _line("num_classes", len(data_set.classes), "another number is an error")
+    text += held_out
+    text += (
+        "# More images that cannot be used are an error; rejected.csv lists each with its reason.\n"
+    )
+    return text + _line("max_bad_fraction", bad)
+
+
+def _counts_text(data_set: DataSet) -> str:
+    parts = [
+        f"{counted(number, f'{split} image', data_set.is_exact)}"
+        for split, number in data_set.counts.items()
+    ]
+    if not data_set.has_test:
+        parts = [counted(data_set.counts["train"], "image", data_set.is_exact)]
+    return ", ".join(parts)
+
+
+def tasks_of(data_sets: Sequence[DataSet], cards: Sequence[str], name: str) -> list[TaskPlan]:
+    """Return the tasks of a stream, the base task first.
+
+    Several data sets are a task each. One data set is divided by its classes (`task_sizes`).
+    cards: the file of each card. name: of the run.
+    """
+    if len(data_sets) > 1:
+        return [
+            TaskPlan(data_set.name, card, len(data_set.classes), None, index == 0)
+            for index, (data_set, card) in enumerate(zip(data_sets, cards, strict=True))
+        ]
+    classes = data_sets[0].classes
+    sizes = task_sizes(len(classes))
+    if len(sizes) == 1:
+        return [TaskPlan(name, cards[0], len(classes), None, True)]
+    tasks: list[TaskPlan] = []
+    start = 0
+    for number, size in enumerate(sizes):
+        part = classes[start : start + size]
+        tasks.append(TaskPlan(f"{name}-{number}", cards[0], size, part, number == 0))
+        start += size
+    return tasks
+
+
+def task_sizes(num_classes: int) -> list[int]:
+    """Return how many classes each task of one data set has; no task has more than the first.
+
+    So 10 classes become tasks of 4, 2, 2 and 2, and 3 are one task.
+    """
+    first = max(math.ceil(num_classes * BASE_SHARE), LEAST_CLASSES)
+    rest = num_classes - first
+    num_parts = min(rest // LEAST_CLASSES, MOST_TASKS - 1)
+    if num_parts < 1:
+        return [num_classes]
+    size = min(rest // num_parts, first)
+    return [num_classes - size * num_parts, *[size] * num_parts]
+
+
+def backbone_of(data_sets: Sequence[DataSet]) -> Backbone:
+    """Return a backbone that suits the size of the images: as small as they are, at most 64 px."""
+    sides = [min(size) for data_set in data_sets for size in data_set.sizes]
+    side = statistics.median(sides) if sides else 64
+    if side <= 20:
+        return Backbone(16, 4)
+    return Backbone(32, 4) if side <= 40 else Backbone(64, 8)
+
+
+def config_text(
+    name: str,
+    tasks: Sequence[TaskPlan],
+    data_sets: Sequence[DataSet],
+    command: str,
+    run_command: str,
+    has_gpu: bool,
+) -> str:
+    """Return the config of a run on data sets.
+
+    command: what a person types to get such a config. run_command: what runs it. has_gpu: whether
+    this machine has a GPU that torch can use.
+    """
+    backbone = backbone_of(data_sets)
+    num_train = sum(data_set.counts["train"] for data_set in data_sets)
+    num_classes = sum(len(data_set.classes) for data_set in data_sets)
+    val_fraction = 0.1
+    if num_train < 5 * num_classes:
+        val_fraction = 0.0  # too few images to hold some out
+    text = (
+        f"# {counted(num_classes, 'class')} in {counted(len(tasks), 'task')}. "
+        f"Written by `{_comment(command)}`; edit it.\n"
+        f"# Run it with  {_comment(run_command)}\n"
+        "# After a change only what it touches runs again; a task that is added runs alone.\n"
+    )
+    text += _line("name", name)
+    text += _line("seed", 0)
+    text += _line("storage", "storage", "all results, below the folder that it is run in")
+    text += "stream:\n"
+    text += _line("scenario", "task", "an image comes with its task; class: without it", 2)
+    text += (
+        "  # Tasks are learned in this order. The backbone is trained on the base task, and every\n"
+        "  # method starts from it. Change classes, their order and the number of tasks.\n"
+        "  tasks:\n"
+    )
+    for task in tasks:
+        text += _task_text(task)
+    text += (
+        "# A small vision transformer that learns from nothing on a CPU. With a GPU and a network\n"
+        "# a pretrained one is better, and no task needs `role: base`. Instead of this section:\n"
+        "#   backbone: {name: vit_small_patch16_224, weights: hub}\n"
+        "backbone:\n"
+    )
+    text += _line("name", "vit_tiny_patch16_224", indent=2)
+    text += _line("weights", "none", indent=2)
+    text += _line("img_size", backbone.img_size, "pixels; more is slower, and often better", 2)
+    text += _line("crop_pct", 1.0, indent=2)
+    options = {"patch_size": backbone.patch_size, "embed_dim": 64, "depth": 4, "num_heads": 4}
+    text += _line("options", options, indent=2)
+    text += "data:\n"
+    text += _line("val_fraction", val_fraction, "of the train images, held out to choose by", 2)
+    text += _line("flip", 0.0, "0.5: where a mirrored image has the same class", 2)
+    text += _train_text(has_gpu)
+    text += "# Side by side. docs/methods.md lists 35 of them.\nmethods:\n"
+    text += _line("linear", {}, "a frozen backbone, a head per task: forgets nothing", 2)
+    text += _line("finetune", {}, "all weights go on to learn: forgets", 2)
+    text += _line("meat", {}, "masks of a few kilobytes per task: forgets nothing", 2)
+    text += "cluster:\n"
+    text += _line("workers", 0, "0: in this process; 1 or more: worker groups of Ray", 2)
+    threads = min(os.cpu_count() or 1, MOST_THREADS)
+    text += _line("cpus_per_worker", threads, "threads", 2)
+    return text + _line("gpus_per_worker", int(has_gpu), "1: on a GPU", 2)
+
+
+def _task_text(task: TaskPlan) -> str:
+    text = _line("- name", task.name, indent=4)
+    text += _line("card", task.card, indent=6)
+    if task.classes is not None:
+        text += _line("classes", list(task.classes), indent=6)
+    if task.is_base:
+        text += _line("role", "base", indent=6)
+    return text
+
+
+def _train_text(has_gpu: bool) -> str:
+    text = (
+        "# Each method brings its learning rate and its length: enough steps also for few images.\n"
+        "# What is set here counts for all of them, e.g. epochs: 5.\n"
+    )
+    if has_gpu:
+        return text + "train:\n" + _line("precision", "bf16", indent=2)
+    return text + _line("train", {})
+
+
+def _line(key: str, value: Any, comment: str = "", indent: int = 0) -> str:
+    """Return `key: value` as YAML; a long list goes over several lines.
+
+    indent: blanks before the key.
+    """
+    if isinstance(value, str):  # a text is written whole, without an end mark
+        text = dump_yaml([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
+    else:
+        text = dump_yaml(value, default_flow_style=True, width=LINE_WIDTH - indent)
+        text = text.removesuffix("\n").removesuffix("\n...")
+    first, *rest = f"{key}: {text}".splitlines()
+    first = " " * indent + first
+    if comment:
+        first = f"{first:<{COMMENT_COLUMN}}# {comment}"
+    return "\n".join([first, *(" " * (indent + 2) + line.strip() for line in rest)]) + "\n"
+
+
+def _comment(text: str) -> str:
+    """Return a text that cannot leave the comment it stands in."""
+    return printable(text)
+
+
+def relative_to_here(path: str, given: str) -> str:
+    """Return a path as a file in the current folder names it: relative where the person's was."""
+    if "://" in path or os.path.isabs(given):
+        return path
+    return Path(os.path.relpath(path)).as_posix()

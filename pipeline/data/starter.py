@@ -1,0 +1,293 @@
+"""From data that nobody prepared to a card and a config: `init`, and `run`, `plan` and `ingest`
+where they are given a path of data."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline import config as configs
+from pipeline.data.cards import Card
+from pipeline.data.detection.data_set import (
+    TEST_FRACTION,
+    Columns,
+    DataSet,
+    counted,
+    name_of,
+)
+from pipeline.data.detection.places import detect
+from pipeline.data.detection.tree import TABLE_SUFFIXES
+from pipeline.data.listing import printable, suffix_of
+from pipeline.data.proposal import TaskPlan, card_text, config_text, relative_to_here, tasks_of
+from pipeline.yaml_files import parse_yaml
+from workers.errors import UserError
+from workers.storage.regular_file import read_regular
+from workers.storage.secrets import refuse_secrets
+
+SCRIPT = "accrete"
+CONFIG_SUFFIXES = (".yaml", ".yml")
+DATA_SUFFIXES = (*sorted(TABLE_SUFFIXES), ".parquet", ".tar")
+SHOWN_CLASSES = 8  # in what is printed
+LONGEST_FILE = 16 << 20  # bytes
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Starter:
+    """The files that are written for some data: name of a file in the current folder -> its text.
+
+    config: the name of the config among them. stream: a line on the tasks. run_command: what a
+    person types to run the config.
+    """
+
+    config: str
+    files: dict[str, str]
+    stream: str
+    run_command: str
+
+
+class Source(NamedTuple):
+    """A data set, and the path that the person gave."""
+
+    data_set: DataSet
+    path: str
+
+
+def is_config(path: str) -> bool:
+    """Whether an argument of a command is a config, and no data."""
+    if path.lower().endswith(CONFIG_SUFFIXES):
+        return True
+    return os.path.isfile(path) and suffix_of(path) not in DATA_SUFFIXES
+
+
+def config_of(paths: Sequence[str], program: str, say: Say) -> str:
+    """Return the path of the config that a command is to use.
+
+    paths: a config, or data, for which a card and a config are written into the current folder
+    unless they are there. program: how a person starts Accrete. say: is given lines about what was
+    found and written.
+    """
+    if is_config(paths[0]) and len(paths) == 1:
+        return paths[0]
+    for path in paths:
+        if is_config(path):
+            raise UserError(
+                f"{printable(path)} is a config, and stands beside {len(paths) - 1} other paths; "
+                "give one config, or paths of data alone"
+            )
+    return start(paths, program, say, keep=True)
+
+
+def start(
+    paths: Sequence[str],
+    program: str,
+    say: Say,
+    columns: Columns | None = None,
+    name: str = "",
+    keep: bool = False,
+) -> str:
+    """Look at data, say what it is, write its cards and a config. Return the config's path.
+
+    name: of the run; empty: that of the data. keep: files that are there already, for the same
+    data, are used as they stand. Raise `UserError`, with nothing written, where the data does not
+    fit or a file of another content is there.
+    """
+    sources: list[Source] = []
+    for path in paths:
+        sources += [Source(data_set, path) for data_set in detect(path, columns or Columns())]
+    sources = _with_own_names(sources)
+    starter = propose(sources, name, paths, program)
+    for source in sources:
+        say(describe(source.data_set))
+    say(starter.stream)
+    if keep and _are_there(starter):
+        say(f"{starter.config} is there and is used as it stands")
+        return starter.config
+    say(write(starter))
+    return starter.config
+
+
+# ---- the files -----------------------------------------------------------------------------------
+def propose(sources: Sequence[Source], name: str, paths: Sequence[str], program: str) -> Starter:
+    """Return the cards and the config for some data sets.
+
+    name: of the run; empty: that of the data. paths: as the person gave them. Raise `UserError`
+    where they cannot be written into the current folder.
+    """
+    data_sets = [source.data_set for source in sources]
+    if not name:
+        name = data_sets[0].name
+        if len(sources) > 1 and len(paths) == 1:
+            name = name_of(os.path.basename(os.path.abspath(paths[0])))
+    config = f"{name}.yaml"
+    # in a file it is the same however Accrete was started
+    command = shlex.join([SCRIPT, "init", *paths])
+    run_command = shlex.join(["run", config])
+    files: dict[str, str] = {}
+    for source in sources:
+        _check_folder(source, program)
+        path = relative_to_here(source.data_set.source["path"], source.path)
+        card_name = source.data_set.name
+        card_file = f"{name}-card.yaml" if len(sources) == 1 else f"{name}-{card_name}-card.yaml"
+        files[card_file] = card_text(source.data_set, card_name, path, command)
+    tasks = tasks_of(data_sets, list(files), name)
+    files[config] = config_text(
+        name, tasks, data_sets, command, f"{SCRIPT} {run_command}", has_gpu()
+    )
+    _check_texts(files, config)
+    return Starter(config, files, _stream_text(tasks), f"{program} {run_command}")
+
+
+def _with_own_names(sources: Sequence[Source]) -> list[Source]:
+    """Return the sources with names that are all different, by numbers behind some."""
+    taken: set[str] = set()
+    renamed: list[Source] = []
+    for source in sources:
+        name = source.data_set.name
+        number = 2
+        while name.lower() in taken:
+            name = f"{source.data_set.name}-{number}"
+            number += 1
+        taken.add(name.lower())
+        renamed.append(Source(replace(source.data_set, name=name), source.path))
+    return renamed
+
+
+def _check_folder(source: Source, program: str) -> None:
+    """Raise `UserError` where results in the current folder would become part of the data."""
+    path = source.data_set.source["path"]
+    here = os.path.realpath(os.curdir)
+    splits = source.data_set.source["splits"].values()
+    takes_all = any(split == "." or "*" in split for split in splits)
+    if "://" in path or not takes_all:
+        return
+    data = os.path.realpath(path)
+    if here == data or here.startswith(f"{data}/"):
+        parent = os.path.dirname(data)
+        command = f"{program} {shlex.join(['init', os.path.basename(data)])}"
+        raise UserError(
+            f"the current folder is that of the images, and results in it would become part of "
+            f"them; use another one: cd {shlex.quote(parent)} && {command}"
+        )
+
+
+def _check_texts(files: dict[str, str], config: str) -> None:
+    """Raise `UserError` where a text is not valid: a name in it cannot be written down."""
+    for file, text in files.items():
+        body = parse_yaml(text, file)
+        refuse_secrets(body, f"{file}: ")
+        if file == config:
+            configs.check(body, file, with_methods=False)
+            continue
+        if body["classes"] == "from_source":
+            body["classes"] = ["a class"]
+        configs.checked(Card, body, "", file)
+
+
+def has_gpu() -> bool:
+    """Whether torch can use a GPU of this machine."""
+    if not os.path.exists("/dev/nvidia0"):
+        return False
+    import torch  # seconds, and only where there is a GPU
+
+    return torch.cuda.is_available()
+
+
+def write(starter: Starter) -> str:
+    """Write the files into the current folder, and return what to say of it.
+
+    Raise `UserError`, with nothing written, where one of them is there with another content.
+    """
+    missing: list[str] = []
+    for file, text in starter.files.items():
+        if not os.path.lexists(file):
+            missing.append(file)
+        elif _read(file) != text:
+            raise _other_content(file, starter)
+    for file in missing:
+        with open(file, "x", encoding="utf-8") as stream:  # never over a file that has come since
+            stream.write(starter.files[file])
+    names = listed_files(starter.files)
+    return f"{'wrote' if missing else 'unchanged:'} {names}"
+
+
+def listed_files(files: dict[str, str]) -> str:
+    """Return the names of files for a sentence."""
+    names = list(files)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _other_content(file: str, starter: Starter) -> UserError:
+    return UserError(
+        f"{file} is in the current folder with another content, and nothing was written; run what "
+        f"is there with `{starter.run_command}`, or choose another name with --name"
+    )
+
+
+def _read(file: str) -> str | None:
+    """Return the text of a file; None where it is none."""
+    try:
+        return read_regular(Path(file), LONGEST_FILE).decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _are_there(starter: Starter) -> bool:
+    """Whether the config is there already, and the cards beside it are of the same data."""
+    if not os.path.isfile(starter.config):
+        return False
+    for file, text in starter.files.items():
+        if file == starter.config:
+            continue
+        present = _read(file)
+        if present is None:
+            return False
+        sources = []
+        for card in (present, text):
+            body = parse_yaml(card, file)
+            source = body.get("source") if isinstance(body, dict) else None
+            path = source.get("path") if isinstance(source, dict) else None
+            sources.append(path)
+        if sources[0] != sources[1]:
+            return False
+    return True
+
+
+# ---- what is said --------------------------------------------------------------------------------
+def describe(data_set: DataSet) -> str:
+    """Return a few lines on a data set."""
+    shown = ", ".join(data_set.classes[:SHOWN_CLASSES])
+    if len(data_set.classes) > SHOWN_CLASSES:
+        shown += ", ..."
+    lines = [
+        f"{data_set.name}: {data_set.layout}",
+        f"  {counted(len(data_set.classes), 'class')}: {shown}",
+    ]
+    is_exact = data_set.is_exact
+    train = data_set.counts["train"]
+    if data_set.has_test:
+        test = counted(data_set.counts["test"], "test image", is_exact)
+        lines.append(f"  {counted(train, 'train image', is_exact)}, {test}")
+    else:
+        lines.append(
+            f"  {counted(train, 'image', is_exact)}; {TEST_FRACTION:.0%} of each class are held "
+            "out as test, by hash of their names"
+        )
+    if data_set.left_out:
+        lines.append(f"  not used: {'; '.join(data_set.left_out)}")
+    return "\n".join(lines)
+
+
+def _stream_text(tasks: Sequence[TaskPlan]) -> str:
+    parts: list[str] = []
+    for task in tasks[:SHOWN_CLASSES]:
+        role = ", the base" if task.is_base else ""
+        parts.append(f"{task.name} ({counted(task.num_classes, 'class')}{role})")
+    more = len(tasks) - SHOWN_CLASSES
+    if more > 0:
+        parts.append(f"{more} more")
+    return f"{counted(len(tasks), 'task')}: {', '.join(parts)}"

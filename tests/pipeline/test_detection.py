@@ -1,0 +1,216 @@
+"""What is found at a path: a data set and what is left out, or one sentence on what is there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.detection import tree
+from pipeline.data.detection.data_set import Columns, DataSet, choose_splits, name_of
+from pipeline.data.detection.places import detect
+from tests.image_data import class_folders, make_image
+from workers.errors import UserError
+
+NAMES = ("ant", "bee", "cow")
+
+
+def found(path: Path) -> DataSet:
+    """Return the only data set at a path."""
+    (data_set,) = detect(str(path), Columns())
+    return data_set
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as error:
+        detect(str(path), Columns())
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_class_folders_without_a_split_are_one_data_set(tmp_path: Path) -> None:
+    class_folders(tmp_path / "zoo", NAMES)
+    data_set = found(tmp_path / "zoo")
+    assert data_set.name == "zoo"
+    assert data_set.classes == NAMES
+    assert data_set.source["splits"] == {"train": "."}
+    assert data_set.counts == {"train": 9}
+    assert data_set.are_folders
+    assert data_set.sizes[0] == (12, 10)
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [("train", "test"), ("Training", "Testing"), ("TRAIN", "valid"), ("train", "validation")],
+)
+def test_train_and_test_are_found_under_the_names_that_people_give(
+    train: str, test: str, tmp_path: Path
+) -> None:
+    class_folders(tmp_path / train, NAMES, 4)
+    class_folders(tmp_path / test, NAMES, 2)
+    data_set = found(tmp_path)
+    assert data_set.source["splits"] == {"train": train, "test": test}
+    assert data_set.counts == {"train": 12, "test": 6}
+
+
+def test_validation_images_beside_test_images_are_left_out_and_said(tmp_path: Path) -> None:
+    for split in ("train", "val", "test"):
+        class_folders(tmp_path / split, NAMES)
+    data_set = found(tmp_path)
+    assert data_set.source["splits"] == {"train": "train", "test": "test"}
+    assert data_set.left_out == ("validation images in 'val'",)
+
+
+def test_train_alone_has_no_test_split(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train", NAMES)
+    assert not found(tmp_path).has_test
+
+
+def test_a_folder_around_the_data_is_passed_through(tmp_path: Path) -> None:
+    class_folders(tmp_path / "zoo" / "archive" / "images", NAMES)
+    (tmp_path / "zoo" / "archive" / "README.txt").write_text("about")
+    data_set = found(tmp_path / "zoo")
+    assert data_set.source["path"] == str(tmp_path / "zoo" / "archive" / "images")
+    assert data_set.name == "zoo"
+
+
+def test_images_of_a_class_may_lie_in_folders_of_its_own(tmp_path: Path) -> None:
+    class_folders(tmp_path, NAMES)
+    make_image(tmp_path / "ant" / "2019" / "x.png", 1)
+    assert found(tmp_path).counts == {"train": 10}
+
+
+def test_a_folder_of_data_sets_is_one_for_each(tmp_path: Path) -> None:
+    class_folders(tmp_path / "insects", ("ant", "bee"))
+    class_folders(tmp_path / "Farm animals" / "train", ("cow", "dog"))
+    class_folders(tmp_path / "Farm animals" / "test", ("cow", "dog"))
+    (tmp_path / "papers").mkdir()
+    data_sets = detect(str(tmp_path), Columns())
+    assert [data_set.name for data_set in data_sets] == ["Farm-animals", "insects"]
+    assert [data_set.has_test for data_set in data_sets] == [True, False]
+
+
+def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+    class_folders(tmp_path, NAMES)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "__MACOSX").mkdir()
+    make_image(tmp_path / "stray.png", 7)
+    make_image(tmp_path / ".thumbnail.png", 8)
+    data_set = found(tmp_path)
+    assert data_set.classes == NAMES
+    assert not data_set.are_folders
+    assert data_set.bad_fraction > 0
+    text = "; ".join(data_set.left_out)
+    assert "1 image in no folder of a class" in text
+    for name in ("'empty'", "'notes.txt'", "'__MACOSX'"):
+        assert name in text
+    assert ".hidden" not in text
+
+
+def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
+    class_folders(tmp_path / "zoo", NAMES)
+    class_folders(tmp_path / "outside", ("dog",))
+    os.symlink(tmp_path / "outside", tmp_path / "zoo" / "dog")
+    os.symlink(tmp_path / "zoo", tmp_path / "zoo" / "ant" / "again")
+    data_set = found(tmp_path / "zoo")
+    assert data_set.classes == NAMES
+    assert data_set.counts == {"train": 9}
+    assert "'dog'" in "; ".join(data_set.left_out)
+
+
+def test_a_class_that_test_has_alone_is_left_out(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train", NAMES)
+    class_folders(tmp_path / "test", (*NAMES, "yak"))
+    data_set = found(tmp_path)
+    assert data_set.counts == {"train": 9, "test": 9}
+    assert "3 images in no folder of a class" in "; ".join(data_set.left_out)
+
+
+def test_a_bound_on_names_counts_at_least_so_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class_folders(tmp_path, NAMES)
+    monkeypatch.setattr(tree._LocalTree, "most_names", 7)
+    data_set = found(tmp_path)
+    assert data_set.classes == NAMES
+    assert not data_set.is_exact
+    assert data_set.counts["train"] < 9
+
+
+def test_names_that_no_terminal_can_show_are_escaped(tmp_path: Path) -> None:
+    class_folders(tmp_path, ("ant", "b\x1b[31mee"))
+    message = refusal(tmp_path)
+    assert "\x1b" not in message
+    assert "'b\\x1b[31mee'" in message
+
+
+def write(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("x")
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        here = os.open(".", os.O_RDONLY)
+        os.chdir(path.parent)  # the name of a socket is short
+        try:
+            server.bind(path.name)
+        finally:
+            os.chdir(here)
+            os.close(here)
+
+
+def links_alone(path: Path) -> None:
+    path.mkdir()
+    for number, target in enumerate(("/usr", "/etc")):
+        (path / str(number)).symlink_to(target)
+
+
+BAD: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "nothing": ("does not exist", lambda path: None),
+    "empty": ("is empty", lambda path: path.mkdir()),
+    "images alone": ("1 image in no folder", lambda path: make_image(path / "a.png", 1)),
+    "one class": ("one class, 'ant'", lambda path: class_folders(path, ("ant",))),
+    "notes": ("'x.doc'", lambda path: write(path / "x.doc")),
+    "a file": ("no config and no data set", write),
+    "test alone": ("no train images", lambda path: class_folders(path / "test", NAMES)),
+    "other classes in test": (
+        "has no images of the classes",
+        lambda path: (class_folders(path / "train", NAMES), class_folders(path / "test", ("x",))),
+    ),
+    "socket": ("no config and no data set", make_socket),
+    "links alone": ("not followed", links_alone),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_answered_with_what_is_there(case: str, tmp_path: Path) -> None:
+    says, make = BAD[case]
+    make(tmp_path / "data")
+    message = refusal(tmp_path / "data")
+    assert says in message
+    assert str(tmp_path / "data") in message
+
+
+def test_two_folders_of_one_split_are_refused() -> None:
+    with pytest.raises(UserError, match="'Train' and 'training' are both train images"):
+        choose_splits(["training", "Train", "test"])
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("My leaves (2019)", "My-leaves-2019"),
+        ("großes Bild", "groes-Bild"),
+        ("../..", "data"),
+        ("葉", "data"),
+    ],
+)
+def test_any_text_gives_a_name(text: str, name: str) -> None:
+    assert name_of(text) == name

@@ -1,0 +1,226 @@
+"""Promises of `init` and of commands that are given data: what is written can be run and edited,
+nothing is overwritten, and every printed command works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline import config as configs
+from pipeline.data import cards, starter
+from pipeline.data.proposal import task_sizes
+from tests.image_data import class_folders, make_image
+from workers.errors import UserError
+
+NAMES = ("ant", "bee", "cow", "dog", "eel")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, beside which data can lie."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def init(*paths: str, name: str = "") -> list[str]:
+    """Write a card and a config, and return the lines that are said."""
+    lines: list[str] = []
+    starter.start(paths, "accrete", lines.append, name=name)
+    return "\n".join(lines).splitlines()
+
+
+def test_what_is_written_is_a_valid_config_on_a_valid_card(here: Path) -> None:
+    class_folders(here.parent / "zoo", NAMES, 4)
+    lines = init("../zoo")
+    config = configs.load("zoo.yaml")
+    assert [entry.classes for entry in config.stream.tasks] == [NAMES[:3], NAMES[3:]]
+    assert [entry.role for entry in config.stream.tasks] == ["base", "task"]
+    card = cards.load("zoo-card.yaml")
+    assert card.classes == NAMES
+    assert card.source.path == str(here.parent / "zoo")
+    assert card.test_fraction == 0.2
+    assert lines[0] == "zoo: class folders"
+    assert "5 classes: ant, bee, cow, dog, eel" in lines[1]
+    assert lines[-1] == "wrote zoo-card.yaml and zoo.yaml"
+
+
+def test_a_person_can_read_the_files(here: Path) -> None:
+    class_folders(here.parent / "zoo", NAMES, 4)
+    init("../zoo")
+    for file in ("zoo-card.yaml", "zoo.yaml"):
+        lines = Path(file).read_text().splitlines()
+        assert all(len(line) <= 110 for line in lines)
+        assert sum("#" in line for line in lines) >= 5
+    assert "classes: from_source" in Path("zoo-card.yaml").read_text()
+
+
+def test_relative_paths_start_at_the_file_that_names_them(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class_folders(here.parent / "zoo", NAMES, 4)
+    init("../zoo")
+    monkeypatch.chdir(here.parent)
+    config = configs.load("here/zoo.yaml")
+    card = cards.load(config.stream.tasks[0].card)
+    assert card.source.path == str(here.parent / "zoo")
+
+
+def test_a_card_may_stand_beside_the_data_and_an_entry_may_be_a_path(here: Path) -> None:
+    class_folders(here / "zoo" / "train", NAMES)
+    class_folders(here / "zoo" / "test", NAMES)
+    (here / "zoo" / "card.yaml").write_text(
+        "name: zoo\nlicence: none\nclasses: from_source\nnum_classes: 5\n"
+        "source: {format: folder, path: .}\n"
+    )
+    (here / "run.yaml").write_text(
+        "name: x\nstream: {tasks: [./zoo, {card: zoo/card.yaml, name: y}]}\nmethods: {linear: {}}\n"
+    )
+    config = configs.load("run.yaml", with_methods=False)
+    assert [cards.load(entry.card).source.path for entry in config.stream.tasks] == [
+        str(here / "zoo")
+    ] * 2
+
+
+def test_several_data_sets_are_a_task_each(here: Path) -> None:
+    class_folders(here.parent / "zoo", NAMES, 4)
+    class_folders(here.parent / "b" / "zoo", ("x", "y"), 4)
+    init("../zoo", "../b/zoo")
+    tasks = configs.load("zoo.yaml").stream.tasks
+    assert [task.name for task in tasks] == ["zoo", "zoo-2"]
+    assert [task.role for task in tasks] == ["base", "task"]
+    assert cards.load(tasks[1].card).classes == ("x", "y")
+
+
+def test_a_folder_of_data_sets_has_its_name(here: Path) -> None:
+    class_folders(here.parent / "zoos" / "a", NAMES)
+    class_folders(here.parent / "zoos" / "b", NAMES)
+    lines = init("../zoos")
+    assert lines[-1] == "wrote zoos-a-card.yaml, zoos-b-card.yaml and zoos.yaml"
+
+
+def test_names_from_the_data_are_quoted_where_yaml_would_read_them_otherwise(here: Path) -> None:
+    names = ("#1", "010", "1e3", "a: b", "no", "null", "true", "x'\"y", "- z", "${HOME}", "größe")
+    class_folders(here.parent / "zoo # 1", names)
+    init("../zoo # 1")
+    config = configs.load("zoo-1.yaml")
+    written = [name for task in config.stream.tasks for name in task.classes or ()]
+    assert written == sorted(names)
+    assert cards.load("zoo-1-card.yaml").classes == tuple(sorted(names))
+
+
+@pytest.mark.parametrize("file", ["zoo.yaml", "zoo-card.yaml"])
+def test_a_file_of_another_content_is_never_overwritten(file: str, here: Path) -> None:
+    class_folders(here.parent / "zoo", NAMES)
+    Path(file).write_text("mine")
+    with pytest.raises(UserError, match=f"{file} is in the current folder with another content"):
+        init("../zoo")
+    assert os.listdir() == [file]
+    assert Path(file).read_text() == "mine"
+
+
+def test_a_link_to_nothing_is_not_written_through(here: Path) -> None:
+    class_folders(here.parent / "zoo", NAMES)
+    os.symlink(here.parent / "target", "zoo.yaml")
+    with pytest.raises(UserError, match=r"zoo.yaml is in the current folder"):
+        init("../zoo")
+    assert not (here.parent / "target").exists()
+
+
+def test_the_same_command_again_changes_nothing(here: Path) -> None:
+    class_folders(here.parent / "zoo", NAMES)
+    init("../zoo")
+    before = [Path(file).read_bytes() for file in sorted(os.listdir())]
+    assert init("../zoo")[-1] == "unchanged: zoo-card.yaml and zoo.yaml"
+    assert [Path(file).read_bytes() for file in sorted(os.listdir())] == before
+
+
+def test_a_command_on_data_uses_the_config_that_was_edited(here: Path) -> None:
+    class_folders(here.parent / "zoo", NAMES)
+    init("../zoo")
+    edited = Path("zoo.yaml").read_text().replace("seed: 0", "seed: 7")
+    Path("zoo.yaml").write_text(edited)
+    lines: list[str] = []
+    assert starter.config_of(["../zoo"], "accrete", lines.append) == "zoo.yaml"
+    assert lines[-1] == "zoo.yaml is there and is used as it stands"
+    assert Path("zoo.yaml").read_text() == edited
+
+
+def test_a_config_is_taken_for_one(here: Path) -> None:
+    said: list[str] = []
+    assert starter.config_of(["configs/demo.yaml"], "accrete", said.append) == "configs/demo.yaml"
+    Path("plain").write_text("x")
+    assert starter.config_of(["plain"], "accrete", said.append) == "plain"
+    assert said == []
+
+
+def test_a_config_beside_data_is_refused(here: Path) -> None:
+    with pytest.raises(UserError, match=r"a.yaml is a config, and stands beside 1 other path"):
+        starter.config_of(["a.yaml", "zoo"], "accrete", print)
+
+
+@pytest.mark.parametrize("path", [".", "..", str(Path("..") / "zoo")])
+def test_results_do_not_become_part_of_the_data(
+    path: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo = class_folders(here.parent / "zoo", NAMES)
+    below = zoo / "ant"
+    monkeypatch.chdir(below if path == ".." else zoo)
+    before = sorted(os.listdir())
+    with pytest.raises(UserError, match="current folder is that of the images") as error:
+        init(path)
+    assert sorted(os.listdir()) == before
+    command = str(error.value).partition("another one: ")[2]
+    folder, _, rest = command.removeprefix("cd ").partition(" && ")
+    monkeypatch.chdir(shlex.split(folder)[0])
+    assert cli.main(shlex.split(rest)[1:]) == 0
+
+
+def test_folders_of_splits_may_hold_their_results_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class_folders(tmp_path / "zoo" / "train", NAMES)
+    class_folders(tmp_path / "zoo" / "test", NAMES)
+    monkeypatch.chdir(tmp_path / "zoo")
+    init(".")
+    assert cards.load("zoo-card.yaml").source.path == str(tmp_path / "zoo")
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 4, 5, 9, 10, 101, 1000])
+def test_all_classes_are_in_tasks_of_at_least_two(num_classes: int) -> None:
+    sizes = task_sizes(num_classes)
+    assert sum(sizes) == num_classes
+    assert min(sizes) >= 2
+    assert sizes[0] == max(sizes)
+    assert len(sizes) <= 5
+
+
+def test_init_plan_and_the_printed_command_work(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class_folders(here.parent / "my zoo", NAMES, 4)
+    assert cli.main(["init", "../my zoo"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    assert shlex.split(command)[-2:] == ["run", "my-zoo.yaml"]
+    assert cli.main(["plan", *shlex.split(command)[-1:]]) == 0
+    first = capsys.readouterr().out
+    assert "miss  data/my-zoo" in first
+    assert cli.main(["plan", "../my zoo"]) == 0
+    assert capsys.readouterr().out.endswith(first)
+
+
+def test_bad_data_is_one_sentence_and_nothing_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_image(here.parent / "data" / "a.png", 1)
+    for command in ("init", "run", "plan", "ingest"):
+        assert cli.main([command, "../data"]) == 2
+        error = capsys.readouterr().err
+        assert re.fullmatch(r"accrete: .*1 image in no folder of a class.*\n", error)
+    assert os.listdir() == []

@@ -64,6 +64,10 @@ class StepRng:
             return full[self.positions_on_device]
         return full[self.positions.to(device)]
 
+    def every_sample(self, tag: str, *shape: int) -> Tensor:
+        """Uniform [0, 1) numbers (size, *shape): what `per_sample` gives to all ranks together."""
+        return torch.rand((self.size, *shape), generator=self.generator(tag), device=self.device)
+
     def shared(self, tag: str, *shape: int) -> Tensor:
         """Uniform [0, 1) numbers of `shape`, equal on all ranks and micro-batches of the step."""
         return torch.rand(shape, generator=self.generator(tag), device=self.device)

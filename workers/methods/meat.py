@@ -7,7 +7,6 @@ numbers are the paper's.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -204,9 +203,8 @@ class Meat(Method[MeatSettings]):
         """Masks of tokens or channels of the WHOLE global batch, (size, *shape): each rank knows
         everybody's noise, so the keep ratio over the global batch needs no message and does not
         depend on ranks or accumulation."""
-        everybody = replace(draw, positions=torch.arange(draw.size))
         return {
-            name: self.masks[name].sample(everybody.per_sample(f"meat.{name}", *shape))
+            name: self.masks[name].sample(draw.every_sample(f"meat.{name}", *shape))
             for name, shape in self.sites.gates.items()
         }
 

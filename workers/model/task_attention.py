@@ -8,6 +8,7 @@ Douillard et al.: DyTox: Transformers for Continual Learning with DYnamic TOken 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -108,6 +109,17 @@ class TokenHeads(Heads):
             nn.init.uniform_(values, -bound, bound, generator=generator)
 
 
+@lru_cache(maxsize=64)
+def class_columns(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return which columns of logits that are padded to the most classes of a task are no padding.
+
+    They are copied to the device once: the host waits for it.
+    """
+    with torch.inference_mode(False):  # training takes the same tensor after serving
+        is_class = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # (tasks, most classes)
+        return is_class.flatten().nonzero().squeeze(1).to(device)
+
+
 class TokenNetwork(nn.Module):
     """Encoder, task attention, and the tokens and heads of some tasks in their order.
 
@@ -147,10 +159,8 @@ class TokenNetwork(nn.Module):
         weights = pad_sequence([head.weight for head in heads], batch_first=True)
         biases = pad_sequence([head.bias for head in heads], batch_first=True)
         padded = torch.einsum("btd,tkd->btk", e, weights) + biases
-        sizes = torch.tensor([head.out_features for head in heads])
-        is_class = torch.arange(weights.shape[1]) < sizes[:, None]  # (tasks, most classes)
-        columns = is_class.flatten().nonzero().squeeze(1)  # those that are no padding
-        logits: Tensor = padded.flatten(1)[:, columns.to(padded.device)]
+        sizes = tuple(head.out_features for head in heads)
+        logits: Tensor = padded.flatten(1)[:, class_columns(sizes, padded.device)]
         return logits
 
     def forward(self, images: Tensor) -> Tensor:

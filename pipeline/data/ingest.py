@@ -13,8 +13,10 @@ import io
 import json
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ from pipeline.data.cards import Card
 from pipeline.data.csv_text import to_csv
 from pipeline.data.digests import digest_of_rows, index_digest
 from pipeline.data.formats import SourceState, require_entries, source_state, units
-from pipeline.data.formats.base import MapFn, Unit
+from pipeline.data.formats.base import MapFn, Unit, check_unfolding
 from pipeline.data.listing import SPLITS
 from pipeline.data.packs import (
     TABLE_SUFFIX,
@@ -58,10 +60,14 @@ from workers.storage.artifact import (
     is_local,
     join,
     list_files,
+    read_bytes,
     resolve,
+    withdrawn_attempt,
+    write_bytes,
 )
 
 REVISION = 2  # raise it when the same source gives other shards
+NONCE = "nonce"  # a file in a folder of packs, see `_attempt_name`
 REJECTED_CSV = "rejected.csv"
 TABLE_READERS = 8  # tables of finished units that are read at the same time
 
@@ -121,17 +127,16 @@ def ingest(
     ).hexdigest()
     packs = join(root, key, f"packs-{state_digest[:16]}")
     try:
-        rows = read_source(units(card, map_fn, entries), card, packs, map_fn, report)
+        file_bytes = sum(entry.size for entry in entries)
+        rows = read_source(units(card, map_fn, entries), card, packs, map_fn, report, file_bytes)
         try:
             contents = select_contents(card, rows)
         except UserError:
             delete_dir(packs)
             raise
         del rows
-        # Of the same images the same shards are made, and these have one folder.
-        text = f"{contents.fields['content']} {card.identity()} {REVISION}"
-        plan = hashlib.sha256(text.encode()).hexdigest()
-        attempt = Attempt(root, key, f"a-{plan[:12]}")
+        plan = f"{contents.fields['content']} {card.identity()} {REVISION}"
+        attempt = Attempt(root, key, _attempt_name(root, key, packs, plan))
         index = _write_all(contents.selected, card, attempt, packs, map_fn, report)
         publish(attempt, index, contents, {**extra, "fingerprint": fingerprint_of(state)})
     except OSError as error:
@@ -190,6 +195,28 @@ def fingerprint_of(state: SourceState | None) -> str | None:
     return state.fingerprint if state else None
 
 
+def _attempt_name(root: str, key: str, packs: str, plan: str) -> str:
+    """Return the name of the attempt that writes the shards of a plan.
+
+    It is the one of the try that made the folder of packs, so that its shards are used. Where that
+    attempt was published and found damaged, it is a new one. plan: what the shards follow from.
+    """
+    uri = join(packs, NONCE)
+    nonce = ""
+    with suppress(FileNotFoundError):
+        nonce = read_bytes(uri).decode("ascii", "replace")
+    name = _name_from(plan, nonce)
+    if not nonce or name == withdrawn_attempt(root, key):
+        nonce = uuid.uuid4().hex
+        write_bytes(uri, nonce.encode())
+    return _name_from(plan, nonce)
+
+
+def _name_from(plan: str, nonce: str) -> str:
+    digest = hashlib.sha256(f"{plan} {nonce}".encode()).hexdigest()
+    return f"a-{digest[:12]}"
+
+
 def _counts_of(rows: pa.Table) -> dict[str, int]:
     """Return how many rows each split has."""
     counts: dict[str, int] = {}
@@ -213,11 +240,12 @@ def _full_storage(card: Card, root: str, packs: str) -> UserError:
 
 # ---- first pass: every unit of the source is read once -------------------------------------------
 def read_source(
-    units: list[Unit], card: Card, packs: str, map_fn: MapFn, report: Report
+    units: list[Unit], card: Card, packs: str, map_fn: MapFn, report: Report, file_bytes: int
 ) -> pa.Table:
     """Check and pack all images, and return the rows of all units in order (`packs.ROWS`).
 
-    Units whose table stands in the folder of packs are not read again.
+    Units whose table stands in the folder of packs are not read again. file_bytes: of all files of
+    the source, 0 where a library fetches it. Raise UserError where its images have far more.
     """
     names = [name_of(unit) for unit in units]
     sizes = list_files(packs)
@@ -237,8 +265,12 @@ def read_source(
     total = sum(unit.num_items for unit in units)
     progress = Progress(report, "checking images", total, num_before)
     progress.add(0)
+    image_bytes = 0
     for job, table in zip(jobs, map_fn(write_unit, jobs), strict=True):
         tables[job.name] = table
+        image_bytes += pc.sum(table["bytes"]).as_py() or 0
+        if file_bytes:
+            check_unfolding(card.source.path, image_bytes, file_bytes)
         progress.add(job.unit.num_items)
     return pa.concat_tables([tables[name] for name in names])
 

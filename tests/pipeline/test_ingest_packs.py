@@ -181,6 +181,27 @@ def test_a_killed_ingest_repeats_its_unfinished_units_and_shards_alone(
     assert bool(events[0]["images"]) == bool(tables), "it goes on from where it was"
 
 
+def test_damaged_shards_are_not_taken_for_what_a_killed_try_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the manifest and the deletion of the packs leaves the marks of all shards."""
+    card = card_of(make_folder(tmp_path / "images"), "folder")
+    monkeypatch.setattr(artifact.Attempt, "_sweep", lambda *_: None)
+    monkeypatch.setattr("pipeline.data.ingest.delete_dir", lambda _: None)
+    before = run(card, tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(base, "MIN_UNIT_BYTES", UNIT_BYTES)
+    shard = next((tmp_path / "k").glob("a-*/train-00000.tar"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    artifact.withdraw(str(tmp_path), "k")
+    counting = Counting()
+    after = run(card, tmp_path, counting)
+    assert after["files"] == before["files"]
+    assert after["attempt"] != before["attempt"]
+    assert not counting.units
+    assert Artifact.need(str(tmp_path), "k").damage() is None
+
+
 def test_a_file_that_changed_since_the_kill_is_read_again(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "images")
     card = card_of(source, "folder")
@@ -312,6 +333,23 @@ def test_a_table_that_holds_one_image_many_times_makes_a_pack_of_one(tmp_path: P
     assert outcome.startswith("packs of ")
     assert int(outcome.split()[2]) < 3 * len(image)
     assert megabytes < 250
+
+
+@pytest.mark.parametrize("group_rows", [200, 20])
+def test_a_table_that_repeats_an_image_without_end_is_refused(
+    group_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one group of rows, and in many small ones."""
+    monkeypatch.setattr(base, "MAX_UNFOLDED_BYTES", 30 << 20)
+    image = picture(1) + bytes(1 << 20)
+    (tmp_path / "tables").mkdir()
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), pa.array([image]))
+    table = pa.table({"image": column, "label": pa.array(ingest_sources.CLASSES * 50)})
+    file = tmp_path / "tables" / "train-0.parquet"
+    pq.write_table(table, file, compression="zstd", row_group_size=group_rows)
+    assert file.stat().st_size < 300_000
+    with pytest.raises(UserError, match=r"unfolds: its images have [34]\d{7} bytes and more"):
+        run(card_of(tmp_path / "tables", "parquet"), tmp_path)
 
 
 # ---- progress ------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
 MANIFEST = "manifest.json"
+DAMAGED_SUFFIX = ".damaged"  # of a manifest that was withdrawn
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # file systems without them
 LARGE_BYTES = 64 << 20
 MAX_JSON_BYTES = 64 << 20
@@ -572,4 +573,14 @@ def withdraw(root: str, key: str) -> None:
     """
     system, path = resolve(join(root, key, MANIFEST))
     if system.get_file_info(path).type == fs.FileType.File:
-        system.move(path, f"{path}.damaged")
+        system.move(path, path + DAMAGED_SUFFIX)
+
+
+def withdrawn_attempt(root: str, key: str) -> str | None:
+    """Return the attempt whose manifest was withdrawn last; None where none was."""
+    try:
+        manifest = read_json(join(root, key, MANIFEST + DAMAGED_SUFFIX))
+    except (FileNotFoundError, ValueError):
+        return None
+    attempt = manifest.get("attempt") if isinstance(manifest, dict) else None
+    return attempt if isinstance(attempt, str) else None

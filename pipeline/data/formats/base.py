@@ -56,6 +56,10 @@ READERS = 8  # reads from a bucket at the same time
 MAX_LABEL_BYTES = 4096  # of a class name in a source
 # of one encoded image: 400 MB is an image of max_pixels with 16 bits a channel, uncompressed
 MAX_IMAGE_BYTES = 512 << 20
+# A table may hold one value once and repeat it in a million rows: the images of a source may
+# together have so many times the bytes of its files, and so many bytes whatever those are.
+MAX_UNFOLDING = 100
+MAX_UNFOLDED_BYTES = 4 << 30
 MAX_NUMBER_DIGITS = 18  # of a label that is a class number as text
 
 MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
@@ -325,6 +329,16 @@ def read_at(uri: str, offset: int, size: int | None) -> bytes:
             f"{printable(uri)} cannot be read ({printable(str(error).splitlines()[0])}); "
             f"{advice}, then run the same command again"
         ) from None
+
+
+def check_unfolding(source: str, image_bytes: int, file_bytes: int) -> None:
+    """Raise UserError where images have far more bytes than the files that they come from."""
+    if image_bytes > max(MAX_UNFOLDED_BYTES, MAX_UNFOLDING * file_bytes):
+        raise UserError(
+            f"{printable(source)} unfolds: its images have {image_bytes} bytes and more, over "
+            f"{MAX_UNFOLDING} times its own {file_bytes}, as it repeats some of them without end; "
+            "fetch it again, or write it without the repetitions"
+        )
 
 
 def class_of(label: Any, classes: tuple[str, ...]) -> str | None:

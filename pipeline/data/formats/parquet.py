@@ -20,6 +20,7 @@ from pipeline.data.formats.base import (
     MapFn,
     Unit,
     archives_of_split,
+    check_unfolding,
     class_of,
     size_problem,
     unit_slices,
@@ -124,13 +125,18 @@ def read_parquet(
     label if there is one. Raise UserError where the group cannot be read to its end.
     """
     row = first
+    num_bytes = 0
     groups = list(range(group, stop or group + 1))
     try:
-        with _open_parquet(uri) as file:
+        with open_file(uri) as stream, pq.ParquetFile(stream) as file:
             for batch in file.iter_batches(1, row_groups=groups, columns=list(columns)):
                 values = [_python_value(batch[column][0]) for column in columns]
                 label = values[1] if len(values) > 1 else None
-                yield _item(split, uri, row, values[0], label, classes)
+                item, data = _item(split, uri, row, values[0], label, classes)
+                if isinstance(data, bytes):
+                    num_bytes += len(data)
+                check_unfolding(uri, num_bytes, stream.size())
+                yield item, data
                 row += 1
     except (pa.ArrowException, OSError) as error:
         raise UserError(

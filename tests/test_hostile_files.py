@@ -147,7 +147,7 @@ def test_huge_sizes_in_the_headers_of_a_tar_take_no_memory(kind: Any, site: Any)
 
 def read_in_place(path: str, label: str = "cls") -> str:
     """Read a shard; return the samples that have no problem."""
-    job = webdataset_format.ShardJob("train", path, frozenset(["png"]), label, ("a", "b"))
+    job = webdataset_format.ShardJob("train", path, ("png",), label, ("a", "b"))
     good = []
     for item, _ in webdataset_format.read_shard(job):
         if item.problem is None:

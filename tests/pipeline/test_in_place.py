@@ -22,7 +22,7 @@ import yaml
 from PIL import Image
 
 from pipeline.data.cards import Card, load
-from pipeline.data.formats import fingerprint
+from pipeline.data.formats import fingerprint, units
 from pipeline.data.formats import webdataset as webdataset_format
 from pipeline.data.in_place import index_shards, urls_of
 from pipeline.graph import graph_cache
@@ -166,6 +166,13 @@ def test_a_killed_pass_goes_on_with_the_shards_that_were_not_read(
         "manifest.json",
         second["attempt"],
     }
+
+
+def test_another_process_gives_the_tables_of_shards_the_same_names(shards_folder: Path) -> None:
+    """The order of a set differs between processes, and so would the name that is made of it."""
+    card = card_of(shards_folder)
+    for unit in units(card, serial):
+        assert "set(" not in repr(unit.args)
 
 
 def test_shards_are_listed_with_braces_one_by_one_or_by_full_paths(

@@ -168,7 +168,7 @@ class ShardJob(NamedTuple):
 
     split: str
     url: str
-    image_suffixes: frozenset[str]
+    image_suffixes: tuple[str, ...]
     label: str | None
     classes: tuple[str, ...]
 
@@ -185,12 +185,12 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return one unit for each shard."""
     urls = urls_by_name(shard_urls(card))
     label = LABEL_SUFFIX if card.source.label == "label" else card.source.label
-    names = frozenset(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES)
+    names = {suffix.lstrip(".") for suffix in IMAGE_SUFFIXES}
     if card.source.image != "image":
         parts = re.split(r"[;\s]+", card.source.image.lower())
-        names = frozenset(part.lstrip(".") for part in parts) - {""}
+        names = {part.lstrip(".") for part in parts} - {""}
     jobs = [
-        ShardJob(split, urls[entry.name], names, label, card.classes)
+        ShardJob(split, urls[entry.name], tuple(sorted(names)), label, card.classes)
         for split in SPLITS
         for entry in entries
         if entry.name.startswith(f"{split}-")

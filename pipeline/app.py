@@ -31,6 +31,13 @@ from pipeline.graph.run import (
     stages_to_run,
 )
 from pipeline.graph.run_record import RunRecord, record_of
+from pipeline.graph.selection import (
+    EVERYTHING,
+    Selection,
+    force,
+    selected_to_run,
+    stages_named,
+)
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, version_notes
 from pipeline.launch.cluster import is_submitted_job
@@ -50,6 +57,7 @@ from workers.storage.artifact import (
     Artifact,
     Attempt,
     cached_artifacts,
+    content_digest,
     delete_dir,
     exists,
     join,
@@ -254,9 +262,11 @@ def version() -> versions.Version:
     return versions.get_version()
 
 
-def command_text(command: str, config_path: str, overrides: Sequence[str]) -> str:
+def command_text(
+    command: str, config_path: str, overrides: Sequence[str], options: Sequence[str] = ()
+) -> str:
     """Return the line that a person types to run a command on a config."""
-    words = [command, config_path]
+    words = [command, config_path, *options]
     for override in overrides:
         words += ["--set", override]
     return f"{this_command()} {shlex.join(words)}"
@@ -281,20 +291,30 @@ def previous_record(store: Store, config: Config) -> RunRecord | None:
 
 # ---- running -------------------------------------------------------------------------------------
 def execute(
-    run: PreparedRun, open_screen: OpenScreen, resume_command: str, report_command: str
+    run: PreparedRun,
+    open_screen: OpenScreen,
+    resume_command: str,
+    report_command: str,
+    selection: Selection = EVERYTHING,
 ) -> RunResult:
     """Run the stages that are missing, write the report, and record the run in MLflow.
 
     resume_command, report_command: what a person types to go on with the run, or to write its
-    record again; error messages name them. What happens is logged in the run's driver.log. Raise
-    `UserError` when a stage fails.
+    record again; error messages name them. selection: what of the graph is to run. What happens is
+    logged in the run's driver.log. Raise `UserError` when a stage fails, or is not known.
     """
+    for option, names in selection.options:
+        stages_named(run.graph, names, option)  # before anything is written
     with driver_log(run.store.storage, run.config.name):
-        return _execute(run, open_screen, resume_command, report_command)
+        return _execute(run, open_screen, resume_command, report_command, selection)
 
 
 def _execute(
-    run: PreparedRun, open_screen: OpenScreen, resume_command: str, report_command: str
+    run: PreparedRun,
+    open_screen: OpenScreen,
+    resume_command: str,
+    report_command: str,
+    selection: Selection,
 ) -> RunResult:
     config = run.config
     store = run.store
@@ -302,11 +322,12 @@ def _execute(
     previous = previous_record(run.store, run.config)
     record = record_of(graph, config, run.tasks, provenance())
     store.save_record(record)  # before the look-up: from now on `gc` keeps what this run needs
-    lookups = look_up_all(graph, store, previous)
-    todo = stages_to_run(graph, lookups)
+    lookups = force(graph, look_up_all(graph, store, previous), selection)
+    todo = selected_to_run(graph, lookups, selection)
+    left_out = stages_to_run(graph, lookups) - todo
     LOG.info("run %s: %d stages, %d to run", config.name, len(graph), len(todo))
     screen = open_screen(graph, lookups)
-    if not todo:
+    if not todo and not left_out:
         files = _add_analysis(report_files(run), record, store)
         manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
         state = complete.state_of(config.tracking, store.storage, record, manifests, files)
@@ -317,21 +338,35 @@ def _execute(
     elif not run.has_jobs:
         full = with_jobs(run)
         if full.keys != run.keys:  # raw data has changed since the graph was read from the cache
-            return _execute(full, open_screen, resume_command, report_command)
+            return _execute(full, open_screen, resume_command, report_command, selection)
         run = full
         graph = full.graph
-    return _run_and_record(run, record, lookups, screen, resume_command, report_command)
+    result = _run_and_record(run, record, lookups, todo, screen, resume_command, report_command)
+    for stage_id in sorted(stages_named(graph, selection.force, "--force")):
+        screen.say(f"{stage_id}: {_comparison(lookups[stage_id], result.outcome, stage_id)}")
+    return result
+
+
+def _comparison(before: Lookup, outcome: Outcome, stage_id: str) -> str:
+    """Return whether a stage that was forced to run came out as it was before."""
+    after = outcome.manifests[stage_id]
+    if before.manifest is None or after is None:
+        return "it had no result before"
+    if content_digest(before.manifest) == content_digest(after):
+        return "run again, with the same content as before"
+    return "run again, with another content than before; what was made of it was run again"
 
 
 def _run_and_record(
     run: PreparedRun,
     record: RunRecord,
     lookups: dict[str, Lookup],
+    todo: set[str],
     screen: Screen,
     resume_command: str,
     report_command: str,
 ) -> RunResult:
-    """Run the stages that are missing, and record the run while it goes on."""
+    """Run the stages `todo`, and record the run while it goes on."""
     # start-up time: they import torch and matplotlib
     from pipeline.launch.time_left import TimeLeftEstimator
     from pipeline.tracking.recorder import Recorder, RecordingObserver
@@ -340,21 +375,27 @@ def _run_and_record(
     config = run.config
     store = run.store
     graph = run.graph
-    todo = stages_to_run(graph, lookups)
+    missing = stages_to_run(graph, lookups) | todo
+    is_whole = missing == todo
     groups = config.cluster.groups if config.cluster.workers else 1
     recorder = Recorder(config.tracking, store.storage, screen.say, report_command)
     recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
     files: dict[str, bytes] = {}
     status = "KILLED"
     with journal_of(
-        store, graph, lookups, todo, resume_command, TimeLeftEstimator(graph, groups)
+        store, graph, lookups, missing, resume_command, TimeLeftEstimator(graph, groups)
     ) as journal:
         try:
-            outcome = _run_stages(run, record, lookups, screen, recording, journal)
-            status = "FAILED" if outcome.failures else "FINISHED"
+            outcome = _run_stages(run, record, lookups, todo, screen, recording, journal)
+            if outcome.failures:
+                status = "FAILED"
+            elif is_whole:
+                status = "FINISHED"
             raise_if_failed(outcome, resume_command)
-            files = _add_analysis(report_files(run), record, store)
-            recorder.models(graph, lambda label, folder: write_bundle(run, label, folder))
+            files = report_files_or_build(run, record, diagram.to_svg(graph, {}))
+            files = _add_analysis(files, record, store)
+            if is_whole:
+                recorder.models(graph, lambda label, folder: write_bundle(run, label, folder))
         finally:
             recording.finish(files, status)
             if status != "FINISHED":
@@ -362,7 +403,7 @@ def _run_and_record(
                     LOG.warning("%s", warning)
         links = recorder.links()
         location = recorder.writer.location
-        if location is not None and not recorder.warnings:
+        if location is not None and is_whole and not recorder.warnings:
             # What an executor reports of a stage may lack the name of the attempt; the store has
             # it.
             stored = look_up_all(graph, store, None, verify=False)
@@ -379,11 +420,12 @@ def _run_stages(
     run: PreparedRun,
     record: RunRecord,
     lookups: dict[str, Lookup],
+    todo: set[str],
     screen: Screen,
     recording: Watcher,
     journal: Journal,
 ) -> Outcome:
-    """Run the stages that are missing, watched by the screen, MLflow, the log and the journal."""
+    """Run the stages `todo`, watched by the screen, MLflow, the log and the journal."""
     from pipeline.launch import executor as launch  # start-up time: imports torch
 
     config = run.config
@@ -411,6 +453,7 @@ def _run_stages(
         RetryPolicy.of(config.cluster).stage,
         [screen, recording, run_log, journal],
         lookups,
+        selected=todo,
     )
 
 

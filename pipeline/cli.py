@@ -211,9 +211,24 @@ def _add_run_commands(add_command: AddCommand) -> None:
     """Add the commands that make a config, or compute or plan its graph: init, run, plan, search,
     ingest, shards, report."""
     _add_init_command(add_command)
-    add_command(
+    run_parser = add_command(
         "run", run, "run what is missing of a config's graph, then report", **CONFIG_OR_DATA
     )
+    for option, text in (
+        ("only", "run nothing but this stage"),
+        ("from", "run this stage and what follows from it"),
+        ("until", "run this stage and what it needs"),
+        ("force", "run this stage even if it has a result; contents are compared"),
+    ):
+        run_parser.add_argument(
+            f"--{option}",
+            dest=f"{option}_stages",
+            action="append",
+            default=[],
+            metavar="STAGE",
+            help=f"{text}; an id as `plan` prints it, its beginning, a step, or a pattern with *; "
+            "may be repeated",
+        )
     plan_parser = add_command(
         "plan",
         plan,
@@ -411,6 +426,7 @@ def run(args: argparse.Namespace) -> int:
     """Run what is missing of a config's graph, and print what came out."""
     _take_config(args)
     from pipeline import app, console  # imports torch
+    from pipeline.graph.selection import Selection
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, with_jobs=False)
     config = prepared.config
@@ -419,9 +435,16 @@ def run(args: argparse.Namespace) -> int:
             f"run {config.name}: "
             f"--set changes what {config.base_name} computes, so this is a run of its own"
         )
-    resume_command = app.command_text("run", args.config, args.overrides)
+    selection = Selection(args.only_stages, args.from_stages, args.until_stages, args.force_stages)
+    options = []
+    for option, names in selection.options:
+        for stage in names:
+            # A forced stage whose run was cut short has no result: it runs again anyway.
+            if option != "--force":
+                options += [option, stage]
+    resume_command = app.command_text("run", args.config, args.overrides, options)
     report_command = app.command_text("report", args.config, args.overrides)
-    result = app.execute(prepared, console.Console, resume_command, report_command)
+    result = app.execute(prepared, console.Console, resume_command, report_command, selection)
     print(console.summary(result.tables, result.outcome, result.published.lines))
     return 0
 

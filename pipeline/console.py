@@ -162,6 +162,8 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
         )
     else:
         ending = f"{outcome.ran} stages run, {outcome.reused} reused, {duration}"
+    if outcome.left_out:
+        ending += f"; {len(outcome.left_out)} missing stages were not selected"
     lines += ["", ending, *links]
     return "\n".join(lines)
 

@@ -60,13 +60,14 @@ class Outcome:
     """How a run ended, by stage id.
 
     failures: error messages of the stages that failed. manifests: of the results, as the executor
-    reported them or the look-up found them.
+    reported them or the look-up found them. left_out: missing stages that were not selected.
     """
 
     states: dict[str, State]
     failures: dict[str, str]
     seconds: float
     manifests: Manifests = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
 
     @property
     def ran(self) -> int:
@@ -76,7 +77,7 @@ class Outcome:
     @property
     def reused(self) -> int:
         """Number of stages that did not have to run."""
-        return self._count(State.REUSED)
+        return self._count(State.REUSED) - len(self.left_out)
 
     def _count(self, state: State) -> int:
         return list(self.states.values()).count(state)
@@ -165,15 +166,17 @@ def run_graph(
     watchers: list[Watcher],
     lookups: dict[str, Lookup],
     poll_s: float = 0.02,
+    selected: set[str] | None = None,
 ) -> Outcome:
     """Run what is missing.
 
     make_executor: makes the executor from the ids to run; called once, and only if there are any.
     retries: tries of a stage after the first one. lookups: from `look_up_all`. poll_s: pause after
-    a poll without events.
+    a poll without events. selected: the stages to run, where not all that is missing is to run.
     """
     started = time.monotonic()
-    todo = stages_to_run(graph, lookups)
+    missing = stages_to_run(graph, lookups)
+    todo = missing if selected is None else selected
     not_run = [stage.id for stage in graph if stage.id not in todo]
     manifests: Manifests = {stage.id: lookups[stage.id].manifest for stage in graph}
     contents = content_digests({stage.id: lookups[stage.id] for stage in graph})
@@ -187,7 +190,8 @@ def run_graph(
     for stage_id, state in graph_run.walk.states.items():
         if state is State.FAILED:
             failures[stage_id] = graph_run.walk.messages[stage_id]
-    return Outcome(graph_run.walk.states, failures, time.monotonic() - started, manifests)
+    seconds = time.monotonic() - started
+    return Outcome(graph_run.walk.states, failures, seconds, manifests, frozenset(missing - todo))
 
 
 @dataclass(frozen=True)

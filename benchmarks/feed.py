@@ -1,64 +1,111 @@
-"""Compare the feed with reading the same tars by hand: tarfile, Pillow, one batch after the other.
+"""Compare the feed with WebDataset, Pillow and torchvision's transforms over the same shards.
 
-`python -m benchmarks.feed`; 2000 generated PNG and JPEG images of 32 to 64 px, batches of 64 at 48
-px, one thread of PyTorch, one decoding thread, about a minute. Both sides end with normalised float
-batches; that they hold the same pixels is checked first. By hand nothing is shuffled, verified or
-augmented; the feed shuffles and verifies digests in all cases.
+`python -m benchmarks.feed --side 32`; sides 32 (from JPEG of 32 px), 128 (from 128) and 224 (from
+400), all three without an option; about a minute each. Generated images, random resized crops of 8
+to 100 % of the area, flips, normalised float batches in one process, with one thread of
+PyTorch and one that decodes. Of torchvision's transforms, those on Pillow images and those on
+tensors are measured, and the faster ones compared with. That both sides give the same pixels of the
+same boxes is checked first.
+
+The feed shuffles and verifies all records in a streamed and in a first epoch, which also writes the
+decoded images to a fresh cache; WebDataset shuffles in a buffer.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
-import tarfile
+import itertools
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import webdataset
 from PIL import Image
 from torch import Tensor
+from torchvision.io import decode_jpeg
+from torchvision.transforms import v2
 
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
 from workers import dist
+from workers.data.crops import CropDraws
+from workers.data.decoding import read_picture
 from workers.data.feed import Feed
 from workers.job import StageJob
 from workers.storage.artifact import Artifact
 
-CLASSES, TRAIN, SIDE, BATCH = 10, 200, 48, 64
-RESIDENT_DEMAND = 10.0  # later epochs, from decoded pixels: by hand / feed
-FIRST_DEMAND = 0.7  # the first epoch, which decodes, verifies and keeps all pixels
-STREAMED_DEMAND = 0.6  # every epoch of what does not fit: decoded, verified, shuffled
+CLASSES, SHUFFLE, DECODED = 10, 1000, 64
+SCALE = (0.08, 1.0)
+SAME_PIXELS = 2 / 255  # mean difference of crops with the same boxes
 
 
-def by_hand(shards: list[str], job: StageJob) -> Iterator[Tensor]:
-    """Float batches (BATCH, 3, SIDE, SIDE) in the order of the tars."""
-    pixels: list[np.ndarray] = []
-    for shard in shards:
-        with tarfile.open(shard) as tar:
-            for member in tar:
-                if member.name.endswith((".cls", ".txt")):
-                    continue
-                file = tar.extractfile(member)
-                assert file is not None
-                image = Image.open(io.BytesIO(file.read())).convert("RGB")
-                pixels.append(np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC)))
-                if len(pixels) == BATCH:
-                    yield batch_of(pixels, job)
-                    pixels = []
-    if pixels:
-        yield batch_of(pixels, job)
+@dataclass(frozen=True)
+class Case:
+    """source_side: of the images in the shards, in pixels. images: of each class. batch_size: no
+    more than 32 MB of floats, above which every batch costs both sides new pages of memory.
+    streamed, later: how many times as fast as by hand a streamed or first epoch, and later ones,
+    must be."""
+
+    source_side: int
+    images: int
+    batch_size: int
+    streamed: float
+    later: float
 
 
-def batch_of(pixels: list[np.ndarray], job: StageJob) -> Tensor:
-    """Return images as a normalised float batch, (B, 3, SIDE, SIDE)."""
-    stacked = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
-    mean = torch.tensor(job.backbone_settings.mean).view(1, 3, 1, 1)
-    std = torch.tensor(job.backbone_settings.std).view(1, 3, 1, 1)
-    return (stacked.float().div_(255) - mean) / std
+CASES = {
+    32: Case(32, 200, 64, 3.0, 20.0),
+    128: Case(128, 80, 64, 2.0, 6.0),
+    224: Case(400, 32, 32, 1.5, 2.5),
+}
+
+
+def by_hand(shards: list[str], transform: v2.Compose, batch_size: int) -> Iterator[Tensor]:
+    """Yield float batches (b, 3, side, side) as a user of WebDataset writes it."""
+    data = (
+        webdataset.WebDataset(shards, shardshuffle=len(shards))
+        .shuffle(SHUFFLE)
+        .decode("pil")
+        .to_tuple("jpg", "cls")
+        .map_tuple(transform, int)
+        .batched(batch_size, collation_fn=collate)
+    )
+    for images, _ in data:
+        yield images
+
+
+def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Stack images and labels."""
+    images, labels = zip(*samples, strict=True)
+    return torch.stack(images), torch.tensor(labels)
+
+
+def transforms(side: int, job: StageJob) -> dict[str, v2.Compose]:
+    """Return torchvision's transforms on Pillow images, and on tensors."""
+    crops = [v2.RandomResizedCrop(side, SCALE, antialias=True), v2.RandomHorizontalFlip()]
+    to_tensor = [v2.ToImage()]
+    settings = job.backbone_settings
+    to_floats = [
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(list(settings.mean), list(settings.std)),
+    ]
+    return {
+        "by hand, Pillow": v2.Compose([*crops, *to_tensor, *to_floats]),
+        "by hand, tensors": v2.Compose([*to_tensor, *crops, *to_floats]),
+    }
+
+
+def make_feed(job: StageJob, **data: Any) -> Feed:
+    """Return the training feed of a job with some settings of `data`."""
+    assert job.task is not None
+    changed = replace(job, data=job.data.model_copy(update=data))
+    return Feed(changed, (job.task,), "train", dist.Group(), training=True)
 
 
 def epoch(feed: Feed) -> Iterator[Tensor]:
@@ -72,88 +119,127 @@ def exhaust(batches: Iterable[Tensor]) -> int:
     return sum(len(batch) for batch in batches)
 
 
-def decoding_epoch(job: StageJob) -> int:
-    """Read a first epoch that decodes every image, as there is no cache folder."""
-    return exhaust(epoch(make_feed(replace(job, cache=""))))
+def expected_batch(feed: Feed) -> Tensor:
+    """Return the first batch of an epoch by Pillow and torchvision, with the feed's boxes."""
+    order = feed.deal.epoch(0)
+    positions = np.arange(order.size(0))
+    rng = feed._rng(0, 0, torch.from_numpy(positions), order.size(0))
+    crops = CropDraws.draw(rng, feed.augment.data.crop_scale, feed.augment.data.flip)
+    side = feed.augment.side
+    images = []
+    for position, row in zip(positions.tolist(), order.rows(0, positions).tolist(), strict=True):
+        image = Image.open(io.BytesIO(feed.samples.bytes_of(row))).convert("RGB")
+        box = crops.box(position, image.height, image.width)
+        planes = v2.functional.pil_to_tensor(image)
+        crop = v2.functional.resized_crop(planes, *box, size=[side, side], antialias=True)
+        images.append(crop.flip(-1) if crops.flips[position] else crop)
+    return feed.augment.normalise(torch.stack(images))
 
 
-def make_feed(job: StageJob) -> Feed:
-    """Return the training feed of a job."""
-    assert job.task is not None
-    return Feed(job, (job.task,), "train", dist.Group(), training=True)
+def check_pixels(report: Report, feeds: dict[str, Feed]) -> None:
+    """Demand torchvision's pixels of the same boxes, and the same bits from both feeds."""
+    expected = expected_batch(feeds["streamed"])
+    batches = {name: next(epoch(feed)) for name, feed in feeds.items()}
+    report.equal("resident and streamed", batches["resident"], batches["streamed"], atol=0)
+    spread = float(feeds["streamed"].augment.scale.max()) * 255
+    difference = float((batches["streamed"] - expected).abs().mean()) / spread
+    what = "mean difference from torchvision's pixels of the same boxes"
+    report.equal(what, torch.tensor(difference), torch.tensor(0.0), atol=SAME_PIXELS)
 
 
-def sorted_images(batches: Iterable[Tensor]) -> Tensor:
-    """Return all images in an order that depends on their pixels alone."""
-    images = torch.cat(list(batches)).flatten(1).double()
-    weights = torch.rand(
-        images.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64
+def compare_decoders(report: Report, feed: Feed, source_side: int) -> None:
+    """Print how long decoders of JPEG take, whole and at half and a quarter of the sides."""
+    records = [feed.samples.bytes_of(row) for row in range(DECODED)]
+    buffers = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in records]
+
+    def simplejpeg_at(scale: int) -> None:
+        for data in records:
+            read_picture(data, source_side // scale)
+
+    def pillow_at(scale: int) -> None:
+        for data in records:
+            image = Image.open(io.BytesIO(data))
+            image.draft(None, (source_side // scale, source_side // scale))
+            np.asarray(image.convert("RGB"))
+
+    def torchvision_whole() -> None:
+        for buffer in buffers:
+            decode_jpeg(buffer)
+
+    variants: dict[str, Callable[[], None]] = {"torchvision.io 1": torchvision_whole}
+    for scale in (1, 2, 4):
+        variants[f"simplejpeg {scale}"] = partial(simplejpeg_at, scale)
+        variants[f"Pillow {scale}"] = partial(pillow_at, scale)
+    timing = interleave(variants, rounds=5)
+    for slow in ("torchvision.io 1", "Pillow 1", "Pillow 2", "Pillow 4"):
+        name, part = slow.split(" ")
+        ratio = timing.ratio(slow, f"simplejpeg {part}")
+        report.note(f"{source_side} px at 1/{part}, {name} / simplejpeg", f"{ratio:.1f}")
+
+
+def measure(side: int, case: Case, report: Report, folder: Path) -> None:
+    """Compare pixels, then times, at one side."""
+    card = stream.draw_images(
+        folder, CLASSES, case.images, 1, sides=(case.source_side,), suffixes=(".jpg",)
     )
-    return images[(images @ weights).argsort()]
+    store, graph, _ = stream.plan(
+        folder,
+        card,
+        1,
+        backbone={**stream.tiny(side)},
+        methods={"linear": {}},
+        data={"val_fraction": 0.0, "crop": "resized", "crop_scale": SCALE, "flip": 0.5},
+        train={"batch_size": case.batch_size},
+        cluster={"loader_workers": 1},
+    )
+    stream.ingest(store, graph)
+    job = stream.job_of(graph, "linear/t-0/train")
+    data = Artifact.need(job.root, graph["data/generated"].key)
+    names = sorted(name for name in data.manifest["files"] if name.startswith("train"))
+    shards = [data.uri(name).removeprefix("file://") for name in names]
+    resident = make_feed(job)
+    streamed = make_feed(job, resident_mb=0)
+    assert (resident.resident, streamed.resident) == (True, False)
+    check_pixels(report, {"resident": resident, "streamed": streamed})
+    compare_decoders(report, streamed, case.source_side)
+    number = itertools.count()
+
+    def first_epoch() -> None:
+        cache = str(folder / f"cache-{next(number)}")
+        exhaust(epoch(make_feed(replace(job, cache=cache))))
+
+    variants: dict[str, Any] = {
+        "later epochs, resident": lambda: exhaust(epoch(resident)),
+        "first epoch": first_epoch,
+        "streamed": lambda: exhaust(epoch(streamed)),
+    }
+    hands = transforms(side, job)
+    for name, transform in hands.items():
+        variants[name] = lambda transform=transform: exhaust(
+            by_hand(shards, transform, case.batch_size)
+        )
+    timing = interleave(variants, rounds=5)
+    best = min(hands, key=timing.median)
+    what = f"{side} px from {case.source_side}, against WebDataset and {best.split(', ')[1]}"
+    for name in ("streamed", "first epoch", "later epochs, resident"):
+        demand = case.later if name.startswith("later") else case.streamed
+        report.at_least(f"{name}, {what}", timing.ratio(best, name), demand)
+    for name in timing.seconds:
+        rate = CLASSES * case.images / timing.median(name)
+        report.note(f"{name}, images per second of CPU", f"{rate:,.0f}")
 
 
 def main() -> None:
-    """Compare pixels, then times, of the resident and the streamed feed."""
+    """Measure one side, or all of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--side", type=int, choices=CASES, help="of the input, in pixels")
+    options = parser.parse_args()
+    sides = [options.side] if options.side else list(CASES)
     start()
     report = Report()
-    with tempfile.TemporaryDirectory() as folder:
-        card = stream.draw_images(
-            Path(folder), CLASSES, TRAIN, 1, sides=(32, 40, 48, 64), suffixes=(".png", ".jpg")
-        )
-        store, graph, _ = stream.plan(
-            Path(folder),
-            card,
-            1,
-            backbone={**stream.tiny(SIDE)},
-            methods={"linear": {}},
-            data={"val_fraction": 0.0},
-            train={"batch_size": BATCH},
-            cluster={"loader_workers": 1},
-        )
-        stream.ingest(store, graph)
-        job = stream.job_of(graph, "linear/t-0/train")
-        data = Artifact.need(job.root, graph["data/generated"].key)
-        shards = [
-            data.uri(name) for name in sorted(data.manifest["files"]) if name.startswith("train")
-        ]
-        resident = make_feed(job)
-        never_resident = job.data.model_copy(update={"resident_mb": 0})
-        streamed = make_feed(replace(job, data=never_resident))
-        assert (resident.resident, streamed.resident) == (True, False)
-        expected = sorted_images(by_hand(shards, job))
-        for name, feed in (("resident", resident), ("streamed", streamed)):
-            report.equal(
-                f"{name}, pixels of an epoch", sorted_images(epoch(feed)), expected, atol=1e-5
-            )
-
-        timing = interleave(
-            {
-                "by hand": lambda: exhaust(by_hand(shards, job)),
-                "resident": lambda: exhaust(epoch(resident)),
-                "first": partial(decoding_epoch, job),
-                "streamed": lambda: exhaust(epoch(streamed)),
-            },
-            rounds=7,
-        )
-        report.at_least(
-            "resident feed, later epochs, against tarfile + Pillow",
-            timing.ratio("by hand", "resident"),
-            RESIDENT_DEMAND,
-        )
-        report.at_least(
-            "resident feed, first epoch, against tarfile + Pillow",
-            timing.ratio("by hand", "first"),
-            FIRST_DEMAND,
-        )
-        report.at_least(
-            "streamed feed against tarfile + Pillow",
-            timing.ratio("by hand", "streamed"),
-            STREAMED_DEMAND,
-        )
-        for name in timing.seconds:
-            report.note(
-                f"{name}, images per second of CPU", f"{CLASSES * TRAIN / timing.median(name):,.0f}"
-            )
+    for side in sides:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(side, CASES[side], report, Path(folder))
     report.exit()
 
 

@@ -140,7 +140,7 @@ def test_nothing_listens_to_everybody_by_default() -> None:
 
 
 # ---- private names of PyTorch --------------------------------------------------------------------
-TORCH_INTERNALS = "workers/model/torch_internals.py"
+TORCH_INTERNALS = "workers/data/torch_internals.py"
 
 
 def is_private_name_of_torch(name: str) -> bool:

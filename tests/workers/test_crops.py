@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from workers.data.crops import Box, CropDraws, central_box, resize_box, scaled_box
+from workers.data.crops import Box, CropDraws, Cutter, central_box, scaled_box
 from workers.data.decoding import Picture, read_picture
 from workers.rng import StepRng
 
@@ -38,6 +38,11 @@ def photograph(height: int, width: int, seed: int = 0) -> np.ndarray:
     return (smooth + noise).clip(0, 255).astype(np.uint8)
 
 
+def resized(pixels: np.ndarray, box: Box, side: int) -> np.ndarray:
+    """uint8 (side, side, 3)."""
+    return Cutter(side).resize(pixels, box)
+
+
 def distance(one: np.ndarray, other: np.ndarray) -> float:
     """Mean absolute difference of pixels, from 0 to 255."""
     return float(np.abs(one.astype(np.int64) - other.astype(np.int64)).mean())
@@ -52,15 +57,17 @@ def test_a_box_has_the_pixels_of_torchvision(side: int, sides: Any) -> None:
     for position in range(6):
         box = boxes.box(position, *sides)
         expected = v2.functional.resized_crop(planes, *box, size=[side, side], antialias=True)
-        assert distance(resize_box(pixels, box, side), expected.permute(1, 2, 0).numpy()) <= 2
+        assert distance(resized(pixels, box, side), expected.permute(1, 2, 0).numpy()) <= 2
 
 
 def test_a_mirrored_crop_is_the_mirror_of_the_crop() -> None:
     picture = Picture(photograph(40, 50), 40, 50)
-    crops = [np.empty((8, 8, 3), np.uint8) for _ in range(2)]
+    cutter = Cutter(8)
+    crops = [np.empty((3, 8, 8), np.uint8) for _ in range(2)]
     for crop, flip in zip(crops, (0.0, 1.0), strict=True):
-        draws(3, flip=flip).cut(picture, 2, crop)
-    assert np.array_equal(crops[0], crops[1][:, ::-1])
+        cutter.cut(draws(3, flip=flip), 2, picture, crop)
+    assert np.array_equal(crops[0], crops[1][:, :, ::-1])
+    assert np.array_equal(crops[1], cutter.crop[:, ::-1].transpose(2, 0, 1))
     assert not np.array_equal(crops[0], crops[1])
 
 
@@ -116,11 +123,11 @@ def test_a_box_of_the_original_is_cut_from_the_same_place_of_a_reduced_image() -
     for position in range(20):
         box = boxes.box(position, 300, 400)
         assert boxes.box(position, reduced.height, reduced.width) == box
-        crop = resize_box(reduced.pixels, scaled_box(box, reduced), 24)
-        assert distance(crop, resize_box(whole.pixels, box, 24)) < 4
+        crop = resized(reduced.pixels, scaled_box(box, reduced), 24)
+        assert distance(crop, resized(whole.pixels, box, 24)) < 4
 
 
 @pytest.mark.parametrize("box", [Box(0, 0, 1, 1), Box(999, 0, 1, 1), Box(998, 3, 2, 1)])
 def test_the_smallest_box_has_a_pixel_of_a_much_reduced_image(box: Box) -> None:
     picture = Picture(photograph(9, 3), 1000, 4)
-    assert resize_box(picture.pixels, scaled_box(box, picture), 5).shape == (5, 5, 3)
+    assert resized(picture.pixels, scaled_box(box, picture), 5).any()

@@ -1,12 +1,14 @@
-"""Contracts of workers/model/torch_internals.py: each private name of PyTorch exists and does what
+"""Contracts of workers/data/torch_internals.py: each private name of PyTorch exists and does what
 it is used for here."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from workers.model import torch_internals
+from workers.data import torch_internals
 
 
 class Block(nn.Module):
@@ -32,6 +34,16 @@ def test_in_the_context_of_shapes_alone_nothing_is_computed_and_real_parameters_
         images = torch.empty(1 << 40, 8)  # 32 TiB, if it were real
         assert linear(images).shape == (1 << 40, 3)
     assert linear(torch.zeros(2, 8)).shape == (2, 3), "afterwards operations are real again"
+
+
+@pytest.mark.parametrize("size", [(5, 7), (40, 3)])
+def test_resizing_into_a_tensor_is_the_public_function(size: tuple[int, int]) -> None:
+    image = torch.arange(3 * 20 * 30, dtype=torch.uint8).view(1, 20, 30, 3).permute(0, 3, 1, 2)
+    out = torch.zeros(1, *size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+    torch_internals.resize_into(image, out)
+    expected = F.interpolate(image, size, mode="bilinear", antialias=True)
+    assert torch.equal(out, expected)
+    assert out.any()
 
 
 def test_the_compiler_knows_the_options_that_are_set() -> None:

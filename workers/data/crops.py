@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional as F
 
 from workers.data.decoding import Picture, Pixels
+from workers.data.torch_internals import resize_into
 from workers.rng import StepRng
 
 CPU = torch.device("cpu")
@@ -92,12 +92,6 @@ class CropDraws:
                 return Box(top, left, box_height, box_width)
         return central_box(height, width)
 
-    def cut(self, picture: Picture, position: int, out: Pixels) -> None:
-        """Write the crop of the sample at `position` into `out`, uint8 (s, s, 3)."""
-        box = self.box(position, picture.height, picture.width)
-        crop = resize_box(picture.pixels, scaled_box(box, picture), out.shape[0])
-        out[...] = crop[:, ::-1] if self.flips[position] else crop
-
 
 def central_box(height: int, width: int) -> Box:
     """Return the largest central box of an image whose width / height is within RATIO."""
@@ -129,13 +123,32 @@ def _scaled(start: int, length: int, side: int, original_side: int) -> tuple[int
     return first, max(1, end - first)
 
 
-def resize_box(pixels: Pixels, box: Box, side: int) -> Pixels:
-    """pixels uint8 (h, w, 3) -> uint8 (side, side, 3): the box, bilinear and antialiased."""
-    bottom = box.top + box.height
-    right = box.left + box.width
-    # a copy, as PyTorch takes no array that is read-only, which a mapped file is
-    window = torch.from_numpy(pixels[box.top : bottom, box.left : right].copy())
-    planes = window.permute(2, 0, 1).unsqueeze(0)  # (1, 3, height, width), channels last
-    crop = F.interpolate(planes, size=(side, side), mode="bilinear", antialias=True)
-    resized: Pixels = crop[0].permute(1, 2, 0).numpy()
-    return resized
+class Cutter:
+    """Cuts crops of `side` x `side` pixels; not thread-safe, as it writes into one array."""
+
+    def __init__(self, side: int):
+        self.crop = np.empty((side, side, 3), np.uint8)
+        # Planes whose colours are neighbours, which PyTorch resizes fastest. Here and below they
+        # are made in one call, as this is done for every sample.
+        planes = torch.from_numpy(self.crop)
+        self.planes = planes.as_strided((1, 3, side, side), (1, 1, 3 * side, 3))
+
+    def cut(self, crops: CropDraws, position: int, picture: Picture, out: Pixels) -> None:
+        """Write the crop of the sample at `position` into `out`, uint8 (3, side, side)."""
+        box = crops.box(position, picture.height, picture.width)
+        crop = self.resize(picture.pixels, scaled_box(box, picture))
+        if crops.flips[position]:
+            crop = crop[:, ::-1]
+        out[...] = crop.transpose(2, 0, 1)
+
+    def resize(self, pixels: Pixels, box: Box) -> Pixels:
+        """Resize a box of pixels, uint8 (h, w, 3), to (side, side, 3), bilinear and antialiased.
+
+        The next call overwrites what is returned.
+        """
+        top, left, height, width = box
+        # a copy, as PyTorch takes no array that is read-only, which a mapped file is
+        window = torch.from_numpy(pixels[top : top + height, left : left + width].copy())
+        planes = window.as_strided((1, 3, height, width), (1, 1, 3 * width, 3))
+        resize_into(planes, self.planes)
+        return self.crop

@@ -284,10 +284,10 @@ class Feed:
         ids, labels, tasks, global_labels, positions = copies[: len(numbers)]
         plan = plan.with_tensors(copies[len(numbers) :])
         if self.cached is None:
-            step_pixels = pixels(plan.positions.numpy())  # (k, S, S, 3)
+            step_pixels = pixels(plan.positions.numpy())  # (k, 3, S, S)
             if step_pixels.device.type != device.type:
                 (step_pixels,) = to_device([step_pixels], device)
-            step_pixels = step_pixels.permute(0, 3, 1, 2).contiguous()
+            step_pixels = step_pixels.contiguous()
             images, targets = self.augment(step_pixels, global_labels, self.num_classes, rng, plan)
         else:
             num_samples = len(rng.positions)

@@ -76,6 +76,7 @@ class KeptPictures:
         self.workers = workers
         self.cache = cache
         self.pictures: list[Picture] = []  # of all rows, where there is no cache
+        self._has_written = False
         if cache is None:
             self.pictures = list(self._decoded())
         else:
@@ -116,7 +117,10 @@ class KeptPictures:
             file = cache.open_file(name, None, self._write, KEPT_REMEDY)
             sides = read_sides(file, len(self.samples))
             if sides is not None:
-                return Blocks(cache, file, 0, borders_of(sides), self._make), sides
+                blocks = Blocks(cache, file, 0, borders_of(sides), self._make)
+                # What this process has just written it would read from memory, not from the disk.
+                blocks.checked[:] = self._has_written
+                return blocks, sides
             file.close()
             cache.forget(name)
         raise cache.bad_disk()
@@ -134,6 +138,7 @@ class KeptPictures:
         stream.write(data + hashlib.sha256(data).digest())
         stream.flush()
         os.fsync(stream.fileno())
+        self._has_written = True
 
 
 def borders_of(sides: NDArray[np.uint32]) -> Ints:

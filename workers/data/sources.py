@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from workers.data.cache import Blocks, Cache
-from workers.data.crops import CropDraws, View
+from workers.data.crops import CropDraws, Cutter, View
 from workers.data.decoding import DECODING, decode, resize_square
 from workers.data.order import Ints
 from workers.data.pictures import (
@@ -41,8 +41,8 @@ from workers.data.upload import to_device
 AHEAD = 2  # steps whose images are made before they are asked for
 DROPPED_S = 0.1  # how soon a thread that waits for images sees that nobody wants them
 
-# positions in the global batch (b,) -> uint8 (b, side, side, 3), on the CPU, or where the source
-# keeps them
+# positions in the global batch (b,) -> uint8 (b, 3, side, side) of any memory format, on the CPU or
+# where the source keeps them, and read only
 Pixels = Callable[[Ints], Tensor]
 
 
@@ -114,8 +114,8 @@ class Resident:
         rows = samples.rows[np.searchsorted(samples.positions, positions)]
         if self.on_device is not None:
             (index,) = to_device([torch.from_numpy(rows)], self.device)
-            return self.on_device[index]
-        return torch.from_numpy(self._read(rows))
+            return self.on_device[index].permute(0, 3, 1, 2)
+        return torch.from_numpy(self._read(rows)).permute(0, 3, 1, 2)
 
     def _read(self, rows: Ints) -> NDArray[np.uint8]:
         """A copy of some rows, checked where they come from a disk."""
@@ -196,7 +196,7 @@ class PictureSource:
     def _submit(
         self, pool: ThreadPoolExecutor, samples: StepSamples, is_dropped: threading.Event
     ) -> StepPixels:
-        shape = (len(samples.rows), self.view.side, self.view.side, 3)
+        shape = (len(samples.rows), 3, self.view.side, self.view.side)
         images = np.empty(shape, np.uint8)
         jobs = [
             pool.submit(self._make, samples, indices, images)
@@ -206,6 +206,7 @@ class PictureSource:
 
     def _make(self, samples: StepSamples, indices: Ints, images: NDArray[np.uint8]) -> None:
         """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
+        cutter = Cutter(self.view.side)
         last_row = -1
         for index in indices.tolist():
             row = int(samples.rows[index])
@@ -214,16 +215,17 @@ class PictureSource:
                 if samples.crops is None:
                     square = resize_square(Image.fromarray(picture.pixels), self.view.side)
             if samples.crops is None:
-                images[index] = square
+                images[index] = square.transpose(2, 0, 1)
             else:
-                samples.crops.cut(picture, int(samples.positions[index]), images[index])
+                position = int(samples.positions[index])
+                cutter.cut(samples.crops, position, picture, images[index])
             last_row = row
 
 
 class StepPixels:
     """The images of a step, which threads make.
 
-    positions: (k,) in the global batch, ascending. images: uint8 (k, side, side, 3), whole when all
+    positions: (k,) in the global batch, ascending. images: uint8 (k, 3, side, side), whole when all
     `jobs` are done.
     """
 
@@ -240,7 +242,7 @@ class StepPixels:
         self.is_dropped = is_dropped
 
     def at(self, positions: Ints) -> Tensor:
-        """Return uint8 (b, side, side, 3); wait until they are made, or the epoch is dropped."""
+        """Return uint8 (b, 3, side, side); wait until they are made, or the epoch is dropped."""
         for job in self.jobs:
             while not self.is_dropped.is_set():
                 if wait_for((job,), timeout=DROPPED_S).done:

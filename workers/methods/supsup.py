@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
+from workers.data.torch_internals import BatchNormBase
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, needs_adamw
@@ -41,7 +42,6 @@ from workers.model.superposition import (
     superfluous_share,
     values,
 )
-from workers.model.torch_internals import BatchNormBase
 from workers.model.weights import norm_names
 from workers.rng import derive_seed
 from workers.storage.taskstate import TaskState

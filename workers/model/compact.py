@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from workers.data.torch_internals import shapes_only
 from workers.model.context import mixes_all_tokens, uniform_multiply_adds
 from workers.model.masked import BlockMasks
-from workers.model.torch_internals import shapes_only
 
 
 @dataclass(frozen=True)

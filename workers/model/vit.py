@@ -22,9 +22,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import workers.model.convit  # noqa: F401 (enters timm's registry)
+from workers.data import torch_internals
 from workers.errors import UserError
 from workers.job import BackboneSettings
-from workers.model import context, pretrained, signature, torch_internals
+from workers.model import context, pretrained, signature
 from workers.model.noise import replace_drop_paths
 from workers.model.t2t import T2TVit
 from workers.storage import hub

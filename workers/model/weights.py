@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from workers.model.torch_internals import BatchNormBase
+from workers.data.torch_internals import BatchNormBase
 
 
 def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ contract test for each, so that an upgrade fails there with the name that is gon
 
 from __future__ import annotations
 
+from torch import Tensor
+from torch._C._nn import _upsample_bilinear2d_aa
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -18,6 +20,15 @@ def shapes_only() -> FakeTensorMode:
     They take neither time nor memory. Parameters from outside the context may be used.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def resize_into(image: Tensor, out: Tensor) -> None:
+    """Write `F.interpolate(image, size, mode="bilinear", antialias=True)` into `out`.
+
+    image: (1, C, h, w). out: (1, C, *size) of the same type and memory format. The public function
+    has no `out`, and takes half as long again for small images.
+    """
+    _upsample_bilinear2d_aa(image, out.shape[2:], False, None, out=out)  # type: ignore[call-arg]
 
 
 def set_compile_options(max_variants: int) -> None:

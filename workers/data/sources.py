@@ -100,8 +100,8 @@ class Resident:
         if device.type != "cpu":
             free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
             if 2 * self.pixels.nbytes < free_bytes:
-                everything = np.arange(len(samples))
-                self.on_device = torch.from_numpy(self._read(everything)).to(device)
+                everything = self._read(np.arange(len(samples)))
+                self.on_device = torch.from_numpy(everything).to(device)
                 self.blocks = None
                 del self.pixels
 
@@ -115,7 +115,8 @@ class Resident:
         if self.on_device is not None:
             (index,) = to_device([torch.from_numpy(rows)], self.device)
             return self.on_device[index].permute(0, 3, 1, 2)
-        return torch.from_numpy(self._read(rows)).permute(0, 3, 1, 2)
+        pixels = self._read(rows)
+        return torch.from_numpy(pixels).permute(0, 3, 1, 2)
 
     def _read(self, rows: Ints) -> NDArray[np.uint8]:
         """A copy of some rows, checked where they come from a disk."""

@@ -247,7 +247,7 @@ class MethodEntry(Frozen):
 
 
 class BackboneChoice(BackboneModel):
-    """The backbone that all tasks share: a timm VisionTransformer, ResNet or ConvNeXt.
+    """The backbone that all tasks share: any timm model of images.
 
     What is not set is that of the model's own configuration in timm, or on the hub.
     """

@@ -169,6 +169,8 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     """
     torch.manual_seed(derive_seed(job.seed, "backbone"))
     backbone = vit.build(job.backbone_settings)
+    if job.backbone_settings.weights == "none":
+        vit.measure_statistics(backbone, job.backbone_settings.img_size)
     vit.load_weights(backbone, job.backbone_settings)
     files: dict[str, bytes] = {}
     sizes: dict[str, int] = {}

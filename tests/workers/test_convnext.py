@@ -21,7 +21,7 @@ from workers.methods import METHODS
 from workers.methods.toast import Toast
 from workers.model import vit
 from workers.model.noise import DrawnDropPath, draw_paths
-from workers.model.weights import norm_names
+from workers.model.norms import norm_names
 from workers.rng import StepRng
 
 SMALL = {"depths": [1, 2, 1, 1], "dims": [8, 16, 16, 32], "patch_size": 1}  # a total stride of 8
@@ -89,14 +89,9 @@ def test_an_image_that_strides_do_not_divide_is_refused(
             r"makes features of shape \(1, 32, 2, 2\) of an image, where heads read \(1, 32\); "
             r"leave out global_pool",
         ),
-        ({"head_hidden_size": 5}, r"makes features of shape \(1, 5\)"),
         (
             {"img_size": 16},
             r"backbone\.options\.img_size is 16, and 'convnext_atto' has no such option",
-        ),
-        (
-            {"norm_layer": "batchnorm2d", "conv_mlp": True},
-            r"backbone\.weights is 'none', but 'convnext_atto' has batch norm",
         ),
     ],
 )

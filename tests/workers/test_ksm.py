@@ -346,8 +346,9 @@ def test_mistakes_get_a_sentence() -> None:
         UserError,
         match=r"group is 5, but blocks\.0\.attn\.qkv has 32 input columns.*choose a divisor",
     ):
-        ksm(group=5)
-    ksm(group=5, granularity="channel")
+        Ksm.check_backbone(KsmSettings(group=5), ksm().backbone)
+    Ksm.check_backbone(KsmSettings(group=5, granularity="channel"), ksm().backbone)
+    assert ksm(group=24).mask_shape("blocks.0.attn.qkv") == (96, 4), "of 32 columns, 8 each"
     with pytest.raises(ValidationError):
         KsmSettings(granularity="layer")
 

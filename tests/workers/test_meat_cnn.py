@@ -427,15 +427,24 @@ def test_published_weights_are_read_without_their_classifier(tmp_path: Path) -> 
         vit.load_weights(vit.build(deeper), deeper)
 
 
-def test_batch_norm_without_statistics_is_refused_before_anything_runs() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"backbone\.weights is 'none', but 'resnet18' has batch norm, .*norm_layer: "
-        r"groupnorm",
-    ):
-        vit.check(BASIC)
-    vit.check(BASIC.model_copy(update={"weights": "hub"}))
-    vit.check(BASIC.model_copy(update={"options": BASIC.options | GROUPS}))
+def test_random_weights_get_statistics_of_their_own_and_keep_them() -> None:
+    torch.manual_seed(0)
+    model: Any = vit.build(BASIC)
+    vit.measure_statistics(model, 32)
+    assert not any(module.training for module in model.modules())
+    again = copy.deepcopy(model)
+    vit.measure_statistics(again, 32)
+    assert vit.digest_of(model) == vit.digest_of(again), "the same noise, every time"
+    noise = torch.randn((64, 3, 32, 32), generator=torch.Generator().manual_seed(1))
+    first = model.bn1(model.conv1(noise))
+    deviation = first.transpose(0, 1).flatten(1).std(1)
+    assert torch.allclose(deviation, torch.ones_like(deviation), atol=0.1)
+    before = vit.digest_of(model)
+    model.train()(noise)
+    assert vit.digest_of(model) == before
+
+
+def test_dropout_that_depends_on_ranks_is_refused() -> None:
     with pytest.raises(UserError, match=r"drop_block_rate is 0\.1; timm draws"):
         vit.check(BASIC.model_copy(update={"options": {"drop_block_rate": 0.1}}))
 

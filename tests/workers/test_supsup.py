@@ -372,7 +372,7 @@ def test_settings_that_do_not_go_together_are_refused(
 def test_random_weights_beside_batch_norms_are_refused() -> None:
     cnn = build(BackboneSettings(name="resnet18", img_size=32, weights="hub"))
     with pytest.raises(UserError, match="the backbone has batch norms"):
-        SupSup(cnn, SupSupSettings(**RANDOM), 0)
+        SupSup.check_backbone(SupSupSettings(**RANDOM), cnn)
 
 
 def test_a_base_task_gets_a_mask_where_it_shares_the_outputs() -> None:

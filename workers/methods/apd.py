@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,7 +32,8 @@ from workers.methods.base import (
     StepContext,
 )
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.weights import Copies, norm_names, weight_sites
+from workers.model.norms import norm_names
+from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState, pack, unpack
 
 MAX_KMEANS_ROUNDS = 100  # k-means converges far earlier
@@ -147,7 +149,8 @@ def sparse_parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, s
 
 
 class Apd(Method[ApdSettings]):
-    """A chain: theta_t = sigma .* M_t + tau_t in the linear layers of the blocks.
+    """A chain: theta_t = sigma .* M_t + tau_t in the linear layers of a ViT's blocks, in all linear
+    layers and convolutions of another backbone.
 
     M_t = sigmoid(v_t) has one number per output feature, and tau_t is sparse. Every task trains
     sigma, so that answers on earlier tasks change. Two penalties beside the cross-entropy limit the
@@ -187,12 +190,11 @@ class Apd(Method[ApdSettings]):
         scratch_lr=1e-3,
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
-    revision = 2
+    revision = 3
     paper = (
         "Scalable and Order-robust Continual Learning with Additive Parameter Decomposition, "
         "ICLR 2020"
     )
-    needs_vit = True
     carries = ("sigma", "tau")
     steps = (Step("train"), Step("consolidate", trains=False, measured=True))
     needs_states = True  # the v of earlier tasks
@@ -244,9 +246,11 @@ class Apd(Method[ApdSettings]):
 
     def __init__(self, backbone: Any, settings: ApdSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites: dict[str, Tensor] = {}  # weights of the blocks' linear layers
+        # Weights of a vision transformer's blocks, of another backbone all. A kernel's entries
+        # stand in the row of its output channel: (o, i h w).
+        self.sites: dict[str, Tensor] = {}
         for site, weight in weight_sites(backbone).items():
-            if site.startswith("blocks."):
+            if site.startswith("blocks.") or not isinstance(backbone, VisionTransformer):
                 self.sites[site] = weight
         self.sigma: dict[str, Tensor] = {}  # by site; carried tensors, or parameters in training
         # task -> site -> tau as the last stage left it, in stream order
@@ -305,7 +309,7 @@ class Apd(Method[ApdSettings]):
         if self.sigma:
             return {site: self.sigma[site].to(self.device) for site in self.sites}
         scale = torch.tensor(self.settings.v_start).sigmoid()
-        return {site: weight.detach() / scale for site, weight in self.sites.items()}
+        return {site: weight.detach().flatten(1) / scale for site, weight in self.sites.items()}
 
     def fix_earlier_tasks(self) -> None:
         """Set tau* and M of each earlier task, which are constants while this task is trained.
@@ -349,7 +353,7 @@ class Apd(Method[ApdSettings]):
             theta, size, anchor = Decomposed.apply(
                 self.sigma[site], self.own_v[site], self.own_tau[site], *self.anchor(site)
             )
-            weights[f"{site}.weight"] = theta
+            weights[f"{site}.weight"] = theta.view_as(self.sites[site])
             sizes.append(size)
             anchors.append(anchor)
         self.penalties = {
@@ -417,7 +421,7 @@ class Apd(Method[ApdSettings]):
         follows sigma.
         """
         if not self.step or (task != self.task_name and self.settings.retro == "frozen_tau"):
-            return self.tau[task][site].dense(self.sites[site])
+            return self.tau[task][site].dense(self.sites[site].flatten(1))
         if task == self.task_name:
             return self.with_zeros(self.own_tau[site].detach())
         needed = torch.addcmul(
@@ -574,8 +578,8 @@ class Apd(Method[ApdSettings]):
         """Return the shared values of a task's cluster at a site; zeros without a cluster."""
         for tasks, values in self.shared.get(site, {}).items():
             if task in tasks:
-                return values.dense(self.sites[site])
-        return torch.zeros_like(self.sites[site])
+                return values.dense(self.sites[site].flatten(1))
+        return torch.zeros_like(self.sites[site].flatten(1))
 
     # ---- serving ---------------------------------------------------------------------------------
     def load_carried(self, carried: Carried) -> None:
@@ -621,7 +625,8 @@ class Apd(Method[ApdSettings]):
         for site in self.sites:
             m = parts[f"{site}.v"].to(device).sigmoid()[:, None]
             added = self.tau_of(task, site) + self.shared_of(task, site)
-            copies[f"{site}.weight"] = torch.addcmul(added, self.sigma[site].to(device), m)
+            theta = torch.addcmul(added, self.sigma[site].to(device), m)
+            copies[f"{site}.weight"] = theta.view_as(self.sites[site])
         return copies
 
     @classmethod

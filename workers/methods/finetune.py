@@ -5,6 +5,9 @@ It forgets, and so is the lower bound of continual learning.
 
 from __future__ import annotations
 
+from typing import Any
+
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from workers.methods.base import Method, MethodSettings, OptimPlan, ParamGroup, StepContext
@@ -53,12 +56,19 @@ class FineTune(ClassIncremental[MethodSettings]):
 def weight_groups(module: nn.Module, optim: OptimPlan) -> list[ParamGroup]:
     """Return the parameters in two groups, as DeiT has them.
 
-    Biases, norms, class token and position embedding have no weight decay.
+    Biases, norms, class token and position embedding have no weight decay, nor has what else timm
+    exempts in a model, such as Swin's relative positions.
     """
     decayed = []
     exempt = []
+    own_names: set[str] = set()
+    exempted_by_timm: Any = getattr(module, "no_weight_decay", None)
+    if exempted_by_timm is not None and not isinstance(module, VisionTransformer):
+        own_names.update(exempted_by_timm())
     for name, parameter in module.named_parameters():
-        if parameter.ndim > 1 and name not in ("cls_token", "pos_embed"):
+        is_token = name in ("cls_token", "pos_embed")
+        is_own = name in own_names or name.rpartition(".")[2] in own_names
+        if parameter.ndim > 1 and not is_token and not is_own:
             decayed.append(parameter)
         else:
             exempt.append(parameter)

@@ -32,10 +32,11 @@ from workers.methods.train_defaults import TrainDefaults
 from workers.model.compact import flops, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_embedding
+from workers.model.norms import norm_names
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
 from workers.model.units import masked_weights, unit_sites, unit_values
-from workers.model.weights import Copies, norm_names
+from workers.model.weights import Copies
 from workers.rng import derive_seed
 from workers.storage.taskstate import Carried, TaskState
 
@@ -138,6 +139,7 @@ class Hat(Method[S]):
     needs_vit = True
     carries = ("weights", "uses")
     freezes_backbone = False
+    revision = 2
     Settings = HatSettings
     per_task = frozenset(
         {

@@ -8,6 +8,7 @@ Yang, He, Zhang, Fan: KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -15,10 +16,12 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from workers.errors import UserError
+from workers.job import Task
 from workers.methods.bases.weight_masks import ThresholdMasks, ThresholdSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import SoftBinary
-from workers.model.weights import norm_names
+from workers.model.norms import norm_names
+from workers.model.weights import weight_sites
 from workers.storage.taskstate import TaskState
 
 
@@ -31,7 +34,8 @@ class KsmSettings(ThresholdSettings):
     group: PositiveInt = Field(
         8,
         description="for `granularity: kernel`: number of consecutive input columns of a "
-        "Linear layer that form a kernel",
+        "Linear layer that form a kernel; in a layer whose columns it does not divide, the largest "
+        "number that divides both",
     )
     soft: bool = Field(
         True,
@@ -80,20 +84,28 @@ class Ksm(ThresholdMasks[KsmSettings]):
         lr=2e-3,
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
+    revision = 2
     Settings = KsmSettings
     per_task = ThresholdMasks.per_task | {"soft", "norms", "beta", "temperature"}
 
-    def __init__(self, backbone: nn.Module, settings: KsmSettings, seed: int):
-        super().__init__(backbone, settings, seed)
-        if settings.granularity != "kernel":
-            return
-        for site, weight in self.sites.items():
-            if weight.ndim == 2 and weight.shape[1] % settings.group:
-                raise UserError(
-                    f"group is {settings.group}, but {site} has {weight.shape[1]} input "
-                    "columns, which do not fall into such groups; "
-                    "choose a divisor, or granularity=element"
-                )
+    @classmethod
+    def check_backbone(
+        cls, settings: KsmSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
+    ) -> None:
+        super().check_backbone(settings, backbone, tasks)
+        columns = {}  # of linear layers, by site
+        for site, weight in weight_sites(backbone).items():
+            if weight.ndim == 2:
+                columns[site] = weight.shape[1]
+        divisors = [math.gcd(count, settings.group) for count in columns.values()]
+        is_single = settings.group > 1 and max(divisors, default=2) == 1
+        if settings.granularity == "kernel" and is_single:
+            site = next(iter(columns))
+            raise UserError(
+                f"group is {settings.group}, but {site} has {columns[site]} input columns, which "
+                "do not fall into such groups, nor do those of any other linear layer; choose a "
+                "divisor, or granularity=element"
+            )
 
     def mask_shape(self, site: str) -> tuple[int, ...]:
         """kernel: (out, in / group), of a convolution (out, in). channel: (out,)."""
@@ -104,7 +116,7 @@ class Ksm(ThresholdMasks[KsmSettings]):
             return shape[:1]
         if len(shape) > 2:
             return shape[:2]
-        return (shape[0], shape[1] // self.settings.group)
+        return (shape[0], shape[1] // math.gcd(shape[1], self.settings.group))
 
     def new_mask(self, site: str, weight: Tensor) -> nn.Module:
         s = self.settings

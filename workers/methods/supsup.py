@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
-from workers.data.torch_internals import BatchNormBase
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, needs_adamw
@@ -30,6 +29,7 @@ from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.heads import Heads
 from workers.model.masks import Threshold, TopK
+from workers.model.norms import layers_with_statistics, norm_names
 from workers.model.superposition import (
     Objective,
     Rule,
@@ -42,7 +42,6 @@ from workers.model.superposition import (
     superfluous_share,
     values,
 )
-from workers.model.weights import norm_names
 from workers.rng import derive_seed
 from workers.storage.taskstate import TaskState
 
@@ -158,6 +157,7 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
     )
     scenarios = frozenset({"task", "class"})
     starts_as_backbone = False
+    revision = 2
     Settings = SupSupSettings
     per_task = WeightMasks.per_task | {
         "mask_travel",
@@ -190,6 +190,12 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
     @classmethod
     def check_backbone(cls, settings: S, backbone: nn.Module, tasks: tuple[Task, ...] = ()) -> None:
         super().check_backbone(settings, backbone, tasks)
+        if settings.weights == "signed_constant" and layers_with_statistics(backbone):
+            raise UserError(
+                "weights is 'signed_constant', but the backbone has batch norms, whose statistics "
+                "are those of its own weights; use weights=pretrained, or a backbone without "
+                "batch norm such as vit_tiny_patch16_224 or convnext_atto"
+            )
         for task in tasks:
             needed = task.num_classes
             if settings.objective == "superfluous":
@@ -229,11 +235,6 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
 
     def replace_weights(self) -> None:
         """Replace the weights of all sites by signed constants, biases by 0, norm weights by 1."""
-        if any(isinstance(module, BatchNormBase) for module in self.backbone.modules()):
-            raise UserError(
-                "weights is 'signed_constant', but the backbone has batch norms, whose statistics "
-                "are those of its own weights; use weights=pretrained, or a vision transformer"
-            )
         for site, weight in self.sites.items():
             self.sites[site] = self.signed_constant(site, weight.shape)
         norms = norm_names(self.backbone)

@@ -1,10 +1,11 @@
-"""The backbone: a timm VisionTransformer (T2T-ViT among them), ResNet or ConvNeXt, built, loaded,
-digested and hooked from outside; never copied.
+"""The backbone: any timm model of images, built, loaded, digested and hooked from outside; never
+copied.
 
 timm's registry of models is the registry of backbones: one of our own enters it as timm's do, by
 `register_model` (see t2t.py). Batch norm stays in evaluation mode for every method, also where the
 backbone is trained: its running statistics are those of the loaded weights and never change, so
-that answers depend on nothing but an image, the shared weights and its task's state.
+that answers depend on nothing but an image, the shared weights and its task's state. Where no
+weights are loaded, they are measured once, on noise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import timm
 import torch
 from timm.models import convnext, vision_transformer
 from timm.models.convnext import ConvNeXt
-from timm.models.resnet import ResNet
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ import workers.model.convit  # noqa: F401 (enters timm's registry)
 from workers.data import torch_internals
 from workers.errors import UserError
 from workers.job import BackboneSettings
-from workers.model import context, pretrained, signature
+from workers.model import context, norms, pretrained, signature
 from workers.model.noise import replace_drop_paths
 from workers.model.t2t import T2TVit
 from workers.storage import hub
@@ -35,17 +35,8 @@ from workers.storage.taskstate import load_tensors
 DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
 # of weights and buffers together, 40 GB; a stranger's file may ask for any number
 MOST_NUMBERS = 10_000_000_000
-SUPPORTED = (
-    "a timm VisionTransformer such as vit_tiny_patch16_224, t2t_vit_12 or convit_local, or a "
-    "timm ResNet or ConvNeXt such as resnet18 or convnext_tiny"
-)
-
-
-class FrozenBatchNorm(nn.BatchNorm2d):
-    """PyTorch's, always in evaluation mode; weight and bias may be trained."""
-
-    def train(self, mode: bool = True) -> FrozenBatchNorm:
-        return super().train(False)
+EXAMPLES = "vit_tiny_patch16_224, convnext_atto, resnet18 or mobilenetv3_small_100"
+NOISE_IMAGES = 32  # that batch norms without loaded statistics are measured on
 
 
 def build(settings: BackboneSettings) -> nn.Module:
@@ -70,30 +61,36 @@ def build(settings: BackboneSettings) -> nn.Module:
     architecture = pretrained.check_name(settings.name)
     if settings.options:
         signature.check_options(architecture, settings.options)
-    sized: dict[str, Any] = (
-        {}
-        if timm.models.is_model_in_modules(architecture, ["resnet", "convnext"])
-        else {"img_size": settings.img_size}
-    )
+    accepted = signature.arguments_of(architecture)
+    given: dict[str, Any] = {}
+    if "img_size" in accepted:
+        given["img_size"] = settings.img_size
+    if "drop_path_rate" in accepted:
+        given["drop_path_rate"] = settings.drop_path
+    elif settings.drop_path:
+        raise UserError(
+            f"backbone.drop_path is {settings.drop_path}, and {settings.name!r} has no stochastic "
+            "depth; leave it out"
+        )
     try:
-        model = timm.create_model(
+        made: Any = timm.create_model(
             settings.name,
             num_classes=0,
-            drop_path_rate=settings.drop_path,
-            **sized,
+            **given,
             **settings.options,
         )
     except Exception as error:  # models check their arguments in many ways, or not at all
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"backbone {settings.name!r} cannot be built at img_size {settings.img_size} with "
-            f"options {settings.options}: {reason:.300}; "
-            f"it must be {SUPPORTED}, and backbone.options arguments of it"
+            f"options {settings.options}: {reason:.300}; change img_size or the options, or "
+            f"choose another timm model, such as {EXAMPLES}"
         ) from None
-    if not isinstance(model, (VisionTransformer, ResNet, ConvNeXt)):
-        raise UserError(
-            f"backbone.name is {settings.name!r}, a {type(model).__name__}; it must be {SUPPORTED}"
-        )
+    return _prepared(made, settings)
+
+
+def _prepared(model: Any, settings: BackboneSettings) -> nn.Module:
+    """Return a model that timm made, checked and with our stochastic depth and norms, in place."""
     patch: Any = model.patch_embed.patch_size if isinstance(model, VisionTransformer) else (1,)
     if any(settings.img_size % side for side in patch):
         raise UserError(
@@ -109,24 +106,58 @@ def build(settings: BackboneSettings) -> nn.Module:
             "not fit into each other; change it, or backbone.options.patch_size or output_stride"
         )
     replace_drop_paths(model)
-    freeze_batch_norms(model)
+    remove_dropout(model)
+    norms.freeze_statistics(model)
+    model.num_features = feature_width(model)
     if settings.context:
         context.insert(model, settings.context)
-    return model
+    prepared: nn.Module = model
+    return prepared
 
 
-def freeze_batch_norms(model: nn.Module) -> None:
-    """Make every batch norm of a model a `FrozenBatchNorm`, in place."""
-    for name, module in model.named_modules():
-        if type(module) in (nn.BatchNorm2d, FrozenBatchNorm):
-            module.__class__ = FrozenBatchNorm
-            module.eval()
-        elif isinstance(module, torch_internals.BatchNormBase):
-            raise UserError(
-                f"the backbone's {name} is a {type(module).__name__}, whose statistics cannot "
-                "be frozen here; choose a backbone with plain "
-                "batch norm, such as resnet18"
-            )
+def feature_width(model: Any) -> int:
+    """Return the width of the features before the classifier; of some models it is a layer of its
+    own that makes them."""
+    return int(getattr(model, "head_hidden_size", None) or model.num_features)
+
+
+def remove_dropout(model: nn.Module) -> None:
+    """Switch off the dropout that a few models have by default.
+
+    timm draws it anew on each rank, so that results would depend on the number of ranks.
+    """
+    for module in model.modules():
+        if isinstance(module, (nn.Dropout, nn.Dropout2d)):
+            module.p = 0.0
+        for name in ("drop_rate", "attn_drop_rate"):  # read by forwards that call F.dropout
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+@torch.no_grad()
+def measure_statistics(model: nn.Module, img_size: int) -> None:
+    """Set the statistics of batch norms to those of noise, as random weights have none.
+
+    A network starts with unit variance in all its layers, as batch norm would keep it. The noise
+    is the same everywhere.
+    """
+    layers = [*norms.layers_with_statistics(model).values()]
+    if not layers:
+        return
+    noise = torch.randn(
+        (NOISE_IMAGES, 3, img_size, img_size), generator=torch.Generator().manual_seed(0)
+    )
+    momenta = [layer.momentum for layer in layers]
+    model.eval()
+    for layer in layers:
+        layer.momentum = 1.0  # the statistics of this batch alone
+        layer.training = True  # `train` would do nothing
+    try:
+        model(noise)
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+            layer.training = False
 
 
 def compile_blocks(model: Any, **options: Any) -> None:
@@ -189,38 +220,35 @@ def most_bytes(model: nn.Module) -> int:
 def check(settings: BackboneSettings) -> nn.Module:
     """Return the backbone on the meta device, without memory for its weights.
 
-    Raise `UserError` when `build` would, or when its batch norms would have no statistics.
+    Raise `UserError` when `build` would.
     """
-    model = outline(settings)
-    if settings.weights == "none" and any(isinstance(m, FrozenBatchNorm) for m in model.modules()):
-        raise UserError(
-            f"backbone.weights is 'none', but {settings.name!r} has batch norm, whose "
-            "statistics stay those of the weights and are never "
-            "measured here; give `hub` or a .safetensors file, or a norm without statistics "
-            "(for a ResNet backbone.options.norm_layer: groupnorm)"
-        )
-    return model
+    return outline(settings)
 
 
 def _check_features(model: Any, settings: BackboneSettings) -> None:
-    """Options of a ConvNeXt reach its head, which stays: it must leave one row of features per
-    image, as wide as the model says."""
-    if isinstance(model, ConvNeXt):
-        try:
-            image = torch.empty(1, 3, settings.img_size, settings.img_size)
-            shape = tuple(model(image).shape)
-        except RuntimeError as error:
-            raise UserError(
-                f"backbone {settings.name!r} with options {settings.options} cannot see an "
-                f"image of {settings.img_size} pixels "
-                f"({' '.join(str(error).split()):.300}); change backbone.options"
-            ) from None
-        if shape != (1, model.num_features):
-            raise UserError(
-                f"backbone {settings.name!r} with options {settings.options} makes features of "
-                f"shape {shape} of an image, where heads read "
-                f"{(1, model.num_features)}; leave out global_pool and head_hidden_size"
-            )
+    """Raise `UserError` unless the model makes one row of features per image, as wide as it says.
+
+    Options may reach its head, which stays. Nothing is computed.
+    """
+    try:
+        image = torch.empty(1, 3, settings.img_size, settings.img_size)
+        with torch.no_grad():
+            features = model.eval()(image)
+    except Exception as error:  # models check their inputs in many ways, or not at all
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"backbone {settings.name!r} with options {settings.options} cannot see an "
+            f"image of {settings.img_size} pixels "
+            f"({reason:.300}); change backbone.img_size or backbone.options"
+        ) from None
+    shape = tuple(getattr(features, "shape", ()))
+    if shape != (1, model.num_features):
+        raise UserError(
+            f"backbone {settings.name!r} with options {settings.options} makes features of "
+            f"shape {shape} of an image, where heads read "
+            f"{(1, model.num_features)}; leave out global_pool and head_hidden_size, or choose "
+            f"another timm model, such as {EXAMPLES}"
+        )
 
 
 def load_weights(model: Any, settings: BackboneSettings) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from workers.data.torch_internals import BatchNormBase
-
 
 def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
     """Module name -> weight of every Linear and Conv2d, in order; together N_w entries. Biases,
@@ -17,17 +15,6 @@ def weight_sites(backbone: nn.Module) -> dict[str, Tensor]:
         for name, module in backbone.named_modules()
         if isinstance(module, (nn.Linear, nn.Conv2d))
     }
-
-
-def norm_names(backbone: nn.Module) -> list[str]:
-    """Names of the affine parameters of all norm layers."""
-    kinds = (nn.LayerNorm, nn.GroupNorm, BatchNormBase)
-    names = []
-    for module_name, module in backbone.named_modules():
-        if isinstance(module, kinds):
-            for name, _ in module.named_parameters(recurse=False):
-                names.append(f"{module_name}.{name}")
-    return names
 
 
 class Copies(nn.Module):

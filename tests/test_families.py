@@ -1,0 +1,72 @@
+"""Methods on other families of timm models: what one learns is kept bit for bit where that is
+promised, and who cannot work on a family says so in one sentence before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checks import old_answers_stay
+from families import SMALL
+from stage_lab import OPTIMIZERS, Lab, Run, answers
+
+from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.methods import METHODS
+from workers.model import vit
+from workers.model.vit import digest_of
+
+FAST_FAMILIES = ("ConvNeXt", "ResNet", "MobileNetV3", "EVA-02", "Swin", "BEiT")
+FAST_METHODS = ("piggyback", "packnet", "finetune")
+CASES = [
+    pytest.param(
+        family,
+        method,
+        marks=() if family in FAST_FAMILIES and method in FAST_METHODS else pytest.mark.slow,
+    )
+    for family in SMALL
+    for method in METHODS
+]
+
+
+def fits(method: str, family: str) -> bool:
+    """Return whether a method takes the family's small backbone with its default settings."""
+    cls = METHODS[method]
+    try:
+        cls.check_backbone(cls.Settings(), vit.check(BackboneSettings(**SMALL[family])))
+    except UserError:
+        return False
+    return True
+
+
+def run_of(lab: Lab, method: str, family: str) -> Run:
+    backbone = {"crop_pct": 1.0, **SMALL[family]}
+    settings: dict[str, Any] = {**OPTIMIZERS["adamw"], "epochs": 1}
+    return lab.run_of(method, settings, backbone=backbone)
+
+
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_a_method_works_on_a_family_or_says_in_a_sentence_why_not(
+    lab: Lab, family: str, method: str
+) -> None:
+    if not fits(method, family):
+        with pytest.raises(UserError, match=f"methods.{method}: .*such as ") as refused:
+            run_of(lab, method, family)
+        assert "\n" not in str(refused.value)
+        return
+    run = run_of(lab, method, family)
+    for task in (0, 1):
+        logits = answers(run.served(1), run.images(task), run.order[task])
+        assert logits.shape == (len(run.images(task)), 2 + task)
+        assert logits.isfinite().all()
+        assert torch.allclose(
+            answers(run.live(task), run.images(task), run.order[task]),
+            answers(run.served(task), run.images(task), run.order[task]),
+            atol=1e-4,
+        ), "what is stored is what was trained"
+    live = run.live(1)
+    if live.freezes_backbone:
+        assert digest_of(live.backbone) == live.backbone_digest
+    if not live.may_forget:
+        old_answers_stay(run)

@@ -171,7 +171,7 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     backbone = vit.build(job.backbone_settings)
     if job.backbone_settings.weights == "none":
         vit.measure_statistics(backbone, job.backbone_settings.img_size)
-    vit.load_weights(backbone, job.backbone_settings)
+    warnings = vit.load_weights(backbone, job.backbone_settings)
     files: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     length: dict[str, int] = {}
@@ -191,6 +191,7 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     files["state.safetensors"] = vit.to_bytes(backbone)
     manifest = {
         "kind": "backbone",
+        "warnings": warnings,
         "sizes": sizes,
         "length": length,
         "digest": digest,

@@ -15,7 +15,7 @@ import yaml
 from pipeline import cli
 from tests import small_run
 from workers.errors import UserError
-from workers.model import vit
+from workers.model import pretrained
 from workers.storage import hub
 
 SOURCE = "hf://datasets/somebody/pictures/folder"
@@ -128,6 +128,6 @@ def test_weights_that_the_hub_does_not_give_are_told_at_once(
         match=r"backbone\.weights is 'hub', and the weights of 'vit_tiny_patch16_224' cannot be "
         r"had",
     ):
-        vit._from_hub("vit_tiny_patch16_224")
+        pretrained.from_hub("vit_tiny_patch16_224", 224)
     assert len(silent.connections) == 1, "asked once, and not again by each try of its client"
     assert not constants.HF_HUB_OFFLINE

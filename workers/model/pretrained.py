@@ -1,18 +1,26 @@
-"""What timm and the hub say of a pretrained model: its architecture, and the inputs it was trained
-on."""
+"""What timm and the hub say of a pretrained model: its architecture, the inputs it was trained on,
+and its weights as the backbone names them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import inspect
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import timm
-from timm.models import get_arch_pretrained_cfgs, get_pretrained_cfg
+from timm.models import convnext, get_arch_pretrained_cfgs, get_pretrained_cfg, vision_transformer
+from timm.models.convnext import ConvNeXt
+from timm.models.resnet import ResNet
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
 
-import workers.model.convit
-import workers.model.t2t  # noqa: F401 (both enter timm's registry)
+import workers.model.convit  # noqa: F401 (enters timm's registry)
 from workers.errors import UserError
+from workers.model.signature import model_class
+from workers.model.t2t import T2TVit
+from workers.storage import hub
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # of a timm model on the hub
 
@@ -64,3 +72,91 @@ def input_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(crop_pct, (int, float)):
         values["crop_pct"] = min(1.0, float(crop_pct))  # three models of timm have 1.15
     return values
+
+
+# ---- weights -------------------------------------------------------------------------------------
+# What timm calls the function that renames and resamples published weights, in a model's module.
+FILTERS = (
+    "checkpoint_filter_fn",
+    "_filter_fn",
+    "pretrained_filter_fn",
+    "_filter_torchvision_pretrained",
+    "checkpoint_filter_fn_classifier",
+)
+CLASSIFIERS = ("head", "fc", "classifier")  # of models that do not name theirs
+PLAIN_KINDS = (VisionTransformer, ResNet, ConvNeXt)  # whose weights are resampled when they load
+
+
+def filter_of(name: str) -> Callable[..., dict[str, Tensor]] | None:
+    """Return the function by which timm reads published weights of a model; None: as they are."""
+    module = sys.modules[timm.models.model_entrypoint(name.partition(".")[0]).__module__]
+    for function in FILTERS:
+        if hasattr(module, function):
+            read: Callable[..., dict[str, Tensor]] = getattr(module, function)
+            return read
+    return None
+
+
+def fit(
+    tensors: dict[str, Tensor], model: Any, name: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return published weights under the names and in the shapes of `model`, and the classifier
+    that was left out.
+
+    name: NAME or NAME.TAG of the model.
+    """
+    if isinstance(model, T2TVit):
+        tensors = model.released(tensors)
+    if isinstance(model, VisionTransformer):
+        tensors = vision_transformer.checkpoint_filter_fn(tensors, model)
+    elif isinstance(model, ConvNeXt):
+        tensors = convnext.checkpoint_filter_fn(tensors, model)
+    elif not isinstance(model, ResNet):
+        read = filter_of(name)
+        if read is not None:
+            takes_model = len(inspect.signature(read).parameters) > 1
+            tensors = read(tensors, model) if takes_model else read(tensors)
+    own_names = model.state_dict().keys()
+    prefixes = tuple(f"{name}." for name in classifiers_of(model))
+    classifier = {}
+    fitting = {}
+    for key, tensor in tensors.items():
+        is_classifier = key.startswith(prefixes) and key not in own_names
+        (classifier if is_classifier else fitting)[key] = tensor
+    return fitting, classifier
+
+
+def classifiers_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the layers that timm's model classifies with."""
+    if isinstance(model, (VisionTransformer, ResNet)):
+        return ("head", "head_dist", "fc")
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
+    names = config.get("classifier")
+    if not names:
+        return CLASSIFIERS
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def from_hub(name: str, img_size: int) -> dict[str, Tensor]:
+    """Return timm's pretrained weights of NAME or NAME.TAG, with those of its classifier.
+
+    A model that timm itself must resample to `img_size` is made in that size.
+    """
+    sized: dict[str, Any] = {}
+    try:
+        with hub.offline_if_unreachable():
+            kind = model_class(name.partition(".")[0])
+            takes_size = "img_size" in inspect.signature(kind).parameters
+            if takes_size and not issubclass(kind, PLAIN_KINDS):
+                sized["img_size"] = img_size
+            weights: dict[str, Tensor] = timm.create_model(
+                name, pretrained=True, **sized
+            ).state_dict()
+            return weights
+    except Exception as error:  # the hub's client raises many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"backbone.weights is 'hub', and the weights of {name!r} cannot be had from it "
+            f"({reason}); fetch them on a machine with a "
+            "network and give the .safetensors file, or choose another backbone.name"
+        ) from None

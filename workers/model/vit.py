@@ -16,18 +16,15 @@ from typing import Any
 import safetensors.torch
 import timm
 import torch
-from timm.models import convnext, vision_transformer
 from timm.models.convnext import ConvNeXt
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-import workers.model.convit  # noqa: F401 (enters timm's registry)
 from workers.data import torch_internals
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import context, norms, pretrained, signature
 from workers.model.noise import replace_drop_paths
-from workers.model.t2t import T2TVit
 from workers.storage import hub
 from workers.storage.regular_file import read_regular
 from workers.storage.taskstate import load_tensors
@@ -251,15 +248,17 @@ def _check_features(model: Any, settings: BackboneSettings) -> None:
         )
 
 
-def load_weights(model: Any, settings: BackboneSettings) -> None:
+def load_weights(model: Any, settings: BackboneSettings) -> list[str]:
     """Fill `model` from `settings.weights`: `hub`, a model on the hub or a local safetensors file.
 
     Position embeddings are resampled. Parameters of context that the weights lack keep their start.
+    Return a sentence on what was left out of a person's own weights. Raise `UserError` when they do
+    not fit.
     """
     if settings.weights == "none":
-        return
+        return []
     if settings.weights == "hub":
-        tensors = _from_hub(settings.name)
+        tensors = pretrained.from_hub(settings.name, settings.img_size)
     else:
         path = settings.weights
         if hub.is_hub_model(path):
@@ -278,12 +277,14 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
                 f"backbone.weights {settings.weights!r} is not readable as safetensors; give a "
                 ".safetensors file, `hub` or `none`"
             ) from None
+    classifier: dict[str, Tensor] = {}
     try:
         start = {
             name: model.get_parameter(name).detach()
             for name in context.context_parameter_names(model)
         }
-        problems = model.load_state_dict(start | _as_named_here(tensors, model), strict=False)
+        fitting, classifier = pretrained.fit(tensors, model, settings.name)
+        problems = model.load_state_dict(start | fitting, strict=False)
         differs = []
         for kind, names in zip(("missing", "unexpected"), problems, strict=True):
             if names:
@@ -294,39 +295,23 @@ def load_weights(model: Any, settings: BackboneSettings) -> None:
         ValueError,
         AttributeError,
         IndexError,
+        TypeError,
     ) as error:  # other shapes
-        differs = [str(error).strip().splitlines()[-1].strip()]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        differs = [lines[-1].strip()]
     if differs:
         raise UserError(
             f"backbone.weights {settings.weights!r} do not fit {settings.name!r} "
             f"({', '.join(differs)}); give weights of the same architecture"
         )
-
-
-def _as_named_here(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Published weights under the names and in the shapes of `model`, without the classifier."""
-    if isinstance(model, T2TVit):
-        tensors = model.released(tensors)
-    if isinstance(model, VisionTransformer):
-        tensors = vision_transformer.checkpoint_filter_fn(tensors, model)
-    if isinstance(model, ConvNeXt):
-        tensors = convnext.checkpoint_filter_fn(tensors, model)
-    # in a ConvNeXt `head.norm` is the last norm
-    classifier = ("head.fc.",) if isinstance(model, ConvNeXt) else ("head.", "fc.")
-    return {name: t for name, t in tensors.items() if not name.startswith(classifier)}
-
-
-def _from_hub(name: str) -> dict[str, Tensor]:
-    try:
-        with hub.offline_if_unreachable():
-            return timm.create_model(name, pretrained=True).state_dict()
-    except Exception as error:  # the hub's client raises many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"backbone.weights is 'hub', and the weights of {name!r} cannot be had from it "
-            f"({reason}); fetch them on a machine with a "
-            "network and give the .safetensors file, or choose another backbone.name"
-        ) from None
+    if settings.weights == "hub" or not classifier:
+        return []
+    name, tensor = next(iter(classifier.items()))
+    layer = name.rpartition(".")[0]
+    return [
+        f"the classifier in backbone.weights ({layer}, {tensor.shape[0]} classes) was left out: "
+        "each task trains a head of its own"
+    ]
 
 
 def digest_of(model: nn.Module) -> str:

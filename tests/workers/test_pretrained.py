@@ -1,0 +1,114 @@
+"""Weights of all families as a start: those of timm's hub, and a person's own with their head."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from families import SMALL
+from stage_lab import Lab
+from torch import Tensor
+
+from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.model import pretrained, vit
+
+CLASSES = 7
+# In the module of crossvit it is no function of the module; its weights are taken as they are.
+WITHOUT_FILTER = ("crossvit",)
+
+
+def own_weights(family: str, folder: Path) -> tuple[str, dict[str, Tensor]]:
+    """Write weights of a family's small model with a head, as a person's own training left them.
+
+    Return the path and the tensors.
+    """
+    settings = BackboneSettings(**SMALL[family])
+    options: dict[str, Any] = dict(settings.options)
+    if family not in ("ConvNeXt", "ResNet", "MobileNetV3", "EfficientNet"):
+        options["img_size"] = settings.img_size
+    torch.manual_seed(3)
+    model = timm.create_model(settings.name, num_classes=CLASSES, **options)
+    tensors = {name: t.contiguous() for name, t in model.state_dict().items()}
+    path = folder / f"{family}.safetensors"
+    safetensors.torch.save_file(tensors, str(path))
+    return str(path), tensors
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_fine_tuned_checkpoint_with_its_head_is_a_start(family: str, tmp_path: Path) -> None:
+    path, tensors = own_weights(family, tmp_path)
+    settings = BackboneSettings(**SMALL[family], weights=path)
+    model = vit.build(settings)
+    sentences = vit.load_weights(model, settings)
+    own = model.state_dict()
+    assert all(torch.equal(own[name], tensors[name]) for name in own)
+    (head,) = {name.rpartition(".")[0] for name in tensors.keys() - own.keys()}
+    assert sentences == [
+        f"the classifier in backbone.weights ({head}, {CLASSES} classes) was left out: each task "
+        "trains a head of its own"
+    ]
+
+
+@pytest.mark.parametrize("family", ["Swin", "EVA-02", "BEiT", "DINOv3"])
+def test_positions_are_resampled_to_another_size(family: str, tmp_path: Path) -> None:
+    path, tensors = own_weights(family, tmp_path)
+    settings = BackboneSettings(**{**SMALL[family], "img_size": 64}, weights=path)
+    model = vit.build(settings)
+    vit.load_weights(model, settings)
+    assert model.eval()(torch.zeros(1, 3, 64, 64)).isfinite().all()
+    own = model.state_dict()
+    same = [n for n in own if own[n].shape == tensors[n].shape and torch.equal(own[n], tensors[n])]
+    assert len(same) > len(own) / 2
+
+
+def test_weights_of_another_architecture_are_one_sentence(tmp_path: Path) -> None:
+    path, _ = own_weights("Swin", tmp_path)
+    settings = BackboneSettings(**SMALL["EfficientNet"], weights=path)
+    with pytest.raises(UserError, match=r"do not fit 'test_efficientnet'.*same architecture"):
+        vit.load_weights(vit.build(settings), settings)
+
+
+def test_the_weights_of_timms_hub_are_those_of_the_tag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "models--timm--lcnet_050.ra2_in1k"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    torch.manual_seed(3)
+    published = timm.create_model("lcnet_050").state_dict()
+    file = folder / "snapshots" / ("0" * 40) / "model.safetensors"
+    safetensors.torch.save_file(published, str(file))
+    settings = BackboneSettings(name="lcnet_050.ra2_in1k", img_size=32, weights="hub")
+    model = vit.build(settings)
+    assert vit.load_weights(model, settings) == [], "timm's own classifier is not worth a word"
+    own = model.state_dict()
+    assert all(torch.equal(own[name], published[name]) for name in own)
+
+
+def test_a_run_from_own_weights_says_that_the_head_was_left_out(lab: Lab) -> None:
+    path, _ = own_weights("ResNet", lab.folder)
+    backbone = {"crop_pct": 1.0, **SMALL["ResNet"], "weights": path}
+    run = lab.run_of("linear", {"epochs": 1}, backbone=backbone)
+    warnings = run.artifact(run.jobs["backbone"]).manifest["warnings"]
+    assert [f"{CLASSES} classes) was left out" in text for text in warnings] == [True]
+
+
+def test_every_filter_of_published_weights_that_timm_has_is_known() -> None:
+    """Contract: timm keeps these functions in the modules of its models, under known names."""
+    folder = Path(timm.__file__).parent / "models"
+    for module in timm.list_modules():
+        file = folder / f"{module}.py"
+        text = file.read_text() if file.exists() else ""  # those of our own are not there
+        if re.search(r"pretrained_filter_fn=\w", text) and module not in WITHOUT_FILTER:
+            assert pretrained.filter_of(timm.list_models(module=module)[0]), module

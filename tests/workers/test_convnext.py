@@ -239,7 +239,7 @@ def test_every_method_works_on_it_or_says_in_a_sentence_before_anything_runs_why
     if (METHODS[name].needs_vit and not issubclass(METHODS[name], Toast)) or name in REFUSED:
         says = REFUSED.get(
             name,
-            f"'{name}' works on the blocks of a vision transformer, and the backbone is a "
+            f"'{name}' works on the blocks of a vision transformer .*, and the backbone is a "
             "ConvNeXt; choose another method, or",
         )
         with pytest.raises(UserError, match=f"methods.{name}: {says}") as refused:

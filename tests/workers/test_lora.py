@@ -8,6 +8,7 @@ from typing import Any
 import method_steps
 import pytest
 import torch
+from families import SMALL
 from method_steps import BASE, ONE, TWO, answers, batch, begun, images, vit
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,7 +18,7 @@ from workers.job import BackboneSettings
 from workers.methods.base import Progress
 from workers.methods.lora import Lora, LoraSettings
 from workers.model.lowrank import Target, shapes
-from workers.model.vit import build, compile_blocks, digest_of
+from workers.model.vit import build, compile_blocks, digest_of, measure_statistics
 from workers.storage.taskstate import TaskState
 
 TARGETS = ("qkv", "qv")
@@ -32,10 +33,11 @@ def spread(method: Lora) -> Lora:
     """With an update, and a head, that show."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
+        factors = method.update.tensors()
         for p, std in (
             (method.heads["one"].weight, 1.0),
-            (method.update.a, 0.2),
-            (method.update.b, 0.2),
+            (factors["a"], 0.2),
+            (factors["b"], 0.2),
         ):
             p.copy_(torch.randn(p.shape, generator=generator) * std)
     return method
@@ -65,8 +67,9 @@ def test_a_task_starts_as_the_backbone_whatever_it_draws(target: str) -> None:
         F.cross_entropy(method.heads["one"](vit()(batch().images)), batch().labels),
     ), "in training"
     assert torch.equal(answers(method), method.heads["one"](vit()(images()))), "and served"
-    assert method.update.a.abs().max() <= 32**-0.5
-    assert float(method.update.a.detach().std()) == pytest.approx((32 * 3) ** -0.5, rel=0.2)
+    start = method.update.tensors()["a"].detach()
+    assert start.abs().max() <= 32**-0.5
+    assert float(start.std()) == pytest.approx((32 * 3) ** -0.5, rel=0.2)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -74,6 +77,7 @@ def test_branch_merged_weights_and_weights_by_hand_give_the_same(target: str) ->
     method = lora(target=target)
     begun(method)
     served = answers(spread(method))
+    assert method.sites is not None
     with method.sites.using(method.factors(method.update.tensors())):
         unmerged = method.heads["one"](method.backbone(images()))
     assert torch.allclose(served, unmerged, atol=1e-5), "to rounding"
@@ -174,3 +178,65 @@ def test_compiled_blocks_turn_too() -> None:
     compile_blocks(method.backbone, backend="eager")
     compiled = method.loss(batch(), PROGRESS)[0], answers(method), method.loss(batch(), PROGRESS)[0]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(compiled, expected, strict=True))
+
+
+# ---- on other backbones --------------------------------------------------------------------------
+def on_family(family: str, **settings: Any) -> Lora:
+    torch.manual_seed(0)
+    small = SMALL[family.removeprefix("split ")]
+    if family.startswith("split "):
+        small = {**small, "options": {**small["options"], "qkv_fused": False}}
+    backbone = build(BackboneSettings(**small))
+    measure_statistics(backbone, 32)
+    chosen = LoraSettings(**{"rank": 3, "alpha": 6.0, **settings})
+    Lora.check_backbone(chosen, backbone)
+    return Lora(backbone.eval(), chosen, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "sites"),
+    [
+        ("Swin", "qkv", 4),
+        ("BEiT", "qv", 2),
+        ("EVA-02", "qkv", 2),
+        ("split EVA-02", "qkv", 6),
+        ("split EVA-02", "qv", 4),
+        ("ConvNeXt", "linear", 8),
+        ("Swin", "linear", 17),
+    ],
+)
+def test_linear_layers_of_other_backbones_are_updated_by_name(
+    family: str, target: Target, sites: int
+) -> None:
+    method = on_family(family, target=target)
+    assert len(method.linear_sites) == sites
+    plain = on_family(family, target=target).backbone
+    begun(method)
+    side = images(img_size=32)
+    expected = method.heads["one"](plain(side))
+    assert torch.equal(method.logits(side, "one"), expected), "it starts as the backbone"
+    with torch.no_grad():
+        for name, factor in method.update.tensors().items():
+            if name.endswith(".b"):
+                factor.normal_(std=0.3)
+    method.active_task = None
+    moved = method.logits(side, "one")
+    assert not torch.equal(moved, expected)
+    state = method.finish()[0]
+    by_hand = on_family(family, target=target).backbone
+    for site, parts in method.linear_sites.items():
+        weight: Tensor = by_hand.get_submodule(site).weight.data  # type: ignore[assignment]
+        a, b = state.copies[f"{site}.a"], state.copies[f"{site}.b"]
+        weight.view(len(weight), -1)[: b.shape[1]] += 2.0 * b[0] @ a[0]
+        if parts == 2:
+            weight.view(len(weight), -1)[-b.shape[1] :] += 2.0 * b[1] @ a[1]
+    answer = F.linear(by_hand(side), state.head["weight"], state.head["bias"])
+    assert torch.allclose(moved, answer, atol=1e-5)
+    served = on_family(family, target=target)
+    served.load_task(TaskState.from_bytes(state.to_bytes()))
+    assert torch.equal(served.logits(side, "one"), moved)
+
+
+def test_a_backbone_without_such_layers_is_told_what_to_set() -> None:
+    with pytest.raises(UserError, match="set target=linear, or choose a backbone with attention"):
+        on_family("ConvNeXt")

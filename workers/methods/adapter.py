@@ -12,13 +12,15 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
-from timm.models.vision_transformer import ResPostBlock
+from timm.models.eva import EvaBlockPostNorm
+from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Neutral, Task, TrainSettings, key_inputs
 from workers.methods.base import (
+    BLOCK_VITS,
     Method,
     MethodSettings,
     ParamGroup,
@@ -27,7 +29,7 @@ from workers.methods.base import (
 )
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
-from workers.model.compact import flops, plan_blocks
+from workers.model.compact import flops, multiply_adds, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.storage.taskstate import Carried, TaskState
 
@@ -79,6 +81,7 @@ class Adapter(Method[AdapterSettings]):
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
     needs_vit = True
+    vits = BLOCK_VITS
     Settings = AdapterSettings
     per_task = frozenset({"dropout"})
 
@@ -185,7 +188,7 @@ def sites_of(backbone: Any, kind: Kind) -> AdapterSites:
         return AdapterSites(backbone, houlsby, HOULSBY)
     if kind == "pfeiffer":
         return AdapterSites(backbone, houlsby, ("mlp",))
-    if any(isinstance(block, ResPostBlock) for block in backbone.blocks):
+    if any(isinstance(block, (ResPostBlock, EvaBlockPostNorm)) for block in backbone.blocks):
         raise UserError(
             "kind is 'adaptformer' on blocks that have their norms behind attention and FFN, "
             "where nothing shows the residual stream before "
@@ -204,5 +207,8 @@ def added_share(backbone: Any, weights: int) -> float:
 
     weights: number of entries of the added layers in all, each of which is used for every token.
     """
+    if not isinstance(backbone, VisionTransformer):
+        whole = multiply_adds(backbone, 3, *backbone.patch_embed.img_size)
+        return tokens_of(backbone) * weights / whole
     whole_blocks = plan_blocks(backbone, [BlockMasks()] * len(backbone.blocks))
     return tokens_of(backbone) * weights / flops(backbone, whole_blocks)

@@ -44,6 +44,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal
 
 import torch
+from timm.models.beit import Beit
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -68,6 +70,14 @@ Family = Literal[
     "expansion",
     "baseline",
 ]
+# A model for each class of vision transformers, for messages.
+EXAMPLES: dict[type[nn.Module], str] = {
+    VisionTransformer: "vit_tiny_patch16_224",
+    Eva: "eva02_tiny_patch14_224",
+    Beit: "beit_base_patch16_224",
+}
+BLOCK_VITS = tuple(EXAMPLES)  # whose blocks have `attn` and `mlp` as modules
+
 ParamGroup = dict[str, Any]  # `params`, and optionally `name`, `lr`, `weight_decay`, `eps`
 
 
@@ -246,6 +256,8 @@ class MethodPlan(Generic[S]):
     needs_states: ClassVar[bool] = False
     # The method works on the blocks or tokens of a vision transformer, not on parameters by name.
     needs_vit: ClassVar[bool] = False
+    # The classes of vision transformers that it takes, if it needs one.
+    vits: ClassVar[tuple[type[nn.Module], ...]] = (VisionTransformer,)
     # No parameter of the backbone is trained, and it stays in evaluation mode.
     freezes_backbone: ClassVar[bool] = True
     # False is a promise: the logits of a finished task stay bit-exact for ever.
@@ -266,11 +278,13 @@ class MethodPlan(Generic[S]):
 
         The backbone has shapes but no weights: its parameters are on device `meta`.
         """
-        if cls.needs_vit and not isinstance(backbone, VisionTransformer):
+        if cls.needs_vit and not isinstance(backbone, cls.vits):
+            examples = ", ".join(EXAMPLES[kind] for kind in cls.vits)
+            classes = ", ".join(kind.__name__ for kind in cls.vits)
             raise UserError(
-                f"{cls.name!r} works on the blocks of a vision transformer, and the backbone is "
-                f"a {type(backbone).__name__}; choose another method, or a backbone such as "
-                "vit_tiny_patch16_224"
+                f"{cls.name!r} works on the blocks of a vision transformer (of class {classes} in "
+                f"timm), and the backbone is a {type(backbone).__name__}; choose another method, "
+                f"or a backbone such as {examples}"
             )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""LoRA: low-rank updates of the attention's projections in every block of a frozen backbone.
+"""LoRA: low-rank updates of attention's projections, or of all linear layers, of a frozen backbone.
 
 Each task trains its own updates; a served task has them merged into the weights.
 
@@ -8,6 +8,7 @@ Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022.
 from __future__ import annotations
 
 from pydantic import Field, PositiveFloat, PositiveInt
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
@@ -24,12 +25,16 @@ from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import AdapterSites
 from workers.model.lowrank import (
     PROJECTION,
+    LinearUpdates,
     LowRank,
     Target,
     branch,
     factors,
+    linear_sites,
     merged_weights,
     shapes,
+    update_shapes,
+    updated_weights,
     weight_of,
 )
 from workers.storage.taskstate import Carried, TaskState
@@ -39,7 +44,8 @@ class LoraSettings(MethodSettings):
     target: Target = Field(
         "qkv",
         description="projections that are updated: `qkv`: the fused one, by one update; `qv`: "
-        "queries and values, by one update each, as in the paper",
+        "queries and values, by one update each, as in the paper; `linear`: every linear layer of "
+        "the backbone",
     )
     rank: PositiveInt = Field(4, description="r, rank of an update")
     alpha: PositiveFloat = Field(
@@ -52,9 +58,10 @@ class Lora(Method[LoraSettings]):
 
     Stored per task: A and B, unmerged, 4 r d floats a block for either target, and a head.
 
-    While training, B A x is a branch parallel to W x: W + s B A would cost the gradient of a whole
-    weight matrix in every block. A served task uses the merged weights, and costs no more than the
-    backbone.
+    On a VisionTransformer, while training, B A x is a branch parallel to W x: W + s B A would cost
+    the gradient of a whole weight matrix in every block. A served task uses the merged weights, and
+    costs no more than the backbone. On other backbones, and for `linear`, training uses the merged
+    weights too.
 
     Where it differs from the paper: no dropout before A; biases and norms stay frozen; learning
     rate and weight decay are the head's.
@@ -69,7 +76,6 @@ class Lora(Method[LoraSettings]):
         scratch_lr=1e-2,
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
-    needs_vit = True
     Settings = LoraSettings
 
     @classmethod
@@ -77,6 +83,16 @@ class Lora(Method[LoraSettings]):
         cls, settings: LoraSettings, backbone: nn.Module, tasks: tuple[Task, ...] = ()
     ) -> None:
         super().check_backbone(settings, backbone, tasks)
+        if not is_stacked(backbone, settings):
+            if not linear_sites(backbone, settings.target):
+                remedy = "choose" if settings.target == "linear" else "set target=linear, or choose"
+                raise UserError(
+                    f"'lora' with target {settings.target!r} has no layer to update, and the "
+                    f"backbone is a {type(backbone).__name__}; {remedy} a backbone with attention "
+                    "such as vit_tiny_patch16_224, eva02_tiny_patch14_224 or "
+                    "swin_tiny_patch4_window7_224"
+                )
+            return
         sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
         if settings.rank > sites.width:
             raise UserError(
@@ -87,20 +103,37 @@ class Lora(Method[LoraSettings]):
 
     def __init__(self, backbone: nn.Module, settings: LoraSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
-        self.rows, width = weight_of(backbone.blocks[0]).shape  # type: ignore[index]
-        self.shapes = shapes(len(self.sites), self.rows, width, settings.rank, settings.target)
-        # task -> `a` and `b`; empty for the base task
+        self.sites: AdapterSites | None = None  # of stacked updates
+        self.linear_sites: dict[str, int] = {}  # of others
+        self.shapes: dict[str, tuple[int, ...]]
+        if is_stacked(backbone, settings):
+            self.sites = AdapterSites(backbone, branch, (PROJECTION,), beside=PROJECTION)
+            self.rows, width = weight_of(backbone.blocks[0]).shape  # type: ignore[index]
+            self.shapes = shapes(len(self.sites), self.rows, width, settings.rank, settings.target)
+        else:
+            self.linear_sites = linear_sites(backbone, settings.target)
+            self.shapes = update_shapes(backbone, self.linear_sites, settings.rank)
+        # task -> factors by name; empty for the base task
         self.loaded: dict[str, dict[str, Tensor]] = {}
 
+    @property
+    def scale(self) -> float:
+        """Return s, the factor of B A."""
+        return self.settings.alpha / self.settings.rank
+
     def factors(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return A and s B of an update for the sites of the backbone."""
-        return factors(**update, rows=self.rows, scale=self.settings.alpha / self.settings.rank)
+        """Return A and s B of a stacked update for the sites of the backbone."""
+        return factors(**update, rows=self.rows, scale=self.scale)
 
     def begin(self, context: StepContext) -> list[ParamGroup]:
         groups = super().begin(context)
         self.loaded.pop(context.task.name, None)
-        self.update = LowRank(**self.shapes).to(self.device)
+        self.update: LowRank | LinearUpdates
+        if self.sites is not None:
+            self.update = LowRank(**self.shapes).to(self.device)
+        else:
+            updates = LinearUpdates(self.backbone, self.linear_sites, self.settings.rank)
+            self.update = updates.to(self.device)
         group = {
             "name": "lora",
             "params": list(self.update.parameters()),
@@ -108,7 +141,15 @@ class Lora(Method[LoraSettings]):
         }
         return [*groups, group]
 
+    def training_weights(self, batch: Batch, progress: Progress) -> dict[str, Tensor]:
+        """Return W + s B A where updates are not stacked: those need no branch of their own."""
+        if self.sites is not None:
+            return {}
+        return updated_weights(self.backbone, self.linear_sites, self.update.tensors(), self.scale)
+
     def loss(self, batch: Batch, progress: Progress) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.sites is None:
+            return super().loss(batch, progress)
         with self.sites.using(self.factors(self.update.tensors())):
             return super().loss(batch, progress)
 
@@ -141,4 +182,11 @@ class Lora(Method[LoraSettings]):
             return {}
         device = self.device
         on_device = {name: tensor.to(device) for name, tensor in update.items()}
+        if self.sites is None:
+            return updated_weights(self.backbone, self.linear_sites, on_device, self.scale)
         return merged_weights(self.backbone, **self.factors(on_device))
+
+
+def is_stacked(backbone: nn.Module, settings: LoraSettings) -> bool:
+    """Return whether the updates are those of equal projections in all blocks, and stacked."""
+    return isinstance(backbone, VisionTransformer) and settings.target != "linear"

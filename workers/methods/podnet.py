@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.base import Progress
+from workers.methods.base import BLOCK_VITS, Progress
 from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.cosine import nca
@@ -69,6 +69,7 @@ class PodNet(CosineRehearsal[PodNetSettings]):
         source="measured on 25 classes of CIFAR-100 at 64 px: configs/RESULTS.md",
     )
     needs_vit = True
+    vits = BLOCK_VITS
     Settings = PodNetSettings
     per_task = CosineRehearsal.per_task | {"lambda_c", "lambda_f", "delta", "hinge", "clamp"}
 

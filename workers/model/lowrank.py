@@ -1,5 +1,7 @@
-"""LoRA on the fused query, key and value projection of every block of a ViT: W + s B A, merged
-into W or as a branch beside it.
+"""LoRA: W + s B A, merged into W or as a branch beside it.
+
+On the fused query, key and value projection of every block of a timm VisionTransformer all updates
+are stacked; on linear layers of any other backbone each has tensors of its own.
 
 Axes: L blocks, P parts of the projection's rows with an update each, r rank, d width in, o rows of
 a part.
@@ -14,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Target = Literal["qkv", "qv"]
+Target = Literal["qkv", "qv", "linear"]
+# Last parts of the names of attention's projections in timm's models, fused or split.
+FUSED = ("qkv",)
+QUERIES, KEYS, VALUES = ("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")
 PROJECTION = "attn.qkv"  # of a block
 
 
@@ -77,3 +82,87 @@ def weight_of(block: Any) -> Tensor:
     """The weight of a block's projection, (O, d)."""
     weight: Tensor = block.get_submodule(PROJECTION).weight
     return weight
+
+
+def linear_sites(backbone: nn.Module, target: Target) -> dict[str, int]:
+    """Return the linear layers that are updated by name, and how many parts of rows each has.
+
+    `linear`: all of them, each by one update; a convolution of 1 x 1 is a linear layer of each
+    pixel. `qkv`, `qv`: the projections of attention, fused or
+    split; a fused one has two parts for `qv`, its first third and its last.
+    """
+    sites = {}
+    for name, module in backbone.named_modules():
+        last = name.rpartition(".")[2]
+        if not isinstance(module, nn.Linear) and not _is_pointwise(module):
+            continue
+        is_split = last in (*QUERIES, *VALUES) or (target == "qkv" and last in KEYS)
+        if target == "linear" or is_split:
+            sites[name] = 1
+        elif last in FUSED:
+            sites[name] = 2 if target == "qv" else 1
+    return sites
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Return whether a module is a convolution of 1 x 1 over all channels."""
+    return isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
+
+
+class LinearUpdates(nn.Module):
+    """The trained factors of linear layers, see `linear_sites`; of each A (P, r, d), B (P, o, r).
+
+    The rank is that of the settings, or the smallest side of a layer that has fewer. They start as
+    those of `LowRank`. In a state they are `SITE.a` and `SITE.b`.
+    """
+
+    def __init__(self, backbone: nn.Module, sites: dict[str, int], rank: int):
+        super().__init__()
+        self.names: list[str] = []
+        self.values = nn.ParameterList()
+        for name, shape in update_shapes(backbone, sites, rank).items():
+            start = torch.zeros(shape)
+            if name.endswith(".a"):
+                start.uniform_(-1, 1).div_(math.sqrt(shape[-1]))
+            self.names.append(name)
+            self.values.append(nn.Parameter(start))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Both factors of each site by name."""
+        return dict(zip(self.names, self.values, strict=True))
+
+
+def update_shapes(
+    backbone: nn.Module, sites: dict[str, int], rank: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the factors of `LinearUpdates` by name."""
+    shapes_by_name: dict[str, tuple[int, ...]] = {}
+    for site, parts in sites.items():
+        rows, width = weight_at(backbone, site).shape[:2]
+        part_rows = rows if parts == 1 else rows // 3
+        own_rank = min(rank, part_rows, width)
+        shapes_by_name[f"{site}.a"] = (parts, own_rank, width)
+        shapes_by_name[f"{site}.b"] = (parts, part_rows, own_rank)
+    return shapes_by_name
+
+
+def weight_at(backbone: nn.Module, site: str) -> Tensor:
+    """The weight of a linear layer, (rows, d), or of a convolution, (rows, d, 1, 1)."""
+    weight: Tensor = backbone.get_submodule(site).weight  # type: ignore[assignment]
+    return weight
+
+
+def updated_weights(
+    backbone: nn.Module, sites: dict[str, int], update: dict[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """W + s B A of each site, by parameter name; differentiable in the factors."""
+    weights = {}
+    for site, parts in sites.items():
+        weight = weight_at(backbone, site)
+        change = scale * (update[f"{site}.b"] @ update[f"{site}.a"])  # (P, o, d)
+        of_rows = change[0]
+        if parts == 2:
+            keys = change.new_zeros(len(weight) - 2 * change.shape[1], change.shape[2])
+            of_rows = torch.cat([change[0], keys, change[1]])
+        weights[f"{site}.weight"] = weight + of_rows.view_as(weight)
+    return weights

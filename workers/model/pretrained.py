@@ -118,8 +118,8 @@ def fit(
             tensors = read(tensors, model) if takes_model else read(tensors)
     own_names = model.state_dict().keys()
     prefixes = tuple(f"{name}." for name in classifiers_of(model))
-    classifier = {}
-    fitting = {}
+    classifier: dict[str, Tensor] = {}
+    fitting: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         is_classifier = key.startswith(prefixes) and key not in own_names
         (classifier if is_classifier else fitting)[key] = tensor

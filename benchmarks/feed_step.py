@@ -1,10 +1,10 @@
 """Compare a step of training that the feed supplies with the same step on batches held ready.
 
-`python -m benchmarks.feed_step`; ViT-Ti at 64 px, batches of 64 from generated JPEG images of 72 to
-128 px, fp32, one rank, one thread of PyTorch, one decoding thread; about three minutes. It measures
-wall time, since what it asks is whether training waits: it needs two idle cores, one for training
-and one for the feed. `streamed` decodes in every epoch, `kept` cuts crops from images that are
-decoded already; both augment by random resized crops, flips, RandAugment, mixup, cutmix and
+`python -m benchmarks.feed_step`; ViT-Ti at 64 px, batches of 32 from generated JPEG images of 72 to
+128 px, fp32, one rank, one thread of PyTorch, one decoding thread; about a minute on idle cores. It
+measures wall time, since what it asks is whether training waits: it needs two idle cores, one for
+training and one for the feed. `streamed` decodes in every epoch, `kept` cuts crops from images that
+are decoded already; both augment by random resized crops, flips, RandAugment, mixup, cutmix and
 erasing. The first batch of an epoch is waited for before the clock starts.
 """
 
@@ -26,7 +26,7 @@ from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.job import StageJob
 
-SIDE, BATCH, STEPS, ROUNDS = 64, 64, 12, 7
+SIDE, BATCH, STEPS, ROUNDS = 64, 32, 10, 5
 DEMAND = 1.03  # wall time of a step with the feed / with batches held ready
 RECIPE = {
     "crop": "resized",

@@ -132,7 +132,10 @@ class PrintVersion(argparse.Action):
         parser.exit()
 
 
-DATA_HELP = "a folder of class folders, with or without train and test; several are a task each"
+DATA_HELP = (
+    "a folder of class folders, with or without train and test, of Parquet files or WebDataset "
+    "tars, a CSV file, hf://datasets/NAME, torchvision:NAME; several are a task each"
+)
 CONFIG_OR_DATA = {
     "nargs": "+",
     "metavar": "config|PATH",
@@ -279,6 +282,12 @@ def _add_init_command(add_command: AddCommand) -> None:
     init_parser.add_argument(
         "--name", default="", help="name of the run and its files (default: that of PATH)"
     )
+    init_parser.add_argument(
+        "--label", metavar="COLUMN", help="column of the label in a table, where it is not clear"
+    )
+    init_parser.add_argument(
+        "--image", metavar="COLUMN", help="column of the image in a table, where it is not clear"
+    )
 
 
 def _add_analyse_command(add_command: AddCommand) -> None:
@@ -410,7 +419,14 @@ def init(args: argparse.Namespace) -> int:
     """Write a card and a config for images, and print what was found and the next command."""
     from pipeline.data import starter  # start-up time: imports pyarrow
 
-    config = starter.start(args.paths, invocation.this_command(), print, name=args.name)
+    config = starter.start(
+        args.paths,
+        invocation.this_command(),
+        print,
+        name=args.name,
+        image=args.image,
+        label=args.label,
+    )
     print(f"next: {invocation.this_command()} run {shlex.quote(config)}")
     return 0
 

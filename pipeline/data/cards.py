@@ -21,7 +21,7 @@ from workers.job import Frozen, Neutral, key_inputs
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
 # each name is a module in pipeline/data/formats
-SourceFormat = Literal["folder", "parquet", "tar", "webdataset", "sklearn", "torchvision"]
+SourceFormat = Literal["folder", "csv", "parquet", "tar", "webdataset", "sklearn", "torchvision"]
 MAX_CLASS_CHARACTERS = 200
 # 8-bit PNG reaches 1032, JPEG 512; of more is what is nearly of one colour
 MAX_PIXELS_PER_BYTE = 2000
@@ -43,21 +43,38 @@ class Source(Frozen):
     name: str = Field("", description="data set inside scikit-learn or torchvision")
     splits: dict[Split, str] = Field(
         {"train": "train", "test": "test"},
-        description="sub-folder or glob of each split below `path`; for webdataset, a list of "
-        "paths below `path`, absolute paths or URLs, with braces; "
+        description="sub-folder, glob or table of each split below `path`; for webdataset, a list "
+        "of paths below `path`, absolute paths or URLs, with braces; "
         "without `train`, a card to be tested on alone",
     )
     image: str = Field(
         "image",
-        description="column of the image (bytes, or a struct with `bytes`) in Parquet; extensions "
-        "of images in webdataset, `jpg;png;webp`",
+        description="column of the image (bytes, or a struct with `bytes`) in Parquet, of its path "
+        "in csv; extensions of images in webdataset, `jpg;png;webp`",
     )
     label: str | None = Field(
         "label",
         min_length=1,
-        description="column of the label in Parquet; extension of the label member in tars, or "
+        description="column of the label in Parquet and csv; extension of the label member in "
+        "tars, or "
         "json:FIELD in webdataset; "
         "null: images have no labels, and the card has one class, which all of them belong to",
+    )
+    split: Annotated[str | None, Neutral(None)] = Field(
+        None,
+        min_length=1,
+        description="column of the split in csv; `splits` then gives its values, and `path` names "
+        "the table",
+    )
+    numbers: Annotated[Literal["places", "names"], Neutral("places")] = Field(
+        "places",
+        description="what a label that is a number means in Parquet and csv: a place in `classes`, "
+        "from 0, or the name of a class, such as 102",
+    )
+    files: Annotated[str, Neutral("{}")] = Field(
+        "{}",
+        description="in csv, where an image lies from the folder of its table: `{}` stands for "
+        "what its row says, as in `images/{}.jpg`",
     )
 
     @field_validator("splits", mode="before")

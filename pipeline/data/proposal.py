@@ -240,6 +240,6 @@ def _comment(text: str) -> str:
 
 def relative_to_here(path: str, given: str) -> str:
     """Return a path as a file in the current folder names it: relative where the person's was."""
-    if "://" in path or os.path.isabs(given):
+    if "://" in path or "${" in path or os.path.isabs(given):
         return path
     return Path(os.path.relpath(path)).as_posix()

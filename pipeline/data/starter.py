@@ -14,8 +14,8 @@ from pipeline import config as configs
 from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import (
     TEST_FRACTION,
-    Columns,
     DataSet,
+    Request,
     counted,
     name_of,
 )
@@ -86,19 +86,21 @@ def start(
     paths: Sequence[str],
     program: str,
     say: Say,
-    columns: Columns | None = None,
     name: str = "",
     keep: bool = False,
+    **columns: str | None,
 ) -> str:
     """Look at data, say what it is, write its cards and a config. Return the config's path.
 
     name: of the run; empty: that of the data. keep: files that are there already, for the same
-    data, are used as they stand. Raise `UserError`, with nothing written, where the data does not
-    fit or a file of another content is there.
+    data, are used as they stand. columns: `image` and `label`, where they are not to be guessed.
+    Raise `UserError`, with nothing written, where the data does not fit or a file of another
+    content is there.
     """
     sources: list[Source] = []
     for path in paths:
-        sources += [Source(data_set, path) for data_set in detect(path, columns or Columns())]
+        request = Request(path, program, **columns)
+        sources += [Source(data_set, path) for data_set in detect(request)]
     sources = _with_own_names(sources)
     starter = propose(sources, name, paths, program)
     for source in sources:
@@ -161,7 +163,7 @@ def _check_folder(source: Source, program: str) -> None:
     """Raise `UserError` where results in the current folder would become part of the data."""
     path = source.data_set.source["path"]
     here = os.path.realpath(os.curdir)
-    splits = source.data_set.source["splits"].values()
+    splits = source.data_set.source.get("splits", {}).values()
     takes_all = any(split == "." or "*" in split for split in splits)
     if "://" in path or not takes_all:
         return

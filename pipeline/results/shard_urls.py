@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from pipeline import config as configs
 from pipeline.data import cards, in_place
+from pipeline.data.braces import with_braces
 from pipeline.data.cards import Card
 from pipeline.data.listing import SPLITS, Split
 from pipeline.graph import raw_data
@@ -17,8 +17,6 @@ from pipeline.graph.store import Store, key_of
 from pipeline.yaml_files import absolute, read_yaml
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, is_local
-
-NUMBER = re.compile(r"(\d+)(?=\D*$)")  # the last one of a path
 
 
 class ShardUrl(NamedTuple):
@@ -73,36 +71,3 @@ def _stored_urls(card: Card, store: Store) -> Iterator[tuple[Split, str]]:
         of_split = [artifact.uri(name) for name in names if name.startswith(f"{split}-")]
         for url in with_braces(of_split):
             yield split, url
-
-
-def with_braces(urls: Iterable[str]) -> list[str]:
-    """Return URLs with braces for those that follow each other by their last number.
-
-    Braces in a URL are escaped, as bash and WebDataset have it.
-    """
-    runs: list[tuple[str, str, list[str]]] = []  # before the number, after it, the numbers
-    for url in urls:
-        escaped = re.sub(r"([{}\\])", r"\\\1", url)
-        match = NUMBER.search(escaped)
-        if match is None:
-            runs.append((escaped, "", []))
-            continue
-        before, number, after = escaped[: match.start()], match[1], escaped[match.end() :]
-        if runs and _continues(runs[-1], before, number, after):
-            runs[-1][2].append(number)
-        else:
-            runs.append((before, after, [number]))
-    return [_braced(before, after, numbers) for before, after, numbers in runs]
-
-
-def _continues(run: tuple[str, str, list[str]], before: str, number: str, after: str) -> bool:
-    if run[:2] != (before, after) or not run[2]:
-        return False
-    expected = str(int(run[2][-1]) + 1).zfill(len(run[2][-1]))
-    return number == expected and len(number) == len(run[2][0])
-
-
-def _braced(before: str, after: str, numbers: list[str]) -> str:
-    if len(numbers) < 2:
-        return f"{before}{''.join(numbers)}{after}"
-    return f"{before}{{{numbers[0]}..{numbers[-1]}}}{after}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.detection import tree
-from pipeline.data.detection.data_set import Columns, DataSet, choose_splits, name_of
+from pipeline.data.detection.data_set import DataSet, Request, choose_splits, name_of
 from pipeline.data.detection.places import detect
 from tests.image_data import class_folders, make_image
 from workers.errors import UserError
@@ -20,13 +20,13 @@ NAMES = ("ant", "bee", "cow")
 
 def found(path: Path) -> DataSet:
     """Return the only data set at a path."""
-    (data_set,) = detect(str(path), Columns())
+    (data_set,) = detect(Request(str(path)))
     return data_set
 
 
 def refusal(path: Path) -> str:
     with pytest.raises(UserError) as error:
-        detect(str(path), Columns())
+        detect(Request(str(path)))
     message = str(error.value)
     assert "\n" not in message
     return message
@@ -89,7 +89,7 @@ def test_a_folder_of_data_sets_is_one_for_each(tmp_path: Path) -> None:
     class_folders(tmp_path / "Farm animals" / "train", ("cow", "dog"))
     class_folders(tmp_path / "Farm animals" / "test", ("cow", "dog"))
     (tmp_path / "papers").mkdir()
-    data_sets = detect(str(tmp_path), Columns())
+    data_sets = detect(Request(str(tmp_path)))
     assert [data_set.name for data_set in data_sets] == ["Farm-animals", "insects"]
     assert [data_set.has_test for data_set in data_sets] == [True, False]
 

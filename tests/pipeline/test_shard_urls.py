@@ -13,10 +13,10 @@ from test_in_place import digit_shards
 
 from pipeline import cli
 from pipeline.data import cards, in_place, ingest
+from pipeline.data.braces import with_braces
 from pipeline.data.listing import CARDS
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store, key_of
-from pipeline.results.shard_urls import with_braces
 from tests import small_run
 from workers.data.in_place import urls_by_name
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import unicodedata
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.data.cards import MAX_CLASS_CHARACTERS
@@ -47,7 +48,7 @@ class DataSet:
     @property
     def has_test(self) -> bool:
         """Whether the source itself has test images."""
-        return "test" in self.source["splits"]
+        return "test" in self.counts
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,25 @@ class SplitNames:
     unused: tuple[str, ...] = ()
 
 
-@dataclass
-class Columns:
-    """The columns that a person has named; None: they are guessed."""
+@dataclass(frozen=True)
+class Request:
+    """What a person asks to look at.
 
+    path: as it was given. program: how a person starts Accrete. image, label: the columns that were
+    named; None: they are guessed.
+    """
+
+    path: str
+    program: str = "accrete"
     image: str | None = None
     label: str | None = None
-    asked: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, **options: str) -> str:
+        """Return what a person types to ask again, with options."""
+        words = ["init", self.path]
+        for name, value in options.items():
+            words += [f"--{name}", value]
+        return f"{self.program} {shlex.join(words)}"
 
 
 def split_of(name: str) -> str | None:

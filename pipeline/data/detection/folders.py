@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pipeline.data.detection.data_set import (
-    Columns,
     DataSet,
+    Request,
     check_classes,
     choose_splits,
     counted,
@@ -17,6 +17,9 @@ from pipeline.data.detection.data_set import (
     split_of,
 )
 from pipeline.data.detection.image_sizes import sizes_of_files
+from pipeline.data.detection.image_tables import table_at, tables_in
+from pipeline.data.detection.parquet_files import parquet_in, read_schema
+from pipeline.data.detection.shard_files import shards_in
 from pipeline.data.detection.tree import Folder
 from pipeline.data.listing import nfc, printable
 from workers.errors import UserError
@@ -36,11 +39,11 @@ class Place:
     uri: str
     folder: Folder
     name: str
-    columns: Columns
+    request: Request
 
     def below(self, folder: Folder, name: str) -> Place:
         """Return a folder directly below, with the name that a data set in it would have."""
-        return Place(join(self.uri, folder.base_name), folder, name, self.columns)
+        return Place(join(self.uri, folder.base_name), folder, name, self.request)
 
 
 def data_sets_in(place: Place) -> list[DataSet]:
@@ -49,10 +52,16 @@ def data_sets_in(place: Place) -> list[DataSet]:
     Raise `UserError` where there is none.
     """
     folder = place.folder
+    if folder.tables:
+        data_set = tables_in(place.uri, folder, place.name, place.request)
+        if data_set is not None:
+            return [data_set]
     with_content = [below for below in folder.folders.values() if _has_content(below)]
     splits = [below for below in with_content if split_of(below.base_name)]
     if any(split_of(below.base_name) != "val" for below in splits):
         return [_with_split_folders(place, splits)]
+    if folder.parquet or folder.tars:
+        return [_archives(place)]
     with_images = [below for below in with_content if below.images or not below.is_read]
     if with_images:
         return [_class_folders(place)]
@@ -85,6 +94,8 @@ def _with_split_folders(place: Place, folders: list[Folder]) -> DataSet:
         )
     train = by_name[splits.train]
     test = by_name[splits.test] if splits.test else None
+    if train.parquet or train.tars:
+        return _archives(place)
     source_splits = {"train": splits.train}
     if splits.test is not None:
         source_splits["test"] = splits.test
@@ -155,6 +166,21 @@ def _samples(place: Place, split: str, class_folders: list[Folder]) -> Iterable[
     for below in class_folders:
         for name in below.samples:
             yield join(base, below.base_name, name)
+
+
+def _archives(place: Place) -> DataSet:
+    """Return the data set of the Parquet files or tars in a folder and below."""
+    names: dict[str, list[str]] = {"parquet": [], "tars": []}
+    for below in place.folder.walk():
+        prefix = below.name.removeprefix(place.folder.name).lstrip("/")
+        names["parquet"] += [f"{prefix}/{name}".lstrip("/") for name in below.parquet]
+        names["tars"] += [f"{prefix}/{name}".lstrip("/") for name in below.tars]
+    if names["parquet"]:
+        first = join(place.uri, sorted(names["parquet"])[0])
+        if len(names["parquet"]) == 1 and not read_schema(first).images:
+            return table_at(first, place.name, place.request, place.folder)
+        return parquet_in(place.uri, names["parquet"], place.name, place.request)
+    return shards_in(place.uri, names["tars"], place.name, place.request)
 
 
 # ---- several data sets ---------------------------------------------------------------------------

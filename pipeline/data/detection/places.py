@@ -2,38 +2,84 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import posixpath
 
-from pipeline.data.detection.data_set import Columns, DataSet, name_of
+from pipeline.data.detection.data_set import DataSet, Request, name_of
 from pipeline.data.detection.folders import Place, data_sets_in
-from pipeline.data.detection.tree import read_tree
-from pipeline.data.listing import is_utf8, printable
+from pipeline.data.detection.image_tables import table_at
+from pipeline.data.detection.libraries import HUB, TORCHVISION, hub_address, torchvision_set_at
+from pipeline.data.detection.parquet_files import parquet_in, read_schema
+from pipeline.data.detection.shard_files import shards_in
+from pipeline.data.detection.tree import Folder, read_tree
+from pipeline.data.listing import is_utf8, printable, suffix_of
 from workers.errors import UserError
+from workers.storage.artifact import exists, parent
+from workers.storage.secrets import refuse_secrets
+
+# stems that say nothing: a data set in such a file is called as its folder
+PLAIN_STEMS = ("train", "labels", "label", "data", "metadata", "images", "index", "all", "dataset")
+ARCHIVES = (".zip", ".tgz", ".gz", ".bz2", ".xz", ".7z", ".rar", ".zst")
 
 
-def detect(path: str, columns: Columns) -> list[DataSet]:
-    """Return the data sets at a path.
+def detect(request: Request) -> list[DataSet]:
+    """Return the data sets at a path or address.
 
-    columns: as the person names them. Raise `UserError` where there is none, with what is there and
-    what would do.
+    Raise `UserError` where there is none, with what is there and what would do.
     """
-    if not is_utf8(path) or "${" in path:
+    path = request.path
+    if not is_utf8(path) or "${" in path or "\0" in path or not path.strip():
         raise UserError(
-            f"{printable(path)} cannot be written on a card: its name is no UTF-8, or holds "
-            "'${', which stands for a variable of the environment; rename it"
+            f"{printable(path) or 'an empty path'} cannot be written on a card (no name, no UTF-8, "
+            "or '${', which stands for a variable of the environment); rename it"
         )
-    uri = os.path.abspath(path)
+    refuse_secrets(path)
+    if path.startswith(TORCHVISION):
+        return [torchvision_set_at(path, request)]
+    if path.startswith(HUB):
+        path = hub_address(path)
+    uri = path.rstrip("/")
+    if "://" not in path:
+        uri = os.path.abspath(path)
+    name = name_of(posixpath.basename(uri.partition("@")[0]))
     tree = read_tree(uri)
-    if tree is None:
-        raise _not_there(path)
-    return data_sets_in(Place(uri, tree, name_of(posixpath.basename(uri)), columns))
+    if tree is not None:
+        return data_sets_in(Place(uri, tree, name, request))
+    if not exists(uri):
+        raise _missing(path)
+    return [_file(uri, request)]
 
 
-def _not_there(path: str) -> UserError:
-    if os.path.exists(path):
-        return UserError(
-            f"{printable(path)} is no config and no data set: give a .yaml file, or a folder of "
-            "class folders"
-        )
-    return UserError(f"{printable(path)} does not exist; give the path of a config or of images")
+def _file(uri: str, request: Request) -> DataSet:
+    stem = posixpath.basename(uri).rpartition(".")[0]
+    if stem.lower() in PLAIN_STEMS:
+        stem = posixpath.basename(parent(uri))
+    name = name_of(stem)
+    match suffix_of(uri):
+        case ".csv" | ".tsv" | ".txt":
+            return table_at(uri, name, request, read_tree(parent(uri)) or Folder(""))
+        case ".parquet" if read_schema(uri).images:
+            return parquet_in(parent(uri), [posixpath.basename(uri)], name, request, uri)
+        case ".parquet":
+            return table_at(uri, name, request, read_tree(parent(uri)) or Folder(""))
+        case ".tar":
+            return shards_in(parent(uri), [posixpath.basename(uri)], name, request, uri)
+    what = "no config and no data set"
+    if uri.lower().endswith(ARCHIVES):
+        what = "a compressed archive, which is not read: unpack it and give the folder"
+    raise UserError(
+        f"{printable(uri)} is {what}; what would do: a .yaml config, a folder of class folders, "
+        "a CSV file of paths and labels, Parquet files, or WebDataset tars"
+    )
+
+
+def _missing(path: str) -> UserError:
+    remedy = "give the path of a config or of images"
+    folder = os.path.dirname(path) or "."
+    if "://" not in path and os.path.isdir(folder):
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        similar = difflib.get_close_matches(os.path.basename(path), names, 1)
+        if similar:
+            remedy = f"did you mean {printable(os.path.join(os.path.dirname(path), similar[0]))!r}?"
+    return UserError(f"{printable(path)} does not exist; {remedy}")

@@ -106,11 +106,13 @@ def read_tree(uri: str) -> Folder | None:
         return _RemoteTree(system, path).read()
     except UserError:
         raise
-    except OSError as error:
-        reason = printable(str(error.strerror or error).splitlines()[0])
-        raise UserError(
-            f"{printable(error.filename or uri)} cannot be listed ({reason}); {remedy(uri)}"
-        ) from None
+    except Exception as error:  # the hub's HTTP client raises kinds of its own
+        if not isinstance(error, OSError) and not uri.startswith("hf://"):
+            raise
+        reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+        reason = printable(reason.splitlines()[0])
+        where = printable(getattr(error, "filename", None) or uri)
+        raise UserError(f"{where} cannot be listed ({reason}); {remedy(uri)}") from None
 
 
 class _Tree:

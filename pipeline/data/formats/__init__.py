@@ -41,6 +41,8 @@ def list_source(card: Card) -> list[Entry] | None:
     source_format = format_of(card)
     if source_format.list_shards:
         return source_format.list_shards(card)
+    if source_format.list_files:
+        return source_format.list_files(card)
     folders = [""]
     if source_format.splits_are_folders:
         splits = card.source.splits.values()
@@ -138,6 +140,8 @@ def _entries_of_split(
 ) -> list[Entry]:
     if source_format.list_shards:
         return [entry for entry in entries if entry.name.startswith(f"{split}-")]
+    if source_format.list_files:
+        return entries
     if source_format.splits_are_folders:
         return entries_in_folder(card, split, entries)
     return entries_matching(card, split, entries)

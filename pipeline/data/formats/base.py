@@ -106,13 +106,15 @@ class Format:
     units: divides a source into units, from its card, its entries and a map function.
     suffixes: of the files that hold images. Empty where a library fetches the data.
     splits_are_folders: whether a split is a sub-folder of the source, and not a glob.
-    list_shards: lists the files of a source that are named one by one, see `list_source`.
+    list_shards: lists shards that are used where they lie, which are named one by one.
+    list_files: lists the files that the tables of a source name, and the tables.
     """
 
     units: Callable[[Card, list[Entry], MapFn], list[Unit]]
     suffixes: frozenset[str] = frozenset()
     splits_are_folders: bool = False
     list_shards: Callable[[Card], list[Entry] | None] | None = None
+    list_files: Callable[[Card], list[Entry] | None] | None = None
 
 
 # ---- files of a split ----------------------------------------------------------------------------
@@ -341,10 +343,10 @@ def check_unfolding(source: str, image_bytes: int, file_bytes: int) -> None:
         )
 
 
-def class_of(label: Any, classes: tuple[str, ...]) -> str | None:
+def class_of(label: Any, classes: tuple[str, ...], numbers: str = "places") -> str | None:
     """Return the class that a label means: a name, or an index into the classes as listed.
 
-    None where the label is none, or of a type that names no class.
+    numbers: as in `Source`. None where the label is none, or of a type that names no class.
     """
     if isinstance(label, bytes):
         label = label.decode("utf-8", "replace")
@@ -358,6 +360,9 @@ def class_of(label: Any, classes: tuple[str, ...]) -> str | None:
         return label[:MAX_LABEL_BYTES] or None
     if not isinstance(label, (str, int)):
         return None
+    if numbers == "names":
+        name = str(int(label))
+        return name if name in classes else f"number {label}"
     index = int(label)
     return classes[index] if 0 <= index < len(classes) else f"number {label}"
 

@@ -58,7 +58,7 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
         units += units_of_items(other_items)
         jobs = [ParquetJob(card.name, uri, tuple(columns)) for uri in uris]
         for job, groups in zip(jobs, map_fn(list_row_groups, jobs), strict=True):
-            units += _units_of_file(job, split, groups, card.classes)
+            units += _units_of_file(job, split, groups, card.classes, card.source.numbers)
     return units
 
 
@@ -90,13 +90,13 @@ def list_row_groups(job: ParquetJob) -> list[RowGroup]:
 
 
 def _units_of_file(
-    job: ParquetJob, split: str, groups: list[RowGroup], classes: tuple[str, ...]
+    job: ParquetJob, split: str, groups: list[RowGroup], classes: tuple[str, ...], numbers: str
 ) -> list[Unit]:
     first_rows = list(accumulate([group.rows for group in groups], initial=0))
     units: list[Unit] = []
     for part in unit_slices([group.size for group in groups]):
         first = first_rows[part.start]
-        args = (split, job.uri, part.start, first, job.columns, classes, part.stop)
+        args = (split, job.uri, part.start, first, job.columns, classes, part.stop, numbers)
         units.append(Unit(read_parquet, args, first_rows[part.stop] - first))
     return units
 
@@ -115,6 +115,7 @@ def read_parquet(
     columns: tuple[str, ...],
     classes: tuple[str, ...],
     stop: int | None = None,
+    numbers: str = "places",
 ) -> Iterator[ItemBytes]:
     """Yield the items of the row groups from `group` to `stop`, or of `group` alone.
 
@@ -122,7 +123,8 @@ def read_parquet(
 
     Rows are read one after the other, so that a group of any size needs little memory. So do rows
     that all hold the same huge value, which a file stores once. columns: of the image, and of the
-    label if there is one. Raise UserError where the group cannot be read to its end.
+    label if there is one. numbers: as in `Source`. Raise UserError where the group cannot be read
+    to its end.
     """
     row = first
     num_bytes = 0
@@ -132,7 +134,8 @@ def read_parquet(
             for batch in file.iter_batches(1, row_groups=groups, columns=list(columns)):
                 values = [_python_value(batch[column][0]) for column in columns]
                 label = values[1] if len(values) > 1 else None
-                item, data = _item(split, uri, row, values[0], label, classes)
+                label_class = _class_of_row(uri, row, label, classes, numbers)
+                item, data = _item(split, uri, row, values[0], label_class)
                 if isinstance(data, bytes):
                     num_bytes += len(data)
                 check_unfolding(uri, num_bytes, stream.size())
@@ -145,15 +148,19 @@ def read_parquet(
         ) from None
 
 
-def _item(
-    split: str, uri: str, row: int, image: Any, label: Any, classes: tuple[str, ...]
-) -> ItemBytes:
+def _class_of_row(
+    uri: str, row: int, label: Any, classes: tuple[str, ...], numbers: str
+) -> str | None:
     if isinstance(label, (str, bytes)) and len(label) > MAX_LABEL_BYTES:
         raise UserError(
             f"{printable(uri)}: the label of row {row} has {len(label)} characters, "
             f"and no class has a name of more than {MAX_LABEL_BYTES}; "
             "fetch the file again, or name another column in source.label"
         )
+    return class_of(label, classes, numbers)
+
+
+def _item(split: str, uri: str, row: int, image: Any, label: str | None) -> ItemBytes:
     path = None
     data = image
     if isinstance(image, dict):
@@ -166,7 +173,7 @@ def _item(
     if isinstance(path, str) and path:
         stem = PurePosixPath(path).stem
     name = f"{uri.rsplit('/', 1)[-1]}:{row}"
-    return Item(split, name, stem, class_of(label, classes), problem), data
+    return Item(split, name, stem, label, problem), data
 
 
 def _python_value(scalar: pa.Scalar) -> Any:

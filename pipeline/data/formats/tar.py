@@ -91,8 +91,8 @@ def _read_headers(job: TarJob) -> TarSamples:
     members: dict[str, dict[str, tarfile.TarInfo]] = {}
     labels: dict[str, str] = {}
     with open_file(job.uri) as file:
-        stream = _HeaderReader(file, is_in_bucket=not is_local(job.uri))
-        tar = _open_tar(stream)
+        stream = HeaderReader(file, is_in_bucket=not is_local(job.uri))
+        tar = open_tar(stream)
         for member in tar:
             if member.isdir():
                 continue
@@ -110,7 +110,7 @@ def _read_headers(job: TarJob) -> TarSamples:
     return TarSamples(members, labels)
 
 
-def _open_tar(stream: _HeaderReader) -> tarfile.TarFile:
+def open_tar(stream: HeaderReader) -> tarfile.TarFile:
     file: Any = stream  # tarfile uses no more of a file
     return tarfile.open(fileobj=file, mode="r:")
 
@@ -127,7 +127,7 @@ def _item(job: TarJob, archive: str, key: str, samples: TarSamples) -> Item:
     return Item(job.split, name, stem, label, "corrupt: no image in the sample")
 
 
-class _HeaderReader:
+class HeaderReader:
     """A file that `tarfile` reads headers from; a header that claims to be huge is refused.
 
     From a bucket, BLOCK_BYTES are read at a time, as a request for each header takes far longer.

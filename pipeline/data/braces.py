@@ -1,0 +1,41 @@
+"""Shards that follow each other as one pattern with braces, as WebDataset takes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+NUMBER = re.compile(r"(\d+)(?=\D*$)")  # the last one of a path
+
+
+def with_braces(urls: Iterable[str]) -> list[str]:
+    """Return URLs with braces for those that follow each other by their last number.
+
+    Braces in a URL are escaped, as bash and WebDataset have it.
+    """
+    runs: list[tuple[str, str, list[str]]] = []  # before the number, after it, the numbers
+    for url in urls:
+        escaped = re.sub(r"([{}\\])", r"\\\1", url)
+        match = NUMBER.search(escaped)
+        if match is None:
+            runs.append((escaped, "", []))
+            continue
+        before, number, after = escaped[: match.start()], match[1], escaped[match.end() :]
+        if runs and _continues(runs[-1], before, number, after):
+            runs[-1][2].append(number)
+        else:
+            runs.append((before, after, [number]))
+    return [_braced(before, after, numbers) for before, after, numbers in runs]
+
+
+def _continues(run: tuple[str, str, list[str]], before: str, number: str, after: str) -> bool:
+    if run[:2] != (before, after) or not run[2]:
+        return False
+    expected = str(int(run[2][-1]) + 1).zfill(len(run[2][-1]))
+    return number == expected and len(number) == len(run[2][0])
+
+
+def _braced(before: str, after: str, numbers: list[str]) -> str:
+    if len(numbers) < 2:
+        return f"{before}{''.join(numbers)}{after}"
+    return f"{before}{{{numbers[0]}..{numbers[-1]}}}{after}"

@@ -1,0 +1,283 @@
+"""Data sets in tables of paths and labels, beside the images that they name."""
+
+from __future__ import annotations
+
+import posixpath
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from pyarrow import fs
+
+from pipeline.data.detection.columns import (
+    columns_of_paths,
+    image_column,
+    label_column,
+    split_column,
+    too_many_values,
+)
+from pipeline.data.detection.data_set import (
+    MAX_CLASSES,
+    DataSet,
+    Request,
+    check_classes,
+    choose_splits,
+    quoted,
+    sorted_labels,
+    split_of,
+)
+from pipeline.data.detection.image_sizes import sizes_of_files
+from pipeline.data.detection.tree import Folder
+from pipeline.data.formats.csv import locate
+from pipeline.data.listing import open_source, printable
+from pipeline.data.tables import column_names, read_rows
+from workers.errors import UserError
+from workers.storage.artifact import join, parent
+
+FIRST_ROWS = 200  # that columns are guessed from
+LOOKED_UP = 20  # files of the first rows
+MOST_ROWS = 20_000_000
+MOST_FOLDERS = 200  # that images are looked for in
+
+
+class TableFile(NamedTuple):
+    """A table. name: below its folder. folder: path or URI."""
+
+    folder: str
+    name: str
+
+    @property
+    def uri(self) -> str:
+        """Path or URI of the table."""
+        return join(self.folder, self.name)
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The columns of a table, and where its images lie (see `Source.files`).
+
+    samples: values of the image column. others: columns that are none of these.
+    """
+
+    image: str
+    label: str
+    split: str | None
+    files: str
+    samples: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+def table_at(uri: str, name: str, request: Request, folder: Folder) -> DataSet:
+    """Return the data set of one table.
+
+    folder: the one that holds the table. Raise `UserError` where it is none.
+    """
+    file = TableFile(parent(uri), posixpath.basename(uri))
+    guess = guess_columns(file, request, folder)
+    return _data_set(name, [("train", file)], guess, uri, request)
+
+
+def tables_in(uri: str, folder: Folder, name: str, request: Request) -> DataSet | None:
+    """Return the data set of the tables in a folder; None where it has none that fits.
+
+    Raise `UserError` where there is one, and what its columns mean is not clear.
+    """
+    files = {table: TableFile(uri, table) for table in folder.tables}
+    by_split = {split_word(table): table for table in files}
+    if "train" in by_split:
+        train = files[by_split["train"]]
+        guess = guess_columns(train, request, folder)
+        parts = [("train", train)]
+        for split in ("test", "val"):
+            table = by_split.get(split)
+            if table is None or len(parts) > 1:
+                continue
+            if {guess.image, guess.label} <= set(column_names(files[table].uri)):
+                parts.append(("test", files[table]))
+        return _data_set(name, parts, guess, uri, request, _unused(files, parts))
+    errors: list[UserError] = []
+    for table in sorted(files):
+        try:
+            guess = guess_columns(files[table], request, folder)
+        except UserError as error:
+            errors.append(error)
+            continue
+        parts = [("train", files[table])]
+        return _data_set(name, parts, guess, files[table].uri, request, _unused(files, parts))
+    if errors and not any(below.holds_images() for below in folder.folders.values()):
+        raise errors[0]
+    if errors and request.label is not None:
+        raise errors[0]
+    return None
+
+
+def _unused(files: Mapping[str, TableFile], parts: Sequence[tuple[str, TableFile]]) -> list[str]:
+    used = {file.name for _, file in parts}
+    return [name for name in sorted(files) if name not in used]
+
+
+def stem_word(name: str) -> str:
+    """Return the name of a table without its extension."""
+    return name.rpartition(".")[0]
+
+
+def split_word(name: str) -> str | None:
+    """Return the split that a table is called by: train.csv, labels_test.csv."""
+    stem = stem_word(name).lower()
+    for word in (stem, *stem.replace("-", "_").replace(".", "_").split("_")):
+        if split_of(word):
+            return split_of(word)
+    return None
+
+
+# ---- columns -------------------------------------------------------------------------------------
+def guess_columns(file: TableFile, request: Request, folder: Folder) -> Guess:
+    """Return what the columns of a table mean, and where its images lie.
+
+    Raise `UserError` where that is not clear, or where the images are not there.
+    """
+    where = printable(file.uri)
+    names = column_names(file.uri)
+    rows = [row.values for row in islice(read_rows(file.uri, names), FIRST_ROWS)]
+    if not rows:
+        raise UserError(f"{where} has no rows; give a table of images and labels")
+    values = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+    split = split_column(values)
+    image = image_column(request, where, names, columns_of_paths(values))
+    others = [name for name in names if name != split]
+    label = label_column(request, where, others, image)
+    texts = [text for text in values[image] if text][:LOOKED_UP]
+    files = _where_images_lie(file, texts, folder)
+    remaining = tuple(name for name in others if name not in (image, label))
+    return Guess(image, label, split, files, tuple(texts), remaining)
+
+
+def _where_images_lie(file: TableFile, texts: Sequence[str], folder: Folder) -> str:
+    counts: dict[str, int] = {}
+    for files in islice(_templates(folder), MOST_FOLDERS):
+        counts[files] = _count_files(file, texts, files)
+        if counts[files] == len(texts) and texts:
+            return files
+    best = max(counts, key=lambda files: counts[files])
+    if counts[best] * 2 > len(texts):
+        return best
+    example = quoted(texts[0]) if texts else "nothing"
+    raise UserError(
+        f"{printable(file.uri)} names images such as {example}, which are not below "
+        f"{printable(file.folder)}; put them there, beside the table or in a folder"
+    )
+
+
+def _templates(folder: Folder) -> Iterator[str]:
+    """Yield where images may lie: beside the table, in folders, without or with an extension."""
+    yield "{}"
+    for below in folder.walk():
+        name = below.name.removeprefix(folder.name).strip("/")
+        prefix = f"{name}/" if name else ""
+        suffixes = {sample[sample.rfind(".") :] for sample in below.samples}
+        for suffix in ("", *sorted(suffixes)):
+            if "{" not in prefix and prefix + suffix:
+                yield f"{prefix}{{}}{suffix}"
+
+
+def _count_files(file: TableFile, texts: Sequence[str], files: str) -> int:
+    names: list[str] = []
+    for text in texts:
+        name, problem = locate(text, "", file.folder, files)
+        if name is not None and problem is None:
+            names.append(name)
+    system, path = open_source(file.folder)
+    infos = system.get_file_info([join(path, name) for name in names]) if names else []
+    return sum(info.type == fs.FileType.File for info in infos)
+
+
+# ---- the data set --------------------------------------------------------------------------------
+def _data_set(
+    name: str,
+    parts: Sequence[tuple[str, TableFile]],
+    guess: Guess,
+    path: str,
+    request: Request,
+    unused_tables: Sequence[str] = (),
+) -> DataSet:
+    where = printable(path)
+    no_classes = too_many_values(where, guess.label, guess.others, request)
+    counts = _label_counts(parts, guess, no_classes)
+    left_out = [f"table {quoted(table)}" for table in unused_tables]
+    splits = {split: file.name for split, file in parts}
+    source_path = parts[0][1].uri if len(parts) == 1 else parts[0][1].folder
+    split_names = choose_splits(value for value in counts if value)
+    train_key = "train"
+    test_key = "test"
+    column: str | None = None
+    if guess.split is not None and len(parts) == 1 and split_names.train is not None:
+        column = guess.split
+        splits = {"train": split_names.train}
+        train_key = split_names.train
+        test_key = split_names.test or ""
+        if split_names.test is not None:
+            splits["test"] = split_names.test
+        unused = [value for value in counts if value not in splits.values()]
+        left_out += [f"rows with {quoted(value)} in {quoted(column)}" for value in unused]
+    train = counts.get(train_key, Counter())
+    test = counts.get(test_key, Counter())
+    classes = check_classes(where, sorted_labels(label for label in train if label is not None))
+    if len(classes) > 50 and len(classes) * 2 > sum(train.values()):
+        raise no_classes
+    num_unlabelled = train[None] + sum(n for label, n in test.items() if label not in classes)
+    if num_unlabelled:
+        left_out.append(f"{num_unlabelled} rows without a label, or with one that train lacks")
+    source = {"format": "csv", "path": source_path, "splits": splits, "image": guess.image}
+    source |= {"label": guess.label}
+    if column is not None:
+        source["split"] = column
+    if all(label.isascii() and label.isdecimal() for label in classes):
+        source["numbers"] = "names"
+    if guess.files != "{}":
+        source["files"] = guess.files
+    total = sum(train.values()) + sum(test.values())
+    image_counts = {"train": sum(train.values()) - train[None]}
+    if "test" in splits:
+        image_counts["test"] = sum(test[label] for label in classes)
+    return DataSet(
+        name=name,
+        layout=f"a table, images in column {quoted(guess.image)}, labels in {quoted(guess.label)}",
+        source=source,
+        classes=classes,
+        counts=image_counts,
+        left_out=tuple(left_out),
+        bad_fraction=num_unlabelled / max(total, 1),
+        sizes=sizes_of_files(_sample_uris(parts[0][1], guess)),
+    )
+
+
+def _sample_uris(file: TableFile, guess: Guess) -> Iterator[str]:
+    for text in guess.samples:
+        name, _ = locate(text, "", file.folder, guess.files)
+        if name is not None:
+            yield join(file.folder, name)
+
+
+def _label_counts(
+    parts: Sequence[tuple[str, TableFile]], guess: Guess, no_classes: UserError
+) -> dict[str, Counter[str | None]]:
+    """Return how many rows each label has, by value of the split column, else by split."""
+    counts: dict[str, Counter[str | None]] = {}
+    for split, file in parts:
+        columns = [guess.label]
+        if guess.split is not None and len(parts) == 1:
+            columns.append(guess.split)
+        for row in read_rows(file.uri, columns):
+            if row.number > MOST_ROWS:
+                raise UserError(
+                    f"{printable(file.uri)} has more than {MOST_ROWS} rows; cut it into several, "
+                    "or write the card by hand, see datasets/README.md"
+                )
+            key = row.values[1] if len(columns) > 1 else split
+            counter = counts.setdefault(key or "", Counter())
+            counter[row.values[0]] += 1
+            if len(counter) > MAX_CLASSES:
+                raise no_classes
+    return counts

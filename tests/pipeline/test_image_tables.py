@@ -1,0 +1,300 @@
+"""Tables of paths and labels, Parquet files, shards and library sets: what is found, and that what
+is proposed can be ingested."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data import cards, in_place, ingest, starter
+from pipeline.data.detection.data_set import DataSet, Request
+from pipeline.data.detection.places import detect
+from pipeline.data.formats import format_of
+from pipeline.data.formats.csv import OUTSIDE, locate
+from tests.image_data import make_image
+from workers.errors import UserError
+
+NAMES = ("ant", "bee", "cow", "dog")
+
+
+def png(seed: int) -> bytes:
+    """Return an image of noise."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_table(path: Path, lines: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines))
+    return path
+
+
+def plain_csv(folder: Path) -> Path:
+    lines = ["filename,label"]
+    for number in range(24):
+        make_image(folder / "img" / f"{number}.png", number)
+        lines.append(f"img/{number}.png,{NAMES[number % 4]}")
+    return write_table(folder / "labels.csv", lines)
+
+
+def ids_beside_a_folder(folder: Path) -> Path:
+    lines = ["id;breed"]
+    for number in range(24):
+        make_image(folder / "train" / f"{number}.jpg", number)
+        lines.append(f"{number};{NAMES[number % 4]}")
+    write_table(folder / "labels.csv", lines)
+    return folder
+
+
+def splits_in_a_column(folder: Path) -> Path:
+    lines = ["image_path\tclass\tsplit"]
+    for number in range(24):
+        make_image(folder / f"{number}.png", number)
+        split = "Train" if number % 3 else "valid"
+        lines.append(f"{number}.png\t{number % 4 + 1}\t{split}")
+    return write_table(folder / "all.tsv", lines)
+
+
+def no_header(folder: Path) -> Path:
+    lines = []
+    for number in range(24):
+        make_image(folder / f"{number}.png", number)
+        lines.append(f"{number}.png,{NAMES[number % 4]}")
+    return write_table(folder / "list.csv", lines)
+
+
+def table_for_each_split(folder: Path) -> Path:
+    for split in ("train", "test"):
+        lines = ["file,label"]
+        for number in range(12):
+            make_image(folder / split / f"{number}.png", number + 50 * (split == "test"))
+            lines.append(f"{split}/{number}.png,{NAMES[number % 4]}")
+        write_table(folder / f"{split}.csv", lines)
+    return folder
+
+
+def paths_in_parquet(folder: Path) -> Path:
+    paths = [make_image(folder / "im" / f"{number}.png", number) for number in range(24)]
+    columns = {
+        "path": [f"im/{path.name}" for path in paths],
+        "label": [NAMES[number % 4] for number in range(24)],
+    }
+    pq.write_table(pa.table(columns), folder / "table.parquet")
+    return folder
+
+
+def hub_parquet(folder: Path) -> Path:
+    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": NAMES}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("about")
+    files = ("train-00000-of-00002-abc", "train-00001-of-00002-def", "test-00000-of-00001-x")
+    for start, name in enumerate(files):
+        images = [{"bytes": png(100 * start + n), "path": f"{n}.png"} for n in range(12)]
+        table = pa.table({"image": images, "label": [n % 4 for n in range(12)]})
+        path = folder / "data" / f"{name}.parquet"
+        pq.write_table(table.replace_schema_metadata(metadata), path)
+    return folder
+
+
+def numbers_in_parquet(folder: Path) -> Path:
+    folder.mkdir()
+    table = pa.table({"img": [png(n) for n in range(20)], "target": [n % 4 + 3 for n in range(20)]})
+    pq.write_table(table, folder / "flowers.parquet")
+    return folder / "flowers.parquet"
+
+
+def write_tar(path: Path, start: int, labels: Callable[[int], dict[str, bytes]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for number in range(8):
+            for extension, data in {"png": png(start + number), **labels(number)}.items():
+                member = tarfile.TarInfo(f"{number:06d}.{extension}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def shards(folder: Path) -> Path:
+    for number in range(3):
+        write_tar(
+            folder / f"shard-{number:06d}.tar",
+            100 * number,
+            lambda n: {"cls": b"%d" % (n % 4), "txt": NAMES[n % 4].encode()},
+        )
+    return folder
+
+
+def shards_with_splits(folder: Path) -> Path:
+    for name in ("im-train-0000", "im-train-0001", "im-val-0000"):
+        write_tar(
+            folder / f"{name}.tar",
+            len(name) * 100 + int(name[-1]) * 10,
+            lambda n: {"json": json.dumps({"label": NAMES[n % 4]}).encode()},
+        )
+    return folder
+
+
+def found(path: Path | str, **columns: str) -> DataSet:
+    (data_set,) = detect(Request(str(path), **columns))
+    return data_set
+
+
+CASES: dict[str, tuple[Callable[[Path], Path], str, dict[str, int]]] = {
+    "csv": (plain_csv, "csv", {"train": 24}),
+    "ids": (ids_beside_a_folder, "csv", {"train": 24}),
+    "split column": (splits_in_a_column, "csv", {"train": 16, "test": 8}),
+    "no header": (no_header, "csv", {"train": 24}),
+    "two tables": (table_for_each_split, "csv", {"train": 12, "test": 12}),
+    "paths in parquet": (paths_in_parquet, "csv", {"train": 24}),
+    "hub": (hub_parquet, "parquet", {"train": 24, "test": 12}),
+    "numbers": (numbers_in_parquet, "parquet", {"train": 20}),
+    "shards": (shards, "webdataset", {"train": 24}),
+    "shards with splits": (shards_with_splits, "webdataset", {"train": 16, "test": 8}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_found_is_proposed_and_can_be_ingested(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, source_format, counts = CASES[case]
+    path = make(tmp_path / "data")
+    data_set = found(path)
+    assert data_set.source["format"] == source_format
+    assert data_set.counts == counts
+    assert len(data_set.classes) == 4
+    assert data_set.sizes
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    config = starter.start([os.path.relpath(path)], "accrete", lambda text: None)
+    card = cards.load(config.replace(".yaml", "-card.yaml"))
+    function = in_place.index_shards if format_of(card).list_shards else ingest.ingest
+    manifest = function(card, str(tmp_path / "store"), "k", map, {})
+    assert sum(manifest["counts"].values()) == sum(counts.values())
+    assert manifest["counts"]["test"] >= 4
+    if "test" in counts:
+        assert manifest["counts"] == counts
+    assert manifest["rejected"] == {}
+
+
+def test_class_names_come_from_the_description_of_the_hub_or_from_txt(tmp_path: Path) -> None:
+    assert found(hub_parquet(tmp_path / "hub")).classes == NAMES
+    assert found(shards(tmp_path / "shards")).classes == NAMES
+
+
+def test_a_number_is_the_name_of_a_class_where_they_do_not_count_from_0(tmp_path: Path) -> None:
+    data_set = found(numbers_in_parquet(tmp_path / "data"))
+    assert data_set.classes == ("3", "4", "5", "6")
+    assert data_set.source["numbers"] == "names"
+
+
+def test_a_library_set_has_its_own_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for prefix, count in (("train", 40), ("t10k", 20)):
+        pixels = np.zeros((count, 28, 28), np.uint8).tobytes()
+        labels = (np.arange(count) % 10).astype(np.uint8).tobytes()
+        header = struct.pack(">IIII", 2051, count, 28, 28)
+        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(header + pixels)
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 2049, count) + labels
+        )
+    monkeypatch.setenv("ACCRETE_TORCHVISION", str(tmp_path))
+    data_set = found("torchvision:MNIST")
+    assert data_set.counts == {"train": 40, "test": 20}
+    assert data_set.classes[0] == "0 - zero"
+
+
+def test_an_unclear_column_is_asked_for_by_a_command_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline import cli
+
+    plain_csv(tmp_path / "my data")
+    table = tmp_path / "my data" / "labels.csv"
+    lines = table.read_text().splitlines()
+    lines = ["file,category,class", *(f"{line},{line[-3:]}" for line in lines[1:])]
+    table.write_text("\n".join(lines))
+    with pytest.raises(UserError, match="which is the label is not clear") as error:
+        found(table)
+    command = str(error.value).split("`")[1]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(shlex.split(command)[1:]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "file"),
+    [
+        ("a/b.png", "lists/a/b.png"),
+        ("../images/b.png", "images/b.png"),
+        ("/data/images/b.png", "images/b.png"),
+        ("a\\b.png", "lists/a/b.png"),
+        ("../../etc/passwd", None),
+        ("/etc/passwd", None),
+        ("/data2/b.png", None),
+        ("http://host/b.png", None),
+        ("a\0.png", None),
+        ("", None),
+    ],
+)
+def test_paths_of_a_table_stay_inside_the_source(text: str, file: str | None) -> None:
+    name, problem = locate(text, "lists", "/data", "{}")
+    assert name == file
+    assert (problem is None) == (file is not None)
+
+
+def test_a_link_that_leads_out_is_left_out(tmp_path: Path) -> None:
+    from pipeline.data.formats.csv import list_files
+
+    make_image(tmp_path / "outside" / "x.png", 1)
+    (tmp_path / "data").mkdir()
+    os.symlink(tmp_path / "outside", tmp_path / "data" / "link")
+    table = write_table(tmp_path / "data" / "t.csv", ["image,label", "link/x.png,a", "no.png,b"])
+    source: dict[str, Any] = {"format": "csv", "path": str(table)}
+    body = {"name": "x", "licence": "", "classes": ["a", "b"], "source": source}
+    entries = list_files(cards.Card.model_validate(body)) or []
+    problems = {entry.name: entry.problem for entry in entries}
+    assert problems["link/x.png"] == OUTSIDE
+    assert problems["no.png"] == "corrupt: there is no such file"
+    assert problems["t.csv"] is None
+
+
+BAD: dict[str, tuple[bytes, str, str]] = {
+    "empty": (b"", "labels.csv", "no rows"),
+    "header alone": (b"image,label", "labels.csv", "no rows"),
+    "no utf-8": (b"image,label\n\xff\xfe\xfa.png,a", "labels.csv", "not text in UTF-8"),
+    "no files": (b"image,label\na.png,x\nb.png,y", "labels.csv", "'a.png'"),
+    "outside": (b"image,label\n/etc/a.png,x\n../../b.png,y", "labels.csv", "not below"),
+    "one line": (b"x" * (1 << 21), "labels.csv", "line of more than"),
+    "no parquet": (b"PAR1 and no more", "x.parquet", "not readable as Parquet"),
+    "no tar": (b"not a tar" * 100, "x.tar", "cut short or no uncompressed tar"),
+    "zip": (b"PK", "x.zip", "unpack it"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_file_that_does_not_fit_is_one_sentence(case: str, tmp_path: Path) -> None:
+    data, name, says = BAD[case]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=says) as error:
+        found(tmp_path / name)
+    message = str(error.value)
+    assert name in message
+    assert "\n" not in message

@@ -34,7 +34,6 @@ from torchvision.transforms import v2
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
 from workers import dist
-from workers.data.crops import CropDraws
 from workers.data.decoding import read_picture
 from workers.data.feed import Feed
 from workers.job import StageJob
@@ -60,9 +59,9 @@ class Case:
 
 
 CASES = {
-    32: Case(32, 200, 64, 3.0, 20.0),
+    32: Case(32, 200, 128, 3.0, 20.0),
     128: Case(128, 80, 64, 2.0, 6.0),
-    224: Case(400, 32, 32, 1.5, 2.5),
+    224: Case(400, 64, 32, 1.5, 2.5),
 }
 
 
@@ -124,7 +123,8 @@ def expected_batch(feed: Feed) -> Tensor:
     order = feed.deal.epoch(0)
     positions = np.arange(order.size(0))
     rng = feed._rng(0, 0, torch.from_numpy(positions), order.size(0))
-    crops = CropDraws.draw(rng, feed.augment.data.crop_scale, feed.augment.data.flip)
+    crops = feed.augment.draw_crops(rng, positions)
+    assert crops is not None
     side = feed.augment.side
     images = []
     for position, row in zip(positions.tolist(), order.rows(0, positions).tolist(), strict=True):

@@ -26,7 +26,7 @@ def draws(
 ) -> CropDraws:
     """The crops of a step, which is seed, epoch and step."""
     rng = StepRng(*step, torch.arange(0), size, CPU)
-    return CropDraws.draw(rng, scale, flip)
+    return CropDraws.draw(rng, torch.arange(size), scale, flip)
 
 
 def photograph(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -100,6 +100,15 @@ def test_where_no_box_fits_it_is_the_largest_central_one(sides: Any, expected: B
     assert central_box(*sides) == expected
     if sides[0] != sides[1]:
         assert draws(1, (1.0, 1.0)).box(0, *sides) == expected
+
+
+def test_a_sample_has_the_same_box_whichever_others_are_asked_for() -> None:
+    rng = StepRng(1, 0, 0, torch.arange(0), 8, CPU)
+    some = CropDraws.draw(rng, torch.tensor([2, 5]), (0.08, 1.0), 0.5)
+    everything = draws(8)
+    for index, position in enumerate((2, 5)):
+        assert some.box(index, 50, 60) == everything.box(position, 50, 60)
+        assert some.flips[index] == everything.flips[position]
 
 
 def test_draws_change_with_seed_epoch_step_and_position_and_with_nothing_else() -> None:

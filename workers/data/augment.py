@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from workers.data import randaugment
 from workers.data.crops import CropDraws, View
-from workers.data.order import partner_positions
+from workers.data.order import Ints, partner_positions
 from workers.data.upload import to_device
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
@@ -227,11 +227,13 @@ class Augment:
             return View(self.size_in)
         return View(self.side, self.data.longest_side or LONGEST_SIDE * self.side)
 
-    def draw_crops(self, rng: StepRng) -> CropDraws | None:
-        """Draw the crops of a step; None where no crops are cut from the originals."""
+    def draw_crops(self, rng: StepRng, positions: Ints) -> CropDraws | None:
+        """Draw the crops at some positions of a step; None where none are cut from originals."""
         if self.view.longest_side is None:
             return None
-        return CropDraws.draw(rng, self.data.crop_scale, self.data.flip)
+        return CropDraws.draw(
+            rng, torch.from_numpy(positions), self.data.crop_scale, self.data.flip
+        )
 
     @property
     def is_deterministic(self) -> bool:

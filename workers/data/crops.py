@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from workers.data.decoding import Picture, Pixels
 from workers.data.torch_internals import resize_into
@@ -47,46 +47,49 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class CropDraws:
-    """The random numbers of the crops of a global batch of B samples.
+    """The random numbers of the crops of k samples, in lists: their items cost less than arrays'.
 
-    sides: (B, ATTEMPTS, 2) height and width of the boxes that are tried, for an image of area 1.
-    corners: (B, 2) in [0, 1): where the box lies, from top to bottom and from left to right.
-    flips: (B,) whether the crop is mirrored.
+    sides: (k, ATTEMPTS, 2) height and width of the boxes that are tried, for an image of area 1.
+    corners: (k, 2) in [0, 1): where the box lies, from top to bottom and from left to right.
+    flips: (k,) whether the crop is mirrored.
     """
 
-    sides: NDArray[np.float64]
-    corners: NDArray[np.float64]
-    flips: NDArray[np.bool_]
+    sides: list[list[tuple[float, float]]]
+    corners: list[tuple[float, float]]
+    flips: list[bool]
 
     @classmethod
-    def draw(cls, rng: StepRng, scale: tuple[float, float], flip: float) -> CropDraws:
-        """Draw for a step.
+    def draw(
+        cls, rng: StepRng, positions: Tensor, scale: tuple[float, float], flip: float
+    ) -> CropDraws:
+        """Draw for the samples at `positions` (k,) of a step's global batch.
 
         scale: range of a box's share of the image's area, which is uniform. Its width / height is
         uniform in the logarithm within RATIO. flip: probability of mirroring.
         """
         boxes = rng.generator("crop.box", CPU)
         uniform = torch.rand((rng.size, ATTEMPTS, 2), generator=boxes, dtype=torch.float64)
-        area = scale[0] + (scale[1] - scale[0]) * uniform[..., 0]
+        share, exponent = uniform[positions].unbind(-1)
+        area = scale[0] + (scale[1] - scale[0]) * share
         low, high = math.log(RATIO[0]), math.log(RATIO[1])
-        ratio = torch.exp(low + (high - low) * uniform[..., 1])
+        ratio = torch.exp(low + (high - low) * exponent)
         sides = torch.stack(((area / ratio).sqrt(), (area * ratio).sqrt()), -1)
         corner = rng.generator("crop.corner", CPU)
-        corners = torch.rand((rng.size, 2), generator=corner, dtype=torch.float64)
-        flips = torch.rand(rng.size, generator=rng.generator("flip", CPU)) < flip
-        return cls(sides.numpy(), corners.numpy(), flips.numpy())
+        corners = torch.rand((rng.size, 2), generator=corner, dtype=torch.float64)[positions]
+        flips = torch.rand(rng.size, generator=rng.generator("flip", CPU))[positions] < flip
+        return cls(sides.tolist(), corners.tolist(), flips.tolist())
 
-    def box(self, position: int, height: int, width: int) -> Box:
-        """The box of the sample at `position`, in an image of `height` x `width`.
+    def box(self, index: int, height: int, width: int) -> Box:
+        """The box of a sample in an image of `height` x `width`.
 
         It is the first of ATTEMPTS that fits, else the largest central one within RATIO.
         """
         root = math.sqrt(height * width)
-        for tall, wide in self.sides[position].tolist():
+        for tall, wide in self.sides[index]:
             box_height = round(root * tall)
             box_width = round(root * wide)
             if 0 < box_height <= height and 0 < box_width <= width:
-                down, right = self.corners[position].tolist()
+                down, right = self.corners[index]
                 top = int(down * (height - box_height + 1))
                 left = int(right * (width - box_width + 1))
                 return Box(top, left, box_height, box_width)
@@ -133,11 +136,11 @@ class Cutter:
         planes = torch.from_numpy(self.crop)
         self.planes = planes.as_strided((1, 3, side, side), (1, 1, 3 * side, 3))
 
-    def cut(self, crops: CropDraws, position: int, picture: Picture, out: Pixels) -> None:
-        """Write the crop of the sample at `position` into `out`, uint8 (3, side, side)."""
-        box = crops.box(position, picture.height, picture.width)
+    def cut(self, crops: CropDraws, index: int, picture: Picture, out: Pixels) -> None:
+        """Write the crop of a sample into `out`, uint8 (3, side, side)."""
+        box = crops.box(index, picture.height, picture.width)
         crop = self.resize(picture.pixels, scaled_box(box, picture))
-        if crops.flips[position]:
+        if crops.flips[index]:
             crop = crop[:, ::-1]
         out[...] = crop.transpose(2, 0, 1)
 

@@ -254,7 +254,7 @@ class Feed:
             return StepSamples(no_positions, no_positions)
         positions = np.unique(self.augment.positions(rng, self.num_classes).numpy())
         rows = order.rows(rng.step, positions)
-        return StepSamples(positions, rows, self.augment.draw_crops(rng))
+        return StepSamples(positions, rows, self.augment.draw_crops(rng, positions))
 
     def _make(
         self,

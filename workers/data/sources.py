@@ -50,8 +50,8 @@ class StepSamples(NamedTuple):
     """The samples that a rank needs in a step.
 
     positions: (k,) in the global batch, ascending. rows: (k,) of the sample table; copies of an
-    image have the same one. crops: random numbers of the whole global batch, where crops are cut
-    from the original images; else None, and a sample is the central square of its image.
+    image have the same one. crops: their random numbers, where crops are cut from the original
+    images; else None, and a sample is the central square of its image.
     """
 
     positions: Ints
@@ -218,8 +218,7 @@ class PictureSource:
             if samples.crops is None:
                 images[index] = square.transpose(2, 0, 1)
             else:
-                position = int(samples.positions[index])
-                cutter.cut(samples.crops, position, picture, images[index])
+                cutter.cut(samples.crops, index, picture, images[index])
             last_row = row
 
 

@@ -392,7 +392,7 @@ def _run_and_record(
             elif is_whole:
                 status = "FINISHED"
             raise_if_failed(outcome, resume_command)
-            files = report_files_or_build(run, record, diagram.to_svg(graph, {}))
+            files = report_files_or_build(run, record)
             files = _add_analysis(files, record, store)
             if is_whole:
                 recorder.models(graph, lambda label, folder: write_bundle(run, label, folder))
@@ -554,7 +554,7 @@ def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str,
     attempt = Attempt(store.root, stage.key)
     parent_keys = [run.graph[parent].key for parent in stage.parents]
     with cached_artifacts(store.root, parent_keys) as made_of:
-        files = page.build(store.storage, record, diagram.to_svg(run.graph, {}))
+        files = page.build(store.storage, record)
     for name, data in files.items():
         attempt.write(name, data)
     manifest = {
@@ -574,13 +574,13 @@ def report_files(run: PreparedRun) -> dict[str, bytes]:
     return {name: artifact.read(name) for name in artifact.manifest["files"]}
 
 
-def report_files_or_build(run: PreparedRun, record: RunRecord, picture: str) -> dict[str, bytes]:
+def report_files_or_build(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:
     """Return the files of the report stage; build them when the stage has no result."""
     from pipeline.report import page  # imports matplotlib
 
     if Artifact.open(run.store.root, run.graph["report"].key):
         return report_files(run)
-    return page.build(run.store.storage, record, picture)
+    return page.build(run.store.storage, record)
 
 
 def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
@@ -602,7 +602,7 @@ def report(run: PreparedRun, report_command: str) -> Published:
     if record is None:
         record = record_of(run.graph, run.config, run.tasks, provenance())
     picture = diagram.to_svg(run.graph, {})
-    files = page.build(store.storage, record, picture)
+    files = page.build(store.storage, record)
     files = analysis_section.add_section(files, record, store)
     recorder = Recorder(run.config.tracking, store.storage, remedy=report_command)
     recorder.start(record, picture)
@@ -713,7 +713,7 @@ def _record_analysis(
     from pipeline.tracking.recorder import Recorder
 
     picture = diagram.to_svg(run.graph, {})
-    files = report_files_or_build(run, record, picture)
+    files = report_files_or_build(run, record)
     files = analysis_section.add_section(files, record, run.store)
     recorder = Recorder(run.config.tracking, run.store.storage, remedy="the same command")
     recorder.start(record, picture)

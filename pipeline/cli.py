@@ -382,6 +382,9 @@ def _add_looking_commands(add_command: AddCommand) -> None:
     status_parser.add_argument(
         "--all", action="store_true", help="list every stage, however many there are"
     )
+    status_parser.add_argument(
+        "--svg", metavar="FILE", help="also write the picture of the graph, with states and times"
+    )
     for sub in (runs_parser, status_parser):
         sub.add_argument(
             "--storage", default="storage", help="storage folder of the runs (default: storage)"

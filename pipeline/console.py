@@ -1,9 +1,13 @@
-"""What a run prints: one live line on a terminal, plain lines elsewhere, and tables at its end."""
+"""What a run prints: a live line for each stage that runs on a terminal, plain lines elsewhere, and
+tables at its end."""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
@@ -17,7 +21,11 @@ from workers.storage.secrets import redact
 
 QUIET_S = 30.0  # seconds between two progress lines of a stage where output is not a terminal
 LIVE_COLUMNS = 158  # the live line is cut here; a longer one may wrap and could not be rewritten
+MOST_LIVE_LINES = 12  # stages with a live line each; of others the number is shown
+# events after which a stage runs no more
+ENDS = (EventKind.DONE, EventKind.FAILED, EventKind.LOST, EventKind.MOVED, EventKind.DAMAGED)
 CLEAR_LINE = "\r\x1b[2K"
+CLEAR_LINE_ABOVE = "\x1b[1A\x1b[2K"
 SUMMARY_HEADING = [
     "method",
     "average accuracy",
@@ -31,13 +39,17 @@ SUMMARY_HEADING = [
 class Console:
     """Prints the progress of a run.
 
-    On a terminal the last line is rewritten. Elsewhere a stage prints a line when it ends, and a
-    progress line every `QUIET_S` seconds.
+    On a terminal each stage that runs has a line at the end of the output, which is rewritten.
+    Elsewhere, as in the log of a CI job, a stage prints a line when it ends, and a progress line
+    every `QUIET_S` seconds.
     """
 
     def __init__(self, graph: Graph, lookups: dict[str, Lookup], stream: TextIO | None = None):
         self.stream = stream or sys.stdout
-        self.is_terminal = self.stream.isatty()
+        self.is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.guard = threading.Lock()  # ingest stages report from threads
+        self.live: dict[str, str] = {}  # stage that runs -> its line
+        self.num_drawn = 0  # lines at the end of the output that will be rewritten
         self.total = len(graph)
         self.ended = 0
         self.last_progress: dict[str, float] = {}  # stage -> time of its last progress line
@@ -48,10 +60,10 @@ class Console:
     def on_decision(self, walk: Walk, decision: Decision) -> None:
         self.ended = walk.count(*ENDED)
         stage = decision.stage
+        if decision.kind is not DecisionKind.LAUNCH:
+            self._forget(stage)
         reason = decision.reason
         match decision.kind:
-            case DecisionKind.LAUNCH:
-                self._show_live(f"{stage} ...")
             case DecisionKind.BLOCK:
                 self.say(f"{stage}: not run, {reason}")
             case DecisionKind.RETRY:
@@ -66,8 +78,10 @@ class Console:
 
     def on_event(self, walk: Walk, event: Event) -> None:
         self.ended = walk.count(*ENDED)
+        if event.kind in ENDS:
+            self._forget(event.stage)
         match event.kind:
-            case EventKind.PROGRESS:
+            case EventKind.STARTED | EventKind.PROGRESS:
                 self.progress(event)
             case EventKind.DONE:
                 duration = format_seconds(event.body.get("wall_s", 0.0))
@@ -79,11 +93,15 @@ class Console:
         """Show the progress of a stage, or a note about the cluster."""
         if event.kind is EventKind.NOTE:
             self.say(event.message)
-        if event.kind is not EventKind.PROGRESS:
+        if event.kind not in (EventKind.STARTED, EventKind.PROGRESS):
             return
-        text = f"{event.stage}: {progress_text(event.body)}"
+        text = f"{event.stage} ..."
+        if event.kind is EventKind.PROGRESS:
+            text = f"{event.stage}: {progress_text(event.body)}"
         if self.is_terminal:
-            self._show_live(text)
+            self._show_live(event.stage, text)
+            return
+        if event.kind is EventKind.STARTED:
             return
         now = time.monotonic()
         if now - self.last_progress.setdefault(event.stage, now) > QUIET_S:
@@ -93,15 +111,41 @@ class Console:
     def say(self, text: str) -> None:
         """Print a line that stays."""
         line = f"[{self.ended}/{self.total}] {redact(text)}"
-        if self.is_terminal:
-            line = CLEAR_LINE + line
-        print(line, file=self.stream, flush=True)
+        with self.guard:
+            erased = self._erase()
+            live = self._live_block()
+            print(f"{erased}{line}\n{live}", end="", file=self.stream, flush=True)
 
-    def _show_live(self, text: str) -> None:
-        """Rewrite the last line of a terminal; print nothing elsewhere."""
-        if self.is_terminal:
-            line = f"{CLEAR_LINE}[{self.ended}/{self.total}] {text}"
-            print(line[:LIVE_COLUMNS], end="", file=self.stream, flush=True)
+    def _show_live(self, stage_id: str, text: str) -> None:
+        """Rewrite the line of a stage that runs, on a terminal."""
+        with self.guard:
+            self.live[stage_id] = text
+            erased = self._erase()
+            print(f"{erased}{self._live_block()}", end="", file=self.stream, flush=True)
+
+    def _forget(self, stage_id: str) -> None:
+        """Take the line of a stage away, which runs no more, when the next line is printed."""
+        with self.guard:
+            self.live.pop(stage_id, None)
+
+    def _erase(self) -> str:
+        """Return what moves a terminal to the start of the live lines, and clears them."""
+        if not self.is_terminal:
+            return ""
+        return CLEAR_LINE + CLEAR_LINE_ABOVE * max(0, self.num_drawn - 1)
+
+    def _live_block(self) -> str:
+        """Return the live lines. One that is longer than the terminal is wide would wrap, and could
+        not be rewritten."""
+        texts = list(self.live.values())
+        self.num_drawn = min(len(texts), MOST_LIVE_LINES)
+        if not self.is_terminal or not texts:
+            return ""
+        if len(texts) > MOST_LIVE_LINES:
+            num_hidden = len(texts) - MOST_LIVE_LINES + 1
+            texts = [*texts[: MOST_LIVE_LINES - 1], f"and {num_hidden} more stages run"]
+        columns = min(LIVE_COLUMNS, shutil.get_terminal_size((LIVE_COLUMNS + 1, 24)).columns - 1)
+        return "\n".join(f"[{self.ended}/{self.total}] {text}"[:columns] for text in texts)
 
 
 def progress_text(body: Mapping[str, Any]) -> str:

@@ -9,10 +9,26 @@ from typing import NamedTuple
 
 from pipeline.graph.stage import Graph, Stage
 
-COLOURS = {"hit": "#cfe8d5", "miss": "#fde3c8", "failed": "#f6c6c6", "done": "#cfe0f5"}
+COLOURS = {
+    "hit": "#cfe8d5",
+    "reused": "#cfe8d5",
+    "done": "#cfe0f5",
+    "running": "#fff2a8",
+    "queued": "#fff9d9",
+    "miss": "#fde3c8",
+    "missing": "#fde3c8",
+    "pending": "#eeeeee",
+    "waiting": "#eeeeee",
+    "failed": "#f6c6c6",
+    "blocked": "#ead7ea",
+}
+OTHER_COLOUR = "#eeeeee"
 # pixels
 BOX_W = 128
 BOX_H = 36
+TIME_H = 14  # of a box that shows how long its stage took
+LEGEND_H = 24
+LEGEND_W = 84  # of one state
 GAP_X = 46
 GAP_Y = 10
 MARGIN = 12
@@ -72,11 +88,26 @@ class Corner(NamedTuple):
     y: int
 
 
-def to_svg(graph: Graph, status: Mapping[str, str]) -> str:
-    """Return an SVG with a column per depth and a box per stage: green stands, orange will run."""
-    corners = _corners(graph)
+def to_svg(
+    graph: Graph,
+    status: Mapping[str, str],
+    times: Mapping[str, str] | None = None,
+    links: Mapping[str, str] | None = None,
+) -> str:
+    """Return an SVG with a column per depth and a box per stage, coloured by its state.
+
+    status: state by stage id. times: how long stages took, as text, by id. links: where a click on
+    a box leads, by id.
+    """
+    times = times or {}
+    links = links or {}
+    box_h = BOX_H + TIME_H if times else BOX_H
+    corners = _corners(graph, box_h)
+    states = [state for state in COLOURS if state in set(status.values())]
     width = max(corner.x for corner in corners.values()) + BOX_W + MARGIN
-    height = max(corner.y for corner in corners.values()) + BOX_H + MARGIN
+    width = max(width, 2 * MARGIN + LEGEND_W * len(states))
+    bottom = max(corner.y for corner in corners.values()) + box_h + MARGIN
+    height = bottom + LEGEND_H if states else bottom
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" '
@@ -88,18 +119,35 @@ def to_svg(graph: Graph, status: Mapping[str, str]) -> str:
         for parent in stage.parents:
             implied.update(graph[parent].parents)
         drawn_parents = [parent for parent in stage.parents if parent not in implied]
-        parts += [_arrow_svg(corners[parent], corners[stage.id]) for parent in drawn_parents]
-    parts += [_box_svg(stage, corners[stage.id], status.get(stage.id, "")) for stage in graph]
+        end = corners[stage.id]
+        parts += [_arrow_svg(corners[parent], end, box_h) for parent in drawn_parents]
+    for stage in graph:
+        box = _box_svg(
+            stage, corners[stage.id], status.get(stage.id, ""), times.get(stage.id), box_h
+        )
+        if stage.id in links:
+            box = f'<a href="{escape(links[stage.id])}">{box}</a>'
+        parts.append(box)
+    parts += [_legend_svg(state, index, bottom) for index, state in enumerate(states)]
     parts.append("</svg>")
     return "".join(parts)
 
 
-def _arrow_svg(start: Corner, end: Corner) -> str:
+def _legend_svg(state: str, index: int, y: int) -> str:
+    """Return a dot in the colour of a state, and the state's name. index: its place in the row."""
+    x = MARGIN + index * LEGEND_W
+    return (
+        f'<circle cx="{x + 6}" cy="{y + 6}" r="6" fill="{COLOURS[state]}" stroke="#888"/>'
+        f'<text x="{x + 17}" y="{y + 10}" fill="#888">{escape(state)}</text>'
+    )
+
+
+def _arrow_svg(start: Corner, end: Corner, box_h: int) -> str:
     """Return a curve from the right side of one box to the left side of another."""
     x1 = start.x + BOX_W
-    y1 = start.y + BOX_H / 2
+    y1 = start.y + box_h / 2
     x2 = end.x
-    y2 = end.y + BOX_H / 2
+    y2 = end.y + box_h / 2
     middle = (x1 + x2) / 2
     return (
         f'<path d="M{x1} {y1} C{middle} {y1} {middle} {y2} {x2} {y2}" '
@@ -107,22 +155,29 @@ def _arrow_svg(start: Corner, end: Corner) -> str:
     )
 
 
-def _box_svg(stage: Stage, corner: Corner, state: str) -> str:
-    """Return the box of a stage, with its task above its method and step."""
+def _box_svg(stage: Stage, corner: Corner, state: str, time: str | None, box_h: int) -> str:
+    """Return the box of a stage, with its task above its method and step, and its time below."""
     x, y = corner
-    colour = COLOURS.get(state, "#eeeeee")
+    colour = COLOURS.get(state, OTHER_COLOUR)
     middle = x + BOX_W / 2
     upper = _short(stage.task or stage.id.removeprefix("data/"))
     lower = _short(stage.step)
     if stage.method:
         lower = _short(f"{stage.method} · {stage.step}")
+    title = " ".join(filter(None, (stage.id, stage.key[:12], state, time)))
+    time_text = ""
+    if time:
+        time_text = (
+            f'<text x="{middle}" y="{y + 43}" text-anchor="middle" fill="#555" font-size="10">'
+            f"{escape(time)}</text>"
+        )
     return (
-        f"<g><title>{escape(stage.id)} {stage.key[:12]} {escape(state)}</title>"
-        f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{BOX_H}" rx="5" fill="{colour}" '
+        f"<g><title>{escape(title)}</title>"
+        f'<rect x="{x}" y="{y}" width="{BOX_W}" height="{box_h}" rx="5" fill="{colour}" '
         'stroke="#888"/>'
-        f'<text x="{middle}" y="{y + 15}" text-anchor="middle">{escape(upper)}</text>'
+        f'<text x="{middle}" y="{y + 15}" text-anchor="middle" fill="#111">{escape(upper)}</text>'
         f'<text x="{middle}" y="{y + 29}" text-anchor="middle" '
-        f'fill="#555">{escape(lower)}</text></g>'
+        f'fill="#555">{escape(lower)}</text>{time_text}</g>'
     )
 
 
@@ -133,7 +188,7 @@ def _short(text: str) -> str:
     return text[:half] + "…" + text[1 - half :]
 
 
-def _corners(graph: Graph) -> dict[str, Corner]:
+def _corners(graph: Graph, box_h: int) -> dict[str, Corner]:
     """Return the corner of each stage's box, by id.
 
     The column is the depth of the stage. Methods are below each other, and in a column of a method
@@ -153,7 +208,7 @@ def _corners(graph: Graph) -> dict[str, Corner]:
             row = top + used_rows[column]
             used_rows[column] += 1
             x = MARGIN + column * (BOX_W + GAP_X)
-            y = MARGIN + row * (BOX_H + GAP_Y)
+            y = MARGIN + row * (box_h + GAP_Y)
             corners[stage.id] = Corner(x, y)
         if method is not None:
             top += max(used_rows.values())

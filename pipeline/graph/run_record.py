@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 from pipeline.config import Config, dump
-from pipeline.graph.stage import Graph
+from pipeline.graph.stage import Graph, Stage
 from workers.job import Task
 
 KEY_VERSION = 1  # raise it when `store.key_of` changes: every result is then computed anew
@@ -109,6 +109,26 @@ def recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
             used = {k: v for k, v in stage.inputs["backbone"].items() if k != "weights"}
             body["backbone"] |= used
     return body
+
+
+def graph_of_record(record: RunRecord) -> Graph:
+    """Return the graph of a run as its record has it, to be looked at: without jobs."""
+    stages = [_stage_of(entry) for entry in record["stages"]]
+    known = {stage.id for stage in stages}
+    whole = [stage for stage in stages if known.issuperset(stage.parents)]
+    return Graph.of(record["name"], whole)
+
+
+def _stage_of(entry: StageRecord) -> Stage:
+    return Stage(
+        entry["id"],
+        entry["step"],
+        entry["key"],
+        entry.get("inputs") or {},
+        tuple(entry.get("parents") or ()),
+        entry.get("label"),
+        entry.get("task"),
+    )
 
 
 def needed_keys(record: RunRecord) -> set[str]:

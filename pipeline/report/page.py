@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
+from urllib.parse import quote
 
-from pipeline.graph.run_record import RunRecord
+from pipeline.config import check
+from pipeline.graph import diagram
+from pipeline.graph.run_record import RunRecord, graph_of_record
 from pipeline.report import figures, files
 from pipeline.report.figures import Picture
 from pipeline.report.html_parts import (
@@ -25,14 +29,16 @@ from pipeline.report.html_parts import (
 from pipeline.report.plots import format_bytes
 from pipeline.results.masks import MaskView, capacity, kinds, overlap_rows
 from pipeline.results.tables import Row, RunTables
+from workers.errors import UserError
 
 # a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
 FITS = 1500
 MOST_TASKS = 12  # named in the head of the page
 
 
-def build(storage: str, record: RunRecord, graph_svg: str = "") -> dict[str, bytes]:
-    """Return all files of the report by name: `report.html`, tables as CSV and Parquet, PNGs."""
+def build(storage: str, record: RunRecord) -> dict[str, bytes]:
+    """Return all files of the report by name: `report.html`, `graph.svg`, tables as CSV and
+    Parquet, PNGs."""
     tables = RunTables.load(storage, record)
     views = {label: figures.load_mask_views(tables, label) for label in tables.labels}
     run_pictures = figures.run_pictures(tables)
@@ -45,7 +51,8 @@ def build(storage: str, record: RunRecord, graph_svg: str = "") -> dict[str, byt
         report_files[picture.name] = picture.png
     for pictures in method_pictures.values():
         report_files |= {picture.name: picture.png for picture in pictures}
-    page = render_page(tables, run_pictures, method_pictures, graph_svg)
+    report_files["graph.svg"] = draw_graph(tables, "report.html").encode()
+    page = render_page(tables, run_pictures, method_pictures, draw_graph(tables, ""))
     report_files["report.html"] = page.encode()
     return report_files | files.csv_and_parquet(rows)
 
@@ -398,6 +405,29 @@ def render_sizes(tables: RunTables) -> str:
     )
 
 
+def draw_graph(tables: RunTables, page: str) -> str:
+    """Return the picture of the graph as SVG, with the state and the time of each stage; a box
+    leads to the row of its stage.
+
+    page: path of the page from the picture; empty inside the page.
+    """
+    status = {}
+    times = {}
+    links = {}
+    for row in tables.stage_rows():
+        stage_id = row["stage"]
+        status[stage_id] = row["state"]
+        links[stage_id] = f"{page}#{quote(anchor(stage_id))}"
+        if row["wall_s"] is not None:
+            times[stage_id] = format_seconds(row["wall_s"])
+    return diagram.to_svg(graph_of_record(tables.record), status, times, links)
+
+
+def anchor(stage_id: str) -> str:
+    """Return the name of a stage's row in the page."""
+    return f"stage-{stage_id}"
+
+
 def render_graph(svg: str) -> str:
     """Return the picture of the graph; empty without one."""
     if not svg:
@@ -407,9 +437,10 @@ def render_graph(svg: str) -> str:
     if width and float(width.group(1)) < FITS:
         body = body.replace("<svg", '<svg style="max-width:100%;height:auto"', 1)
     return (
-        '<h2 id="graph">Graph</h2><p>Each box is a stage with a stored result of its own. A line '
-        "means that the stage on the right needs the one on the left. Stages without a path "
-        f'between them can run at the same time.</p><div class="scroll">{body}</div>'
+        '<h2 id="graph">Graph</h2><p>Each box is a stage with a stored result of its own, and the '
+        "time that it took. A line means that the stage on the right needs the one on the left. "
+        "Stages without a path between them can run at the same time. A click leads to the stage's "
+        f'row below.</p><div class="scroll">{body}</div>'
     )
 
 
@@ -430,7 +461,7 @@ def render_stages(tables: RunTables) -> str:
 
 def _stage_cells(row: Row) -> list[str]:
     return [
-        f"<code>{escape(row['stage'])}</code>",
+        f'<code id="{escape(anchor(row["stage"]))}">{escape(row["stage"])}</code>',
         f'<span class="{row["state"]}">{row["state"]}</span>',
         format_value(row["wall_s"], "seconds"),
         format_bytes(row["bytes"]),
@@ -457,12 +488,36 @@ def render_training(tables: RunTables) -> str:
     )
 
 
+def render_method_settings(tables: RunTables) -> str:
+    """Return the settings that each method ran with, its own defaults included.
+
+    Empty for a record of another version, whose settings are not those of today.
+    """
+    from workers.methods import METHODS  # heavy: imports torch
+
+    try:
+        config = check(dict(tables.record["config"]), "the record")
+    except (UserError, TypeError):
+        return ""
+    body = []
+    for label in tables.labels:
+        entry = config.methods[label]
+        settings = METHODS[entry.method].Settings.model_validate(entry.settings)
+        for name, value in settings.model_dump(mode="json", by_alias=True).items():
+            origin = "set" if name in entry.settings else "default"
+            body.append([label, name, json.dumps(value), origin])
+    if not body:
+        return ""
+    table = render_table(["method", "setting", "value", "from"], body, 4)
+    return f"<p>The methods' own settings in effect:</p>{table}"
+
+
 def render_settings(tables: RunTables) -> str:
     """Return the config of the run, and commit, device and package versions of its stages."""
     config = format_yaml(tables.record["config"])
     facts = [(name, ", ".join(values)) for name, values in tables.environment().items()]
     return (
         '<h2 id="settings">Settings and environment</h2><p>The complete config. Save it as a file '
-        f"to run it again.</p><pre><code>{config}</code></pre>"
+        f"to run it again.</p><pre><code>{config}</code></pre>{render_method_settings(tables)}"
         f"<p>Environment of the stages:</p>{render_facts(facts)}"
     )

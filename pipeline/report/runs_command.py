@@ -7,18 +7,25 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from urllib.parse import quote
 
 from pipeline.console import format_percent, format_seconds, progress_text, table_text
+from pipeline.graph import diagram
+from pipeline.graph.run_record import graph_of_record
+from pipeline.graph.store import Store
 from pipeline.results.runs import (
     MethodAccuracy,
     RunOverview,
     RunStatus,
     StageStatus,
+    find_record,
     list_runs,
     named_run,
     run_status,
 )
 from pipeline.yaml_files import absolute
+from workers.errors import UserError
+from workers.storage.artifact import join
 from workers.storage.secrets import redact
 
 WATCH_S = 2.0  # between two looks
@@ -40,6 +47,8 @@ def runs(args: Namespace) -> int:
 def status(args: Namespace) -> int:
     """Print how far a run is; with --watch again and again until it ends. Return the exit code."""
     name, storage = named_run(args.run, args.storage)
+    if args.svg:
+        _write_picture(args.svg, run_picture(storage, name))
     if not args.watch:
         print(printable(status_text(run_status(storage, name), args.all)))
         return 0
@@ -48,6 +57,34 @@ def status(args: Namespace) -> int:
     except KeyboardInterrupt:  # the run goes on
         print()
     return 0
+
+
+def _write_picture(path: str, svg: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(svg)
+    except OSError as error:
+        raise UserError(
+            f"--svg {path!r} cannot be written ({error.strerror}); "
+            "name a file in an existing folder"
+        ) from None
+
+
+def run_picture(storage: str, name: str) -> str:
+    """Return the graph of a run as SVG, with the state and the time of each stage; a box leads to
+    the row of its stage in the report."""
+    run = run_status(storage, name)
+    record = find_record(Store(storage), name)
+    report = join(storage, "runs", name, "report.html")
+    links = {}
+    times = {}
+    for stage in run.stages:
+        links[stage.id] = f"{quote(report, safe='/:')}#{quote(f'stage-{stage.id}')}"
+        duration = stage.wall_s if stage.wall_s is not None else stage.since_s
+        if duration is not None:
+            times[stage.id] = format_seconds(duration)
+    states = {stage.id: stage.state for stage in run.stages}
+    return diagram.to_svg(graph_of_record(record), states, times, links)
 
 
 def _watch(name: str, storage: str, with_all: bool) -> None:

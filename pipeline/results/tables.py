@@ -539,7 +539,10 @@ class RunTables:
 
     # ---- the run as a whole ----------------------------------------------------------------------
     def stage_rows(self) -> list[Row]:
-        """Return one row per stage: its state, wall time, bytes and device."""
+        """Return one row per stage: its state, wall time, bytes and device.
+
+        The report, which is made of this, counts as done when all else is.
+        """
         rows = []
         for stage in self.record["stages"]:
             row: Row = {
@@ -561,6 +564,10 @@ class RunTables:
                 row["bytes"] = sum(file["bytes"] for file in manifest["files"].values())
                 row["device"] = (manifest.get("provenance") or {}).get("device")
             rows.append(row)
+        others = [row for row in rows if row["step"] != "report"]
+        if all(row["state"] == "done" for row in others):
+            for row in rows:
+                row["state"] = "done"
         return rows
 
     def training(self) -> list[StepTraining]:

@@ -296,10 +296,11 @@ def method_report_files(report: Mapping[str, bytes], label: str) -> dict[str, by
 
 
 def run_report_files(report: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the page and the comparisons of a finished report, and its tables below `tables/`."""
+    """Return the page, the graph and the comparisons of a finished report, and its tables below
+    `tables/`."""
     contents = {}
     for name, data in report.items():
-        if name in (*figures.RUN_FIGURES, "report.html"):
+        if name in (*figures.RUN_FIGURES, "report.html", "graph.svg"):
             contents[name] = data
         elif name.endswith((".csv", ".parquet")):
             contents[f"tables/{name}"] = data

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import shutil
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -654,6 +655,30 @@ def test_the_text_shows_stars_chains_and_what_will_run(tmp_path: Path) -> None:
     for stage in graph:
         if stage.method and stage.step not in ("evaluate", "train"):
             assert f"{stage.task}/{stage.step}" in by_label[stage.method]
+
+
+def test_the_picture_shows_states_and_times_and_leads_to_stages(tmp_path: Path) -> None:
+    graph, _ = graph_of(tmp_path, "meat")
+    states = {stage.id: "running" if stage.step == "train" else "done" for stage in graph}
+    times = {"backbone": "3.0 s"}
+    links = {stage.id: f"report.html#stage-{stage.id}" for stage in graph}
+    root = ElementTree.fromstring(diagram.to_svg(graph, states, times, links))
+    name = "{http://www.w3.org/2000/svg}"
+    by_stage = {}
+    for link in root.iter(f"{name}a"):
+        box = link[0]
+        by_stage[(box[0].text or "").split()[0]] = link
+        colour = box[1].get("fill")
+        assert colour == diagram.COLOURS[states[(box[0].text or "").split()[0]]]
+    assert set(by_stage) == set(graph.stages)
+    assert {link.get("href") for link in by_stage.values()} == set(links.values())
+    assert (by_stage["backbone"][0][0].text or "").endswith(" done 3.0 s")
+    texts = [text.text for text in root.iter(f"{name}text")]
+    assert texts.count("3.0 s") == 1
+    assert texts[-2:] == ["done", "running"]  # the legend
+    boxes = [(int(r.get("y") or 0), int(r.get("height") or 0)) for r in root.iter(f"{name}rect")]
+    tops = sorted({top for top, _ in boxes})
+    assert all(below - above >= boxes[0][1] for above, below in pairwise(tops))
 
 
 def test_names_are_escaped_in_the_picture(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made for."""
     made: list[str] = []
 
-    def build(storage: str, record: dict[str, Any], picture: str) -> dict[str, bytes]:
+    def build(storage: str, record: dict[str, Any]) -> dict[str, bytes]:
         made.append(record["name"])
         return {"report.html": b"a page", "tables/matrix.csv": b"a table"}
 
@@ -377,6 +377,79 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
         ),
     )
     assert stream.getvalue().endswith("meat/a/train: trained, 2.0 kB for the task in 1 min 01 s\n")
+
+
+def screen_text(stream: io.StringIO) -> list[str]:
+    """Return the lines that a terminal shows after what was written to it."""
+    lines = [""]
+    for part in re.split(r"(\r|\n|\x1b\[2K|\x1b\[1A)", stream.getvalue()):
+        match part:
+            case "\n":
+                lines.append("")
+            case "\x1b[2K":
+                lines[-1] = ""
+            case "\x1b[1A":
+                assert lines.pop() == ""
+            case "\r":
+                pass
+            case _:
+                assert "\x1b" not in part
+                lines[-1] += part
+    return lines
+
+
+def test_on_a_terminal_each_stage_that_runs_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    ids = [f"m/{number}/train" for number in range(3)]
+    graph = Graph.of("g", [Stage(name, "train", name, {}) for name in ids])
+    screen = console.Console(graph, {}, stream)
+    walk = Walk.over(graph, [], 1)
+    for decision in walk.decide():
+        walk.record(decision)
+        screen.on_decision(walk, decision)
+    assert screen_text(stream) == [""]  # they wait for a worker
+    for name in ids:
+        screen.progress(Event(EventKind.STARTED, name, body={"where": "group 0"}))
+    assert screen_text(stream) == [f"[0/3] {name} ..." for name in ids]
+    body = {**epoch(7).body, "loss": 1.0}
+    screen.progress(Event(EventKind.PROGRESS, ids[1], body=body))
+    screen.say("a note")
+    lines = screen_text(stream)
+    assert lines[:2] == ["[0/3] a note", "[0/3] m/0/train ..."]
+    assert lines[2].startswith("[0/3] m/1/train: epoch 7/100, loss 1.0000")
+    assert max(map(len, lines)) == 59
+    done = Event(EventKind.DONE, ids[1], body={"kind": "report", "wall_s": 1.0})
+    walk.apply(done)
+    screen.on_event(walk, done)
+    assert screen_text(stream) == [
+        "[0/3] a note",
+        "[1/3] m/1/train: done in 1.0 s",
+        "[1/3] m/0/train ...",
+        "[1/3] m/2/train ...",
+    ]
+    for name in (ids[0], ids[2]):
+        failed = Event(EventKind.FAILED, name, "it broke", final=True)
+        decision_after = walk.apply(failed)
+        screen.on_event(walk, failed)
+        assert decision_after is not None
+        screen.on_decision(walk, decision_after)
+    assert screen_text(stream)[2:] == [
+        "[2/3] m/0/train: failed: it broke",
+        "[3/3] m/2/train: failed: it broke",
+        "",
+    ]
+
+
+def test_a_terminal_shows_the_number_of_stages_that_have_no_line() -> None:
+    stream = Terminal()
+    graph = Graph.of("g", [Stage(str(number), "train", str(number), {}) for number in range(40)])
+    screen = console.Console(graph, {}, stream)
+    for stage in graph:
+        screen.progress(Event(EventKind.STARTED, stage.id))
+    lines = screen_text(stream)
+    assert len(lines) == console.MOST_LIVE_LINES
+    assert lines[-1] == "[0/40] and 29 more stages run"
 
 
 def test_a_retry_says_why_and_how_often() -> None:

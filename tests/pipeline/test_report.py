@@ -56,11 +56,7 @@ def tables(storage: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def report(storage: Any) -> Any:
-    return page.build(
-        storage,
-        fake_run.record(),
-        '<?xml version="1.0"?><svg xmlns="x" width="300"><text>graph here</text></svg>',
-    )
+    return page.build(storage, fake_run.record())
 
 
 def half(folder: Any, *missing: Any) -> Any:
@@ -375,8 +371,32 @@ def test_the_page_asks_for_nothing_outside_itself(report: Any) -> None:
     assert not re.search(
         r'(src|href)="(?!#)[^"]+"|url\(|@import|<script|<link', text.replace('src=""', "")
     )
-    assert "graph here" in text
+    assert text.count("<svg") == 1
     assert "<?xml" not in text
+
+
+def test_the_graph_in_the_page_leads_to_the_rows_of_its_stages(report: Any) -> None:
+    text = report["report.html"].decode()
+    for stage in fake_run.stages():
+        assert f'href="#stage-{stage.id}"' in text
+        assert f'id="stage-{stage.id}"' in text
+    assert f'href="report.html#stage-{stage.id}"' in report["graph.svg"].decode()
+
+
+def test_the_report_counts_as_done_where_all_else_is(tables: Any, tmp_path: Path) -> None:
+    states = {row["stage"]: row["state"] for row in tables.stage_rows()}
+    assert states["report"] == "done"
+    unfinished = half(tmp_path, "meat/roots/evaluate")
+    states = {row["stage"]: row["state"] for row in unfinished.stage_rows()}
+    assert states["report"] == states["meat/roots/evaluate"] == "pending"
+
+
+def test_the_settings_of_methods_are_shown_with_their_defaults(report: Any) -> None:
+    text = report["report.html"].decode()
+    section = text.split("own settings in effect")[1]
+    row = "<tr><td class=left>meat</td><td class=left>lambda</td>"
+    assert row in section
+    assert "<td class=left>default</td>" in section
 
 
 def test_the_page_has_one_place_for_what_is_analysed(report: Any) -> None:

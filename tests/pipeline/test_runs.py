@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +404,23 @@ def test_status_of_a_finished_run_lists_its_stages(
     assert "meat/b/train" in output(capsys, "status", str(finished), "--all")
     monkeypatch.chdir(finished.parent)
     assert app.run_status("small").state == "finished"
+
+
+def test_the_picture_of_a_run_has_its_states_and_leads_to_the_report(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = str(finished.parent / "storage")
+    picture = tmp_path / "graph.svg"
+    output(capsys, "status", "small", "--storage", storage, "--svg", str(picture))
+    root = ElementTree.fromstring(picture.read_text())
+    links = {link.get("href") for link in root.iter("{http://www.w3.org/2000/svg}a")}
+    assert f"{storage}/runs/small/report.html#stage-meat/b/train" in links
+    assert len(links) == 12
+    titles = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert all(re.search(r" done [\d.]+ s$", title) for title in titles)
+    wrong = str(tmp_path / "nowhere" / "x.svg")
+    text = output(capsys, "status", "small", "--storage", storage, "--svg", wrong, code=2)
+    assert "name a file in an existing folder" in text
 
 
 def test_events_of_a_run_say_what_ran_where(finished: Path) -> None:

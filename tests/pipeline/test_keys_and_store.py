@@ -116,6 +116,14 @@ def test_a_damaged_file_is_found_withdrawn_and_named(tmp_path: Path, harm: str) 
     assert publish(store, "k", {"state.safetensors": b"again"})
 
 
+def test_what_a_killed_try_of_the_same_attempt_left_half_written_is_deleted(tmp_path: Path) -> None:
+    attempt = Attempt(str(tmp_path), "k", "a-1")
+    attempt.write("shard.tar", b"whole")
+    (tmp_path / "k/a-1/shard.tar.0.part").write_bytes(b"who")
+    assert attempt.commit({"kind": "ingest"})
+    assert [path.name for path in (tmp_path / "k/a-1").iterdir()] == ["shard.tar"]
+
+
 def test_of_two_attempts_one_wins_and_nothing_is_mixed(tmp_path: Path) -> None:
     root = str(tmp_path)
     first, second = Attempt(root, "k"), Attempt(root, "k")

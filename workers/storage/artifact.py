@@ -379,11 +379,16 @@ class Attempt:
     def _sweep(self, folder: str) -> None:
         """Delete what killed attempts left in the folder of a result that was just published.
 
-        An attempt that is still under way would find the manifest, and be discarded anyway.
+        An attempt that is still under way would find the manifest, and be discarded anyway. Ingest
+        goes on in the attempt of a killed try, which may hold a file that was half written.
         """
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False) and entry.name != self.name:
                 delete_dir(entry.path)
+        for name in os.listdir(os.path.join(folder, self.name)):
+            if name.endswith(".part") and name not in self.files:
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, self.name, name))
 
     def discard(self) -> None:
         """Delete the files of this attempt, unless another of the same name published them."""

@@ -1,9 +1,22 @@
-"""Small backbones of timm's families, without pretrained weights, for tests and for the table of
-docs/backbones.md."""
+"""Small backbones of timm's families, without pretrained weights, and the table that
+docs/backbones.md shows: which method takes which family with its default settings.
+
+    .venv/bin/python -m tests.families      # writes the page anew
+"""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
+
+from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.methods import METHODS
+from workers.model import vit
+
+PAGE = Path(__file__).parents[1] / "docs" / "backbones.md"
+COMMAND = ".venv/bin/python -m tests.families"
 
 # Family -> the settings of its smallest useful backbone: 32 to 64 pixels, a few blocks.
 SMALL: dict[str, dict[str, Any]] = {
@@ -40,3 +53,52 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "EfficientNet": {"name": "test_efficientnet", "img_size": 32},
 }
+
+
+def settings_of(family: str) -> BackboneSettings:
+    """Return the settings of a family's small backbone; `ViT` is timm's VisionTransformer."""
+    if family == "ViT":
+        options = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+        return BackboneSettings(name="vit_tiny_patch16_224", img_size=32, options=options)
+    return BackboneSettings(**SMALL[family])
+
+
+def taken() -> dict[str, dict[str, bool]]:
+    """Return method -> family -> whether the method takes it with its default settings."""
+    table: dict[str, dict[str, bool]] = {name: {} for name in METHODS}
+    for family in ("ViT", *SMALL):
+        outline = vit.check(settings_of(family))
+        for name, method in METHODS.items():
+            try:
+                method.check_backbone(method.Settings(), copy.deepcopy(outline))
+                table[name][family] = True
+            except UserError:
+                table[name][family] = False
+    return table
+
+
+def page() -> str:
+    """Return the text of docs/backbones.md."""
+    families = ("ViT", *SMALL)
+    lines = [
+        "# Methods and families of backbones",
+        "",
+        "Which method takes which family of timm with its default settings. `plan`, `run` refuse",
+        "the others in one sentence, which names models that fit, before anything is computed.",
+        "What is not listed goes by the same rule: any timm model of images is a backbone, and a",
+        "method on parameters by name or on features takes it. `lora` takes backbones without",
+        "attention with `target: linear`.",
+        "",
+        f"This page is written by `{COMMAND}`.",
+        "",
+        f"| method | {' | '.join(families)} |",
+        f"|---|{'---|' * len(families)}",
+    ]
+    for name, row in sorted(taken().items()):
+        cells = ["yes" if row[family] else "" for family in families]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checks import old_answers_stay
-from families import SMALL
+from families import COMMAND, PAGE, SMALL, page
 from stage_lab import OPTIMIZERS, Lab, Run, answers
 
 from workers.errors import UserError
@@ -70,3 +70,7 @@ def test_a_method_works_on_a_family_or_says_in_a_sentence_why_not(
         assert digest_of(live.backbone) == live.backbone_digest
     if not live.may_forget:
         old_answers_stay(run)
+
+
+def test_the_page_on_methods_and_families_is_current() -> None:
+    assert PAGE.read_text() == page(), f"run {COMMAND}"

@@ -929,7 +929,7 @@ def written(site: Site, card: str, backbone: dict[str, Any]) -> str:
     "options",
     [
         {"act_layer": "relu"},
-        {"norm_layer": "groupnorm1"},
+        {"norm_layer": "rmsnorm"},
         {"norm_layer": "LayerNorm"},
         {"patch_size": [4, 4]},
         {"mlp_ratio": 2},

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -29,7 +30,7 @@ from pipeline.data.cards import Card
 from pipeline.data.csv_text import to_csv
 from pipeline.data.digests import digest_of_rows, index_digest
 from pipeline.data.formats import SourceState, require_entries, source_state, units
-from pipeline.data.formats.base import MapFn, Unit, check_unfolding
+from pipeline.data.formats.base import UNIT_ITEMS, MapFn, Unit, check_unfolding
 from pipeline.data.listing import SPLITS
 from pipeline.data.packs import (
     TABLE_SUFFIX,
@@ -69,6 +70,7 @@ from workers.storage.artifact import (
 REVISION = 2  # raise it when the same source gives other shards
 NONCE = "nonce"  # a file in a folder of packs, see `_attempt_name`
 REJECTED_CSV = "rejected.csv"
+SMALL_BYTES = 8 << 20  # a source in one unit, of no more, is packed beside this process
 TABLE_READERS = 8  # tables of finished units that are read at the same time
 
 Report = Callable[[dict[str, Any]], None]
@@ -125,20 +127,19 @@ def ingest(
     state_digest = hashlib.sha256(
         json.dumps([state, card.identity(), card.source.path, REVISION]).encode()
     ).hexdigest()
+    file_bytes = sum(entry.size for entry in entries)
+    source_units = units(card, map_fn, entries)
+    fields = {**extra, "fingerprint": fingerprint_of(state)}
+    if not is_local(root) and is_small(source_units, file_bytes):
+        # A kill costs the one unit wherever its pack lies, and on a disk it takes no requests.
+        with TemporaryDirectory(prefix="accrete-packs-") as packs:
+            rows = read_source(source_units, card, packs, map, report, file_bytes)
+            _write_artifact(card, rows, Attempt(root, key), packs, map, report, fields)
+        return Artifact.need(root, key).manifest
     packs = join(root, key, f"packs-{state_digest[:16]}")
     try:
-        file_bytes = sum(entry.size for entry in entries)
-        rows = read_source(units(card, map_fn, entries), card, packs, map_fn, report, file_bytes)
-        try:
-            contents = select_contents(card, rows)
-        except UserError:
-            delete_dir(packs)
-            raise
-        del rows
-        plan = f"{contents.fields['content']} {card.identity()} {REVISION}"
-        attempt = Attempt(root, key, _attempt_name(root, key, packs, plan))
-        index = _write_all(contents.selected, card, attempt, packs, map_fn, report)
-        publish(attempt, index, contents, {**extra, "fingerprint": fingerprint_of(state)})
+        rows = read_source(source_units, card, packs, map_fn, report, file_bytes)
+        _write_artifact(card, rows, Attempt(root, key), packs, map_fn, report, fields)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _full_storage(card, root, packs) from None
@@ -149,6 +150,32 @@ def ingest(
         # another driver on a bucket, where nothing is locked, was faster and deleted the packs
     delete_dir(packs)
     return Artifact.need(root, key).manifest
+
+
+def is_small(units: list[Unit], file_bytes: int) -> bool:
+    """Whether a source is one unit of few images and bytes, which this process packs by itself."""
+    return len(units) == 1 and units[0].num_items <= UNIT_ITEMS and file_bytes <= SMALL_BYTES
+
+
+def _write_artifact(
+    card: Card,
+    rows: pa.Table,
+    attempt: Attempt,
+    packs: str,
+    map_fn: MapFn,
+    report: Report,
+    fields: dict[str, Any],
+) -> None:
+    """Select of the rows of a source, write the shards and publish. fields: of the manifest."""
+    try:
+        contents = select_contents(card, rows)
+    except UserError:
+        delete_dir(packs)
+        raise
+    plan = f"{contents.fields['content']} {card.identity()} {REVISION}"
+    attempt.name = _attempt_name(attempt.root, attempt.key, packs, plan)
+    index = _write_all(contents.selected, card, attempt, packs, map_fn, report)
+    publish(attempt, index, contents, fields)
 
 
 class Contents(NamedTuple):

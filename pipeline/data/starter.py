@@ -131,6 +131,7 @@ def propose(sources: Sequence[Source], name: str, paths: Sequence[str], program:
     run_command = shlex.join(["run", config])
     files: dict[str, str] = {}
     for source in sources:
+        _check_count(source.data_set)
         _check_folder(source, program)
         path = relative_to_here(source.data_set.source["path"], source.path)
         card_name = source.data_set.name
@@ -157,6 +158,17 @@ def _with_own_names(sources: Sequence[Source]) -> list[Source]:
         taken.add(name.lower())
         renamed.append(Source(replace(source.data_set, name=name), source.path))
     return renamed
+
+
+def _check_count(data_set: DataSet) -> None:
+    """Raise `UserError` where no image could be held out as test."""
+    num_images = data_set.counts["train"]
+    if not data_set.has_test and data_set.is_exact and num_images <= len(data_set.classes):
+        raise UserError(
+            f"{data_set.name}: {counted(num_images, 'image')} of "
+            f"{counted(len(data_set.classes), 'class')} leave none to test on; add images, two of "
+            "a class at least, or a folder test"
+        )
 
 
 def _check_folder(source: Source, program: str) -> None:

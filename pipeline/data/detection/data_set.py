@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -134,9 +135,9 @@ def check_classes(where: str, classes: Iterable[str]) -> tuple[str, ...]:
                 f"{where}: class {quoted(name)} is no name that can be shown and filed; rename it "
                 f"to 1 to {MAX_CLASS_CHARACTERS} printable characters"
             )
-    forms: dict[str, str] = {}
+    counts = Counter(map(nfc, names))
     for name in names:
-        if forms.setdefault(nfc(name), name) != name:
+        if counts[nfc(name)] > 1:
             raise UserError(
                 f"{where}: two classes are called {quoted(name)} in two Unicode forms (NFC and "
                 "NFD); merge them, or rename one"

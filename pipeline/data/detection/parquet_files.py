@@ -253,6 +253,8 @@ def _label_counts(uris: Sequence[str], label: str, no_classes: UserError) -> Cou
                     f"{printable(uri)} has no column {label!r}, only "
                     f"{', '.join(map(printable, file.schema_arrow.names[:12]))}; mend the file"
                 )
+            if pa.types.is_nested(file.schema_arrow.field(label).type):
+                raise no_classes
             for batch in file.iter_batches(columns=[label]):
                 for pair in pc.value_counts(batch[label]):
                     value = pair["values"].as_py()

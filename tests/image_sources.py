@@ -1,0 +1,138 @@
+"""Tables, Parquet files and shards of images as people have them, which nobody prepared for us."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.image_data import make_image
+
+NAMES = ("ant", "bee", "cow", "dog")
+
+
+def png(seed: int) -> bytes:
+    """Return an image of noise."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_table(path: Path, lines: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines))
+    return path
+
+
+def plain_csv(folder: Path) -> Path:
+    lines = ["filename,label"]
+    for number in range(24):
+        make_image(folder / "img" / f"{number}.png", number)
+        lines.append(f"img/{number}.png,{NAMES[number % 4]}")
+    return write_table(folder / "labels.csv", lines)
+
+
+def ids_beside_a_folder(folder: Path) -> Path:
+    lines = ["id;breed"]
+    for number in range(24):
+        make_image(folder / "train" / f"{number}.jpg", number)
+        lines.append(f"{number};{NAMES[number % 4]}")
+    write_table(folder / "labels.csv", lines)
+    return folder
+
+
+def splits_in_a_column(folder: Path) -> Path:
+    lines = ["image_path\tclass\tsplit"]
+    for number in range(24):
+        make_image(folder / f"{number}.png", number)
+        split = "Train" if number % 3 else "valid"
+        lines.append(f"{number}.png\t{number % 4 + 1}\t{split}")
+    return write_table(folder / "all.tsv", lines)
+
+
+def no_header(folder: Path) -> Path:
+    lines = []
+    for number in range(24):
+        make_image(folder / f"{number}.png", number)
+        lines.append(f"{number}.png,{NAMES[number % 4]}")
+    return write_table(folder / "list.csv", lines)
+
+
+def table_for_each_split(folder: Path) -> Path:
+    for split in ("train", "test"):
+        lines = ["file,label"]
+        for number in range(12):
+            make_image(folder / split / f"{number}.png", number + 50 * (split == "test"))
+            lines.append(f"{split}/{number}.png,{NAMES[number % 4]}")
+        write_table(folder / f"{split}.csv", lines)
+    return folder
+
+
+def paths_in_parquet(folder: Path) -> Path:
+    paths = [make_image(folder / "im" / f"{number}.png", number) for number in range(24)]
+    columns = {
+        "path": [f"im/{path.name}" for path in paths],
+        "label": [NAMES[number % 4] for number in range(24)],
+    }
+    pq.write_table(pa.table(columns), folder / "table.parquet")
+    return folder
+
+
+def hub_parquet(folder: Path) -> Path:
+    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": NAMES}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("about")
+    files = ("train-00000-of-00002-abc", "train-00001-of-00002-def", "test-00000-of-00001-x")
+    for start, name in enumerate(files):
+        images = [{"bytes": png(100 * start + n), "path": f"{n}.png"} for n in range(12)]
+        table = pa.table({"image": images, "label": [n % 4 for n in range(12)]})
+        path = folder / "data" / f"{name}.parquet"
+        pq.write_table(table.replace_schema_metadata(metadata), path)
+    return folder
+
+
+def numbers_in_parquet(folder: Path) -> Path:
+    folder.mkdir()
+    table = pa.table({"img": [png(n) for n in range(20)], "target": [n % 4 + 3 for n in range(20)]})
+    pq.write_table(table, folder / "flowers.parquet")
+    return folder / "flowers.parquet"
+
+
+def write_tar(path: Path, start: int, labels: Callable[[int], dict[str, bytes]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for number in range(8):
+            for extension, data in {"png": png(start + number), **labels(number)}.items():
+                member = tarfile.TarInfo(f"{number:06d}.{extension}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def shards(folder: Path) -> Path:
+    for number in range(3):
+        write_tar(
+            folder / f"shard-{number:06d}.tar",
+            100 * number,
+            lambda n: {"cls": b"%d" % (n % 4), "txt": NAMES[n % 4].encode()},
+        )
+    return folder
+
+
+def shards_with_splits(folder: Path) -> Path:
+    for name in ("im-train-0000", "im-train-0001", "im-val-0000"):
+        write_tar(
+            folder / f"{name}.tar",
+            len(name) * 100 + int(name[-1]) * 10,
+            lambda n: {"json": json.dumps({"label": NAMES[n % 4]}).encode()},
+        )
+    return folder

@@ -29,6 +29,7 @@ CLEAR_LINE_ABOVE = "\x1b[1A\x1b[2K"
 SUMMARY_HEADING = [
     "method",
     "average accuracy",
+    "chance",
     "forgetting",
     "bytes per task",
     "all bytes / backbone",
@@ -86,6 +87,8 @@ class Console:
             case EventKind.DONE:
                 duration = format_seconds(event.body.get("wall_s", 0.0))
                 self.say(f"{event.stage}: {_result_text(event.body)} in {duration}")
+                for sentence in event.body.get("warnings") or ():
+                    self.say(f"{event.stage}: warning: {sentence}")
                 if event.body.get("note"):
                     self.say(f"{event.stage}: {event.body['note']}")
 
@@ -216,6 +219,7 @@ def _summary_cells(row: Row) -> list[str]:
     return [
         row["label"],
         format_percent(row.get("average_accuracy")),
+        format_percent(row.get("chance")),
         format_percent(row.get("forgetting")),
         _format_bytes(row.get("bytes_per_task")),
         _format_number(row.get("growth"), ".2f"),
@@ -226,7 +230,7 @@ def _summary_cells(row: Row) -> list[str]:
 def matrix_text(tables: RunTables, label: str) -> str:
     """Return the accuracy matrix of one method in per cent: row after task, column on task."""
     matrix = tables.matrix(label)
-    width = 1 + max([6, *map(len, matrix.tasks)])
+    width = 1 + max([len("test images"), *map(len, matrix.tasks)])
     lines = [
         f"{label}: accuracy in %, row = after task, column = on task",
         "".join(name.rjust(width) for name in ("", *matrix.tasks)),
@@ -237,6 +241,10 @@ def matrix_text(tables: RunTables, label: str) -> str:
             cell = "." if math.isnan(rate) else f"{100 * rate:.1f}"
             line += cell.rjust(width)
         lines.append(line)
+    chances = ["." if math.isnan(rate) else f"{100 * rate:.1f}" for rate in matrix.chance[-1:].flat]
+    images = ["." if count is None else str(count) for count in matrix.test_images]
+    for name, cells in (("chance", chances), ("test images", images)):
+        lines.append("".join(cell.rjust(width) for cell in (name, *cells)))
     return "\n".join(lines)
 
 

@@ -32,6 +32,7 @@ from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
 from workers.methods.protocols import PrecomputesFeatures, RemembersSamples, UsesSharpness
+from workers.methods.symptoms import symptoms_of_masks, symptoms_of_training
 from workers.model import noise, vit
 from workers.restore import load_carried, load_states, new_method, settings_of
 from workers.rng import derive_seed
@@ -136,6 +137,7 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
     if method.loads_states(job.scenario):
         load_states(job, method)
     history, length = fit(job, method, load_carried(job), group, report)
+    symptoms = symptoms_of_training(job, method, history, length)
     state, carried = method.finish()
     # A step that does not train may have one row without a loss: see `fit`.
     epochs = sum("loss" in row for row in history)
@@ -148,7 +150,7 @@ def train_task(job: StageJob, group: dist.Group, report: Report) -> StageResult:
         "trained_parameters": trained_parameters,
         "carried_bytes": sum(t.numel() * t.element_size() for t in carried.tensors.values()),
         "flops_share": method.flops_share(state),
-        "warnings": method.warnings(),
+        "warnings": [*method.warnings(), *symptoms_of_masks(state), *symptoms],
         "backbone_digest": method.backbone_digest,
         "epochs": epochs,
         "length": length,
@@ -175,10 +177,12 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     files: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     length: dict[str, int] = {}
+    symptoms: list[str] = []
     if job.task is not None:
         method = METHODS["finetune"](backbone, settings_of(job), job.seed)
         history, length = fit(job, method, None, group, report)
         files["history.parquet"] = to_parquet(history)
+        symptoms = symptoms_of_training(job, method, history, length)
         digest = vit.digest_of(backbone)
         head = method.heads.export(job.task.name)
         state = TaskState(
@@ -194,6 +198,7 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
         "warnings": warnings,
         "sizes": sizes,
         "length": length,
+        "warnings": symptoms,
         "digest": digest,
         "parameters": sum(p.numel() for p in backbone.parameters()),
         "bytes": sum(t.numel() * t.element_size() for t in backbone.state_dict().values()),

@@ -437,6 +437,7 @@ def restrict_matrix(matrix: Matrix, tasks: Sequence[str]) -> Matrix:
         matrix.correct[part],
         matrix.total[part],
         matrix.source[part],
+        chance=matrix.chance[part],
     )
 
 

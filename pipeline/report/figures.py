@@ -53,7 +53,8 @@ def comparison_figure(tables: RunTables) -> CaptionedFigure:
     caption = (
         "Final average accuracy, average incremental accuracy "
         "(the mean over all tasks so far, after each task), "
-        "and forgetting (the accuracy that earlier tasks have lost since their best)."
+        "and forgetting (the accuracy that earlier tasks have lost since their best). "
+        "The dotted line is what guessing gets."
     )
     figure = plots.draw_comparison(tables.summary())
     return CaptionedFigure("Methods side by side", caption, figure)
@@ -64,7 +65,8 @@ def averages_figure(tables: RunTables) -> CaptionedFigure:
     caption = (
         "Average accuracy and forgetting over the tasks learned so far, "
         "after each task. On the left, a falling line means that new tasks are harder "
-        "or earlier ones are forgotten. On the right, a rising line means forgetting."
+        "or earlier ones are forgotten; the dotted line is what guessing gets. On the right, "
+        "a rising line means forgetting."
     )
     matrices = [tables.matrix(label) for label in tables.labels]
     return CaptionedFigure("Along the stream", caption, plots.draw_averages(matrices))
@@ -113,7 +115,8 @@ def matrix_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capti
     matrix = tables.matrix(label)
     caption = (
         "Row: the model after learning one more task. "
-        "Column: the task it is tested on. Read down a column to see whether a task is forgotten."
+        "Column: the task it is tested on, with its number of test images, and the accuracy of "
+        "guessing after the last task. Read down a column to see whether a task is forgotten."
     )
     if "follows" in matrix.source:
         caption += (

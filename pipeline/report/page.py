@@ -178,6 +178,12 @@ COLUMNS = (
         max,
     ),
     Column(
+        "chance",
+        "chance",
+        "mean accuracy of guessing over the same tasks",
+        "rate",
+    ),
+    Column(
         "last_accuracy",
         "last<br>accuracy",
         "accuracy on the test images of all tasks together, after the last task",

@@ -92,12 +92,17 @@ def text_size(cells: int) -> float:
     return 7.5
 
 
-def label_tasks(axes: Axes, tasks: Sequence[str], which: str = "xy") -> None:
-    """Label the ticks of the axes in `which` with task names."""
+def label_tasks(
+    axes: Axes, tasks: Sequence[str], which: str = "xy", facts: Sequence[str] = ()
+) -> None:
+    """Label the ticks of the axes in `which` with task names. facts: a line below each name."""
     size = 9 if len(tasks) <= 12 else 7.5
     names = list(map(_short_task, tasks))
+    if facts:
+        names = [f"{name}\n{fact}" for name, fact in zip(names, facts, strict=True)]
     if "x" in which:
-        is_long = len(tasks) > 6 or max(map(len, names)) > 9
+        lines = "\n".join(names).split("\n")
+        is_long = len(tasks) > 6 or max(map(len, lines)) > 9
         angle = 40 if is_long else 0
         rotate_x_ticks(axes, names, angle, fontsize=size)
     if "y" in which:
@@ -171,9 +176,21 @@ def draw_matrix(matrix: Matrix) -> Figure:
     title = f"{matrix.label}: accuracy in %"
     style_axes(axes, title, "accuracy on task", "after learning", grid=None)
     axes.spines[:].set_visible(False)
-    label_tasks(axes, matrix.tasks)
+    label_tasks(axes, matrix.tasks, "y")
+    label_tasks(axes, matrix.tasks, "x", _test_facts(matrix))
     add_share_bar(figure, image, axes)
     return figure
+
+
+def _test_facts(matrix: Matrix) -> list[str]:
+    """Return for each task what guessing gets, in per cent, and the number of test images."""
+    facts = []
+    last_chance = matrix.chance[-1] if matrix.chance.size else np.full(len(matrix.tasks), np.nan)
+    for chance, images in zip(last_chance, matrix.test_images, strict=True):
+        level = "" if math.isnan(chance) else f"chance {100 * chance:.3g}"
+        count = "" if images is None else f"n {images}"
+        facts.append(", ".join(filter(None, (level, count))))
+    return facts
 
 
 def _fill_matrix_cell(axes: Axes, matrix: Matrix, t: int, i: int) -> None:
@@ -214,6 +231,8 @@ def draw_averages(matrices: Sequence[Matrix]) -> Figure:
                     position = tasks.index(task)
                 positions.append(position)
             axes.plot(positions, values, label=matrix.label, **nested_line_style(index))
+        if metric == "average_accuracy":
+            _draw_chance(axes, matrices)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlim(-0.25, max(len(tasks) - 0.75, 0.25))
         label_tasks(axes, tasks, "x")
@@ -226,6 +245,18 @@ def draw_averages(matrices: Sequence[Matrix]) -> Figure:
     right.set_ylim(min(-0.01, right.get_ylim()[0]), 1.1 * highest)
     _add_method_legend(figure, left, len(matrices))
     return figure
+
+
+def _draw_chance(axes: Axes, matrices: Sequence[Matrix]) -> None:
+    """Draw the average accuracy of guessing so far, by the longest stream."""
+    longest = max(matrices, key=lambda matrix: len(matrix.tasks), default=None)
+    if longest is None or not longest.chance.size:
+        return
+    chance = longest.chance_so_far
+    positions = [-0.25, *range(len(chance))]
+    levels = [chance[0], *chance]
+    axes.plot(positions, levels, color=FAINT, linestyle=":", linewidth=1.8, zorder=1)
+    axes.text(-0.24, chance[0] + 0.012, "chance", color="#5f6368", fontsize=8.5)
 
 
 def nested_line_style(index: int) -> dict[str, Any]:
@@ -266,11 +297,16 @@ def draw_comparison(summary: Sequence[Row]) -> Figure:
     )
     figure, all_axes = new_figure(10.4, 1.1 + 0.38 * max(len(rows), 2), 1, 3, sharey=True)
     for axes, (metric, title, hint) in zip(all_axes, panels, strict=True):
+        if metric == "average_accuracy" and _chance_levels(rows):
+            hint += "; dotted: chance"
         style_axes(axes, title, hint, grid="x")
         values = [row[metric] for row in rows]
         axes.barh(range(len(rows)), np.nan_to_num(values), height=0.62, color=colours)
         for y, value in enumerate(values):
             _write_bar_value(axes, y, value)
+        if metric == "average_accuracy":
+            for level in sorted(_chance_levels(rows)):
+                axes.axvline(level, color=FAINT, linestyle=":", linewidth=1.8)
         finished = [value for value in values if not math.isnan(value)]
         axes.set_xlim(min([0, *finished]), 1.18 * max([0.05, *finished]))
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -278,6 +314,11 @@ def draw_comparison(summary: Sequence[Row]) -> Figure:
         axes.set_yticks(range(len(rows)), list(map(method_label, rows)), fontsize=9.5)
         axes.tick_params(axis="y", length=0)
     return figure
+
+
+def _chance_levels(rows: Sequence[Row]) -> set[float]:
+    """Return what guessing gets, which is one level where all methods have finished."""
+    return {row["chance"] for row in rows if not math.isnan(row.get("chance", math.nan))}
 
 
 def _write_bar_value(axes: Axes, y: int, value: float) -> None:

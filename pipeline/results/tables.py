@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.results import metrics
+from pipeline.results.chance import LearnedTask
 from pipeline.results.training import StepTraining, TrainedStage, group_steps
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, Manifest, join
@@ -32,6 +33,7 @@ Row = dict[str, Any]
 AVERAGES = ("average_accuracy", "average_incremental_accuracy", "last_accuracy")
 # In scenario `class`: correct within the five best logits; correct when the task is given.
 EXTRA_COUNTS = {"top5": "correct_top5", "task_aware": "correct_task_aware"}
+TOP_CLASSES = 5
 STATE_KINDS = ("masks", "tokens", "head", "copies")
 
 
@@ -54,7 +56,7 @@ class Matrix:
     (equals the diagonal, because the method cannot change its predictions on earlier tasks, so
     they were not measured again); `missing` (not finished yet); `ahead` (task not learned yet).
     extra: other counts of the same predictions by name; their averages appear among the metrics as
-    `NAME_average_accuracy` and so on.
+    `NAME_average_accuracy` and so on. chance (T, T): accuracy of guessing; NaN above the diagonal.
     """
 
     label: str
@@ -63,6 +65,17 @@ class Matrix:
     total: NDArray[np.float64]
     source: NDArray[np.str_]
     extra: Mapping[str, Matrix] = field(default_factory=dict)
+    chance: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
+
+    @property
+    def chance_so_far(self) -> list[float]:
+        """The mean accuracy of guessing over the tasks so far, after each task."""
+        return [float(row[: t + 1].mean()) for t, row in enumerate(self.chance)]
+
+    @property
+    def test_images(self) -> list[int | None]:
+        """The number of test images of each task; None where it is not measured."""
+        return [_whole(float(np.nan_to_num(c, nan=-1.0).max())) for c in self.total.T]
 
     @cached_property
     def rates(self) -> NDArray[np.float64]:
@@ -302,7 +315,49 @@ class RunTables:
         extra = {}
         if self.scenario == "class" and correct == "correct":
             extra = {name: self.matrix(label, count) for name, count in EXTRA_COUNTS.items()}
-        return Matrix(label, tuple(tasks), hits, totals, source, extra)
+        chance = self._chance(tasks, correct)
+        return Matrix(label, tuple(tasks), hits, totals, source, extra, chance)
+
+    def _chance(self, tasks: Sequence[str], correct: str) -> NDArray[np.float64]:
+        """Return the accuracy of guessing after each task, on each: (T, T), NaN above the diagonal.
+
+        In scenario `class` the classes of all tasks so far compete, unless the task is given.
+        correct: as `matrix` takes it; among TOP_CLASSES guesses any may be right.
+        """
+        sizes = np.array([len(self.task(name)["classes"]) for name in tasks], float)
+        competing = np.tile(sizes, (len(tasks), 1))
+        if self.scenario == "class" and correct != EXTRA_COUNTS["task_aware"]:
+            competing = np.tile(np.cumsum(sizes)[:, None], (1, len(tasks)))
+        guesses = TOP_CLASSES if correct == EXTRA_COUNTS["top5"] else 1
+        chance = np.minimum(guesses / competing, 1.0)
+        is_learned = np.tril(np.ones(chance.shape, bool))
+        return np.where(is_learned, chance, np.nan)
+
+    def learned_tasks(self, label: str) -> list[LearnedTask]:
+        """Return the test of each task right after the method learned it."""
+        matrix = self.matrix(label)
+        config = self.record["config"]
+        own = (config.get("methods") or {}).get(label) or {}
+        has_rate = "lr" in (config.get("train") or {}) or "lr" in (own.get("train") or {})
+        learned = []
+        for t, task in enumerate(matrix.tasks):
+            if matrix.source[t, t] != "measured":
+                continue
+            artifact = self.artifacts.get(f"{label}/{task}/train")
+            length = (artifact.manifest.get("length") if artifact else None) or {}
+            learned.append(
+                LearnedTask(
+                    label,
+                    self.method(label),
+                    task,
+                    int(matrix.correct[t, t]),
+                    int(matrix.total[t, t]),
+                    round(1 / matrix.chance[t, t]),
+                    has_rate,
+                    length.get("steps", 0),
+                )
+            )
+        return learned
 
     def sizes(self, label: str) -> list[Row]:
         """Return one row per finished task: all bytes to keep, the growth ratio, the task's cost.
@@ -391,6 +446,8 @@ class RunTables:
             "tasks_finished": matrix.finished,
             "tasks": len(matrix.tasks),
             **(matrix.final or dict.fromkeys(metrics.METRICS, math.nan)),
+            "chance": matrix.chance_so_far[matrix.finished - 1] if matrix.finished else math.nan,
+            "test_images": sum(count or 0 for count in matrix.test_images),
             "bytes_per_task": _mean([row["task_bytes"] for row in task_sizes]),
             "carried_bytes": last_sizes.get("carried", math.nan),
             "total_bytes": last_sizes.get("total", math.nan),
@@ -582,7 +639,7 @@ class RunTables:
         return group_steps(steps)
 
     def warnings(self) -> list[Row]:
-        """Return the warnings of all stages, then `problems`; each sentence once.
+        """Return the warnings of all stages, tasks at chance, then `problems`; each sentence once.
 
         stages: the number of stages with that warning.
         """
@@ -593,6 +650,12 @@ class RunTables:
         rows: list[Row] = []
         for sentence, ids in stage_ids.items():
             rows.append({"stage": ids[0], "stages": len(ids), "warning": sentence})
+        for label in self.labels:
+            for learned in self.learned_tasks(label):
+                sentence = learned.sentence()
+                stage = f"{label}/{learned.task}/evaluate"
+                if sentence:
+                    rows.append({"stage": stage, "stages": 1, "warning": sentence})
         rows += [{"stage": "report", "stages": 1, "warning": text} for text in self.problems]
         return rows
 
@@ -671,6 +734,7 @@ def matrix_rows(matrix: Matrix) -> list[Row]:
                 "correct": _whole(float(matrix.correct[t, i])),
                 "total": _whole(float(matrix.total[t, i])),
                 "rate": float(matrix.rates[t, i]),
+                "chance": float(matrix.chance[t, i]) if matrix.chance.size else math.nan,
                 "source": str(matrix.source[t, i]),
             }
         )

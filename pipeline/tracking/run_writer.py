@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pipeline.config import flatten
 from pipeline.graph.run_record import RunRecord
+from pipeline.results.chance import sentences_of
 from pipeline.tracking.mlflow_client import InputData, MlflowClientAdapter, Point, key_name
 from workers.storage.artifact import Artifact, join
 
@@ -336,7 +337,7 @@ class RunWriter:
             if state is not None and state["bytes"] <= MAX_STATE_BYTES:
                 files["task.safetensors"] = artifact.read("task.safetensors")
         if manifest.get("warnings"):
-            files["warnings.txt"] = "\n".join(manifest["warnings"]).encode()
+            files[warnings_file(stage["step"])] = "\n".join(manifest["warnings"]).encode()
         self.ready().log_files(run, files)
         return mask_points(views[-1] if views else None)
 
@@ -365,6 +366,11 @@ class RunWriter:
         matrix = tables.matrix(label)
         self.newly_evaluated.add(label)
         self._record_metrics(label, tables)
+        learned = [one for one in tables.learned_tasks(label) if one.task == task]
+        sentences = sentences_of(learned)
+        if sentences:
+            text = "\n".join(sentences).encode()
+            self.ready().log_files(run, {warnings_file("evaluate"): text})
         if self.identity.pictures:
             self.ready().log_files(run, confusion_files(tables, label, task))
         self.inputs(run, stage["parents"], self.identity.data)
@@ -373,6 +379,8 @@ class RunWriter:
         points = []
         if matrix.source[index, index] == "measured":
             points.append(Point("accuracy", float(matrix.rates[index, index]), 0, 0))
+            points.append(Point("chance", float(matrix.chance[index, index]), 0, 0))
+            points.append(Point("test_images", float(matrix.total[index, index]), 0, 0))
         self._finish_stage(run, stage, points)
         self._close(run)
 
@@ -539,3 +547,11 @@ def note_of(record: RunRecord, label: str, task: str) -> str:
         "`graph.svg` the graph of stages. There is one child run per method, and below each "
         "method one run per task. To compare methods, select their runs and press Compare."
     )
+
+
+def warnings_file(step: str) -> str:
+    """Return the name of the artifact with the warnings of a step; the steps of a task share a
+    run."""
+    if step == "train":
+        return "warnings.txt"
+    return f"warnings-{step}.txt"

@@ -425,6 +425,10 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
     def after_step(self, progress: Progress) -> None:
         """Change parameters after the optimizer's step: restore locked entries, clamp, anneal."""
 
+    def competing_outputs(self) -> int:
+        """Return how many outputs the cross-entropy of the step in training chooses from."""
+        return max(task.num_classes for task in self.training_tasks)
+
     def metrics(self) -> dict[str, float]:
         """Return named numbers for a curve over epochs (mask density, used capacity)."""
         return {}

@@ -332,6 +332,9 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
             targets = F.pad(batch.targets, (0, superfluous_outputs))
         return F.cross_entropy(features.float(), targets)
 
+    def competing_outputs(self) -> int:
+        return self.settings.outputs or super().competing_outputs()
+
     # ---- serving ---------------------------------------------------------------------------------
     def load_task(self, state: TaskState) -> None:
         super().load_task(state)

@@ -7,7 +7,9 @@ and `hard()` (the mask that is stored and served, without one).
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -317,3 +319,11 @@ def initial_embedding(
         return 2 - 2 * torch.rand(shape, generator=generator)  # 0 would be off
     mean = NormalDist().inv_cdf(1 / tasks) if how == "sparse" else 0.0
     return torch.randn(shape, generator=generator) + mean
+
+
+def digest_of_masks(masks: Mapping[str, Tensor]) -> str:
+    """Return a sha256 over the values of masks, by which unchanged ones are known."""
+    digest = hashlib.sha256()
+    for mask in masks.values():
+        digest.update(mask.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

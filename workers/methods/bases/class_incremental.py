@@ -35,6 +35,11 @@ class ClassIncremental(Method[S]):
             return F.cross_entropy(logits, self.global_labels(batch))
         return F.cross_entropy(logits, self.global_targets(batch))
 
+    def competing_outputs(self) -> int:
+        if self.scenario != "class":
+            return super().competing_outputs()
+        return sum(self.heads[name].out_features for name in self.class_slices())
+
     def logits(self, images: Tensor, task: str | None) -> Tensor:
         """With task None: logits over all classes so far, in the order of `class_slices`."""
         if task is None:

@@ -22,6 +22,7 @@ from workers.methods.base import (
     StepContext,
     needs_adamw,
 )
+from workers.model.masks import digest_of_masks
 from workers.model.weights import Copies, weight_sites
 from workers.storage.taskstate import Carried, TaskState
 
@@ -47,6 +48,7 @@ class WeightMasks(Method[S]):
         super().__init__(backbone, settings, seed)
         self.sites = weight_sites(backbone)
         self.masks: dict[str, nn.Module] = {}  # of the task in training, by site
+        self.first_masks = ""  # digest of the masks before the first step
         self.copies = Copies(backbone, [])  # of the task in training
         self.loaded: dict[
             str, dict[str, Tensor]
@@ -86,6 +88,7 @@ class WeightMasks(Method[S]):
         }
         # a dict alone would hide them from state_dict and .to
         self.mask_modules = nn.ModuleList(self.masks.values())
+        self.first_masks = digest_of_masks(self.hard())
         self.copies = Copies(self.backbone, self.copied())
         by_rate: dict[float, list[nn.Parameter]] = {}
         for site, mask in self.masks.items():
@@ -116,13 +119,20 @@ class WeightMasks(Method[S]):
         return {"density": _share([self.in_use(mask) for mask in self.hard().values()])}
 
     def warnings(self) -> list[str]:
-        if self.task is not None and all(bool((mask == 1).all()) for mask in self.hard().values()):
-            return [
-                f"task {self.task.name!r}: no mask entry was switched off, so the masks do "
-                "nothing; raise mask_lr or mask_travel, or train for "
-                "more steps"
-            ]
-        return []
+        if self.task is None:
+            return []
+        masks = self.hard()
+        symptom = ""
+        if all(bool((mask == 1).all()) for mask in masks.values()):
+            symptom = "no mask entry was switched off"
+        elif digest_of_masks(masks) == self.first_masks:
+            symptom = "no mask entry changed"
+        if not symptom:
+            return []
+        return [
+            f"task {self.task.name!r}: {symptom}, so the masks do nothing; raise mask_lr or "
+            "mask_travel, or train for more steps"
+        ]
 
     def finish(self) -> tuple[TaskState, Carried]:
         masks, floats = self.packed({site: mask.cpu() for site, mask in self.hard().items()})

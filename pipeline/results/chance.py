@@ -1,0 +1,80 @@
+"""What guessing scores: the chance level, its confidence interval, and who is not above it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+
+
+@functools.lru_cache(maxsize=1024)
+def most_correct_by_chance(num_images: int, num_classes: int) -> int:
+    """Return the largest number of right answers in the confidence interval of guessing.
+
+    It is the smallest k with P(X <= k) >= 97.5 %, X binomial: `num_images` images, each right with
+    probability 1 / num_classes.
+    """
+    if num_classes <= 1:
+        return num_images
+    log_right, log_wrong = -math.log(num_classes), math.log1p(-1 / num_classes)
+    limit = (1 + CONFIDENCE) / 2
+    cumulative = 0.0
+    for count in range(num_images + 1):
+        log_choices = (
+            math.lgamma(num_images + 1)
+            - math.lgamma(count + 1)
+            - math.lgamma(num_images - count + 1)
+        )
+        cumulative += math.exp(log_choices + count * log_right + (num_images - count) * log_wrong)
+        if cumulative >= limit:
+            return count
+    return num_images
+
+
+@dataclass(frozen=True)
+class LearnedTask:
+    """The test of a task right after it was learned.
+
+    num_classes: classes that an answer is chosen from. has_rate: whether the config sets the
+    learning rate. steps: optimizer steps of its training; 0 where they are not known.
+    """
+
+    label: str
+    method: str
+    task: str
+    correct: int
+    total: int
+    num_classes: int
+    has_rate: bool = False
+    steps: int = 0
+
+    def sentence(self) -> str:
+        """Return what to say of a task that is not above chance; empty for one that is."""
+        if self.num_classes <= 1 or not self.total:
+            return ""
+        limit = most_correct_by_chance(self.total, self.num_classes)
+        if self.correct > limit:
+            return ""
+        fact = (
+            f"task {self.task!r}: {self.correct} of {self.total} test images are right after "
+            f"{self.label!r} learned it, and guessing among {self.num_classes} classes gets up to "
+            f"{limit} ({CONFIDENCE:.0%} interval): it has not learned the task"
+        )
+        section = f"methods.{self.label}.train"
+        if limit > 0.75 * self.total:
+            return f"{fact}, or the images are too few to tell; give the task more test images"
+        if self.has_rate:
+            return (
+                f"{fact}; leave the learning rate out of the config, so that "
+                f"{self.method}'s own is used"
+            )
+        steps = max(2 * self.steps, 1000)
+        return f"{fact}; train for longer, for example --set {section}.min_steps={steps}"
+
+
+def sentences_of(learned: Sequence[LearnedTask]) -> list[str]:
+    """Return a sentence for each task that is not above chance."""
+    return [sentence for sentence in (task.sentence() for task in learned) if sentence]

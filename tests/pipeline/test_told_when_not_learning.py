@@ -1,0 +1,198 @@
+"""A run that does not learn says so, in one sentence with a remedy, in terminal, report, MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import yaml
+from fake_mlflow import FakeMlflow
+from scipy.stats import binom
+
+from pipeline import app, console
+from pipeline.cli import main
+from pipeline.config import TrackingSettings
+from pipeline.report.plots import draw_averages, draw_comparison, draw_matrix
+from pipeline.results.chance import LearnedTask, most_correct_by_chance
+from pipeline.results.tables import RunTables
+from pipeline.tracking import mlflow_client
+from pipeline.tracking.recorder import Recorder
+from pipeline.tracking.run_writer import RunIdentity
+
+LEARNS_NOTHING = {"lr": 1e-12, "epochs": 1, "batch_size": 64}
+TASK_WARNING = "task 'digits': "
+
+
+# ---- chance --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("classes", [2, 3, 20, 1000])
+@pytest.mark.parametrize("images", [1, 10, 72, 400, 5000])
+def test_the_interval_of_guessing_is_the_binomial_one(images: int, classes: int) -> None:
+    upper = binom.interval(0.95, images, 1 / classes)[1]
+    assert most_correct_by_chance(images, classes) == upper
+
+
+def test_only_a_task_within_the_interval_is_told_and_the_remedy_fits() -> None:
+    at_chance = LearnedTask("mine", "meat", "a", 44, 72, 2)
+    assert LearnedTask("mine", "meat", "a", 45, 72, 2).sentence() == ""
+    assert "44 of 72 test images" in at_chance.sentence()
+    assert at_chance.sentence().endswith("--set methods.mine.train.min_steps=1000")
+    with_rate = LearnedTask("mine", "meat", "a", 36, 72, 2, has_rate=True)
+    assert "leave the learning rate out" in with_rate.sentence()
+    few = LearnedTask("mine", "meat", "a", 8, 10, 2)
+    assert few.sentence().endswith("give the task more test images")
+
+
+def test_a_task_of_one_class_cannot_be_guessed_wrongly_and_is_not_told() -> None:
+    assert LearnedTask("mine", "meat", "a", 5, 5, 1).sentence() == ""
+
+
+# ---- a run that learns nothing -------------------------------------------------------------------
+class Finished(NamedTuple):
+    """A run: what it printed, and what it left."""
+
+    path: str
+    text: str
+    tables: RunTables
+    page: str
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("nothing")
+    body: dict[str, Any] = {
+        "name": "nothing",
+        "storage": str(folder / "storage"),
+        "stream": {"tasks": [{"card": "digits", "classes": ["0", "1"]}]},
+        "backbone": {
+            "img_size": 16,
+            "options": {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 1},
+        },
+        "train": LEARNS_NOTHING,
+        "methods": {
+            "finetune": {"train": {"lr": 10.0, "epochs": 3, "batch_size": 16}},
+            "linear": {},
+            "supsup": {"mask_lr": 1e-12},
+            "meat": {"mask_lr": 1e-12},
+            "learner": {"method": "linear", "train": {"lr": 0.05, "epochs": 30, "batch_size": 8}},
+        },
+        "tracking": "off",
+    }
+    path = folder / "nothing.yaml"
+    path.write_text(yaml.safe_dump(body))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["run", str(path)]) == 0
+    run = app.prepare(str(path), [])
+    tables = RunTables.load(run.store.storage, app.current_record(run))
+    page = app.report_files(run)["report.html"].decode()
+    return Finished(str(path), printed.getvalue(), tables, page)
+
+
+def sentences(finished: Finished, label: str) -> list[str]:
+    rows = finished.tables.warnings()
+    return [row["warning"] for row in rows if row["stage"].startswith(f"{label}/")]
+
+
+def test_a_task_at_chance_is_told_with_what_to_leave_out(finished: Finished) -> None:
+    (sentence,) = [text for text in sentences(finished, "linear") if "has not learned" in text]
+    assert "guessing among 2 classes" in sentence
+    assert "leave the learning rate out of the config" in sentence
+
+
+def test_few_steps_are_told_with_a_number_that_works(finished: Finished) -> None:
+    (sentence,) = [text for text in sentences(finished, "linear") if "few" in text]
+    assert sentence.startswith(f"{TASK_WARNING}5 optimizer steps of 'train' are few")
+    (override,) = re.findall(r"--set (\S+)", sentence)
+    train = app.prepare(finished.path, [override]).config.train_of("linear")
+    assert train.min_steps == 300
+
+
+def test_a_loss_far_above_guessing_is_told_with_a_smaller_rate(finished: Finished) -> None:
+    (sentence,) = [text for text in sentences(finished, "finetune") if "diverged" in text]
+    assert "guessing gives 0.693" in sentence
+    assert sentence.endswith("--set methods.finetune.train.lr=1")
+
+
+def test_masks_that_did_not_change_are_told(finished: Finished) -> None:
+    assert any("no mask entry changed" in text for text in sentences(finished, "supsup"))
+    assert any("left its initial state" in text for text in sentences(finished, "meat"))
+
+
+def test_a_loss_over_shared_outputs_is_compared_with_guessing_among_those(
+    finished: Finished,
+) -> None:
+    (stage_id,) = [i for i in finished.tables.artifacts if i == "supsup/digits/train"]
+    assert finished.tables.history(stage_id)[-1]["ce"] > math.log(2) + 1
+    assert not any("diverged" in text for text in sentences(finished, "supsup"))
+
+
+def test_a_method_that_learns_is_not_told_anything(finished: Finished) -> None:
+    assert sentences(finished, "learner") == []
+
+
+def test_each_sentence_is_in_the_terminal_and_in_the_report(finished: Finished) -> None:
+    from html import escape
+
+    rows = finished.tables.warnings()
+    assert len(rows) >= 5
+    for row in rows:
+        assert row["warning"] in finished.text
+        assert escape(row["warning"]) in finished.page
+
+
+def test_each_sentence_is_in_mlflow(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, small_pictures: None
+) -> None:
+    fake = FakeMlflow()
+    monkeypatch.setattr(mlflow_client, "open_store", fake.open_store)
+    recorder = Recorder(TrackingSettings(), finished.tables.storage, identity=RunIdentity())
+    recorder.start(finished.tables.record, "")
+    recorder.finish({})
+    texts = ""
+    for run in fake.runs.values():
+        files = {name: data for name, data in run.files.items() if name.startswith("warnings")}
+        texts += "".join(data.decode() for name, data in files.items() if name.endswith(".txt"))
+    for row in finished.tables.warnings():
+        assert row["warning"] in texts
+
+
+# ---- chance and the number of images in tables and plots -----------------------------------------
+def test_tables_have_the_chance_level_and_the_number_of_test_images(finished: Finished) -> None:
+    tables = finished.tables
+    (row,) = [row for row in tables.summary() if row["label"] == "linear"]
+    assert row["chance"] == 0.5
+    assert row["test_images"] == tables.matrix("linear").total[0, 0] > 0
+    assert {entry["chance"] for entry in tables.tables()["matrix"]} == {0.5}
+    text = console.matrix_text(tables, "linear").splitlines()
+    assert text[-2].split() == ["chance", "50.0"]
+    assert text[-1].split() == ["test", "images", str(row["test_images"])]
+
+
+def test_plots_have_the_chance_level_and_the_number_of_test_images(finished: Finished) -> None:
+    matrix = finished.tables.matrix("linear")
+    (tick,) = draw_matrix(matrix).axes[0].get_xticklabels()
+    assert "chance 50" in tick.get_text()
+    assert f"n {matrix.test_images[0]}" in tick.get_text()
+    texts = [text.get_text() for text in draw_averages([matrix]).axes[0].texts]
+    assert "chance" in texts
+    accuracies = draw_comparison(finished.tables.summary()).axes[0]
+    assert accuracies.get_xlabel() == "higher is better; dotted: chance"
+    assert np.asarray(accuracies.lines[0].get_xdata()).tolist() == [0.5, 0.5]
+
+
+def test_in_scenario_class_all_classes_so_far_compete(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = finished.tables
+    records = [{"name": name, "classes": list("abcd"), "role": "task"} for name in ("a", "b")]
+    monkeypatch.setattr(RunTables, "scenario", "class")
+    monkeypatch.setattr(tables, "task", {entry["name"]: entry for entry in records}.__getitem__)
+    chance = tables._chance(["a", "b"], "correct")
+    assert chance[np.tril_indices(2)].tolist() == [1 / 4, 1 / 8, 1 / 8]
+    assert math.isnan(chance[0, 1])
+    assert tables._chance(["a", "b"], "correct_task_aware")[1].tolist() == [1 / 4, 1 / 4]
+    assert tables._chance(["a", "b"], "correct_top5")[1].tolist() == [5 / 8, 5 / 8]

@@ -1,0 +1,69 @@
+"""What shows after a step has trained that it did not learn: too few steps, a loss that diverged,
+masks that are empty. Each symptom is one sentence with a remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from workers.job import StageJob
+from workers.methods.base import Method
+from workers.storage.taskstate import TaskState
+
+# A step with less than this share of the method's own number of steps has few.
+FEW_STEPS_SHARE = 0.25
+# A loss that is larger than that of guessing by more than this, in nats, has diverged.
+LOSS_MARGIN = 1.0
+CROSS_ENTROPY = "ce"  # the term of a loss that guessing has a known value of
+
+
+def symptoms_of_training(
+    job: StageJob,
+    method: Method,
+    history: Sequence[Mapping[str, Any]],
+    length: Mapping[str, int],
+) -> list[str]:
+    """Return a sentence on each thing by which a trained step shows that it did not learn.
+
+    history: of its epochs. length: of its training.
+    """
+    if not length or not history or job.task is None:
+        return []
+    label = job.id.split("/")[0]
+    section = "train" if job.method == "finetune" and label == "backbone" else _section(label, job)
+    sentences = []
+    guessing = math.log(method.competing_outputs())
+    if history[-1].get(CROSS_ENTROPY, 0.0) > guessing + LOSS_MARGIN:
+        sentences.append(
+            f"task {job.task.name!r}: the loss is {history[-1][CROSS_ENTROPY]:.3g} at the end of "
+            f"{job.step!r}, and guessing gives {guessing:.3g}: training diverged; lower the rate, "
+            f"for example --set {section}.lr={job.train.lr / 10:.3g}"
+        )
+    own_steps = method.train_defaults.of_step(job.step, from_scratch=False)["min_steps"]
+    if length["steps"] < FEW_STEPS_SHARE * own_steps:
+        sentences.append(
+            f"task {job.task.name!r}: {length['steps']} optimizer steps of {job.step!r} are few, "
+            f"{method.name} takes {own_steps} where nothing is set; leave out train.epochs and "
+            f"train.batch_size, or --set {section}.min_steps={own_steps}"
+        )
+    return sentences
+
+
+def _section(label: str, job: StageJob) -> str:
+    """Return the path of the settings that only this step of a method reads."""
+    if job.step == "train":
+        return f"methods.{label}.train"
+    return f"methods.{label}.steps.{job.step}"
+
+
+def symptoms_of_masks(state: TaskState) -> list[str]:
+    """Return a sentence where all masks of a task switch everything off."""
+    masks = list(state.masks.values())
+    if not masks or any(bool(mask.any()) for mask in masks):
+        return []
+    return [
+        f"task {state.task!r}: every entry of every mask is switched off, so that nothing of the "
+        "backbone is used; lower the rate of masks (mask_lr, mask_travel), or what asks for "
+        "sparse masks"
+    ]

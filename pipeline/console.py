@@ -87,8 +87,6 @@ class Console:
             case EventKind.DONE:
                 duration = format_seconds(event.body.get("wall_s", 0.0))
                 self.say(f"{event.stage}: {_result_text(event.body)} in {duration}")
-                for sentence in event.body.get("warnings") or ():
-                    self.say(f"{event.stage}: warning: {sentence}")
                 if event.body.get("note"):
                     self.say(f"{event.stage}: {event.body['note']}")
 

@@ -341,6 +341,7 @@ def test_tables_are_written_as_csv_and_as_equal_parquet(report: Any, tables: Any
         "correct": 190,
         "total": 200,
         "rate": 0.95,
+        "chance": 0.25,
         "source": "measured",
     }
     assert {n.removesuffix(".csv") for n in report if n.endswith(".csv")} == {

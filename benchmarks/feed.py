@@ -2,10 +2,11 @@
 
 `python -m benchmarks.feed --side 32`; sides 32 (from JPEG of 32 px), 128 (from 128) and 224 (from
 400), all three without an option; about a minute each. Generated images, random resized crops of 8
-to 100 % of the area, flips, normalised float batches in one process, with one thread of
-PyTorch and one that decodes. Of torchvision's transforms, those on Pillow images and those on
-tensors are measured, and the faster ones compared with. That both sides give the same pixels of the
-same boxes is checked first.
+to 100 % of the area, flips, normalised float batches in one process, with one thread of PyTorch and
+one that decodes. With `--recipe` both sides also apply RandAugment, erasing, mixup and cutmix, with
+other random numbers. Of torchvision's transforms, those on Pillow images and those on tensors are
+measured, and the faster ones compared with. That both sides give the same pixels of the same boxes
+is checked first, without the recipe.
 
 The feed shuffles and verifies all records in a streamed and in a first epoch, which also writes the
 decoded images to a fresh cache; WebDataset shuffles in a buffer.
@@ -41,6 +42,8 @@ from workers.storage.artifact import Artifact
 
 CLASSES, SHUFFLE, DECODED = 10, 1000, 64
 SCALE = (0.08, 1.0)
+# settings of `data` beside the crop, with --recipe
+RECIPE: dict[str, Any] = {"randaugment": 2, "erase": 0.25, "mixup": 0.8, "cutmix": 1.0}
 SAME_PIXELS = 2 / 255  # mean difference of crops with the same boxes
 
 
@@ -65,8 +68,13 @@ CASES = {
 }
 
 
-def by_hand(shards: list[str], transform: v2.Compose, batch_size: int) -> Iterator[Tensor]:
+def by_hand(
+    shards: list[str], transform: v2.Compose, batch_size: int, has_recipe: bool
+) -> Iterator[Tensor]:
     """Yield float batches (b, 3, side, side) as a user of WebDataset writes it."""
+    mixup = v2.MixUp(alpha=RECIPE["mixup"], num_classes=CLASSES)
+    cutmix = v2.CutMix(alpha=RECIPE["cutmix"], num_classes=CLASSES)
+    mix = v2.RandomChoice([mixup, cutmix])
     data = (
         webdataset.WebDataset(shards, shardshuffle=len(shards))
         .shuffle(SHUFFLE)
@@ -75,8 +83,11 @@ def by_hand(shards: list[str], transform: v2.Compose, batch_size: int) -> Iterat
         .map_tuple(transform, int)
         .batched(batch_size, collation_fn=collate)
     )
-    for images, _ in data:
-        yield images
+    for images, labels in data:
+        if has_recipe:
+            yield mix(images, labels)[0]
+        else:
+            yield images
 
 
 def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
@@ -85,15 +96,19 @@ def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     return torch.stack(images), torch.tensor(labels)
 
 
-def transforms(side: int, job: StageJob) -> dict[str, v2.Compose]:
+def transforms(side: int, job: StageJob, has_recipe: bool) -> dict[str, v2.Compose]:
     """Return torchvision's transforms on Pillow images, and on tensors."""
     crops = [v2.RandomResizedCrop(side, SCALE, antialias=True), v2.RandomHorizontalFlip()]
+    if has_recipe:
+        crops.append(v2.RandAugment(RECIPE["randaugment"], int(job.data.magnitude)))
     to_tensor = [v2.ToImage()]
     settings = job.backbone_settings
     to_floats = [
         v2.ToDtype(torch.float32, scale=True),
         v2.Normalize(list(settings.mean), list(settings.std)),
     ]
+    if has_recipe:
+        to_floats.append(v2.RandomErasing(RECIPE["erase"], value="random"))
     return {
         "by hand, Pillow": v2.Compose([*crops, *to_tensor, *to_floats]),
         "by hand, tensors": v2.Compose([*to_tensor, *crops, *to_floats]),
@@ -177,7 +192,7 @@ def compare_decoders(report: Report, feed: Feed, source_side: int) -> None:
         report.note(f"{source_side} px at 1/{part}, {name} / simplejpeg", f"{ratio:.1f}")
 
 
-def measure(side: int, case: Case, report: Report, folder: Path) -> None:
+def measure(side: int, case: Case, report: Report, folder: Path, has_recipe: bool) -> None:
     """Compare pixels, then times, at one side."""
     card = stream.draw_images(
         folder, CLASSES, case.images, 1, sides=(case.source_side,), suffixes=(".jpg",)
@@ -201,27 +216,38 @@ def measure(side: int, case: Case, report: Report, folder: Path) -> None:
     streamed = make_feed(job, resident_mb=0)
     assert (resident.resident, streamed.resident) == (True, False)
     check_pixels(report, {"resident": resident, "streamed": streamed})
-    compare_decoders(report, streamed, case.source_side)
+    recipe: dict[str, Any] = {}
+    if has_recipe:
+        recipe = RECIPE
+        resident = make_feed(job, **recipe)
+        streamed = make_feed(job, **recipe, resident_mb=0)
+    else:
+        compare_decoders(report, streamed, case.source_side)
     number = itertools.count()
 
     def first_epoch() -> None:
         cache = str(folder / f"cache-{next(number)}")
-        exhaust(epoch(make_feed(replace(job, cache=cache))))
+        exhaust(epoch(make_feed(replace(job, cache=cache), **recipe)))
 
     variants: dict[str, Any] = {
         "later epochs, resident": lambda: exhaust(epoch(resident)),
         "first epoch": first_epoch,
         "streamed": lambda: exhaust(epoch(streamed)),
     }
-    hands = transforms(side, job)
+    hands = transforms(side, job, has_recipe)
     for name, transform in hands.items():
         variants[name] = lambda transform=transform: exhaust(
-            by_hand(shards, transform, case.batch_size)
+            by_hand(shards, transform, case.batch_size, has_recipe)
         )
     timing = interleave(variants, rounds=5)
     best = min(hands, key=timing.median)
     what = f"{side} px from {case.source_side}, against WebDataset and {best.split(', ')[1]}"
+    if has_recipe:
+        what += ", RandAugment, erasing and mixing"
     for name in ("streamed", "first epoch", "later epochs, resident"):
+        if has_recipe and name.startswith("later"):  # nothing is demanded
+            report.note(f"{name}, {what}", f"{timing.ratio(best, name):.2f}x")
+            continue
         demand = case.later if name.startswith("later") else case.streamed
         report.at_least(f"{name}, {what}", timing.ratio(best, name), demand)
     for name in timing.seconds:
@@ -233,13 +259,16 @@ def main() -> None:
     """Measure one side, or all of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", type=int, choices=CASES, help="of the input, in pixels")
+    parser.add_argument(
+        "--recipe", action="store_true", help="with RandAugment, erasing, mixup and cutmix"
+    )
     options = parser.parse_args()
     sides = [options.side] if options.side else list(CASES)
     start()
     report = Report()
     for side in sides:
         with tempfile.TemporaryDirectory() as folder:
-            measure(side, CASES[side], report, Path(folder))
+            measure(side, CASES[side], report, Path(folder), options.recipe)
     report.exit()
 
 

@@ -177,12 +177,11 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
     files: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     length: dict[str, int] = {}
-    symptoms: list[str] = []
     if job.task is not None:
         method = METHODS["finetune"](backbone, settings_of(job), job.seed)
         history, length = fit(job, method, None, group, report)
         files["history.parquet"] = to_parquet(history)
-        symptoms = symptoms_of_training(job, method, history, length)
+        warnings = [*warnings, *symptoms_of_training(job, method, history, length)]
         digest = vit.digest_of(backbone)
         head = method.heads.export(job.task.name)
         state = TaskState(
@@ -198,7 +197,6 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
         "warnings": warnings,
         "sizes": sizes,
         "length": length,
-        "warnings": symptoms,
         "digest": digest,
         "parameters": sum(p.numel() for p in backbone.parameters()),
         "bytes": sum(t.numel() * t.element_size() for t in backbone.state_dict().values()),

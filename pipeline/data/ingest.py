@@ -70,7 +70,7 @@ from workers.storage.artifact import (
 REVISION = 2  # raise it when the same source gives other shards
 NONCE = "nonce"  # a file in a folder of packs, see `_attempt_name`
 REJECTED_CSV = "rejected.csv"
-SMALL_BYTES = 8 << 20  # a source in one unit, of no more, is packed beside this process
+SMALL_BYTES = 8 << 20  # a source of no more, and of few images, is packed beside this process
 TABLE_READERS = 8  # tables of finished units that are read at the same time
 
 Report = Callable[[dict[str, Any]], None]
@@ -131,7 +131,7 @@ def ingest(
     source_units = units(card, map_fn, entries)
     fields = {**extra, "fingerprint": fingerprint_of(state)}
     if not is_local(root) and is_small(source_units, file_bytes):
-        # A kill costs the one unit wherever its pack lies, and on a disk it takes no requests.
+        # A kill costs as much as one unit, and on a disk packs take no requests.
         with TemporaryDirectory(prefix="accrete-packs-") as packs:
             rows = read_source(source_units, card, packs, map, report, file_bytes)
             _write_artifact(card, rows, Attempt(root, key), packs, map, report, fields)
@@ -153,8 +153,9 @@ def ingest(
 
 
 def is_small(units: list[Unit], file_bytes: int) -> bool:
-    """Whether a source is one unit of few images and bytes, which this process packs by itself."""
-    return len(units) == 1 and units[0].num_items <= UNIT_ITEMS and file_bytes <= SMALL_BYTES
+    """Whether a source has few images and bytes, no more than a unit, which this process packs."""
+    num_items = sum(unit.num_items for unit in units)
+    return num_items <= UNIT_ITEMS and file_bytes <= SMALL_BYTES
 
 
 def _write_artifact(

@@ -212,9 +212,10 @@ class Augment:
         self.view = self._view()
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
         # (v / 255 - mean) / std as one product and one sum
-        self.scale = torch.tensor([1 / (255 * s) for s in backbone.std]).view(3, 1, 1)
+        scale = torch.tensor([1 / (255 * s) for s in backbone.std]).view(3, 1, 1)
         shift = [-m / s for m, s in zip(backbone.mean, backbone.std, strict=True)]
-        self.shift = torch.tensor(shift).view(3, 1, 1)
+        # one value, so that a thread never sees one of them moved and the other not
+        self.statistics = (scale, torch.tensor(shift).view(3, 1, 1))
 
     @property
     def needs_partner(self) -> bool:
@@ -285,10 +286,17 @@ class Augment:
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 (b, 3, s, s) -> float32, zero mean and unit deviation under the backbone's
         statistics."""
-        if self.scale.device != pixels.device:
-            self.scale = self.scale.to(pixels.device)
-            self.shift = self.shift.to(pixels.device)
-        return pixels.float().mul_(self.scale).add_(self.shift)
+        scale, shift = self._statistics_on(pixels.device)
+        return pixels.float().mul_(scale).add_(shift)
+
+    def _statistics_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Scale and shift on a device, copied once; several threads ask for them."""
+        statistics = self.statistics
+        if statistics[0].device != device:
+            scale, shift = statistics
+            statistics = (scale.to(device), shift.to(device))
+            self.statistics = statistics
+        return statistics
 
     # ---- what is drawn, on the host --------------------------------------------------------------
     def positions(self, rng: StepRng, num_classes: int | None) -> Tensor:

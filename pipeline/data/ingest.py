@@ -11,6 +11,7 @@ import errno
 import hashlib
 import io
 import json
+import os
 import shutil
 import time
 import uuid
@@ -259,10 +260,11 @@ def _full_storage(card: Card, root: str, packs: str) -> UserError:
     if is_local(root):
         free = f", {shutil.disk_usage(resolve(root)[1]).free / 1e9:.2f} GB are free"
     return UserError(
-        f"storage {root!r} is full{free}: ingest of card {card.name!r} writes its images twice, "
-        f"into packs that are deleted at the end ({gigabytes:.2f} GB so far) and into shards; free "
-        "twice the size of the source there, or choose another folder with --set storage=PATH, and "
-        "run the same command again: what is packed is kept"
+        f"storage {root!r} is full ({os.strerror(errno.ENOSPC)}{free}): ingest of card "
+        f"{card.name!r} writes its images twice, into packs that are deleted at the end "
+        f"({gigabytes:.2f} GB so far) and into shards; free twice the size of the source there, or "
+        "choose another folder with --set storage=PATH, and run the same command again: "
+        "what is packed is kept"
     )
 
 

@@ -301,7 +301,8 @@ def test_a_full_disk_says_how_much_room_ingest_takes(
 
     monkeypatch.setattr(artifact, "_write_synced", full)
     with pytest.raises(
-        UserError, match=r"is full, [\d.]+ GB are free: .*'tiny' writes its images twice"
+        UserError,
+        match=r"is full \(No space left on device, [\d.]+ GB are free\): .*'tiny'",
     ):
         run(card, tmp_path)
     monkeypatch.undo()

@@ -368,8 +368,12 @@ def test_a_file_that_is_no_config_is_refused(
         assert words in message
 
 
-def test_a_folder_is_no_config(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "not readable as text" in sentence(capfd, ["plan", str(site.test_folder)])
+def test_an_empty_folder_is_no_config_and_no_data(
+    site: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message = sentence(capfd, ["plan", str(site.test_folder)])
+    assert "is empty, which is no data set of images" in message
+    assert "CSV file of paths and labels" in message
 
 
 @pytest.mark.parametrize(
@@ -578,11 +582,7 @@ BACKBONES: dict[str, tuple[Callable[[Site], dict[str, Any]], list[str]]] = {
     ),
     "neither transformer nor ResNet": (
         lambda _: {"name": "mixer_b16_224", "img_size": 224, "options": {}},
-        ["backbone.name is 'mixer_b16_224', a MlpMixer", "VisionTransformer", "ResNet"],
-    ),
-    "batch norm without statistics": (
-        lambda _: {"name": "resnet18", "options": {}},
-        ["backbone.weights is 'none'", "batch norm", "norm_layer: groupnorm"],
+        ["methods.meat: the backbone is a MlpMixer", "a ViT such as", "a ResNet such as"],
     ),
     "image no multiple of the soft splits": (
         lambda _: {"name": "t2t_vit_12", "img_size": 24, "options": {}},

@@ -66,7 +66,7 @@ def test_the_innermost_own_line_is_named_and_not_the_one_of_a_library(tmp_path: 
     event = attempt.attempt_stage(
         stage_of(), lambda: cast(Any, open_image(b"no image", 100)), str(tmp_path)
     )
-    assert re.search(r"\(at workers/data/shards\.py:\d+ in open_image\)", event.message)
+    assert re.search(r"\(at workers/data/decoding\.py:\d+ in open_image\)", event.message)
     foreign = attempt.attempt_stage(stage_of(), break_in_torch, str(tmp_path))
     assert re.search(r"\(at pipeline/launch/attempt\.py:\d+ in attempt_stage\)", foreign.message), (
         "a frame of torch or of a test is none of ours"

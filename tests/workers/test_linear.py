@@ -196,7 +196,7 @@ def test_a_feed_with_cached_features_decodes_no_image(
 ) -> None:
     feed = feed_of(root, storage, data=PLAIN)
     feed.cache_features(made_of)
-    with mock.patch.object(feed.source, "_gather" if storage == "resident" else "_decode") as look:
+    with mock.patch.object(feed.source, "_gather" if storage == "resident" else "_make") as look:
         assert sum(len(b) for batches in feed.epoch(0) for b in batches) == feed.num_samples
         assert [key for b in feed.evaluate() for key in b.keys or []] == feed.samples.table[
             "key"

@@ -45,8 +45,9 @@ def folder_of_data_sets(folder: Path) -> Path:
     return folder
 
 
-FAST = {"class folders": plain_folders, "csv": sources.plain_csv}
-SLOW: dict[str, Callable[[Path], Path]] = {
+FORMS: dict[str, Callable[[Path], Path]] = {
+    "class folders": plain_folders,
+    "csv": sources.plain_csv,
     "train and valid": folders_with_splits,
     "folder of data sets": folder_of_data_sets,
     "ids beside a folder": sources.ids_beside_a_folder,
@@ -75,15 +76,9 @@ def run_to_a_report(make: Callable[[Path], Path], here: Path) -> None:
     assert list((here / "storage" / "runs").glob("*/report.html"))
 
 
-@pytest.mark.parametrize("case", FAST)
+@pytest.mark.parametrize("case", FORMS)
 def test_one_command_leads_to_a_report(case: str, here: Path, quick: None) -> None:
-    run_to_a_report(FAST[case], here)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW)
-def test_one_command_leads_to_a_report_for_every_form(case: str, here: Path, quick: None) -> None:
-    run_to_a_report(SLOW[case], here)
+    run_to_a_report(FORMS[case], here)
 
 
 # ---- what is no data -----------------------------------------------------------------------------

@@ -71,8 +71,8 @@ class CheckedImage(NamedTuple):
     ext: str = ""
 
 
-class Place(NamedTuple):
-    """Where an image lies."""
+class PackedRange(NamedTuple):
+    """The bytes of an image: `size` from `offset` of a pack."""
 
     pack: str
     offset: int
@@ -150,7 +150,7 @@ class _PackWriter:
     def _clear(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.checked: dict[str, CheckedImage] = {}  # by the digest of the bytes in the source
-        self.images: dict[str, tuple[bytes, bytes]] = {}  # sha256 -> likely place, stored bytes
+        self.images: dict[str, tuple[bytes, bytes]] = {}  # sha256 -> likely rank, stored bytes
         self.num_bytes = 0
 
     def add(self, item: Item, data: Any) -> None:
@@ -183,11 +183,11 @@ class _PackWriter:
         stored, extension = to_stored(data, self.card.max_pixels)
         digest = hashlib.sha256(stored).hexdigest()
         if digest not in self.images:
-            self.images[digest] = (self._likely_place(row["split"], row["key"]), stored)
+            self.images[digest] = (self._likely_rank(row["split"], row["key"]), stored)
             self.num_bytes += len(stored)
         return CheckedImage(None, digest, extension)
 
-    def _likely_place(self, split: str, key: str) -> bytes:
+    def _likely_rank(self, split: str, key: str) -> bytes:
         """Return what sorts an image as the shards will.
 
         The key may yet get a suffix, and which images are held out depends on all of them.
@@ -199,16 +199,16 @@ class _PackWriter:
         return split.encode() + digest
 
     def _flush(self) -> None:
-        places: dict[str, Place] = {}
+        ranges: dict[str, PackedRange] = {}
         if self.images:
-            places = self._write_pack()
+            ranges = self._write_pack()
         for row in self.rows:
             if row["problem"] is None and row.get("sha256"):
-                row["pack"], row["offset"], row["bytes"] = places[row["sha256"]]
+                row["pack"], row["offset"], row["bytes"] = ranges[row["sha256"]]
         self.parts.append(pa.Table.from_pylist(self.rows, ROWS))
         self._clear()
 
-    def _write_pack(self) -> dict[str, Place]:
+    def _write_pack(self) -> dict[str, PackedRange]:
         """Write the pack and return where each image lies in it, by its digest.
 
         The name has the digest of the pack: another process that packs the same unit at the same
@@ -219,15 +219,15 @@ class _PackWriter:
         data = b"".join([stored for _, (_, stored) in images])
         digest = hashlib.sha256(data).hexdigest()[:16]
         pack = f"{self.job.name}-{self.num_packs:03d}-{digest}.pack"
-        places: dict[str, Place] = {}
+        ranges: dict[str, PackedRange] = {}
         offset = 0
         for sha256, (_, stored) in images:
-            places[sha256] = Place(pack, offset, len(stored))
+            ranges[sha256] = PackedRange(pack, offset, len(stored))
             offset += len(stored)
         images.clear()
         write_bytes(join(self.job.packs, pack), data)
         self.num_packs += 1
-        return places
+        return ranges
 
     def finish(self) -> pa.Table:
         """Write what is left, and return the rows of the unit."""
@@ -286,7 +286,7 @@ class Range(NamedTuple):
 
 
 class PackedImages:
-    """Some images of packs in memory, by their place."""
+    """Some images of packs in memory, by their range."""
 
     def __init__(self, packs: str, rows: pa.Table):
         """Read the images of `rows`, in as few requests as they allow."""

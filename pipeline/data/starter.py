@@ -19,7 +19,7 @@ from pipeline.data.detection.data_set import (
     counted,
     name_of,
 )
-from pipeline.data.detection.places import detect
+from pipeline.data.detection.detect import detect
 from pipeline.data.detection.tree import TABLE_SUFFIXES
 from pipeline.data.listing import printable, suffix_of
 from pipeline.data.proposal import TaskPlan, card_text, config_text, relative_to_here, tasks_of
@@ -174,13 +174,13 @@ def _check_count(data_set: DataSet) -> None:
 def _check_folder(source: Source, program: str) -> None:
     """Raise `UserError` where results in the current folder would become part of the data."""
     path = source.data_set.source["path"]
-    here = os.path.realpath(os.curdir)
+    current = os.path.realpath(os.curdir)
     splits = source.data_set.source.get("splits", {}).values()
     takes_all = any(split == "." or "*" in split for split in splits)
     if "://" in path or not takes_all:
         return
     data = os.path.realpath(path)
-    if here == data or here.startswith(f"{data}/"):
+    if current == data or current.startswith(f"{data}/"):
         parent = os.path.dirname(data)
         command = f"{program} {shlex.join(['init', os.path.basename(data)])}"
         raise UserError(
@@ -274,12 +274,12 @@ def _are_there(starter: Starter) -> bool:
 # ---- what is said --------------------------------------------------------------------------------
 def describe(data_set: DataSet) -> str:
     """Return a few lines on a data set."""
-    shown = ", ".join(data_set.classes[:SHOWN_CLASSES])
+    class_names = ", ".join(data_set.classes[:SHOWN_CLASSES])
     if len(data_set.classes) > SHOWN_CLASSES:
-        shown += ", ..."
+        class_names += ", ..."
     lines = [
         f"{data_set.name}: {data_set.layout}",
-        f"  {counted(len(data_set.classes), 'class')}: {shown}",
+        f"  {counted(len(data_set.classes), 'class')}: {class_names}",
     ]
     is_exact = data_set.is_exact
     train = data_set.counts["train"]

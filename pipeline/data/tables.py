@@ -57,15 +57,15 @@ def read_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
         first = next(rows, [])
         names = _names_of(first)
         check_columns(uri, names, columns)
-        places = [names.index(column) for column in columns]
+        indices = [names.index(column) for column in columns]
         number = 0
         if not _is_header(first):
             number = 1
-            yield Row(number, _values_at(first, places))
+            yield Row(number, _values_at(first, indices))
         for cells in rows:
             if cells:
                 number += 1
-                yield Row(number, _values_at(cells, places))
+                yield Row(number, _values_at(cells, indices))
 
 
 def check_columns(uri: str, names: Sequence[str], columns: Sequence[str]) -> None:
@@ -78,10 +78,10 @@ def check_columns(uri: str, names: Sequence[str], columns: Sequence[str]) -> Non
             )
 
 
-def _values_at(cells: Sequence[str], places: Sequence[int]) -> tuple[str | None, ...]:
+def _values_at(cells: Sequence[str], indices: Sequence[int]) -> tuple[str | None, ...]:
     values: list[str | None] = []
-    for place in places:
-        text = cells[place].strip() if place < len(cells) else ""
+    for index in indices:
+        text = cells[index].strip() if index < len(cells) else ""
         values.append(text or None)
     return tuple(values)
 
@@ -94,7 +94,7 @@ def _is_header(cells: Sequence[str]) -> bool:
 def _names_of(first: Sequence[str]) -> list[str]:
     if _is_header(first):
         return [cell.strip() for cell in first]
-    return [str(place) for place in range(len(first))]
+    return [str(index) for index in range(len(first))]
 
 
 def _csv_rows(uri: str, stream: pa.NativeFile) -> Iterator[list[str]]:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.data.detection import tree
 from pipeline.data.detection.data_set import DataSet, Request, choose_splits, name_of
-from pipeline.data.detection.places import detect
+from pipeline.data.detection.detect import detect
 from tests.image_data import class_folders, make_image
 from workers.errors import UserError
 

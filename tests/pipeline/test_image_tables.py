@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.data import cards, in_place, ingest, starter
 from pipeline.data.detection.data_set import DataSet, Request
-from pipeline.data.detection.places import detect
+from pipeline.data.detection.detect import detect
 from pipeline.data.formats import format_of
 from pipeline.data.formats.csv import OUTSIDE, locate
 from tests.image_data import make_image

@@ -68,13 +68,13 @@ def label_column(
     """
     if request.label is not None:
         return _asked(request.label, where, names)
-    others = [name for name in names if name != image]
-    exact = [name for name in others if plain(name) == LABEL_COLUMNS[0]]
+    other_columns = [name for name in names if name != image]
+    exact = [name for name in other_columns if plain(name) == LABEL_COLUMNS[0]]
     if len(exact) == 1:
         return exact[0]
-    candidates = list(labels) or [name for name in others if plain(name) in LABEL_COLUMNS]
-    if not candidates and len(others) == 1:
-        candidates = others
+    candidates = list(labels) or [name for name in other_columns if plain(name) in LABEL_COLUMNS]
+    if not candidates and len(other_columns) == 1:
+        candidates = other_columns
     if len(candidates) == 1:
         return candidates[0]
     raise _unclear(request, where, "label", names, candidates)
@@ -129,14 +129,16 @@ def _listed(names: Sequence[str]) -> str:
     return f"{text}, ..." if len(names) > MOST_NAMED else text
 
 
-def too_many_values(where: str, label: str, others: Sequence[str], request: Request) -> UserError:
+def too_many_values(
+    where: str, label: str, other_columns: Sequence[str], request: Request
+) -> UserError:
     """Return the error of a label column that has another value in most rows, or no names.
 
-    others: columns that may be meant instead.
+    other_columns: columns that may be meant instead.
     """
     remedy = "give a table with a class for each image"
-    if others:
-        remedy = f"if another column is meant: `{request.command(label=others[0])}`"
+    if other_columns:
+        remedy = f"if another column is meant: `{request.command(label=other_columns[0])}`"
     return UserError(
         f"{where}: the values of column {quoted(label)} are no classes (too many, or neither names "
         f"nor whole numbers); {remedy}"

@@ -33,7 +33,7 @@ WHAT_WOULD_DO = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Candidate:
     """A folder that may hold data sets. uri: where it lies. name: for the data set in it."""
 
     uri: str
@@ -41,35 +41,35 @@ class Place:
     name: str
     request: Request
 
-    def below(self, folder: Folder, name: str) -> Place:
+    def below(self, folder: Folder, name: str) -> Candidate:
         """Return a folder directly below, with the name that a data set in it would have."""
-        return Place(join(self.uri, folder.base_name), folder, name, self.request)
+        return Candidate(join(self.uri, folder.base_name), folder, name, self.request)
 
 
-def data_sets_in(place: Place) -> list[DataSet]:
+def data_sets_in(candidate: Candidate) -> list[DataSet]:
     """Return the data sets of a folder: one, or one for each folder in it.
 
     Raise `UserError` where there is none.
     """
-    folder = place.folder
+    folder = candidate.folder
     if folder.tables:
-        data_set = tables_in(place.uri, folder, place.name, place.request)
+        data_set = tables_in(candidate.uri, folder, candidate.name, candidate.request)
         if data_set is not None:
             return [data_set]
     with_content = [below for below in folder.folders.values() if _has_content(below)]
     splits = [below for below in with_content if split_of(below.base_name)]
     if any(split_of(below.base_name) != "val" for below in splits):
-        return [_with_split_folders(place, splits)]
+        return [_with_split_folders(candidate, splits)]
     if folder.parquet or folder.tars:
-        return [_archives(place)]
+        return [_archives(candidate)]
     with_images = [below for below in with_content if below.images or not below.is_read]
     if with_images:
-        return [_class_folders(place)]
+        return [_class_folders(candidate)]
     if len(with_content) == 1:
-        return data_sets_in(place.below(with_content[0], place.name))
+        return data_sets_in(candidate.below(with_content[0], candidate.name))
     if with_content:
-        return _data_set_each(place, with_content)
-    raise nothing_fits(place)
+        return _data_set_each(candidate, with_content)
+    raise nothing_fits(candidate)
 
 
 def _has_content(folder: Folder) -> bool:
@@ -80,31 +80,31 @@ def _has_content(folder: Folder) -> bool:
 
 
 # ---- class folders -------------------------------------------------------------------------------
-def _class_folders(place: Place) -> DataSet:
-    return _class_data_set(place, {"train": "."}, place.folder, None, (), "class folders")
+def _class_folders(candidate: Candidate) -> DataSet:
+    return _class_data_set(candidate, {"train": "."}, candidate.folder, None, (), "class folders")
 
 
-def _with_split_folders(place: Place, folders: list[Folder]) -> DataSet:
+def _with_split_folders(candidate: Candidate, folders: list[Folder]) -> DataSet:
     by_name = {below.base_name: below for below in folders}
     splits = choose_splits(by_name)
     if splits.train is None:
         raise UserError(
-            f"{printable(place.uri)} holds {listed(by_name)} and no train images; "
+            f"{printable(candidate.uri)} holds {listed(by_name)} and no train images; "
             "name the folder that is learned from `train`"
         )
     train = by_name[splits.train]
     test = by_name[splits.test] if splits.test else None
     if train.parquet or train.tars:
-        return _archives(place)
+        return _archives(candidate)
     source_splits = {"train": splits.train}
     if splits.test is not None:
         source_splits["test"] = splits.test
     layout = f"class folders in {' and '.join(f'{n}/' for n in source_splits.values())}"
-    return _class_data_set(place, source_splits, train, test, splits.unused, layout)
+    return _class_data_set(candidate, source_splits, train, test, splits.unused, layout)
 
 
 def _class_data_set(
-    place: Place,
+    candidate: Candidate,
     splits: dict[str, str],
     train: Folder,
     test: Folder | None,
@@ -113,9 +113,9 @@ def _class_data_set(
 ) -> DataSet:
     class_folders = [below for below in train.folders.values() if below.holds_images()]
     if not class_folders:
-        raise nothing_fits(replace(place, folder=train))
+        raise nothing_fits(replace(candidate, folder=train))
     names = [nfc(below.base_name) for below in class_folders]
-    classes = check_classes(printable(place.uri), sorted(names))
+    classes = check_classes(printable(candidate.uri), sorted(names))
     counts = {"train": sum(below.all_images() for below in class_folders)}
     num_outside = train.images
     left_out = [f"validation images in {quoted(name)}" for name in unused_splits]
@@ -125,24 +125,24 @@ def _class_data_set(
         num_outside += test.all_images() - counts["test"]
         if counts["test"] == 0 and test.is_complete():
             raise UserError(
-                f"{printable(place.uri)}: {quoted(test.base_name)} has no images of the classes in "
-                f"{quoted(train.base_name)} ({listed(classes)}); name its folders alike, or move "
-                "it away: then some images of each class are held out as test"
+                f"{printable(candidate.uri)}: {quoted(test.base_name)} has no images of the "
+                f"classes in {quoted(train.base_name)} ({listed(classes)}); name its folders "
+                "alike, or move it away: then some images of each class are held out as test"
             )
     left_out += _left_out(train, class_folders, num_outside)
     total = sum(counts.values()) + num_outside
     is_complete = train.is_complete() and (test is None or test.is_complete())
     return DataSet(
-        name=place.name,
+        name=candidate.name,
         layout=layout,
-        source={"format": "folder", "path": place.uri, "splits": splits},
+        source={"format": "folder", "path": candidate.uri, "splits": splits},
         classes=classes,
         counts=counts,
         are_folders=len(train.folders) == len(class_folders) and not train.unused,
         is_exact=is_complete,
         left_out=tuple(left_out),
         bad_fraction=(num_outside + len(train.unused)) / max(total, 1),
-        sizes=sizes_of_files(_samples(place, splits["train"], class_folders)),
+        sizes=sizes_of_files(_samples(candidate, splits["train"], class_folders)),
     )
 
 
@@ -155,52 +155,54 @@ def _left_out(train: Folder, class_folders: list[Folder], num_outside: int) -> l
         parts.append(f"folders without images: {listed(empty)}")
     if train.unused:
         parts.append(f"links to folders, which are not followed: {listed(train.unused)}")
-    others = [name for folder in train.walk() for name in (*folder.others, *folder.tables)]
-    if others:
-        parts.append(f"files that are no images: {listed(others)}")
+    other_files: list[str] = []
+    for folder in train.walk():
+        other_files += [*folder.other_files, *folder.tables]
+    if other_files:
+        parts.append(f"files that are no images: {listed(other_files)}")
     return parts
 
 
-def _samples(place: Place, split: str, class_folders: list[Folder]) -> Iterable[str]:
-    base = place.uri if split == "." else join(place.uri, split)
+def _samples(candidate: Candidate, split: str, class_folders: list[Folder]) -> Iterable[str]:
+    base = candidate.uri if split == "." else join(candidate.uri, split)
     for below in class_folders:
         for name in below.samples:
             yield join(base, below.base_name, name)
 
 
-def _archives(place: Place) -> DataSet:
+def _archives(candidate: Candidate) -> DataSet:
     """Return the data set of the Parquet files or tars in a folder and below."""
     names: dict[str, list[str]] = {"parquet": [], "tars": []}
-    for below in place.folder.walk():
-        prefix = below.name.removeprefix(place.folder.name).lstrip("/")
+    for below in candidate.folder.walk():
+        prefix = below.name.removeprefix(candidate.folder.name).lstrip("/")
         names["parquet"] += [f"{prefix}/{name}".lstrip("/") for name in below.parquet]
         names["tars"] += [f"{prefix}/{name}".lstrip("/") for name in below.tars]
     if names["parquet"]:
-        first = join(place.uri, sorted(names["parquet"])[0])
+        first = join(candidate.uri, sorted(names["parquet"])[0])
         if len(names["parquet"]) == 1 and not read_schema(first).images:
-            return table_at(first, place.name, place.request, place.folder)
-        return parquet_in(place.uri, names["parquet"], place.name, place.request)
-    return shards_in(place.uri, names["tars"], place.name, place.request)
+            return table_at(first, candidate.name, candidate.request, candidate.folder)
+        return parquet_in(candidate.uri, names["parquet"], candidate.name, candidate.request)
+    return shards_in(candidate.uri, names["tars"], candidate.name, candidate.request)
 
 
 # ---- several data sets ---------------------------------------------------------------------------
-def _data_set_each(place: Place, folders: list[Folder]) -> list[DataSet]:
+def _data_set_each(candidate: Candidate, folders: list[Folder]) -> list[DataSet]:
     if len(folders) > MOST_DATA_SETS:
         raise UserError(
-            f"{printable(place.uri)} holds {len(folders)} folders of folders, and no more than "
+            f"{printable(candidate.uri)} holds {len(folders)} folders of folders, and no more than "
             f"{MOST_DATA_SETS} data sets are taken at once; give the paths of those that are meant"
         )
     data_sets: list[DataSet] = []
     for below in sorted(folders, key=lambda folder: folder.name):
-        data_sets += data_sets_in(place.below(below, name_of(below.base_name)))
+        data_sets += data_sets_in(candidate.below(below, name_of(below.base_name)))
     return data_sets
 
 
-def nothing_fits(place: Place) -> UserError:
+def nothing_fits(candidate: Candidate) -> UserError:
     """Return the error that says what is in a folder, and what would do."""
     return UserError(
-        f"{printable(place.uri)} {_contents(place.folder)}, which is no data set of images with "
-        f"labels; {WHAT_WOULD_DO}"
+        f"{printable(candidate.uri)} {_contents(candidate.folder)}, which is no data set of images "
+        f"with labels; {WHAT_WOULD_DO}"
     )
 
 
@@ -216,7 +218,7 @@ def _contents(folder: Folder) -> str:
             parts.append(f"{counted(num_below, 'image')} below")
     if folder.unused:
         parts.append(f"links to folders, which are not followed ({listed(folder.unused)})")
-    files = [*folder.tables, *folder.parquet, *folder.tars, *folder.others]
+    files = [*folder.tables, *folder.parquet, *folder.tars, *folder.other_files]
     if files:
         parts.append(f"{counted(len(files), 'other file')} ({listed(files)})")
     return f"holds {', '.join(parts)}" if parts else "is empty"

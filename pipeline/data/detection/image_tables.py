@@ -58,7 +58,7 @@ class TableFile(NamedTuple):
 class Guess:
     """The columns of a table, and where its images lie (see `Source.files`).
 
-    samples: values of the image column. others: columns that are none of these.
+    samples: values of the image column. other_columns: columns that are none of these.
     """
 
     image: str
@@ -66,7 +66,7 @@ class Guess:
     split: str | None
     files: str
     samples: tuple[str, ...]
-    others: tuple[str, ...]
+    other_columns: tuple[str, ...]
 
 
 def table_at(uri: str, name: str, request: Request, folder: Folder) -> DataSet:
@@ -143,14 +143,14 @@ def guess_columns(file: TableFile, request: Request, folder: Folder) -> Guess:
     rows = [row.values for row in islice(read_rows(file.uri, names), FIRST_ROWS)]
     if not rows:
         raise UserError(f"{where} has no rows; give a table of images and labels")
-    values = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+    values = {name: [row[index] for row in rows] for index, name in enumerate(names)}
     split = split_column(values)
     image = image_column(request, where, names, columns_of_paths(values))
-    others = [name for name in names if name != split]
-    label = label_column(request, where, others, image)
+    other_columns = [name for name in names if name != split]
+    label = label_column(request, where, other_columns, image)
     texts = [text for text in values[image] if text][:LOOKED_UP]
     files = _where_images_lie(file, texts, folder)
-    remaining = tuple(name for name in others if name not in (image, label))
+    remaining = tuple(name for name in other_columns if name not in (image, label))
     return Guess(image, label, split, files, tuple(texts), remaining)
 
 
@@ -203,7 +203,7 @@ def _data_set(
     unused_tables: Sequence[str] = (),
 ) -> DataSet:
     where = printable(path)
-    no_classes = too_many_values(where, guess.label, guess.others, request)
+    no_classes = too_many_values(where, guess.label, guess.other_columns, request)
     counts = _label_counts(parts, guess, no_classes)
     left_out = [f"table {quoted(table)}" for table in unused_tables]
     splits = {split: file.name for split, file in parts}

@@ -98,7 +98,7 @@ def _hub_features(metadata: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
 
 def _holds_bytes(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
-        names = [kind.field(place).name for place in range(kind.num_fields)]
+        names = [kind.field(index).name for index in range(kind.num_fields)]
         return "bytes" in names
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
@@ -205,8 +205,8 @@ def parquet_in(
         )
     image = image_column(request, where, schema.names, schema.images)
     label = label_column(request, where, schema.names, image, schema.labels)
-    others = [name for name in schema.names if name not in (image, label)]
-    no_classes = too_many_values(where, label, others, request)
+    other_columns = [name for name in schema.names if name not in (image, label)]
+    no_classes = too_many_values(where, label, other_columns, request)
     counts: dict[str, Counter[Any]] = {}
     for split, group in groups.items():
         uris = [join(folder, file) for file in group.names]
@@ -292,8 +292,10 @@ def _known(counts: Mapping[Any, int], classes: tuple[str, ...], numbers: str) ->
     names = set(classes)
     total = 0
     for value, count in counts.items():
-        is_place = numbers == "places" and isinstance(value, int) and 0 <= value < len(classes)
-        if is_place or str(value) in names:
+        is_class_number = (
+            numbers == "places" and isinstance(value, int) and 0 <= value < len(classes)
+        )
+        if is_class_number or str(value) in names:
             total += count
     return total
 

@@ -97,10 +97,10 @@ def shards_in(
         splits = {split: _in_place(group.names) for split, group in groups.items()}
     source |= {"splits": splits, "label": label}
     num_tars = sum(len(group.names) for group in groups.values())
-    place = ", used where they lie" if is_in_place else ""
+    note = ", used where they lie" if is_in_place else ""
     return DataSet(
         name=name,
-        layout=f"{counted(num_tars, 'WebDataset shard')}{place}, labels in .{label}",
+        layout=f"{counted(num_tars, 'WebDataset shard')}{note}, labels in .{label}",
         source=source,
         classes=classes,
         counts=counts,
@@ -223,12 +223,12 @@ def _label_member(where: str, survey: Survey, request: Request) -> str:
 
 
 def _classes(where: str, survey: Survey, label: str) -> tuple[str, ...]:
-    """Return the classes: the labels, or their names in `.txt` where they are places from 0."""
+    """Return the classes: the labels, or their names in `.txt` where they are numbers from 0."""
     counter = survey.labels[label]
     labels = sorted_labels(counter)
-    are_places = labels == [str(place) for place in range(len(labels))]
+    are_numbers = labels == [str(number) for number in range(len(labels))]
     names = [survey.names.get(text, set()) for text in labels]
-    if label == "cls" and are_places and all(len(texts) == 1 for texts in names):
+    if label == "cls" and are_numbers and all(len(texts) == 1 for texts in names):
         in_order = [next(iter(texts)) for texts in names]
         if len(set(in_order)) == len(in_order):
             return check_classes(where, in_order)
@@ -238,7 +238,7 @@ def _classes(where: str, survey: Survey, label: str) -> tuple[str, ...]:
 def _num_known(survey: Survey, label: str, classes: tuple[str, ...]) -> int:
     total = 0
     for text, count in survey.labels.get(label, Counter()).items():
-        is_place = text.isdecimal() and len(text) < 10 and int(text) < len(classes)
-        if text in classes or is_place:
+        is_class_number = text.isdecimal() and len(text) < 10 and int(text) < len(classes)
+        if text in classes or is_class_number:
             total += count
     return total

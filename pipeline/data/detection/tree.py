@@ -39,10 +39,10 @@ LITTER_FOLDERS = frozenset(("__macosx", "$recycle.bin", "system volume informati
 
 @dataclass
 class Folder:
-    """One folder. name: path below the place that was looked at, empty for that itself.
+    """One folder. name: path below the folder that was looked at, empty for that itself.
 
     images: number of image files in it. samples: names of the first of them. tables, parquet, tars,
-    others: names of files. unused: folders that are no class: links, and those of programs.
+    other_files: names. unused: folders that are no class: links, and those of programs.
     is_read: False where the bound on names was reached before it.
     """
 
@@ -52,7 +52,7 @@ class Folder:
     tables: list[str] = field(default_factory=list)
     parquet: list[str] = field(default_factory=list)
     tars: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
+    other_files: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     folders: dict[str, Folder] = field(default_factory=dict)
     is_read: bool = False
@@ -150,13 +150,13 @@ def _add(folder: Folder, child: Child) -> None:
         path = f"{folder.name}/{name}" if folder.name else name
         folder.folders[name] = Folder(path)
     elif kind == "special":
-        folder.others.append(name)
+        folder.other_files.append(name)
     elif suffix_of(name) in IMAGE_SUFFIXES:
         folder.images += 1
         if len(folder.samples) < SAMPLES:
             folder.samples.append(name)
     elif name.lower() not in LITTER_FILES:
-        names: list[str] = getattr(folder, KINDS.get(suffix_of(name), "others"))
+        names: list[str] = getattr(folder, KINDS.get(suffix_of(name), "other_files"))
         if len(names) < MOST_OF_A_KIND:
             names.append(name)
 

@@ -156,10 +156,10 @@ class HeaderReader:
     def read_at(self, size: int, offset: int) -> bytes:
         first = offset - self.block_start
         if not (first >= 0 and first + size <= len(self.block)):
-            wanted = size
+            num_bytes = size
             if self.is_in_bucket:
-                wanted = max(size, BLOCK_BYTES)
-            self.block = self.file.read_at(wanted, offset)
+                num_bytes = max(size, BLOCK_BYTES)
+            self.block = self.file.read_at(num_bytes, offset)
             self.block_start = offset
             first = 0
         return self.block[first : first + size]

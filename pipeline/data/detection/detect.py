@@ -7,7 +7,7 @@ import os
 import posixpath
 
 from pipeline.data.detection.data_set import DataSet, Request, name_of
-from pipeline.data.detection.folders import Place, data_sets_in
+from pipeline.data.detection.folders import Candidate, data_sets_in
 from pipeline.data.detection.image_tables import table_at
 from pipeline.data.detection.libraries import HUB, TORCHVISION, hub_address, torchvision_set_at
 from pipeline.data.detection.parquet_files import parquet_in, read_schema
@@ -45,7 +45,7 @@ def detect(request: Request) -> list[DataSet]:
     name = name_of(posixpath.basename(uri.partition("@")[0]))
     tree = read_tree(uri)
     if tree is not None:
-        return data_sets_in(Place(uri, tree, name, request))
+        return data_sets_in(Candidate(uri, tree, name, request))
     if not exists(uri):
         raise _missing(path)
     return [_file(uri, request)]

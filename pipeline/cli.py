@@ -1,5 +1,5 @@
-"""The command line: init, run, plan, search, ingest, shards, report, analyse, compare, predict,
-bundle, serve, tasks, runs, status, ui, gc, methods, schema, completion. Few flags, else
+"""The command line: init, data, run, plan, search, ingest, shards, report, analyse, compare,
+predict, bundle, serve, tasks, runs, status, ui, gc, methods, schema, completion. Few flags, else
 `--set key=value`.
 
 Help, version and a mistyped command need no package but the standard library; what imports others
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import run_log
 from pipeline.graph import diagram
 from pipeline.serving import commands as serving_commands
-from pipeline.shell import invocation
+from pipeline.shell import data_commands, invocation
 from pipeline.shell.completion import SHELLS
 from pipeline.shell.help import GroupedParser, HelpFormatter, Parser, example_text
 from pipeline.tracking import ui as mlflow_ui
@@ -185,6 +185,7 @@ def parser(program: str = "") -> argparse.ArgumentParser:
 
     _add_run_commands(add_command)
     _add_analyse_command(add_command)
+    data_commands.commands(add_command)
     serving_commands.commands(add_command)
     _add_compare_command(add_command)
     _add_storage_commands(add_command)

@@ -132,6 +132,12 @@ class Counts(Frozen):
     test: int = Field(ge=0)
 
 
+class Archive(Frozen):
+    """The official files of a data set that a person fetches by hand."""
+
+    address: str = Field(min_length=1, description="where a person fetches them, and what they are")
+
+
 class Card(Frozen):
     """One data set. `classes` is the class order; without a seed it is taken as it stands."""
 
@@ -175,6 +181,14 @@ class Card(Frozen):
         "byte is refused as corrupt: a few bytes that take much memory and time",
     )
     shard_images: int = Field(1000, gt=0, description="images per shard")
+    archive: Annotated[Archive | None, Neutral(None)] = Field(
+        None, description="the official files, where a person fetches them by hand"
+    )
+    verified: Annotated[str, Neutral("")] = Field(
+        "",
+        description="what was checked against the real data; empty: nothing, so that counts and "
+        "classes are those that its authors state",
+    )
 
     def order(self) -> tuple[str, ...]:
         """Return the classes in stream order: `order()[i]` is the name of class i."""
@@ -190,7 +204,7 @@ class Card(Frozen):
 
         The path of the source is not in it: data may move, and its fingerprint says what it is.
         """
-        body = key_inputs(self, ("title", "licence", "cite"))
+        body = key_inputs(self, ("title", "licence", "cite", "archive", "verified"))
         body |= {"source": key_inputs(self.source, ("path",))}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
@@ -223,6 +237,28 @@ def load(name: str, memory: Memory | None = None) -> Card:
     return card
 
 
+def names() -> list[str]:
+    """Return the names of the cards in `datasets`, sorted."""
+    return sorted(path.parent.name for path in CARDS.glob("*/card.yaml"))
+
+
+def load_without_source(name: str) -> Card:
+    """Load a card by name or path, and do not look at its source.
+
+    `classes` is `from_source` alone where they come from there. Raise UserError as `load` does.
+    """
+    path = _card_path(name)
+    body = read_yaml(path, "a card")
+    if body.get("classes") == "from_source":
+        body = body | {"classes": ["from_source"]}
+    try:
+        card = Card.model_validate(body)
+    except ValidationError as error:
+        raise UserError(f"{path}: {sentence_of(error, Card)}") from None
+    source = card.source.model_copy(update={"path": _source_path(path, card.source)})
+    return card.model_copy(update={"source": source})
+
+
 def _source_path(card_path: Path, source: Source) -> str:
     """Return the path of a source; a relative one starts at the folder of the card's file.
 
@@ -242,7 +278,7 @@ def _card_path(name: str) -> Path:
         path = path / "card.yaml"
     if path.exists():
         return path
-    known = sorted(p.parent.name for p in CARDS.glob("*/card.yaml"))
+    known = names()
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
     raise UserError(f"card {name!r} does not exist ({path}); {hint}")

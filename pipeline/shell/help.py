@@ -22,7 +22,7 @@ class Group(NamedTuple):
 
 GROUPS = (
     Group("compute", ("run", "plan", "search", "ingest", "shards"), "run"),
-    Group("write configs", ("init", "methods", "schema"), "init"),
+    Group("write configs", ("init", "data", "methods", "schema"), "init"),
     Group("look at runs", ("runs", "status", "report", "compare", "analyse", "ui"), "status"),
     Group("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
     Group("keep house", ("gc", "completion"), "gc"),
@@ -30,6 +30,7 @@ GROUPS = (
 # command -> arguments that show how it is used
 EXAMPLES: Mapping[str, str] = {
     "init": "init images/leaves",
+    "data": "data list",
     "run": "run configs/demo.yaml --set train.epochs=3",
     "plan": "plan configs/demo.yaml --cost",
     "search": "search configs/search/meat.yaml",

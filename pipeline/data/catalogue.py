@@ -1,0 +1,104 @@
+"""The cards of `datasets` as people choose among them: sizes, terms, and how each is obtained."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from pipeline.data import cards
+from pipeline.data.cards import Card
+from pipeline.data.listing import absolute_uri
+from workers.errors import UserError
+from workers.storage.artifact import is_local
+
+UNKNOWN = "-"  # a number that a card does not state
+HEADING = ["card", "classes", "train", "test", "how it is obtained", "verified", "licence"]
+LEFT = ("card", "how it is obtained", "verified", "licence")
+
+
+class Catalogue(NamedTuple):
+    """rows: as HEADING has them. problems: a sentence for each card that cannot be read."""
+
+    rows: list[list[str]]
+    problems: list[str]
+
+
+def read_catalogue() -> Catalogue:
+    """Return a row for each card of `datasets`, sorted by name. No source is looked at."""
+    catalogue = Catalogue([], [])
+    for name in cards.names():
+        try:
+            catalogue.rows.append(_row(cards.load_without_source(name)))
+        except UserError as error:
+            catalogue.problems.append(str(error))
+    return catalogue
+
+
+def note(program: str) -> str:
+    """Return the lines below the list. program: how a person starts Accrete."""
+    return (
+        "verified no: the card was written without the data, from what its authors state.\n"
+        f"by hand: {program} data list cub200 tells where the files of cub200 are to be fetched.\n"
+        "All else by torchvision:NAME or hf://datasets/OWNER/NAME in place of a path: "
+        f"{program} run torchvision:SVHN"
+    )
+
+
+def _row(card: Card) -> list[str]:
+    train = test = UNKNOWN
+    if card.counts:
+        train = str(card.counts.train)
+        test = str(card.counts.test)
+    verified = "no"
+    if card.verified:
+        verified = "yes"
+    return [card.name, str(num_classes(card)), train, test, how(card), verified, card.licence]
+
+
+def num_classes(card: Card) -> int:
+    """Return how many classes a card has, also where their names come from its source."""
+    return card.num_classes or len(card.classes)
+
+
+def how(card: Card) -> str:
+    """Return in a few words how the data of a card is obtained."""
+    if card.source.format == "sklearn":
+        return "with scikit-learn"
+    if card.source.format == "torchvision":
+        return "automatic, torchvision"
+    if card.source.path.startswith("hf://"):
+        return "automatic, hub"
+    if card.archive is not None:
+        return "by hand"
+    return "a folder of yours"
+
+
+def describe(name: str) -> str:
+    """Return what a card says of its data, and where that lies or is to be fetched.
+
+    name: of a card, or its path. Raise UserError where there is no such card.
+    """
+    card = cards.load_without_source(name)
+    row = dict(zip(HEADING, _row(card), strict=True))
+    verified = card.verified or "nothing was checked against the real data"
+    lines = [
+        f"{card.name}: {card.title}",
+        f"  {row['classes']} classes, {row['train']} train and {row['test']} test images",
+        f"  licence: {card.licence}",
+        f"  cite: {card.cite or UNKNOWN}",
+        f"  verified: {verified}",
+        f"  obtained: {row['how it is obtained']}",
+    ]
+    if card.archive is not None:
+        lines.append(f"  official files: {card.archive.address}")
+    if card.source.path:
+        lines.append(f"  read from: {absolute_uri(card.source.path)}{_state(card)}")
+    return "\n".join(lines)
+
+
+def _state(card: Card) -> str:
+    """Return whether the source of a card is on this machine, in brackets; empty elsewhere."""
+    path = absolute_uri(card.source.path)
+    if not is_local(path):
+        return ""
+    return " (there)" if os.path.exists(path) else " (missing)"

@@ -1,0 +1,132 @@
+"""Data sets by name: the list of cards, and what each says of itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.data import cards, catalogue
+from pipeline.data.cards import Card
+
+# card -> classes, train and test images, as the authors state them
+SIZES = {
+    "cifar10": (10, 50000, 10000),
+    "cifar100": (100, 50000, 10000),
+    "cub200": (200, 5994, 5794),
+    "cub200-cropped": (200, 5994, 5794),
+    "dtd": (47, 3760, 1880),
+    "fgvc-aircraft": (100, 6667, 3333),
+    "flowers102": (102, 2040, 6149),
+    "imagenet": (1000, 1281167, 50000),
+    "imagenet-a": (200, 0, 7500),
+    "imagenet-r": (200, 0, 30000),
+    "nabirds": (555, 23929, 24633),
+    "places365": (365, 1803460, 36500),
+    "sketches": (250, 16000, 4000),
+    "stanford-cars": (196, 8144, 8041),
+    "stanford-cars-cropped": (196, 8144, 8041),
+    "stanford-dogs": (120, 12000, 8580),
+    "tu-berlin": (250, 16000, 4000),
+    "wikiart": (195, 42129, 10628),
+}
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    """Run a command; return what it printed, on both streams."""
+    assert cli.main([*argv]) == code
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def write_card(folder: Path, name: str, text: str) -> None:
+    """Write a card into a folder that stands for `datasets`."""
+    (folder / name).mkdir()
+    (folder / name / "card.yaml").write_text(text)
+
+
+def test_every_card_has_a_line_without_its_data(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output(capsys, "data", "list").split("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in lines[1:]] == cards.names()
+    assert lines[0].split()[:4] == ["card", "classes", "train", "test"]
+    assert all(len(line) <= 160 and line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_card_has_the_sizes_that_its_authors_state(name: str) -> None:
+    row = dict(zip(catalogue.HEADING, rows_by_name()[name], strict=True))
+    numbers = tuple(int(row[column]) for column in ("classes", "train", "test"))
+    assert numbers == SIZES[name]
+
+
+def rows_by_name() -> dict[str, list[str]]:
+    """Return the rows of the catalogue by card."""
+    return {row[0]: row for row in catalogue.read_catalogue().rows}
+
+
+@pytest.mark.parametrize("name", cards.names())
+def test_a_card_says_its_terms_and_where_its_data_is_to_be_fetched(name: str) -> None:
+    card = cards.load_without_source(name)
+    assert card.name == name
+    assert card.licence
+    if catalogue.how(card) == "by hand":
+        assert card.archive is not None
+        assert re.match(r"https?://", card.archive.address)
+
+
+def test_what_was_not_checked_without_a_network_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verified = {name for name, row in rows_by_name().items() if row[5] == "yes"}
+    network = {name for name, row in rows_by_name().items() if row[4].startswith("automatic")}
+    assert "digits" in verified
+    assert "cifar10" in network - verified
+    assert "nothing was checked against the real data" in output(capsys, "data", "list", "cifar10")
+
+
+def test_a_card_tells_where_its_files_are_and_whether_they_are_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCRETE_IMAGES", str(tmp_path))
+    text = output(capsys, "data", "list", "imagenet-a", "digits")
+    assert "7500 test images" in text
+    assert f"read from: {tmp_path}/imagenet-a (missing)" in text
+    assert "with scikit-learn" in text
+    (tmp_path / "imagenet-a").mkdir()
+    assert "(there)" in output(capsys, "data", "list", "imagenet-a")
+
+
+def test_an_unknown_card_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'cub200'?" in output(capsys, "data", "list", "cub20", code=2)
+
+
+def test_a_broken_card_hides_no_other(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards, "CARDS", tmp_path)
+    write_card(tmp_path, "bad", "name: [")
+    write_card(tmp_path, "good", "name: good\nsource: {format: folder}\nlicence: x\nclasses: [a]")
+    text = output(capsys, "data", "list", code=2)
+    assert re.search(r"^good +1 +- +- +a folder of yours +no +x$", text, re.M)
+    assert "bad/card.yaml" in text
+    assert "Traceback" not in text
+
+
+def test_notes_for_people_do_not_change_what_ingest_writes() -> None:
+    card = cards.load_without_source("cub200")
+    body = card.model_dump()
+    plain = Card.model_validate(body | {"archive": None, "verified": "", "licence": "x"})
+    noted = Card.model_validate(body | {"verified": "yes"})
+    assert card.identity() == plain.identity() == noted.identity()
+
+
+def test_a_card_to_be_tested_on_takes_its_classes_from_the_unpacked_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCRETE_IMAGES", str(tmp_path))
+    for number in range(200):
+        (tmp_path / "imagenet-a" / f"n{number:08d}").mkdir(parents=True)
+    (tmp_path / "imagenet-a" / "README.txt").touch()
+    assert cards.load("imagenet-a").classes[:2] == ("n00000000", "n00000001")

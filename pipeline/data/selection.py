@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,8 @@ _NAMES = ("key", "split", "class", "reason", "kept", "source")
 # The rows of rejected.csv. kept: "yes" for an image that is listed and written all the same.
 REJECTED = pa.schema([(name, pa.large_string()) for name in _NAMES])
 
+CLASSES = pa.schema([(name, pa.large_string()) for name in ("split", "label")])
+
 
 class Selection(NamedTuple):
     """rows: of the images to write, in the order of the shards. rejected: as in REJECTED."""
@@ -41,14 +43,10 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
     rows: as `packs.ROWS` has them; those that are returned have their whole key. Raise UserError
     where too many images are bad, or a class has none.
     """
-    if not rows.num_rows:
-        raise UserError(
-            f"card {card.name!r}: its source holds no images below source.splits "
-            f"({dict(card.source.splits)}); mend the splits, or the path of the source"
-        )
-    check_bad_fraction(card, rows)
+    _require_rows(card, len(rows))
     has_problem = pc.is_valid(rows["problem"])
     problems = rows.filter(has_problem)
+    check_bad_fraction(card, len(rows) - len(problems), problems)
     usable = rows
     if len(problems):
         usable = rows.filter(pc.invert(has_problem))
@@ -65,8 +63,46 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
         surplus = selected.filter(pa.array(is_surplus))
         rejected.append(_rejected(surplus, LIMIT_REASON))
         selected = selected.filter(pa.array(~is_surplus))
-    check_classes(card, rows, selected)
+    check_classes(card, problems, selected)
     return Selection(selected, _sorted_rejected(pa.concat_tables(rejected)))
+
+
+def check_listed(
+    card: Card, counts: Mapping[tuple[str, str], int], problems: pa.Table
+) -> dict[str, int]:
+    """Return how many images each split has at most, before any is read.
+
+    counts: of images without a problem, by split and class. problems: split, name and problem of
+    all others. Raise UserError where `select_rows` would, whatever the images are.
+    """
+    _require_rows(card, sum(counts.values()) + len(problems))
+    check_bad_fraction(card, sum(counts.values()), problems)
+    has_test = any(split == "test" for split, _ in counts)
+    selected: Counter[tuple[str, str]] = Counter()
+    for (split, name), size in counts.items():
+        num_test = 0
+        if card.test_fraction and not has_test:
+            num_test = num_held_out(size, card.test_fraction)
+        selected[split, name] += size - num_test
+        selected["test", name] += num_test
+    limits = card.per_class.model_dump() if card.per_class else {}
+    totals = {"train": 0, "test": 0}
+    rows: list[dict[str, str]] = []
+    for (split, name), size in selected.items():
+        size = min(size, limits.get(split, size))
+        totals[split] += size
+        if size:
+            rows.append({"split": split, "label": name})
+    check_classes(card, problems, pa.Table.from_pylist(rows, CLASSES))
+    return totals
+
+
+def _require_rows(card: Card, num_rows: int) -> None:
+    if not num_rows:
+        raise UserError(
+            f"card {card.name!r}: its source holds no images below source.splits "
+            f"({dict(card.source.splits)}); mend the splits, or the path of the source"
+        )
 
 
 # ---- keys and order ------------------------------------------------------------------------------
@@ -124,11 +160,16 @@ def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
     sizes = _counts(classes)
     order = order_of_digests(key_digests(rows["key"]), classes)
     ranks = _ranks_in_groups(classes[order])
-    least = 1 if fraction > 0 else 0
-    shares = [min(max(round(fraction * size), least), size - 1) for size in sizes.tolist()]
+    shares = [num_held_out(size, fraction) for size in sizes.tolist()]
     is_held_out = np.zeros(len(classes), bool)
     is_held_out[order] = ranks < np.array(shares, np.int64)[classes[order]]
     return is_held_out
+
+
+def num_held_out(size: int, fraction: float) -> int:
+    """Return how many images of a class of `size` are held out."""
+    least = 1 if fraction > 0 else 0
+    return min(max(round(fraction * size), least), size - 1)
 
 
 # ---- copies, and images that are too many --------------------------------------------------------
@@ -233,16 +274,17 @@ def reason_counts(rejected: pa.Table) -> dict[str, int]:
 
 
 # ---- checks --------------------------------------------------------------------------------------
-def check_bad_fraction(card: Card, rows: pa.Table) -> None:
-    """Raise UserError where more images are corrupt or unlabelled than the card allows."""
-    problems = pc.fill_null(rows["problem"], "")
-    is_other_file = pc.starts_with(problems, "other file")
-    num_images = len(rows) - pc.sum(is_other_file).as_py()
-    is_bad = pc.and_(pc.is_valid(rows["problem"]), pc.invert(is_other_file))
-    num_bad = pc.sum(is_bad).as_py()
+def check_bad_fraction(card: Card, num_usable: int, problems: pa.Table) -> None:
+    """Raise UserError where more images are corrupt or unlabelled than the card allows.
+
+    num_usable: images without a problem. problems: name and problem of all other files.
+    """
+    is_bad = pc.invert(pc.starts_with(problems["problem"], "other file"))
+    num_bad = pc.sum(is_bad).as_py() or 0
+    num_images = num_usable + num_bad
     if num_bad <= card.max_bad_fraction * num_images:
         return
-    bad = rows.select(["name", "problem"]).filter(is_bad).slice(0, NAMED_IMAGES)
+    bad = problems.select(["name", "problem"]).filter(is_bad).slice(0, NAMED_IMAGES)
     examples = "; ".join(f"{name} ({problem})" for name, problem in _tuples(bad))
     more = "; ..." if num_bad > NAMED_IMAGES else ""
     raise UserError(
@@ -252,8 +294,12 @@ def check_bad_fraction(card: Card, rows: pa.Table) -> None:
     )
 
 
-def check_classes(card: Card, rows: pa.Table, selected: pa.Table) -> None:
-    """Raise UserError where a class has no train images, or where there are no test images."""
+def check_classes(card: Card, problems: pa.Table, selected: pa.Table) -> None:
+    """Raise UserError where a class has no train images, or where there are no test images.
+
+    problems: split, name and problem of the files that are not used. selected: split and label of
+    the images that are.
+    """
     for split in SPLITS:
         labels = selected["label"].filter(pc.equal(selected["split"], split))
         missing = sorted(set(card.classes) - set(labels.unique().to_pylist()))
@@ -263,16 +309,16 @@ def check_classes(card: Card, rows: pa.Table, selected: pa.Table) -> None:
         else:
             is_complete = card.source.label is None or len(missing) < len(card.classes)
         if not is_complete:
-            raise _missing_images(card, rows, split, missing)
+            raise _missing_images(card, problems, split, missing)
 
 
-def _missing_images(card: Card, rows: pa.Table, split: Split, missing: list[str]) -> UserError:
+def _missing_images(card: Card, problems: pa.Table, split: Split, missing: list[str]) -> UserError:
     problem = "there are no test images"
     if split == "train":
         problem = f"class {missing[0]!r} has no train images"
-    is_left_out = pc.and_(pc.equal(rows["split"], split), pc.is_valid(rows["problem"]))
+    of_split = problems.filter(pc.equal(problems["split"], split))
     left_out: list[tuple[str, str]] = []
-    for name, row_problem in _tuples(rows.select(["name", "problem"]).filter(is_left_out)):
+    for name, row_problem in _tuples(of_split.select(["name", "problem"])):
         if not row_problem.startswith("unlabelled"):
             left_out.append((name, row_problem))
     return UserError(

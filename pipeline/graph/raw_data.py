@@ -19,7 +19,7 @@ from pipeline.config import Config
 from pipeline.data import cards, ingest
 from pipeline.data.cards import Card
 from pipeline.data.formats import is_local_source, list_source, source_state
-from pipeline.data.listing import describe_left_out
+from pipeline.data.listing import Entry, describe_left_out
 from pipeline.graph.store import Store, key_of
 from workers.errors import UserError
 from workers.storage.artifact import Artifact
@@ -39,7 +39,7 @@ class Source:
     fingerprint: of paths and sizes. modified: digest of the modification times; "" while unknown.
     edition: "" for the content that was ingested first, else the start of its digest. contents:
     edition -> digest of the raw content. present: whether the files are there. note: what a person
-    should know.
+    should know. entries: its files; None where they were not listed now.
     """
 
     fingerprint: str
@@ -48,6 +48,7 @@ class Source:
     contents: dict[str, str] = field(default_factory=dict)
     present: bool = True
     note: str = ""
+    entries: list[Entry] | None = field(default=None, compare=False, repr=False)
 
     @property
     def text(self) -> str:
@@ -68,16 +69,15 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
         return known_last
     try:
         with patience(FIRST_CONTACT_S):
-            listed = source_state(card)
+            entries = list_source(card) or []
+            listed = source_state(card, entries)
     except StorageUnavailable:
         if known_last is None:
             raise
         return known_last
     fingerprint = listed[0] if listed else last
     if not isinstance(fingerprint, str):
-        reasons = describe_left_out(
-            (entry.name, entry.problem) for entry in list_source(card) or ()
-        )
+        reasons = describe_left_out((entry.name, entry.problem) for entry in entries)
         raise UserError(
             f"card {card.name!r}: its source {card.source.path or card.source.name!r} does not "
             f"exist, or holds no images in its splits{reasons}, and was never ingested into this "
@@ -91,7 +91,10 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
     if not known["modified"]:
         known["modified"] = listed[1]
         _remember(store, card, known)
-    return Source(**known, note=REWRITTEN if known["modified"] != listed[1] else "")
+    note = ""
+    if known["modified"] != listed[1]:
+        note = REWRITTEN
+    return Source(**known, note=note, entries=entries)
 
 
 def read_sources_again(config: Config, store: Store, say: Callable[[str], None]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pipeline.config import Config, TaskEntry
 from pipeline.data import cards, in_place
 from pipeline.data.listing import nfc
+from pipeline.data.source_checks import check_source
 from pipeline.graph import raw_data
 from pipeline.graph.builder import Builder
 from pipeline.graph.stage import Graph, IngestJob
@@ -83,7 +84,10 @@ def _check_roles(tasks: list[Task]) -> None:
 
 
 def _add_card(builder: Builder, card: cards.Card) -> None:
-    """Add the ingest stage of a card."""
+    """Add the ingest stage of a card.
+
+    Raise `UserError` where it has no result, and its source shows that it would fail.
+    """
     source = builder.sources.get(card.name)
     if source is None:
         source = raw_data.source_of(builder.store, card, builder.ask_sources)
@@ -92,8 +96,12 @@ def _add_card(builder: Builder, card: cards.Card) -> None:
     stage = builder.add(
         f"data/{card.name}", step, inputs, [], job=IngestJob(card), note=source.note
     )
-    if not source.present and Artifact.open(builder.store.root, stage.key) is None:
+    if Artifact.open(builder.store.root, stage.key) is not None:
+        return
+    if not source.present:
         builder.cards_without_data.add(card.name)
+    elif source.entries is not None:
+        check_source(card, source.entries)
 
 
 def _tasks_of(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:

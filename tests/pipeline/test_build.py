@@ -401,7 +401,9 @@ def test_test_data_that_is_gone_is_not_measured_and_its_task_keeps_its_place_in_
     stream = {"scenario": "class", "tasks": [{**TASKS[0], "card": "roots"}, *TASKS[1:]]}
     graph_of(tmp_path, "finetune", stream=stream)
     monkeypatch.setattr(
-        raw_data, "source_state", lambda card: None if card.name == "roots" else source_state(card)
+        raw_data,
+        "source_state",
+        lambda card, entries: None if card.name == "roots" else source_state(card, entries),
     )
     graph, _ = graph_of(tmp_path, "finetune", stream=stream)
     job = graph["finetune/b/evaluate"].job

@@ -35,10 +35,12 @@ def format_of(card: Card) -> Format:
 def list_source(card: Card) -> list[Entry] | None:
     """List the files of a card's source, sorted; None where the source does not exist.
 
-    Where splits are folders, only these are listed. Raise UserError where the source cannot be
-    listed.
+    Where splits are folders, only these are listed; there are none where a library fetches the
+    data. Raise UserError where the source cannot be listed.
     """
     source_format = format_of(card)
+    if not source_format.suffixes:
+        return []
     if source_format.list_shards:
         return source_format.list_shards(card)
     if source_format.list_files:
@@ -115,7 +117,7 @@ def source_state(card: Card, entries: list[Entry] | None = None) -> SourceState 
         entries = list_source(card) or []
     image_files: set[tuple[str, int, int]] = set()  # name, bytes, modification time
     for split in SPLITS:
-        for entry in _entries_of_split(card, source_format, split, entries):
+        for entry in entries_of_split(card, split, entries):
             if not entry.problem and suffix_of(entry.name) in source_format.suffixes:
                 image_files.add((nfc(entry.name), entry.size, entry.modified))
     if not image_files:
@@ -135,9 +137,9 @@ def fingerprint(card: Card) -> str | None:
     return state.fingerprint if state else None
 
 
-def _entries_of_split(
-    card: Card, source_format: Format, split: Split, entries: list[Entry]
-) -> list[Entry]:
+def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:
+    """Return the files that a split takes images from."""
+    source_format = format_of(card)
     if source_format.list_shards:
         return [entry for entry in entries if entry.name.startswith(f"{split}-")]
     if source_format.list_files:

@@ -108,6 +108,8 @@ class Format:
     splits_are_folders: whether a split is a sub-folder of the source, and not a glob.
     list_shards: lists shards that are used where they lie, which are named one by one.
     list_files: lists the files that the tables of a source name, and the tables.
+    list_items: lists all images with their labels, where that takes none of their bytes.
+    check: raises UserError for a source that `units` would refuse, as far as that is quick to see.
     """
 
     units: Callable[[Card, list[Entry], MapFn], list[Unit]]
@@ -115,6 +117,8 @@ class Format:
     splits_are_folders: bool = False
     list_shards: Callable[[Card], list[Entry] | None] | None = None
     list_files: Callable[[Card], list[Entry] | None] | None = None
+    list_items: Callable[[Card, list[Entry]], Iterator[Item]] | None = None
+    check: Callable[[Card, list[Entry]], None] | None = None
 
 
 # ---- files of a split ----------------------------------------------------------------------------

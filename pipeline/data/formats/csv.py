@@ -178,11 +178,15 @@ def _remote_entries(system: fs.FileSystem, base: str, names: list[str]) -> Itera
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return the units of all rows, in the order of the tables."""
+    return units_of_items(list(list_items(card, entries)))
+
+
+def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
+    """Yield the items of all rows, in the order of the tables."""
     base, tables = tables_of(card)
     _, path = open_source(base)
     root = path if is_local(base) else base
     by_name = {entry.name: entry for entry in entries}
-    items: list[Item] = []
     for row in rows_of(card, base, tables):
         label = class_of(row.label, card.classes, card.source.numbers)
         name = row.file or f"row {row.number}: {row.text[:MOST_NAME]}"
@@ -192,13 +196,14 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
         if problem is None and entry is None:
             problem = NO_FILE
         if problem is not None or entry is None:
-            items.append(Item(row.split, name, stem, label, problem))
+            yield Item(row.split, name, stem, label, problem)
             continue
         problem = entry.problem or size_problem(entry.size)
         if problem is None and suffix_of(name) not in IMAGE_SUFFIXES:
             problem = other_file(name)
-        items.append(Item(row.split, name, stem, label, problem, join(root, name), 0, entry.size))
-    return units_of_items(items)
+        yield Item(row.split, name, stem, label, problem, join(root, name), 0, entry.size)
 
 
-FORMAT = Format(units, IMAGE_SUFFIXES | TABLE_SUFFIXES, list_files=list_files)
+FORMAT = Format(
+    units, IMAGE_SUFFIXES | TABLE_SUFFIXES, list_files=list_files, list_items=list_items
+)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 
 from pipeline.data.cards import Card
 from pipeline.data.formats.base import (
@@ -40,6 +39,19 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     return units
 
 
+def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
+    """Yield all files of a source as items, those of train first.
+
+    Raise UserError where two names differ in their Unicode form alone.
+    """
+    check_unicode_forms(f"source of card {card.name!r}", [entry.name for entry in entries])
+    base = base_uri(card)
+    for split in SPLITS:
+        folder = card.source.splits.get(split, "")
+        for entry in entries_in_folder(card, split, entries):
+            yield _item(base, split, folder, entry)
+
+
 def _bytes_to_read(entry: Entry) -> int:
     is_read = not entry.problem and entry.size <= MAX_IMAGE_BYTES
     return entry.size if is_read else 0
@@ -51,15 +63,18 @@ def read_files(base: str, split: str, folder: str, files: list[Entry]) -> Iterat
 
 
 def _item(base: str, split: str, folder: str, entry: Entry) -> Item:
-    parts = PurePosixPath(entry.name).relative_to(folder).parts
+    path = entry.name
+    if folder != ".":
+        path = path.removeprefix(folder).lstrip("/")
+    class_folder, is_below, _ = path.partition("/")
     stem, suffix = os.path.splitext(entry.name.rpartition("/")[2])
     problem = entry.problem
     if not problem and suffix.lower() in IMAGE_SUFFIXES:
         problem = size_problem(entry.size)
     elif not problem:
         problem = other_file(entry.name)
-    label = parts[0] if len(parts) > 1 else None
+    label = class_folder if is_below else None
     return Item(split, entry.name, stem, label, problem, join(base, entry.name), 0, entry.size)
 
 
-FORMAT = Format(units, IMAGE_SUFFIXES, splits_are_folders=True)
+FORMAT = Format(units, IMAGE_SUFFIXES, splits_are_folders=True, list_items=list_items)

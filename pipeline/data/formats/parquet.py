@@ -49,17 +49,29 @@ class RowGroup(NamedTuple):
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return units of consecutive row groups; every file is looked into once, by `map_fn`."""
-    columns = [card.source.image]
-    if card.source.label is not None:
-        columns.append(card.source.label)
+    columns = _columns_of(card)
     units: list[Unit] = []
     for split in SPLITS:
         uris, other_items = archives_of_split(card, split, entries, SUFFIXES)
         units += units_of_items(other_items)
-        jobs = [ParquetJob(card.name, uri, tuple(columns)) for uri in uris]
+        jobs = [ParquetJob(card.name, uri, columns) for uri in uris]
         for job, groups in zip(jobs, map_fn(list_row_groups, jobs), strict=True):
             units += _units_of_file(job, split, groups, card.classes, card.source.numbers)
     return units
+
+
+def check(card: Card, entries: list[Entry]) -> None:
+    """Raise UserError where the first file of a split cannot be read, or lacks a column."""
+    columns = _columns_of(card)
+    for split in SPLITS:
+        uris, _ = archives_of_split(card, split, entries, SUFFIXES)
+        for uri in uris[:1]:
+            list_row_groups(ParquetJob(card.name, uri, columns))
+
+
+def _columns_of(card: Card) -> tuple[str, ...]:
+    label = card.source.label
+    return (card.source.image,) if label is None else (card.source.image, label)
 
 
 def list_row_groups(job: ParquetJob) -> list[RowGroup]:
@@ -186,4 +198,4 @@ def _python_value(scalar: pa.Scalar) -> Any:
         return scalar.as_buffer().to_pybytes()
 
 
-FORMAT = Format(units, SUFFIXES)
+FORMAT = Format(units, SUFFIXES, check=check)

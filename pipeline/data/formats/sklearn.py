@@ -17,12 +17,17 @@ NUM_DIGITS = 1797
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return one unit with all digits. Raise UserError for other data sets."""
+    check(card, entries)
+    return [Unit(read_digits, (card.classes,), NUM_DIGITS)]
+
+
+def check(card: Card, entries: list[Entry]) -> None:
+    """Raise UserError for other data sets than the digits."""
     if card.source.name != "digits":
         raise UserError(
             f"card {card.name!r}: source.name is {card.source.name!r}; "
             "of scikit-learn's data sets `digits` is images"
         )
-    return [Unit(read_digits, (card.classes,), NUM_DIGITS)]
 
 
 def read_digits(classes: tuple[str, ...]) -> Iterator[ItemBytes]:
@@ -36,4 +41,4 @@ def read_digits(classes: tuple[str, ...]) -> Iterator[ItemBytes]:
         yield item, png(image)
 
 
-FORMAT = Format(units)
+FORMAT = Format(units, check=check)

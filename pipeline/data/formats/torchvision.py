@@ -38,9 +38,29 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     return units
 
 
+def check(card: Card, entries: list[Entry]) -> None:
+    """Raise UserError where torchvision has no such data set; nothing is downloaded."""
+    _kind_of(card.source.name)
+
+
 @lru_cache(maxsize=2)
 def torchvision_set(path: str, name: str, split: str, download: bool) -> Any:
     """Return a data set of torchvision. Raise UserError where it is none, or cannot be fetched."""
+    kind = _kind_of(name)
+    split_argument: dict[str, Any] = {"split": split}
+    if "train" in inspect.signature(kind).parameters:
+        split_argument = {"train": split == "train"}
+    try:
+        return kind(root=path, download=download, **split_argument)
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"torchvision's {name} is not below {path} and cannot "
+            f"be downloaded ({str(error).splitlines()[0]}); "
+            "put its files there, or run this once on a machine with a network"
+        ) from None
+
+
+def _kind_of(name: str) -> Any:
     from torchvision import datasets  # seconds
 
     kind = getattr(datasets, name, None)
@@ -52,17 +72,7 @@ def torchvision_set(path: str, name: str, split: str, download: bool) -> Any:
             f"source.name is {name!r}, which is no data set of torchvision with train and test "
             "splits that can be downloaded; some are CIFAR10, CIFAR100, MNIST, SVHN"
         )
-    split_argument: dict[str, Any] = {"split": split}
-    if "train" in options:
-        split_argument = {"train": split == "train"}
-    try:
-        return kind(root=path, download=download, **split_argument)
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"torchvision's {name} is not below {path} and cannot "
-            f"be downloaded ({str(error).splitlines()[0]}); "
-            "put its files there, or run this once on a machine with a network"
-        ) from None
+    return kind
 
 
 def read_torchvision(
@@ -76,4 +86,4 @@ def read_torchvision(
         yield item, png(image)
 
 
-FORMAT = Format(units)
+FORMAT = Format(units, check=check)

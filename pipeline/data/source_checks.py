@@ -1,0 +1,85 @@
+"""What a listing shows of a source before any image is read: whether ingest would refuse it.
+
+So `plan` answers with the sentence of `ingest`, in the time of a listing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.data.cards import Card
+from pipeline.data.formats import entries_of_split, format_of
+from pipeline.data.formats.base import Item, archives_of_split
+from pipeline.data.ingest import check_promises
+from pipeline.data.listing import SPLITS, Entry, printable
+from pipeline.data.packs import ImageChecker
+from pipeline.data.selection import CLASSES, check_classes, check_listed
+
+_PROBLEMS = pa.schema([(name, pa.large_string()) for name in ("split", "name", "problem")])
+
+
+def check_source(card: Card, entries: list[Entry]) -> None:
+    """Raise UserError where ingest would refuse a source, whatever its images are.
+
+    entries: the files of the source; none where a library fetches the data.
+    """
+    source_format = format_of(card)
+    if source_format.check is not None:
+        source_format.check(card, entries)
+    if source_format.list_items is not None:
+        _check_items(card, source_format.list_items(card, entries))
+    elif source_format.suffixes:
+        _check_splits(card, entries)
+
+
+def _check_items(card: Card, items: Iterable[Item]) -> None:
+    """Check images whose labels are known."""
+    checker = ImageChecker(card)
+    rows: dict[str | None, dict[str, Any]] = {}  # of one image of each label
+    counts: Counter[tuple[str, str]] = Counter()
+    problems: list[dict[str, Any]] = []
+    for item in items:
+        row = rows.get(item.label)
+        if row is None or item.problem:
+            row = checker.row(item)
+        if item.problem is None:
+            rows[item.label] = row
+        if row["problem"] is None:
+            counts[item.split, row["label"]] += 1
+        else:
+            problems.append(_problem_row(item, row["problem"]))
+    totals = check_listed(card, counts, pa.Table.from_pylist(problems, _PROBLEMS))
+    if card.counts is None:
+        return
+    promised = card.counts.model_dump()
+    if any(totals[split] < promised[split] for split in SPLITS):
+        check_promises(card, totals, card.content or "")
+
+
+def _check_splits(card: Card, entries: list[Entry]) -> None:
+    """Check that each split has files, which may hold images of any class."""
+    source_format = format_of(card)
+    problems: list[dict[str, Any]] = []
+    possible: list[dict[str, Any]] = []
+    for split in SPLITS:
+        if source_format.list_shards is not None:
+            has_files = bool(entries_of_split(card, split, entries))
+        else:
+            uris, items = archives_of_split(card, split, entries, source_format.suffixes)
+            has_files = bool(uris)
+            problems += [_problem_row(item, item.problem) for item in items]
+        if has_files or (split == "test" and card.test_fraction):
+            possible += [{"split": split, "label": name} for name in card.classes]
+    check_classes(
+        card,
+        pa.Table.from_pylist(problems, _PROBLEMS),
+        pa.Table.from_pylist(possible, CLASSES),
+    )
+
+
+def _problem_row(item: Item, problem: str | None) -> dict[str, Any]:
+    return {"split": item.split, "name": printable(item.name), "problem": problem}

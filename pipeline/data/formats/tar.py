@@ -36,6 +36,8 @@ SUFFIXES = frozenset((".tar",))
 LABEL_SUFFIX = "cls"
 MAX_HEADER_BYTES = 1 << 20  # of one header in a tar
 BLOCK_BYTES = 1 << 20  # of one request to a bucket
+# what reading a damaged tar raises; the last two come from headers that no program writes
+DAMAGE = (tarfile.TarError, EOFError, ValueError, RecursionError)
 
 
 class TarJob(NamedTuple):
@@ -53,6 +55,14 @@ class TarSamples(NamedTuple):
 
     members: dict[str, dict[str, tarfile.TarInfo]]
     labels: dict[str, str]
+
+
+def damaged_tar(uri: str, error: Exception) -> UserError:
+    """Return the error of a tar that `tarfile` cannot read. error: one of DAMAGE."""
+    return UserError(
+        f"{printable(uri)} is cut short or no uncompressed tar ({error}); fetch it again, "
+        "or unpack its compression"
+    )
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
@@ -77,12 +87,8 @@ def list_tar(job: TarJob) -> list[Item]:
         samples = _read_headers(job)
     except UserError:
         raise
-    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
-        # the last two come from headers that no program writes
-        raise UserError(
-            f"{printable(job.uri)} is cut short or no uncompressed tar ({error}); fetch it again, "
-            "or unpack its compression"
-        ) from None
+    except DAMAGE as error:
+        raise damaged_tar(job.uri, error) from None
     archive = posixpath.basename(open_source(job.uri)[1])
     return [_item(job, archive, key, samples) for key in samples.members]
 

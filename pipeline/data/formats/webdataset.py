@@ -33,7 +33,14 @@ from pipeline.data.formats.base import (
     class_of,
     size_problem,
 )
-from pipeline.data.formats.tar import LABEL_SUFFIX, MAX_HEADER_BYTES, SUFFIXES, split_name
+from pipeline.data.formats.tar import (
+    DAMAGE,
+    LABEL_SUFFIX,
+    MAX_HEADER_BYTES,
+    SUFFIXES,
+    damaged_tar,
+    split_name,
+)
 from pipeline.data.listing import (
     SPLITS,
     Entry,
@@ -230,11 +237,8 @@ def read_shard(job: ShardJob, summary: ShardSummary | None = None) -> Iterator[I
             digest = stream.finish()
     except UserError:
         raise
-    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{printable(job.url)} is cut short or no uncompressed tar ({error}); fetch it again, "
-            "or unpack its compression"
-        ) from None
+    except DAMAGE as error:
+        raise damaged_tar(job.url, error) from None
     except OSError as error:
         reason = printable(" ".join(str(error).split())[:300])
         raise UserError(

@@ -510,21 +510,9 @@ def plan(args: argparse.Namespace) -> int:
         )
         print("\n" + cost.text(forecast))
     if args.svg:
-        write_picture(args.svg, diagram.to_svg(graph, status))
+        diagram.write_svg(args.svg, diagram.to_svg(graph, status))
         print(f"\npicture: {args.svg}")
     return 0
-
-
-def write_picture(path: str, svg: str) -> None:
-    """Write the picture of a graph. Raise `UserError` when the file cannot be written."""
-    try:
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(svg)
-    except OSError as error:
-        raise UserError(
-            f"--svg {path!r} cannot be written ({error.strerror}); "
-            "name a file in an existing folder"
-        ) from None
 
 
 def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> str:

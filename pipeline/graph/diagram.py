@@ -8,6 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 from pipeline.graph.stage import Graph, Stage
+from workers.errors import UserError
 
 COLOURS = {
     "hit": "#cfe8d5",
@@ -33,6 +34,8 @@ GAP_X = 46
 GAP_Y = 10
 MARGIN = 12
 MOST_LETTERS = 20  # that fit into a box
+MOST_CLEAR = 120  # stages; the arrows of more are faint
+FAINT = 0.4
 
 
 def to_text(graph: Graph, status: Mapping[str, str]) -> str:
@@ -102,17 +105,19 @@ def to_svg(
     times = times or {}
     links = links or {}
     box_h = BOX_H + TIME_H if times else BOX_H
-    corners = _corners(graph, box_h)
     states = [state for state in COLOURS if state in set(status.values())]
+    top = MARGIN + LEGEND_H if states else MARGIN
+    corners = _corners(graph, box_h, top)
     width = max(corner.x for corner in corners.values()) + BOX_W + MARGIN
     width = max(width, 2 * MARGIN + LEGEND_W * len(states))
-    bottom = max(corner.y for corner in corners.values()) + box_h + MARGIN
-    height = bottom + LEGEND_H if states else bottom
+    height = max(corner.y for corner in corners.values()) + box_h + MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" '
         'font-family="system-ui, sans-serif" font-size="11">'
     ]
+    opacity = FAINT if len(graph) > MOST_CLEAR else 1
+    parts.append(f'<g fill="none" stroke="#a8a8a8" stroke-opacity="{opacity}">')
     for stage in graph:
         # an arrow that follows from two others is left out
         implied: set[str] = set()
@@ -121,6 +126,7 @@ def to_svg(
         drawn_parents = [parent for parent in stage.parents if parent not in implied]
         end = corners[stage.id]
         parts += [_arrow_svg(corners[parent], end, box_h) for parent in drawn_parents]
+    parts.append("</g>")
     for stage in graph:
         box = _box_svg(
             stage, corners[stage.id], status.get(stage.id, ""), times.get(stage.id), box_h
@@ -128,17 +134,31 @@ def to_svg(
         if stage.id in links:
             box = f'<a href="{escape(links[stage.id])}">{box}</a>'
         parts.append(box)
-    parts += [_legend_svg(state, index, bottom) for index, state in enumerate(states)]
+    parts += [_legend_svg(state, index) for index, state in enumerate(states)]
     parts.append("</svg>")
     return "".join(parts)
 
 
-def _legend_svg(state: str, index: int, y: int) -> str:
+def write_svg(path: str, svg: str) -> None:
+    """Write the picture that `--svg` asks for. Raise `UserError` when the file cannot be
+    written."""
+    try:
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(svg)
+    except OSError as error:
+        raise UserError(
+            f"--svg {path!r} cannot be written ({error.strerror}); "
+            "name a file in an existing folder"
+        ) from None
+
+
+def _legend_svg(state: str, index: int) -> str:
     """Return a dot in the colour of a state, and the state's name. index: its place in the row."""
     x = MARGIN + index * LEGEND_W
+    y = MARGIN
     return (
         f'<circle cx="{x + 6}" cy="{y + 6}" r="6" fill="{COLOURS[state]}" stroke="#888"/>'
-        f'<text x="{x + 17}" y="{y + 10}" fill="#888">{escape(state)}</text>'
+        f'<text class="key" x="{x + 17}" y="{y + 10}" fill="#777">{escape(state)}</text>'
     )
 
 
@@ -149,10 +169,7 @@ def _arrow_svg(start: Corner, end: Corner, box_h: int) -> str:
     x2 = end.x
     y2 = end.y + box_h / 2
     middle = (x1 + x2) / 2
-    return (
-        f'<path d="M{x1} {y1} C{middle} {y1} {middle} {y2} {x2} {y2}" '
-        'fill="none" stroke="#b8b8b8"/>'
-    )
+    return f'<path d="M{x1} {y1} C{middle} {y1} {middle} {y2} {x2} {y2}"/>'
 
 
 def _box_svg(stage: Stage, corner: Corner, state: str, time: str | None, box_h: int) -> str:
@@ -188,8 +205,8 @@ def _short(text: str) -> str:
     return text[:half] + "…" + text[1 - half :]
 
 
-def _corners(graph: Graph, box_h: int) -> dict[str, Corner]:
-    """Return the corner of each stage's box, by id.
+def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
+    """Return the corner of each stage's box, by id. margin_top: of the whole picture, in pixels.
 
     The column is the depth of the stage. Methods are below each other, and in a column of a method
     its tasks are.
@@ -208,7 +225,7 @@ def _corners(graph: Graph, box_h: int) -> dict[str, Corner]:
             row = top + used_rows[column]
             used_rows[column] += 1
             x = MARGIN + column * (BOX_W + GAP_X)
-            y = MARGIN + row * (box_h + GAP_Y)
+            y = margin_top + row * (box_h + GAP_Y)
             corners[stage.id] = Corner(x, y)
         if method is not None:
             top += max(used_rows.values())

@@ -263,6 +263,7 @@ def _draw_curve(axes: Axes, entry: Entry, metric: str, index: int) -> None:
     style = plots.method_style(index)
     style["linewidth"] = max(1.3, 3.2 - 0.5 * index)
     style["markersize"] = max(4.5, 8 - index)
+    style["markevery"] = plots.marker_step(num_steps)
     steps = range(num_steps)
     axes.plot(steps, values.mean(0), label=entry.name, **style)
     band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}

@@ -172,7 +172,7 @@ def curves_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capti
         return None
     caption = (
         "Loss, and accuracy on held-out validation images, over the epochs of all tasks in order. "
-        "Grey bands separate the tasks."
+        "Grey bands separate the tasks; a number above one is the task's position, from 0."
     )
     return CaptionedFigure("Training", caption, figure)
 
@@ -198,7 +198,10 @@ def density_figure(tables: RunTables, label: str, views: list[MaskView]) -> Capt
     figure = mask_plots.draw_density(views)
     if figure is None:
         return None
-    caption = "Share of entries that each mask keeps, from the first block to the last."
+    caption = (
+        "Share of entries that each mask keeps, from the first block to the last. "
+        "A line per task, the first one dark."
+    )
     return CaptionedFigure("Mask density by depth", caption, figure)
 
 

@@ -13,14 +13,23 @@ from pipeline.report.plots import format_bytes
 from pipeline.yaml_files import dump_yaml
 
 NO_VALUE = "<span class=soft>-</span>"
+MOST_ROWS = 40  # of a table that is open from the start
 STYLE = """
 :root {
-  color-scheme: light;
-  --ink: #1f2328; --soft: #59636e; --line: #d8dee4; --band: #f6f8fa; --blue: #0072B2;
+  color-scheme: light dark;
+  --paper: #ffffff; --ink: #1f2328; --soft: #59636e; --line: #d8dee4; --band: #f6f8fa;
+  --blue: #0072B2; --green: #1a7f37; --amber: #9a6700; --red: #b3261e; --note: #fff8e8;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #15191e; --ink: #e6e9ed; --soft: #a3adb8; --line: #363d46; --band: #1e242b;
+    --blue: #6cb6ef; --green: #56c271; --amber: #e0a93b; --red: #ff8a80; --note: #2e2614;
+  }
+  figure img { border-radius: 6px; }
 }
 * { box-sizing: border-box; }
 body {
-  margin: 0; color: var(--ink); background: white;
+  margin: 0; color: var(--ink); background: var(--paper); overflow-wrap: break-word;
   font: 15px/1.55 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
 }
 main { max-width: 1120px; margin: 0 auto; padding: 28px 32px 64px; }
@@ -30,14 +39,16 @@ h3 { font-size: 16px; margin: 26px 0 2px; }
 p { margin: 4px 0 10px; max-width: 86ch; }
 .soft, figcaption { color: var(--soft); }
 nav { margin: 14px 0 0; font-size: 14px; }
-nav a { margin-right: 16px; }
+nav a { display: inline-block; margin-right: 16px; }
 a { color: var(--blue); text-decoration: none; }
 a:hover { text-decoration: underline; }
 figure { margin: 22px 0 8px; }
-figure img { max-width: 100%; height: auto; display: block; margin-top: 8px; }
+figure .scroll { margin: 8px 0 0; }
+figure img { max-width: 100%; height: auto; display: block; }
 figcaption b { color: var(--ink); }
 figcaption { max-width: 96ch; }
 .scroll { overflow-x: auto; margin: 12px 0; }
+.tall { overflow: auto; max-height: 85vh; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td {
   padding: 6px 12px 6px 0; text-align: right; border-bottom: 1px solid var(--line);
@@ -49,7 +60,10 @@ table.summary { width: 100%; }
 table.summary td { padding-top: 9px; padding-bottom: 9px; }
 td .soft { font-size: 13px; }
 td.best { font-weight: 650; }
-.note { border-left: 4px solid #E69F00; background: #fff8e8; padding: 8px 14px; margin: 14px 0; }
+th.left:first-child, td.left:first-child { position: sticky; left: 0; background: var(--paper); }
+.note {
+  border-left: 4px solid #E69F00; background: var(--note); padding: 8px 14px; margin: 14px 0;
+}
 .note ul { margin: 4px 0; padding-left: 20px; }
 pre {
   background: var(--band); border: 1px solid var(--line); border-radius: 6px;
@@ -61,10 +75,21 @@ summary { cursor: pointer; font-weight: 600; }
 dl { columns: 2; margin: 8px 0; }
 dt { float: left; color: var(--soft); margin-right: 8px; }
 dd { margin: 0 0 3px; break-inside: avoid; overflow-wrap: anywhere; }
-.done { color: #1a7f37; }
-.pending { color: #9a6700; }
-.bad { color: #b3261e; }
+.done { color: var(--green); }
+.pending { color: var(--amber); }
+.bad { color: var(--red); }
+svg .key { fill: var(--soft); }
+@media screen and (max-width: 640px) {
+  main { padding: 18px 16px 48px; }
+  h1 { font-size: 23px; overflow-wrap: anywhere; }
+  h2 { margin-top: 32px; }
+  nav a { padding: 3px 0; }
+  figure img { max-width: 720px; }
+  dl { columns: 1; }
+  .note ul { padding-left: 14px; }
+}
 @media print {
+  .tall { max-height: none; }
   details { display: block; }
   main { max-width: none; padding: 0; }
   figure { break-inside: avoid; }
@@ -102,6 +127,23 @@ def render_table(
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
+def render_long_table(
+    heading: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    left: int,
+    noun: str,
+    is_html: bool = False,
+) -> str:
+    """Return a table that a click opens where it is long. noun: what its rows are, in the plural.
+
+    The other arguments are those of `render_table`.
+    """
+    table = render_table(heading, rows, left, is_html)
+    if len(rows) <= MOST_ROWS:
+        return table
+    return render_folded(f"{len(rows)} {noun}", table)
+
+
 def _escape_cell(cell: Any) -> str:
     return NO_VALUE if cell == NO_VALUE else escape(str(cell))
 
@@ -118,9 +160,14 @@ def render_picture(picture: Picture) -> str:
     title = escape(picture.title)
     return (
         f"<figure><figcaption><b>{title}.</b> {escape(picture.caption)}</figcaption>"
-        f'<img alt="{title}" style="width:{picture.width}px" '
-        f'src="data:image/png;base64,{data}"></figure>'
+        f'<div class="scroll"><img alt="{title}" style="width:{picture.width}px" '
+        f'src="data:image/png;base64,{data}"></div></figure>'
     )
+
+
+def render_folded(text: str, html: str) -> str:
+    """Return HTML that a click on `text` opens."""
+    return f"<details><summary>{escape(text)}</summary>{html}</details>"
 
 
 def render_facts(facts: Iterable[tuple[str, str]]) -> str:

@@ -20,7 +20,9 @@ from pipeline.report.plots import (
     SEQUENTIAL,
     draw_cells,
     label_tasks,
+    labelled_positions,
     new_figure,
+    room_of,
     style_axes,
     task_colours,
     text_size,
@@ -37,6 +39,7 @@ from pipeline.results.masks import (
 )
 
 MOST_KINDS = 5  # panels side by side
+MOST_NAMED = 10  # lines in a legend; of more tasks evenly spaced ones are named
 # colours of patches when there is no image
 KEPT = "#56B4E9"
 DROPPED = "#22303c"
@@ -168,14 +171,10 @@ def draw_density(views: Sequence[MaskView]) -> Figure | None:
         panel_handles = panel.get_legend_handles_labels()[0]
         if len(panel_handles) > len(handles):
             handles = panel_handles
-    figure.legend(
-        handles=handles,
-        loc="outside right upper",
-        fontsize=8.5,
-        frameon=False,
-        title="task",
-        ncols=1 + len(views) // 13,
-    )
+    named = [handles[i] for i in spaced_indices(len(handles), MOST_NAMED)]
+    title = "task" if len(named) == len(handles) else f"{len(named)} of {len(handles)} tasks"
+    style = {"fontsize": 8.5, "title_fontsize": 8.5, "frameon": False}
+    figure.legend(handles=named, loc="outside right upper", title=title, **style)
     return figure
 
 
@@ -248,7 +247,7 @@ def draw_capacity(views: Sequence[MaskView]) -> Figure | None:
         style_axes(panel, kind, "", y_label)
         panel.yaxis.set_major_formatter(SHARES)
         panel.set_ylim(0, 1.03)
-        panel.set_xticks(xs, tasks, rotation=55, ha="right", fontsize=8)
+        label_tasks(panel, tasks, "x")
     figure.legend(
         *axes[0].get_legend_handles_labels(),
         loc="outside upper center",
@@ -329,7 +328,10 @@ def _separate_tasks(axes: Axes, row_tasks: Sequence[str]) -> None:
             starts.append(row)
     ends = [*starts[1:], len(row_tasks)]
     middles = [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)]
-    axes.set_yticks(middles, [row_tasks[start] for start in starts])
+    size = 8.5
+    named = labelled_positions(len(starts), room_of(axes).height, size)
+    names = [row_tasks[starts[i]] for i in named]
+    axes.set_yticks([middles[i] for i in named], names, fontsize=size)
     axes.set_xticks([])
     for start in starts[1:]:
         axes.axhline(start - 0.5, color="white", linewidth=1.2)

@@ -22,7 +22,9 @@ from pipeline.report.html_parts import (
     plural,
     render_document,
     render_facts,
+    render_folded,
     render_links,
+    render_long_table,
     render_picture,
     render_table,
 )
@@ -34,6 +36,7 @@ from workers.errors import UserError
 # a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
 FITS = 1500
 MOST_TASKS = 12  # named in the head of the page
+MOST_WARNINGS = 5  # open from the start
 
 
 def build(storage: str, record: RunRecord) -> dict[str, bytes]:
@@ -146,13 +149,22 @@ def render_warnings(tables: RunTables) -> str:
     rows = tables.warnings()
     if not rows:
         return ""
+    first = _render_warnings(rows[:MOST_WARNINGS])
+    others = rows[MOST_WARNINGS:]
+    if others:
+        more = f"{len(others)} more warning{plural(len(others))}"
+        first += render_folded(more, _render_warnings(others))
+    return f'<div class="note"><b>{len(rows)} warning{plural(len(rows))}</b>{first}</div>'
+
+
+def _render_warnings(rows: Sequence[Row]) -> str:
     items = ""
     for row in rows:
         stages = escape(row["stage"])
         if row["stages"] > 1:
             stages += f" and {row['stages'] - 1} more"
         items += f"<li>{escape(row['warning'])} <span class=soft>({stages})</span></li>"
-    return f'<div class="note"><b>{len(rows)} warning{plural(len(rows))}</b><ul>{items}</ul></div>'
+    return f"<ul>{items}</ul>"
 
 
 # ---- summary -------------------------------------------------------------------------------------
@@ -407,7 +419,7 @@ def render_sizes(tables: RunTables) -> str:
         "so far: masks as packed bits, everything else as it is in the store. <b>carried</b> is "
         "the state carried to the next task; a method that retrains the whole backbone carries a "
         "changed copy of it. <b>growth</b> is the total divided by the backbone.</p>"
-        f"{render_table(heading, body, 2)}"
+        f"{render_long_table(heading, body, 2, 'rows')}"
     )
 
 
@@ -446,7 +458,7 @@ def render_graph(svg: str) -> str:
         '<h2 id="graph">Graph</h2><p>Each box is a stage with a stored result of its own, and the '
         "time that it took. A line means that the stage on the right needs the one on the left. "
         "Stages without a path between them can run at the same time. A click leads to the stage's "
-        f'row below.</p><div class="scroll">{body}</div>'
+        f'row below.</p><div class="scroll tall">{body}</div>'
     )
 
 
@@ -456,12 +468,11 @@ def render_stages(tables: RunTables) -> str:
     wall_s = sum(row["wall_s"] or 0 for row in rows)
     body = [_stage_cells(row) for row in rows]
     heading = ["stage", "state", "wall time", "stored", "device", "key"]
-    details = "<details open>" if len(rows) <= 40 else "<details>"
+    table = render_long_table(heading, body, 1, "stages", is_html=True)
     return (
         '<h2 id="stages">Stages</h2><p>The steps of the run, and how long each took when it was '
         f"computed: {format_seconds(wall_s)} in all. A finished stage is not run again while its "
-        f"inputs stay the same.</p>{details}<summary>{len(rows)} stages</summary>"
-        f"{render_table(heading, body, 1, is_html=True)}</details>"
+        f"inputs stay the same.</p>{table}"
     )
 
 
@@ -514,7 +525,7 @@ def render_method_settings(tables: RunTables) -> str:
             body.append([label, name, json.dumps(value), origin])
     if not body:
         return ""
-    table = render_table(["method", "setting", "value", "from"], body, 4)
+    table = render_long_table(["method", "setting", "value", "from"], body, 4, "settings")
     return f"<p>The methods' own settings in effect:</p>{table}"
 
 

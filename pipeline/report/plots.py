@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
@@ -32,6 +33,11 @@ FAINT = "#9aa0a6"
 EMPTY = "#f1f3f4"
 SEQUENTIAL = "YlGnBu"
 DPI = 150
+MOST_SLANTED = 12  # labels of an x axis; more stand upright
+MOST_SPANS = 12  # labels above a panel; of more spans each second, third, ... has one
+MOST_MARKERS = 12  # on a line
+MOST_DOTTED = 60  # epochs of a curve that have a dot each
+LETTER_INCHES = 0.065  # width of a letter of 7.5 points
 # matplotlib is not thread-safe; MLflow recording and the report draw in two threads
 DRAWING = threading.Lock()
 
@@ -95,18 +101,25 @@ def text_size(cells: int) -> float:
 def label_tasks(
     axes: Axes, tasks: Sequence[str], which: str = "xy", facts: Sequence[str] = ()
 ) -> None:
-    """Label the ticks of the axes in `which` with task names. facts: a line below each name."""
-    size = 9 if len(tasks) <= 12 else 7.5
+    """Label the ticks of the axes in `which` with task names; where there is no room for all names,
+    with evenly spaced ones. facts: a line below each name."""
+    is_short = len(tasks) <= MOST_SLANTED
+    size = 9 if is_short else 7.5
     names = list(map(_short_task, tasks))
     if facts:
-        names = [f"{name}\n{fact}" for name, fact in zip(names, facts, strict=True)]
+        separator = "\n" if is_short else ", "
+        names = [f"{name}{separator}{fact}" for name, fact in zip(names, facts, strict=True)]
     if "x" in which:
         lines = "\n".join(names).split("\n")
-        is_long = len(tasks) > 6 or max(map(len, lines)) > 9
-        angle = 40 if is_long else 0
+        angle = 0
+        if not is_short:
+            angle = 90
+        elif len(tasks) > 6 or max(map(len, lines), default=0) > 9:
+            angle = 40
         rotate_x_ticks(axes, names, angle, fontsize=size)
     if "y" in which:
-        axes.set_yticks(range(len(tasks)), names, fontsize=size)
+        positions = labelled_positions(len(tasks), room_of(axes).height, size)
+        axes.set_yticks(positions, [names[i] for i in positions], fontsize=size)
 
 
 def _short_task(task: str) -> str:
@@ -115,11 +128,39 @@ def _short_task(task: str) -> str:
     return f"{task[:16]}…"
 
 
+class Room(NamedTuple):
+    """Width and height of axes in inches."""
+
+    width: float
+    height: float
+
+
+def room_of(axes: Axes) -> Room:
+    """Return about how large axes are, before the layout makes room for labels."""
+    position = axes.get_position()
+    width, height = axes.get_figure(root=True).get_size_inches()  # type: ignore[union-attr]
+    return Room(position.width * width, position.height * height)
+
+
+def labelled_positions(count: int, inches: float, size: float) -> list[int]:
+    """Return which of `count` ticks along so many inches get a label of one line, from the first
+    one on. size: of the font, in points."""
+    line_height = 1.2 * size / 72
+    step = max(1, math.ceil(count * line_height / inches))
+    return list(range(0, count, step))
+
+
 def rotate_x_ticks(axes: Axes, names: Sequence[str], angle: float, **style: Any) -> None:
-    """Label the ticks of the x axis; rotated labels end at their tick."""
-    alignment = "right" if angle else "center"
-    style = {"rotation": angle, "rotation_mode": "anchor", "ha": alignment, **style}
-    axes.set_xticks(range(len(names)), names, **style)
+    """Label the ticks of the x axis; rotated labels end at their tick. Upright labels for which
+    there is no room are left out."""
+    style = {"rotation": angle, "rotation_mode": "anchor", "ha": "right", **style}
+    positions = list(range(len(names)))
+    if angle == 0:
+        style["ha"] = "center"
+    elif angle == 90:
+        style["va"] = "center"
+        positions = labelled_positions(len(names), room_of(axes).width, style["fontsize"])
+    axes.set_xticks(positions, [names[i] for i in positions], **style)
 
 
 def draw_cells(
@@ -161,7 +202,8 @@ def write_in_cell(
 ) -> None:
     """Write a number into a cell of a heat map, in white on dark cells."""
     color = "white" if is_dark else INK
-    axes.text(column, row, text, ha="center", va="center", color=color, **style)
+    text_of_cell = axes.text(column, row, text, ha="center", va="center", color=color, **style)
+    text_of_cell.set_in_layout(False)  # it is inside the axes; a layout of thousands takes seconds
 
 
 # ---- accuracy ------------------------------------------------------------------------------------
@@ -230,7 +272,9 @@ def draw_averages(matrices: Sequence[Matrix]) -> Figure:
                 if task in tasks:
                     position = tasks.index(task)
                 positions.append(position)
-            axes.plot(positions, values, label=matrix.label, **nested_line_style(index))
+            style = nested_line_style(index)
+            style["markevery"] = marker_step(len(positions))
+            axes.plot(positions, values, label=matrix.label, **style)
         if metric == "average_accuracy":
             _draw_chance(axes, matrices)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -257,6 +301,11 @@ def _draw_chance(axes: Axes, matrices: Sequence[Matrix]) -> None:
     levels = [chance[0], *chance]
     axes.plot(positions, levels, color=FAINT, linestyle=":", linewidth=1.8, zorder=1)
     axes.text(-0.24, chance[0] + 0.012, "chance", color="#5f6368", fontsize=8.5)
+
+
+def marker_step(count: int) -> int:
+    """Return how many of a line's `count` points lie between two markers."""
+    return max(1, count // MOST_MARKERS)
 
 
 def nested_line_style(index: int) -> dict[str, Any]:
@@ -324,6 +373,7 @@ def _chance_levels(rows: Sequence[Row]) -> set[float]:
 def _write_bar_value(axes: Axes, y: int, value: float) -> None:
     """Write a share in per cent behind its bar."""
     style: dict[str, Any] = {"va": "center", "fontsize": 9}
+    style["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
     if math.isnan(value):
         axes.text(0, y, " not finished", color=FAINT, **style)
     else:
@@ -417,30 +467,41 @@ class Box(NamedTuple):
 
 
 def _label_points(axes: Axes, points: Sequence[LabelledPoint]) -> None:
-    """Write a name to the right of each point, moved up or down to avoid points and other names."""
+    """Write a name to the right of each point, the highest point first. A name that would cover
+    a point or another name is moved up or down, and a line leads to it."""
     left, right = np.log10(axes.get_xlim())
     low, high = axes.get_ylim()
+    highest_first = sorted(points, key=lambda point: -point.y)
     positions = []
-    for point in points:
+    for point in highest_first:
         x = (math.log10(point.x) - left) / (right - left)
         positions.append((x, (point.y - low) / (high - low)))
     taken = [Box(x - 0.014, x + 0.014, y - 0.02, y + 0.02) for x, y in positions]
-    for (x, y), point in zip(positions, points, strict=True):
-        for shift in (0.0, 0.045, -0.045, 0.08, -0.08, 0.12, -0.12, 0.16, -0.16):
-            text_right = x + 0.022 + 0.0115 * len(point.label)
-            box = Box(x + 0.02, text_right, y + shift - 0.022, y + shift + 0.022)
-            if not any(box.overlaps(other) for other in taken):
-                break
+    for (x, y), point in zip(positions, highest_first, strict=True):
+        box = _free_box(x, y, point.label, taken)
         taken.append(box)
-        axes.text(
-            box.left,
-            (box.bottom + box.top) / 2,
-            point.label,
-            fontsize=9,
-            va="center",
-            color=INK,
-            transform=axes.transAxes,
-        )
+        middle = (box.bottom + box.top) / 2
+        if abs(middle - y) > 1e-9:
+            line_style: dict[str, Any] = {"color": FAINT, "linewidth": 0.8, "zorder": 2}
+            axes.plot([x, box.left - 0.003], [y, middle], transform=axes.transAxes, **line_style)
+        text_style: dict[str, Any] = {"fontsize": 9, "va": "center", "color": INK}
+        axes.text(box.left, middle, point.label, transform=axes.transAxes, **text_style)
+
+
+def _free_box(x: float, y: float, label: str, taken: Sequence[Box]) -> Box:
+    """Return the nearest free rectangle for the name of a point at (x, y), in shares of the axes;
+    one at the height of the point where none is free."""
+    width = 0.0115 * len(label)
+    candidates = [Box(x + 0.02, x + 0.022 + width, y - 0.022, y + 0.022)]
+    for distance in range(1, 12):
+        for shift in (-0.045 * distance, 0.045 * distance):
+            bottom = y + shift - 0.022
+            candidates.append(Box(x + 0.05, x + 0.052 + width, bottom, bottom + 0.044))
+    for box in candidates:
+        is_inside = box.bottom >= 0 and box.top <= 1
+        if is_inside and not any(box.overlaps(other) for other in taken):
+            return box
+    return candidates[0]
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -488,9 +549,10 @@ def _plot_columns(axes: Axes, histories: History, columns: Sequence[str]) -> Non
     start = 0
     bands = []
     has_legend = len(columns) > 1
+    num_epochs = sum(len(rows) for _, rows in histories)
+    marker = "." if num_epochs <= MOST_DOTTED else None
     for name, rows in histories:
         epochs = np.arange(start, start + len(rows)) + 1
-        marker = "." if len(rows) < 15 else None
         is_labelled = has_legend and start == 0
         for index, column in enumerate(columns):
             values = [_history_value(row, column) for row in rows]
@@ -543,13 +605,19 @@ def _history_value(row: Row, column: str) -> float:
 
 
 def mark_spans(axes: Axes, spans: Sequence[tuple[float, float, str]]) -> None:
-    """Mark the task of each span of epochs or trials by grey bands. spans: (left, right, task)."""
+    """Mark the task of each span of epochs or trials by grey bands, above which the task stands,
+    or its position where there is no room for names. spans: (left, right, task)."""
     if len(spans) < 2:
         return
+    letters = sum(len(task) + 1 for _, _, task in spans)
+    has_names = len(spans) <= 6 and letters * LETTER_INCHES < room_of(axes).width
+    step = math.ceil(len(spans) / MOST_SPANS)
     for index, (left, right, task) in enumerate(spans):
         if index % 2:
             axes.axvspan(left, right, color=EMPTY, zorder=0, linewidth=0)
-        text = task if len(spans) <= 6 else str(index)
+        if index % step:
+            continue
+        text = task if has_names else str(index)
         axes.text(
             (left + right) / 2,
             0.99,

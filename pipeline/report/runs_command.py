@@ -24,7 +24,6 @@ from pipeline.results.runs import (
     run_status,
 )
 from pipeline.yaml_files import absolute
-from workers.errors import UserError
 from workers.storage.artifact import join
 from workers.storage.secrets import redact
 
@@ -48,7 +47,7 @@ def status(args: Namespace) -> int:
     """Print how far a run is; with --watch again and again until it ends. Return the exit code."""
     name, storage = named_run(args.run, args.storage)
     if args.svg:
-        _write_picture(args.svg, run_picture(storage, name))
+        diagram.write_svg(args.svg, run_picture(storage, name))
     if not args.watch:
         print(printable(status_text(run_status(storage, name), args.all)))
         return 0
@@ -57,17 +56,6 @@ def status(args: Namespace) -> int:
     except KeyboardInterrupt:  # the run goes on
         print()
     return 0
-
-
-def _write_picture(path: str, svg: str) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(svg)
-    except OSError as error:
-        raise UserError(
-            f"--svg {path!r} cannot be written ({error.strerror}); "
-            "name a file in an existing folder"
-        ) from None
 
 
 def run_picture(storage: str, name: str) -> str:

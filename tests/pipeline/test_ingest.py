@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -828,6 +828,38 @@ def test_torchvision_data_is_read_with_its_own_split(
     row = next(r for r in shards.index.to_pylist() if r["key"] == "test/dog/00000003")
     stored = shards.read(row["shard"], row["offset"], row["bytes"])
     assert np.array_equal(decode(stored, 9), decode(picture(53), 9))
+
+
+def test_torchvision_data_has_splits_of_several_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision import datasets
+
+    class Words:
+        sizes: ClassVar = {"train-standard": 6, "val": 4, "test": 2}
+
+        def __init__(self, root: str, split: str = "train-standard", download: bool = False):
+            if split not in self.sizes:
+                raise ValueError(f"Unknown value '{split}' for argument split. Valid values are x.")
+            self.split = split
+
+        def __len__(self) -> int:
+            return self.sizes[self.split]
+
+        def __getitem__(self, row: int) -> Any:
+            return Image.open(io.BytesIO(picture(len(self.split) * 100 + row))), row % 2
+
+    monkeypatch.setattr(datasets, "Words", Words, raising=False)
+    splits = {"train": "train-standard+val", "test": "test"}
+    source = {"name": "Words", "splits": splits}
+    manifest, shards = run(card_of(tmp_path, "torchvision", source=source), tmp_path)
+    assert manifest["counts"] == {"train": 10, "test": 2}
+    row = next(r for r in shards.index.to_pylist() if r["key"] == "train/dog/00000007")
+    stored = shards.read(row["shard"], row["offset"], row["bytes"])
+    assert np.array_equal(decode(stored, 9), decode(picture(301), 9)), "second image of val"
+    wrong = card_of(tmp_path, "torchvision", source={**source, "splits": {"train": "train"}})
+    with pytest.raises(UserError, match=r"no split 'train'.*source.splits of the card"):
+        run(wrong, tmp_path, "wrong")
 
 
 def test_a_flipped_bit_in_a_shard_is_detected(source: Any, tmp_path: Path) -> None:

@@ -26,6 +26,11 @@ CONVERTED = "@~parquet"  # the revision in which the hub has a data set as Parqu
 # where torchvision puts files; relative to the folder of the card
 TORCHVISION_PATH = "${ACCRETE_TORCHVISION:-torchvision}"
 MOST_LABELS = 5_000_000  # that are looked at one by one
+# what torchvision calls the splits of a data set, where that is not train and test
+TORCHVISION_SPLITS = {
+    "OxfordIIITPet": {"train": "trainval", "test": "test"},
+    "Places365": {"train": "train-standard", "test": "val"},
+}
 
 
 def hub_address(path: str) -> str:
@@ -71,14 +76,18 @@ def torchvision_set_at(path: str, request: Request) -> DataSet:
     name = path.removeprefix(TORCHVISION)
     root = expand(TORCHVISION_PATH)
     folder = os.path.abspath(root)
-    train = torchvision_set(folder, name, "train", True)
-    test = torchvision_set(folder, name, "test", True)
+    splits = TORCHVISION_SPLITS.get(name, {"train": "train", "test": "test"})
+    train = torchvision_set(folder, name, splits["train"], True)
+    test = torchvision_set(folder, name, splits["test"], True)
+    source: dict[str, Any] = {"format": "torchvision", "name": name, "path": TORCHVISION_PATH}
+    if name in TORCHVISION_SPLITS:
+        source["splits"] = splits
     classes = _classes(path, train)
     return DataSet(
         name=name_of(name).lower(),
         layout=f"{counted(len(train), 'train image')} and {counted(len(test), 'test image')} of "
         f"torchvision, below {printable(root)}",
-        source={"format": "torchvision", "name": name, "path": TORCHVISION_PATH},
+        source=source,
         classes=classes,
         counts={"train": len(train), "test": len(test)},
     )

@@ -30,10 +30,13 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     name = card.source.name
     units: list[Unit] = []
     for split in SPLITS:
-        size = len(torchvision_set(path, name, split, True))
+        words = card.source.splits.get(split, "")
+        if not words:
+            continue
+        size = len(torchvision_set(path, name, words, True))
         for start in range(0, size, IMAGES_PER_UNIT):
             stop = min(start + IMAGES_PER_UNIT, size)
-            args = (path, name, split, start, stop, card.classes)
+            args = (path, name, split, words, start, stop, card.classes)
             units.append(Unit(read_torchvision, args, stop - start))
     return units
 
@@ -44,18 +47,38 @@ def check(card: Card, entries: list[Entry]) -> None:
 
 
 @lru_cache(maxsize=2)
-def torchvision_set(path: str, name: str, split: str, download: bool) -> Any:
-    """Return a data set of torchvision. Raise UserError where it is none, or cannot be fetched."""
+def torchvision_set(path: str, name: str, words: str, download: bool) -> Any:
+    """Return a data set of torchvision, or several splits of it after each other.
+
+    words: what torchvision calls the split, such as `train-standard`; several with `+` between.
+    Raise UserError where there is no such data set or split, or it cannot be fetched.
+    """
+    parts = [_one_split(path, name, word, download) for word in words.split("+")]
+    if len(parts) == 1:
+        return parts[0]
+    from torch.utils.data import ConcatDataset  # seconds
+
+    joined: Any = ConcatDataset(parts)
+    joined.classes = getattr(parts[0], "classes", None)
+    return joined
+
+
+def _one_split(path: str, name: str, word: str, download: bool) -> Any:
     kind = _kind_of(name)
-    split_argument: dict[str, Any] = {"split": split}
+    split_argument: dict[str, Any] = {"split": word}
     if "train" in inspect.signature(kind).parameters:
-        split_argument = {"train": split == "train"}
+        split_argument = {"train": word == "train"}
     try:
         return kind(root=path, download=download, **split_argument)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if "argument split" in reason:
+            raise UserError(
+                f"torchvision's {name} has no split {word!r} ({reason}); name its splits in "
+                "source.splits of the card, e.g. {train: train+val, test: test}"
+            ) from None
         raise UserError(
-            f"torchvision's {name} is not below {path} and cannot "
-            f"be downloaded ({str(error).splitlines()[0]}); "
+            f"torchvision's {name} is not below {path} and cannot be downloaded ({reason}); "
             "put its files there, or run this once on a machine with a network"
         ) from None
 
@@ -76,10 +99,16 @@ def _kind_of(name: str) -> Any:
 
 
 def read_torchvision(
-    path: str, name: str, split: str, start: int, stop: int, classes: tuple[str, ...]
+    path: str,
+    name: str,
+    split: str,
+    words: str,
+    start: int,
+    stop: int,
+    classes: tuple[str, ...],
 ) -> Iterator[ItemBytes]:
-    """Yield images `start` to `stop` of a split as PNG."""
-    data = torchvision_set(path, name, split, False)
+    """Yield images `start` to `stop` of a split as PNG. words: as in `torchvision_set`."""
+    data = torchvision_set(path, name, words, False)
     for row in range(start, stop):
         image, label = data[row]
         item = Item(split, f"{split}:{row}", f"{row:08d}", class_of(int(label), classes))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from pipeline.config import sentence_of
+from pipeline.data.archives import Archive
 from pipeline.data.listing import CARDS, Split, check_unicode_forms, class_folders, nfc
 from pipeline.yaml_files import expand, is_path_of_card, read_yaml
 from workers.errors import UserError
@@ -132,12 +134,6 @@ class Counts(Frozen):
     test: int = Field(ge=0)
 
 
-class Archive(Frozen):
-    """The official files of a data set that a person fetches by hand."""
-
-    address: str = Field(min_length=1, description="where a person fetches them, and what they are")
-
-
 class Card(Frozen):
     """One data set. `classes` is the class order; without a seed it is taken as it stands."""
 
@@ -225,7 +221,7 @@ def load(name: str, memory: Memory | None = None) -> Card:
     path = _card_path(name)
     body = read_yaml(path, "a card")
     if body.get("classes") == "from_source":
-        body = body | {"classes": _classes_of_source(path, body, memory)}
+        body = body | {"classes": _classes_of_source(name, path, body, memory)}
     try:
         card = Card.model_validate(body)
     except ValidationError as error:
@@ -347,7 +343,9 @@ def _are_distinct_integers(values: list[Any]) -> bool:
     return all(type(value) is int for value in values) and len(set(values)) == len(values)
 
 
-def _classes_of_source(path: Path, body: dict[str, Any], memory: Memory | None) -> list[str]:
+def _classes_of_source(
+    name: str, path: Path, body: dict[str, Any], memory: Memory | None
+) -> list[str]:
     """Return the sorted names of the folders in the train split, or in test without train.
 
     Raise UserError where there are none, and none are remembered.
@@ -379,8 +377,11 @@ def _classes_of_source(path: Path, body: dict[str, Any], memory: Memory | None) 
         memory.remember(identity, names)
     names = names or remembered or []
     if not names:
+        hint = ""
+        if "archive" in body:
+            hint = f" (`accrete data list {shlex.quote(name)}` says how)"
         raise UserError(
             f"{path}: its classes come from the folders in {uri}, and there are none; "
-            "put the data there, or list the classes on the card"
+            f"put the data there{hint}, or list the classes on the card"
         )
     return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import NamedTuple
 
 from pipeline.data import cards
@@ -13,6 +14,7 @@ from workers.storage.artifact import is_local
 
 UNKNOWN = "-"  # a number that a card does not state
 HEADING = ["card", "classes", "train", "test", "how it is obtained", "verified", "licence"]
+PREPARED = "by hand, then prepared"
 LEFT = ("card", "how it is obtained", "verified", "licence")
 
 
@@ -68,15 +70,18 @@ def how(card: Card) -> str:
         return "automatic, torchvision"
     if card.source.path.startswith("hf://"):
         return "automatic, hub"
+    if card.archive is not None and card.archive.layout is not None:
+        return PREPARED
     if card.archive is not None:
         return "by hand"
     return "a folder of yours"
 
 
-def describe(name: str) -> str:
+def describe(name: str, program: str) -> str:
     """Return what a card says of its data, and where that lies or is to be fetched.
 
-    name: of a card, or its path. Raise UserError where there is no such card.
+    name: of a card, or its path. program: how a person starts Accrete. Raise UserError where there
+    is no such card.
     """
     card = cards.load_without_source(name)
     row = dict(zip(HEADING, _row(card), strict=True))
@@ -91,6 +96,8 @@ def describe(name: str) -> str:
     ]
     if card.archive is not None:
         lines.append(f"  official files: {card.archive.address}")
+    if how(card) == PREPARED:
+        lines.append(f"  next: {program} data prepare {shlex.quote(name)} FROM")
     if card.source.path:
         lines.append(f"  read from: {absolute_uri(card.source.path)}{_state(card)}")
     return "\n".join(lines)

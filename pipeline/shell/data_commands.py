@@ -1,8 +1,9 @@
-"""The commands on data sets by name: data list."""
+"""The commands on data sets by name: data list, data prepare."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 
 from pipeline.shell import invocation
@@ -12,7 +13,10 @@ from workers.errors import UserError
 def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands of this module to the command line."""
     data_parser = add_command(
-        "data", data, "list the data sets that have a card: sizes, licences, sources", config=False
+        "data",
+        data,
+        "list the data sets that have a card, and sort official files into the folders of one",
+        config=False,
     )
     actions = data_parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     list_parser = actions.add_parser(
@@ -24,10 +28,45 @@ def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "cards", nargs="*", metavar="CARD", help="tell all about these; by default a line on each"
     )
 
+    prepare_parser = actions.add_parser(
+        "prepare",
+        help="sort official files that were fetched by hand into class folders, as links",
+    )
+    prepare_parser.add_argument("card", metavar="CARD", help="name or path of a card")
+    prepare_parser.add_argument(
+        "source", metavar="FROM", help="the folder of the unpacked official files"
+    )
+    prepare_parser.add_argument(
+        "--to", metavar="FOLDER", help="the folder to fill (default: the one that the card reads)"
+    )
+    prepare_parser.add_argument(
+        "--copy", action="store_true", help="write copies in place of links, so that FROM may go"
+    )
+
 
 def data(args: argparse.Namespace) -> int:
     """Run an action on data sets."""
+    if args.action == "prepare":
+        return prepare_card(args)
     return list_cards(args)
+
+
+def prepare_card(args: argparse.Namespace) -> int:
+    """Sort the official images of a card into class folders, and print how they are used."""
+    from pipeline.data import cards, preparation  # imports pyarrow
+
+    card = cards.load_without_source(args.card)
+    prepared = preparation.prepare(card, args.source, args.to, args.copy)
+    print(
+        f"{card.name}: {prepared.counts['train']} train and {prepared.counts['test']} test images "
+        f"of {prepared.num_classes} classes, below {prepared.folder}"
+    )
+    if args.to:
+        words = shlex.join(["init", prepared.folder])
+        print(f"next: {invocation.this_command()} {words}")
+    else:
+        print(f"next: name it in a stream, {{card: {args.card}}}")
+    return 0
 
 
 def list_cards(args: argparse.Namespace) -> int:
@@ -39,7 +78,8 @@ def list_cards(args: argparse.Namespace) -> int:
     from pipeline.data import catalogue
 
     if args.cards:
-        print("\n\n".join(map(catalogue.describe, args.cards)))
+        program = invocation.this_command()
+        print("\n\n".join(catalogue.describe(name, program) for name in args.cards))
         return 0
     rows, problems = catalogue.read_catalogue()
     for line in table_text(catalogue.HEADING, rows, catalogue.LEFT).splitlines():

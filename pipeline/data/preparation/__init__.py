@@ -1,0 +1,192 @@
+"""From the official files of a data set, fetched by hand, to the folders that its card reads.
+
+A layout is one module of this package and one line: its name among `OfficialLayout` in archives.py.
+The module is imported when a card asks for it, and defines `LAYOUTS`: the forms in which the files
+are about.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from importlib import import_module
+from typing import NamedTuple
+
+from pipeline.data.archives import Archive
+from pipeline.data.cards import Card
+from pipeline.data.listing import SPLITS, Split, absolute_uri, printable, suffix_of
+from pipeline.data.preparation.base import LabelledImage, Layout
+from pipeline.data.preparation.official import OfficialFolder
+from pipeline.data.preparation.target import Target
+from workers.errors import UserError
+from workers.storage.artifact import is_local
+
+MOST_NAMED = 8  # names that a sentence lists
+MOST_FOLDERS = 2000  # that are looked at for the official files
+ARCHIVES = {".zip": "unzip", ".tar": "tar -xf", ".tgz": "tar -xf", ".gz": "tar -xf"}
+
+
+class Prepared(NamedTuple):
+    """What was made. counts: images by split."""
+
+    folder: str
+    counts: dict[str, int]
+    num_classes: int
+
+
+def prepare(card: Card, source: str, folder: str | None, copy: bool) -> Prepared:
+    """Sort the official images of a card into class folders, as links, and return what was made.
+
+    source: the folder of the unpacked files. folder: to be filled; None for that of the card. copy:
+    write copies in place of links. Raise UserError, with nothing written, where files are missing
+    or are not those that the card describes.
+    """
+    archive = require_layout(card)
+    folder = target_folder(card, folder)
+    target = Target(folder, split_folders(card))
+    files, layout = find_files(card, archive, source)
+    images = [*wanted_images(card, layout.read(files))]
+    check_counts(card, files, images)
+    check_images(files, images)
+    target.write(files, images, crop=archive.crop, copy=copy)
+    counts = Counter(image.split for image in images)
+    num_classes = len({image.label for image in images})
+    return Prepared(folder, {split: counts[split] for split in SPLITS}, num_classes)
+
+
+def require_layout(card: Card) -> Archive:
+    """Return the official files of a card. Raise UserError where nothing is to be prepared."""
+    if card.archive is not None and card.archive.layout is not None:
+        return card.archive
+    state = "is not fetched by hand"
+    if card.archive is not None:
+        path = absolute_uri(card.source.path)
+        state = f"reads the unpacked files of {card.archive.address} as they are, from {path}"
+    raise UserError(f"card {card.name!r} {state}; name it in a stream, it needs no preparation")
+
+
+def split_folders(card: Card) -> dict[Split, str]:
+    """Return the sub-folder of each split. Raise UserError where a card has other splits."""
+    folders: dict[Split, str] = {}
+    for split in SPLITS:
+        folder = card.source.splits.get(split, "")
+        if card.source.format != "folder" or folder in ("", ".", "..") or "/" in folder:
+            raise UserError(
+                f"card {card.name!r}: source.splits.{split} is {folder!r:.60}, and images are "
+                "sorted into a sub-folder for each split of a source of format folder; write "
+                "splits: {train: train, test: test}"
+            )
+        folders[split] = folder
+    return folders
+
+
+def target_folder(card: Card, folder: str | None) -> str:
+    """Return the folder that is to be filled. Raise UserError where it is on no disk."""
+    path = folder or absolute_uri(card.source.path)
+    if not is_local(path):
+        raise UserError(
+            f"{path} is on no disk of this machine, and images are sorted on one; name a folder "
+            "with --to"
+        )
+    return os.path.abspath(path)
+
+
+# ---- what lies there -----------------------------------------------------------------------------
+def find_files(card: Card, archive: Archive, source: str) -> tuple[OfficialFolder, Layout]:
+    """Return the folder with the official files, at `source` or up to two folders below it.
+
+    Raise UserError, with what is there and what is needed, where there is none.
+    """
+    if not os.path.isdir(source):
+        raise _no_folder(source, archive)
+    layouts: tuple[Layout, ...] = import_module(f"{__name__}.{archive.layout}").LAYOUTS
+    nearest = layouts[0].missing(OfficialFolder(source))
+    for path in _folders(source):
+        files = OfficialFolder(path)
+        for layout in layouts:
+            missing = layout.missing(files)
+            if not missing:
+                return files, layout
+            if len(missing) < len(nearest):
+                nearest = missing
+    names = sorted(os.listdir(source))
+    listed = ", ".join(map(printable, names[:MOST_NAMED])) or "nothing"
+    more = ", ..." if len(names) > MOST_NAMED else ""
+    raise UserError(
+        f"{printable(source)} holds {listed}{more}, and card {card.name!r} needs also "
+        f"{', '.join(nearest)}; fetch them from {archive.address} and unpack them there"
+    )
+
+
+def _no_folder(source: str, archive: Archive) -> UserError:
+    command = ARCHIVES.get(suffix_of(source))
+    if os.path.isfile(source) and command:
+        return UserError(
+            f"{printable(source)} is an archive; unpack it, and name the folder: "
+            f"{command} {shlex.quote(source)}"
+        )
+    return UserError(
+        f"{printable(source)} is no folder; name the one that holds the unpacked files of "
+        f"{archive.address}"
+    )
+
+
+def _folders(source: str) -> Iterator[str]:
+    """Yield a folder, then those in it, then those in these."""
+    level = [source]
+    for depth in range(3):
+        yield from level
+        if depth < 2:
+            level = [path for folder in level for path in _subfolders(folder)][:MOST_FOLDERS]
+
+
+def _subfolders(folder: str) -> list[str]:
+    with os.scandir(folder) as entries:
+        paths = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return sorted(path for path in paths if not os.path.basename(path).startswith("."))
+
+
+# ---- whether it is what the card describes -------------------------------------------------------
+def wanted_images(card: Card, images: Iterator[LabelledImage]) -> Iterator[LabelledImage]:
+    """Yield the images whose classes the card lists; all where it lists none."""
+    if card.classes == ("from_source",):
+        yield from images
+        return
+    classes = set(card.classes)
+    for image in images:
+        if image.label in classes:
+            yield image
+
+
+def check_counts(card: Card, files: OfficialFolder, images: list[LabelledImage]) -> None:
+    """Raise UserError where the lists have other numbers than the card."""
+    counts = Counter(image.split for image in images)
+    num_classes = len({image.label for image in images})
+    named = f"{counts['train']} train and {counts['test']} test images of {num_classes} classes"
+    expected = f"{card.num_classes} classes"
+    is_same = card.num_classes in (None, num_classes)
+    if card.counts is not None:
+        expected = f"{card.counts.train} train and {card.counts.test} test images of {expected}"
+        is_same &= card.counts.model_dump() == {split: counts[split] for split in SPLITS}
+    if not is_same or not images:
+        raise UserError(
+            f"{printable(files.path)} has {named}, and card {card.name!r} says {expected}; fetch "
+            "the official files again, or mend `counts` and `num_classes` of the card"
+        )
+
+
+def check_images(files: OfficialFolder, images: list[LabelledImage]) -> None:
+    """Raise UserError where images of the lists are missing, or lie outside of the folder."""
+    problems: list[str] = []
+    for image in images:
+        problem = files.problem_of(image.path)
+        if problem is not None:
+            problems.append(f"{image.path[:200]!r} {problem}")
+    if problems:
+        raise UserError(
+            f"{len(problems)} of {len(images)} images that the lists in {printable(files.path)} "
+            f"name cannot be used: {problems[0]}; fetch the archive of the images again, and "
+            "unpack all of it there"
+        )

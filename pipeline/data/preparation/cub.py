@@ -1,0 +1,56 @@
+"""CUB-200-2011: `CUB_200_2011/images/CLASS/*.jpg` and lists by the number of an image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.data.preparation.base import (
+    Box,
+    LabelledImage,
+    Layout,
+    box_of,
+    class_names,
+    split_of,
+    value_of,
+)
+from pipeline.data.preparation.official import OfficialFolder
+
+IMAGES = "images.txt"
+LABELS = "image_class_labels.txt"
+SPLIT = "train_test_split.txt"
+CLASSES = "classes.txt"
+BOXES = "bounding_boxes.txt"
+NEEDS = ((IMAGES,), (LABELS,), (SPLIT,), (CLASSES,), ("images",))
+
+
+def read(files: OfficialFolder) -> Iterator[LabelledImage]:
+    """Yield all images; a class is called as its folder, `001.Black_footed_Albatross`."""
+    names = files.table(CLASSES)
+    return read_lists(files, class_names(names.items(), files.where(CLASSES)))
+
+
+def read_lists(files: OfficialFolder, classes: dict[str, str]) -> Iterator[LabelledImage]:
+    """Yield all images of the lists. classes: the folder of each class by its number."""
+    labels = files.table(LABELS)
+    splits = files.table(SPLIT)
+    boxes = read_boxes(files)
+    for image, path in files.rows(IMAGES, 2):
+        number = value_of(labels, image, files.where(LABELS))
+        is_train = value_of(splits, image, files.where(SPLIT)) == "1"
+        yield LabelledImage(
+            split_of(is_train),
+            value_of(classes, number, files.where(CLASSES)),
+            f"images/{path}",
+            boxes.get(image),
+        )
+
+
+def read_boxes(files: OfficialFolder) -> dict[str, Box]:
+    """Return the box of each image by its number; none where the list is missing."""
+    if files.first((BOXES,)) is None:
+        return {}
+    where = files.where(BOXES)
+    return {image: box_of(numbers, where) for image, *numbers in files.rows(BOXES, 5)}
+
+
+LAYOUTS = (Layout(NEEDS, read),)

@@ -1,0 +1,26 @@
+"""Describable Textures: `images/CLASS/*.jpg`, and lists of ten partitions; the first is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.data.listing import Split
+from pipeline.data.preparation.base import LabelledImage, Layout, class_name
+from pipeline.data.preparation.official import OfficialFolder
+
+LISTS: dict[str, Split] = {
+    "labels/train1.txt": "train",
+    "labels/val1.txt": "train",
+    "labels/test1.txt": "test",
+}
+
+
+def read(files: OfficialFolder) -> Iterator[LabelledImage]:
+    """Yield all images of the partition; train has those of train and validation."""
+    for name, split in LISTS.items():
+        for label, image in files.rows(name, 2, separator="/"):
+            path = f"images/{label}/{image}"
+            yield LabelledImage(split, class_name(label, files.where(name)), path)
+
+
+LAYOUTS = (Layout((("images",), *((name,) for name in LISTS)), read),)

@@ -1,0 +1,32 @@
+"""FGVC-Aircraft: `data/images/*.jpg` and a list of names and variants for each split.
+
+The official images end in a banner of 20 pixels with their owner, which is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.data.listing import Split
+from pipeline.data.preparation.base import LabelledImage, Layout, class_names, value_of
+from pipeline.data.preparation.official import OfficialFolder
+
+VARIANTS = "variants.txt"
+LISTS: dict[Split, str] = {
+    "train": "images_variant_trainval.txt",
+    "test": "images_variant_test.txt",
+}
+
+
+def read(files: OfficialFolder) -> Iterator[LabelledImage]:
+    """Yield all images; train has those of train and validation. `F/A-18` is called F-A-18."""
+    where = files.where(VARIANTS)
+    classes = class_names(((name, name) for (name,) in files.rows(VARIANTS, 1)), where)
+    for split, name in LISTS.items():
+        for image, variant in files.rows(name, 2):
+            label = value_of(classes, variant, where)
+            yield LabelledImage(split, label, f"images/{image}.jpg")
+
+
+NEEDS = (("images",), (VARIANTS,), (LISTS["train"],), (LISTS["test"],))
+LAYOUTS = (Layout(NEEDS, read),)

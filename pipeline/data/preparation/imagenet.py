@@ -1,0 +1,87 @@
+"""ImageNet-1k: train in folders by WordNet id, and all validation images in one folder.
+
+The labels of these come from the development kit (`ILSVRC2012_devkit_t12`), where image N is of the
+class of line N, or from LOC_val_solution.csv of the Kaggle edition. Test is the validation set.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import numpy as np
+
+from pipeline.data.preparation.base import LabelledImage, Layout, value_of
+from pipeline.data.preparation.official import OfficialFolder
+from workers.errors import UserError
+
+KIT = "ILSVRC2012_devkit_t12/data"
+TRUTH = tuple(
+    f"{folder}ILSVRC2012_validation_ground_truth.txt" for folder in (f"{KIT}/", "data/", "")
+)
+META = tuple(f"{folder}meta.mat" for folder in (f"{KIT}/", "data/", ""))
+SOLUTION = "LOC_val_solution.csv"
+KAGGLE_IMAGES = "ILSVRC/Data/CLS-LOC"
+WORDNET_ID = re.compile("n[0-9]{8}")
+
+
+def read_with_kit(files: OfficialFolder) -> Iterator[LabelledImage]:
+    """Yield all images of train and val."""
+    yield from read_train(files, "train")
+    classes = wordnet_ids(files)
+    truth = files.need(TRUTH)
+    for image, (number,) in enumerate(files.rows(truth, 1), start=1):
+        label = value_of(classes, number, files.where(files.need(META)))
+        yield LabelledImage("test", label, f"val/ILSVRC2012_val_{image:08d}.JPEG")
+
+
+def read_kaggle(files: OfficialFolder) -> Iterator[LabelledImage]:
+    """Yield all images of the Kaggle edition."""
+    yield from read_train(files, f"{KAGGLE_IMAGES}/train")
+    where = files.where(SOLUTION)
+    for image, prediction in files.rows(SOLUTION, 2, separator=","):
+        if image == "ImageId":
+            continue
+        label = _wordnet_id(prediction.split(" ")[0], where)
+        yield LabelledImage("test", label, f"{KAGGLE_IMAGES}/val/{image}.JPEG")
+
+
+def read_train(files: OfficialFolder, folder: str) -> Iterator[LabelledImage]:
+    """Yield the images in the folders of WordNet ids. Raise UserError where there are none."""
+    labels = [name for name in files.subfolders(folder) if WORDNET_ID.fullmatch(name)]
+    if not labels:
+        path = shlex.quote(files.absolute(folder))
+        raise UserError(
+            f"{files.where(folder)} has no folder of a WordNet id such as n01440764; unpack the "
+            f"archive of each class: cd {path} && for class in n*.tar; do "
+            'mkdir -p "${class%.tar}" && tar -xf "$class" -C "${class%.tar}"; done'
+        )
+    for label in labels:
+        for path in files.images(f"{folder}/{label}"):
+            yield LabelledImage("train", label, path)
+
+
+def wordnet_ids(files: OfficialFolder) -> dict[str, str]:
+    """Return the WordNet id of each class by the number that the development kit gives it."""
+    name = files.need(META)
+    where = files.where(name)
+    synsets = np.atleast_1d(files.matlab(name, ["synsets"])["synsets"])
+    if not {"ILSVRC2012_ID", "WNID"} <= set(synsets.dtype.names or ()):
+        raise UserError(f"{where}: `synsets` has no ILSVRC2012_ID and WNID; fetch it again")
+    return {str(row["ILSVRC2012_ID"]): _wordnet_id(str(row["WNID"]), where) for row in synsets}
+
+
+def _wordnet_id(text: str, where: str) -> str:
+    if WORDNET_ID.fullmatch(text) is None:
+        raise UserError(
+            f"{where}: {text!r:.60} is no WordNet id such as n01440764; fetch the official files "
+            "again"
+        )
+    return text
+
+
+LAYOUTS = (
+    Layout((("train",), ("val",), TRUTH, META), read_with_kit),
+    Layout(((SOLUTION,), (f"{KAGGLE_IMAGES}/train",), (f"{KAGGLE_IMAGES}/val",)), read_kaggle),
+)

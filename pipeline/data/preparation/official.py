@@ -1,0 +1,152 @@
+"""The official files of a data set, unpacked: lists and images.
+
+They may come from a stranger. A list is read up to a size; what it names lies in the folder, also
+after links are followed, or is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import stat
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipeline.data.formats.base import IMAGE_SUFFIXES
+from pipeline.data.listing import printable, suffix_of
+from pipeline.data.preparation import matlab
+from workers.errors import UserError
+from workers.storage.regular_file import open_regular, read_regular
+
+MOST_LIST_BYTES = 512 << 20  # Places365's list of train images has 60 MB
+LONGEST_LINE = 4096  # bytes of a line
+
+
+class OfficialFolder:
+    """The folder of official files. Names are below it, with slashes."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self._real = os.path.realpath(path)
+        self._is_inside: dict[str, bool] = {}  # folder -> whether it leads out of this one
+
+    def first(self, names: Sequence[str]) -> str | None:
+        """Return the first name of a file or folder that is there; None without any."""
+        return next((name for name in names if os.path.exists(self._join(name))), None)
+
+    def need(self, names: Sequence[str]) -> str:
+        """Return the first name that is there. Raise UserError without any."""
+        name = self.first(names)
+        if name is None:
+            raise UserError(f"{self.where(names[0])} is missing; fetch the official files again")
+        return name
+
+    def where(self, name: str) -> str:
+        """Return the path of a file for a sentence."""
+        return printable(self._join(name))
+
+    def _join(self, name: str) -> str:
+        return os.path.join(self.path, *name.split("/"))
+
+    # ---- lists -----------------------------------------------------------------------------------
+    def rows(
+        self, name: str, columns: int, separator: str | None = None
+    ) -> Iterator[tuple[str, ...]]:
+        """Yield the lines of a list, divided into columns; the last one has the rest of its line.
+
+        separator: None for blanks. Raise UserError where a line has fewer columns, or the list
+        cannot be read.
+        """
+        for number, line in enumerate(self._lines(name), start=1):
+            cells = line.strip().split(separator, columns - 1)
+            if not cells or not line.strip():
+                continue
+            if len(cells) < columns:
+                raise UserError(
+                    f"{self.where(name)}, line {number}: {line.strip()!r:.80} has not the "
+                    f"{columns} columns of the official list; fetch it again"
+                )
+            yield tuple(cell.strip() for cell in cells)
+
+    def _lines(self, name: str) -> Iterator[str]:
+        self._require_inside(name)
+        try:
+            with open_regular(self._join(name), MOST_LIST_BYTES) as stream:
+                while line := stream.readline(LONGEST_LINE + 1):
+                    if len(line) > LONGEST_LINE:
+                        raise UserError(
+                            f"{self.where(name)} has a line of more than {LONGEST_LINE} bytes and "
+                            "is no official list; fetch it again"
+                        )
+                    yield line.decode("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise self._unreadable(name, error) from None
+
+    def table(self, name: str) -> dict[str, str]:
+        """Return a list of two columns: the first one -> the rest of the line."""
+        rows: Iterator[tuple[str, str]] = ((key, value) for key, value in self.rows(name, 2))
+        return dict(rows)
+
+    def matlab(self, name: str, variables: Sequence[str]) -> dict[str, Any]:
+        """Return variables of a .mat file. Raise UserError where it cannot be read."""
+        self._require_inside(name)
+        try:
+            data = read_regular(self._join(name), matlab.MOST_FILE_BYTES)
+        except OSError as error:
+            raise self._unreadable(name, error) from None
+        return matlab.variables_of(data, self.where(name), variables)
+
+    def _unreadable(self, name: str, error: Exception) -> UserError:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        return UserError(
+            f"{self.where(name)} cannot be read ({reason}); fetch the official files again"
+        )
+
+    def _require_inside(self, name: str) -> None:
+        real = os.path.realpath(self._join(name))
+        if not self._holds(real):
+            raise UserError(
+                f"{self.where(name)} is a link out of {printable(self.path)}; put the file itself "
+                "there"
+            )
+
+    def _holds(self, real: str) -> bool:
+        return real == self._real or real.startswith(self._real.rstrip("/") + "/")
+
+    # ---- images ----------------------------------------------------------------------------------
+    def subfolders(self, name: str) -> list[str]:
+        """Return the sorted names of the folders in a folder, without hidden ones."""
+        with os.scandir(self._join(name)) as entries:
+            folders = [entry.name for entry in entries if entry.is_dir()]
+        return sorted(folder for folder in folders if not folder.startswith("."))
+
+    def images(self, name: str) -> list[str]:
+        """Return the paths of the image files in a folder, sorted."""
+        files = sorted(os.listdir(self._join(name)))
+        images = [file for file in files if suffix_of(file) in IMAGE_SUFFIXES]
+        return [f"{name}/{image}" for image in images if not image.startswith(".")]
+
+    def problem_of(self, name: str) -> str | None:
+        """Return why an image that a list names is not used; None where it is a file inside."""
+        if not name or "\0" in name or posixpath.isabs(name) or ".." in name.split("/"):
+            return "leads out of the folder"
+        if suffix_of(name) not in IMAGE_SUFFIXES:
+            return "is no image"
+        folder = posixpath.dirname(name)
+        if folder not in self._is_inside:
+            self._is_inside[folder] = self._holds(os.path.realpath(self._join(folder)))
+        try:
+            info = os.lstat(self._join(name))
+            if stat.S_ISLNK(info.st_mode):
+                info = os.stat(self._join(name))
+                if not self._holds(os.path.realpath(self._join(name))):
+                    return "is a link out of the folder"
+        except OSError:
+            return "is missing"
+        if not self._is_inside[folder]:
+            return "lies behind a link out of the folder"
+        return None if stat.S_ISREG(info.st_mode) else "is no file"
+
+    def absolute(self, name: str) -> str:
+        """Return the absolute path of a file that `problem_of` has no objection to."""
+        return os.path.join(self._real, *name.split("/"))

@@ -1,0 +1,48 @@
+"""Places365-Standard: a folder of images for each split, and lists of paths and class numbers.
+
+Of both sizes, small (256) and large; test is the official validation set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.data.preparation.base import LabelledImage, Layout, class_names, value_of
+from pipeline.data.preparation.official import OfficialFolder
+from workers.errors import UserError
+
+CLASSES = "categories_places365.txt"
+TRAIN = "places365_train_standard.txt"
+TEST = "places365_val.txt"
+# as the archives have them, and as torchvision renames them
+TRAIN_IMAGES = ("data_256", "data_256_standard", "data_large", "data_large_standard")
+TEST_IMAGES = ("val_256", "val_large")
+
+
+def read(files: OfficialFolder) -> Iterator[LabelledImage]:
+    """Yield all images; `/a/apartment_building/outdoor` is called apartment_building-outdoor."""
+    where = files.where(CLASSES)
+    classes = class_names(_categories(files), where)
+    train_images = files.need(TRAIN_IMAGES)
+    for path, number in files.rows(TRAIN, 2):
+        label = value_of(classes, number, where)
+        yield LabelledImage("train", label, f"{train_images}/{path.removeprefix('/')}")
+    test_images = files.need(TEST_IMAGES)
+    for path, number in files.rows(TEST, 2):
+        label = value_of(classes, number, where)
+        yield LabelledImage("test", label, f"{test_images}/{path.removeprefix('/')}")
+
+
+def _categories(files: OfficialFolder) -> Iterator[tuple[str, str]]:
+    """Yield number and name of each class, without the letter that its path begins with."""
+    for path, number in files.rows(CLASSES, 2):
+        parts = path.strip("/").split("/")
+        if len(parts) < 2:
+            raise UserError(
+                f"{files.where(CLASSES)}: {path!r:.60} is no path of a category; fetch it again"
+            )
+        yield number, "/".join(parts[1:])
+
+
+NEEDS = ((CLASSES,), (TRAIN,), (TEST,), TRAIN_IMAGES, TEST_IMAGES)
+LAYOUTS = (Layout(NEEDS, read),)

@@ -1,0 +1,85 @@
+"""Small made-up copies of data sets, in the layouts of their official files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from scipy.io import savemat
+
+from pipeline import cli
+from pipeline.data import cards, formats
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SIDES = (20, 16)  # width and height of the made-up images
+
+
+def write_image(path: Path, seed: int = 0) -> None:
+    """Write an image of noise, in the format of its name."""
+    width, height = SIDES
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path, quality=95)
+
+
+def write_lists(folder: Path, **lines: list[str]) -> None:
+    """Write lists, one of each name, as text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, texts in lines.items():
+        (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in texts))
+
+
+def write_mat(path: Path, **values: Any) -> None:
+    """Write a .mat file of version 5, compressed as MATLAB does it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    savemat(path, values, do_compression=True)
+
+
+def structs(rows: list[dict[str, Any]]) -> Any:
+    """Return rows as MATLAB's array of structs, of which `squeeze_me` leaves one axis."""
+    kinds = [(name, object) for name in rows[0]]
+    return np.array([[tuple(row.values()) for row in rows]], kinds)
+
+
+def cells(texts: list[str]) -> Any:
+    """Return texts as a column of MATLAB's cells."""
+    column = np.empty((len(texts), 1), object)
+    column[:, 0] = texts
+    return column
+
+
+def small_card(folder: Path, name: str, **changes: Any) -> str:
+    """Write a card of `datasets` as it is, but for a path below `folder` and its sizes. Return the
+    path of the copy."""
+    body = yaml.safe_load((REPOSITORY / "datasets" / name / "card.yaml").read_text())
+    body["source"]["path"] = str(folder / "prepared")
+    body.pop("counts", None)
+    path = folder / "card.yaml"
+    path.write_text(yaml.safe_dump(body | changes))
+    return str(path)
+
+
+def prepare(
+    capsys: pytest.CaptureFixture[str], card: str, source: Path, *options: str, code: int = 0
+) -> str:
+    """Run `data prepare`; return what it printed, on both streams, as one line."""
+    assert cli.main(["data", "prepare", card, str(source), *options]) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return " ".join((captured.out + captured.err).split())
+
+
+def labels_of(card: str) -> dict[str, dict[str | None, int]]:
+    """Return how many images of each class the lister gives, by split."""
+    counts: dict[str, Counter[str | None]] = {"train": Counter(), "test": Counter()}
+    for unit in formats.units(cards.load(card), map):
+        for item, data in unit.read(*unit.args):
+            assert item.problem is None
+            assert data
+            counts[item.split][item.label] += 1
+    return {split: dict(sorted(labels.items())) for split, labels in counts.items()}

@@ -16,12 +16,17 @@ from pipeline.graph.run import Outcome
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
 from pipeline.graph.walk import ENDED, Decision, DecisionKind, Event, EventKind, Walk
-from pipeline.results.tables import Row, RunTables
+from pipeline.results.tables import Matrix, Row, RunTables
 from workers.storage.secrets import redact
 
 QUIET_S = 30.0  # seconds between two progress lines of a stage where output is not a terminal
-LIVE_COLUMNS = 158  # the live line is cut here; a longer one may wrap and could not be rewritten
+# A live line is cut here: a longer one may wrap, and could not be rewritten. A wider matrix is left
+# to the report.
+MOST_COLUMNS = 158
 MOST_LIVE_LINES = 12  # stages with a live line each; of others the number is shown
+MOST_TASKS = 20  # with a line each where a matrix is too wide
+MOST_EVALUATED = 6  # tasks that the line of an evaluation names
+MOST_WARNINGS = 20  # at the end of a run
 # events after which a stage runs no more
 ENDS = (EventKind.DONE, EventKind.FAILED, EventKind.LOST, EventKind.MOVED, EventKind.DAMAGED)
 CLEAR_LINE = "\r\x1b[2K"
@@ -145,8 +150,14 @@ class Console:
         if len(texts) > MOST_LIVE_LINES:
             num_hidden = len(texts) - MOST_LIVE_LINES + 1
             texts = [*texts[: MOST_LIVE_LINES - 1], f"and {num_hidden} more stages run"]
-        columns = min(LIVE_COLUMNS, shutil.get_terminal_size((LIVE_COLUMNS + 1, 24)).columns - 1)
+        columns = columns_of_output()
         return "\n".join(f"[{self.ended}/{self.total}] {text}"[:columns] for text in texts)
+
+
+def columns_of_output() -> int:
+    """Return how many characters of a line are sure not to wrap."""
+    terminal = shutil.get_terminal_size((MOST_COLUMNS + 1, 24))
+    return min(MOST_COLUMNS, terminal.columns - 1)
 
 
 def progress_text(body: Mapping[str, Any]) -> str:
@@ -176,7 +187,7 @@ def _result_text(manifest: dict[str, Any]) -> str:
     match manifest.get("kind"):
         case "evaluate":
             rows = manifest["result"]["rows"]
-            return ", ".join(f"{row['task']} {row['correct'] / row['total']:.3f}" for row in rows)
+            return _accuracies_text(rows)
         case "train":
             task_bytes = sum(manifest["sizes"].values())
             return f"trained, {_format_bytes(task_bytes)} for the task"
@@ -186,6 +197,16 @@ def _result_text(manifest: dict[str, Any]) -> str:
         case "backbone":
             return f"backbone of {manifest['parameters']:,} parameters"
     return "done"
+
+
+def _accuracies_text(rows: Sequence[Row]) -> str:
+    """Return the accuracy on each task; on many tasks their mean, and that on the last one."""
+    accuracies = [row["correct"] / row["total"] for row in rows]
+    if len(rows) <= MOST_EVALUATED:
+        pairs = zip(rows, accuracies, strict=True)
+        return ", ".join(f"{row['task']} {accuracy:.3f}" for row, accuracy in pairs)
+    mean = sum(accuracies) / len(accuracies)
+    return f"mean of {len(rows)} tasks {mean:.3f}, {rows[-1]['task']} {accuracies[-1]:.3f}"
 
 
 def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
@@ -198,7 +219,10 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
     warnings = tables.warnings()
     if warnings:
         lines.append("")
-        lines += [f"warning: {row['stage']}: {row['warning']}" for row in warnings]
+        first = warnings[:MOST_WARNINGS]
+        lines += [f"warning: {row['stage']}: {row['warning']}" for row in first]
+        if len(warnings) > len(first):
+            lines.append(f"{len(warnings) - len(first)} more warnings: the report lists them")
     duration = format_seconds(outcome.seconds)
     if outcome.ran == 0:
         ending = (
@@ -226,9 +250,15 @@ def _summary_cells(row: Row) -> list[str]:
 
 
 def matrix_text(tables: RunTables, label: str) -> str:
-    """Return the accuracy matrix of one method in per cent: row after task, column on task."""
+    """Return the accuracy matrix of one method in per cent: row after task, column on task.
+
+    Of a matrix that is too wide for the output: its diagonal and its last row, or, of very many
+    tasks, where it is.
+    """
     matrix = tables.matrix(label)
     width = 1 + max([len("test images"), *map(len, matrix.tasks)])
+    if width * (1 + len(matrix.tasks)) > columns_of_output():
+        return _narrow_matrix_text(matrix)
     lines = [
         f"{label}: accuracy in %, row = after task, column = on task",
         "".join(name.rjust(width) for name in ("", *matrix.tasks)),
@@ -236,14 +266,36 @@ def matrix_text(tables: RunTables, label: str) -> str:
     for task, rates in zip(matrix.tasks, matrix.rates.tolist(), strict=True):
         line = task.rjust(width)
         for rate in rates:
-            cell = "." if math.isnan(rate) else f"{100 * rate:.1f}"
-            line += cell.rjust(width)
+            line += _cell_text(rate).rjust(width)
         lines.append(line)
-    chances = ["." if math.isnan(rate) else f"{100 * rate:.1f}" for rate in matrix.chance[-1:].flat]
+    chances = list(map(_cell_text, matrix.chance[-1:].flat))
     images = ["." if count is None else str(count) for count in matrix.test_images]
     for name, cells in (("chance", chances), ("test images", images)):
         lines.append("".join(cell.rjust(width) for cell in (name, *cells)))
     return "\n".join(lines)
+
+
+def _narrow_matrix_text(matrix: Matrix) -> str:
+    """Return a line per task: its accuracy when it was learned and after the last finished task."""
+    count = len(matrix.tasks)
+    if count > MOST_TASKS:
+        return f"{matrix.label}: the report has the accuracy matrix of its {count} tasks"
+    last_row = max(matrix.finished - 1, 0)
+    rows = []
+    for index, task in enumerate(matrix.tasks):
+        cells = [matrix.rates[index, index], matrix.rates[last_row, index]]
+        cells += matrix.chance[-1:, index].tolist()
+        images = matrix.test_images[index]
+        rows.append([task, *map(_cell_text, cells), "." if images is None else str(images)])
+    heading = ["task", "when learned", f"after {matrix.tasks[last_row]}"]
+    if matrix.chance.size:
+        heading.append("chance")
+    heading.append("test images")
+    return f"{matrix.label}: accuracy in %\n{table_text(heading, rows)}"
+
+
+def _cell_text(rate: float) -> str:
+    return "." if math.isnan(rate) else f"{100 * rate:.1f}"
 
 
 def table_text(heading: list[str], rows: list[list[str]], left: Sequence[str] | None = None) -> str:

@@ -529,6 +529,17 @@ def render_method_settings(tables: RunTables) -> str:
     return f"<p>The methods' own settings in effect:</p>{table}"
 
 
+def render_backbone(tables: RunTables) -> str:
+    """Return the settings of the backbone in effect, those of timm's configuration included; empty
+    for a record without them."""
+    for stage in tables.record["stages"]:
+        settings = stage["inputs"].get("backbone")
+        if stage["step"] == "backbone" and isinstance(settings, dict):
+            facts = [(name, json.dumps(value)) for name, value in settings.items()]
+            return f"<p>The backbone in effect:</p>{render_facts(facts)}"
+    return ""
+
+
 def render_settings(tables: RunTables) -> str:
     """Return the config of the run, and commit, device and package versions of its stages."""
     config = format_yaml(tables.record["config"])
@@ -536,5 +547,6 @@ def render_settings(tables: RunTables) -> str:
     return (
         '<h2 id="settings">Settings and environment</h2><p>The complete config. Save it as a file '
         f"to run it again.</p><pre><code>{config}</code></pre>{render_method_settings(tables)}"
+        f"{render_backbone(tables)}"
         f"<p>Environment of the stages:</p>{render_facts(facts)}"
     )

@@ -9,7 +9,13 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from pipeline.console import format_percent, format_seconds, progress_text, table_text
+from pipeline.console import (
+    columns_of_output,
+    format_percent,
+    format_seconds,
+    progress_text,
+    table_text,
+)
 from pipeline.graph import diagram
 from pipeline.graph.run_record import graph_of_record
 from pipeline.graph.store import Store
@@ -82,9 +88,10 @@ def _watch(name: str, storage: str, with_all: bool) -> None:
     while True:
         run = run_status(storage, name)
         if is_terminal:
-            lines = printable(status_text(run, with_all)).splitlines()
-            height = shutil.get_terminal_size().lines - 1
-            print(CLEAR_SCREEN + "\n".join(lines[:height]), flush=True)
+            text = printable(status_text(run, with_all))
+            if run.state == "running":
+                text = screen_of(text)
+            print(CLEAR_SCREEN + text, flush=True)
         else:
             changed = changes(last, run.stages)
             if changed:
@@ -95,6 +102,13 @@ def _watch(name: str, storage: str, with_all: bool) -> None:
                 print(printable(headline(run)), flush=True)
             return
         time.sleep(WATCH_S)
+
+
+def screen_of(text: str) -> str:
+    """Return the lines that a terminal shows at once, each cut to its width."""
+    size = shutil.get_terminal_size()
+    lines = text.splitlines()[: size.lines - 1]
+    return "\n".join(line[: size.columns - 1] for line in lines)
 
 
 def changes(before: Sequence[StageStatus] | None, stages: Sequence[StageStatus]) -> list[str]:
@@ -127,19 +141,28 @@ def runs_text(overviews: Sequence[RunOverview], storage: str) -> str:
     for run in overviews:
         started = run.started[:16].replace("T", " ")
         share = f"{run.done}/{run.total}"
-        rows.append([run.name, run.state, started, share, methods_text(run.methods)])
-    heading = ["run", "state", "started", "stages", "average accuracy"]
-    lines = table_text(heading, rows, left=("run", "state", "average accuracy"))
-    return "\n".join(line.rstrip() for line in lines.splitlines())
+        rows.append([run.name, run.state, started, share])
+    heading = ["run", "state", "started", "stages"]
+    lines = table_text(heading, rows, left=("run", "state")).splitlines()
+    room = columns_of_output() - len(lines[0]) - 2
+    texts = ["average accuracy", *(methods_text(run.methods, room) for run in overviews)]
+    return "\n".join(f"{line}  {text}".rstrip() for line, text in zip(lines, texts, strict=True))
 
 
-def methods_text(methods: Sequence[MethodAccuracy]) -> str:
-    """Return methods with their accuracies, the best first."""
+def methods_text(methods: Sequence[MethodAccuracy], columns: int) -> str:
+    """Return methods with their accuracies, the best first: as many as fit into so many columns,
+    at least one."""
     best_first = sorted(methods, key=lambda method: -(method.average_accuracy or -1.0))
-    parts = [f"{m.label} {format_percent(m.average_accuracy)}" for m in best_first[:MOST_METHODS]]
-    if len(methods) > MOST_METHODS:
-        parts.append(f"and {len(methods) - MOST_METHODS} more")
-    return ", ".join(parts)
+    text = ""
+    for count in range(1, min(len(methods), MOST_METHODS) + 1):
+        parts = [f"{m.label} {format_percent(m.average_accuracy)}" for m in best_first[:count]]
+        if len(methods) > count:
+            parts.append(f"{len(methods) - count} more")
+        longer = ", ".join(parts)
+        if text and len(longer) > columns:
+            break
+        text = longer
+    return text
 
 
 def status_text(run: RunStatus, with_all: bool = False) -> str:

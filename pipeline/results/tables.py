@@ -639,23 +639,23 @@ class RunTables:
         return group_steps(steps)
 
     def warnings(self) -> list[Row]:
-        """Return the warnings of all stages, tasks at chance, then `problems`; each sentence once.
+        """Return tasks at chance, the warnings of all stages, then `problems`; each sentence once.
 
         stages: the number of stages with that warning.
         """
-        stage_ids: dict[str, list[str]] = {}
-        for stage_id, artifact in self.artifacts.items():
-            for sentence in artifact.manifest.get("warnings") or []:
-                stage_ids.setdefault(str(sentence), []).append(stage_id)
         rows: list[Row] = []
-        for sentence, ids in stage_ids.items():
-            rows.append({"stage": ids[0], "stages": len(ids), "warning": sentence})
         for label in self.labels:
             for learned in self.learned_tasks(label):
                 sentence = learned.sentence()
                 stage = f"{label}/{learned.task}/evaluate"
                 if sentence:
                     rows.append({"stage": stage, "stages": 1, "warning": sentence})
+        stage_ids: dict[str, list[str]] = {}
+        for stage_id, artifact in self.artifacts.items():
+            for sentence in artifact.manifest.get("warnings") or []:
+                stage_ids.setdefault(str(sentence), []).append(stage_id)
+        for sentence, ids in stage_ids.items():
+            rows.append({"stage": ids[0], "stages": len(ids), "warning": sentence})
         rows += [{"stage": "report", "stages": 1, "warning": text} for text in self.problems]
         return rows
 

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import tempfile
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,8 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
     from mlflow.types.schema import AnyType, ColSpec, DataType, Map, ParamSchema, ParamSpec, Schema
 
     logging.getLogger("mlflow.pyfunc").setLevel(logging.WARNING)
+    # the signature is given below
+    warnings.filterwarnings("ignore", message="Failed to infer signature from type hint")
     names = (
         ("class", DataType.string),
         ("probability", DataType.double),

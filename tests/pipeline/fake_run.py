@@ -96,6 +96,8 @@ def _stage(
 ) -> Stage:
     key = hashlib.sha256(stage_id.encode()).hexdigest()[:32]
     inputs: dict[str, Any] = {"revision": 1}
+    if step == "backbone":
+        inputs["backbone"] = {"img_size": 32, "mean": [0.485, 0.456, 0.406]}
     if label:
         inputs = {
             "method": METHODS[label],

@@ -400,6 +400,11 @@ def test_the_settings_of_methods_are_shown_with_their_defaults(report: Any) -> N
     assert "<td class=left>default</td>" in section
 
 
+def test_the_backbone_is_shown_with_what_timm_says_of_it(report: Any) -> None:
+    text = report["report.html"].decode().split("backbone in effect")[1]
+    assert "<dt>mean</dt><dd>[0.485, 0.456, 0.406]</dd>" in text
+
+
 def test_the_page_has_one_place_for_what_is_analysed(report: Any) -> None:
     text = report["report.html"].decode()
     assert [text.count(marker) for marker in analysis_section.BEFORE] == [1, 1]

@@ -1,8 +1,9 @@
-"""Promises of pages and pictures of a large run (40 tasks, 15 methods), and of pages in the dark
-and on a phone: what is written can be read."""
+"""Promises of the pages, pictures and terminal output of a large run (40 tasks, 15 methods), and of
+pages in the dark and on a phone: what is written can be read."""
 
 from __future__ import annotations
 
+import io
 import re
 from itertools import pairwise
 from typing import Any
@@ -16,10 +17,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from pipeline import console
 from pipeline.graph import diagram
+from pipeline.graph.run import Outcome
 from pipeline.graph.stage import Graph, Stage
-from pipeline.report import html_parts, mask_plots, page, plots
+from pipeline.graph.walk import Event, EventKind, Walk
+from pipeline.report import html_parts, mask_plots, page, plots, runs_command
 from pipeline.results.masks import MaskView
+from pipeline.results.runs import MethodAccuracy, RunOverview
 from pipeline.results.tables import Matrix, RunTables
 from workers.storage.taskstate import TaskState
 
@@ -220,3 +225,96 @@ def test_arrows_of_a_large_graph_are_faint_and_its_legend_is_on_top() -> None:
     legend_y = int(re.findall(r'<circle cx="\d+" cy="(\d+)"', svg)[0])
     box_ys: list[Any] = re.findall(r'<rect x="\d+" y="(\d+)"', svg)
     assert legend_y < min(map(int, box_ys))
+
+
+# ---- the terminal --------------------------------------------------------------------------------
+class OneMatrix:
+    """Tables of a run of which only a matrix is known."""
+
+    def __init__(self, matrix: Matrix):
+        self.matrix_of_all = matrix
+
+    def matrix(self, label: str) -> Matrix:
+        return self.matrix_of_all
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+@pytest.mark.parametrize("count", [3, 7, 15, NUM_TASKS])
+def test_a_matrix_is_no_wider_than_the_terminal(
+    count: int, columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    tables: Any = OneMatrix(matrix_of(count))
+    lines = console.matrix_text(tables, "finetune").splitlines()
+    assert max(map(len, lines)) < int(columns)
+    if count > console.MOST_TASKS:
+        assert lines == [f"finetune: the report has the accuracy matrix of its {count} tasks"]
+    else:
+        assert sum("species-group-" in line for line in lines) >= count
+
+
+def test_a_narrow_matrix_has_first_and_last_accuracy_chance_and_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    tables: Any = OneMatrix(matrix_of(7))
+    lines = console.matrix_text(tables, "finetune").splitlines()
+    assert lines[1].split() == (
+        ["task", "when", "learned", "after", "species-group-06", "chance", "test", "images"]
+    )
+    assert lines[2].split() == ["species-group-00", "90.0", "84.0", "33.3", "50"]
+    assert lines[-1].split() == ["species-group-06", "90.0", "90.0", "33.3", "50"]
+
+
+@pytest.mark.parametrize("count", [2, NUM_TASKS])
+def test_the_line_of_an_evaluation_is_bounded(count: int) -> None:
+    graph = graph_of_chains(1, 1)
+    stream = io.StringIO()
+    screen = console.Console(graph, {}, stream)
+    rows = [{"task": task, "correct": 30 + i, "total": 100} for i, task in enumerate(TASKS[:count])]
+    body = {"kind": "evaluate", "result": {"rows": rows}, "wall_s": 2.0}
+    walk = Walk.over(graph, [], 0)
+    screen.on_event(walk, Event(EventKind.DONE, "0/0/train", body=body))
+    text = stream.getvalue()
+    assert len(text) < 160
+    assert "\r" not in text
+    assert "\x1b" not in text
+    assert TASKS[count - 1] in text
+    assert ("mean of 40 tasks 0.495" in text) == (count == NUM_TASKS)
+
+
+def overview(num_methods: int) -> RunOverview:
+    """Return a finished run of `num_methods` methods."""
+    methods = tuple(MethodAccuracy(f"method-{i:02d}", 0.5 + i / 100) for i in range(num_methods))
+    return RunOverview("real7-table", "finished", "2026-01-02T03:04:05+0000", 1228, 1228, methods)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_list_of_runs_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = runs_command.runs_text([overview(NUM_METHODS), overview(1)], "storage")
+    lines = text.splitlines()
+    assert max(map(len, lines)) < columns
+    assert "method-14 64.00 %, 14 more" in lines[1] or columns > 80
+    assert lines[2].endswith("1228/1228  method-00 50.00 %")
+    monkeypatch.setenv("COLUMNS", "20")
+    assert "method-14 64.00 %, 14 more" in runs_command.runs_text([overview(15)], "storage")
+
+
+def test_a_live_status_fits_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    screen = runs_command.screen_of("\n".join(["x" * 200] * 60)).splitlines()
+    assert len(screen) == 23
+    assert max(map(len, screen)) == 79
+
+
+def test_few_warnings_are_printed_and_the_others_counted(
+    storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = RunTables.load(storage, fake_run.record())
+    rows = [{"stage": "s", "stages": 1, "warning": f"sentence {i}"} for i in range(40)]
+    monkeypatch.setattr(RunTables, "warnings", lambda self: rows)
+    text = console.summary(tables, Outcome({}, {}, 1.0), [])
+    assert text.count("warning: ") == console.MOST_WARNINGS
+    assert "20 more warnings: the report lists them" in text

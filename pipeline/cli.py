@@ -26,7 +26,7 @@ from pipeline.shell.completion import SHELLS
 from pipeline.shell.help import GroupedParser, HelpFormatter, Parser, example_text
 from pipeline.tracking import ui as mlflow_ui
 from workers import preemption
-from workers.errors import UserError
+from workers.errors import UnfitSource, UserError
 from workers.storage import secrets
 
 if TYPE_CHECKING:
@@ -47,6 +47,12 @@ def main(argv: list[str] | None = None) -> int:
         args = parser().parse_args(argv)
         run_log.log_to_stderr(args.log_level)
         return args.command(args) or 0
+    except UnfitSource as error:
+        from pipeline.data.source_advice import advice_of  # start-up time: imports pyarrow
+
+        advice = advice_of(error.card, invocation.this_command())
+        print(f"accrete: {one_line(f'{error}{advice}')}", file=sys.stderr)
+        return 2
     except UserError as error:
         print(f"accrete: {one_line(str(error))}", file=sys.stderr)
         return 2

@@ -136,3 +136,111 @@ def shards_with_splits(folder: Path) -> Path:
             lambda n: {"json": json.dumps({"label": NAMES[n % 4]}).encode()},
         )
     return folder
+
+
+def flat_test_of_a_contest(folder: Path) -> Path:
+    for number in range(24):
+        make_image(folder / "train" / NAMES[number % 4] / f"{number}.jpg", number)
+    for number in range(6):
+        make_image(folder / "test" / f"{number}.jpg", 100 + number)
+    return folder
+
+
+def tables_beside_their_images(folder: Path) -> Path:
+    for split in ("train", "test"):
+        lines = ["file_name,label"]
+        for number in range(12):
+            make_image(folder / split / f"{number}.png", number + 50 * (split == "test"))
+            lines.append(f"{number}.png,{NAMES[number % 4]}")
+        write_table(folder / split / "metadata.csv", lines)
+    return folder
+
+
+def lists_of_paths(folder: Path) -> Path:
+    for split in ("train", "test"):
+        lines = []
+        for number in range(12):
+            make_image(folder / "images" / split / f"{number}.png", number + 50 * (split == "test"))
+            lines.append(f"images/{split}/{number}.png {number % 4}")
+        write_table(folder / f"{split}.txt", lines)
+    return folder
+
+
+def fine_and_coarse_labels(folder: Path) -> Path:
+    features = {
+        "img": {"_type": "Image"},
+        "fine": {"_type": "ClassLabel", "names": NAMES},
+        "coarse": {"_type": "ClassLabel", "names": NAMES[:2]},
+    }
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    folder.mkdir(parents=True)
+    for start, split in enumerate(("train", "test")):
+        table = pa.table(
+            {
+                "img": [{"bytes": png(50 * start + n), "path": f"{n}.png"} for n in range(12)],
+                "fine": [n % 4 for n in range(12)],
+                "coarse": [n % 2 for n in range(12)],
+            }
+        )
+        path = folder / f"{split}-00000-of-00001.parquet"
+        pq.write_table(table.replace_schema_metadata(metadata), path)
+    return folder
+
+
+def unpacked_on_a_mac(folder: Path) -> Path:
+    for number in range(24):
+        name = NAMES[number % 4]
+        make_image(folder / "zoo" / name / f"IMG {number}.JPEG", number)
+        for litter in (folder / "zoo" / name, folder / "__MACOSX" / "zoo" / name):
+            litter.mkdir(parents=True, exist_ok=True)
+            (litter / f"._IMG {number}.JPEG").write_bytes(b"no image")
+    (folder / "zoo" / ".DS_Store").write_bytes(b"x")
+    (folder / "zoo" / "ant" / "Thumbs.db").write_bytes(b"x")
+    return folder
+
+
+def few_of_some_classes(folder: Path) -> Path:
+    for name, count in (("many", 20), ("some", 5), ("two", 2), ("one", 1)):
+        for number in range(count):
+            make_image(folder / name / f"{number}.png", 100 * count + number)
+    return folder
+
+
+def links_to_images(folder: Path) -> Path:
+    for number in range(24):
+        target = make_image(folder.parent / "blobs" / f"{number:03d}.jpg", number)
+        link = folder / NAMES[number % 4] / f"{number}.jpg"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+    return folder
+
+
+def absolute_paths(folder: Path) -> Path:
+    lines = ["Image Path;Class"]
+    for number in range(24):
+        path = make_image(folder / "a b" / f"{number}.PNG", number)
+        lines.append(f"{path};{NAMES[number % 4]}")
+    path = folder / "export.csv"
+    path.write_bytes(("\ufeff" + "\r\n".join(lines)).encode())
+    return path
+
+
+def every_mode(folder: Path) -> Path:
+    """Write images that are grey, with 16 bits, with alpha, of a palette, for print, turned."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+    for number, name in enumerate(NAMES):
+        below = folder / f"{name} \u00e9 & co"
+        below.mkdir(parents=True)
+        image = Image.fromarray(pixels + np.uint8(number))
+        turned = Image.Exif()
+        turned[0x0112] = 6
+        image.save(below / "turned.JPG", exif=turned)
+        image.convert("CMYK").save(below / "print.jpg")
+        image.convert("L").save(below / "grey.PNG")
+        image.convert("RGBA").save(below / "alpha.png")
+        image.convert("P").save(below / "palette.gif")
+        deep = pixels[..., 0].astype(np.uint16) * 256 + number
+        Image.fromarray(deep).save(below / "deep.tiff")
+    return folder

@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from pipeline.data.cards import Card, load
+from pipeline.data.card_files import load
+from pipeline.data.cards import Card
 from pipeline.data.ingest import ingest
 from workers.data.shards import Shards
 from workers.storage.artifact import Artifact

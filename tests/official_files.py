@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.io import savemat
 
 from pipeline import cli
-from pipeline.data import cards, formats
+from pipeline.data import card_files, formats
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SIDES = (20, 16)  # width and height of the made-up images
@@ -77,7 +77,7 @@ def prepare(
 def labels_of(card: str) -> dict[str, dict[str | None, int]]:
     """Return how many images of each class the lister gives, by split."""
     counts: dict[str, Counter[str | None]] = {"train": Counter(), "test": Counter()}
-    for unit in formats.units(cards.load(card), map):
+    for unit in formats.units(card_files.load(card), map):
         for item, data in unit.read(*unit.args):
             assert item.problem is None
             assert data

@@ -58,6 +58,15 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "numbers in parquet": sources.numbers_in_parquet,
     "shards": sources.shards,
     "shards with splits": sources.shards_with_splits,
+    "flat test": sources.flat_test_of_a_contest,
+    "tables beside their images": sources.tables_beside_their_images,
+    "lists": sources.lists_of_paths,
+    "fine and coarse labels": sources.fine_and_coarse_labels,
+    "unpacked on a Mac": sources.unpacked_on_a_mac,
+    "few of some classes": sources.few_of_some_classes,
+    "links to images": sources.links_to_images,
+    "absolute paths": sources.absolute_paths,
+    "every mode": sources.every_mode,
 }
 
 

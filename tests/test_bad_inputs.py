@@ -476,7 +476,11 @@ CARDS: dict[str, tuple[Change, list[str]]] = {
     ),
     "classes from a source that has none": (
         card(classes="from_source", source={"format": "sklearn"}),
-        ["num_classes", "list the classes"],
+        ["source.name is ''", "`digits`"],
+    ),
+    "classes from images without labels": (
+        card(classes="from_source", source={"format": "folder", "path": "x", "label": None}),
+        ["source.label is null", "classes: [image]"],
     ),
     "class without images": (
         card(classes=["2", "3", "9"]),

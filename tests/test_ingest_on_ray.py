@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from pipeline.data.cards import load
+from pipeline.data.card_files import load
 from pipeline.data.ingest import ingest
 from pipeline.data.packs import UnitJob
 from tests import small_run

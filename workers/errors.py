@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from typing import Any
 
 
 class UserError(ValueError):
@@ -27,6 +28,17 @@ class DamagedArtifact(UserError):
 
 class SourceGone(UserError):
     """Shards that are used in place are away, or are not those that were indexed."""
+
+
+class UnfitSource(UserError):
+    """A source is not what its card says. card: a `pipeline.data.cards.Card`."""
+
+    def __init__(self, message: str, card: Any):
+        super().__init__(message)
+        self.card = card
+
+    def __reduce__(self) -> tuple[type[UnfitSource], tuple[str, Any]]:
+        return type(self), (str(self), self.card)
 
 
 def require_package(name: str, user: str, remedy: str) -> None:

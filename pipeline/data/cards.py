@@ -1,29 +1,21 @@
-"""Cards: `datasets/NAME/card.yaml` describes a data set, its source, licence and contents."""
+"""Cards: what one says of a data set, its source, licence and contents."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import os
 import re
-import shlex
-from collections import Counter
-from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from pipeline.config import sentence_of
 from pipeline.data.archives import Archive
-from pipeline.data.listing import CARDS, Split, check_unicode_forms, class_folders, nfc
-from pipeline.yaml_files import expand, is_path_of_card, read_yaml
-from workers.errors import UserError
+from pipeline.data.listing import Split
 from workers.job import Frozen, Neutral, key_inputs
-from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
 # each name is a module in pipeline/data/formats
 SourceFormat = Literal["folder", "csv", "parquet", "tar", "webdataset", "sklearn", "torchvision"]
+Numbers = Literal["places", "names"]
 MAX_CLASS_CHARACTERS = 200
 # 8-bit PNG reaches 1032, JPEG 512; of more is what is nearly of one colour
 MAX_PIXELS_PER_BYTE = 2000
@@ -68,7 +60,7 @@ class Source(Frozen):
         description="column of the split in csv; `splits` then gives its values, and `path` names "
         "the table",
     )
-    numbers: Annotated[Literal["places", "names"], Neutral("places")] = Field(
+    numbers: Annotated[Numbers, Neutral("places")] = Field(
         "places",
         description="what a label that is a number means in Parquet and csv: a place in `classes`, "
         "from 0, or the name of a class, such as 102",
@@ -143,11 +135,11 @@ class Card(Frozen):
     licence: str
     cite: str = ""
     classes: tuple[str, ...] = Field(
-        min_length=1, description="`from_source` stands for the sorted names of the train folders"
+        min_length=1,
+        description="`from_source` stands for those of the source, sorted: the names of its train "
+        "folders, or the labels of its train images",
     )
-    num_classes: int | None = Field(
-        None, gt=0, description="how many classes there must be; needed with `classes: from_source`"
-    )
+    num_classes: int | None = Field(None, gt=0, description="how many classes there must be")
     class_order_seed: int | None = Field(
         None, ge=0, le=2**32 - 1, description="permutes `classes` by numpy's RandomState(seed)"
     )
@@ -203,185 +195,3 @@ class Card(Frozen):
         body = key_inputs(self, ("title", "licence", "cite", "archive", "verified"))
         body |= {"source": key_inputs(self.source, ("path",))}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-class Memory(Protocol):
-    """Values that were seen before, by name; the store keeps them."""
-
-    def remember(self, identity: str, value: Any) -> None: ...
-    def remembered(self, identity: str) -> Any: ...
-
-
-def load(name: str, memory: Memory | None = None) -> Card:
-    """Load a card by name, or by the path of its file, or of the folder that holds its card.yaml.
-
-    memory: gives the classes of a card that takes them from its source, once the source is gone.
-    Raise UserError where there is no such card, with the nearest name, or where it is not valid.
-    """
-    path = _card_path(name)
-    body = read_yaml(path, "a card")
-    if body.get("classes") == "from_source":
-        body = body | {"classes": _classes_of_source(name, path, body, memory)}
-    try:
-        card = Card.model_validate(body)
-    except ValidationError as error:
-        raise UserError(f"{path}: {sentence_of(error, Card)}") from None
-    _check_classes(path, card)
-    if card.source.path:
-        source = card.source.model_copy(update={"path": _source_path(path, card.source)})
-        card = card.model_copy(update={"source": source})
-    return card
-
-
-def names() -> list[str]:
-    """Return the names of the cards in `datasets`, sorted."""
-    return sorted(path.parent.name for path in CARDS.glob("*/card.yaml"))
-
-
-def load_without_source(name: str) -> Card:
-    """Load a card by name or path, and do not look at its source.
-
-    `classes` is `from_source` alone where they come from there. Raise UserError as `load` does.
-    """
-    path = _card_path(name)
-    body = read_yaml(path, "a card")
-    if body.get("classes") == "from_source":
-        body = body | {"classes": ["from_source"]}
-    try:
-        card = Card.model_validate(body)
-    except ValidationError as error:
-        raise UserError(f"{path}: {sentence_of(error, Card)}") from None
-    source = card.source.model_copy(update={"path": _source_path(path, card.source)})
-    return card.model_copy(update={"source": source})
-
-
-def _source_path(card_path: Path, source: Source) -> str:
-    """Return the path of a source; a relative one starts at the folder of the card's file.
-
-    Cards in `datasets` are found by name: their paths start where `listing.absolute_uri` says.
-    """
-    path = expand(source.path)
-    if "://" in path or CARDS in card_path.resolve().parents:
-        return path
-    return os.path.abspath(card_path.parent / path)
-
-
-def _card_path(name: str) -> Path:
-    path = CARDS / name / "card.yaml"
-    if is_path_of_card(name):
-        path = Path(name)
-    if "/" in name and path.is_dir():
-        path = path / "card.yaml"
-    if path.exists():
-        return path
-    known = names()
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
-    raise UserError(f"card {name!r} does not exist ({path}); {hint}")
-
-
-def _check_classes(path: Path, card: Card) -> None:
-    for name in card.classes:
-        if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
-            raise UserError(
-                f"{path}: class {name!r:.60} is no name that can be shown and filed; "
-                f"give 1 to {MAX_CLASS_CHARACTERS} printable characters"
-            )
-    counts = Counter(map(nfc, card.classes))
-    repeated = sorted(name for name in card.classes if counts[nfc(name)] > 1)
-    if repeated:
-        raise UserError(
-            f"{path}: class {repeated[0]!r} is listed twice; every class has one place in the order"
-        )
-    if card.source.label is None and len(card.classes) != 1:
-        raise UserError(
-            f"{path}: source.label is null, so that all images are of one class, "
-            f"and {len(card.classes)} classes are listed; "
-            "list one, such as `classes: [image]`, or name the label"
-        )
-    if card.num_classes not in (None, len(card.classes)):
-        raise UserError(
-            f"{path}: num_classes is {card.num_classes}, but there are {len(card.classes)} "
-            "classes; mend the one or the other, or the folders of the source"
-        )
-
-
-def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the classes of a card in a published order.
-
-    name: CARD/NAME stands for datasets/CARD/orders/NAME.yaml, which lists indices into `classes`.
-    Raise UserError where the file is missing, is not what its hash says, or does not go with the
-    card.
-    """
-    folder, _, stem = name.rpartition("/")
-    path = CARDS / folder / "orders" / f"{stem}.yaml"
-    if not folder or not path.exists():
-        orders = sorted(f"{p.parent.parent.name}/{p.stem}" for p in CARDS.glob("*/orders/*.yaml"))
-        raise UserError(
-            f"stream.tasks: class order {name!r} does not exist ({path}); "
-            f"there are: {', '.join(orders)}"
-        )
-    body = read_yaml(path, "a class order")
-    indices = body.get("order")
-    if not isinstance(indices, list) or not _are_distinct_integers(indices):
-        raise UserError(f"{path}: `order` must list whole numbers, none of them twice")
-    digest = hashlib.sha256(",".join(map(str, indices)).encode()).hexdigest()[:16]
-    if digest != body.get("sha256"):
-        raise UserError(
-            f"{path}: the order is not the one that its sha256 stands for; "
-            "take the file from the repository again"
-        )
-    if not set(indices) <= set(range(len(classes))):
-        raise UserError(
-            f"{path}: names class {max(indices)}, and the card has {len(classes)}; "
-            "use an order made for this card"
-        )
-    return tuple(classes[index] for index in indices)
-
-
-def _are_distinct_integers(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values) and len(set(values)) == len(values)
-
-
-def _classes_of_source(
-    name: str, path: Path, body: dict[str, Any], memory: Memory | None
-) -> list[str]:
-    """Return the sorted names of the folders in the train split, or in test without train.
-
-    Raise UserError where there are none, and none are remembered.
-    """
-    try:
-        source = Source.model_validate(body.get("source"))
-    except ValidationError as error:
-        raise UserError(f"{path}: {sentence_of(error, Card)}") from None
-    if source.format != "folder" or not body.get("num_classes"):
-        raise UserError(
-            f"{path}: `classes: from_source` needs a source of format folder, "
-            "and num_classes beside it; add it, or list the classes"
-        )
-    digest = hashlib.sha256(f"{body.get('name')}\n{body['num_classes']}".encode()).hexdigest()
-    identity = f"classes-{digest[:24]}"
-    remembered = memory.remembered(identity) if memory else None
-    split = source.splits.get("train") or source.splits.get("test", "train")
-    try:
-        with patience(FIRST_CONTACT_S):
-            uri, folders = class_folders(_source_path(path, source), split)
-    except StorageUnavailable:
-        if not remembered:
-            raise
-        uri = source.path
-        folders = []
-    check_unicode_forms(f"{path}: folders in {uri}", folders)
-    names = sorted(map(nfc, folders))
-    if memory and names and names != remembered:
-        memory.remember(identity, names)
-    names = names or remembered or []
-    if not names:
-        hint = ""
-        if "archive" in body:
-            hint = f" (`accrete data list {shlex.quote(name)}` says how)"
-        raise UserError(
-            f"{path}: its classes come from the folders in {uri}, and there are none; "
-            f"put the data there{hint}, or list the classes on the card"
-        )
-    return names

@@ -6,7 +6,7 @@ import os
 import shlex
 from typing import NamedTuple
 
-from pipeline.data import cards
+from pipeline.data import card_files
 from pipeline.data.cards import Card
 from pipeline.data.listing import absolute_uri
 from workers.errors import UserError
@@ -28,9 +28,9 @@ class Catalogue(NamedTuple):
 def read_catalogue() -> Catalogue:
     """Return a row for each card of `datasets`, sorted by name. No source is looked at."""
     catalogue = Catalogue([], [])
-    for name in cards.names():
+    for name in card_files.names():
         try:
-            catalogue.rows.append(_row(cards.load_without_source(name)))
+            catalogue.rows.append(_row(card_files.load_without_source(name)))
         except UserError as error:
             catalogue.problems.append(str(error))
     return catalogue
@@ -83,7 +83,7 @@ def describe(name: str, program: str) -> str:
     name: of a card, or its path. program: how a person starts Accrete. Raise UserError where there
     is no such card.
     """
-    card = cards.load_without_source(name)
+    card = card_files.load_without_source(name)
     row = dict(zip(HEADING, _row(card), strict=True))
     verified = card.verified or "nothing was checked against the real data"
     lines = [

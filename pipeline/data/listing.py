@@ -11,6 +11,7 @@ import posixpath
 import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -31,6 +32,8 @@ SPECIAL_FILES = {
     stat.S_ISCHR: "a device",
     stat.S_ISBLK: "a device",
 }
+# of programs, not of people; in lower case
+LITTER_FOLDERS = frozenset(("__macosx", "$recycle.bin", "system volume information", "lost+found"))
 MAX_NAMED = 3  # reasons that an error lists for files that are left out, and names per reason
 NOT_A_URI = "corrupt: `?` or `#` in its name, which no URI can hold; rename it"
 OUTSIDE_LINK = (
@@ -155,7 +158,10 @@ def remedy(uri: str) -> str:
 
 # ---- listing -------------------------------------------------------------------------------------
 def class_folders(path: str, split: str) -> tuple[str, list[str]]:
-    """Return the URI of a split and the sorted names of its folders; none where it is missing."""
+    """Return the URI of a split and the sorted names of its folders; none where it is missing.
+
+    Hidden folders and those that programs leave behind are passed over.
+    """
     uri = join(absolute_uri(path).rstrip("/"), split)
     system, folder = open_source(uri)
     names: list[str] = []
@@ -164,7 +170,8 @@ def class_folders(path: str, split: str) -> tuple[str, list[str]]:
         names = [info.base_name for info in infos if info.type == fs.FileType.Directory]
     elif os.path.isdir(folder):
         names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
-    return uri, sorted(name for name in names if not name.startswith("."))
+    is_class = [not name.startswith(".") and name.lower() not in LITTER_FOLDERS for name in names]
+    return uri, sorted(compress(names, is_class))
 
 
 def list_entries(uri: str, folders: Sequence[str], suffixes: frozenset[str]) -> list[Entry] | None:

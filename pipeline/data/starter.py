@@ -3,9 +3,10 @@ where they are given a path of data."""
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +21,11 @@ from pipeline.data.detection.data_set import (
     name_of,
 )
 from pipeline.data.detection.detect import detect
-from pipeline.data.detection.tree import TABLE_SUFFIXES
+from pipeline.data.detection.packed_files import is_packed
+from pipeline.data.formats.base import IMAGE_SUFFIXES
 from pipeline.data.listing import printable, suffix_of
 from pipeline.data.proposal import TaskPlan, card_text, config_text, relative_to_here, tasks_of
+from pipeline.data.tables import TEXT_SUFFIXES
 from pipeline.yaml_files import parse_yaml
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
@@ -30,7 +33,7 @@ from workers.storage.secrets import refuse_secrets
 
 SCRIPT = "accrete"
 CONFIG_SUFFIXES = (".yaml", ".yml")
-DATA_SUFFIXES = (*sorted(TABLE_SUFFIXES), ".parquet", ".tar")
+DATA_SUFFIXES = frozenset((*TEXT_SUFFIXES, ".parquet", ".tar", *IMAGE_SUFFIXES))
 SHOWN_CLASSES = 8  # in what is printed
 LONGEST_FILE = 16 << 20  # bytes
 Say = Callable[[str], None]
@@ -41,13 +44,14 @@ class Starter:
     """The files that are written for some data: name of a file in the current folder -> its text.
 
     config: the name of the config among them. stream: a line on the tasks. run_command: what a
-    person types to run the config.
+    person types to run the config. init_command: what they type to get it.
     """
 
     config: str
     files: dict[str, str]
     stream: str
     run_command: str
+    init_command: str
 
 
 class Source(NamedTuple):
@@ -61,7 +65,7 @@ def is_config(path: str) -> bool:
     """Whether an argument of a command is a config, and no data."""
     if path.lower().endswith(CONFIG_SUFFIXES):
         return True
-    return os.path.isfile(path) and suffix_of(path) not in DATA_SUFFIXES
+    return os.path.isfile(path) and suffix_of(path) not in DATA_SUFFIXES and not is_packed(path)
 
 
 def config_of(paths: Sequence[str], program: str, say: Say) -> str:
@@ -102,7 +106,7 @@ def start(
         request = Request(path, program, **columns)
         sources += [Source(data_set, path) for data_set in detect(request)]
     sources = _with_own_names(sources)
-    starter = propose(sources, name, paths, program)
+    starter = propose(sources, name, paths, program, columns)
     for source in sources:
         say(describe(source.data_set))
     say(starter.stream)
@@ -114,11 +118,17 @@ def start(
 
 
 # ---- the files -----------------------------------------------------------------------------------
-def propose(sources: Sequence[Source], name: str, paths: Sequence[str], program: str) -> Starter:
+def propose(
+    sources: Sequence[Source],
+    name: str,
+    paths: Sequence[str],
+    program: str,
+    columns: Mapping[str, str | None] | None = None,
+) -> Starter:
     """Return the cards and the config for some data sets.
 
-    name: of the run; empty: that of the data. paths: as the person gave them. Raise `UserError`
-    where they cannot be written into the current folder.
+    name: of the run; empty: that of the data. paths, columns: as the person gave them. Raise
+    `UserError` where they cannot be written into the current folder.
     """
     data_sets = [source.data_set for source in sources]
     if not name:
@@ -127,7 +137,12 @@ def propose(sources: Sequence[Source], name: str, paths: Sequence[str], program:
             name = name_of(os.path.basename(os.path.abspath(paths[0])))
     config = f"{name}.yaml"
     # in a file it is the same however Accrete was started
-    command = shlex.join([SCRIPT, "init", *paths])
+    words = ["init", *paths]
+    for option, column in (columns or {}).items():
+        if column is not None:
+            words += [f"--{option}", column]
+    init_command = shlex.join(words)
+    command = f"{SCRIPT} {init_command}"
     run_command = shlex.join(["run", config])
     files: dict[str, str] = {}
     for source in sources:
@@ -142,7 +157,13 @@ def propose(sources: Sequence[Source], name: str, paths: Sequence[str], program:
         name, tasks, data_sets, command, f"{SCRIPT} {run_command}", has_gpu()
     )
     _check_texts(files, config)
-    return Starter(config, files, _stream_text(tasks), f"{program} {run_command}")
+    return Starter(
+        config,
+        files,
+        _stream_text(tasks),
+        f"{program} {run_command}",
+        f"{program} {init_command}",
+    )
 
 
 def _with_own_names(sources: Sequence[Source]) -> list[Source]:
@@ -185,7 +206,7 @@ def _check_folder(source: Source, program: str) -> None:
         command = f"{program} {shlex.join(['init', os.path.basename(data)])}"
         raise UserError(
             f"the current folder is that of the images, and results in it would become part of "
-            f"them; use another one: cd {shlex.quote(parent)} && {command}"
+            f"them; use another one: `cd {shlex.quote(parent)} && {command}`"
         )
 
 
@@ -237,9 +258,37 @@ def listed_files(files: dict[str, str]) -> str:
 
 def _other_content(file: str, starter: Starter) -> UserError:
     return UserError(
-        f"{file} is in the current folder with another content, and nothing was written; run what "
-        f"is there with `{starter.run_command}`, or choose another name with --name"
+        f"{file} is in the current folder with another content, and nothing was written; use "
+        f"another name: `{with_free_name(starter)}`"
     )
+
+
+def with_free_name(starter: Starter) -> str:
+    """Return what a person types to get the files of a starter, by a name that is free."""
+    if all(_is_free(file, text) for file, text in starter.files.items()):
+        return starter.init_command
+    stem = starter.config.removesuffix(".yaml")
+    number = 2
+    while glob.glob(f"{glob.escape(stem)}-{number}*.yaml"):
+        number += 1
+    return f"{starter.init_command} --name {shlex.quote(f'{stem}-{number}')}"
+
+
+def _is_free(file: str, text: str) -> bool:
+    """Whether a file can be written, or is there with this text."""
+    return not os.path.lexists(file) or _read(file) == text
+
+
+def suggest(path: str, program: str) -> str | None:
+    """Return what a person types to get a card and a config for a path; None where it has no data.
+
+    program: how a person starts Accrete.
+    """
+    try:
+        sources = [Source(data_set, path) for data_set in detect(Request(path, program))]
+        return with_free_name(propose(_with_own_names(sources), "", [path], program))
+    except UserError:
+        return None
 
 
 def _read(file: str) -> str | None:

@@ -24,7 +24,8 @@ from typing import Any
 from pyarrow import fs
 
 from pipeline.config import Config, dump
-from pipeline.data import cards
+from pipeline.data import card_files
+from pipeline.data.cards import Card
 from pipeline.graph import raw_data, run_record
 from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import Graph, Stage
@@ -63,18 +64,18 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
     None where the cache cannot serve: the build itself shall refuse a config that is not valid, and
     where raw data is gone, a graph also depends on which results stand.
     """
-    loaded: dict[str, cards.Card] = {}
+    loaded: dict[str, Card] = {}
     sources: dict[str, Source] = {}
     class_orders: list[Sequence[str]] = []
     try:
         for entry in config.stream.tasks:
             card = loaded.get(entry.card)
             if card is None:
-                card = cards.load(entry.card, run_store)
+                card = card_files.load(entry.card, run_store)
                 loaded[entry.card] = card
                 sources[card.name] = raw_data.source_of(run_store, card, ask_sources)
             if entry.order:
-                class_orders.append(cards.in_order(entry.order, card.classes))
+                class_orders.append(card_files.in_order(entry.order, card.classes))
         weights = weights_state(config, run_store, ask_sources)
     except UserError:
         return None

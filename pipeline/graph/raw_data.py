@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.data import cards, ingest
+from pipeline.data import card_files, ingest
 from pipeline.data.cards import Card
 from pipeline.data.formats import is_local_source, list_source, source_state
 from pipeline.data.listing import Entry, describe_left_out
@@ -98,20 +98,27 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
 
 
 def read_sources_again(config: Config, store: Store, say: Callable[[str], None]) -> None:
-    """Before a run, read the raw data of its cards that was written again in place."""
+    """Before a run, read the raw data of its cards that was written again in place.
+
+    A card that does not fit its data is passed over: building the graph says why.
+    """
     for name in dict.fromkeys(entry.card for entry in config.stream.tasks):
-        read_again(store, cards.load(name, store), say)
+        try:
+            card = card_files.load(name, store)
+        except UserError:
+            continue
+        read_again(store, card, say)
 
 
 def read_again(store: Store, card: Card, say: Callable[[str], None]) -> None:
     """Read the raw files of a card that were written again, and note which content they have.
 
-    Do nothing when they were not written again, or are gone.
+    Do nothing when they were not written again, are gone, or cannot be listed.
     """
     try:
         with patience(FIRST_CONTACT_S):
             listed = source_state(card)
-    except StorageUnavailable:  # what is known of it goes on to be used, see `source_of`
+    except UserError:  # see `source_of`: it refuses the source, or goes on with what is known
         return
     if listed is None:
         return

@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pipeline.config import Config, TaskEntry
-from pipeline.data import cards, in_place
+from pipeline.data import card_files, in_place
+from pipeline.data.cards import Card
 from pipeline.data.listing import nfc
 from pipeline.data.source_checks import check_source
 from pipeline.graph import raw_data
 from pipeline.graph.builder import Builder
 from pipeline.graph.stage import Graph, IngestJob
 from pipeline.graph.store import Store
-from workers.errors import UserError
+from workers.errors import UnfitSource, UserError
 from workers.job import Task
 from workers.storage.artifact import Artifact
+from workers.storage.filesystem import StorageUnavailable
 
 MAX_LISTED_CLASSES = 12  # in an error message
 
@@ -25,10 +27,10 @@ def add_tasks(builder: Builder) -> list[Task]:
 
     Raise `UserError` when the stream cannot be built from its cards.
     """
-    loaded: dict[str, cards.Card] = {}
+    loaded: dict[str, Card] = {}
     for entry in builder.config.stream.tasks:
         if entry.card not in loaded:
-            card = cards.load(entry.card, builder.store)
+            card = load_card(entry.card, builder.store)
             _check_new_name(entry.card, card, loaded)
             loaded[entry.card] = card
             _add_card(builder, card)
@@ -45,7 +47,7 @@ def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Gra
     builder = Builder(config, store, {})
     tasks = []
     for name in dict.fromkeys(names):
-        card = cards.load(name, store)
+        card = load_card(name, store)
         _add_card(builder, card)
         key = builder.keys[f"data/{card.name}"]
         urls = in_place.urls_of(card)
@@ -53,7 +55,24 @@ def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Gra
     return Graph.of(config.name, builder.stages), tasks
 
 
-def _check_new_name(path: str, card: cards.Card, loaded: dict[str, cards.Card]) -> None:
+def load_card(name: str, store: Store) -> Card:
+    """Load a card. Raise `UnfitSource` where its classes are not in its source."""
+    try:
+        return card_files.load(name, store)
+    except StorageUnavailable:
+        raise
+    except UserError as error:
+        load_error = error
+    try:
+        card = card_files.load_without_source(name)
+    except UserError:
+        raise load_error from None
+    if card.classes != (card_files.FROM_SOURCE,):
+        raise load_error from None
+    raise UnfitSource(str(load_error), card) from None
+
+
+def _check_new_name(path: str, card: Card, loaded: dict[str, Card]) -> None:
     for other_path, other in loaded.items():
         if other.name == card.name:
             raise UserError(
@@ -83,11 +102,20 @@ def _check_roles(tasks: list[Task]) -> None:
         )
 
 
-def _add_card(builder: Builder, card: cards.Card) -> None:
+def _add_card(builder: Builder, card: Card) -> None:
     """Add the ingest stage of a card.
 
-    Raise `UserError` where it has no result, and its source shows that it would fail.
+    Raise `UnfitSource` where it has no result, and its source shows that it would fail.
     """
+    try:
+        _add_ingest(builder, card)
+    except StorageUnavailable:
+        raise
+    except UserError as error:
+        raise UnfitSource(str(error), card) from None
+
+
+def _add_ingest(builder: Builder, card: Card) -> None:
     source = builder.sources.get(card.name)
     if source is None:
         source = raw_data.source_of(builder.store, card, builder.ask_sources)
@@ -104,7 +132,7 @@ def _add_card(builder: Builder, card: cards.Card) -> None:
         check_source(card, source.entries)
 
 
-def _tasks_of(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task]:
+def _tasks_of(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
     """Return the tasks that one line of the stream makes of a card."""
     classes = _classes_of(entry, card)
     name = entry.name or card.name
@@ -127,7 +155,7 @@ def _tasks_of(builder: Builder, entry: TaskEntry, card: cards.Card) -> list[Task
     return tasks
 
 
-def _classes_of(entry: TaskEntry, card: cards.Card) -> Sequence[str]:
+def _classes_of(entry: TaskEntry, card: Card) -> Sequence[str]:
     """Return the classes that an entry takes from its card, in order. Raise `UserError`."""
     name = entry.name or card.name
     card_classes = card.order()
@@ -143,7 +171,7 @@ def _classes_of(entry: TaskEntry, card: cards.Card) -> Sequence[str]:
         )
     classes: Sequence[str] | None = entry.classes
     if entry.order:
-        classes = cards.in_order(entry.order, card.classes)
+        classes = card_files.in_order(entry.order, card.classes)
     if classes is None:
         return card_classes
     # A card and a config may be written in two Unicode forms.

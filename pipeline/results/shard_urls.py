@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline import config as configs
-from pipeline.data import cards, in_place
+from pipeline.data import card_files, in_place
 from pipeline.data.braces import with_braces
 from pipeline.data.cards import Card
 from pipeline.data.listing import SPLITS, Split
@@ -48,7 +48,7 @@ def shard_urls_of(name: str, store: Store) -> list[ShardUrl]:
 
     Nothing is opened but the store. Raise UserError where the card was not ingested yet.
     """
-    card = cards.load(name, store)
+    card = card_files.load(name, store)
     urls = in_place.urls_of(card)
     if urls is None:
         return [ShardUrl(card.name, split, url) for split, url in _stored_urls(card, store)]

@@ -53,9 +53,9 @@ def data(args: argparse.Namespace) -> int:
 
 def prepare_card(args: argparse.Namespace) -> int:
     """Sort the official images of a card into class folders, and print how they are used."""
-    from pipeline.data import cards, preparation  # imports pyarrow
+    from pipeline.data import card_files, preparation  # imports pyarrow
 
-    card = cards.load_without_source(args.card)
+    card = card_files.load_without_source(args.card)
     prepared = preparation.prepare(card, args.source, args.to, args.copy)
     print(
         f"{card.name}: {prepared.counts['train']} train and {prepared.counts['test']} test images "

@@ -35,7 +35,7 @@ def card_schema() -> Schema:
     schema = model_schema(Card)
     schema["title"] = "Accrete card"
     listed = schema["properties"]["classes"]
-    words = {"const": "from_source", "description": "the sorted names of the train folders"}
+    words = {"const": "from_source", "description": "those of the source, sorted"}
     schema["properties"]["classes"] = {
         "description": listed.pop("description", ""),
         "anyOf": [listed, words],

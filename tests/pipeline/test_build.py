@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pipeline.config import check
-from pipeline.data import cards
+from pipeline.data import card_files
 from pipeline.data.formats import source_state
 from pipeline.graph import build, diagram, raw_data
 from pipeline.graph.stage import Graph
@@ -83,9 +83,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def second_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digits under any other name."""
-    load = cards.load
+    load = card_files.load
     monkeypatch.setattr(
-        cards,
+        card_files,
         "load",
         lambda name, *rest: load("digits", *rest).model_copy(update={"name": name}),
     )
@@ -592,7 +592,7 @@ def test_an_order_says_which_classes_a_task_has_and_is_cut_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        cards, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4))
+        card_files, "in_order", lambda name, classes: tuple(classes[i] for i in (7, 2, 9, 4))
     )
     _, tasks = graph_of(
         tmp_path,

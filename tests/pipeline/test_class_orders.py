@@ -10,7 +10,7 @@ import pytest
 import yaml
 from timm.data import ImageNetInfo
 
-from pipeline.data import cards
+from pipeline.data import card_files
 from workers.errors import UserError
 
 NAMES = tuple(f"class {i}" for i in range(100))
@@ -37,7 +37,7 @@ def test_a_published_order_is_a_permutation_with_its_hash(
 ) -> None:
     orders = [
         int(label.split()[1])
-        for label in cards.in_order(name, tuple(f"class {i}" for i in range(1000)))
+        for label in card_files.in_order(name, tuple(f"class {i}" for i in range(1000)))
     ]
     assert sorted(orders) == list(range(count))
     assert hashlib.sha256(",".join(map(str, orders)).encode()).hexdigest()[:16] == digest
@@ -46,7 +46,7 @@ def test_a_published_order_is_a_permutation_with_its_hash(
 
 def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean() -> None:
     listed = {
-        name: cards.load(name).classes
+        name: card_files.load(name).classes
         for name in ("cifar100", "cifar100-part", "cifar100-folder", "cifar100-torchvision")
     }
     assert set(listed.values()) == {listed["cifar100"]}
@@ -60,7 +60,7 @@ def test_every_card_of_cifar100_lists_the_official_classes_that_the_orders_mean(
 def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid() -> None:
     """As a card lists them: sorted. The list's hash is that of BiC's hundred classes."""
     wnids = tuple(sorted(ImageNetInfo().label_names()))
-    selected_wnids = cards.in_order("imagenet/imagenet100-order1", wnids)
+    selected_wnids = card_files.in_order("imagenet/imagenet100-order1", wnids)
     assert {*selected_wnids} == {*wnids[:100]}
     assert hashlib.sha256(",".join(wnids[:100]).encode()).hexdigest()[:16] == "46391eba563f110f"
     assert (wnids[0], wnids[99], selected_wnids[0]) == ("n01440764", "n01855672", wnids[68])
@@ -68,7 +68,7 @@ def test_imagenet_100_is_the_first_hundred_classes_of_imagenet_by_wnid() -> None
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(cards, "CARDS", tmp_path)
+    monkeypatch.setattr(card_files, "CARDS", tmp_path)
     (tmp_path / "mine" / "orders").mkdir(parents=True)
 
     def write(order: object, digest: str | None = None) -> str:
@@ -84,7 +84,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_an_order_may_name_some_classes_alone(written: Any) -> None:
-    assert cards.in_order(written([7, 3]), NAMES) == ("class 7", "class 3")
+    assert card_files.in_order(written([7, 3]), NAMES) == ("class 7", "class 3")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_an_order_that_cannot_be_is_refused(
     written: Any, order: object, digest: str | None, says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        cards.in_order(written(order, digest), NAMES)
+        card_files.in_order(written(order, digest), NAMES)
 
 
 @pytest.mark.parametrize("name", ["mine/none", "own", "none/own"])
@@ -110,4 +110,4 @@ def test_an_order_that_is_not_there_is_refused_with_those_that_are(written: Any,
     with pytest.raises(
         UserError, match=rf"class order '{name}' does not exist .*there are: mine/own"
     ):
-        cards.in_order(name, NAMES)
+        card_files.in_order(name, NAMES)

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.config import NAME, ClusterSettings, Config, TrackingSettings, check, dump, load
-from pipeline.data import cards, ingest
+from pipeline.data import card_files, ingest
 from pipeline.graph import build
 from pipeline.graph.store import Store
 from pipeline.yaml_files import absolute, apply_override, expand, parse_yaml
@@ -553,9 +553,9 @@ def test_how_shards_are_cut_changes_the_keys_of_all_that_trains_on_them(
     if change == "revision":
         monkeypatch.setattr(ingest, "REVISION", 99)
     else:
-        load = cards.load
+        load = card_files.load
         other = {"shard_images": 7}
-        monkeypatch.setattr(cards, "load", lambda *args: load(*args).model_copy(update=other))
+        monkeypatch.setattr(card_files, "load", lambda *args: load(*args).model_copy(update=other))
     after = [keys_of(start, tmp_path) for start in starts]
     assert changed(before[0], after[0]) == set(before[0])
     assert changed(before[1], after[1]) == set(before[1]) - {"backbone"}, "it is not trained"

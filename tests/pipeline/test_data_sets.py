@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.data import cards, catalogue
+from pipeline.data import card_files, catalogue
 from pipeline.data.cards import Card
 from workers.errors import UserError
 
@@ -50,7 +50,7 @@ def write_card(folder: Path, name: str, text: str) -> None:
 
 def test_every_card_has_a_line_without_its_data(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(capsys, "data", "list").split("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in lines[1:]] == cards.names()
+    assert [line.split()[0] for line in lines[1:]] == card_files.names()
     assert lines[0].split()[:4] == ["card", "classes", "train", "test"]
     assert all(len(line) <= 160 and line == line.rstrip() for line in lines)
 
@@ -67,9 +67,9 @@ def rows_by_name() -> dict[str, list[str]]:
     return {row[0]: row for row in catalogue.read_catalogue().rows}
 
 
-@pytest.mark.parametrize("name", cards.names())
+@pytest.mark.parametrize("name", card_files.names())
 def test_a_card_says_its_terms_and_where_its_data_is_to_be_fetched(name: str) -> None:
-    card = cards.load_without_source(name)
+    card = card_files.load_without_source(name)
     assert card.name == name
     assert card.licence
     if catalogue.how(card).startswith("by hand"):
@@ -107,7 +107,7 @@ def test_an_unknown_card_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_broken_card_hides_no_other(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cards, "CARDS", tmp_path)
+    monkeypatch.setattr(card_files, "CARDS", tmp_path)
     write_card(tmp_path, "bad", "name: [")
     write_card(tmp_path, "good", "name: good\nsource: {format: folder}\nlicence: x\nclasses: [a]")
     text = output(capsys, "data", "list", code=2)
@@ -117,7 +117,7 @@ def test_a_broken_card_hides_no_other(
 
 
 def test_notes_for_people_do_not_change_what_ingest_writes() -> None:
-    card = cards.load_without_source("cub200")
+    card = card_files.load_without_source("cub200")
     body = card.model_dump()
     plain = Card.model_validate(body | {"archive": None, "verified": "", "licence": "x"})
     noted = Card.model_validate(body | {"verified": "yes"})
@@ -131,7 +131,7 @@ def test_a_card_to_be_tested_on_takes_its_classes_from_the_unpacked_archive(
     for number in range(200):
         (tmp_path / "imagenet-a" / f"n{number:08d}").mkdir(parents=True)
     (tmp_path / "imagenet-a" / "README.txt").touch()
-    assert cards.load("imagenet-a").classes[:2] == ("n00000000", "n00000001")
+    assert card_files.load("imagenet-a").classes[:2] == ("n00000000", "n00000001")
 
 
 def test_a_card_without_its_data_tells_the_command_that_says_how(
@@ -139,4 +139,4 @@ def test_a_card_without_its_data_tells_the_command_that_says_how(
 ) -> None:
     monkeypatch.setenv("ACCRETE_IMAGES", str(tmp_path))
     with pytest.raises(UserError, match=r"put the data there \(`accrete data list cub200`"):
-        cards.load("cub200")
+        card_files.load("cub200")

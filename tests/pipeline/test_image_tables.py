@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data import cards, in_place, ingest, starter
+from pipeline.data import card_files, in_place, ingest, starter
+from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import DataSet, Request
 from pipeline.data.detection.detect import detect
 from pipeline.data.formats import format_of
@@ -70,7 +71,7 @@ def test_what_is_found_is_proposed_and_can_be_ingested(
     here.mkdir()
     monkeypatch.chdir(here)
     config = starter.start([os.path.relpath(path)], "accrete", lambda text: None)
-    card = cards.load(config.replace(".yaml", "-card.yaml"))
+    card = card_files.load(config.replace(".yaml", "-card.yaml"))
     function = in_place.index_shards if format_of(card).list_shards else ingest.ingest
     manifest = function(card, str(tmp_path / "store"), "k", map, {})
     assert sum(manifest["counts"].values()) == sum(counts.values())
@@ -155,7 +156,7 @@ def test_a_link_that_leads_out_is_left_out(tmp_path: Path) -> None:
     table = write_table(tmp_path / "data" / "t.csv", ["image,label", "link/x.png,a", "no.png,b"])
     source: dict[str, Any] = {"format": "csv", "path": str(table)}
     body = {"name": "x", "licence": "", "classes": ["a", "b"], "source": source}
-    entries = list_files(cards.Card.model_validate(body)) or []
+    entries = list_files(Card.model_validate(body)) or []
     problems = {entry.name: entry.problem for entry in entries}
     assert problems["link/x.png"] == OUTSIDE
     assert problems["no.png"] == "corrupt: there is no such file"

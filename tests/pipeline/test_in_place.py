@@ -21,7 +21,8 @@ import webdataset
 import yaml
 from PIL import Image
 
-from pipeline.data.cards import Card, load
+from pipeline.data.card_files import load
+from pipeline.data.cards import Card
 from pipeline.data.formats import fingerprint, units
 from pipeline.data.formats import webdataset as webdataset_format
 from pipeline.data.in_place import index_shards, urls_of

@@ -22,8 +22,9 @@ import pytest
 import webdataset
 from PIL import Image
 
-from pipeline.data import cards, formats
-from pipeline.data.cards import Card, load
+from pipeline.data import formats
+from pipeline.data.card_files import load
+from pipeline.data.cards import Card, SourceFormat
 from pipeline.data.formats import fingerprint
 from pipeline.data.formats.base import Format
 from pipeline.data.ingest import ingest
@@ -942,7 +943,7 @@ def test_a_card_without_labels_has_one_class(source: Any, tmp_path: Path) -> Non
 
 
 def test_every_format_that_a_card_may_name_is_a_module_and_every_module_can_be_named() -> None:
-    names = {*get_args(cards.SourceFormat)}
+    names = {*get_args(SourceFormat)}
     modules = {path.stem for path in Path(formats.__file__).parent.glob("*.py")}
     assert modules == names | {"__init__", "base"}
     for name in names:

@@ -17,7 +17,8 @@ import pytest
 
 from pipeline import console
 from pipeline.data import packs, shard_writer
-from pipeline.data.cards import Card, load
+from pipeline.data.card_files import load
+from pipeline.data.cards import Card
 from pipeline.data.formats import base
 from pipeline.data.ingest import ingest
 from pipeline.data.selection import _held_out

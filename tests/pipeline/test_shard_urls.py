@@ -12,7 +12,7 @@ import webdataset
 from test_in_place import digit_shards
 
 from pipeline import cli
-from pipeline.data import cards, in_place, ingest
+from pipeline.data import card_files, in_place, ingest
 from pipeline.data.braces import with_braces
 from pipeline.data.listing import CARDS
 from pipeline.graph import raw_data
@@ -38,7 +38,7 @@ def test_shards_of_ingested_cards_are_read_by_webdataset(
     assert "python -m pipeline ingest CONFIG" in message
     storage = str(tmp_path / "storage")
     store = Store(storage)
-    loaded = cards.load(card)
+    loaded = card_files.load(card)
     key = key_of(raw_data.stage_inputs(loaded, raw_data.source_of(store, loaded)), ())
     ingest.ingest(loaded, store.root, key, map, {"step": "ingest"})
     listed = output(capsys, "shards", config)
@@ -90,7 +90,7 @@ def test_braces_stand_for_exactly_the_urls(urls: list[str], expected: list[str])
 
 def test_the_card_of_imagenet_names_its_shards_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCRETE_IMAGENET_WDS", raising=False)
-    card = cards.load("imagenet-wds")
+    card = card_files.load("imagenet-wds")
     urls = in_place.urls_of(card)
     assert urls is not None
     by_name = urls_by_name(urls)
@@ -99,4 +99,4 @@ def test_the_card_of_imagenet_names_its_shards_and_classes(monkeypatch: pytest.M
     assert by_name["test-000063.tar"].endswith("imagenet1k-validation-63.tar")
     assert list(card.classes) == sorted(set(card.classes))
     for order in (CARDS / "imagenet" / "orders").glob("*.yaml"):
-        assert set(cards.in_order(f"imagenet/{order.stem}", card.classes)) <= set(card.classes)
+        assert set(card_files.in_order(f"imagenet/{order.stem}", card.classes)) <= set(card.classes)

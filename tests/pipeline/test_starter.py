@@ -12,7 +12,7 @@ import pytest
 
 from pipeline import cli
 from pipeline import config as configs
-from pipeline.data import cards, starter
+from pipeline.data import card_files, starter
 from pipeline.data.proposal import task_sizes
 from tests.image_data import class_folders, make_image
 from workers.errors import UserError
@@ -42,7 +42,7 @@ def test_what_is_written_is_a_valid_config_on_a_valid_card(here: Path) -> None:
     config = configs.load("zoo.yaml")
     assert [entry.classes for entry in config.stream.tasks] == [NAMES[:3], NAMES[3:]]
     assert [entry.role for entry in config.stream.tasks] == ["base", "task"]
-    card = cards.load("zoo-card.yaml")
+    card = card_files.load("zoo-card.yaml")
     assert card.classes == NAMES
     assert card.source.path == str(here.parent / "zoo")
     assert card.test_fraction == 0.2
@@ -68,7 +68,7 @@ def test_relative_paths_start_at_the_file_that_names_them(
     init("../zoo")
     monkeypatch.chdir(here.parent)
     config = configs.load("here/zoo.yaml")
-    card = cards.load(config.stream.tasks[0].card)
+    card = card_files.load(config.stream.tasks[0].card)
     assert card.source.path == str(here.parent / "zoo")
 
 
@@ -83,7 +83,7 @@ def test_a_card_may_stand_beside_the_data_and_an_entry_may_be_a_path(here: Path)
         "name: x\nstream: {tasks: [./zoo, {card: zoo/card.yaml, name: y}]}\nmethods: {linear: {}}\n"
     )
     config = configs.load("run.yaml", with_methods=False)
-    assert [cards.load(entry.card).source.path for entry in config.stream.tasks] == [
+    assert [card_files.load(entry.card).source.path for entry in config.stream.tasks] == [
         str(here / "zoo")
     ] * 2
 
@@ -95,7 +95,7 @@ def test_several_data_sets_are_a_task_each(here: Path) -> None:
     tasks = configs.load("zoo.yaml").stream.tasks
     assert [task.name for task in tasks] == ["zoo", "zoo-2"]
     assert [task.role for task in tasks] == ["base", "task"]
-    assert cards.load(tasks[1].card).classes == ("x", "y")
+    assert card_files.load(tasks[1].card).classes == ("x", "y")
 
 
 def test_a_folder_of_data_sets_has_its_name(here: Path) -> None:
@@ -112,7 +112,7 @@ def test_names_from_the_data_are_quoted_where_yaml_would_read_them_otherwise(her
     config = configs.load("zoo-1.yaml")
     written = [name for task in config.stream.tasks for name in task.classes or ()]
     assert written == sorted(names)
-    assert cards.load("zoo-1-card.yaml").classes == tuple(sorted(names))
+    assert card_files.load("zoo-1-card.yaml").classes == tuple(sorted(names))
 
 
 @pytest.mark.parametrize("file", ["zoo.yaml", "zoo-card.yaml"])
@@ -176,7 +176,7 @@ def test_results_do_not_become_part_of_the_data(
     with pytest.raises(UserError, match="current folder is that of the images") as error:
         init(path)
     assert sorted(os.listdir()) == before
-    command = str(error.value).partition("another one: ")[2]
+    command = str(error.value).split("`")[1]
     folder, _, rest = command.removeprefix("cd ").partition(" && ")
     monkeypatch.chdir(shlex.split(folder)[0])
     assert cli.main(shlex.split(rest)[1:]) == 0
@@ -189,7 +189,7 @@ def test_folders_of_splits_may_hold_their_results_too(
     class_folders(tmp_path / "zoo" / "test", NAMES)
     monkeypatch.chdir(tmp_path / "zoo")
     init(".")
-    assert cards.load("zoo-card.yaml").source.path == str(tmp_path / "zoo")
+    assert card_files.load("zoo-card.yaml").source.path == str(tmp_path / "zoo")
 
 
 @pytest.mark.parametrize("num_classes", [2, 3, 4, 5, 9, 10, 101, 1000])

@@ -30,12 +30,22 @@ IMAGE_COLUMNS = (
 )
 LABEL_COLUMNS = ("label", "labels", "class", "classname", "target", "category", "labelname", "y")
 SPLIT_COLUMNS = ("split", "set", "subset", "partition", "phase", "usage", "dataset")
+ONE = frozenset(("1", "1.0"))
+ZERO_OR_ONE = ONE | {"0", "0.0"}
 MOST_NAMED = 12  # columns that a sentence lists
 
 
 def plain(name: str) -> str:
     """Return the name of a column in lower case, without signs between its words."""
     return name.lower().replace("_", "").replace("-", "").replace(" ", "").replace(".", "")
+
+
+class LabelUnclear(UserError):
+    """Which column of a table is the label is not clear, and the images that it names are there."""
+
+
+class TableMeant(LabelUnclear):
+    """The same, and the folders that the images lie in are no classes: the table names files."""
 
 
 def image_column(request: Request, where: str, names: Sequence[str], images: Sequence[str]) -> str:
@@ -59,12 +69,18 @@ def image_column(request: Request, where: str, names: Sequence[str], images: Seq
 
 
 def label_column(
-    request: Request, where: str, names: Sequence[str], image: str, labels: Sequence[str] = ()
+    request: Request,
+    where: str,
+    names: Sequence[str],
+    image: str,
+    declared: Mapping[str, Sequence[str]] | None = None,
+    likely: Sequence[str] = (),
 ) -> str:
     """Return the column of labels.
 
-    labels: the columns that the table itself declares to be labels. Raise `UserError` where that is
-    not clear.
+    declared: classes of the columns that the table itself declares to be labels; of several, that
+    with the most classes is taken. likely: columns that an error proposes first. Raise `UserError`
+    where that is not clear.
     """
     if request.label is not None:
         return _asked(request.label, where, names)
@@ -72,12 +88,40 @@ def label_column(
     exact = [name for name in other_columns if plain(name) == LABEL_COLUMNS[0]]
     if len(exact) == 1:
         return exact[0]
-    candidates = list(labels) or [name for name in other_columns if plain(name) in LABEL_COLUMNS]
+    candidates = _with_most_classes(declared or {})
+    if not candidates:
+        candidates = [name for name in other_columns if plain(name) in LABEL_COLUMNS]
     if not candidates and len(other_columns) == 1:
         candidates = other_columns
     if len(candidates) == 1:
         return candidates[0]
-    raise _unclear(request, where, "label", names, candidates)
+    raise _unclear(request, where, "label", names, candidates or likely)
+
+
+def _with_most_classes(declared: Mapping[str, Sequence[str]]) -> list[str]:
+    most = max((len(classes) for classes in declared.values()), default=0)
+    return [name for name, classes in declared.items() if len(classes) == most]
+
+
+def columns_of_classes(values: Mapping[str, Sequence[str | None]]) -> list[str]:
+    """Return the columns whose values repeat, as labels do: those with the fewest come last."""
+    counts: dict[str, int] = {}
+    for name, texts in values.items():
+        distinct = set(filter(None, texts))
+        if 2 <= len(distinct) < max(len(texts), 3):
+            counts[name] = len(distinct)
+    return sorted(counts, key=lambda name: -counts[name])
+
+
+def one_hot_columns(values: Mapping[str, Sequence[str | None]]) -> list[str]:
+    """Return the columns that are a class each: in every row, one of them is 1 and all others 0."""
+    names = [name for name, texts in values.items() if set(texts) <= ZERO_OR_ONE]
+    if len(names) < 2:
+        return []
+    for row in zip(*(values[name] for name in names), strict=True):
+        if sum(text in ONE for text in row) != 1:
+            return []
+    return names
 
 
 def split_column(values: Mapping[str, Sequence[str | None]]) -> str | None:
@@ -129,16 +173,24 @@ def _listed(names: Sequence[str]) -> str:
     return f"{text}, ..." if len(names) > MOST_NAMED else text
 
 
+def one_hot_labels(where: str, columns: Sequence[str]) -> UserError:
+    """Return the error of a table that has a column for each class."""
+    return UserError(
+        f"{where} has a column for each class ({_listed(columns)}) with a 1 in one of them, and "
+        "labels are read from one column; add a column `label` with the name of the class"
+    )
+
+
 def too_many_values(
     where: str, label: str, other_columns: Sequence[str], request: Request
 ) -> UserError:
     """Return the error of a label column that has another value in most rows, or no names.
 
-    other_columns: columns that may be meant instead.
+    other_columns: columns that may be meant instead, the likeliest last.
     """
     remedy = "give a table with a class for each image"
     if other_columns:
-        remedy = f"if another column is meant: `{request.command(label=other_columns[0])}`"
+        remedy = f"if another column is meant: `{request.command(label=other_columns[-1])}`"
     return UserError(
         f"{where}: the values of column {quoted(label)} are no classes (too many, or neither names "
         f"nor whole numbers); {remedy}"

@@ -10,6 +10,7 @@ from pipeline.data.detection.data_set import DataSet, Request, name_of
 from pipeline.data.detection.folders import Candidate, data_sets_in
 from pipeline.data.detection.image_tables import table_at
 from pipeline.data.detection.libraries import HUB, TORCHVISION, hub_address, torchvision_set_at
+from pipeline.data.detection.packed_files import is_packed, unpack_command
 from pipeline.data.detection.parquet_files import parquet_in, read_schema
 from pipeline.data.detection.shard_files import shards_in
 from pipeline.data.detection.tree import Folder, read_tree
@@ -20,7 +21,6 @@ from workers.storage.secrets import refuse_secrets
 
 # stems that say nothing: a data set in such a file is called as its folder
 PLAIN_STEMS = ("train", "labels", "label", "data", "metadata", "images", "index", "all", "dataset")
-ARCHIVES = (".zip", ".tgz", ".gz", ".bz2", ".xz", ".7z", ".rar", ".zst")
 
 
 def detect(request: Request) -> list[DataSet]:
@@ -65,13 +65,18 @@ def _file(uri: str, request: Request) -> DataSet:
             return table_at(uri, name, request, read_tree(parent(uri)) or Folder(""))
         case ".tar":
             return shards_in(parent(uri), [posixpath.basename(uri)], name, request, uri)
-    what = "no config and no data set"
-    if uri.lower().endswith(ARCHIVES):
-        what = "a compressed archive, which is not read: unpack it and give the folder"
+    if is_packed(uri):
+        raise _packed(uri, request)
     raise UserError(
-        f"{printable(uri)} is {what}; what would do: a .yaml config, a folder of class folders, "
-        "a CSV file of paths and labels, Parquet files, or WebDataset tars"
+        f"{printable(uri)} is no config and no data set; what would do: a .yaml config, a folder "
+        "of class folders, a CSV file of paths and labels, Parquet files, or WebDataset tars"
     )
+
+
+def _packed(uri: str, request: Request) -> UserError:
+    command = unpack_command([request.path], "", request.program)
+    remedy = f"unpack it: `{command}`" if command else "unpack it and give the folder"
+    return UserError(f"{printable(uri)} is a compressed archive, which is not read; {remedy}")
 
 
 def _missing(path: str) -> UserError:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import posixpath
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from pipeline.data.detection.columns import LabelUnclear, TableMeant
 from pipeline.data.detection.data_set import (
     DataSet,
     Request,
@@ -17,15 +21,24 @@ from pipeline.data.detection.data_set import (
     split_of,
 )
 from pipeline.data.detection.image_sizes import sizes_of_files
-from pipeline.data.detection.image_tables import table_at, tables_in
+from pipeline.data.detection.image_tables import (
+    TableFile,
+    split_word,
+    table_at,
+    tables_in,
+    tables_of,
+)
+from pipeline.data.detection.packed_files import is_packed, unpack_command
 from pipeline.data.detection.parquet_files import parquet_in, read_schema
 from pipeline.data.detection.shard_files import shards_in
 from pipeline.data.detection.tree import Folder
-from pipeline.data.listing import nfc, printable
+from pipeline.data.listing import nfc, printable, suffix_of
 from workers.errors import UserError
-from workers.storage.artifact import join
+from workers.storage.artifact import is_local, join
 
 MOST_DATA_SETS = 200  # in one folder
+# of a test folder's only folder: a loader of class folders asks for one
+NO_CLASSES = frozenset(("all", "images", "imgs", "test", "testing", "unknown", "unlabeled"))
 WHAT_WOULD_DO = (
     "what would do: class folders (CLASS/*.jpg), with or without train/ and test/ above them, a "
     "CSV file of paths and labels, Parquet files, or WebDataset tars"
@@ -51,11 +64,54 @@ def data_sets_in(candidate: Candidate) -> list[DataSet]:
 
     Raise `UserError` where there is none.
     """
+    try:
+        return _data_sets_in(candidate)
+    except UserError:
+        data_set = _listed_in_text(candidate)
+        if data_set is None:
+            raise
+        return [data_set]
+
+
+def _listed_in_text(candidate: Candidate) -> DataSet | None:
+    """Return the data set of train.txt or such, with paths and labels; None without one."""
     folder = candidate.folder
-    if folder.tables:
-        data_set = tables_in(candidate.uri, folder, candidate.name, candidate.request)
-        if data_set is not None:
-            return [data_set]
+    names = [name for name in folder.other_files if suffix_of(name) == ".txt" and split_word(name)]
+    if not names:
+        return None
+    try:
+        return tables_in(
+            candidate.uri, replace(folder, tables=names), candidate.name, candidate.request
+        )
+    except UserError:
+        return None
+
+
+def _data_sets_in(candidate: Candidate) -> list[DataSet]:
+    """Return what a table in the folder says, or else what its folders are."""
+    folder = candidate.folder
+    if not folder.tables:
+        return _data_sets_by_folders(candidate)
+    table_error: UserError
+    try:
+        return [tables_in(candidate.uri, folder, candidate.name, candidate.request)]
+    except UserError as error:
+        table_error = error
+    has_images = any(below.holds_images() for below in folder.folders.values())
+    is_asked = candidate.request.label is not None or candidate.request.image is not None
+    if isinstance(table_error, TableMeant) or is_asked or not has_images:
+        raise table_error
+    try:
+        return _data_sets_by_folders(candidate)
+    except UserError:
+        is_train = any(split_word(name) == "train" for name in folder.tables)
+        if is_train or isinstance(table_error, LabelUnclear):
+            raise table_error from None
+        raise
+
+
+def _data_sets_by_folders(candidate: Candidate) -> list[DataSet]:
+    folder = candidate.folder
     with_content = [below for below in folder.folders.values() if _has_content(below)]
     splits = [below for below in with_content if split_of(below.base_name)]
     if any(split_of(below.base_name) != "val" for below in splits):
@@ -81,7 +137,7 @@ def _has_content(folder: Folder) -> bool:
 
 # ---- class folders -------------------------------------------------------------------------------
 def _class_folders(candidate: Candidate) -> DataSet:
-    return _class_data_set(candidate, {"train": "."}, candidate.folder, None, (), "class folders")
+    return _class_data_set(candidate, {"train": "."}, candidate.folder, None, [], "class folders")
 
 
 def _with_split_folders(candidate: Candidate, folders: list[Folder]) -> DataSet:
@@ -96,11 +152,37 @@ def _with_split_folders(candidate: Candidate, folders: list[Folder]) -> DataSet:
     test = by_name[splits.test] if splits.test else None
     if train.parquet or train.tars:
         return _archives(candidate)
+    has_classes = any(below.holds_images() for below in train.folders.values())
+    if train.tables and not has_classes:
+        return _tables_of_splits(candidate, train, test)
+    unused = [f"validation images in {quoted(name)}" for name in splits.unused]
+    if test is not None and _is_unlabelled(test):
+        images = counted(test.all_images(), "image")
+        unused = [f"{images} without labels in {quoted(test.base_name)}"]
+        test = by_name.get(splits.unused[0]) if splits.unused else None
     source_splits = {"train": splits.train}
-    if splits.test is not None:
-        source_splits["test"] = splits.test
+    if test is not None:
+        source_splits["test"] = test.base_name
     layout = f"class folders in {' and '.join(f'{n}/' for n in source_splits.values())}"
-    return _class_data_set(candidate, source_splits, train, test, splits.unused, layout)
+    return _class_data_set(candidate, source_splits, train, test, unused, layout)
+
+
+def _is_unlabelled(test: Folder) -> bool:
+    """Whether the images of a test folder lie in no folders, or in one that is no class."""
+    names = [below.base_name.lower() for below in test.folders.values() if below.holds_images()]
+    is_flat = not names or (len(names) == 1 and names[0] in NO_CLASSES)
+    return is_flat and test.holds_images()
+
+
+def _tables_of_splits(candidate: Candidate, train: Folder, test: Folder | None) -> DataSet:
+    """Return the data set of tables that lie in the folders of their splits."""
+    names = train.tables
+    if test is not None:
+        names = [name for name in names if name in test.tables] or names
+    parts = {"train": TableFile(candidate.uri, f"{train.base_name}/{names[0]}")}
+    if test is not None and names[0] in test.tables:
+        parts["test"] = TableFile(candidate.uri, f"{test.base_name}/{names[0]}")
+    return tables_of(parts, train, candidate.name, candidate.request)
 
 
 def _class_data_set(
@@ -108,7 +190,7 @@ def _class_data_set(
     splits: dict[str, str],
     train: Folder,
     test: Folder | None,
-    unused_splits: tuple[str, ...],
+    left_out: list[str],
     layout: str,
 ) -> DataSet:
     class_folders = [below for below in train.folders.values() if below.holds_images()]
@@ -118,7 +200,6 @@ def _class_data_set(
     classes = check_classes(printable(candidate.uri), sorted(names))
     counts = {"train": sum(below.all_images() for below in class_folders)}
     num_outside = train.images
-    left_out = [f"validation images in {quoted(name)}" for name in unused_splits]
     if test is not None:
         known = [below for below in test.folders.values() if nfc(below.base_name) in classes]
         counts["test"] = sum(below.all_images() for below in known)
@@ -129,7 +210,7 @@ def _class_data_set(
                 f"classes in {quoted(train.base_name)} ({listed(classes)}); name its folders "
                 "alike, or move it away: then some images of each class are held out as test"
             )
-    left_out += _left_out(train, class_folders, num_outside)
+    left_out = left_out + _left_out(train, class_folders, num_outside)
     total = sum(counts.values()) + num_outside
     is_complete = train.is_complete() and (test is None or test.is_complete())
     return DataSet(
@@ -138,10 +219,10 @@ def _class_data_set(
         source={"format": "folder", "path": candidate.uri, "splits": splits},
         classes=classes,
         counts=counts,
-        are_folders=len(train.folders) == len(class_folders) and not train.unused,
+        are_folders=len(train.folders) == len(class_folders) and not train.links,
         is_exact=is_complete,
         left_out=tuple(left_out),
-        bad_fraction=(num_outside + len(train.unused)) / max(total, 1),
+        bad_fraction=(num_outside + len(train.links)) / max(total, 1),
         sizes=sizes_of_files(_samples(candidate, splits["train"], class_folders)),
     )
 
@@ -153,8 +234,10 @@ def _left_out(train: Folder, class_folders: list[Folder], num_outside: int) -> l
     empty = [below.base_name for below in train.folders.values() if below not in class_folders]
     if empty:
         parts.append(f"folders without images: {listed(empty)}")
+    if train.links:
+        parts.append(f"links to folders, which are not followed: {listed(train.links)}")
     if train.unused:
-        parts.append(f"links to folders, which are not followed: {listed(train.unused)}")
+        parts.append(f"folders that programs leave behind: {listed(train.unused)}")
     other_files: list[str] = []
     for folder in train.walk():
         other_files += [*folder.other_files, *folder.tables]
@@ -201,12 +284,35 @@ def _data_set_each(candidate: Candidate, folders: list[Folder]) -> list[DataSet]
 def nothing_fits(candidate: Candidate) -> UserError:
     """Return the error that says what is in a folder, and what would do."""
     return UserError(
-        f"{printable(candidate.uri)} {_contents(candidate.folder)}, which is no data set of images "
-        f"with labels; {WHAT_WOULD_DO}"
+        f"{printable(candidate.uri)} {contents(candidate.folder)}, which is no data set of images "
+        f"with labels; {_remedy(candidate)}"
     )
 
 
-def _contents(folder: Folder) -> str:
+def _remedy(candidate: Candidate) -> str:
+    """Return what would do for a folder without a data set; a command where one helps."""
+    folder = candidate.folder
+    program = candidate.request.program
+    packed = [join(candidate.uri, name) for name in folder.other_files if is_packed(name)]
+    if packed and not folder.images and is_local(candidate.uri):
+        # what several archives hold belongs together
+        target = candidate.uri if len(packed) > 1 else ""
+        command = unpack_command(packed, target, program)
+        if command is not None:
+            return f"unpack it: `{command}`"
+    if folder.links and not folder.folders and is_local(candidate.uri):
+        parents = {posixpath.dirname(path) for path in _link_targets(candidate)}
+        if len(parents) == 1:
+            return f"give the folder they lead to: `{program} {shlex.join(['init', *parents])}`"
+    return WHAT_WOULD_DO
+
+
+def _link_targets(candidate: Candidate) -> list[str]:
+    return [os.path.realpath(os.path.join(candidate.uri, name)) for name in candidate.folder.links]
+
+
+def contents(folder: Folder) -> str:
+    """Return what is in a folder, as the rest of a sentence: `holds 2 folders (...)`."""
     parts: list[str] = []
     num_below = folder.all_images() - folder.images
     if folder.images:
@@ -216,8 +322,8 @@ def _contents(folder: Folder) -> str:
         parts.append(f"{counted(len(folder.folders), 'folder')} ({names})")
         if num_below:
             parts.append(f"{counted(num_below, 'image')} below")
-    if folder.unused:
-        parts.append(f"links to folders, which are not followed ({listed(folder.unused)})")
+    if folder.links:
+        parts.append(f"links to folders, which are not followed ({listed(folder.links)})")
     files = [*folder.tables, *folder.parquet, *folder.tars, *folder.other_files]
     if files:
         parts.append(f"{counted(len(files), 'other file')} ({listed(files)})")

@@ -12,9 +12,14 @@ from typing import NamedTuple
 from pyarrow import fs
 
 from pipeline.data.detection.columns import (
+    LabelUnclear,
+    TableMeant,
+    columns_of_classes,
     columns_of_paths,
     image_column,
     label_column,
+    one_hot_columns,
+    one_hot_labels,
     split_column,
     too_many_values,
 )
@@ -24,6 +29,8 @@ from pipeline.data.detection.data_set import (
     Request,
     check_classes,
     choose_splits,
+    counted,
+    listed,
     quoted,
     sorted_labels,
     split_of,
@@ -58,7 +65,8 @@ class TableFile(NamedTuple):
 class Guess:
     """The columns of a table, and where its images lie (see `Source.files`).
 
-    samples: values of the image column. other_columns: columns that are none of these.
+    samples: values of the image column. other_columns: that may hold labels too, the likeliest
+    last.
     """
 
     image: str
@@ -79,10 +87,24 @@ def table_at(uri: str, name: str, request: Request, folder: Folder) -> DataSet:
     return _data_set(name, [("train", file)], guess, uri, request)
 
 
-def tables_in(uri: str, folder: Folder, name: str, request: Request) -> DataSet | None:
-    """Return the data set of the tables in a folder; None where it has none that fits.
+def tables_of(
+    parts: Mapping[str, TableFile], folder: Folder, name: str, request: Request
+) -> DataSet:
+    """Return the data set of a table for each split; the first is that of train.
 
-    Raise `UserError` where there is one, and what its columns mean is not clear.
+    folder: the one that holds the table of train. Raise `UserError` where they are none.
+    """
+    train = parts["train"]
+    guess = guess_columns(train, request, folder)
+    path = train.uri if len(parts) == 1 else train.folder
+    return _data_set(name, list(parts.items()), guess, path, request)
+
+
+def tables_in(uri: str, folder: Folder, name: str, request: Request) -> DataSet:
+    """Return the data set of the tables in a folder.
+
+    Raise `UserError` where none of them fits: a `LabelUnclear` where one names images that are
+    there.
     """
     files = {table: TableFile(uri, table) for table in folder.tables}
     by_split = {split_word(table): table for table in files}
@@ -106,11 +128,11 @@ def tables_in(uri: str, folder: Folder, name: str, request: Request) -> DataSet 
             continue
         parts = [("train", files[table])]
         return _data_set(name, parts, guess, files[table].uri, request, _unused(files, parts))
-    if errors and not any(below.holds_images() for below in folder.folders.values()):
-        raise errors[0]
-    if errors and request.label is not None:
-        raise errors[0]
-    return None
+    for kind in (TableMeant, LabelUnclear):
+        for table_error in errors:
+            if isinstance(table_error, kind):
+                raise table_error
+    raise errors[0]
 
 
 def _unused(files: Mapping[str, TableFile], parts: Sequence[tuple[str, TableFile]]) -> list[str]:
@@ -147,14 +169,56 @@ def guess_columns(file: TableFile, request: Request, folder: Folder) -> Guess:
     split = split_column(values)
     image = image_column(request, where, names, columns_of_paths(values))
     other_columns = [name for name in names if name != split]
-    label = label_column(request, where, other_columns, image)
-    texts = [text for text in values[image] if text][:LOOKED_UP]
+    texts = _first_texts(values[image])
+    other_values = {name: values[name] for name in other_columns}
+    label = _label_of(file, request, folder, image, other_values)
     files = _where_images_lie(file, texts, folder)
-    remaining = tuple(name for name in other_columns if name not in (image, label))
-    return Guess(image, label, split, files, tuple(texts), remaining)
+    remaining = {name: values[name] for name in other_columns if name not in (image, label)}
+    return Guess(image, label, split, files, tuple(texts), tuple(columns_of_classes(remaining)))
+
+
+def _label_of(
+    file: TableFile,
+    request: Request,
+    folder: Folder,
+    image: str,
+    values: Mapping[str, Sequence[str | None]],
+) -> str:
+    """Return the column of labels. values: of the first rows, by column, without the split's.
+
+    Raise `UserError` where it is not clear, a `LabelUnclear` where the images are there.
+    """
+    where = printable(file.uri)
+    other_values = {name: texts for name, texts in values.items() if name != image}
+    likely = columns_of_classes(other_values)
+    try:
+        return label_column(request, where, list(values), image, likely=likely)
+    except UserError as error:
+        unclear = error
+    one_hot = one_hot_columns(other_values)
+    if one_hot and request.label is None:
+        unclear = one_hot_labels(where, one_hot)
+    try:
+        files = _where_images_lie(file, _first_texts(values[image]), folder)
+    except TableMeant:
+        raise TableMeant(str(unclear)) from None
+    except UserError:
+        raise unclear from None
+    if files == "{}":
+        raise LabelUnclear(str(unclear)) from None
+    raise TableMeant(str(unclear)) from None
+
+
+def _first_texts(texts: Sequence[str | None]) -> list[str]:
+    return [text for text in texts if text][:LOOKED_UP]
 
 
 def _where_images_lie(file: TableFile, texts: Sequence[str], folder: Folder) -> str:
+    """Return where images lie (see `Source.files`).
+
+    texts: values of the first rows. Raise `UserError` where they are not there, a `TableMeant`
+    where they lie in several folders.
+    """
     counts: dict[str, int] = {}
     for files in islice(_templates(folder), MOST_FOLDERS):
         counts[files] = _count_files(file, texts, files)
@@ -164,6 +228,12 @@ def _where_images_lie(file: TableFile, texts: Sequence[str], folder: Folder) -> 
     if counts[best] * 2 > len(texts):
         return best
     example = quoted(texts[0]) if texts else "nothing"
+    folders = [posixpath.dirname(files) for files, count in counts.items() if count]
+    if len(folders) > 1 and sum(counts.values()) * 2 > len(texts):
+        raise TableMeant(
+            f"{printable(file.uri)} names images such as {example}, which lie in several folders "
+            f"({listed(folders)}); move them into one"
+        )
     raise UserError(
         f"{printable(file.uri)} names images such as {example}, which are not below "
         f"{printable(file.folder)}; put them there, beside the table or in a folder"
@@ -185,7 +255,7 @@ def _templates(folder: Folder) -> Iterator[str]:
 def _count_files(file: TableFile, texts: Sequence[str], files: str) -> int:
     names: list[str] = []
     for text in texts:
-        name, problem = locate(text, "", file.folder, files)
+        name, problem = locate(text, posixpath.dirname(file.name), file.folder, files)
         if name is not None and problem is None:
             names.append(name)
     system, path = open_source(file.folder)
@@ -228,7 +298,8 @@ def _data_set(
         raise no_classes
     num_unlabelled = train[None] + sum(n for label, n in test.items() if label not in classes)
     if num_unlabelled:
-        left_out.append(f"{num_unlabelled} rows without a label, or with one that train lacks")
+        rows = counted(num_unlabelled, "row")
+        left_out.append(f"{rows} without a label, or with one that train lacks")
     source = {"format": "csv", "path": source_path, "splits": splits, "image": guess.image}
     source |= {"label": guess.label}
     if column is not None:
@@ -255,7 +326,7 @@ def _data_set(
 
 def _sample_uris(file: TableFile, guess: Guess) -> Iterator[str]:
     for text in guess.samples:
-        name, _ = locate(text, "", file.folder, guess.files)
+        name, _ = locate(text, posixpath.dirname(file.name), file.folder, guess.files)
         if name is not None:
             yield join(file.folder, name)
 

@@ -82,7 +82,7 @@ def torchvision_set_at(path: str, request: Request) -> DataSet:
     source: dict[str, Any] = {"format": "torchvision", "name": name, "path": TORCHVISION_PATH}
     if name in TORCHVISION_SPLITS:
         source["splits"] = splits
-    classes = _classes(path, train)
+    classes = torchvision_classes(path, train)
     return DataSet(
         name=name_of(name).lower(),
         layout=f"{counted(len(train), 'train image')} and {counted(len(test), 'test image')} of "
@@ -93,7 +93,11 @@ def torchvision_set_at(path: str, request: Request) -> DataSet:
     )
 
 
-def _classes(path: str, data: Any) -> tuple[str, ...]:
+def torchvision_classes(path: str, data: Any) -> tuple[str, ...]:
+    """Return the classes of a data set of torchvision. path: for errors.
+
+    Raise `UserError` where it says none.
+    """
     names = getattr(data, "classes", None)
     if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
         return check_classes(path, names)

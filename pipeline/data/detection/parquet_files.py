@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import escape
@@ -16,7 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.data.detection.columns import image_column, label_column, too_many_values
+from pipeline.data.cards import Numbers
+from pipeline.data.detection.columns import (
+    columns_of_classes,
+    image_column,
+    label_column,
+    too_many_values,
+)
 from pipeline.data.detection.data_set import (
     MAX_CLASSES,
     DataSet,
@@ -36,6 +43,8 @@ from workers.storage.artifact import join
 MOST_METADATA = 16 << 20  # bytes of the hub's description of the columns
 MOST_FILES = 2000  # whose labels are read
 MOST_SIZED_ROWS = 16
+FIRST_ROWS = 200  # that columns are guessed from
+MOST_TEXT = 200  # characters of a value
 LONGEST_IMAGE = 16 << 20  # bytes of an image whose size is looked at
 WORD = re.compile(r"[A-Za-z]+")
 
@@ -48,6 +57,10 @@ class Schema:
     images: tuple[str, ...]
     labels: tuple[str, ...]
     classes: dict[str, tuple[str, ...]]
+
+    def declared_classes(self) -> dict[str, tuple[str, ...]]:
+        """Return the classes of the label columns that the file has."""
+        return {name: self.classes[name] for name in self.labels}
 
 
 @dataclass(frozen=True)
@@ -204,18 +217,20 @@ def parquet_in(
             f"{', '.join(map(printable, schema.names[:12]))}; name one, or give a table of paths"
         )
     image = image_column(request, where, schema.names, schema.images)
-    label = label_column(request, where, schema.names, image, schema.labels)
-    other_columns = [name for name in schema.names if name not in (image, label)]
+    likely = _likely_labels(first, image)
+    label = label_column(request, where, schema.names, image, schema.declared_classes(), likely)
+    other_columns = [name for name in likely if name != label]
     no_classes = too_many_values(where, label, other_columns, request)
     counts: dict[str, Counter[Any]] = {}
     for split, group in groups.items():
         uris = [join(folder, file) for file in group.names]
-        counts[split] = _label_counts(uris, label, no_classes)
+        counts[split] = label_counts(uris, label, no_classes)
     left_out = [f"file {quoted(file)}" for file in unused[:3]]
+    left_out += [f"labels in {quoted(name)}" for name in schema.labels if name != label]
     if len(unused) > 3:
         left_out.append(f"{len(unused) - 3} more files")
     class_names = schema.classes.get(label)
-    classes, numbers = _classes(where, label, class_names, counts["train"])
+    classes, numbers = classes_of_labels(where, label, class_names, counts["train"])
     known = {split: _known(labels, classes, numbers) for split, labels in counts.items()}
     if known.get("test") == 0:
         left_out.append(f"{groups['test'].pattern}, whose images have no labels")
@@ -223,7 +238,8 @@ def parquet_in(
     num_all = sum(sum(counts[split].values()) for split in groups)
     num_known = sum(known.values())
     if num_known < num_all:
-        left_out.append(f"{num_all - num_known} rows without a label, or with one train lacks")
+        rows = counted(num_all - num_known, "row")
+        left_out.append(f"{rows} without a label, or with one that train lacks")
     source: dict[str, Any] = {"format": "parquet", "path": path or folder}
     source |= {"splits": {split: group.pattern for split, group in groups.items()}}
     source |= {"image": image, "label": label}
@@ -243,8 +259,35 @@ def parquet_in(
     )
 
 
-def _label_counts(uris: Sequence[str], label: str, no_classes: UserError) -> Counter[Any]:
-    """Return how many rows of some files have each label. Nothing else of them is read."""
+def _likely_labels(uri: str, image: str) -> list[str]:
+    """Return the columns whose values repeat in the first rows, the likeliest labels last."""
+    values: dict[str, list[str | None]] = {}
+    with reading(uri), open_file(uri) as stream, pq.ParquetFile(stream) as file:
+        schema = file.schema_arrow
+        names = [column.name for column in schema if _may_be_label(column.type)]
+        for batch in islice(file.iter_batches(FIRST_ROWS, columns=names), 1):
+            for name in names:
+                with suppress(UnicodeDecodeError):
+                    values[name] = [_short_text(value) for value in batch[name].to_pylist()]
+    values.pop(image, None)
+    return columns_of_classes(values)
+
+
+def _may_be_label(kind: pa.DataType) -> bool:
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return bool(is_text or is_number or pa.types.is_boolean(kind) or pa.types.is_dictionary(kind))
+
+
+def _short_text(value: Any) -> str | None:
+    return None if value is None else str(value)[:MOST_TEXT]
+
+
+def label_counts(uris: Sequence[str], label: str, no_classes: UserError) -> Counter[Any]:
+    """Return how many rows of some files have each label. Nothing else of them is read.
+
+    Raise `UserError` where one lacks the column, and `no_classes` where its values are no classes.
+    """
     counts: Counter[Any] = Counter()
     for uri in islice(uris, MOST_FILES):
         with reading(uri), open_file(uri) as stream, pq.ParquetFile(stream) as file:
@@ -269,10 +312,14 @@ def _label_counts(uris: Sequence[str], label: str, no_classes: UserError) -> Cou
     return counts
 
 
-def _classes(
+def classes_of_labels(
     where: str, label: str, names: tuple[str, ...] | None, train: Mapping[Any, int]
-) -> tuple[tuple[str, ...], str]:
-    """Return the classes of a label column, and what its numbers are (see `Source.numbers`)."""
+) -> tuple[tuple[str, ...], Numbers]:
+    """Return the classes of a label column, and what its numbers are (see `Source.numbers`).
+
+    names: as the files declare them. train: number of images by label. Raise `UserError` where a
+    declared class has none.
+    """
     values = [value for value in train if value is not None]
     if names is None or not all(isinstance(value, int) for value in values):
         classes = check_classes(where, sorted_labels(map(str, values)))

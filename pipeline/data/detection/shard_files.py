@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,13 @@ from pipeline.data.detection.data_set import (
     Request,
     check_classes,
     counted,
+    listed,
     quoted,
     sorted_labels,
 )
 from pipeline.data.detection.image_sizes import HEADER_BYTES, sizes_of
-from pipeline.data.detection.parquet_files import Group, groups_of
+from pipeline.data.detection.packed_files import unpack_command
+from pipeline.data.detection.parquet_files import groups_of
 from pipeline.data.formats.base import IMAGE_SUFFIXES, MAX_LABEL_BYTES
 from pipeline.data.formats.tar import HeaderReader, open_tar, split_name
 from pipeline.data.listing import open_file, printable, remedy
@@ -35,18 +38,23 @@ LABEL_MEMBERS = ("cls", "txt", "json", "class", "label")  # the first that occur
 LABEL_FIELDS = ("label", "class", "cls", "category", "target")  # of json
 IN_PLACE = frozenset(("jpg", "jpeg", "png", "webp"))  # used where they lie
 MOST_SIZED = 16
+MOST_FOLDERS = 4
 
 
 @dataclass
 class Survey:
-    """What the members of shards say. labels: number of samples by label, for each member that may
-    be one. names: label of `txt` by that of `cls`. headers: first bytes of a few images."""
+    """What the members of shards say.
+
+    labels: number of samples by label, for each member that may be one. names: label of `txt` by
+    that of `cls`. headers: first bytes of a few images. folders: a few that images lie in.
+    """
 
     samples: int = 0
     images: Counter[str] = field(default_factory=Counter)
     labels: dict[str, Counter[str]] = field(default_factory=dict)
     names: dict[str, set[str]] = field(default_factory=dict)
     headers: list[bytes] = field(default_factory=list)
+    folders: set[str] = field(default_factory=set)
 
 
 def shards_in(
@@ -59,19 +67,19 @@ def shards_in(
     """
     where = printable(path or folder)
     groups, unused = groups_of(where, sorted(names), ".tar")
-    surveys = {split: _survey(folder, group) for split, group in groups.items()}
+    surveys: dict[str, Survey] = {}
+    for split, group in groups.items():
+        surveys[split] = _survey([join(folder, file) for file in group.names])
     train = surveys["train"]
     if not train.images:
         raise UserError(
             f"{where} holds {counted(len(names), 'tar')} with {train.samples} samples and no "
             "images; give WebDataset shards (key.jpg beside key.cls), or unpack them"
         )
-    label = request.label or _label_member(where, train, request)
-    if label not in train.labels:
-        raise UserError(
-            f"{where}: no sample has a member {label!r}; labels may be in "
-            f"{', '.join(map(repr, train.labels)) or 'none'}"
-        )
+    label = request.label or _label_member(
+        where, train, request, [join(folder, file) for file in names]
+    )
+    _check_label(where, train, label)
     classes = _classes(where, train, label)
     suffixes = {suffix for survey in surveys.values() for suffix in survey.images}
     is_in_place = suffixes <= IN_PLACE
@@ -117,10 +125,27 @@ def _in_place(names: Sequence[str]) -> str | list[str]:
 
 
 # ---- members -------------------------------------------------------------------------------------
-def _survey(folder: str, group: Group) -> Survey:
+def classes_of_shards(where: str, uris: Sequence[str], label: str) -> tuple[str, ...]:
+    """Return the classes of shards. label: member of the label, or `json:FIELD`.
+
+    Raise `UserError` where no sample has it.
+    """
+    survey = _survey(uris)
+    _check_label(where, survey, label)
+    return _classes(where, survey, label)
+
+
+def _check_label(where: str, survey: Survey, label: str) -> None:
+    if label not in survey.labels:
+        raise UserError(
+            f"{where}: no sample has a member {label!r}; labels may be in "
+            f"{', '.join(map(repr, survey.labels)) or 'none'}"
+        )
+
+
+def _survey(uris: Sequence[str]) -> Survey:
     survey = Survey()
-    for name in group.names:
-        uri = join(folder, name)
+    for uri in uris:
         try:
             with open_file(uri) as stream:
                 tar = open_tar(HeaderReader(stream, is_in_bucket=not is_local(uri)))
@@ -128,8 +153,8 @@ def _survey(folder: str, group: Group) -> Survey:
                     _add(survey, members, stream)
                     if survey.samples > MOST_SAMPLES:
                         raise UserError(
-                            f"{printable(folder)} has more than {MOST_SAMPLES} samples; write the "
-                            "card by hand, see datasets/README.md"
+                            f"{printable(uri)} and others have more than {MOST_SAMPLES} samples; "
+                            "write the card by hand, see datasets/README.md"
                         )
         except UserError:
             raise
@@ -168,6 +193,8 @@ def _add(survey: Survey, members: dict[str, tarfile.TarInfo], stream: pa.NativeF
     if not images:
         return
     survey.images[images[0]] += 1
+    if len(survey.folders) < MOST_FOLDERS:
+        survey.folders.add(posixpath.dirname(members[images[0]].name))
     if len(survey.headers) < MOST_SIZED:
         image = members[images[0]]
         survey.headers.append(stream.read_at(min(image.size, HEADER_BYTES), image.offset_data))
@@ -208,13 +235,23 @@ def _fields(member: tarfile.TarInfo, stream: pa.NativeFile) -> dict[str, str]:
     return texts
 
 
-def _label_member(where: str, survey: Survey, request: Request) -> str:
-    """Return the member that holds the label: the first of the known ones that has few values."""
+def _label_member(where: str, survey: Survey, request: Request, paths: Sequence[str]) -> str:
+    """Return the member that holds the label: the first of the known ones that has few values.
+
+    paths: of the tars.
+    """
     num_images = sum(survey.images.values())
     for label, counter in survey.labels.items():
         is_few = len(counter) <= 50 or len(counter) * 2 <= num_images
         if counter and is_few and len(counter) <= MAX_CLASSES:
             return label
+    if len(survey.folders) > 1:
+        command = unpack_command(paths, "", request.program) if len(paths) == 1 else None
+        advice = f"unpack it: `{command}`" if command else "unpack them and give the folder"
+        raise UserError(
+            f"{where}: its {counted(num_images, 'image')} have no label beside them and lie in "
+            f"{listed(sorted(survey.folders))}; {advice}"
+        )
     known = ", ".join(f".{name}" for name in LABEL_MEMBERS)
     raise UserError(
         f"{where}: its {counted(num_images, 'image')} have no label beside them ({known}, with a "

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pyarrow import fs
 
 from pipeline.data.formats.base import IMAGE_SUFFIXES
-from pipeline.data.listing import open_source, printable, remedy, suffix_of
+from pipeline.data.listing import LITTER_FOLDERS, open_source, printable, remedy, suffix_of
 from workers.errors import UserError
 from workers.storage.artifact import join
 
@@ -34,7 +34,6 @@ KINDS = {
 }
 # of programs, not of people
 LITTER_FILES = frozenset(("thumbs.db", "desktop.ini"))
-LITTER_FOLDERS = frozenset(("__macosx", "$recycle.bin", "system volume information", "lost+found"))
 
 
 @dataclass
@@ -42,7 +41,7 @@ class Folder:
     """One folder. name: path below the folder that was looked at, empty for that itself.
 
     images: number of image files in it. samples: names of the first of them. tables, parquet, tars,
-    other_files: names. unused: folders that are no class: links, and those of programs.
+    other_files: names. links: to folders. unused: folders that programs leave behind.
     is_read: False where the bound on names was reached before it.
     """
 
@@ -53,6 +52,7 @@ class Folder:
     parquet: list[str] = field(default_factory=list)
     tars: list[str] = field(default_factory=list)
     other_files: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     folders: dict[str, Folder] = field(default_factory=dict)
     is_read: bool = False
@@ -144,7 +144,9 @@ def _add(folder: Folder, child: Child) -> None:
     name, kind = child
     if name.startswith("."):
         return
-    if kind == "link" or (kind == "folder" and name.lower() in LITTER_FOLDERS):
+    if kind == "link":
+        folder.links.append(name)
+    elif kind == "folder" and name.lower() in LITTER_FOLDERS:
         folder.unused.append(name)
     elif kind == "folder":
         path = f"{folder.name}/{name}" if folder.name else name

@@ -1,0 +1,159 @@
+"""Files of cards: `datasets/NAME/card.yaml`, and those that stand beside the data; published class
+orders."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.config import sentence_of
+from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, Source
+from pipeline.data.listing import CARDS, nfc
+from pipeline.data.source_classes import Memory, labels_of_source
+from pipeline.yaml_files import expand, is_path_of_card, read_yaml
+from workers.errors import UserError
+
+FROM_SOURCE = "from_source"  # in place of classes: they are those of the source
+
+
+def load(name: str, memory: Memory | None = None) -> Card:
+    """Load a card by name, or by the path of its file, or of the folder that holds its card.yaml.
+
+    memory: gives the classes of a card that takes them from its source, once the source is gone.
+    Raise UserError where there is no such card, with the nearest name, or where it is not valid.
+    """
+    path = _card_path(name)
+    body = read_yaml(path, "a card")
+    takes_classes = body.get("classes") == FROM_SOURCE
+    card = _validated(path, body)
+    if card.source.path:
+        card = _with_source(card, path=_source_path(path, card.source))
+    if takes_classes:
+        labels = labels_of_source(card, str(path), memory)
+        card = card.model_copy(update={"classes": labels.classes})
+        card = _with_source(card, numbers=labels.numbers)
+    _check_classes(path, card)
+    return card
+
+
+def _validated(path: Path, body: dict[str, Any]) -> Card:
+    """Return a card as its file has it; `from_source` stands for classes that are not looked up."""
+    if body.get("classes") == FROM_SOURCE:
+        body = body | {"classes": [FROM_SOURCE]}
+    try:
+        return Card.model_validate(body)
+    except ValidationError as error:
+        raise UserError(f"{path}: {sentence_of(error, Card)}") from None
+
+
+def _with_source(card: Card, **changes: Any) -> Card:
+    return card.model_copy(update={"source": card.source.model_copy(update=changes)})
+
+
+def names() -> list[str]:
+    """Return the names of the cards in `datasets`, sorted."""
+    return sorted(path.parent.name for path in CARDS.glob("*/card.yaml"))
+
+
+def load_without_source(name: str) -> Card:
+    """Load a card by name or path, and do not look at its source.
+
+    `classes` is `from_source` alone where they come from there. Raise UserError as `load` does.
+    """
+    path = _card_path(name)
+    card = _validated(path, read_yaml(path, "a card"))
+    return _with_source(card, path=_source_path(path, card.source))
+
+
+def _source_path(card_path: Path, source: Source) -> str:
+    """Return the path of a source; a relative one starts at the folder of the card's file.
+
+    Cards in `datasets` are found by name: their paths start where `listing.absolute_uri` says.
+    """
+    path = expand(source.path)
+    if "://" in path or CARDS in card_path.resolve().parents:
+        return path
+    return os.path.abspath(card_path.parent / path)
+
+
+def _card_path(name: str) -> Path:
+    path = CARDS / name / "card.yaml"
+    if is_path_of_card(name):
+        path = Path(name)
+    if "/" in name and path.is_dir():
+        path = path / "card.yaml"
+    if path.exists():
+        return path
+    known = names()
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
+    raise UserError(f"card {name!r} does not exist ({path}); {hint}")
+
+
+def _check_classes(path: Path, card: Card) -> None:
+    for name in card.classes:
+        if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
+            raise UserError(
+                f"{path}: class {name!r:.60} is no name that can be shown and filed; "
+                f"give 1 to {MAX_CLASS_CHARACTERS} printable characters"
+            )
+    counts = Counter(map(nfc, card.classes))
+    repeated = sorted(name for name in card.classes if counts[nfc(name)] > 1)
+    if repeated:
+        raise UserError(
+            f"{path}: class {repeated[0]!r} is listed twice; every class has one place in the order"
+        )
+    if card.source.label is None and len(card.classes) != 1:
+        raise UserError(
+            f"{path}: source.label is null, so that all images are of one class, "
+            f"and {len(card.classes)} classes are listed; "
+            "list one, such as `classes: [image]`, or name the label"
+        )
+    if card.num_classes not in (None, len(card.classes)):
+        raise UserError(
+            f"{path}: num_classes is {card.num_classes}, but there are {len(card.classes)} "
+            "classes; mend the one or the other, or the folders of the source"
+        )
+
+
+def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the classes of a card in a published order.
+
+    name: CARD/NAME stands for datasets/CARD/orders/NAME.yaml, which lists indices into `classes`.
+    Raise UserError where the file is missing, is not what its hash says, or does not go with the
+    card.
+    """
+    folder, _, stem = name.rpartition("/")
+    path = CARDS / folder / "orders" / f"{stem}.yaml"
+    if not folder or not path.exists():
+        orders = sorted(f"{p.parent.parent.name}/{p.stem}" for p in CARDS.glob("*/orders/*.yaml"))
+        raise UserError(
+            f"stream.tasks: class order {name!r} does not exist ({path}); "
+            f"there are: {', '.join(orders)}"
+        )
+    body = read_yaml(path, "a class order")
+    indices = body.get("order")
+    if not isinstance(indices, list) or not _are_distinct_integers(indices):
+        raise UserError(f"{path}: `order` must list whole numbers, none of them twice")
+    digest = hashlib.sha256(",".join(map(str, indices)).encode()).hexdigest()[:16]
+    if digest != body.get("sha256"):
+        raise UserError(
+            f"{path}: the order is not the one that its sha256 stands for; "
+            "take the file from the repository again"
+        )
+    if not set(indices) <= set(range(len(classes))):
+        raise UserError(
+            f"{path}: names class {max(indices)}, and the card has {len(classes)}; "
+            "use an order made for this card"
+        )
+    return tuple(classes[index] for index in indices)
+
+
+def _are_distinct_integers(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values) and len(set(values)) == len(values)

@@ -1,0 +1,79 @@
+"""Packed archives, which are not read: the commands that unpack them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+
+from workers.storage.artifact import is_local
+
+ZIP_SUFFIXES = (".zip",)
+TAR_SUFFIXES = (
+    ".tar",
+    ".tgz",
+    ".tar.gz",
+    ".tbz2",
+    ".tar.bz2",
+    ".txz",
+    ".tar.xz",
+    ".tar.zst",
+)
+# those without a command stand for programs that few machines have
+SUFFIXES = (*ZIP_SUFFIXES, *TAR_SUFFIXES[1:], ".gz", ".bz2", ".xz", ".7z", ".rar", ".zst")
+MOST_COMMANDS = 5
+
+
+def is_packed(name: str) -> bool:
+    """Whether a file is a compressed archive by its name."""
+    return name.lower().endswith(SUFFIXES)
+
+
+def unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | None:
+    """Return a command that unpacks archives and looks at the result; None where there is none.
+
+    paths: of the archives. init_path: of the folder to look at; empty: the one folder that an
+    archive is unpacked into. program: how a person starts Accrete.
+    """
+    commands: list[str] = []
+    target = ""
+    for path in paths[:MOST_COMMANDS]:
+        target = _target(path)
+        command = _unpack(path, target)
+        if command is None or not is_local(path):
+            return None
+        if not os.path.isdir(target):
+            commands.append(command)
+    commands.append(f"{program} {shlex.join(['init', init_path or target])}")
+    return " && ".join(commands)
+
+
+def _target(path: str) -> str:
+    """Return the folder for what is in an archive: beside it, or else in the current folder."""
+    suffix = _suffix(path)
+    folder, name = os.path.split(path)
+    stem = name[: len(name) - len(suffix)] or "unpacked"
+    if os.access(folder or os.curdir, os.W_OK):
+        return os.path.join(folder, stem)
+    return stem
+
+
+def _suffix(path: str) -> str:
+    endings = [suffix for suffix in (*SUFFIXES, *TAR_SUFFIXES) if path.lower().endswith(suffix)]
+    return max(endings, key=len, default="")
+
+
+def _unpack(path: str, target: str) -> str | None:
+    """Return the command that unpacks an archive into a new folder."""
+    suffix = _suffix(path)
+    if suffix in ZIP_SUFFIXES:
+        if shutil.which("unzip"):
+            return shlex.join(["unzip", "-q", path, "-d", target])
+        return shlex.join([sys.executable, "-m", "zipfile", "-e", path, target])
+    if suffix in TAR_SUFFIXES:
+        return (
+            f"{shlex.join(['mkdir', target])} && {shlex.join(['tar', '-xf', path, '-C', target])}"
+        )
+    return None

@@ -1,0 +1,60 @@
+"""What to do about a card whose source does not fit: what is there, and a command that helps."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from pipeline.data import starter
+from pipeline.data.cards import Card
+from pipeline.data.detection.folders import contents
+from pipeline.data.detection.tree import read_tree
+from pipeline.data.formats.base import source_uri
+from pipeline.data.listing import printable
+from workers.errors import UserError
+from workers.storage.artifact import is_local
+
+
+def advice_of(card: Card, program: str) -> str:
+    """Return what is there instead of a card's source, for the end of a sentence about it.
+
+    program: how a person starts Accrete. Empty for a source on another machine, which is not
+    looked at, or of a library.
+    """
+    uri = source_uri(card)
+    if not card.source.path or not is_local(uri) or card.source.format == "torchvision":
+        return ""
+    if not os.path.exists(uri):
+        return f"; {_nearest(uri)}"
+    folder = uri if os.path.isdir(uri) else os.path.dirname(uri)
+    try:
+        tree = read_tree(folder)
+    except UserError:
+        tree = None
+    if tree is None:
+        return ""
+    advice = f"{printable(folder)} {contents(tree)}"
+    command = starter.suggest(_short(uri), program)
+    if command is not None:
+        advice += f"; a card for what is there: `{command}`"
+    return f"; {advice}"
+
+
+def _nearest(path: str) -> str:
+    """Return a sentence part on the nearest folder above a path that is not there."""
+    folder, name = os.path.split(path)
+    while not os.path.isdir(folder):
+        folder, name = os.path.split(folder)
+    names = sorted(child for child in os.listdir(folder) if not child.startswith("."))
+    similar = difflib.get_close_matches(name, names, 1)
+    if similar:
+        return f"did you mean {printable(os.path.join(folder, similar[0]))!r}?"
+    tree = ", ".join(repr(printable(child)) for child in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{printable(folder)} holds {tree or 'nothing'}{more}"
+
+
+def _short(path: str) -> str:
+    """Return a path relative to the current folder where it lies in it."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -172,16 +172,19 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
     example = pd.DataFrame(
         [{"image": base64.b64encode(picture()).decode(), "task": bundle.tasks[0].name}]
     )
-    mlflow.pyfunc.save_model(
-        path,
-        python_model=str(ROOT / "pipeline" / "serving" / "served_model.py"),
-        artifacts={"bundle": folder},
-        code_paths=[str(ROOT / "workers")],
-        pip_requirements=requirements(),
-        signature=signature,
-        input_example=example,
-        mlflow_model=Model(**identity),
-    )
+    with warnings.catch_warnings():
+        # the type hints of `predict` cannot express what the signature does
+        warnings.filterwarnings("ignore", "Failed to infer signature from type hint")
+        mlflow.pyfunc.save_model(
+            path,
+            python_model=str(ROOT / "pipeline" / "serving" / "served_model.py"),
+            artifacts={"bundle": folder},
+            code_paths=[str(ROOT / "workers")],
+            pip_requirements=requirements(),
+            signature=signature,
+            input_example=example,
+            mlflow_model=Model(**identity),
+        )
 
 
 def picture() -> bytes:

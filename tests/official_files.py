@@ -34,10 +34,10 @@ def write_lists(folder: Path, **lines: list[str]) -> None:
         (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in texts))
 
 
-def write_mat(path: Path, **values: Any) -> None:
+def write_mat(path: Path, compressed: Any = True, **values: Any) -> None:
     """Write a .mat file of version 5, compressed as MATLAB does it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    savemat(path, values, do_compression=True)
+    savemat(path, values, do_compression=compressed)
 
 
 def structs(rows: list[dict[str, Any]]) -> Any:

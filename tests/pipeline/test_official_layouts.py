@@ -4,6 +4,7 @@ labels and the split of its lists."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,7 +145,9 @@ def write_flowers(folder: Path, **splits: list[int]) -> None:
     for number in range(1, 7):
         write_image(folder / "jpg" / f"image_{number:05d}.jpg", number)
     write_mat(folder / "imagelabels.mat", labels=np.array([[1, 1, 2, 77, 77, 77]], np.uint8))
-    numbers = {name: np.array([values], np.uint16) for name, values in splits.items()}
+    numbers: dict[str, Any] = {
+        name: np.array([values], np.uint16) for name, values in splits.items()
+    }
     write_mat(folder / "setid.mat", **numbers)
 
 
@@ -171,7 +174,7 @@ def test_a_flower_without_a_label_is_refused(tmp_path: Path, capsys: Captured) -
     ("data", "words"),
     [
         (b"MATLAB 7.3 MAT-file".ljust(512, b"\0") + b"\x89HDF\r\n\x1a\n", "of MATLAB 7.3"),
-        (b"", "it ends in its header"),
+        (b"", "it has no header of version 5"),
         (b"no .mat file" * 50, "cannot be read as a .mat file"),
     ],
 )
@@ -194,7 +197,7 @@ def test_a_mat_file_that_lacks_a_variable_or_ends_early_is_one_sentence(
     (tmp_path / "imagelabels.mat").write_bytes(data[:-20])
     assert "imagelabels.mat cannot be read" in prepare(capsys, card, tmp_path, code=2)
     write_mat(tmp_path / "imagelabels.mat", labels="words")
-    assert "holds no list of whole numbers" in prepare(capsys, card, tmp_path, code=2)
+    assert "has no whole numbers where" in prepare(capsys, card, tmp_path, code=2)
 
 
 def test_a_small_mat_file_that_unpacks_to_very_much_is_refused(

@@ -6,11 +6,9 @@ The split of the papers on several tasks: train has the images of train and vali
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
 
 from pipeline.data.listing import Split
+from pipeline.data.preparation import matlab
 from pipeline.data.preparation.base import LabelledImage, Layout
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
@@ -22,24 +20,17 @@ VARIABLES: dict[str, Split] = {"trnid": "train", "valid": "train", "tstid": "tes
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images; a class is called by its number of three digits, since no list names it."""
-    labels = _numbers(files.matlab(LABELS, ["labels"])["labels"], files.where(LABELS))
+    labels = matlab.whole_numbers(files.matlab(LABELS, ["labels"])["labels"], files.where(LABELS))
     numbers = files.matlab(SPLITS, list(VARIABLES))
     where = files.where(SPLITS)
     for name, split in VARIABLES.items():
-        for number in _numbers(numbers[name], where):
+        for number in matlab.whole_numbers(numbers[name], where):
             if not 1 <= number <= len(labels):
                 raise UserError(
                     f"{where}: image {number} is none of the {len(labels)} that {LABELS} has; "
                     "fetch both again"
                 )
             yield LabelledImage(split, f"{labels[number - 1]:03d}", f"jpg/image_{number:05d}.jpg")
-
-
-def _numbers(values: Any, where: str) -> list[int]:
-    array = np.atleast_1d(values)
-    if array.ndim != 1 or array.dtype.kind not in "ui":
-        raise UserError(f"{where} holds no list of whole numbers; fetch the official file again")
-    return [int(value) for value in array]
 
 
 LAYOUTS = (Layout((("jpg",), (LABELS,), (SPLITS,)), read),)

@@ -10,8 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
-import numpy as np
-
+from pipeline.data.preparation import matlab
 from pipeline.data.preparation.base import LabelledImage, Layout, value_of
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
@@ -23,6 +22,7 @@ TRUTH = tuple(
 META = tuple(f"{folder}meta.mat" for folder in (f"{KIT}/", "data/", ""))
 SOLUTION = "LOC_val_solution.csv"
 KAGGLE_IMAGES = "ILSVRC/Data/CLS-LOC"
+SYNSET_FIELDS = ("ILSVRC2012_ID", "WNID")
 WORDNET_ID = re.compile("n[0-9]{8}")
 
 
@@ -66,10 +66,12 @@ def wordnet_ids(files: OfficialFolder) -> dict[str, str]:
     """Return the WordNet id of each class by the number that the development kit gives it."""
     name = files.need(META)
     where = files.where(name)
-    synsets = np.atleast_1d(files.matlab(name, ["synsets"])["synsets"])
-    if not {"ILSVRC2012_ID", "WNID"} <= set(synsets.dtype.names or ()):
-        raise UserError(f"{where}: `synsets` has no ILSVRC2012_ID and WNID; fetch it again")
-    return {str(row["ILSVRC2012_ID"]): _wordnet_id(str(row["WNID"]), where) for row in synsets}
+    rows = matlab.structs_of(files.matlab(name, ["synsets"])["synsets"], where, SYNSET_FIELDS)
+    ids: dict[str, str] = {}
+    for row in rows:
+        number = matlab.whole_number(row["ILSVRC2012_ID"], where)
+        ids[str(number)] = _wordnet_id(matlab.text_of(row["WNID"], where), where)
+    return ids
 
 
 def _wordnet_id(text: str, where: str) -> str:

@@ -1,80 +1,283 @@
-"""Variables of MATLAB's .mat files, version 5, within bounds; they hold values, and no code is run.
+"""Variables of MATLAB's .mat files, version 5: numbers, texts, cells and structs, within bounds.
 
-Source: MAT-File Format, MathWorks: a header of 128 bytes, then elements of a type and a size.
+The files may come from a stranger, and other readers of them crash on damaged ones; here every
+size is checked, and no code is run.
+
+Source: MAT-File Format, MathWorks: a header of 128 bytes, then elements of a type and a size. A
+matrix is an element whose parts are elements: flags, sides, name, and what its class has.
 """
 
 from __future__ import annotations
 
-import io
+import math
 import struct
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
-from workers.errors import UserError, require_package
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.errors import UserError
 
 MOST_FILE_BYTES = 64 << 20
-MOST_BYTES = 256 << 20  # unpacked
+MOST_BYTES = 64 << 20  # of one variable, unpacked
+MOST_VALUES = 4_000_000  # of one file: numbers of structs, cells and their fields
+MOST_LEVELS = 8  # of cells and structs in each other
 HEADER_BYTES = 128
-COMPRESSED = 15  # type of an element that is compressed by zlib
+TAG_BYTES = 8
+SHORT_BYTES = 4  # an element of no more has its data in its tag
+MATRIX = 14  # types of elements
+COMPRESSED = 15
+CELL = 1  # classes of matrices
+STRUCT = 2
+CHAR = 4
+NUMERIC = range(6, 16)
+# type of an element -> numpy's code, without the order of its bytes
+NUMBERS = {
+    1: "i1",
+    2: "u1",
+    3: "i2",
+    4: "u2",
+    5: "i4",
+    6: "u4",
+    7: "f4",
+    9: "f8",
+    12: "i8",
+    13: "u8",
+}
+ENCODINGS = {1: "latin-1", 2: "latin-1", 4: "utf-16", 16: "utf-8", 17: "utf-16", 18: "utf-32"}
 HDF5_START = b"\x89HDF\r\n\x1a\n"
-STEP_BYTES = 1 << 20
+
+Value = NDArray[np.generic] | str | list["Value"] | list[dict[str, "Value"]] | None
 
 
-def variables_of(data: bytes, where: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return variables of a .mat file as numpy arrays, structs with named fields, without axes of
-    length one.
+class MatError(ValueError):
+    """A file that is damaged, or has what is not read here."""
+
+
+class Element(NamedTuple):
+    """One element of a file. kind: its type."""
+
+    kind: int
+    body: bytes
+
+
+def variables_of(data: bytes, where: str, names: Sequence[str]) -> dict[str, Value]:
+    """Return variables of a .mat file: numbers as one axis (columns first), a text, a list of
+    cells, or a list of structs by the names of their fields.
 
     where: for errors. Raise UserError where it is of version 7.3, too large, damaged, or lacks one.
     """
-    require_package("scipy", "a .mat file", "prepare the data on a machine that has it")
     if HDF5_START in data[:1024] or b"MATLAB 7.3" in data[:HEADER_BYTES]:
         raise UserError(
             f"{where} is of MATLAB 7.3, which is not read, and the official file is of version 5; "
             "fetch that, or save it anew in MATLAB with save('-v7')"
         )
-    from scipy.io import loadmat  # start-up time
-
     try:
-        check_size(data)
-        values = loadmat(io.BytesIO(data), squeeze_me=True, variable_names=list(names))
-    except Exception as error:  # scipy raises almost anything on damaged files
-        reason = str(error).splitlines()[0:1] or [type(error).__name__]
+        values = Reader(data).variables(names)
+    except (MatError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(
-            f"{where} cannot be read as a .mat file ({reason[0]:.200}); fetch the official file "
-            "again"
+            f"{where} cannot be read as a .mat file of version 5 ({error}); fetch the official "
+            "file again"
         ) from None
     missing = [name for name in names if name not in values]
     if missing:
         raise UserError(
             f"{where} has no variable {missing[0]!r}, which the official file has; fetch it again"
         )
-    return {name: values[name] for name in names}
+    return values
 
 
-def check_size(data: bytes) -> None:
-    """Raise ValueError where the elements of a file have more than MOST_BYTES when unpacked."""
-    if len(data) < HEADER_BYTES:
-        raise ValueError("it ends in its header")
-    order = "<" if data[126:128] == b"IM" else ">"
-    left = MOST_BYTES
-    position = HEADER_BYTES
-    while position + 8 <= len(data):
-        kind, size = struct.unpack(f"{order}II", data[position : position + 8])
-        body = data[position + 8 : position + 8 + size]
-        left -= size
-        if kind == COMPRESSED:
-            left -= _unpacked_bytes(body, left)
-        if left < 0:
-            raise ValueError(f"it unpacks to more than {MOST_BYTES} bytes")
-        position += 8 + size
+class Reader:
+    """Reads the variables of a file. Methods raise MatError where it is damaged."""
+
+    def __init__(self, data: bytes):
+        if len(data) < HEADER_BYTES or data[126:128] not in (b"IM", b"MI"):
+            raise MatError("it has no header of version 5")
+        self.data = data
+        self.order = "<" if data[126:128] == b"IM" else ">"
+        self.values_left = MOST_VALUES
+
+    def variables(self, names: Collection[str]) -> dict[str, Value]:
+        """Return the variables of these names that are in the file."""
+        values: dict[str, Value] = {}
+        for element in self._elements(self.data[HEADER_BYTES:], is_padded=False):
+            if element.kind == COMPRESSED:
+                element = next(self._elements(unpacked(element.body)))
+            if element.kind == MATRIX:
+                parts = self._elements(element.body)
+                code, sides, name = self._head(parts)
+                if name in names:
+                    values[name] = self._value(code, sides, parts, 1)
+        return values
+
+    def _elements(self, data: bytes, is_padded: bool = True) -> Iterator[Element]:
+        """Yield elements that follow each other. is_padded: each ends at a multiple of 8."""
+        position = 0
+        while position < len(data):
+            if position + TAG_BYTES > len(data):
+                raise MatError("it ends inside of an element")
+            kind, size = struct.unpack_from(f"{self.order}II", data, position)
+            start = position + TAG_BYTES
+            if kind >> 16:
+                size = kind >> 16
+                kind &= 0xFFFF
+                start = position + SHORT_BYTES
+                if size > SHORT_BYTES:
+                    raise MatError("a short element is too long")
+            if start + size > len(data):
+                raise MatError("it ends inside of an element")
+            yield Element(kind, data[start : start + size])
+            position = start + size
+            if is_padded:
+                position += -position % TAG_BYTES
+
+    def _head(self, parts: Iterator[Element]) -> tuple[int, list[int], str]:
+        """Return class, sides and name of a matrix, its first three parts."""
+        flags = self._numbers(_next(parts))
+        sides = [int(side) for side in self._numbers(_next(parts))]
+        name = _next(parts).body.decode("latin-1")
+        if len(flags) == 0 or min(sides, default=-1) < 0:
+            raise MatError("a matrix has no class or sides")
+        return int(flags[0]) & 0xFF, sides, name
+
+    def _value(self, code: int, sides: list[int], parts: Iterator[Element], level: int) -> Value:
+        """Return the value of a matrix of a class, from the parts behind its name."""
+        count = math.prod(sides)
+        self._spend(max(count, 1) if code in (CELL, STRUCT) else 1)
+        if code in NUMERIC:
+            numbers = self._numbers(_next(parts))
+            if len(numbers) != count:
+                raise MatError(f"a matrix has {len(numbers)} numbers in place of {count}")
+            return numbers
+        if code == CHAR:
+            return self._text(_next(parts))
+        if code == CELL:
+            return [self._matrix(_next(parts), level) for _ in range(count)]
+        if code == STRUCT:
+            return self._structs(count, parts, level)
+        return None  # sparse matrices, functions, objects
+
+    def _spend(self, count: int) -> None:
+        self.values_left -= count
+        if self.values_left < 0:
+            raise MatError(f"it has more than {MOST_VALUES} values")
+
+    def _matrix(self, element: Element, level: int) -> Value:
+        if level >= MOST_LEVELS or element.kind != MATRIX:
+            raise MatError("its cells lie in each other too deep, or are none")
+        self._spend(1)
+        if not element.body:
+            return None
+        parts = self._elements(element.body)
+        code, sides, _ = self._head(parts)
+        return self._value(code, sides, parts, level + 1)
+
+    def _structs(self, count: int, parts: Iterator[Element], level: int) -> list[dict[str, Value]]:
+        lengths = self._numbers(_next(parts))
+        names = _next(parts).body
+        if len(lengths) != 1 or lengths[0] <= 0:
+            raise MatError("the fields of a struct have no names")
+        length = int(lengths[0])
+        starts = range(0, len(names), length)
+        fields = [_name(names[start : start + length]) for start in starts]
+        rows: list[dict[str, Value]] = [{} for _ in range(count)]
+        for row in rows:
+            for field in fields:
+                row[field] = self._matrix(_next(parts), level)
+        return rows
+
+    def _numbers(self, element: Element) -> NDArray[np.generic]:
+        code = NUMBERS.get(element.kind)
+        if code is None:
+            raise MatError(f"numbers are of the unknown type {element.kind}")
+        kind = np.dtype(self.order + code)
+        if len(element.body) % kind.itemsize:
+            raise MatError("it ends inside of a number")
+        return np.frombuffer(element.body, kind)
+
+    def _text(self, element: Element) -> str:
+        encoding = ENCODINGS.get(element.kind)
+        if encoding is None:
+            raise MatError(f"a text is of the unknown type {element.kind}")
+        if encoding in ("utf-16", "utf-32"):
+            encoding += "-le" if self.order == "<" else "-be"
+        return element.body.decode(encoding)
 
 
-def _unpacked_bytes(body: bytes, most: int) -> int:
-    """Return how many bytes zlib makes of a body; it stops beyond `most`."""
+def _name(padded: bytes) -> str:
+    return padded.split(b"\0")[0].decode("latin-1")
+
+
+def _next(parts: Iterator[Element]) -> Element:
+    element = next(parts, None)
+    if element is None:
+        raise MatError("a matrix lacks a part")
+    return element
+
+
+def unpacked(body: bytes) -> bytes:
+    """Return what zlib makes of a body. Raise MatError beyond MOST_BYTES, or without its end."""
     inflate = zlib.decompressobj()
-    total = 0
-    while body and not inflate.eof and total <= most:
-        total += len(inflate.decompress(body, STEP_BYTES))
-        body = inflate.unconsumed_tail
-    return total
+    data = inflate.decompress(body, MOST_BYTES)
+    if inflate.unconsumed_tail:
+        raise MatError(f"it unpacks to more than {MOST_BYTES} bytes")
+    if not inflate.eof or not data:
+        raise MatError("it ends inside of compressed data")
+    return data
+
+
+# ---- what a layout expects -----------------------------------------------------------------------
+def whole_numbers(value: Value, where: str) -> list[int]:
+    """Return numbers as whole ones. Raise UserError where the value is something else."""
+    if not isinstance(value, np.ndarray):
+        raise _other_kind(where, "whole numbers")
+    numbers = value.tolist()
+    if not all(float(number).is_integer() for number in numbers):
+        raise _other_kind(where, "whole numbers")
+    return [int(number) for number in numbers]
+
+
+def _other_kind(where: str, kind: str) -> UserError:
+    return UserError(f"{where} has no {kind} where the official file has; fetch it again")
+
+
+def whole_number(value: Value, where: str) -> int:
+    """Return the one number of a value. Raise UserError where it is something else."""
+    numbers = whole_numbers(value, where)
+    if len(numbers) != 1:
+        raise UserError(
+            f"{where}: {len(numbers)} numbers stand in place of one; fetch the official file again"
+        )
+    return numbers[0]
+
+
+def text_of(value: Value, where: str) -> str:
+    """Return a value that is a text. Raise UserError where it is something else."""
+    if not isinstance(value, str):
+        raise _other_kind(where, "text")
+    return value
+
+
+def texts_of(value: Value, where: str) -> list[str]:
+    """Return a list of cells that are texts. Raise UserError where it is something else."""
+    if not isinstance(value, list):
+        raise _other_kind(where, "list of texts")
+    return [text_of(cell, where) for cell in value]  # type: ignore[arg-type]
+
+
+def structs_of(value: Value, where: str, fields: Sequence[str]) -> list[dict[str, Value]]:
+    """Return a list of structs. Raise UserError where it is something else, or lacks a field."""
+    rows: list[dict[str, Value]] = []
+    for row in value if isinstance(value, list) else [None]:
+        if not isinstance(row, dict):
+            raise _other_kind(where, "list of structs")
+        missing = [field for field in fields if field not in row]
+        if missing:
+            raise UserError(
+                f"{where} has no field {missing[0]!r}, which the official file with labels has; "
+                "fetch that"
+            )
+        rows.append(row)
+    return rows

@@ -10,7 +10,6 @@ import os
 import posixpath
 import stat
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from pipeline.data.formats.base import IMAGE_SUFFIXES
 from pipeline.data.listing import printable, suffix_of
@@ -87,7 +86,7 @@ class OfficialFolder:
         rows: Iterator[tuple[str, str]] = ((key, value) for key, value in self.rows(name, 2))
         return dict(rows)
 
-    def matlab(self, name: str, variables: Sequence[str]) -> dict[str, Any]:
+    def matlab(self, name: str, variables: Sequence[str]) -> dict[str, matlab.Value]:
         """Return variables of a .mat file. Raise UserError where it cannot be read."""
         self._require_inside(name)
         try:

@@ -7,22 +7,18 @@ second has one folder and one file. Boxes count pixels from 1, the last ones inc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
-
-from pipeline.data.listing import Split
+from pipeline.data.preparation import matlab
 from pipeline.data.preparation.base import (
     Box,
     LabelledImage,
     Layout,
     class_names,
-    finite,
     split_of,
     value_of,
 )
+from pipeline.data.preparation.matlab import Value
 from pipeline.data.preparation.official import OfficialFolder
-from workers.errors import UserError
 
 META = ("devkit/cars_meta.mat", "cars_meta.mat")
 TRAIN = ("devkit/cars_train_annos.mat", "cars_train_annos.mat")
@@ -31,78 +27,50 @@ ALL = ("cars_annos.mat",)
 TRAIN_IMAGES = ("cars_train",)
 TEST_IMAGES = ("cars_test",)
 ALL_IMAGES = ("car_ims",)
+SIDES = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
 
 def read_two_folders(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images of cars_train and cars_test."""
     meta = files.need(META)
     classes = _classes(files.matlab(meta, ["class_names"]), files.where(meta))
-    yield from _read_split(files, "train", TRAIN, "cars_train", classes)
-    yield from _read_split(files, "test", TEST, "cars_test", classes)
-
-
-def _read_split(
-    files: OfficialFolder,
-    split: Split,
-    names: tuple[str, ...],
-    folder: str,
-    classes: dict[str, str],
-) -> Iterator[LabelledImage]:
-    name = files.need(names)
-    where = files.where(name)
-    for row in _annotations(files.matlab(name, ["annotations"]), where):
-        label = value_of(classes, _number(row, "class", where), where)
-        yield LabelledImage(
-            split, label, f"{folder}/{_field(row, 'fname', where)}", _box(row, where)
-        )
+    for split, names in (("train", TRAIN), ("test", TEST)):
+        name = files.need(names)
+        where = files.where(name)
+        for row in _annotations(files.matlab(name, ["annotations"]), where, "fname"):
+            path = f"cars_{split}/{matlab.text_of(row['fname'], where)}"
+            label = _label(row, classes, where)
+            yield LabelledImage(split_of(split == "train"), label, path, _box(row, where))
 
 
 def read_one_folder(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images of car_ims."""
-    name = ALL[0]
-    where = files.where(name)
-    values = files.matlab(name, ["annotations", "class_names"])
+    where = files.where(ALL[0])
+    values = files.matlab(ALL[0], ["annotations", "class_names"])
     classes = _classes(values, where)
-    for row in _annotations(values, where):
-        label = value_of(classes, _number(row, "class", where), where)
-        is_train = _number(row, "test", where) == "0"
-        path = str(_field(row, "relative_im_path", where))
-        yield LabelledImage(split_of(is_train), label, path, _box(row, where))
+    for row in _annotations(values, where, "relative_im_path", "test"):
+        is_train = matlab.whole_number(row["test"], where) == 0
+        path = matlab.text_of(row["relative_im_path"], where)
+        yield LabelledImage(split_of(is_train), _label(row, classes, where), path, _box(row, where))
 
 
 # ---- values of .mat files ------------------------------------------------------------------------
-def _classes(values: dict[str, Any], where: str) -> dict[str, str]:
-    names = [str(name) for name in np.atleast_1d(values["class_names"])]
+def _classes(values: dict[str, Value], where: str) -> dict[str, str]:
+    names = matlab.texts_of(values["class_names"], where)
     return class_names(((str(number), name) for number, name in enumerate(names, 1)), where)
 
 
-def _annotations(values: dict[str, Any], where: str) -> Any:
-    rows = np.atleast_1d(values["annotations"])
-    if rows.dtype.names is None:
-        raise UserError(f"{where}: `annotations` has no fields; fetch the official file again")
-    return rows
+def _annotations(values: dict[str, Value], where: str, *fields: str) -> list[dict[str, Value]]:
+    return matlab.structs_of(values["annotations"], where, ["class", *SIDES, *fields])
 
 
-def _field(row: Any, name: str, where: str) -> Any:
-    if name not in row.dtype.names:
-        raise UserError(
-            f"{where}: `annotations` has no field {name!r}, which the official file with labels "
-            "has; fetch that"
-        )
-    return row[name]
+def _label(row: dict[str, Value], classes: dict[str, str], where: str) -> str:
+    return value_of(classes, str(matlab.whole_number(row["class"], where)), where)
 
 
-def _number(row: Any, name: str, where: str) -> str:
-    value = _field(row, name, where)
-    if np.ndim(value) != 0 or not str(value).isdecimal():
-        raise UserError(f"{where}: {name} {value!r:.60} is no whole number; fetch it again")
-    return str(int(value))
-
-
-def _box(row: Any, where: str) -> Box:
-    names = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
-    left, top, right, bottom = (float(_number(row, name, where)) for name in names)
-    return finite(Box(left - 1, top - 1, right, bottom), where)
+def _box(row: dict[str, Value], where: str) -> Box:
+    left, top, right, bottom = (matlab.whole_number(row[side], where) for side in SIDES)
+    return Box(left - 1, top - 1, right, bottom)
 
 
 LAYOUTS = (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from pipeline.data.listing import Split
+from pipeline.data.preparation import matlab
 from pipeline.data.preparation.base import LabelledImage, Layout, class_name
 from pipeline.data.preparation.official import OfficialFolder
 
@@ -20,8 +19,9 @@ def read(files: OfficialFolder) -> Iterator[LabelledImage]:
     """Yield all images; a class is called as its folder, `n02085620-Chihuahua`."""
     for split, names in LISTS.items():
         name = files.need(names)
-        for path in np.atleast_1d(files.matlab(name, ["file_list"])["file_list"]):
-            label = class_name(str(path).partition("/")[0], files.where(name))
+        paths = files.matlab(name, ["file_list"])["file_list"]
+        for path in matlab.texts_of(paths, files.where(name)):
+            label = class_name(path.partition("/")[0], files.where(name))
             yield LabelledImage(split, label, f"Images/{path}")
 
 

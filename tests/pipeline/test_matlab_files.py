@@ -1,0 +1,115 @@
+"""Reading .mat files: what another writer wrote is read, and no damaged file is more than one
+sentence."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.preparation.matlab import (
+    Value,
+    structs_of,
+    text_of,
+    texts_of,
+    variables_of,
+    whole_number,
+    whole_numbers,
+)
+from tests.official_files import cells, structs, write_mat
+from workers.errors import UserError
+
+NAMES = ("rows", "paths", "labels", "word")
+
+
+def sample(path: Path, compressed: bool = True) -> bytes:
+    """Return a file with a struct, cells, numbers and a text."""
+    rows = [{"class": number, "fname": f"{number}.jpg"} for number in range(5)]
+    labels = np.array([[1, 2, 300]], np.uint16)
+    paths = cells(["a/ü.jpg", "b"])
+    write_mat(path, compressed, rows=structs(rows), paths=paths, labels=labels, word="x")
+    return path.read_bytes()
+
+
+def variable(data: bytes, name: str) -> Value:
+    """Return a variable of a file."""
+    return variables_of(data, "a.mat", [name])[name]
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_values_are_those_that_were_written(tmp_path: Path, compressed: bool) -> None:
+    values = variables_of(sample(tmp_path / "a.mat", compressed), "a.mat", NAMES)
+    rows = structs_of(values["rows"], "a.mat", ["class", "fname"])
+    assert [whole_number(row["class"], "") for row in rows] == [0, 1, 2, 3, 4]
+    assert [text_of(row["fname"], "") for row in rows][-1] == "4.jpg"
+    assert texts_of(values["paths"], "") == ["a/ü.jpg", "b"]
+    assert whole_numbers(values["labels"], "") == [1, 2, 300]
+    assert values["word"] == "x"
+
+
+def test_a_file_of_a_machine_with_the_other_byte_order_is_read() -> None:
+    def element(kind: int, body: bytes) -> bytes:
+        return struct.pack(">II", kind, len(body)) + body + bytes(-len(body) % 8)
+
+    text = "n01440764".encode("utf-16-be")
+    matrix = (
+        element(6, struct.pack(">II", 4, 0))
+        + element(5, struct.pack(">ii", 1, 9))
+        + struct.pack(">HH4s", 4, 1, b"WNID")  # a short element: its data are in its tag
+        + element(4, text)
+    )
+    header = b"MATLAB 5.0".ljust(124) + b"\x01\x00MI"
+    assert variable(header + element(14, matrix), "WNID") == "n01440764"
+
+
+def test_values_of_another_kind_are_one_sentence(tmp_path: Path) -> None:
+    values = variables_of(sample(tmp_path / "a.mat"), "a.mat", NAMES)
+    for name, check in (
+        ("word", whole_numbers),
+        ("labels", text_of),
+        ("labels", texts_of),
+        ("rows", texts_of),
+        ("labels", whole_number),
+    ):
+        with pytest.raises(UserError, match=r"a\.mat"):
+            check(values[name], "a.mat")
+    with pytest.raises(UserError, match="has no field 'test'"):
+        structs_of(values["rows"], "a.mat", ["test"])
+    with pytest.raises(UserError, match="has no list of structs"):
+        structs_of(values["paths"], "a.mat", ["test"])
+    write_mat(tmp_path / "b.mat", labels=np.array([1.5, np.inf]))
+    with pytest.raises(UserError, match="has no whole numbers"):
+        whole_numbers(variable((tmp_path / "b.mat").read_bytes(), "labels"), "b.mat")
+
+
+def test_cells_in_cells_without_end_are_refused(tmp_path: Path) -> None:
+    value = cells(["x"])
+    for _ in range(20):
+        outer = np.empty((1, 1), object)
+        outer[0, 0] = value
+        value = outer
+    write_mat(tmp_path / "a.mat", word=value)
+    with pytest.raises(UserError, match="too deep"):
+        variable((tmp_path / "a.mat").read_bytes(), "word")
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_damaged_file_is_one_sentence_and_quick(tmp_path: Path, compressed: bool) -> None:
+    sound = sample(tmp_path / "a.mat", compressed)
+    generator = random.Random(1)
+    start = time.monotonic()
+    refused = 0
+    for _ in range(300):
+        data = bytearray(sound)
+        for _ in range(generator.randint(1, 4)):
+            data[generator.randrange(124, len(data))] = generator.choice((0, 1, 14, 15, 127, 255))
+        try:
+            variables_of(bytes(data[: generator.choice((len(data), 300))]), "a.mat", NAMES)
+        except UserError:
+            refused += 1
+    assert refused > 100
+    assert time.monotonic() - start < 20

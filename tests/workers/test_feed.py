@@ -340,9 +340,9 @@ def test_a_resumed_epoch_reads_what_is_left_once(
     read: Counter[int] = Counter()
     picture = StreamedPictures.picture
 
-    def counted(source: Any, row: Any) -> Any:
+    def counted(source: Any, row: Any, arena: Any) -> Any:
         read[row] += 1
-        return picture(source, row)
+        return picture(source, row, arena)
 
     monkeypatch.setattr(StreamedPictures, "picture", counted)
     samples([feed_of(root, "streamed", batch=2)], 1, start=5)
@@ -468,9 +468,9 @@ def test_copies_of_a_streamed_image_are_decoded_once(
     decoded: Counter[Any] = Counter()
     picture = StreamedPictures.picture
 
-    def counted(pictures: Any, row: Any) -> Any:
+    def counted(pictures: Any, row: Any, arena: Any) -> Any:
         decoded[row] += 1
-        return picture(pictures, row)
+        return picture(pictures, row, arena)
 
     monkeypatch.setattr(StreamedPictures, "picture", counted)
     images_of_epoch(feed_of(root, "streamed", batch=6, data={"repeats": 3, "crop": crop}))

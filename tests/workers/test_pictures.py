@@ -16,7 +16,7 @@ from test_feed import COLOURS, SHAPES, encoded, feed_of, publish, samples
 
 from workers.data import pictures
 from workers.data.cache import Blocks, Cache
-from workers.data.decoding import read_picture
+from workers.data.decoding import Arena, read_picture
 from workers.data.feed import Feed
 from workers.data.pictures import KeptPictures, are_small
 from workers.data.rows import SampleTable, select
@@ -177,10 +177,22 @@ def test_each_image_is_decoded_once_and_its_sides_are_those_of_the_original(
         kept = KeptPictures(table, LONGEST, 2, cache)
         for row in (3, 16, 0, 3):
             original = Image.open(io.BytesIO(table.bytes_of(row)))
-            picture = kept.picture(row)
+            picture = kept.picture(row, Arena())
             assert (picture.width, picture.height) == original.size
             assert max(picture.pixels.shape) <= LONGEST
     assert len(decoded) == 2 * 17
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_memory_that_is_used_again_overwrites_no_picture(
+    table: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cache: bool
+) -> None:
+    monkeypatch.setattr(pictures, "CHUNK", 1)
+    cache = Cache(str(tmp_path / "cache"), 10**9) if has_cache else None
+    kept = KeptPictures(table, LONGEST, 1, cache)
+    for row in range(17):
+        expected = read_picture(table.bytes_of(row), LONGEST)
+        assert np.array_equal(kept.picture(row, Arena()).pixels, expected.pixels), row
 
 
 def test_room_is_made_as_the_file_grows(

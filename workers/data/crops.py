@@ -47,15 +47,16 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class CropDraws:
-    """The random numbers of the crops of k samples, in lists: their items cost less than arrays'.
+    """The random numbers of the crops of k samples, in flat lists: their items cost less than
+    arrays', and the garbage collector does not look at them.
 
-    sides: (k, ATTEMPTS, 2) height and width of the boxes that are tried, for an image of area 1.
-    corners: (k, 2) in [0, 1): where the box lies, from top to bottom and from left to right.
-    flips: (k,) whether the crop is mirrored.
+    sides: (k * ATTEMPTS * 2) height and width of the boxes that are tried, for an image of area 1.
+    corners: (k * 2) in [0, 1): where the box lies, from top to bottom and from left to right.
+    flips: (k) whether the crop is mirrored.
     """
 
-    sides: list[list[tuple[float, float]]]
-    corners: list[tuple[float, float]]
+    sides: list[float]
+    corners: list[float]
     flips: list[bool]
 
     @classmethod
@@ -77,7 +78,7 @@ class CropDraws:
         corner = rng.generator("crop.corner", CPU)
         corners = torch.rand((rng.size, 2), generator=corner, dtype=torch.float64)[positions]
         flips = torch.rand(rng.size, generator=rng.generator("flip", CPU))[positions] < flip
-        return cls(sides.tolist(), corners.tolist(), flips.tolist())
+        return cls(sides.flatten().tolist(), corners.flatten().tolist(), flips.tolist())
 
     def box(self, index: int, height: int, width: int) -> Box:
         """The box of a sample in an image of `height` x `width`.
@@ -85,13 +86,13 @@ class CropDraws:
         It is the first of ATTEMPTS that fits, else the largest central one within RATIO.
         """
         root = math.sqrt(height * width)
-        for tall, wide in self.sides[index]:
-            box_height = round(root * tall)
-            box_width = round(root * wide)
+        first = 2 * ATTEMPTS * index
+        for attempt in range(first, first + 2 * ATTEMPTS, 2):
+            box_height = round(root * self.sides[attempt])
+            box_width = round(root * self.sides[attempt + 1])
             if 0 < box_height <= height and 0 < box_width <= width:
-                down, right = self.corners[index]
-                top = int(down * (height - box_height + 1))
-                left = int(right * (width - box_width + 1))
+                top = int(self.corners[2 * index] * (height - box_height + 1))
+                left = int(self.corners[2 * index + 1] * (width - box_width + 1))
                 return Box(top, left, box_height, box_width)
         return central_box(height, width)
 
@@ -127,7 +128,7 @@ def _scaled(start: int, length: int, side: int, original_side: int) -> tuple[int
 
 
 class Cutter:
-    """Cuts crops of `side` x `side` pixels; not thread-safe, as it writes into one array."""
+    """Cuts crops of `side` x `side` pixels; not thread-safe, as it writes into the same arrays."""
 
     def __init__(self, side: int):
         self.crop = np.empty((side, side, 3), np.uint8)
@@ -135,6 +136,8 @@ class Cutter:
         # are made in one call, as this is done for every sample.
         planes = torch.from_numpy(self.crop)
         self.planes = planes.as_strided((1, 3, side, side), (1, 1, 3 * side, 3))
+        self.window = np.empty(0, np.uint8)  # the pixels of a box, one after the other
+        self.window_tensor = torch.from_numpy(self.window)
 
     def cut(self, crops: CropDraws, index: int, picture: Picture, out: Pixels) -> None:
         """Write the crop of a sample into `out`, uint8 (3, side, side)."""
@@ -150,8 +153,13 @@ class Cutter:
         The next call overwrites what is returned.
         """
         top, left, height, width = box
+        num_bytes = 3 * height * width
+        if len(self.window) < num_bytes:
+            self.window = np.empty(num_bytes, np.uint8)
+            self.window_tensor = torch.from_numpy(self.window)
         # a copy, as PyTorch takes no array that is read-only, which a mapped file is
-        window = torch.from_numpy(pixels[top : top + height, left : left + width].copy())
-        planes = window.as_strided((1, 3, height, width), (1, 1, 3 * width, 3))
+        window = self.window[:num_bytes].reshape(height, width, 3)
+        window[...] = pixels[top : top + height, left : left + width]
+        planes = self.window_tensor.as_strided((1, 3, height, width), (1, 1, 3 * width, 3))
         resize_into(planes, self.planes)
         return self.crop

@@ -45,7 +45,35 @@ SHORTEST_SCALED = 16  # shorter images have no scale of their own for each of th
 # `open_image` has its own limit, a setting, and applies it before a pixel is decoded
 Image.MAX_IMAGE_PIXELS = None
 
+# Most bytes that an arena holds while nothing of it is in use.
+ARENA_BYTES = 64 << 20
+
 Pixels = NDArray[np.uint8]
+
+
+class Arena:
+    """Memory for pixels that is used again: pages that are new cost as much as decoding a JPEG.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._num_used = 0
+
+    def take(self, num_bytes: int) -> Pixels:
+        """Return uint8 (num_bytes,) of any values; it is overwritten after `clear`."""
+        start = self._num_used
+        self._num_used += num_bytes
+        if self._num_used > len(self._memory):
+            return np.empty(num_bytes, np.uint8)
+        return self._memory[start : self._num_used]
+
+    def clear(self) -> None:
+        """Use all memory again, and more of it if that was not enough."""
+        if len(self._memory) < self._num_used <= ARENA_BYTES:
+            self._memory = np.empty(self._num_used, np.uint8)
+        self._num_used = 0
 
 
 class Picture(NamedTuple):
@@ -94,10 +122,16 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def decode(data: bytes, side: int, max_pixels: int = MAX_PIXELS) -> Pixels:
+def decode(
+    data: bytes, side: int, max_pixels: int = MAX_PIXELS, arena: Arena | None = None
+) -> Pixels:
     """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (bicubic,
-    antialiased), the centre cut out. Raise `UserError` when the bytes cannot be decoded."""
-    return resize_square(Image.fromarray(read_picture(data, None, max_pixels).pixels), side)
+    antialiased), the centre cut out. Raise `UserError` when the bytes cannot be decoded.
+
+    arena: for what is decoded on the way.
+    """
+    picture = read_picture(data, None, max_pixels, arena)
+    return resize_square(Image.fromarray(picture.pixels), side)
 
 
 def resize_square(image: Image.Image, side: int) -> Pixels:
@@ -110,16 +144,21 @@ def resize_square(image: Image.Image, side: int) -> Pixels:
 
 
 def read_picture(
-    data: bytes, longest_side: int | None = None, max_pixels: int = MAX_PIXELS
+    data: bytes,
+    longest_side: int | None = None,
+    max_pixels: int = MAX_PIXELS,
+    arena: Arena | None = None,
 ) -> Picture:
     """Decode an image; where it is longer than `longest_side`, it is reduced to that.
 
     JPEG is then decoded at the smallest of the scales 1, 1/2, 1/4 and 1/8 whose long side is at
     least that long. What is still longer is resized (bilinear, antialiased). Raise `UserError` when
     the bytes cannot be decoded.
+
+    arena: the picture may lie in it, until it is cleared.
     """
     try:
-        picture = _read_jpeg(data, longest_side, max_pixels)
+        picture = _read_jpeg(data, longest_side, max_pixels, arena or Arena())
         if picture is None:
             picture = _read_with_pillow(data, longest_side, max_pixels)
     except (OSError, ValueError, SyntaxError) as error:
@@ -132,7 +171,9 @@ def read_picture(
     return _reduced(picture, longest_side)
 
 
-def _read_jpeg(data: bytes, longest_side: int | None, max_pixels: int) -> Picture | None:
+def _read_jpeg(
+    data: bytes, longest_side: int | None, max_pixels: int, arena: Arena
+) -> Picture | None:
     """Decode a JPEG that is upright, grey or in colours, and whole; return None for all else."""
     if simplejpeg is None or not data.startswith(JPEG_START):
         return None
@@ -150,7 +191,11 @@ def _read_jpeg(data: bytes, longest_side: int | None, max_pixels: int) -> Pictur
     scaled_width = -(-width // scale)
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(
-            data, "RGB", min_height=scaled_height, min_width=scaled_width
+            data,
+            "RGB",
+            min_height=scaled_height,
+            min_width=scaled_width,
+            buffer=arena.take(3 * scaled_height * scaled_width),
         )
     except ValueError:
         return None

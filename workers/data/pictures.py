@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workers.data.cache import DIGEST, Blocks, Cache, LocalFile
-from workers.data.decoding import DECODING, Picture, Pixels, read_picture
+from workers.data.decoding import DECODING, Arena, Picture, Pixels, read_picture
 from workers.data.order import Ints
 from workers.data.reader import Reader, sequential_reader
 from workers.data.rows import SampleTable
@@ -39,8 +39,8 @@ class Pictures(Protocol):
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """Yield the same rows; see `Reader.ahead`."""
 
-    def picture(self, row: int) -> Picture:
-        """Return the picture of a row; thread-safe."""
+    def picture(self, row: int, arena: Arena) -> Picture:
+        """Return the picture of a row, which may lie in `arena`, one of the calling thread."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ class StreamedPictures:
         """See `Pictures.ahead`."""
         return self.reader.ahead(steps)
 
-    def picture(self, row: int) -> Picture:
+    def picture(self, row: int, arena: Arena) -> Picture:
         """See `Pictures.picture`."""
-        return read_picture(self.reader.read(row), self.longest_side, self.samples.max_pixels(row))
+        data = self.reader.read(row)
+        return read_picture(data, self.longest_side, self.samples.max_pixels(row), arena)
 
 
 class KeptPictures:
@@ -78,7 +79,8 @@ class KeptPictures:
         self.pictures: list[Picture] = []  # of all rows, where there is no cache
         self._has_written = False
         if cache is None:
-            self.pictures = list(self._decoded())
+            for picture in self._decoded():
+                self.pictures.append(picture._replace(pixels=picture.pixels.copy()))
         else:
             self.blocks, self.sides = self._mapped(cache)
 
@@ -86,7 +88,7 @@ class KeptPictures:
         """See `Pictures.ahead`; all rows are decoded already."""
         yield from steps
 
-    def picture(self, row: int) -> Picture:
+    def picture(self, row: int, arena: Arena) -> Picture:
         """See `Pictures.picture`; it is checked where it comes from a disk."""
         if self.pictures:
             return self.pictures[row]
@@ -97,8 +99,8 @@ class KeptPictures:
         return Picture(pixels, height, width)
 
     def _decoded(self) -> Iterator[Picture]:
-        def read(data: bytes, max_pixels: int) -> Picture:
-            return read_picture(data, self.longest_side, max_pixels)
+        def read(data: bytes, max_pixels: int, arena: Arena) -> Picture:
+            return read_picture(data, self.longest_side, max_pixels, arena)
 
         return decoded_rows(self.samples, self.workers, self.cache, read)
 
@@ -184,11 +186,15 @@ def are_small(samples: SampleTable, longest_side: int, most_bytes: int) -> bool:
 
 
 def decoded_rows(
-    samples: SampleTable, workers: int, cache: Cache | None, decode: Callable[[bytes, int], T]
+    samples: SampleTable,
+    workers: int,
+    cache: Cache | None,
+    decode: Callable[[bytes, int, Arena], T],
 ) -> Iterator[T]:
     """Yield every row decoded, in table order; threads decode some rows ahead.
 
-    decode: is given the bytes of a row, and the most pixels that it may have.
+    decode: is given the bytes of a row, the most pixels that it may have, and memory for them,
+    which is overwritten after the next row is asked for.
     """
     reader = sequential_reader(samples, cache)
     threads = max(1, workers)
@@ -199,16 +205,19 @@ def decoded_rows(
         for first in range(0, len(samples), chunk):
             yield np.arange(first, min(first + chunk, len(samples)))
 
-    def decode_chunk(rows: Ints) -> list[T]:
-        return [decode(reader.read(row), samples.max_pixels(row)) for row in rows.tolist()]
+    def decode_chunk(rows: Ints, arena: Arena) -> list[T]:
+        arena.clear()
+        return [decode(reader.read(row), samples.max_pixels(row), arena) for row in rows.tolist()]
 
     def submitted() -> Iterator[Future[list[T]]]:
-        for rows in reader.ahead(chunks()):
-            yield pool.submit(decode_chunk, rows)
+        for rows, arena in zip(reader.ahead(chunks()), cycle(arenas), strict=False):
+            yield pool.submit(decode_chunk, rows, arena)
 
+    num_ahead = 4 * threads
+    arenas = [Arena() for _ in range(num_ahead + 1)]  # of the chunks ahead and of the one in use
     pool = ThreadPoolExecutor(threads)
     try:
-        for future in prefetched(submitted(), 4 * threads):
+        for future in prefetched(submitted(), num_ahead):
             yield from future.result()
     finally:
         abandon(pool)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, Cutter, View
-from workers.data.decoding import DECODING, decode, resize_square
+from workers.data.decoding import DECODING, Arena, decode, resize_square
 from workers.data.order import Ints
 from workers.data.pictures import (
     CHUNK,
@@ -125,8 +125,8 @@ class Resident:
         return self.pixels[rows]
 
     def _decoded(self) -> Iterator[NDArray[np.uint8]]:
-        def square(data: bytes, max_pixels: int) -> NDArray[np.uint8]:
-            return decode(data, self.side, max_pixels)
+        def square(data: bytes, max_pixels: int, arena: Arena) -> NDArray[np.uint8]:
+            return decode(data, self.side, max_pixels, arena)
 
         return decoded_rows(self.samples, self.workers, self.cache, square)
 
@@ -161,6 +161,15 @@ class Resident:
         return Blocks(cache, file, header.tell(), borders, self._decode)
 
 
+class ThreadTools(threading.local):
+    """What each thread that makes images has for itself, and uses again: a cutter of crops, and
+    memory for one picture."""
+
+    def __init__(self, side: int):
+        self.cutter = Cutter(side)
+        self.arena = Arena()
+
+
 class PictureSource:
     """Makes the images of each step from pictures, on threads, before they are asked for."""
 
@@ -168,6 +177,7 @@ class PictureSource:
         self.pictures = pictures
         self.view = view
         self.threads = max(1, workers)
+        self.tools = ThreadTools(view.side)
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """See `Source.steps`; other samples than those are not made."""
@@ -207,12 +217,13 @@ class PictureSource:
 
     def _make(self, samples: StepSamples, indices: Ints, images: NDArray[np.uint8]) -> None:
         """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
-        cutter = Cutter(self.view.side)
+        cutter = self.tools.cutter
         last_row = -1
         for index in indices.tolist():
             row = int(samples.rows[index])
             if row != last_row:
-                picture = self.pictures.picture(row)
+                self.tools.arena.clear()
+                picture = self.pictures.picture(row, self.tools.arena)
                 if samples.crops is None:
                     square = resize_square(Image.fromarray(picture.pixels), self.view.side)
             if samples.crops is None:

@@ -13,7 +13,17 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from workers.data import randaugment
-from workers.data.augment import Augment, crop, crop_by_gather, draw_boxes
+from workers.data.augment import (
+    Augment,
+    Mix,
+    crop,
+    crop_by_gather,
+    draw_boxes,
+    erase,
+    erase_by_gather,
+    mix_by_blend,
+    mix_into,
+)
 from workers.data.order import partner_positions
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
@@ -112,6 +122,42 @@ def test_fixed_draws_give_the_pixels_of_a_plain_crop_and_flip_per_image() -> Non
         expected.append(from_pil(ImageOps.mirror(cut) if mirrored else cut))
     assert torch.equal(crop(pixels, top, left, flip, side), torch.stack(expected))
     assert torch.equal(crop_by_gather(pixels, top, left, flip, side), torch.stack(expected))
+
+
+def random_boxes(count: int, side: int) -> torch.Tensor:
+    """(count, 4) corners, every third box empty."""
+    low = torch.randint(0, side - 1, (count, 2))
+    high = low + torch.randint(1, side, (count, 2))
+    top, left = low.unbind(1)
+    bottom, right = high.clamp(max=side).unbind(1)
+    boxes = torch.stack((top, bottom, left, right), 1)
+    boxes[::3] = 0
+    return boxes
+
+
+def test_erasing_gives_the_same_bits_with_and_without_a_loop() -> None:
+    side = 9
+    images = torch.randn(12, 3, side, side)
+    noise = torch.randn(2 * 3 * side**2)
+    starts = torch.randint(0, 3 * side**2, (12, 1))
+    erased = torch.cat((random_boxes(12, side), starts), 1)
+    expected = erase_by_gather(images.clone(), erased, noise)
+    assert torch.equal(erase(images.clone(), erased, noise), expected)
+    assert not torch.equal(expected, images)
+
+
+def test_mixing_gives_the_same_bits_with_and_without_a_loop() -> None:
+    side = 9
+    images = torch.randn(14, 3, side, side)
+    partners = torch.tensor([13, 12, *range(10)])
+    boxes = random_boxes(12, side)
+    is_cutmix = boxes.sum(1) > 0
+    blend = torch.where(is_cutmix, 1.0, torch.rand(12))
+    blend[3] = 1.0  # neither of both
+    mix = Mix(blend, boxes, blend)
+    expected = mix_by_blend(images.clone(), partners, mix)
+    mixed = mix_into(torch.empty(12, 3, side, side), images, partners, mix)
+    assert torch.equal(mixed, expected)
 
 
 @pytest.mark.parametrize("crop_pct", [1.0, 0.75])

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from workers.data import decoding
-from workers.data.decoding import Arena, Picture, decode, read_picture
+from workers.data.decoding import Picture, decode, read_picture
+from workers.data.memory import Arena
 from workers.errors import UserError
 
 ORIENTATION = 274
@@ -47,25 +48,6 @@ def by_pillow(data: bytes, longest_side: int | None = None) -> Picture:
 def assert_same(one: Picture, other: Picture) -> None:
     assert one[1:] == other[1:]
     assert np.array_equal(one.pixels, other.pixels)
-
-
-def test_an_arena_gives_memory_that_does_not_overlap_until_it_is_cleared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    arena = Arena()
-    for _ in range(3):
-        one, other = arena.take(10), arena.take(20)
-        one[:] = 1
-        other[:] = 2
-        assert (one.sum(), other.sum(), one.shape, other.shape) == (10, 40, (10,), (20,))
-        address = one.ctypes.data
-        arena.clear()
-    assert arena.take(10).ctypes.data == address  # the second round used what it had grown to
-    arena.clear()
-    monkeypatch.setattr(decoding, "ARENA_BYTES", 40)
-    arena.take(41)
-    arena.clear()
-    assert arena.take(10).ctypes.data == address
 
 
 def test_a_picture_in_an_arena_has_the_same_pixels() -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from workers.data import randaugment
 from workers.data.crops import CropDraws, View
+from workers.data.memory import TensorPool, parts_of
 from workers.data.order import Ints, partner_positions
 from workers.data.upload import to_device
 from workers.errors import UserError
@@ -31,8 +32,6 @@ from workers.rng import StepRng, derive_seed
 CPU = torch.device("cpu")
 ATTEMPTS = 10  # boxes tried before erasing leaves an image alone
 LONGEST_SIDE = 3  # of originals that crops are cut from, in sides of the input, by default
-# pixels are made in parts of so many values on the CPU, which fit its cache
-PART_VALUES = 1 << 18
 NOISE_IMAGES = 2  # random numbers of a step's noise, in images
 ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 
@@ -150,6 +149,57 @@ class Mix:
         return Mix(self.blend[rows], self.boxes[rows], self.share[rows])
 
 
+def erase(images: Tensor, erased: Tensor, noise: Tensor) -> Tensor:
+    """images (k, 3, s, s) -> the same with noise in their boxes; they are overwritten.
+
+    erased: (k, 5), see `Plan`. noise: (m,), a window of it for each image.
+    """
+    if images.device.type != "cpu":
+        return erase_by_gather(images, erased, noise)
+    pixels = images.numpy()
+    values = noise.numpy()
+    for image, (top, bottom, left, right, start) in zip(pixels, erased.tolist(), strict=True):
+        if top < bottom:
+            window = values[start : start + image.size].reshape(image.shape)
+            image[:, top:bottom, left:right] = window[:, top:bottom, left:right]
+    return images
+
+
+def erase_by_gather(images: Tensor, erased: Tensor, noise: Tensor) -> Tensor:
+    """`erase` without a loop over images, and without a wait for the device."""
+    windows = noise.unfold(0, images[0].numel(), 1)
+    patches = windows.index_select(0, erased[:, 4]).view_as(images)
+    return blend_into(images, patches, inside(erased[:, :4], images.shape[-1]))
+
+
+def mix_into(mixed: Tensor, images: Tensor, partners: Tensor, mix: Mix) -> Tensor:
+    """Write images (k, 3, s, s), each mixed with one of them, into `mixed` (b, 3, s, s); on a CPU.
+
+    partners: (b,) which of the k images each of the first b is mixed with.
+    """
+    pixels = images.numpy()
+    outputs = mixed.numpy()
+    partner_weights = 1 - mix.blend  # of pixels in mixup
+    image_weights = 1 - partner_weights
+    scaled = np.empty_like(pixels[0])
+    for i, (top, bottom, left, right) in enumerate(mix.boxes.tolist()):
+        partner = pixels[int(partners[i])]
+        np.multiply(pixels[i], image_weights[i].numpy(), out=outputs[i])
+        if partner_weights[i]:
+            np.multiply(partner, partner_weights[i].numpy(), out=scaled)
+            outputs[i] += scaled
+        outputs[i, :, top:bottom, left:right] = partner[:, top:bottom, left:right]
+    return mixed
+
+
+def mix_by_blend(images: Tensor, partners: Tensor, mix: Mix) -> Tensor:
+    """`mix_into` a new tensor without a loop over images, and without a wait for the device."""
+    others = images.index_select(0, partners)
+    in_box = inside(mix.boxes, images.shape[-1])
+    blend = mix.blend.view(-1, 1, 1, 1)
+    return blend_into(images[: len(partners)], others, 1 - blend * (1 - in_box))
+
+
 @dataclass(frozen=True)
 class Plan:
     """The numbers by which the images of b samples are made from the pixels of k: these samples and
@@ -216,6 +266,7 @@ class Augment:
         shift = [-m / s for m, s in zip(backbone.mean, backbone.std, strict=True)]
         # one value, so that a thread never sees one of them moved and the other not
         self.statistics = (scale, torch.tensor(shift).view(3, 1, 1))
+        self.pool = TensorPool()  # of batches on the CPU
 
     @property
     def needs_partner(self) -> bool:
@@ -287,7 +338,17 @@ class Augment:
         """uint8 (b, 3, s, s) -> float32, zero mean and unit deviation under the backbone's
         statistics."""
         scale, shift = self._statistics_on(pixels.device)
-        return pixels.float().mul_(scale).add_(shift)
+        images = self._empty(len(pixels), pixels)
+        for part in parts_of(images, 0, len(images)):
+            images[part].copy_(pixels[part]).mul_(scale).add_(shift)
+        return images
+
+    def _empty(self, num_images: int, pixels: Tensor) -> Tensor:
+        """float32 (num_images, 3, s, s) of any values, where the pixels are."""
+        shape = (num_images, *pixels.shape[1:])
+        if pixels.device.type == "cpu":
+            return self.pool.empty(shape, torch.float32)
+        return torch.empty(shape, device=pixels.device)
 
     def _statistics_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Scale and shift on a device, copied once; several threads ask for them."""
@@ -379,37 +440,15 @@ class Augment:
         pixels = self._crop(pixels, plan.windows)
         if plan.schedule is not None:
             pixels = randaugment.apply(pixels, plan.schedule, self.fill)
-        if plan.erased is None and plan.mix is None:
-            return self.normalise(pixels)
-        noise = None if plan.erased is None else self._noise(draw, pixels.device)
-        num_images = len(pixels) if plan.partners is None else len(plan.partners)
-        images = torch.empty((num_images, *pixels.shape[1:]), device=pixels.device)
-        step = num_images
-        if pixels.device.type == "cpu":
-            step = max(1, PART_VALUES // images[0].numel())
-        for start in range(0, num_images, step):
-            part = slice(start, min(start + step, num_images))
-            image = self._erased(pixels[part], plan.erased, part, noise)
-            if plan.mix is not None and plan.partners is not None:
-                partners = plan.partners[part]
-                other = self._erased(pixels.index_select(0, partners), plan.erased, partners, noise)
-                in_box = inside(plan.mix.boxes[part], self.side)
-                blend = plan.mix.blend[part].view(-1, 1, 1, 1)
-                image = blend_into(image, other, 1 - blend * (1 - in_box))
-            images[part] = image
-        return images
-
-    def _erased(
-        self, pixels: Tensor, erased: Tensor | None, rows: slice | Tensor, noise: Tensor | None
-    ) -> Tensor:
-        """uint8 (n, 3, s, s), some rows of the k samples -> float32, with noise in their boxes."""
         images = self.normalise(pixels)
-        if erased is None or noise is None:
+        if plan.erased is not None:
+            images = erase(images, plan.erased, self._noise(draw, pixels.device))
+        if plan.mix is None or plan.partners is None:
             return images
-        corners_and_start = erased[rows]
-        windows = noise.unfold(0, images[0].numel(), 1)
-        patches = windows.index_select(0, corners_and_start[:, 4]).view_as(images)
-        return blend_into(images, patches, inside(corners_and_start[:, :4], self.side))
+        if images.device.type == "cpu":
+            mixed = self._empty(len(plan.partners), images)
+            return mix_into(mixed, images, plan.partners, plan.mix)
+        return mix_by_blend(images, plan.partners, plan.mix)
 
     def _noise(self, draw: StepRng, device: torch.device) -> Tensor:
         """N(0, 1), equal on all ranks: each sample has a window of it. Noise of its own for each

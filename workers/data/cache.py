@@ -2,7 +2,7 @@
 size limit, each made once and shared by the node's processes.
 
 A disk may silently return other bytes than were written. Therefore what is read is checked: the
-records of shards against the index (`workers/data/reader.py`), decoded images against digests in
+records of shards against the index (`workers/data/reader.py`), decoded images against checksums in
 their file (`Blocks`). What is damaged is made again.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import io
 import os
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from workers.errors import UserError
 from workers.storage import filesystem
 
 Write = Callable[[BinaryIO], None]
-DIGEST = hashlib.sha256().digest_size
+CHECKSUM = np.dtype("<u4")  # CRC-32: against damage by a disk; 1.6 times as fast as sha256
 FILLED = 0.9  # of the limit: what is left where room is made, so that this is seldom done
 GROWTH = 64 << 20  # bytes that a file whose size is not known yet asks for at once
 _swept: set[str] = set()  # folders that this process has looked through
@@ -229,7 +229,7 @@ class GrowingFile(io.BufferedRandom):
 
 
 class Blocks:
-    """Rows of bytes in a file of the cache, followed by the sha256 of each row.
+    """Rows of bytes in a file of the cache, followed by the checksum of each row.
 
     A row is checked when this process first reads it; a damaged one is made again and replaced.
     """
@@ -253,27 +253,27 @@ class Blocks:
         self.nbytes = int(borders[-1])
         # as plain arrays, whose parts cost a tenth of those of a `np.memmap`
         self.data = np.asarray(np.memmap(file, np.uint8, "r", start, (self.nbytes,)))
-        digests = np.memmap(file, np.uint8, "r", start + self.nbytes, (num_rows, DIGEST))
-        self.digests = np.asarray(digests)
+        checksums = np.memmap(file, CHECKSUM, "r", start + self.nbytes, (num_rows,))
+        self.checksums = np.asarray(checksums)
         self.checked = np.zeros(num_rows, bool)
 
     @staticmethod
     def size(shape: tuple[int, ...]) -> int:
-        """Bytes of shape[0] rows of shape[1:] bytes, and of their digests."""
-        return int(np.prod(shape)) + shape[0] * DIGEST
+        """Bytes of shape[0] rows of shape[1:] bytes, and of their checksums."""
+        return int(np.prod(shape)) + shape[0] * CHECKSUM.itemsize
 
     @staticmethod
     def write(stream: BinaryIO, rows: Iterator[NDArray[np.uint8]]) -> None:
-        """Write the rows, and then their digests.
+        """Write the rows, and then their checksums.
 
         They wait for the disk: should a machine go down, rows that are lost are made one by one.
         """
-        digests = []
+        checksums = []
         for row in rows:
             data = np.ascontiguousarray(row).data
-            digests.append(hashlib.sha256(data).digest())
+            checksums.append(zlib.crc32(data))
             stream.write(data)
-        stream.write(b"".join(digests))
+        stream.write(np.array(checksums, CHECKSUM).tobytes())
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -297,8 +297,7 @@ class Blocks:
         return self.data[self.borders[row] : self.borders[row + 1]]
 
     def _is_whole(self, row: int) -> bool:
-        expected: bytes = self.digests[row].tobytes()
-        return hashlib.sha256(self.row(row).data).digest() == expected
+        return zlib.crc32(self.row(row).data) == int(self.checksums[row])
 
     def _mend(self, row: int) -> None:
         data = np.ascontiguousarray(self.make(row)).tobytes()
@@ -306,8 +305,8 @@ class Blocks:
             os.pwrite(self.file.fileno(), data, self.start + int(self.borders[row]))
             os.pwrite(
                 self.file.fileno(),
-                hashlib.sha256(data).digest(),
-                self.start + self.nbytes + row * DIGEST,
+                np.array(zlib.crc32(data), CHECKSUM).tobytes(),
+                self.start + self.nbytes + row * CHECKSUM.itemsize,
             )
         except OSError:
             raise self.cache.bad_disk() from None

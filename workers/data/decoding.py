@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from workers.data.memory import Arena
 from workers.errors import UserError
 
 try:
@@ -45,35 +46,7 @@ SHORTEST_SCALED = 16  # shorter images have no scale of their own for each of th
 # `open_image` has its own limit, a setting, and applies it before a pixel is decoded
 Image.MAX_IMAGE_PIXELS = None
 
-# Most bytes that an arena holds while nothing of it is in use.
-ARENA_BYTES = 64 << 20
-
 Pixels = NDArray[np.uint8]
-
-
-class Arena:
-    """Memory for pixels that is used again: pages that are new cost as much as decoding a JPEG.
-
-    Not thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-        self._num_used = 0
-
-    def take(self, num_bytes: int) -> Pixels:
-        """Return uint8 (num_bytes,) of any values; it is overwritten after `clear`."""
-        start = self._num_used
-        self._num_used += num_bytes
-        if self._num_used > len(self._memory):
-            return np.empty(num_bytes, np.uint8)
-        return self._memory[start : self._num_used]
-
-    def clear(self) -> None:
-        """Use all memory again, and more of it if that was not enough."""
-        if len(self._memory) < self._num_used <= ARENA_BYTES:
-            self._memory = np.empty(self._num_used, np.uint8)
-        self._num_used = 0
 
 
 class Picture(NamedTuple):

@@ -18,8 +18,9 @@ from typing import BinaryIO, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.data.cache import DIGEST, Blocks, Cache, LocalFile
-from workers.data.decoding import DECODING, Arena, Picture, Pixels, read_picture
+from workers.data.cache import CHECKSUM, Blocks, Cache, LocalFile
+from workers.data.decoding import DECODING, Picture, Pixels, read_picture
+from workers.data.memory import Arena
 from workers.data.order import Ints
 from workers.data.reader import Reader, sequential_reader
 from workers.data.rows import SampleTable
@@ -28,6 +29,7 @@ CHUNK = 16  # samples that a thread makes at once: a job costs as much as decodi
 CHUNK_BYTES = 64 << 10  # of images in a file that a thread decodes at once: fewer large ones
 ESTIMATE_ROWS = 32  # that are decoded to tell how large all are
 ESTIMATE_THREADS = 8
+DIGEST_BYTES = hashlib.sha256().digest_size
 KEPT_REMEDY = "lower data.resident_mb so that images are not kept decoded"
 
 T = TypeVar("T")
@@ -67,8 +69,8 @@ class StreamedPictures:
 class KeptPictures:
     """Pictures that are decoded once.
 
-    The file has the pixels of each row, a digest of each, and then the sides of all: (n, 4) of
-    little-endian uint32, height and width of the pixels and of the original, and their digest.
+    The file has the pixels of each row, a checksum of each, and then the sides of all: (n, 4) of
+    little-endian uint32, height and width of the pixels and of the original, and their sha256.
     """
 
     def __init__(self, samples: SampleTable, longest_side: int, workers: int, cache: Cache | None):
@@ -112,7 +114,7 @@ class KeptPictures:
     def _mapped(self, cache: Cache) -> tuple[Blocks, NDArray[np.uint32]]:
         """Open the file `<cache>/<hash of samples and longest side>.pictures`; write it first where
         it is missing or damaged where the sides stand."""
-        contents = f"{DECODING}|{self.samples.digest()}|{self.longest_side}|pictures"
+        contents = f"{DECODING}|{self.samples.digest()}|{self.longest_side}|crc32"
         name = hashlib.sha256(contents.encode()).hexdigest()[:32] + ".pictures"
         for _ in range(2):
             # in use for as long as these pictures are
@@ -152,14 +154,14 @@ def borders_of(sides: NDArray[np.uint32]) -> Ints:
 def read_sides(file: LocalFile, num_rows: int) -> NDArray[np.uint32] | None:
     """Read the sides (n, 4) at the end of a file of pictures; None where it is damaged or cut."""
     num_bytes = 16 * num_rows
-    start = os.fstat(file.fileno()).st_size - num_bytes - DIGEST
+    start = os.fstat(file.fileno()).st_size - num_bytes - DIGEST_BYTES
     if start < 0:
         return None
-    data = file.read_at(num_bytes + DIGEST, start)
+    data = file.read_at(num_bytes + DIGEST_BYTES, start)
     if hashlib.sha256(data[:num_bytes]).digest() != data[num_bytes:]:
         return None
     sides = np.frombuffer(data[:num_bytes], "<u4").reshape(num_rows, 4)
-    if borders_of(sides)[-1] + num_rows * DIGEST != start:
+    if borders_of(sides)[-1] + num_rows * CHECKSUM.itemsize != start:
         return None
     return sides
 

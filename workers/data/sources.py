@@ -25,7 +25,8 @@ from torch import Tensor
 
 from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, Cutter, View
-from workers.data.decoding import DECODING, Arena, decode, resize_square
+from workers.data.decoding import DECODING, decode, resize_square
+from workers.data.memory import Arena, TensorPool
 from workers.data.order import Ints
 from workers.data.pictures import (
     CHUNK,
@@ -142,7 +143,7 @@ class Resident:
 
     def _mapped(self, cache: Cache) -> Blocks:
         """The file `<cache>/<hash of samples and side>.npy`, which is written first if missing."""
-        contents = f"{DECODING}|{self.samples.digest()}|{self.side}|digests"
+        contents = f"{DECODING}|{self.samples.digest()}|{self.side}|crc32"
         name = hashlib.sha256(contents.encode()).hexdigest()[:32] + ".npy"
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(
@@ -178,6 +179,7 @@ class PictureSource:
         self.view = view
         self.threads = max(1, workers)
         self.tools = ThreadTools(view.side)
+        self.pool = TensorPool()
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """See `Source.steps`; other samples than those are not made."""
@@ -208,7 +210,7 @@ class PictureSource:
         self, pool: ThreadPoolExecutor, samples: StepSamples, is_dropped: threading.Event
     ) -> StepPixels:
         shape = (len(samples.rows), 3, self.view.side, self.view.side)
-        images = np.empty(shape, np.uint8)
+        images = self.pool.empty(shape, torch.uint8).numpy()
         jobs = [
             pool.submit(self._make, samples, indices, images)
             for indices in chunks_of(samples.rows, self.threads)

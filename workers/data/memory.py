@@ -1,0 +1,79 @@
+"""Memory of the host that is used again: pages that are new cost as much as filling them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ARENA_BYTES = 64 << 20  # most that an arena holds while nothing of it is in use
+MOST_FREE = 4  # tensors that a pool holds while nobody uses them
+PART_VALUES = 1 << 18  # of a batch that are computed at once on a CPU, which fit its cache
+
+
+def parts_of(batch: Tensor, start: int, stop: int) -> Iterator[slice]:
+    """Yield the rows from start to stop of a batch (b, ...) in the parts in which to compute them.
+
+    On a CPU, a part is as large as its cache holds; elsewhere all rows are one.
+    """
+    step = max(1, stop - start)
+    if batch.device.type == "cpu":
+        step = max(1, PART_VALUES // math.prod(batch.shape[1:]))
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
+
+
+class Arena:
+    """Memory for pixels, given out in parts and used again as a whole; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._num_used = 0
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return uint8 (num_bytes,) of any values; it is overwritten after `clear`."""
+        start = self._num_used
+        self._num_used += num_bytes
+        if self._num_used > len(self._memory):
+            return np.empty(num_bytes, np.uint8)
+        return self._memory[start : self._num_used]
+
+    def clear(self) -> None:
+        """Use all memory again, and more of it if that was not enough."""
+        if len(self._memory) < self._num_used <= ARENA_BYTES:
+            self._memory = np.empty(self._num_used, np.uint8)
+        self._num_used = 0
+
+
+class TensorPool:
+    """Tensors of the host of about the same size, whose memory is used again when nothing refers to
+    it any more; thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: deque[NDArray[np.uint8]] = deque(maxlen=MOST_FREE)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of any values."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = self._take(num_bytes)
+        # The tensor and all that is made of it, as what autograd saves, hold this array.
+        part = memory[:num_bytes]
+        weakref.finalize(part, self._free.append, memory).atexit = False
+        return torch.from_numpy(part).view(dtype).view(*shape)
+
+    def _take(self, num_bytes: int) -> NDArray[np.uint8]:
+        while True:
+            try:
+                memory = self._free.pop()
+            except IndexError:
+                # by PyTorch, which aligns it as its kernels like it
+                aligned: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+                return aligned
+            if len(memory) >= num_bytes:
+                return memory

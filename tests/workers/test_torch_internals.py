@@ -40,7 +40,7 @@ def test_in_the_context_of_shapes_alone_nothing_is_computed_and_real_parameters_
 def test_resizing_into_a_tensor_is_the_public_function(size: tuple[int, int]) -> None:
     image = torch.arange(3 * 20 * 30, dtype=torch.uint8).view(1, 20, 30, 3).permute(0, 3, 1, 2)
     out = torch.zeros(1, *size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-    torch_internals.resize_into(image, out)
+    torch_internals.resize_into(image, out, list(size))
     expected = F.interpolate(image, size, mode="bilinear", antialias=True)
     assert torch.equal(out, expected)
     assert out.any()

@@ -86,10 +86,11 @@ class CropDraws:
         It is the first of ATTEMPTS that fits, else the largest central one within RATIO.
         """
         root = math.sqrt(height * width)
+        sides = self.sides
         first = 2 * ATTEMPTS * index
         for attempt in range(first, first + 2 * ATTEMPTS, 2):
-            box_height = round(root * self.sides[attempt])
-            box_width = round(root * self.sides[attempt + 1])
+            box_height = round(root * sides[attempt])
+            box_width = round(root * sides[attempt + 1])
             if 0 < box_height <= height and 0 < box_width <= width:
                 top = int(self.corners[2 * index] * (height - box_height + 1))
                 left = int(self.corners[2 * index + 1] * (width - box_width + 1))
@@ -136,6 +137,7 @@ class Cutter:
         # are made in one call, as this is done for every sample.
         planes = torch.from_numpy(self.crop)
         self.planes = planes.as_strided((1, 3, side, side), (1, 1, 3 * side, 3))
+        self.size = [side, side]
         self.window = np.empty(0, np.uint8)  # the pixels of a box, one after the other
         self.window_tensor = torch.from_numpy(self.window)
 
@@ -161,5 +163,5 @@ class Cutter:
         window = self.window[:num_bytes].reshape(height, width, 3)
         window[...] = pixels[top : top + height, left : left + width]
         planes = self.window_tensor.as_strided((1, 3, height, width), (1, 1, 3 * width, 3))
-        resize_into(planes, self.planes)
+        resize_into(planes, self.planes, self.size)
         return self.crop

@@ -36,7 +36,12 @@ T = TypeVar("T")
 
 
 class Pictures(Protocol):
-    """The pictures of a table's rows."""
+    """The pictures of a table's rows.
+
+    are_kept: whether they are decoded already, so that nobody waits for one.
+    """
+
+    are_kept: bool
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """Yield the same rows; see `Reader.ahead`."""
@@ -55,6 +60,7 @@ class StreamedPictures:
     samples: SampleTable
     reader: Reader
     longest_side: int | None
+    are_kept: bool = False
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """See `Pictures.ahead`."""
@@ -73,6 +79,8 @@ class KeptPictures:
     little-endian uint32, height and width of the pixels and of the original, and their sha256.
     """
 
+    are_kept = True
+
     def __init__(self, samples: SampleTable, longest_side: int, workers: int, cache: Cache | None):
         self.samples = samples
         self.longest_side = longest_side
@@ -84,7 +92,9 @@ class KeptPictures:
             for picture in self._decoded():
                 self.pictures.append(picture._replace(pixels=picture.pixels.copy()))
         else:
-            self.blocks, self.sides = self._mapped(cache)
+            self.blocks, sides = self._mapped(cache)
+            # (n, 5): where each picture begins, and its sides; read as one, as it is for each
+            self.layout = np.column_stack((self.blocks.borders[:-1], sides))
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """See `Pictures.ahead`; all rows are decoded already."""
@@ -96,9 +106,9 @@ class KeptPictures:
             return self.pictures[row]
         if not self.blocks.checked[row]:
             self.blocks.verify(np.array([row]))
-        pixel_height, pixel_width, height, width = self.sides[row].tolist()
-        pixels = self.blocks.row(row).reshape(pixel_height, pixel_width, 3)
-        return Picture(pixels, height, width)
+        start, pixel_height, pixel_width, height, width = self.layout[row].tolist()
+        data = self.blocks.data[start : start + 3 * pixel_height * pixel_width]
+        return Picture(data.reshape(pixel_height, pixel_width, 3), height, width)
 
     def _decoded(self) -> Iterator[Picture]:
         def read(data: bytes, max_pixels: int, arena: Arena) -> Picture:

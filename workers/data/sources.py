@@ -40,6 +40,7 @@ from workers.data.rows import SampleTable
 from workers.data.upload import to_device
 
 AHEAD = 2  # steps whose images are made before they are asked for
+QUICK_SIDE = 64  # of images that are made sooner than another thread is woken
 DROPPED_S = 0.1  # how soon a thread that waits for images sees that nobody wants them
 
 # positions in the global batch (b,) -> uint8 (b, 3, side, side) of any memory format, on the CPU or
@@ -172,7 +173,10 @@ class ThreadTools(threading.local):
 
 
 class PictureSource:
-    """Makes the images of each step from pictures, on threads, before they are asked for."""
+    """Makes the images of each step from pictures, on threads, before they are asked for.
+
+    Small images of kept pictures are made by the thread that asks for them.
+    """
 
     def __init__(self, pictures: Pictures, view: View, workers: int):
         self.pictures = pictures
@@ -183,6 +187,10 @@ class PictureSource:
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """See `Source.steps`; other samples than those are not made."""
+        if self.pictures.are_kept and self.view.side <= QUICK_SIDE:
+            for samples in steps:
+                yield partial(self._make_now, samples)
+            return
         waiting: deque[StepSamples] = deque()
 
         def rows_of_steps() -> Iterator[Ints]:
@@ -206,11 +214,21 @@ class PictureSource:
             abandon(pool)
             rows_ahead.close()
 
+    def _make_now(self, samples: StepSamples, positions: Ints) -> Tensor:
+        images = self._empty(samples)
+        self._make(samples, np.arange(len(samples.rows)), images)
+        return images_at(positions, samples.positions, images)
+
+    def _empty(self, samples: StepSamples) -> NDArray[np.uint8]:
+        """uint8 (k, 3, side, side) of any values."""
+        shape = (len(samples.rows), 3, self.view.side, self.view.side)
+        images: NDArray[np.uint8] = self.pool.empty(shape, torch.uint8).numpy()
+        return images
+
     def _submit(
         self, pool: ThreadPoolExecutor, samples: StepSamples, is_dropped: threading.Event
     ) -> StepPixels:
-        shape = (len(samples.rows), 3, self.view.side, self.view.side)
-        images = self.pool.empty(shape, torch.uint8).numpy()
+        images = self._empty(samples)
         jobs = [
             pool.submit(self._make, samples, indices, images)
             for indices in chunks_of(samples.rows, self.threads)
@@ -220,12 +238,12 @@ class PictureSource:
     def _make(self, samples: StepSamples, indices: Ints, images: NDArray[np.uint8]) -> None:
         """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
         cutter = self.tools.cutter
+        arena = self.tools.arena
         last_row = -1
-        for index in indices.tolist():
-            row = int(samples.rows[index])
+        for index, row in zip(indices.tolist(), samples.rows[indices].tolist(), strict=True):
             if row != last_row:
-                self.tools.arena.clear()
-                picture = self.pictures.picture(row, self.tools.arena)
+                arena.clear()
+                picture = self.pictures.picture(row, arena)
                 if samples.crops is None:
                     square = resize_square(Image.fromarray(picture.pixels), self.view.side)
             if samples.crops is None:
@@ -261,10 +279,17 @@ class StepPixels:
                 if wait_for((job,), timeout=DROPPED_S).done:
                     break
             job.result(timeout=0)
-        images = self.images
-        if not np.array_equal(positions, self.positions):
-            images = images[np.searchsorted(self.positions, positions)]
-        return torch.from_numpy(images)
+        return images_at(positions, self.positions, self.images)
+
+
+def images_at(positions: Ints, made_positions: Ints, images: NDArray[np.uint8]) -> Tensor:
+    """Return the images of some positions (b,) of a global batch, as uint8 (b, 3, side, side).
+
+    images: of `made_positions` (k,), ascending.
+    """
+    if not np.array_equal(positions, made_positions):
+        images = images[np.searchsorted(made_positions, positions)]
+    return torch.from_numpy(images)
 
 
 def chunks_of(rows: Ints, threads: int) -> list[Ints]:

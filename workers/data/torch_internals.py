@@ -22,13 +22,13 @@ def shapes_only() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def resize_into(image: Tensor, out: Tensor) -> None:
+def resize_into(image: Tensor, out: Tensor, size: list[int]) -> None:
     """Write `F.interpolate(image, size, mode="bilinear", antialias=True)` into `out`.
 
     image: (1, C, h, w). out: (1, C, *size) of the same type and memory format. The public function
     has no `out`, and takes half as long again for small images.
     """
-    _upsample_bilinear2d_aa(image, out.shape[2:], False, None, out=out)  # type: ignore[call-arg]
+    _upsample_bilinear2d_aa(image, size, False, None, out=out)  # type: ignore[call-arg]
 
 
 def set_compile_options(max_variants: int) -> None:

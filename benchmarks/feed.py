@@ -3,8 +3,9 @@
 `python -m benchmarks.feed --side 32`; sides 32 (from JPEG of 32 px), 128 (from 128) and 224 (from
 400), all three without an option; about a minute each. Generated images, random resized crops of 8
 to 100 % of the area, flips, normalised float batches in one process on one CPU, with one thread of
-PyTorch and one that decodes: threads on two hardware threads of a core would slow each other. With `--recipe` both sides also apply RandAugment, erasing, mixup and cutmix, with
-other random numbers. Of torchvision's transforms, those on Pillow images and those on tensors are
+PyTorch and one that decodes: threads on two hardware threads of a core would slow each other. With
+`--recipe` both sides also apply RandAugment, erasing, mixup and cutmix, with other random numbers.
+Of torchvision's transforms, those on Pillow images and those on tensors are
 measured, and the faster ones compared with. That both sides give the same pixels of the same boxes
 is checked first, without the recipe.
 

@@ -583,7 +583,7 @@ PIXELS, ROW = 128, SIDE * SIDE * 3  # where they begin in the file; bytes of an 
         PIXELS + 5 * ROW + 7,
         PIXELS + 17 * ROW - 1,
         PIXELS + 17 * ROW,
-        PIXELS + 17 * ROW + 32 * 17 - 1,
+        PIXELS + 17 * ROW + 4 * 17 - 1,
     ],
 )
 def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(
@@ -593,7 +593,7 @@ def test_a_flipped_bit_in_the_cache_changes_no_sample_and_is_mended(
     expected = samples([feed_of(root, "resident", cache=folder)])
     (file,) = (tmp_path / "cache").glob("*.npy")
     whole = file.read_bytes()
-    assert len(whole) == PIXELS + 17 * (ROW + 32)
+    assert len(whole) == PIXELS + 17 * (ROW + 4)
     data = bytearray(whole)
     data[at] ^= 16
     file.write_bytes(data)

@@ -5,9 +5,9 @@
 to 100 % of the area, flips, normalised float batches in one process on one CPU, with one thread of
 PyTorch and one that decodes: threads on two hardware threads of a core would slow each other. With
 `--recipe` both sides also apply RandAugment, erasing, mixup and cutmix, with other random numbers.
-Of torchvision's transforms, those on Pillow images and those on tensors are
-measured, and the faster ones compared with. That both sides give the same pixels of the same boxes
-is checked first, without the recipe.
+Of torchvision's transforms, those on Pillow images and those on tensors are measured, and the
+faster ones compared with. That both sides give the same pixels of the same boxes is checked first,
+without the recipe.
 
 The feed shuffles and verifies all records in a streamed and in a first epoch, which also writes the
 decoded images to a fresh cache; WebDataset shuffles in a buffer. The cache of the first epoch

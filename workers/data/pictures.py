@@ -36,12 +36,11 @@ T = TypeVar("T")
 
 
 class Pictures(Protocol):
-    """The pictures of a table's rows.
+    """The pictures of a table's rows."""
 
-    are_kept: whether they are decoded already, so that nobody waits for one.
-    """
-
-    are_kept: bool
+    @property
+    def are_kept(self) -> bool:
+        """Whether they are decoded already, so that nobody waits for one."""
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """Yield the same rows; see `Reader.ahead`."""

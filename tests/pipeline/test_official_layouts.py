@@ -352,3 +352,18 @@ def test_archives_of_classes_are_to_be_unpacked_first(tmp_path: Path, capsys: Ca
     card = small_card(tmp_path, "imagenet", num_classes=3)
     text = prepare(capsys, card, tmp_path, code=2)
     assert f"cd {tmp_path}/train && for class in n*.tar; do" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"), [("imagenet", (TENCH, GOLDFISH)), ("places365", ("airfield", "zen_garden"))]
+)
+def test_validation_images_that_are_sorted_already_are_taken_as_they_are(
+    tmp_path: Path, capsys: Captured, name: str, labels: tuple[str, ...]
+) -> None:
+    for split, count in (("train", 2), ("val", 1)):
+        for label in labels:
+            for number in range(count):
+                write_image(tmp_path / "unpacked" / split / label / f"{number}.jpg", number)
+    card = small_card(tmp_path, name, num_classes=2)
+    prepare(capsys, card, tmp_path)
+    assert labels_of(card) == {"train": dict.fromkeys(labels, 2), "test": dict.fromkeys(labels, 1)}

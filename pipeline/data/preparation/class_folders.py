@@ -1,20 +1,31 @@
-"""Class folders in train and test, as the authors of Piggyback pass WikiArt and Sketches on."""
+"""Class folders in a folder for each split, as the authors of Piggyback pass WikiArt and Sketches
+on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from pipeline.data.listing import SPLITS
+from pipeline.data.listing import Split
 from pipeline.data.preparation.base import LabelledImage, Layout, class_name
 from pipeline.data.preparation.official import OfficialFolder
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:
-    """Yield the images of all class folders."""
-    for split in SPLITS:
-        for folder in files.subfolders(split):
-            label = class_name(folder, files.where(split))
-            for path in files.images(f"{split}/{folder}"):
+    """Yield the images of train and test."""
+    return read_folders(files, {"train": "train", "test": "test"})
+
+
+def read_with_val(files: OfficialFolder) -> Iterator[LabelledImage]:
+    """Yield the images of train and val, where test is the official validation set."""
+    return read_folders(files, {"train": "train", "test": "val"})
+
+
+def read_folders(files: OfficialFolder, folders: Mapping[Split, str]) -> Iterator[LabelledImage]:
+    """Yield the images of all class folders. folders: that of each split."""
+    for split, name in folders.items():
+        for folder in files.subfolders(name):
+            label = class_name(folder, files.where(name))
+            for path in files.images(f"{name}/{folder}"):
                 yield LabelledImage(split, label, path)
 
 

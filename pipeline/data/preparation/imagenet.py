@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from pipeline.data.preparation import matlab
 from pipeline.data.preparation.base import LabelledImage, Layout, value_of
+from pipeline.data.preparation.class_folders import read_with_val
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
 
@@ -83,7 +84,10 @@ def _wordnet_id(text: str, where: str) -> str:
     return text
 
 
+# where the validation images are sorted already; every part of ImageNet has this class
+SORTED = (("train/n01440764",), ("val/n01440764",))
 LAYOUTS = (
+    Layout(SORTED, read_with_val),
     Layout((("train",), ("val",), TRUTH, META), read_with_kit),
     Layout(((SOLUTION,), (f"{KAGGLE_IMAGES}/train",), (f"{KAGGLE_IMAGES}/val",)), read_kaggle),
 )

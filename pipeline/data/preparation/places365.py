@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.data.preparation.base import LabelledImage, Layout, class_names, value_of
+from pipeline.data.preparation.class_folders import read_with_val
 from pipeline.data.preparation.official import OfficialFolder
 from workers.errors import UserError
 
@@ -45,4 +46,5 @@ def _categories(files: OfficialFolder) -> Iterator[tuple[str, str]]:
 
 
 NEEDS = ((CLASSES,), (TRAIN,), (TEST,), TRAIN_IMAGES, TEST_IMAGES)
-LAYOUTS = (Layout(NEEDS, read),)
+SORTED = (("train/airfield",), ("val/airfield",))  # the archive "easyformat"
+LAYOUTS = (Layout(NEEDS, read), Layout(SORTED, read_with_val))

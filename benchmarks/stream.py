@@ -15,6 +15,7 @@ from pipeline.graph.build import graph_of
 from pipeline.graph.stage import Graph, IngestJob
 from pipeline.graph.store import Store
 from pipeline.launch import attempt
+from pipeline.launch.limits import Deadline
 from workers.job import StageJob
 
 
@@ -89,7 +90,8 @@ def ingest(store: Store, graph: Graph) -> None:
     """Run all ingest stages of a graph."""
     for stage in graph:
         if isinstance(stage.job, IngestJob):
-            attempt.run_ingest(store, stage, map, lambda event: None)
+            deadline = Deadline(config.ClusterSettings(), "ingest")
+            attempt.run_ingest(store, stage, map, lambda event: None, deadline)
 
 
 def job_of(graph: Graph, stage_id: str) -> StageJob:

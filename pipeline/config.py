@@ -95,6 +95,31 @@ class StreamSettings(Frozen):
         return [{"card": entry} if isinstance(entry, str) else entry for entry in value]
 
 
+class StageLimits(Frozen):
+    """What a rank takes while it runs one kind of stage, and how long a try may take.
+
+    What is not set is as in `cluster`.
+    """
+
+    cpus: int | None = Field(
+        None,
+        gt=0,
+        description="as `cpus_per_worker`; for `ingest`: all CPUs divided by it is the number of "
+        "its tasks that run at a time",
+    )
+    gpus: float | None = Field(None, ge=0, le=1000, description="as `gpus_per_worker`")
+    memory_gb: float | None = Field(None, ge=0, le=1e6, description="as `memory_gb_per_worker`")
+    resources: dict[str, Annotated[float, Field(gt=0, le=1e9)]] | None = Field(
+        None, description="as `resources`, in place of it"
+    )
+    timeout_s: float = Field(
+        0.0,
+        ge=0,
+        le=1e9,
+        description="seconds after which a try is ended and counts as failed; 0: no limit",
+    )
+
+
 class ClusterSettings(Frozen):
     """The resources that a run uses; no setting here is in the key of a result.
 
@@ -140,6 +165,12 @@ class ClusterSettings(Frozen):
     resources: dict[str, Annotated[float, Field(gt=0, le=1e9)]] = Field(
         default_factory=dict,
         description="other Ray resources of a rank, e.g. `accelerator_type:H100: 0.001`",
+    )
+    stages: dict[str, StageLimits] = Field(
+        default_factory=dict,
+        exclude_if=lambda stages: not stages,
+        description="by kind of stage (`ingest`, `backbone`, `train`, `evaluate`, or another step "
+        "of a method), where a rank takes other resources or a try has a time limit",
     )
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         "PACK", description="strategy of Ray's placement group for the ranks of a worker group"
@@ -187,6 +218,39 @@ class ClusterSettings(Frozen):
                 "a group has at least min_workers ranks and at most workers"
             )
         return self
+
+    @field_validator("stages")
+    @classmethod
+    def _check_stages(cls, value: dict[str, StageLimits]) -> dict[str, StageLimits]:
+        if "report" in value:
+            raise ValueError(
+                "the report is made by the driver itself, which takes neither resources nor a "
+                "time limit; leave `report` out"
+            )
+        ingest = value.get("ingest", StageLimits())
+        if ingest.gpus or ingest.memory_gb or ingest.resources:
+            raise ValueError(
+                "ingest runs without a GPU in tasks that reserve nothing; "
+                "it may have `gpus: 0`, `cpus` and `timeout_s`"
+            )
+        return value
+
+    def of_step(self, step: str) -> ClusterSettings:
+        """Return the settings for one kind of stage, with the resources that it takes."""
+        limits = self.stages.get(step, StageLimits())
+        resources = {
+            "cpus_per_worker": limits.cpus,
+            "gpus_per_worker": limits.gpus,
+            "memory_gb_per_worker": limits.memory_gb,
+            "resources": limits.resources,
+        }
+        changed = {name: value for name, value in resources.items() if value is not None}
+        return self.model_copy(update=changed)
+
+    def time_limit(self, step: str) -> float | None:
+        """Return how many seconds a try of one kind of stage may take; None for any number."""
+        limits = self.stages.get(step, StageLimits())
+        return limits.timeout_s or None
 
 
 class TrackingSettings(Frozen):
@@ -490,6 +554,7 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
             _check_validation_images(config, label, step, task, where)
     if with_methods:
         _check_methods(config, where)
+        _check_kinds_of_stages(config, where)
     return config
 
 
@@ -540,6 +605,24 @@ def _check_methods(config: Config, where: str) -> None:
     for label, task in _labels_and_tasks(config):
         method_class = METHODS[config.methods[label].method]
         _check_entry(config, label, task, method_class, where)
+
+
+def _check_kinds_of_stages(config: Config, where: str) -> None:
+    """Raise `UserError` when `cluster.stages` names a kind of stage that no run has."""
+    from workers.methods import METHODS  # imports torch
+
+    kinds = dict.fromkeys(("ingest", "backbone", "train", "evaluate"))
+    for method_class in METHODS.values():
+        kinds |= dict.fromkeys(step.name for step in method_class.steps)
+    for kind in config.cluster.stages:
+        if kind not in kinds:
+            similar = difflib.get_close_matches(kind, kinds, 1)
+            hint = f"there are: {', '.join(kinds)}"
+            if similar:
+                hint = f"did you mean {similar[0]!r}?"
+            raise UserError(
+                f"{where}: cluster.stages.{kind} is no kind of stage (a step of a run); {hint}"
+            )
 
 
 def _check_entry(

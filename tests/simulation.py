@@ -124,7 +124,7 @@ class Cluster:
         self.rng.shuffle(self.idle)
         asking = self.idle
         self.idle = []
-        while asking and self.queue.ready:
+        while asking and any(self.queue.ready.values()):
             group = asking.pop()
             if not self._ask(group):
                 self.idle.append(group)

@@ -28,6 +28,7 @@ from pipeline.graph.build import graph_of
 from pipeline.graph.stage import IngestJob
 from pipeline.graph.store import Store
 from pipeline.launch import attempt
+from pipeline.launch.limits import Deadline
 from tests import small_run
 from workers import loop, restore
 from workers.data.feed import Feed
@@ -191,7 +192,8 @@ class Lab:
             for stage in graph:
                 if isinstance(stage.job, IngestJob):
                     if Artifact.open(self.store.root, stage.key) is None:
-                        attempt.run_ingest(self.store, stage, map, lambda event: None)
+                        deadline = Deadline(config.ClusterSettings(), "ingest")
+                        attempt.run_ingest(self.store, stage, map, lambda event: None, deadline)
                 elif isinstance(stage.job, StageJob) and stage.step != "report":
                     jobs[stage.id] = stage.job
             self.runs[config_text] = Run(self, method, order, jobs)

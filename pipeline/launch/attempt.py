@@ -13,6 +13,7 @@ from pipeline.graph import failures, raw_data
 from pipeline.graph.stage import Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
+from pipeline.launch.limits import Deadline, StageTimeout
 from workers import dist, preemption
 from workers.errors import DamagedArtifact, UserError
 from workers.storage.artifact import Artifact
@@ -37,6 +38,8 @@ def attempt_stage(
         return Event(EventKind.MOVED, stage.id, "it is told to leave, its state is saved")
     except DamagedArtifact as error:
         return Event(EventKind.DAMAGED, stage.id, str(error), key=error.key)
+    except StageTimeout as error:
+        return Event(EventKind.FAILED, stage.id, str(error))
     except UserError as error:
         return Event(EventKind.FAILED, stage.id, str(error), final=True)
     except Exception as error:
@@ -54,11 +57,14 @@ def run_ingest(
     stage: Stage,
     map_fn: Callable[..., Iterable[Any]],
     progress: Progress,
+    deadline: Deadline,
 ) -> Manifest:
-    """Run an ingest stage and return its manifest. map_fn: `map`, or one that works in parallel."""
+    """Run an ingest stage and return its manifest. map_fn: `map`, or one that works in parallel.
+    Raise `StageTimeout` when it reports its progress after the deadline."""
     started = time.monotonic()
 
     def report(body: dict[str, Any]) -> None:
+        deadline.check()
         progress(Event(EventKind.PROGRESS, stage.id, body=body))
 
     with stage_lock(store.root, stage.key):

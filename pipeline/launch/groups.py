@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from pipeline.config import ClusterSettings
+from pipeline.config import ClusterSettings, StageLimits
 from pipeline.graph import failures
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import Executor
@@ -27,7 +27,7 @@ from pipeline.graph.stage import IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import ray_internals
-from pipeline.launch.attempt import Progress, RunOnDriver, attempt_stage, run_ingest
+from pipeline.launch.attempt import Manifest, Progress, RunOnDriver, attempt_stage, run_ingest
 from pipeline.launch.cluster import (
     ClusterState,
     DriverRegistration,
@@ -38,8 +38,10 @@ from pipeline.launch.cluster import (
     connect,
     register_actor,
 )
+from pipeline.launch.limits import Deadline, timeout_text
+from pipeline.launch.pools import Pools
 from pipeline.launch.queue import Queue, ReadyStage
-from pipeline.launch.shares import check_fits, in_words, resources_per_worker, sizes_of_groups
+from pipeline.launch.shares import in_words, resources_per_worker
 from pipeline.launch.train import NO_ROOM, run_segment
 from workers import preemption
 from workers.errors import UserError
@@ -81,9 +83,11 @@ class RaySession:
 
 @dataclass
 class WorkerGroup:
-    """task: the Ray task in which the group's trainer runs. starts: tries in a row to start it.
-    waiting_since: when it was started; None once its workers came up, or the wait was reported."""
+    """cluster: settings with the resources of its ranks. task: the Ray task in which the group's
+    trainer runs. starts: tries in a row to start it. waiting_since: when it was started; None once
+    its workers came up, or the wait was reported."""
 
+    cluster: ClusterSettings
     task: Any
     workers: int
     starts: int
@@ -144,6 +148,9 @@ class RayExecutor(Executor):
         self.last_look = clock()
         self.owner = temporary_name()  # in the names of the folders that Ray writes for this driver
         self.num_folders = 0
+        self.pools = Pools(cluster)
+        self.checked_pools: set[int] = set()  # pools of which a group fits into the cluster
+        self.outstanding: dict[str, ReadyStage] = {}  # stages of groups that have not ended, by id
         self.groups: dict[int, WorkerGroup] = {}
         self.rank_nodes: dict[int, list[str]] = {}  # group that is up -> the nodes of its ranks
         self.used_nodes: set[str] = set()  # nodes on which a group has been
@@ -154,15 +161,27 @@ class RayExecutor(Executor):
         self.driver_stages: deque[Stage] = deque()
         self.leaving_since: float | None = None
         self.is_broken = False
-        self.map = RayMap(self.ray, max(1, int(self.ray.cluster_resources().get("CPU", 1))))
+        self.map = RayMap(self.ray, self._ingest_tasks())
         self.threads = ThreadPoolExecutor(INGEST_THREADS, "ingest")
         self.ingests: list[Future[Event]] = []
         sweep(store, self.owner)
         self.stop_listening = preemption.listen()  # after Ray, which listens as well
 
+    def _run_ingest(self, stage: Stage) -> Manifest:
+        """Run an ingest stage in Ray tasks, and return its manifest."""
+        deadline = Deadline(self.cluster, stage.step)
+        map_fn = partial(self.map, deadline=deadline)
+        return run_ingest(self.store, stage, map_fn, self.progress, deadline)
+
+    def _ingest_tasks(self) -> int:
+        """Return how many tasks of ingest may run at a time."""
+        cpus = self.ray.cluster_resources().get("CPU", 1)
+        cpus_per_task = self.cluster.stages.get("ingest", StageLimits()).cpus or 1
+        return max(1, int(cpus / cpus_per_task))
+
     def submit(self, stage: Stage, depth: int) -> None:
         if isinstance(stage.job, IngestJob):
-            run = partial(run_ingest, self.store, stage, self.map, self.progress)
+            run = partial(self._run_ingest, stage)
             future = self.threads.submit(attempt_stage, stage, run, self.store.storage)
             self.ingests.append(future)
             self._report_start(stage.id, "tasks of Ray")
@@ -170,7 +189,9 @@ class RayExecutor(Executor):
             self.driver_stages.append(stage)
         else:
             self.stages[stage.id] = stage
-            self.outbox.append(ReadyStage(depth, stage))
+            ready = ReadyStage(depth, stage, self.pools.of_step(stage.step))
+            self.outstanding[stage.id] = ready
+            self.outbox.append(ready)
 
     def poll(self) -> list[Event]:
         try:
@@ -182,9 +203,8 @@ class RayExecutor(Executor):
 
     def _poll(self) -> list[Event]:
         events = self._ended_ingests()
-        if self.outbox and not self.groups and not preemption.requested.is_set():
-            check_fits(self.state, self.cluster)
-            self._adjust_groups()
+        if self.outbox and not preemption.requested.is_set():
+            self._make_room()
         if self.groups:
             events += self._poll_groups()
         if preemption.requested.is_set():
@@ -195,6 +215,19 @@ class RayExecutor(Executor):
             self._report_start(stage.id, "the driver")
             events.append(attempt_stage(stage, run, self.store.storage))
         return events
+
+    def _make_room(self) -> None:
+        """Start groups for submitted stages whose pool has none yet. Raise `UserError` when the
+        cluster has no room for one."""
+        pools = {ready.pool for ready in self.outbox}
+        if self.groups:
+            pools -= self.checked_pools
+        if not pools:
+            return
+        for pool in sorted(pools):
+            self.pools.check_fit(pool, self.state)
+        self.checked_pools |= pools
+        self._adjust_groups()
 
     def _ended_ingests(self) -> list[Event]:
         ended = [future for future in self.ingests if future.done()]
@@ -207,6 +240,9 @@ class RayExecutor(Executor):
         events, self.rank_nodes = self._answer(self.queue.offer.remote(outbox))
         for nodes in self.rank_nodes.values():
             self.used_nodes.update(nodes)
+        for event in events:
+            if event.kind is not EventKind.PROGRESS:
+                self.outstanding.pop(event.stage, None)
         self._replace_ended_groups()
         self._report_waiting_groups()
         self._report_where()
@@ -224,23 +260,27 @@ class RayExecutor(Executor):
         self.progress(Event(EventKind.NOTE, "", text))
 
     # ---- groups ----------------------------------------------------------------------------------
-    def _sizes(self) -> list[int]:
-        return sizes_of_groups(self.state, self.cluster, self.session.name, self.width)
+    def _sizes(self, state: ClusterState) -> dict[int, int]:
+        """Return the number of workers of each group that there may be now, by group."""
+        groups = {index: group.workers for index, group in self.groups.items()}
+        name = self.session.name
+        outstanding = self.outstanding.values()
+        return self.pools.sizes(state, name, self.width, outstanding, groups)
 
     def _adjust_groups(self) -> None:
         """Start the groups that there is room for. Have those end between two stages that are too
         many, or not of the size that they may have now."""
-        sizes = self._sizes()
-        for index, workers in enumerate(sizes):
+        sizes = self._sizes(self.state)
+        for index, workers in sizes.items():
             if index not in self.groups:
                 self._start(index, workers)
         for index, group in self.groups.items():
             is_up = index in self.rank_nodes
-            if not is_up and index < len(sizes) and group.workers > sizes[index]:
+            if not is_up and index in sizes and group.workers > sizes[index]:
                 self._cancel(group)  # it would wait for a node that is gone
         misfits = []
         for index in self.rank_nodes:
-            is_extra = index >= len(sizes)
+            is_extra = index not in sizes
             if is_extra or (index in self.groups and self.groups[index].workers != sizes[index]):
                 misfits.append(index)
         if misfits:
@@ -249,16 +289,17 @@ class RayExecutor(Executor):
     def _start(self, index: int, workers: int, starts: int = 0) -> None:
         self.num_folders += 1
         # SPREAD: not within what a trial of a search has reserved.
+        cluster = self.pools.settings_of(index)
         remote = self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")
         task = remote(run_segment).remote(
             self.queue,
             index,
-            self.cluster,
+            cluster,
             workers,
             join(self.store.storage, "ray"),
             f"group-{self.owner}-{self.num_folders}",
         )
-        self.groups[index] = WorkerGroup(task, workers, starts + 1, self.clock())
+        self.groups[index] = WorkerGroup(cluster, task, workers, starts + 1, self.clock())
 
     def _cancel(self, group: WorkerGroup) -> None:
         group.is_cancelled = True
@@ -290,17 +331,17 @@ class RayExecutor(Executor):
             message = failures.describe(error)
         if group.starts > RetryPolicy.of(self.cluster).group and not moved:
             raise UserError(
-                f"worker group {index} could not be started in {group.starts} tries: {message}; "
-                "mend what it says, or use fewer workers with --set cluster.workers=N"
+                f"worker {self.pools.name_of(index)} could not be started in {group.starts} "
+                f"tries: {message}; mend what it says, or use fewer workers with "
+                "--set cluster.workers=N"
             )
         self._answer(self.queue.abandon.remote(index, message, moved))
         self.rank_nodes.pop(index, None)
         del self.groups[index]
         # The next look reports which nodes were lost: it compares with the state before.
         self.last_look = -math.inf
-        state = self._answer(self.queue.get_cluster_state.remote())
-        sizes = sizes_of_groups(state, self.cluster, self.session.name, self.width)
-        if self.leaving_since is None and index < len(sizes):
+        sizes = self._sizes(self._answer(self.queue.get_cluster_state.remote()))
+        if self.leaving_since is None and index in sizes:
             self._start(index, sizes[index], group.starts)
 
     def _report_waiting_groups(self) -> None:
@@ -313,25 +354,42 @@ class RayExecutor(Executor):
         if not late:
             return
         available = self.ray.available_resources()
-        per_worker = resources_per_worker(self.cluster)
-        free = {name: available.get(name, 0.0) for name in per_worker}
-        self._note(
-            f"waiting for {len(late)} groups of {late[0].workers} workers "
-            f"that take {in_words(per_worker)} each; free now: {in_words(free)}"
-        )
+        for pool in self.pools.pools:
+            groups = [group for group in late if group.cluster is pool.cluster]
+            per_worker = resources_per_worker(pool.cluster)
+            free = {name: available.get(name, 0.0) for name in per_worker}
+            if groups:
+                self._note(
+                    f"waiting for {len(groups)} groups of {groups[0].workers} workers "
+                    f"that take {in_words(per_worker)} each; free now: {in_words(free)}"
+                )
 
     def _report_where(self) -> None:
-        """Report which group has begun with which stage, and on which nodes."""
+        """Report which group has begun with which stage, and on which nodes. End those whose stage
+        has taken too long."""
         if self.clock() - self.last_where < WHERE_S:
             return
         self.last_where = self.clock()
-        running = self._answer(self.queue.running_ids.remote())
-        for group, stage_id in running.items():
-            if self.running.get(group) != stage_id:
+        running = self._answer(self.queue.running_stages.remote())
+        for group, (stage, seconds) in running.items():
+            if self.running.get(group) != stage.id:
                 nodes = [self.state.nodes.get(node) for node in self.rank_nodes.get(group, ())]
                 addresses = dict.fromkeys(node.address for node in nodes if node is not None)
-                self._report_start(stage_id, f"group {group} on {', '.join(addresses)}")
-        self.running = running
+                name = self.pools.name_of(group)
+                self._report_start(stage.id, f"{name} on {', '.join(addresses)}")
+            limit_s = self.cluster.time_limit(stage.step)
+            if limit_s is not None and seconds > limit_s:
+                self._time_out(group, stage, limit_s)
+        self.running = {group: stage.id for group, (stage, _) in running.items()}
+
+    def _time_out(self, index: int, stage: Stage, limit_s: float) -> None:
+        """End the workers of a group whose stage has taken too long. The stage failed, and another
+        group is started."""
+        message = timeout_text(stage.step, limit_s)
+        if self._answer(self.queue.time_out.remote(index, stage.id, message)):
+            self.rank_nodes.pop(index, None)
+            if index in self.groups:
+                self._cancel(self.groups[index])
 
     def _report_start(self, stage_id: str, where: str) -> None:
         self.progress(Event(EventKind.STARTED, stage_id, body={"where": where}))
@@ -477,24 +535,40 @@ class RayMap:
         self.ray = ray
         self.free = threading.BoundedSemaphore(limit)
 
-    def __call__(self, fn: Callable[[Any], Any], items: Iterable[Any]) -> Iterable[Any]:
+    def __call__(
+        self, fn: Callable[[Any], Any], items: Iterable[Any], deadline: Deadline
+    ) -> Iterable[Any]:
+        """Yield the results of `fn`. Raise `StageTimeout` after the deadline; the tasks that are
+        under way are ended then."""
         remote = self.ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(fn)
         under_way: deque[Any] = deque()
         try:
             for item in items:
                 # Wait for a slot only with nothing under way: else a result frees one.
-                while not self.free.acquire(blocking=not under_way):
-                    yield self._next_result(under_way)
+                while not self._acquire(under_way, deadline):
+                    yield self._next_result(under_way, deadline)
                 under_way.append(remote.remote(item))
             while under_way:
-                yield self._next_result(under_way)
+                yield self._next_result(under_way, deadline)
         finally:
-            for _ in under_way:
+            for task in under_way:
+                self.ray.cancel(task, force=True)
                 self.free.release()
 
-    def _next_result(self, under_way: deque[Any]) -> Any:
+    def _acquire(self, under_way: deque[Any], deadline: Deadline) -> bool:
+        """Take a slot. With nothing under way, wait for it; else return whether one was free."""
+        if under_way:
+            return self.free.acquire(blocking=False)
+        is_taken = self.free.acquire(timeout=deadline.left_s)
+        deadline.check()
+        return is_taken
+
+    def _next_result(self, under_way: deque[Any], deadline: Deadline) -> Any:
         try:
-            result = self.ray.get(under_way[0])
+            result = self.ray.get(under_way[0], timeout=deadline.left_s)
+        except self.ray.exceptions.GetTimeoutError:
+            deadline.check()
+            raise
         except self.ray.exceptions.RayTaskError as error:
             # The sentence is that of the cause, the traceback that of the remote process.
             raise error.cause from error

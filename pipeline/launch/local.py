@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from pipeline.launch.attempt import (
     attempt_stage,
     run_ingest,
 )
+from pipeline.launch.limits import Deadline
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers import dist, preemption
 from workers.errors import UserError
@@ -29,20 +32,21 @@ class LocalExecutor(Executor):
     """Runs one stage at each poll, the one with the longest path behind it first."""
 
     def __init__(
-        self, store: Store, cluster: ClusterSettings, run_on_driver: RunOnDriver, progress: Progress
+        self,
+        store: Store,
+        cluster: ClusterSettings,
+        run_on_driver: RunOnDriver,
+        progress: Progress,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.store = store
         self.run_on_driver = run_on_driver
         self.progress = progress
         self.stop_listening = preemption.listen()
         self.waiting = ReadyQueue()
-        torch.set_num_threads(cluster.cpus_per_worker)
-        if cluster.gpus_per_worker and not torch.cuda.is_available():
-            raise UserError(
-                f"cluster.gpus_per_worker is {cluster.gpus_per_worker}, but this machine "
-                "has no GPU that torch can use; set it to 0 or run where there is one"
-            )
-        self.device = torch.device("cuda" if cluster.gpus_per_worker else "cpu")
+        self.cluster = cluster
+        self.clock = clock
+        check_gpus(cluster)
 
     def submit(self, stage: Stage, depth: int) -> None:
         self.waiting.append(ReadyStage(depth, stage))
@@ -59,16 +63,36 @@ class LocalExecutor(Executor):
         return [attempt_stage(stage, lambda: self.run(stage), self.store.storage)]
 
     def run(self, stage: Stage) -> Manifest:
-        """Run a stage and return its manifest."""
+        """Run a stage and return its manifest. Raise `StageTimeout` when it reports its progress
+        after its time limit."""
+        deadline = Deadline(self.cluster, stage.step, self.clock)
         if isinstance(stage.job, IngestJob):
-            return run_ingest(self.store, stage, map, self.progress)
+            return run_ingest(self.store, stage, map, self.progress, deadline)
         if stage.job is None:
             return self.run_on_driver(stage)
 
         def report(body: dict[str, Any]) -> None:
+            deadline.check()
             self.progress(Event(EventKind.PROGRESS, stage.id, body=body))
 
-        return run_stage(stage.job, dist.Group(0, 1, self.device), report)
+        settings = self.cluster.of_step(stage.step)
+        torch.set_num_threads(settings.cpus_per_worker)
+        device = torch.device("cuda" if settings.gpus_per_worker else "cpu")
+        return run_stage(stage.job, dist.Group(0, 1, device), report)
 
     def close(self) -> None:
         self.stop_listening()
+
+
+def check_gpus(cluster: ClusterSettings) -> None:
+    """Raise `UserError` when stages are to use a GPU and this machine has none."""
+    if torch.cuda.is_available():
+        return
+    settings: dict[str, float | None] = {"gpus_per_worker": cluster.gpus_per_worker}
+    settings |= {f"stages.{step}.gpus": limits.gpus for step, limits in cluster.stages.items()}
+    for name, gpus in settings.items():
+        if gpus:
+            raise UserError(
+                f"cluster.{name} is {gpus}, but this machine "
+                "has no GPU that torch can use; set it to 0 or run where there is one"
+            )

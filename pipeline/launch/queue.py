@@ -5,7 +5,8 @@ Plain Python without Ray: tests step it by hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -13,14 +14,16 @@ from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind
 
 STOP = "stop"  # in place of a stage: the group is to end
+STRIDE = 1_000_000  # numbers of groups in a pool: group g is of pool g // STRIDE
 
 
 class ReadyStage(NamedTuple):
     """A stage whose parents are finished. depth: stages on the longest path behind it; the largest
-    goes first."""
+    goes first. pool: of the worker groups that may run it."""
 
     depth: int
     stage: Stage
+    pool: int = 0
 
 
 class Reservation(NamedTuple):
@@ -124,6 +127,13 @@ class ReadyQueue:
         return stage
 
 
+class RunningStage(NamedTuple):
+    """A stage that a group runs, and for how many seconds."""
+
+    stage: Stage
+    seconds: float
+
+
 class QueueNews(NamedTuple):
     """What the driver hears from the queue. rank_nodes: of each group that is up, the nodes of its
     ranks."""
@@ -135,9 +145,11 @@ class QueueNews(NamedTuple):
 class Queue:
     """Hands stages from the driver to worker groups, and their events back. It runs in an actor."""
 
-    def __init__(self) -> None:
-        self.ready = ReadyQueue()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.ready: dict[int, ReadyQueue] = {}  # by pool
         self.running: dict[int, Stage] = {}  # group -> the stage it runs
+        self.started: dict[int, float] = {}  # group -> when it took that stage, by the clock
         self.last: dict[int, Stage] = {}  # group -> the stage it ran last
         self.events: list[Event] = []
         self.rank_nodes: dict[int, list[str]] = {}  # group that is up -> the nodes of its ranks
@@ -148,7 +160,8 @@ class Queue:
     # ---- called by the driver --------------------------------------------------------------------
     def offer(self, stages: list[ReadyStage]) -> QueueNews:
         """Add stages. Return what happened since the last call."""
-        self.ready += stages
+        for ready in stages:
+            self._ready_of(ready.pool).append(ready)
         events = self.events
         self.events = []
         return QueueNews(events, dict(self.rank_nodes))
@@ -163,7 +176,7 @@ class Queue:
         stage that it ran."""
         self._lose(group, message, moved)
         if group in self.last:
-            self.ready.release(self.last[group].id)
+            self._ready_of(group // STRIDE).release(self.last[group].id)
         self.rank_nodes.pop(group, None)
         self.dismissed.pop(group, None)
         self.abandoned.add(group)
@@ -172,9 +185,24 @@ class Queue:
         """Have every group end when it asks for its next stage."""
         self.closed = True
 
-    def running_ids(self) -> dict[int, str]:
-        """Return the id of the stage that each group runs."""
-        return {group: stage.id for group, stage in self.running.items()}
+    def running_stages(self) -> dict[int, RunningStage]:
+        """Return what each group runs, and for how long."""
+        now = self.clock()
+        stages = {}
+        for group, stage in self.running.items():
+            stages[group] = RunningStage(stage, now - self.started[group])
+        return stages
+
+    def time_out(self, group: int, stage_id: str, message: str) -> bool:
+        """Give up a group whose stage has taken too long: that stage failed. Return False where the
+        group no longer runs it."""
+        stage = self.running.get(group)
+        if stage is None or stage.id != stage_id:
+            return False
+        del self.running[group]
+        self.events.append(Event(EventKind.FAILED, stage_id, message))
+        self.abandon(group, message)
+        return True
 
     # ---- called by worker groups -----------------------------------------------------------------
     def join(self, group: int, nodes: list[str]) -> None:
@@ -194,9 +222,10 @@ class Queue:
             return STOP
         if group in self.abandoned:  # what is left of it; the new one has not joined yet
             return None
-        stage = self.ready.take(self.last.get(group))
+        stage = self._ready_of(group // STRIDE).take(self.last.get(group))
         if stage is not None:
             self.running[group] = stage
+            self.started[group] = self.clock()
             self.last[group] = stage
         return stage
 
@@ -216,6 +245,9 @@ class Queue:
                 del self.running[group]
                 self.events.append(event)
         return self.dismissed.get(group, False)
+
+    def _ready_of(self, pool: int) -> ReadyQueue:
+        return self.ready.setdefault(pool, ReadyQueue())
 
     def _lose(self, group: int, message: str, moved: bool = False) -> None:
         stage = self.running.pop(group, None)

@@ -6,7 +6,7 @@ has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.config import ClusterSettings
 from pipeline.launch.cluster import ClusterState, Node, is_search_actor, job_of
@@ -83,9 +83,10 @@ def sizes_of_groups(
     return [workers] * num_groups
 
 
-def check_fits(state: ClusterState, cluster: ClusterSettings) -> None:
+def check_fits(state: ClusterState, cluster: ClusterSettings, steps: Sequence[str] = ()) -> None:
     """Raise `UserError` when the cluster has no room for one group.
 
+    steps: the kinds of stages that `cluster.stages` asks these resources for; empty for the others.
     With `cluster.groups` set nothing is checked: nodes may then be started on demand.
     """
     group_size = min_group_size(cluster)
@@ -97,9 +98,12 @@ def check_fits(state: ClusterState, cluster: ClusterSettings) -> None:
     if alive:
         for name in per_worker:
             total[name] = sum(node.resources.get(name, 0.0) for node in alive)
+    users = f" for stages of kind {', '.join(steps)}" if steps else ""
+    setting = f" (cluster.stages.{steps[0]})" if steps else ""
     raise UserError(
-        f"{group_size} workers that take {in_words(per_worker)} each do not fit into this cluster "
-        f"({in_words(total) or 'no node'}); lower cluster.workers or what each takes, add nodes, "
+        f"{group_size} workers{users} that take {in_words(per_worker)} each do not fit into this "
+        f"cluster ({in_words(total) or 'no node'}); lower cluster.workers or what each takes"
+        f"{setting}, add nodes, "
         "or, where nodes are started on demand, say how many groups to ask for with cluster.groups"
     )
 

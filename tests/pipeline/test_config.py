@@ -328,6 +328,7 @@ FREE = {
         "resources": {"disk": 1},
         "placement": "SPREAD",
         "address": "host:1",
+        "stages": {"train": {"cpus": 2, "timeout_s": 60.0}},
         "retries": 7,
         "checkpoint_s": 5.0,
         "loader_workers": 9,

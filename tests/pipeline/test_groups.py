@@ -22,7 +22,7 @@ from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import groups
 from pipeline.launch.cluster import ClusterState
 from pipeline.launch.groups import LOOK_S, WHERE_S, RayExecutor, RaySession, sweep
-from pipeline.launch.queue import Queue
+from pipeline.launch.queue import STRIDE, Queue
 from pipeline.launch.train import NO_ROOM
 from tests.pipeline.nodes import nodes_of
 from workers import preemption
@@ -38,7 +38,8 @@ class QueueHandle:
     """
 
     def __init__(self, state: ClusterState) -> None:
-        self.queue = Queue()
+        self.clock = Clock()
+        self.queue = Queue(self.clock)
         self.state = state
         self.releases = 0
 
@@ -123,9 +124,9 @@ class Driver:
         self.notes: list[str] = []
         self.starts: dict[str, str] = {}  # stage -> where it was seen to run
         self.ray = IdleRay()
-        self.clock = Clock()
         state = nodes_of([{"CPU": count} for count in cpus])
         self.handle = QueueHandle(state)
+        self.clock = self.handle.clock
         self.queue = self.handle.queue
         self.executor = RayExecutor(
             Store(str(folder)),
@@ -154,9 +155,9 @@ class Driver:
         """End the task of a group: `end` is what it returns or raises."""
         self.groups[index].task.end = end
 
-    def submit(self, name: str) -> Stage:
-        """Submit a training stage to the executor, and return it."""
-        stage = Stage(name, "train", f"key-{name}", {}, (), job=SimpleNamespace())
+    def submit(self, name: str, step: str = "train") -> Stage:
+        """Submit a stage to the executor, and return it."""
+        stage = Stage(name, step, f"key-{name}", {}, (), job=SimpleNamespace())
         self.executor.submit(stage, 0)
         self.poll()
         return stage
@@ -263,6 +264,88 @@ def test_events_of_other_nodes_are_reported_when_a_group_ends_at_the_same_time(
     assert driver.queue.post(1, Event(EventKind.PROGRESS, other.id)) is True, (
         "the group must be told to stop"
     )
+
+
+def test_workers_of_a_stage_that_takes_too_long_are_ended_and_the_try_counts(
+    make_driver: Any,
+) -> None:
+    driver = make_driver([1.0], stages={"train": {"timeout_s": 60}})
+    stage = driver.run_stage_on(0, "0")
+    task = driver.groups[0].task
+    driver.clock.now += 59
+    assert driver.poll() == []
+    assert driver.ray.cancelled == []
+    driver.clock.now += 2
+    driver.poll()
+    assert driver.ray.cancelled == [task]
+    [event] = driver.poll()
+    assert (event.kind, event.stage, event.final) == ("failed", stage.id, False)
+    assert event.message.startswith("this try of a stage of kind 'train' took longer than 60 s")
+    driver.queue.post(0, Event(EventKind.DONE, stage.id))
+    assert driver.poll() == [], "what its workers say now comes too late"
+    driver.submit(stage.id)
+    driver.end_group(0, ray.exceptions.WorkerCrashedError())
+    driver.poll()
+    assert driver.groups[0].task is not task
+    assert driver.groups[0].starts == 1, "the end of the group is no failed start"
+    driver.queue.join(0, ["0"])
+    assert driver.queue.next_stage(0).id == stage.id
+    driver.clock.now += 59
+    assert driver.poll() == [], "the second try has its own time"
+
+
+def test_a_kind_of_stage_without_a_limit_takes_as_long_as_it_takes(make_driver: Any) -> None:
+    driver = make_driver([1.0], stages={"evaluate": {"timeout_s": 60}})
+    driver.run_stage_on(0, "0")
+    driver.clock.now += 1e6
+    driver.poll()
+    assert driver.ray.cancelled == []
+
+
+def test_stages_that_take_other_resources_run_on_groups_of_their_own(make_driver: Any) -> None:
+    driver = make_driver([4.0], stages={"evaluate": {"cpus": 2}})
+    driver.run_stage_on(0, "0")
+    assert driver.sizes() == {0: 1}
+    driver.submit("e", "evaluate")
+    assert driver.sizes() == {0: 1, STRIDE: 1}
+    assert driver.groups[STRIDE].cluster.cpus_per_worker == 2
+    driver.queue.join(STRIDE, ["0"])
+    assert driver.queue.next_stage(0) is None or driver.queue.running == {}
+    assert driver.queue.next_stage(STRIDE).id == "e"
+    driver.clock.now += WHERE_S
+    driver.poll()
+    assert driver.starts["e"] == "group 0 for evaluate on 10.0.0.0"
+
+
+def test_an_idle_group_ends_for_stages_that_need_its_resources(make_driver: Any) -> None:
+    driver = make_driver([2.0], stages={"evaluate": {"cpus": 2}})
+    stage = driver.run_stage_on(0, "0")
+    driver.queue.post(0, Event(EventKind.DONE, stage.id))
+    driver.poll()
+    driver.submit("e", "evaluate")
+    assert driver.queue.dismissed == {0: False}
+    assert STRIDE in driver.groups, "it waits for the room"
+    driver.end_group(0, "")
+    driver.poll()
+    assert driver.sizes() == {STRIDE: 1}
+    driver.submit("t2")
+    assert driver.sizes() == {STRIDE: 1} or 0 in driver.groups
+
+
+def test_stages_that_fit_onto_no_node_are_one_sentence_when_they_are_due(make_driver: Any) -> None:
+    driver = make_driver([2.0], stages={"evaluate": {"cpus": 3}})
+    driver.run_stage_on(0, "0")
+    with pytest.raises(UserError, match=r"for stages of kind evaluate that take 3 CPUs each do"):
+        driver.submit("e", "evaluate")
+
+
+def test_a_config_says_how_many_tasks_of_ingest_run_at_a_time(make_driver: Any) -> None:
+    driver = make_driver([1.0])
+    driver.ray.cluster_resources = lambda: {"CPU": 9.0}
+    assert driver.executor._ingest_tasks() == 9
+    driver = make_driver([1.0], stages={"ingest": {"cpus": 4}})
+    driver.ray.cluster_resources = lambda: {"CPU": 9.0}
+    assert driver.executor._ingest_tasks() == 2
 
 
 def test_an_elastic_group_grows_and_shrinks_between_two_stages(make_driver: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind
-from pipeline.launch.queue import Queue, ReadyQueue, ReadyStage
+from pipeline.launch.queue import STRIDE, Queue, ReadyQueue, ReadyStage
 
 
 def stage(name: str, *parents: str) -> Stage:
@@ -209,3 +209,28 @@ def test_ready_stages_are_taken_in_the_order_that_a_search_of_all_of_them_gives(
             ready_stages.append(ReadyStage(depth, stage(f"s{number}", *parents)))
             queue.append(ready_stages[-1])
         assert len(queue) == len(ready_stages)
+
+
+def test_a_group_takes_stages_of_its_pool_alone() -> None:
+    queue = Queue()
+    queue.offer([ReadyStage(0, stage("a")), ReadyStage(9, stage("e"), pool=1)])
+    assert taken_id(queue, 3) == "a"
+    assert queue.next_stage(4) is None
+    assert taken_id(queue, STRIDE) == "e"
+
+
+def test_a_stage_that_took_too_long_failed_and_its_group_is_given_up() -> None:
+    seconds = iter([10.0, 25.0])
+    queue = Queue(clock=lambda: next(seconds))
+    queue.offer([ReadyStage(0, stage("a"))])
+    queue.join(0, ["node"])
+    queue.next_stage(0)
+    running = queue.running_stages()
+    assert (running[0].stage.id, running[0].seconds) == ("a", 15.0)
+    assert not queue.time_out(0, "b", "late"), "it runs another stage"
+    assert queue.time_out(0, "a", "late")
+    assert not queue.time_out(0, "a", "late")
+    events, rank_nodes = queue.offer([])
+    assert [(e.kind, e.stage, e.message) for e in events] == [("failed", "a", "late")]
+    assert rank_nodes == {}
+    assert queue.next_stage(0) is None, "what is left of the group gets nothing"

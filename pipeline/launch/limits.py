@@ -1,0 +1,52 @@
+"""How long a try of a stage may take: `cluster.stages.KIND.timeout_s`.
+
+Where stages run in other processes, the driver ends those processes. In this process a stage cannot
+be interrupted: it ends itself when it reports its progress after the limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pipeline.config import ClusterSettings
+
+
+class StageTimeout(Exception):
+    """A try of a stage has taken longer than its kind may."""
+
+
+def timeout_text(step: str, limit_s: float) -> str:
+    """Return the sentence about a try that took too long: kind of stage, limit, remedy."""
+    setting = f"cluster.stages.{step}.timeout_s"
+    return (
+        f"this try of a stage of kind {step!r} took longer than {limit_s:g} s ({setting}); "
+        f"allow more with --set {setting}={2 * limit_s:g}, or set it to 0 for no limit"
+    )
+
+
+class Deadline:
+    """The end of the time that a try of a stage has, counted from now on.
+
+    clock: returns seconds; only differences count.
+    """
+
+    def __init__(
+        self, cluster: ClusterSettings, step: str, clock: Callable[[], float] = time.monotonic
+    ):
+        self.step = step
+        self.limit_s = cluster.time_limit(step)
+        self._clock = clock
+        self._started = clock()
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left, 0 when none are; None without a limit."""
+        if self.limit_s is None:
+            return None
+        return max(0.0, self._started + self.limit_s - self._clock())
+
+    def check(self) -> None:
+        """Raise `StageTimeout` when no time is left."""
+        if self.limit_s is not None and self.left_s == 0:
+            raise StageTimeout(timeout_text(self.step, self.limit_s))

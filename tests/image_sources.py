@@ -244,3 +244,45 @@ def every_mode(folder: Path) -> Path:
         deep = pixels[..., 0].astype(np.uint16) * 256 + number
         Image.fromarray(deep).save(below / "deep.tiff")
     return folder
+
+
+def nested_split_folders(folder: Path) -> Path:
+    for split, start in (("seg_train", 0), ("seg_test", 50)):
+        for number in range(12):
+            below = folder / split / split / NAMES[number % 4]
+            make_image(below / f"{number}.jpg", start + number)
+    for number in range(4):
+        make_image(folder / "seg_pred" / "seg_pred" / f"{number}.jpg", 90 + number)
+    return folder
+
+
+def ids_in_an_odd_column(folder: Path) -> Path:
+    lines = ["id_code,diagnosis"]
+    for number in range(24):
+        make_image(folder / "train_images" / f"im{number}.png", number)
+        lines.append(f"im{number},{number % 4}")
+    write_table(folder / "train.csv", lines)
+    for number in range(3):
+        make_image(folder / "test_images" / f"im{number}.png", 50 + number)
+    write_table(folder / "test.csv", ["id_code", "im0", "im1", "im2"])
+    return folder
+
+
+def ids_over_two_folders(folder: Path) -> Path:
+    lines = ["image_id,label,age"]
+    for number in range(40):
+        part = f"part_{1 + number % 2}"
+        make_image(folder / part / f"im{number}.jpg", number)
+        lines.append(f"im{number},{NAMES[number % 4]},{number}")
+    write_table(folder / "metadata.csv", lines)
+    return folder
+
+
+def folder_for_each_table(folder: Path) -> Path:
+    for split, start in (("train", 0), ("test", 50)):
+        lines = ["filename,label"]
+        for number in range(start, start + 12):
+            make_image(folder / split / f"{number}.png", number)
+            lines.append(f"{number}.png,{NAMES[number % 4]}")
+        write_table(folder / f"{split}_labels.csv", lines)
+    return folder

@@ -67,6 +67,10 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "links to images": sources.links_to_images,
     "absolute paths": sources.absolute_paths,
     "every mode": sources.every_mode,
+    "nested split folders": sources.nested_split_folders,
+    "ids in an odd column": sources.ids_in_an_odd_column,
+    "ids over two folders": sources.ids_over_two_folders,
+    "folder for each table": sources.folder_for_each_table,
 }
 
 

@@ -68,7 +68,7 @@ class Source(Frozen):
     files: Annotated[str, Neutral("{}")] = Field(
         "{}",
         description="in csv, where an image lies from the folder of its table: `{}` stands for "
-        "what its row says, as in `images/{}.jpg`",
+        "what its row says, as in `images/{}.jpg`; of a list, the first that is there",
     )
 
     @field_validator("splits", mode="before")
@@ -77,6 +77,11 @@ class Source(Frozen):
         if not isinstance(splits, dict):
             return splits
         return {split: _joined(shards) for split, shards in splits.items()}
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _join_files(cls, files: Any) -> Any:
+        return _joined(files)
 
     @model_validator(mode="after")
     def _check_shards(self) -> Source:
@@ -91,6 +96,10 @@ class Source(Frozen):
         if self.format == "webdataset" and not "".join(self.splits.values()).strip(": "):
             raise ValueError("splits name no shard; write shard-{000000..000099}.tar")
         return self
+
+    def file_patterns(self) -> tuple[str, ...]:
+        """Return where images of tables may lie, as the card lists them."""
+        return tuple(part.strip() for part in self.files.split(LIST_MARK))
 
     def shard_patterns(self, split: Split) -> tuple[str, ...]:
         """Return the shards of a split as the card lists them: with braces, not below `path`."""

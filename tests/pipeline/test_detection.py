@@ -13,6 +13,7 @@ from pipeline.data.detection import tree
 from pipeline.data.detection.data_set import DataSet, Request, choose_splits, name_of
 from pipeline.data.detection.detect import detect
 from tests.image_data import class_folders, make_image
+from tests.image_sources import nested_split_folders
 from workers.errors import UserError
 
 NAMES = ("ant", "bee", "cow")
@@ -68,6 +69,28 @@ def test_validation_images_beside_test_images_are_left_out_and_said(tmp_path: Pa
 def test_train_alone_has_no_test_split(tmp_path: Path) -> None:
     class_folders(tmp_path / "train", NAMES)
     assert not found(tmp_path).has_test
+
+
+def test_splits_may_be_words_in_the_names_of_folders(tmp_path: Path) -> None:
+    data_set = found(nested_split_folders(tmp_path / "scenes"))
+    splits = {"train": "seg_train/seg_train", "test": "seg_test/seg_test"}
+    assert data_set.source["splits"] == splits
+    assert data_set.counts == {"train": 12, "test": 12}
+
+
+def test_classes_with_words_of_splits_stay_classes(tmp_path: Path) -> None:
+    names = ("test_tube", "train_station", "tree")
+    class_folders(tmp_path / "zoo", names)
+    assert found(tmp_path / "zoo").classes == names
+
+
+def test_a_flat_test_folder_has_no_labels_and_validation_serves_as_test(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        class_folders(tmp_path / split, NAMES)
+    make_image(tmp_path / "test" / "unknown" / "1.png", 1)
+    data_set = found(tmp_path)
+    assert data_set.source["splits"] == {"train": "train", "test": "val"}
+    assert data_set.left_out == ("1 image without labels in 'test'",)
 
 
 def test_a_folder_around_the_data_is_passed_through(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from pipeline.data.detection.data_set import DataSet, Request
 from pipeline.data.detection.detect import detect
 from pipeline.data.formats import format_of
 from pipeline.data.formats.csv import OUTSIDE, locate
+from tests import image_sources as sources
 from tests.image_data import make_image
 from tests.image_sources import (
     NAMES,
@@ -124,6 +125,61 @@ def test_an_unclear_column_is_asked_for_by_a_command_that_works(
     command = str(error.value).split("`")[1]
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(command)[1:]) == 0
+
+
+def test_the_columns_and_folders_of_a_contest_are_found(tmp_path: Path) -> None:
+    data_set = found(sources.ids_in_an_odd_column(tmp_path / "data"))
+    source = data_set.source
+    assert (source["image"], source["label"]) == ("id_code", "diagnosis")
+    assert source["files"] == "train_images/{}.png"
+    assert data_set.left_out == ("table 'test.csv'",)
+
+
+def test_images_of_one_table_may_lie_in_several_folders(tmp_path: Path) -> None:
+    data_set = found(sources.ids_over_two_folders(tmp_path / "data"))
+    assert data_set.source["files"] == ["part_1/{}.jpg", "part_2/{}.jpg"]
+    assert data_set.counts == {"train": 40}
+
+
+def test_each_table_may_have_its_folder(tmp_path: Path) -> None:
+    data_set = found(sources.folder_for_each_table(tmp_path / "data"))
+    assert data_set.source["files"] == ["train/{}", "test/{}"]
+    assert data_set.counts == {"train": 12, "test": 12}
+
+
+def test_a_test_table_whose_images_have_the_names_of_train_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    for split, start in (("train", 0), ("test", 50)):
+        lines = ["filename,label"]
+        for number in range(12):
+            make_image(folder / split / f"{number}.png", start + number)
+            lines.append(f"{number}.png,{'ab'[number % 2]}")
+        write_table(folder / f"{split}.csv", lines)
+    data_set = found(folder)
+    assert data_set.source["files"] == "train/{}"
+    assert data_set.left_out == ("table 'test.csv'",)
+    assert data_set.counts == {"train": 12}
+
+
+def test_a_column_for_each_class_is_named(tmp_path: Path) -> None:
+    lines = ["filename,ant,bee"]
+    for number in range(6):
+        make_image(tmp_path / "data" / "im" / f"{number}.png", number)
+        lines.append(f"{number}.png,{number % 2},{1 - number % 2}")
+    write_table(tmp_path / "data" / "train.csv", lines)
+    with pytest.raises(UserError, match=r"a column for each class \('ant', 'bee'\)"):
+        found(tmp_path / "data")
+
+
+def test_a_table_of_images_is_not_passed_over_for_their_folders(tmp_path: Path) -> None:
+    """Folders named otherwise than by a class are no classes where a table names their images."""
+    lines = ["image_id,kind,sort"]
+    for number in range(12):
+        make_image(tmp_path / "data" / f"part{number % 2}" / f"im{number}.png", number)
+        lines.append(f"im{number},{NAMES[number % 4]},{NAMES[number % 3]}")
+    write_table(tmp_path / "data" / "meta.csv", lines)
+    with pytest.raises(UserError, match="which is the label is not clear"):
+        found(tmp_path / "data")
 
 
 @pytest.mark.parametrize(

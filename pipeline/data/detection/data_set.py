@@ -6,7 +6,7 @@ import re
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,11 +95,16 @@ def split_of(name: str) -> str | None:
     return "test" if word in TEST_NAMES else None
 
 
-def choose_splits(names: Iterable[str]) -> SplitNames:
-    """Return which names are train and test. Validation images serve as test without any."""
+def choose_splits(
+    names: Iterable[str], split_of_name: Callable[[str], str | None] = split_of
+) -> SplitNames:
+    """Return which names are train and test. Validation images serve as test without any.
+
+    split_of_name: what a name says.
+    """
     by_split: dict[str, list[str]] = {}
     for name in sorted(names):
-        split = split_of(name)
+        split = split_of_name(name)
         if split is not None:
             by_split.setdefault(split, []).append(name)
     for split, group in by_split.items():

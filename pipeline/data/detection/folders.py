@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from workers.errors import UserError
 from workers.storage.artifact import is_local, join
 
 MOST_DATA_SETS = 200  # in one folder
+WORD = re.compile(r"[a-z0-9]+")
 # of a test folder's only folder: a loader of class folders asks for one
 NO_CLASSES = frozenset(("all", "images", "imgs", "test", "testing", "unknown", "unlabeled"))
 WHAT_WOULD_DO = (
@@ -76,7 +78,7 @@ def data_sets_in(candidate: Candidate) -> list[DataSet]:
 def _listed_in_text(candidate: Candidate) -> DataSet | None:
     """Return the data set of train.txt or such, with paths and labels; None without one."""
     folder = candidate.folder
-    names = [name for name in folder.other_files if suffix_of(name) == ".txt" and split_word(name)]
+    names = [name for name in folder.other_files if suffix_of(name) == ".txt"]
     if not names:
         return None
     try:
@@ -114,7 +116,9 @@ def _data_sets_by_folders(candidate: Candidate) -> list[DataSet]:
     folder = candidate.folder
     with_content = [below for below in folder.folders.values() if _has_content(below)]
     splits = [below for below in with_content if split_of(below.base_name)]
-    if any(split_of(below.base_name) != "val" for below in splits):
+    if all(split_of(below.base_name) == "val" for below in splits):
+        splits = _folders_with_words_of_splits(with_content)
+    if splits:
         return [_with_split_folders(candidate, splits)]
     if folder.parquet or folder.tars:
         return [_archives(candidate)]
@@ -126,6 +130,37 @@ def _data_sets_by_folders(candidate: Candidate) -> list[DataSet]:
     if with_content:
         return _data_set_each(candidate, with_content)
     raise nothing_fits(candidate)
+
+
+def _folders_with_words_of_splits(folders: list[Folder]) -> list[Folder]:
+    """Return the folders that are called as splits but for the same other words, as in seg_train
+    and seg_test; none where there is no train among them, or nothing else."""
+    by_rest: dict[str, list[Folder]] = {}
+    for folder in folders:
+        words = WORD.findall(folder.base_name.lower())
+        other_words = [word for word in words if split_of(word) is None]
+        if len(words) - len(other_words) == 1:
+            by_rest.setdefault(" ".join(other_words), []).append(folder)
+    for group in by_rest.values():
+        splits = {_split_in(folder.base_name) for folder in group}
+        if "train" in splits and len(splits) > 1:
+            return group
+    return []
+
+
+def _split_in(name: str) -> str | None:
+    """Return the split that a word in a name says."""
+    splits = filter(None, map(split_of, WORD.findall(name.lower())))
+    return split_of(name) or next(splits, None)
+
+
+def _inner(folder: Folder) -> Folder:
+    """Return the only folder in a split's folder, where that holds the classes."""
+    below = [child for child in folder.folders.values() if child.holds_images()]
+    if folder.images or len(below) != 1:
+        return folder
+    num_classes = sum(child.holds_images() for child in below[0].folders.values())
+    return below[0] if num_classes > 1 else folder
 
 
 def _has_content(folder: Folder) -> bool:
@@ -142,7 +177,7 @@ def _class_folders(candidate: Candidate) -> DataSet:
 
 def _with_split_folders(candidate: Candidate, folders: list[Folder]) -> DataSet:
     by_name = {below.base_name: below for below in folders}
-    splits = choose_splits(by_name)
+    splits = choose_splits(by_name, _split_in)
     if splits.train is None:
         raise UserError(
             f"{printable(candidate.uri)} holds {listed(by_name)} and no train images; "
@@ -160,11 +195,17 @@ def _with_split_folders(candidate: Candidate, folders: list[Folder]) -> DataSet:
         images = counted(test.all_images(), "image")
         unused = [f"{images} without labels in {quoted(test.base_name)}"]
         test = by_name.get(splits.unused[0]) if splits.unused else None
-    source_splits = {"train": splits.train}
+    train = _inner(train)
+    source_splits = {"train": _path_below(candidate, train)}
     if test is not None:
-        source_splits["test"] = test.base_name
+        test = _inner(test)
+        source_splits["test"] = _path_below(candidate, test)
     layout = f"class folders in {' and '.join(f'{n}/' for n in source_splits.values())}"
     return _class_data_set(candidate, source_splits, train, test, unused, layout)
+
+
+def _path_below(candidate: Candidate, folder: Folder) -> str:
+    return folder.name.removeprefix(candidate.folder.name).lstrip("/")
 
 
 def _is_unlabelled(test: Folder) -> bool:
@@ -257,7 +298,7 @@ def _archives(candidate: Candidate) -> DataSet:
     """Return the data set of the Parquet files or tars in a folder and below."""
     names: dict[str, list[str]] = {"parquet": [], "tars": []}
     for below in candidate.folder.walk():
-        prefix = below.name.removeprefix(candidate.folder.name).lstrip("/")
+        prefix = _path_below(candidate, below)
         names["parquet"] += [f"{prefix}/{name}".lstrip("/") for name in below.parquet]
         names["tars"] += [f"{prefix}/{name}".lstrip("/") for name in below.tars]
     if names["parquet"]:

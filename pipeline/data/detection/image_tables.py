@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import posixpath
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -30,7 +31,6 @@ from pipeline.data.detection.data_set import (
     check_classes,
     choose_splits,
     counted,
-    listed,
     quoted,
     sorted_labels,
     split_of,
@@ -47,6 +47,9 @@ FIRST_ROWS = 200  # that columns are guessed from
 LOOKED_UP = 20  # files of the first rows
 MOST_ROWS = 20_000_000
 MOST_FOLDERS = 200  # that images are looked for in
+MOST_PATTERNS = 8  # of `Source.files`
+MOST_TRIED = 12  # columns that may name images
+MOST_TABLES = 20  # of a folder that are looked into
 
 
 class TableFile(NamedTuple):
@@ -72,7 +75,7 @@ class Guess:
     image: str
     label: str
     split: str | None
-    files: str
+    files: tuple[str, ...]
     samples: tuple[str, ...]
     other_columns: tuple[str, ...]
 
@@ -116,11 +119,13 @@ def tables_in(uri: str, folder: Folder, name: str, request: Request) -> DataSet:
             table = by_split.get(split)
             if table is None or len(parts) > 1:
                 continue
-            if {guess.image, guess.label} <= set(column_names(files[table].uri)):
+            test_guess = _guess_of_test(files[table], guess, folder)
+            if test_guess is not None:
                 parts.append(("test", files[table]))
+                guess = test_guess
         return _data_set(name, parts, guess, uri, request, _unused(files, parts))
     errors: list[UserError] = []
-    for table in sorted(files):
+    for table in sorted(files)[:MOST_TABLES]:
         try:
             guess = guess_columns(files[table], request, folder)
         except UserError as error:
@@ -133,6 +138,27 @@ def tables_in(uri: str, folder: Folder, name: str, request: Request) -> DataSet:
             if isinstance(table_error, kind):
                 raise table_error
     raise errors[0]
+
+
+def _guess_of_test(file: TableFile, guess: Guess, folder: Folder) -> Guess | None:
+    """Return what is known of the tables with that of test; None where it lacks labels or images.
+
+    guess: of the table of train.
+    """
+    if not {guess.image, guess.label} <= set(column_names(file.uri)):
+        return None
+    rows = islice(read_rows(file.uri, [guess.image]), FIRST_ROWS)
+    texts = _some_texts([row.values[0] for row in rows])
+    try:
+        files = _where_images_lie(file, texts, folder)
+    except UserError:
+        return None
+    if files == guess.files:
+        return guess
+    train = TableFile(file.folder, "")
+    if _present(file, texts, guess.files) or _present(train, guess.samples, files):
+        return None  # the same names in two folders: a card could not tell which are meant
+    return replace(guess, files=(*guess.files, *files))
 
 
 def _unused(files: Mapping[str, TableFile], parts: Sequence[tuple[str, TableFile]]) -> list[str]:
@@ -167,14 +193,50 @@ def guess_columns(file: TableFile, request: Request, folder: Folder) -> Guess:
         raise UserError(f"{where} has no rows; give a table of images and labels")
     values = {name: [row[index] for row in rows] for index, name in enumerate(names)}
     split = split_column(values)
-    image = image_column(request, where, names, columns_of_paths(values))
+    image = _image_of(file, request, folder, values)
     other_columns = [name for name in names if name != split]
-    texts = _first_texts(values[image])
+    texts = _some_texts(values[image])
     other_values = {name: values[name] for name in other_columns}
     label = _label_of(file, request, folder, image, other_values)
     files = _where_images_lie(file, texts, folder)
     remaining = {name: values[name] for name in other_columns if name not in (image, label)}
     return Guess(image, label, split, files, tuple(texts), tuple(columns_of_classes(remaining)))
+
+
+def _image_of(
+    file: TableFile, request: Request, folder: Folder, values: Mapping[str, Sequence[str | None]]
+) -> str:
+    """Return the column of images: by its name or its values, or else by the files that are there.
+
+    values: of the first rows, by column. Raise `UserError` where that is not clear.
+    """
+    where = printable(file.uri)
+    unclear: UserError | None = None
+    image = ""
+    try:
+        image = image_column(request, where, list(values), columns_of_paths(values))
+        if request.image is not None or _names_files(file, values[image], folder):
+            return image
+    except UserError as error:
+        unclear = error
+    if request.image is None:
+        for name in list(values)[:MOST_TRIED]:
+            if name != image and _names_files(file, values[name], folder):
+                return name
+    if unclear is not None:
+        raise unclear
+    return image
+
+
+def _names_files(file: TableFile, texts: Sequence[str | None], folder: Folder) -> bool:
+    some_texts = _some_texts(texts)
+    if len(set(some_texts)) * 2 <= len(some_texts):
+        return False
+    try:
+        _where_images_lie(file, some_texts, folder)
+    except UserError:
+        return False
+    return True
 
 
 def _label_of(
@@ -199,51 +261,60 @@ def _label_of(
     if one_hot and request.label is None:
         unclear = one_hot_labels(where, one_hot)
     try:
-        files = _where_images_lie(file, _first_texts(values[image]), folder)
-    except TableMeant:
-        raise TableMeant(str(unclear)) from None
+        files = _where_images_lie(file, _some_texts(values[image]), folder)
     except UserError:
         raise unclear from None
-    if files == "{}":
+    if files == ("{}",):
         raise LabelUnclear(str(unclear)) from None
     raise TableMeant(str(unclear)) from None
 
 
-def _first_texts(texts: Sequence[str | None]) -> list[str]:
-    return [text for text in texts if text][:LOOKED_UP]
+def _some_texts(texts: Sequence[str | None]) -> list[str]:
+    """Return some values of a column, from all over the rows, the same for the same column."""
+    present = [text for text in texts if text]
+    if len(present) <= LOOKED_UP:
+        return present
+    return random.Random(0).sample(present, LOOKED_UP)
 
 
-def _where_images_lie(file: TableFile, texts: Sequence[str], folder: Folder) -> str:
-    """Return where images lie (see `Source.files`).
+def _where_images_lie(file: TableFile, texts: Sequence[str], folder: Folder) -> tuple[str, ...]:
+    """Return where images lie, as patterns of `Source.files`; several where in several folders.
 
-    texts: values of the first rows. Raise `UserError` where they are not there, a `TableMeant`
-    where they lie in several folders.
+    texts: values of some rows. Raise `UserError` where most of them are not there.
     """
-    counts: dict[str, int] = {}
-    for files in islice(_templates(folder), MOST_FOLDERS):
-        counts[files] = _count_files(file, texts, files)
-        if counts[files] == len(texts) and texts:
-            return files
-    best = max(counts, key=lambda files: counts[files])
-    if counts[best] * 2 > len(texts):
-        return best
+    missing = set(texts)
+    by_pattern: dict[str, set[str]] = {}
+    for pattern in islice(_templates(folder, split_word(file.name)), MOST_FOLDERS):
+        present = _present(file, texts, (pattern,))
+        if present:
+            by_pattern[pattern] = present
+        if missing and missing <= present:
+            return (pattern,)
+    patterns: list[str] = []
+    while by_pattern and len(patterns) < MOST_PATTERNS:
+        sizes = {pattern: len(present & missing) for pattern, present in by_pattern.items()}
+        best = max(sizes, key=lambda pattern: sizes[pattern])
+        if not sizes[best]:
+            break
+        patterns.append(best)
+        missing -= by_pattern.pop(best)
+    if len(missing) * 2 < len(set(texts)):
+        return tuple(patterns)
     example = quoted(texts[0]) if texts else "nothing"
-    folders = [posixpath.dirname(files) for files, count in counts.items() if count]
-    if len(folders) > 1 and sum(counts.values()) * 2 > len(texts):
-        raise TableMeant(
-            f"{printable(file.uri)} names images such as {example}, which lie in several folders "
-            f"({listed(folders)}); move them into one"
-        )
     raise UserError(
         f"{printable(file.uri)} names images such as {example}, which are not below "
         f"{printable(file.folder)}; put them there, beside the table or in a folder"
     )
 
 
-def _templates(folder: Folder) -> Iterator[str]:
-    """Yield where images may lie: beside the table, in folders, without or with an extension."""
+def _templates(folder: Folder, split: str | None) -> Iterator[str]:
+    """Yield where images may lie: beside the table, in folders, without or with an extension.
+
+    split: that of the table. Folders of other splits come last: they may have the same names.
+    """
     yield "{}"
-    for below in folder.walk():
+    last = "train" if split == "test" else "test"
+    for below in sorted(folder.walk(), key=lambda below: last in _split_words(below.name)):
         name = below.name.removeprefix(folder.name).strip("/")
         prefix = f"{name}/" if name else ""
         suffixes = {sample[sample.rfind(".") :] for sample in below.samples}
@@ -252,15 +323,22 @@ def _templates(folder: Folder) -> Iterator[str]:
                 yield f"{prefix}{{}}{suffix}"
 
 
-def _count_files(file: TableFile, texts: Sequence[str], files: str) -> int:
-    names: list[str] = []
-    for text in texts:
-        name, problem = locate(text, posixpath.dirname(file.name), file.folder, files)
-        if name is not None and problem is None:
-            names.append(name)
+def _split_words(path: str) -> set[str | None]:
+    return {split_word(f"{part}.") for part in path.split("/")}
+
+
+def _present(file: TableFile, texts: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """Return those values of a table that name a file by one of some patterns."""
+    names: list[tuple[str, str]] = []
+    for text in set(texts):
+        for pattern in patterns:
+            name, problem = locate(text, posixpath.dirname(file.name), file.folder, pattern)
+            if name is not None and problem is None:
+                names.append((text, name))
     system, path = open_source(file.folder)
-    infos = system.get_file_info([join(path, name) for name in names]) if names else []
-    return sum(info.type == fs.FileType.File for info in infos)
+    infos = system.get_file_info([join(path, name) for _, name in names]) if names else []
+    pairs = zip(names, infos, strict=True)
+    return {text for (text, _), info in pairs if info.type == fs.FileType.File}
 
 
 # ---- the data set --------------------------------------------------------------------------------
@@ -306,8 +384,10 @@ def _data_set(
         source["split"] = column
     if all(label.isascii() and label.isdecimal() for label in classes):
         source["numbers"] = "names"
-    if guess.files != "{}":
-        source["files"] = guess.files
+    if guess.files != ("{}",):
+        source["files"] = list(guess.files)
+        if len(guess.files) == 1:
+            source["files"] = guess.files[0]
     total = sum(train.values()) + sum(test.values())
     image_counts = {"train": sum(train.values()) - train[None]}
     if "test" in splits:
@@ -326,7 +406,7 @@ def _data_set(
 
 def _sample_uris(file: TableFile, guess: Guess) -> Iterator[str]:
     for text in guess.samples:
-        name, _ = locate(text, posixpath.dirname(file.name), file.folder, guess.files)
+        name, _ = locate(text, posixpath.dirname(file.name), file.folder, guess.files[0])
         if name is not None:
             yield join(file.folder, name)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from pyarrow import fs
@@ -48,13 +49,14 @@ class Table(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """A row that belongs to a split. file: name below the source; None with a problem."""
+    """A row that belongs to a split. files: names below the source, of which the first that is
+    there is meant; none with a problem."""
 
     split: str
     number: int
     text: str
     label: str | None
-    file: str | None
+    files: tuple[str, ...]
     problem: str | None
 
 
@@ -88,6 +90,7 @@ def rows_of(card: Card, base: str, tables: list[Table]) -> Iterator[TableRow]:
     """Yield the rows of all splits, in the order of the tables."""
     source = card.source
     columns = [source.image, *filter(None, (source.label, source.split))]
+    patterns = source.file_patterns()
     for table in tables:
         folder = posixpath.dirname(table.name)
         for row in read_rows(join(base, table.name), columns):
@@ -95,14 +98,22 @@ def rows_of(card: Card, base: str, tables: list[Table]) -> Iterator[TableRow]:
                 continue
             label = row.values[1] if source.label is not None else None
             text = row.values[0] or ""
-            file, problem = locate(text, folder, base, source.files)
-            yield TableRow(table.split, row.number, text, label, file, problem)
+            files: list[str] = []
+            problem = None
+            for pattern in patterns:
+                file, problem = locate(text, folder, base, pattern)
+                if file is not None:
+                    files.append(file)
+            if files:
+                problem = None
+            yield TableRow(table.split, row.number, text, label, tuple(files), problem)
 
 
 def locate(text: str, folder: str, base: str, files: str) -> tuple[str | None, str | None]:
     """Return the name below the source of the file that a row names, and what is wrong with it.
 
-    folder: of the table, below the source. base: the source, a path or URI. files: see `Source`.
+    folder: of the table, below the source. base: the source, a path or URI. files: one of
+    the patterns in `Source.files`.
     """
     if not text or "\0" in text:
         return None, NO_PATH
@@ -135,12 +146,23 @@ def list_files(card: Card) -> list[Entry] | None:
     entries: list[Entry] = []
     for name, info in zip(names, infos, strict=True):
         entries.append(Entry(name, info.size, info.mtime_ns or 0))
-    files = dict.fromkeys(row.file for row in rows_of(card, base, tables) if row.file is not None)
+    files = {row.files: None for row in rows_of(card, base, tables) if row.files}
+    file_names = list(dict.fromkeys(chain.from_iterable(files)))
     if isinstance(system, fs.LocalFileSystem):
-        entries += _local_entries(path, list(files))
+        by_name = {entry.name: entry for entry in _local_entries(path, file_names)}
     else:
-        entries += _remote_entries(system, path, list(files))
+        by_name = {entry.name: entry for entry in _remote_entries(system, path, file_names)}
+    used = dict.fromkeys(_first_file(candidates, by_name) for candidates in files)
+    entries += [by_name[name] for name in used]
     return sorted(entries)
+
+
+def _first_file(names: tuple[str, ...], entries: Mapping[str, Entry]) -> str:
+    """Return the first of some names that is a file; the first of all where none is."""
+    for name in names:
+        if name in entries and entries[name].problem is None:
+            return name
+    return names[0]
 
 
 def _local_entries(base: str, names: list[str]) -> Iterator[Entry]:
@@ -189,9 +211,11 @@ def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
     by_name = {entry.name: entry for entry in entries}
     for row in rows_of(card, base, tables):
         label = class_of(row.label, card.classes, card.source.numbers)
-        name = row.file or f"row {row.number}: {row.text[:MOST_NAME]}"
+        name = f"row {row.number}: {row.text[:MOST_NAME]}"
+        if row.files:
+            name = _first_file(row.files, by_name)
         stem = os.path.splitext(posixpath.basename(name))[0]
-        entry = by_name.get(row.file or "")
+        entry = by_name.get(name)
         problem = row.problem
         if problem is None and entry is None:
             problem = NO_FILE

@@ -22,6 +22,7 @@ from workers.rng import StepRng
 CPU = torch.device("cpu")
 ATTEMPTS = 10  # boxes tried before the central one is taken
 RATIO = (3 / 4, 4 / 3)  # least and largest width / height
+MOST_WINDOWS = 2048  # sizes of boxes whose memory is not looked up anew
 
 
 @dataclass(frozen=True)
@@ -128,26 +129,30 @@ def _scaled(start: int, length: int, side: int, original_side: int) -> tuple[int
     return first, max(1, end - first)
 
 
+class Window(NamedTuple):
+    """Memory for the pixels of a box: uint8 (h, w, 3), and the same as planes (1, 3, h, w)."""
+
+    pixels: Pixels
+    planes: Tensor
+
+
 class Cutter:
     """Cuts crops of `side` x `side` pixels; not thread-safe, as it writes into the same arrays."""
 
     def __init__(self, side: int):
-        self.crop = np.empty((side, side, 3), np.uint8)
-        # Planes whose colours are neighbours, which PyTorch resizes fastest. Here and below they
-        # are made in one call, as this is done for every sample.
-        planes = torch.from_numpy(self.crop)
-        self.planes = planes.as_strided((1, 3, side, side), (1, 1, 3 * side, 3))
         self.size = [side, side]
-        self.window = np.empty(0, np.uint8)  # the pixels of a box, one after the other
-        self.window_tensor = torch.from_numpy(self.window)
+        self.crop = np.empty((side, side, 3), np.uint8)
+        self.crop_planes = self.crop.transpose(2, 0, 1)
+        self.mirrored_planes = self.crop[:, ::-1].transpose(2, 0, 1)
+        self.planes = as_planes(torch.from_numpy(self.crop), side, side)
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.windows: dict[tuple[int, int], Window] = {}  # in `memory`, by height and width
 
     def cut(self, crops: CropDraws, index: int, picture: Picture, out: Pixels) -> None:
         """Write the crop of a sample into `out`, uint8 (3, side, side)."""
         box = crops.box(index, picture.height, picture.width)
-        crop = self.resize(picture.pixels, scaled_box(box, picture))
-        if crops.flips[index]:
-            crop = crop[:, ::-1]
-        out[...] = crop.transpose(2, 0, 1)
+        self.resize(picture.pixels, scaled_box(box, picture))
+        out[...] = self.mirrored_planes if crops.flips[index] else self.crop_planes
 
     def resize(self, pixels: Pixels, box: Box) -> Pixels:
         """Resize a box of pixels, uint8 (h, w, 3), to (side, side, 3), bilinear and antialiased.
@@ -155,13 +160,26 @@ class Cutter:
         The next call overwrites what is returned.
         """
         top, left, height, width = box
-        num_bytes = 3 * height * width
-        if len(self.window) < num_bytes:
-            self.window = np.empty(num_bytes, np.uint8)
-            self.window_tensor = torch.from_numpy(self.window)
+        window = self.windows.get((height, width)) or self._window(height, width)
         # a copy, as PyTorch takes no array that is read-only, which a mapped file is
-        window = self.window[:num_bytes].reshape(height, width, 3)
-        window[...] = pixels[top : top + height, left : left + width]
-        planes = self.window_tensor.as_strided((1, 3, height, width), (1, 1, 3 * width, 3))
-        resize_into(planes, self.planes, self.size)
+        window.pixels[...] = pixels[top : top + height, left : left + width]
+        resize_into(window.planes, self.planes, self.size)
         return self.crop
+
+    def _window(self, height: int, width: int) -> Window:
+        num_bytes = 3 * height * width
+        if len(self.memory) < num_bytes:
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self.windows.clear()
+        if len(self.windows) >= MOST_WINDOWS:
+            self.windows.clear()
+        pixels = self.memory.numpy()[:num_bytes].reshape(height, width, 3)
+        window = Window(pixels, as_planes(self.memory, height, width))
+        self.windows[height, width] = window
+        return window
+
+
+def as_planes(pixels: Tensor, height: int, width: int) -> Tensor:
+    """View the first h * w pixels as planes (1, 3, h, w), colours being neighbours: the form that
+    PyTorch resizes fastest."""
+    return pixels.as_strided((1, 3, height, width), (1, 1, 3 * width, 3))

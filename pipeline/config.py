@@ -26,7 +26,7 @@ from pydantic import (
 
 from pipeline.yaml_files import apply_override, merge, read_with_bases
 from workers.errors import UserError
-from workers.job import BackboneModel, DataSettings, Frozen, TrainSettings
+from workers.job import BackboneModel, DataSettings, Frozen, Interpolation, Neutral, TrainSettings
 from workers.storage.secrets import refuse_secrets
 
 if TYPE_CHECKING:
@@ -345,6 +345,11 @@ class BackboneChoice(BackboneModel):
         le=1,
         description="side of the centre crop in evaluation, as a share of the resized image's "
         "side. null: the model's own, else 0.9",
+    )
+    interpolation: Annotated[Interpolation | None, Neutral(None)] = Field(
+        None,
+        description="how images are resized, antialiased, for evaluation and for training without "
+        "`crop: resized`, whose crops are bilinear. null: the model's own, else bicubic",
     )
 
 

@@ -52,6 +52,9 @@ def _check_size(number: float, largest_whole: int) -> None:
         raise ValueError(f"a number here is at most {LARGEST:g}")
 
 
+Interpolation = Literal["bicubic", "bilinear"]
+
+
 @dataclass(frozen=True)
 class Neutral:
     """Marks a setting that came later than the first stored results: `Annotated[int, Neutral(1)]`.
@@ -321,6 +324,11 @@ class BackboneSettings(BackboneModel):
         ge=0.1,
         le=1,
         description="side of the centre crop in evaluation, as a share of the resized image's side",
+    )
+    interpolation: Annotated[Interpolation, Neutral("bicubic")] = Field(
+        "bicubic",
+        description="how images are resized, antialiased, for evaluation and for training without "
+        "`crop: resized`, whose crops are bilinear",
     )
 
 

@@ -16,7 +16,8 @@ from workers.storage.hub import pinned
 DEFAULT_NAME = "vit_tiny_patch16_224"
 # Arguments in the config.json of a model on the hub that other settings decide.
 OTHER_ARGUMENTS = ("num_classes", "img_size", "drop_path_rate", "pretrained", "in_chans")
-ASKED = ("img_size", "mean", "std", "crop_pct")  # settings that are the model's own unless set
+# settings that are the model's own unless set
+ASKED = ("img_size", "mean", "std", "crop_pct", "interpolation")
 
 
 class Backbone(NamedTuple):

@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 
 from pipeline.serving.http_server import Bounds, Reply
 from workers.errors import UserError
-from workers.serving.images import Limits, PixelBudget, pixels_of
+from workers.serving.images import Limits, PixelBudget
 from workers.serving.server import Answer, Predictor, Rule
 
 APPLICATION = "accrete"
@@ -102,7 +102,7 @@ class Deployment:
         rule = body.get("rule", "refuse")
         top = body.get("top", 0)
         tasks = self.served.check_request(len(images), body.get("tasks"), rule, top)
-        pixels = pixels_of(images, self.served.augment.size_in, self.limits, self.budget)
+        pixels = self.served.pixels_of(images, self.limits, self.budget)
         return DecodedRequest(pixels, tasks, rule, self.served.limit_top(top))
 
     @serve.batch(max_batch_size=BATCH_REQUESTS, batch_wait_timeout_s=BATCH_WAIT_S)

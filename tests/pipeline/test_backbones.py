@@ -117,10 +117,22 @@ def test_a_model_of_our_own_has_the_values_of_before(tmp_path: Path) -> None:
 def test_what_is_resolved_enters_the_key_as_if_it_were_set(tmp_path: Path) -> None:
     unset = resolved(tmp_path, name="convnext_atto")
     values = key_inputs(unset.settings)
+    assert "interpolation" not in values, "older results stay valid"
     spelled_out = {name: values[name] for name in ("img_size", "mean", "std", "crop_pct")}
     written = resolved(tmp_path, name="convnext_atto", **spelled_out)
     assert key_inputs(written.settings) == values
     assert values["mean"] == (0.485, 0.456, 0.406)
+
+
+def test_images_are_resized_as_those_that_a_model_was_trained_on(tmp_path: Path) -> None:
+    bilinear = resolved(tmp_path, name="resnet18.tv_in1k").settings
+    assert bilinear.interpolation == "bilinear"
+    assert key_inputs(bilinear)["interpolation"] == "bilinear"
+    assert resolved(tmp_path, name="resnet18.a1_in1k").settings.interpolation == "bicubic"
+    chosen = resolved(tmp_path, name="resnet18.tv_in1k", interpolation="bicubic").settings
+    assert chosen.interpolation == "bicubic"
+    with pytest.raises(UserError, match=r"backbone\.interpolation.*'bicubic' or 'bilinear'"):
+        resolved(tmp_path, name="resnet18", interpolation="nearest")
 
 
 def test_every_configuration_of_timm_is_read() -> None:

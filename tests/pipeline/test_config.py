@@ -403,6 +403,7 @@ OTHER = {
         "mean": [0.1, 0.2, 0.3],
         "std": [0.1, 0.2, 0.3],
         "crop_pct": 0.5,
+        "interpolation": "bilinear",
         "drop_path": 0.5,
         "options": {"depth": 3},
         "context": {"kind": "cb"},

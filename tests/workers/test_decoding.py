@@ -118,13 +118,20 @@ def test_longer_images_are_reduced_and_others_stay(form: str, longest_side: int)
         assert np.array_equal(picture.pixels, read_picture(data).pixels)
 
 
-def test_a_square_has_the_bits_that_pillow_decodes_and_resizes() -> None:
+@pytest.mark.parametrize(
+    ("interpolation", "resampling"),
+    [("bicubic", Image.Resampling.BICUBIC), ("bilinear", Image.Resampling.BILINEAR)],
+)
+def test_a_square_has_the_bits_that_pillow_decodes_and_resizes(
+    interpolation: Any, resampling: Any
+) -> None:
     image = photograph(61, 83)
     data = encoded(image)
     decoded = Image.open(io.BytesIO(data))
     box = (11, 0, 72, 61)
-    expected = decoded.resize((24, 24), Image.Resampling.BICUBIC, box=box)
-    assert np.array_equal(decode(data, 24), np.asarray(expected))
+    expected = np.asarray(decoded.resize((24, 24), resampling, box=box))
+    assert np.array_equal(decode(data, 24, interpolation=interpolation), expected)
+    assert np.array_equal(decode(data, 24), expected) == (interpolation == "bicubic")
 
 
 @pytest.mark.parametrize("has_simplejpeg", [True, False])

@@ -31,7 +31,14 @@ from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, Shards
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError
-from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
+from workers.job import (
+    BackboneSettings,
+    DataSettings,
+    Interpolation,
+    StageJob,
+    Task,
+    TrainSettings,
+)
 from workers.storage.artifact import Attempt
 
 SIDE = 8
@@ -118,6 +125,7 @@ def feed_of(
     cache: str = "",
     data: dict[str, Any] | None = None,
     cache_gb: float = 1.0,
+    interpolation: Interpolation = "bicubic",
 ) -> Feed:
     job = StageJob(
         "id",
@@ -126,7 +134,7 @@ def feed_of(
         str(root),
         "linear",
         {},
-        BackboneSettings(img_size=SIDE, crop_pct=1.0),
+        BackboneSettings(img_size=SIDE, crop_pct=1.0, interpolation=interpolation),
         DataSettings(
             **{
                 "val_fraction": 0.25,

@@ -23,6 +23,7 @@ from workers.data.pictures import KeptPictures, are_small
 from workers.data.rows import SampleTable, select
 from workers.data.sources import chunks_of
 from workers.errors import UserError
+from workers.job import Interpolation
 
 FORMS = ("JPEG", "PNG", "WEBP")
 LONGEST = 24  # three times the side of the tests' input
@@ -81,6 +82,19 @@ def test_evaluation_sees_the_same_whatever_is_kept_and_however_training_crops(
         feed = feed_of(root, kind, training=False, data=CROPS[crop])
         for batch, images in zip(feed.evaluate(4), expected, strict=True):
             assert torch.equal(batch.images, images)
+
+
+def test_interpolation_is_the_backbones_whatever_is_kept(root: Path, tmp_path: Path) -> None:
+    def images(kind: str, interpolation: Interpolation, cache: str = "") -> list[bytes]:
+        feed = feed_of(root, kind, training=False, cache=cache, interpolation=interpolation)
+        return [batch.images.numpy().tobytes() for batch in feed.evaluate(4)]
+
+    cache = str(tmp_path / "cache")
+    bicubic = images("resident", "bicubic", cache)
+    bilinear = images("resident", "bilinear", cache)
+    assert bicubic != bilinear
+    assert images("resident", "bicubic", cache) == bicubic
+    assert images("streamed", "bilinear") == bilinear
 
 
 def test_a_longest_side_changes_the_samples_of_longer_images_alone(root: Path) -> None:

@@ -334,7 +334,7 @@ def test_a_storage_that_is_away_is_waited_for_once_and_not_by_every_image_in_tur
         table = select(URI, (COLOURS,), "train", 0.0)
         counted_bucket.share = 1.0
         with pytest.raises(StorageUnavailable, match="does not answer"):
-            Resident(table, 8, 2, None, torch.device("cpu"))
+            Resident(table, View(8), 2, None, torch.device("cpu"))
     else:
         feed = feed_of(URI, source, 0, 2, batch=64)
         counted_bucket.share = 1.0

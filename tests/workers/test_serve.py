@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from serving import Finished, exact, finished
 
+from workers.data.decoding import resize_square
 from workers.errors import UserError
 from workers.job import Neutral
 from workers.methods import METHODS
@@ -244,6 +245,21 @@ def folder(runs: Any, tmp_path: Path) -> Any:
         return str(tmp_path / name)
 
     return write
+
+
+def test_images_are_resized_as_in_training(folder: Any) -> None:
+    path = Path(folder("linear")) / "model.json"
+    body = json.loads(path.read_text())
+    assert body["preprocessing"]["interpolation"] == "bicubic"
+    predictor = Predictor.open(str(path.parent))
+    image = np.random.default_rng(0).integers(0, 256, (50, 70, 3), np.uint8)
+    for interpolation in ("bicubic", "bilinear"):
+        predictor.augment.interpolation = interpolation
+        square = resize_square(
+            Image.fromarray(image), predictor.augment.size_in, predictor.augment.interpolation
+        )
+        pixels = predictor.pixels_of([image], Limits())
+        assert np.array_equal(pixels[0], square.transpose(2, 0, 1))
 
 
 def test_a_folder_answers_like_the_store(runs: Any, folder: Any) -> None:

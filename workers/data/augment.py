@@ -258,6 +258,7 @@ class Augment:
         self.data = data
         self.training = training
         self.side = backbone.img_size
+        self.interpolation = backbone.interpolation
         self.size_in = round(backbone.img_size / backbone.crop_pct)
         self.view = self._view()
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
@@ -276,7 +277,7 @@ class Augment:
     def _view(self) -> View:
         """What the pixels are that a source gives: crops while training with `crop: resized`."""
         if not (self.training and self.data.crop == "resized"):
-            return View(self.size_in)
+            return View(self.size_in, interpolation=self.interpolation)
         return View(self.side, self.data.longest_side or LONGEST_SIDE * self.side)
 
     def draw_crops(self, rng: StepRng, positions: Ints) -> CropDraws | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from workers.data.decoding import Picture, Pixels
 from workers.data.torch_internals import resize_into
+from workers.job import Interpolation
 from workers.rng import StepRng
 
 CPU = torch.device("cpu")
@@ -30,11 +31,12 @@ class View:
     """What is made of an image.
 
     side: of the square that a sample has, in pixels. longest_side: of the image that crops are cut
-    from; None where a sample is the central square of its image.
+    from; None where a sample is the central square of its image. interpolation: of that square.
     """
 
     side: int
     longest_side: int | None = None
+    interpolation: Interpolation = "bicubic"
 
 
 class Box(NamedTuple):

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 
 from workers.data.memory import Arena
 from workers.errors import UserError
+from workers.job import Interpolation
 
 try:
     import simplejpeg
@@ -36,6 +37,7 @@ IMAGE_FORMATS = (
     "WEBP",
 )
 TILE = (322, 323)  # TIFF's tags of a tile's sides
+RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 ORIENTATION = 274  # EXIF's tag of how an image is turned
 TURNED = (5, 6, 7, 8)  # its values of images whose sides are exchanged
 JPEG_START = b"\xff\xd8\xff"
@@ -96,24 +98,30 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def decode(
-    data: bytes, side: int, max_pixels: int = MAX_PIXELS, arena: Arena | None = None
+    data: bytes,
+    side: int,
+    max_pixels: int = MAX_PIXELS,
+    arena: Arena | None = None,
+    interpolation: Interpolation = "bicubic",
 ) -> Pixels:
-    """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (bicubic,
-    antialiased), the centre cut out. Raise `UserError` when the bytes cannot be decoded.
+    """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (antialiased), the
+    centre cut out. Raise `UserError` when the bytes cannot be decoded.
 
     arena: for what is decoded on the way.
     """
     picture = read_picture(data, None, max_pixels, arena)
-    return resize_square(Image.fromarray(picture.pixels), side)
+    return resize_square(Image.fromarray(picture.pixels), side, interpolation)
 
 
-def resize_square(image: Image.Image, side: int) -> Pixels:
-    """RGB image -> uint8 (side, side, 3): its central square, resized (bicubic, antialiased)."""
+def resize_square(
+    image: Image.Image, side: int, interpolation: Interpolation = "bicubic"
+) -> Pixels:
+    """RGB image -> uint8 (side, side, 3): its central square, resized (antialiased)."""
     square = min(image.size)
     left = (image.width - square) / 2
     top = (image.height - square) / 2
     box = (left, top, left + square, top + square)
-    return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC, box=box))
+    return np.asarray(image.resize((side, side), RESAMPLING[interpolation], box=box))
 
 
 def read_picture(

@@ -104,7 +104,7 @@ class Feed:
         pictures: Pictures
         if view.longest_side is None:
             if len(self.samples) * view.side**2 * 3 <= most_bytes:
-                return Resident(self.samples, view.side, workers, cache, device), True
+                return Resident(self.samples, view, workers, cache, device), True
         elif are_small(self.samples, view.longest_side, most_bytes):
             pictures = KeptPictures(self.samples, view.longest_side, workers, cache)
             return PictureSource(pictures, view, workers), True

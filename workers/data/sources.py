@@ -82,17 +82,17 @@ class Resident:
     def __init__(
         self,
         samples: SampleTable,
-        side: int,
+        view: View,
         workers: int,
         cache: Cache | None,
         device: torch.device,
     ):
         self.samples = samples
-        self.side = side
+        self.view = view
         self.workers = workers
         self.cache = cache
         self.device = device
-        self.shape = (len(samples), side, side, 3)
+        self.shape = (len(samples), view.side, view.side, 3)
         self.blocks = self._mapped(cache) if cache else None  # checked when it is read
         if self.blocks is None:
             self.pixels = self._in_memory()
@@ -128,13 +128,17 @@ class Resident:
 
     def _decoded(self) -> Iterator[NDArray[np.uint8]]:
         def square(data: bytes, max_pixels: int, arena: Arena) -> NDArray[np.uint8]:
-            return decode(data, self.side, max_pixels, arena)
+            return decode(data, self.view.side, max_pixels, arena, self.view.interpolation)
 
         return decoded_rows(self.samples, self.workers, self.cache, square)
 
     def _decode(self, row: int) -> NDArray[np.uint8]:
         """Decode one row again, from where it is stored."""
-        return decode(self.samples.bytes_of(row), self.side, self.samples.max_pixels(row))
+        max_pixels = self.samples.max_pixels(row)
+        interpolation = self.view.interpolation
+        return decode(
+            self.samples.bytes_of(row), self.view.side, max_pixels, interpolation=interpolation
+        )
 
     def _in_memory(self) -> NDArray[np.uint8]:
         pixels = np.empty(self.shape, np.uint8)
@@ -144,7 +148,8 @@ class Resident:
 
     def _mapped(self, cache: Cache) -> Blocks:
         """The file `<cache>/<hash of samples and side>.npy`, which is written first if missing."""
-        contents = f"{DECODING}|{self.samples.digest()}|{self.side}|crc32"
+        form = f"{self.view.side}|{self.view.interpolation}|crc32"
+        contents = f"{DECODING}|{self.samples.digest()}|{form}"
         name = hashlib.sha256(contents.encode()).hexdigest()[:32] + ".npy"
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(
@@ -245,7 +250,8 @@ class PictureSource:
                 arena.clear()
                 picture = self.pictures.picture(row, arena)
                 if samples.crops is None:
-                    square = resize_square(Image.fromarray(picture.pixels), self.view.side)
+                    image = Image.fromarray(picture.pixels)
+                    square = resize_square(image, self.view.side, self.view.interpolation)
             if samples.crops is None:
                 images[index] = square.transpose(2, 0, 1)
             else:

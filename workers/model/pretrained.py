@@ -7,7 +7,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import timm
 from timm.models import convnext, get_arch_pretrained_cfgs, get_pretrained_cfg, vision_transformer
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import workers.model.convit  # noqa: F401 (enters timm's registry)
 from workers.errors import UserError
+from workers.job import Interpolation
 from workers.model.signature import model_class
 from workers.model.t2t import T2TVit
 from workers.storage import hub
@@ -59,7 +60,7 @@ def own_input(name: str) -> dict[str, Any]:
 def input_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `BackboneSettings` that a model's `pretrained_cfg` gives.
 
-    They are `img_size`, `mean`, `std` and `crop_pct`, as far as it has them.
+    They are `img_size`, `mean`, `std`, `crop_pct` and `interpolation`, as far as it has them.
     """
     values: dict[str, Any] = {}
     size = config.get("input_size")
@@ -71,6 +72,8 @@ def input_of(config: Mapping[str, Any]) -> dict[str, Any]:
     crop_pct = values.get("crop_pct")
     if isinstance(crop_pct, (int, float)):
         values["crop_pct"] = min(1.0, float(crop_pct))  # three models of timm have 1.15
+    if config.get("interpolation") in get_args(Interpolation):
+        values["interpolation"] = config["interpolation"]
     return values
 
 

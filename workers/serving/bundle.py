@@ -182,7 +182,7 @@ class Bundle:
             "preprocessing": {
                 "resize": round(backbone_settings.img_size / backbone_settings.crop_pct),
                 "crop": backbone_settings.img_size,
-                "interpolation": "bicubic",
+                "interpolation": backbone_settings.interpolation,
                 "mean": list(backbone_settings.mean),
                 "std": list(backbone_settings.std),
             },

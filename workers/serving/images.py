@@ -21,6 +21,7 @@ from PIL import Image
 
 from workers.data.decoding import MAX_PIXELS, open_image, resize_square, to_rgb
 from workers.errors import UserError
+from workers.job import Interpolation
 from workers.storage.regular_file import read_regular
 
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -74,7 +75,11 @@ class PixelBudget:
 
 
 def pixels_of(
-    images: Sequence[Any], side: int, limits: Limits, budget: PixelBudget | None = None
+    images: Sequence[Any],
+    side: int,
+    limits: Limits,
+    budget: PixelBudget | None = None,
+    interpolation: Interpolation = "bicubic",
 ) -> NDArray[np.uint8]:
     """Return images of any kind as uint8 (n, 3, side, side), as `decode` reads them from shards.
 
@@ -106,7 +111,8 @@ def pixels_of(
         if budget:
             reservation = budget.reserved(areas[index])
         with _named(index, image), reservation:
-            out[index] = resize_square(to_pillow(image, limits), side).transpose(2, 0, 1)
+            square = resize_square(to_pillow(image, limits), side, interpolation)
+            out[index] = square.transpose(2, 0, 1)
     return out
 
 

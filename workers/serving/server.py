@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.protocols import InfersTask, candidates_of, grouped_logits
 from workers.rng import StepRng
 from workers.serving.bundle import Bundle
-from workers.serving.images import Limits, pixels_of
+from workers.serving.images import Limits, PixelBudget, pixels_of
 
 Rule = Literal["refuse", "confident"]
 RULES = ("refuse", "confident")
@@ -190,8 +191,14 @@ class Predictor:
         """
         image_tasks = self.check_request(len(images), tasks, rule, top)
         limits = limits or Limits(self.bundle.body["max_pixels"], paths=True)
-        pixels = pixels_of(images, self.augment.size_in, limits)
+        pixels = self.pixels_of(images, limits)
         return self.answers(pixels, image_tasks, rule, self.limit_top(top))
+
+    def pixels_of(
+        self, images: Sequence[Any], limits: Limits, budget: PixelBudget | None = None
+    ) -> NDArray[np.uint8]:
+        """Return images as uint8 (n, 3, S, S), resized as in training; see `images.pixels_of`."""
+        return pixels_of(images, self.augment.size_in, limits, budget, self.augment.interpolation)
 
     def limit_top(self, top: int) -> int:
         """Return `top`, at most the number of classes of all tasks."""

@@ -81,6 +81,7 @@ def index_shards(
     extra: what else goes into the manifest. Raise UserError where a shard is missing or damaged,
     too much is bad, or the images are not what the card promises; then nothing is published.
     """
+    started = time.monotonic()
     entries = require_entries(card)
     state = source_state(card, entries)
     text = json.dumps([state, card.identity(), card.source.path, ingest.REVISION])
@@ -94,7 +95,7 @@ def index_shards(
     try:
         files = {name: shard.info for name, shard in zip(names, shards, strict=True)}
         attempt.write(SHARDS, write_shards(files))
-        fields = {**extra, "fingerprint": ingest.fingerprint_of(state)}
+        fields = {**extra, "fingerprint": ingest.fingerprint_of(state), "started": started}
         ingest.publish(attempt, index_table(names, contents.selected), contents, fields)
     except BaseException:
         attempt.discard()

@@ -123,6 +123,7 @@ def ingest(
     killed or failed try has packed and written is used by the next one.
     """
     report = progress or (lambda event: None)
+    started = time.monotonic()
     entries = require_entries(card)
     state = source_state(card, entries)
     state_digest = hashlib.sha256(
@@ -130,7 +131,7 @@ def ingest(
     ).hexdigest()
     file_bytes = sum(entry.size for entry in entries)
     source_units = units(card, map_fn, entries)
-    fields = {**extra, "fingerprint": fingerprint_of(state)}
+    fields = {**extra, "fingerprint": fingerprint_of(state), "started": started}
     if not is_local(root) and is_small(source_units, file_bytes):
         # A kill costs as much as one unit, and on a disk packs take no requests.
         with TemporaryDirectory(prefix="accrete-packs-") as packs:
@@ -213,10 +214,13 @@ def select_contents(card: Card, rows: pa.Table) -> Contents:
 
 
 def publish(attempt: Attempt, index: pa.Table, contents: Contents, extra: dict[str, Any]) -> None:
-    """Write the index and rejected.csv, and commit the attempt. extra: more of the manifest."""
+    """Write the index and rejected.csv, and commit the attempt. extra: more of the manifest, and
+    as `started` when the ingest began, in seconds of `time.monotonic`."""
     attempt.write(INDEX, _to_parquet(index))
     attempt.write(REJECTED_CSV, to_csv(REJECTED.names, rejected_rows(contents.rejected)))
-    attempt.commit({**extra, **contents.fields})
+    fields = {**extra, **contents.fields}
+    fields["wall_s"] = round(time.monotonic() - fields.pop("started"), 3)
+    attempt.commit(fields)
 
 
 def fingerprint_of(state: SourceState | None) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -61,7 +60,6 @@ def run_ingest(
 ) -> Manifest:
     """Run an ingest stage and return its manifest. map_fn: `map`, or one that works in parallel.
     Raise `StageTimeout` when it reports its progress after the deadline."""
-    started = time.monotonic()
 
     def report(body: dict[str, Any]) -> None:
         deadline.check()
@@ -78,4 +76,4 @@ def run_ingest(
             write = in_place.index_shards
         manifest = write(card, store.root, stage.key, map_fn, labels, report)
         raw_data.ingested(store, card, stage.inputs["source"], manifest["raw_content"])
-    return {**manifest, "wall_s": round(time.monotonic() - started, 3)}
+    return dict(manifest)

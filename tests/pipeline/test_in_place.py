@@ -108,6 +108,7 @@ def test_shards_are_indexed_where_they_lie_and_nothing_is_copied(
     shards_folder: Path, tmp_path: Path
 ) -> None:
     manifest, shards = run(card_of(shards_folder), tmp_path / "store")
+    assert manifest["wall_s"] > 0, "the report shows how long it took"
     assert manifest["counts"] == {"train": 12, "test": 4}
     assert set(manifest["files"]) == {"index.parquet", "shards.parquet", "rejected.csv"}
     rows = shards.index.to_pylist()

@@ -105,6 +105,7 @@ def test_every_image_is_found_again_byte_for_byte(source: Any, tmp_path: Path) -
     manifest, shards = run(card_of(source), tmp_path)
     assert manifest["counts"] == {"train": 20, "test": 8}
     assert manifest["step"] == "ingest"
+    assert manifest["wall_s"] > 0, "the report shows how long it took"
     rows = shards.index.to_pylist()
     assert {r["shard"] for r in rows} == {
         "train-00000.tar",

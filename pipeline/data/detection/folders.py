@@ -21,14 +21,9 @@ from pipeline.data.detection.data_set import (
     quoted,
     split_of,
 )
+from pipeline.data.detection.image_folders import TableFile, split_word
 from pipeline.data.detection.image_sizes import sizes_of_files
-from pipeline.data.detection.image_tables import (
-    TableFile,
-    split_word,
-    table_at,
-    tables_in,
-    tables_of,
-)
+from pipeline.data.detection.image_tables import table_at, tables_in, tables_of
 from pipeline.data.detection.packed_files import is_packed, unpack_command
 from pipeline.data.detection.parquet_files import parquet_in, read_schema
 from pipeline.data.detection.shard_files import shards_in

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import posixpath
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
-
-from pyarrow import fs
 
 from pipeline.data.detection.columns import (
     LabelUnclear,
@@ -33,35 +29,26 @@ from pipeline.data.detection.data_set import (
     counted,
     quoted,
     sorted_labels,
-    split_of,
+)
+from pipeline.data.detection.image_folders import (
+    TableFile,
+    present_texts,
+    some_texts,
+    split_word,
+    where_images_lie,
 )
 from pipeline.data.detection.image_sizes import sizes_of_files
 from pipeline.data.detection.tree import Folder
 from pipeline.data.formats.csv import locate
-from pipeline.data.listing import open_source, printable
+from pipeline.data.listing import printable
 from pipeline.data.tables import column_names, read_rows
 from workers.errors import UserError
 from workers.storage.artifact import join, parent
 
 FIRST_ROWS = 200  # that columns are guessed from
-LOOKED_UP = 20  # files of the first rows
 MOST_ROWS = 20_000_000
-MOST_FOLDERS = 200  # that images are looked for in
-MOST_PATTERNS = 8  # of `Source.files`
 MOST_TRIED = 12  # columns that may name images
 MOST_TABLES = 20  # of a folder that are looked into
-
-
-class TableFile(NamedTuple):
-    """A table. name: below its folder. folder: path or URI."""
-
-    folder: str
-    name: str
-
-    @property
-    def uri(self) -> str:
-        """Path or URI of the table."""
-        return join(self.folder, self.name)
 
 
 @dataclass(frozen=True)
@@ -148,15 +135,15 @@ def _guess_of_test(file: TableFile, guess: Guess, folder: Folder) -> Guess | Non
     if not {guess.image, guess.label} <= set(column_names(file.uri)):
         return None
     rows = islice(read_rows(file.uri, [guess.image]), FIRST_ROWS)
-    texts = _some_texts([row.values[0] for row in rows])
+    texts = some_texts([row.values[0] for row in rows])
     try:
-        files = _where_images_lie(file, texts, folder)
+        files = where_images_lie(file, texts, folder)
     except UserError:
         return None
     if files == guess.files:
         return guess
     train = TableFile(file.folder, "")
-    if _present(file, texts, guess.files) or _present(train, guess.samples, files):
+    if present_texts(file, texts, guess.files) or present_texts(train, guess.samples, files):
         return None  # the same names in two folders: a card could not tell which are meant
     return replace(guess, files=(*guess.files, *files))
 
@@ -164,20 +151,6 @@ def _guess_of_test(file: TableFile, guess: Guess, folder: Folder) -> Guess | Non
 def _unused(files: Mapping[str, TableFile], parts: Sequence[tuple[str, TableFile]]) -> list[str]:
     used = {file.name for _, file in parts}
     return [name for name in sorted(files) if name not in used]
-
-
-def stem_word(name: str) -> str:
-    """Return the name of a table without its extension."""
-    return name.rpartition(".")[0]
-
-
-def split_word(name: str) -> str | None:
-    """Return the split that a table is called by: train.csv, labels_test.csv."""
-    stem = stem_word(name).lower()
-    for word in (stem, *stem.replace("-", "_").replace(".", "_").split("_")):
-        if split_of(word):
-            return split_of(word)
-    return None
 
 
 # ---- columns -------------------------------------------------------------------------------------
@@ -195,10 +168,10 @@ def guess_columns(file: TableFile, request: Request, folder: Folder) -> Guess:
     split = split_column(values)
     image = _image_of(file, request, folder, values)
     other_columns = [name for name in names if name != split]
-    texts = _some_texts(values[image])
+    texts = some_texts(values[image])
     other_values = {name: values[name] for name in other_columns}
     label = _label_of(file, request, folder, image, other_values)
-    files = _where_images_lie(file, texts, folder)
+    files = where_images_lie(file, texts, folder)
     remaining = {name: values[name] for name in other_columns if name not in (image, label)}
     return Guess(image, label, split, files, tuple(texts), tuple(columns_of_classes(remaining)))
 
@@ -229,11 +202,11 @@ def _image_of(
 
 
 def _names_files(file: TableFile, texts: Sequence[str | None], folder: Folder) -> bool:
-    some_texts = _some_texts(texts)
-    if len(set(some_texts)) * 2 <= len(some_texts):
+    sample = some_texts(texts)
+    if len(set(sample)) * 2 <= len(sample):
         return False
     try:
-        _where_images_lie(file, some_texts, folder)
+        where_images_lie(file, sample, folder)
     except UserError:
         return False
     return True
@@ -261,84 +234,12 @@ def _label_of(
     if one_hot and request.label is None:
         unclear = one_hot_labels(where, one_hot)
     try:
-        files = _where_images_lie(file, _some_texts(values[image]), folder)
+        files = where_images_lie(file, some_texts(values[image]), folder)
     except UserError:
         raise unclear from None
     if files == ("{}",):
         raise LabelUnclear(str(unclear)) from None
     raise TableMeant(str(unclear)) from None
-
-
-def _some_texts(texts: Sequence[str | None]) -> list[str]:
-    """Return some values of a column, from all over the rows, the same for the same column."""
-    present = [text for text in texts if text]
-    if len(present) <= LOOKED_UP:
-        return present
-    return random.Random(0).sample(present, LOOKED_UP)
-
-
-def _where_images_lie(file: TableFile, texts: Sequence[str], folder: Folder) -> tuple[str, ...]:
-    """Return where images lie, as patterns of `Source.files`; several where in several folders.
-
-    texts: values of some rows. Raise `UserError` where most of them are not there.
-    """
-    missing = set(texts)
-    by_pattern: dict[str, set[str]] = {}
-    for pattern in islice(_templates(folder, split_word(file.name)), MOST_FOLDERS):
-        present = _present(file, texts, (pattern,))
-        if present:
-            by_pattern[pattern] = present
-        if missing and missing <= present:
-            return (pattern,)
-    patterns: list[str] = []
-    while by_pattern and len(patterns) < MOST_PATTERNS:
-        sizes = {pattern: len(present & missing) for pattern, present in by_pattern.items()}
-        best = max(sizes, key=lambda pattern: sizes[pattern])
-        if not sizes[best]:
-            break
-        patterns.append(best)
-        missing -= by_pattern.pop(best)
-    if len(missing) * 2 < len(set(texts)):
-        return tuple(patterns)
-    example = quoted(texts[0]) if texts else "nothing"
-    raise UserError(
-        f"{printable(file.uri)} names images such as {example}, which are not below "
-        f"{printable(file.folder)}; put them there, beside the table or in a folder"
-    )
-
-
-def _templates(folder: Folder, split: str | None) -> Iterator[str]:
-    """Yield where images may lie: beside the table, in folders, without or with an extension.
-
-    split: that of the table. Folders of other splits come last: they may have the same names.
-    """
-    yield "{}"
-    last = "train" if split == "test" else "test"
-    for below in sorted(folder.walk(), key=lambda below: last in _split_words(below.name)):
-        name = below.name.removeprefix(folder.name).strip("/")
-        prefix = f"{name}/" if name else ""
-        suffixes = {sample[sample.rfind(".") :] for sample in below.samples}
-        for suffix in ("", *sorted(suffixes)):
-            if "{" not in prefix and prefix + suffix:
-                yield f"{prefix}{{}}{suffix}"
-
-
-def _split_words(path: str) -> set[str | None]:
-    return {split_word(f"{part}.") for part in path.split("/")}
-
-
-def _present(file: TableFile, texts: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """Return those values of a table that name a file by one of some patterns."""
-    names: list[tuple[str, str]] = []
-    for text in set(texts):
-        for pattern in patterns:
-            name, problem = locate(text, posixpath.dirname(file.name), file.folder, pattern)
-            if name is not None and problem is None:
-                names.append((text, name))
-    system, path = open_source(file.folder)
-    infos = system.get_file_info([join(path, name) for _, name in names]) if names else []
-    pairs = zip(names, infos, strict=True)
-    return {text for (text, _), info in pairs if info.type == fs.FileType.File}
 
 
 # ---- the data set --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -203,20 +204,29 @@ class Feed:
             positions = torch.cat([part.positions for part in parts_of(size)])
             return self._rng(epoch, step, positions, size)
 
-        pixels_of_steps = self.source.steps(self._samples(order, rng_of(step)) for step in steps)
+        drawn: deque[tuple[StepRng, StepSamples]] = deque()  # of steps that are made ahead
+
+        def samples_of_steps() -> Generator[StepSamples]:
+            for step in steps:
+                rng = rng_of(step)
+                samples = self._samples(order, rng)
+                drawn.append((rng, samples))
+                yield samples
+
+        pixels_of_steps = self.source.steps(samples_of_steps())
         side_stream = SideStream(self.group.device)
 
         def jobs() -> Generator[Callable[[], Pending[list[Batch]]]]:
-            for step in steps:
-                rng = rng_of(step)
-                positions = self.augment.positions(rng, self.num_classes)
+            for _ in steps:  # it must not end before the last pixels are made
+                pixels = next(pixels_of_steps)
+                rng, samples = drawn.popleft()
                 make = partial(
                     self._make,
                     rng,
                     parts_of(rng.size),
-                    order.rows(step, positions.numpy()),
-                    self._task_counts(order, step),
-                    next(pixels_of_steps),
+                    self._rows(order, rng, samples),
+                    self._task_counts(order, rng.step),
+                    pixels,
                 )
                 yield partial(side_stream.run, make)
 
@@ -255,6 +265,13 @@ class Feed:
         positions = np.unique(self.augment.positions(rng, self.num_classes).numpy())
         rows = order.rows(rng.step, positions)
         return StepSamples(positions, rows, self.augment.draw_crops(rng, positions))
+
+    def _rows(self, order: Order, rng: StepRng, samples: StepSamples) -> Ints:
+        """(k,) rows of the samples of a step, and behind them of those that they are mixed with."""
+        positions = self.augment.positions(rng, self.num_classes).numpy()
+        if self.cached is not None:
+            return order.rows(rng.step, positions)
+        return samples.rows[np.searchsorted(samples.positions, positions)]
 
     def _make(
         self,

@@ -9,7 +9,8 @@ import logging
 import os
 import tempfile
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,6 +139,19 @@ def _create_model(client: MlflowClient, run: Run, bundle: Bundle, folder: str) -
     return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 
+@contextmanager
+def without_warning(text: str) -> Iterator[None]:
+    """Drop warnings that begin with a text, and show all others afterwards.
+
+    A filter is not enough: packages that are imported on the way put theirs in front of it.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for entry in caught:
+        if not str(entry.message).startswith(text):
+            warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)
+
+
 def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
     """Write an MLflow model to the new folder `path`. folder: of the bundle. identity: arguments of
     MLflow's `Model`, if it has ids already."""
@@ -147,8 +161,6 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
     from mlflow.types.schema import AnyType, ColSpec, DataType, Map, ParamSchema, ParamSpec, Schema
 
     logging.getLogger("mlflow.pyfunc").setLevel(logging.WARNING)
-    # the signature is given below
-    warnings.filterwarnings("ignore", message="Failed to infer signature from type hint")
     names = (
         ("class", DataType.string),
         ("probability", DataType.double),
@@ -172,9 +184,7 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
     example = pd.DataFrame(
         [{"image": base64.b64encode(picture()).decode(), "task": bundle.tasks[0].name}]
     )
-    with warnings.catch_warnings():
-        # the type hints of `predict` cannot express what the signature does
-        warnings.filterwarnings("ignore", "Failed to infer signature from type hint")
+    with without_warning("Failed to infer signature from type hint"):  # it has one
         mlflow.pyfunc.save_model(
             path,
             python_model=str(ROOT / "pipeline" / "serving" / "served_model.py"),

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -401,3 +402,15 @@ def test_without_psutil_one_sentence_is_printed_and_the_record_is_complete(
     ]
     client, _, experiment = mlflow_client.open_store(str(tmp_path))
     assert [r.info.status for r in client.search_runs([experiment])] == ["FINISHED"]
+
+
+def test_one_warning_is_dropped_whatever_filters_are_set_meanwhile() -> None:
+    from pipeline.tracking import publish
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with publish.without_warning("Failed to infer"):
+            warnings.simplefilter("always", UserWarning)  # as packages do that are imported
+            warnings.warn("Failed to infer signature", stacklevel=1)
+            warnings.warn("another one", stacklevel=1)
+    assert [str(entry.message) for entry in caught] == ["another one"]

@@ -168,14 +168,14 @@ def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(
     site: Site, tmp_path: Path
 ) -> None:
     finished(*site)
-    counts = {"train": 200, "test": 100}
+    counts = {"train": 40, "test": 20}
     cards = {
         **site[1],
         "b": small_run.make_card(tmp_path, "b", "45", counts=counts),
         "a": small_run.make_card(tmp_path, "other", "23"),
     }
     prediction = costs(tmp_path, cards, name="next")
-    assert prediction.costs["finetune/b/train"].images == pytest.approx(180)
+    assert prediction.costs["finetune/b/train"].images == pytest.approx(36)
     assert prediction.costs["finetune/a/train"].images is None
     assert prediction.costs["finetune/a/train"].basis == "not measured"
     assert prediction.unknown == ("a",)

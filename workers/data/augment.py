@@ -339,17 +339,12 @@ class Augment:
         """uint8 (b, 3, s, s) -> float32, zero mean and unit deviation under the backbone's
         statistics."""
         scale, shift = self._statistics_on(pixels.device)
-        images = self._empty(len(pixels), pixels)
+        if pixels.device.type != "cpu":
+            return pixels.float().mul_(scale).add_(shift)
+        images = self.pool.empty(pixels.shape, torch.float32)
         for part in parts_of(images, 0, len(images)):
             images[part].copy_(pixels[part]).mul_(scale).add_(shift)
         return images
-
-    def _empty(self, num_images: int, pixels: Tensor) -> Tensor:
-        """float32 (num_images, 3, s, s) of any values, where the pixels are."""
-        shape = (num_images, *pixels.shape[1:])
-        if pixels.device.type == "cpu":
-            return self.pool.empty(shape, torch.float32)
-        return torch.empty(shape, device=pixels.device)
 
     def _statistics_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Scale and shift on a device, copied once; several threads ask for them."""
@@ -447,7 +442,7 @@ class Augment:
         if plan.mix is None or plan.partners is None:
             return images
         if images.device.type == "cpu":
-            mixed = self._empty(len(plan.partners), images)
+            mixed = self.pool.empty((len(plan.partners), *images.shape[1:]), torch.float32)
             return mix_into(mixed, images, plan.partners, plan.mix)
         return mix_by_blend(images, plan.partners, plan.mix)
 

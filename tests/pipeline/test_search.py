@@ -123,10 +123,11 @@ def test_a_search_that_cannot_work_is_refused_in_one_sentence(
 def test_the_stream_of_a_search_replaces_that_of_its_base_and_is_checked(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(UserError, match=r"card 'x'|'x'"):
-        prepared(
-            tmp_path, protocol="two_streams", stream={"tasks": [{"card": "x"}]}, set={"stream": [1]}
-        )
+    stream = {"tasks": [{"card": "x"}]}
+    with pytest.raises(UserError, match="'x'"):
+        prepared(tmp_path, protocol="two_streams", stream=stream)
+    with pytest.raises(UserError, match=r"small\.yaml: stream is \[1\]"):
+        prepared(tmp_path, protocol="two_streams", stream=stream, set={"stream": [1]})
 
 
 def test_a_config_for_run_is_refused_as_a_search(tmp_path: Path) -> None:

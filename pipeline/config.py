@@ -614,6 +614,8 @@ def _check_methods(config: Config, where: str) -> None:
 
 def _check_kinds_of_stages(config: Config, where: str) -> None:
     """Raise `UserError` when `cluster.stages` names a kind of stage that no run has."""
+    if not config.cluster.stages:
+        return
     from workers.methods import METHODS  # imports torch
 
     kinds = dict.fromkeys(("ingest", "backbone", "train", "evaluate"))

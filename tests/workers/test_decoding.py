@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from workers.data import decoding
+from workers.data.arena import Arena
 from workers.data.decoding import Picture, decode, read_picture
-from workers.data.memory import Arena
 from workers.errors import UserError
 
 ORIENTATION = 274

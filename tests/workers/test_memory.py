@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from workers.data import arena as arenas
 from workers.data import memory
-from workers.data.memory import MOST_FREE, Arena, TensorPool, parts_of
+from workers.data.arena import Arena
+from workers.data.memory import MOST_FREE, TensorPool, parts_of
 
 
 def test_an_arena_gives_memory_that_does_not_overlap_until_it_is_cleared(
@@ -22,7 +24,7 @@ def test_an_arena_gives_memory_that_does_not_overlap_until_it_is_cleared(
         arena.clear()
     assert arena.take(10).ctypes.data == address  # the second round used what it had grown to
     arena.clear()
-    monkeypatch.setattr(memory, "ARENA_BYTES", 40)
+    monkeypatch.setattr(arenas, "ARENA_BYTES", 40)
     arena.take(41)
     arena.clear()
     assert arena.take(10).ctypes.data == address

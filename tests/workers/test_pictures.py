@@ -15,10 +15,10 @@ from PIL import Image
 from test_feed import COLOURS, SHAPES, encoded, feed_of, publish, samples
 
 from workers.data import pictures
+from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.decoding import read_picture
 from workers.data.feed import Feed
-from workers.data.memory import Arena
 from workers.data.pictures import KeptPictures, are_small
 from workers.data.rows import SampleTable, select
 from workers.data.sources import chunks_of

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from workers.data.memory import Arena
+from workers.data.arena import Arena
 from workers.errors import UserError
 from workers.job import Interpolation
 

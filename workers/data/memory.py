@@ -1,4 +1,4 @@
-"""Memory of the host that is used again: pages that are new cost as much as filling them."""
+"""Tensors of the host whose memory is used again, and the parts in which a CPU computes a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ARENA_BYTES = 64 << 20  # most that an arena holds while nothing of it is in use
 MOST_FREE = 4  # tensors that a pool holds while nobody uses them
 PART_VALUES = 1 << 18  # of a batch that are computed at once on a CPU, which fit its cache
 
@@ -27,28 +26,6 @@ def parts_of(batch: Tensor, start: int, stop: int) -> Iterator[slice]:
         step = max(1, PART_VALUES // math.prod(batch.shape[1:]))
     for first in range(start, stop, step):
         yield slice(first, min(first + step, stop))
-
-
-class Arena:
-    """Memory for pixels, given out in parts and used again as a whole; not thread-safe."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-        self._num_used = 0
-
-    def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return uint8 (num_bytes,) of any values; it is overwritten after `clear`."""
-        start = self._num_used
-        self._num_used += num_bytes
-        if self._num_used > len(self._memory):
-            return np.empty(num_bytes, np.uint8)
-        return self._memory[start : self._num_used]
-
-    def clear(self) -> None:
-        """Use all memory again, and more of it if that was not enough."""
-        if len(self._memory) < self._num_used <= ARENA_BYTES:
-            self._memory = np.empty(self._num_used, np.uint8)
-        self._num_used = 0
 
 
 class TensorPool:

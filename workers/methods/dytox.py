@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
-from workers.methods.base import ParamGroup, Progress, Step, StepContext
+from workers.methods.base import BLOCK_VITS, ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import tensors_of, weight_groups
 from workers.methods.train_defaults import TrainDefaults
@@ -76,7 +76,8 @@ class DyTox(Rehearsal[DyToxSettings]):
 
     DyTox+ is this with `data: {mixup: 0.8, smoothing: 0.1}`, DyTox++ is DyTox+ with `rho: 3`.
 
-    On any vision transformer but `convit_local` the decoder replaces the last block, and the other
+    On any vision transformer but `convit_local` the decoder, whose FFN is as wide as that of the
+    encoder, replaces the last block, and the other
     blocks are the encoder. This is our addition, for pretrained encoders. Stored per task: token
     and head as the task's own steps left them; the chain carries the rest in its latest state.
 
@@ -105,6 +106,7 @@ class DyTox(Rehearsal[DyToxSettings]):
     )
     steps = (Step("train"), Step("herd", trains=False), Step("finetune", later=True))
     needs_vit = True
+    vits = BLOCK_VITS
     starts_as_backbone = False
     # Whether the encoder is frozen and in evaluation mode, as in `finetune`.
     encoder_rests = False
@@ -141,7 +143,7 @@ class DyTox(Rehearsal[DyToxSettings]):
             self.decoder = TaskAttention(
                 self.heads.width,
                 block.attn.num_heads,
-                block.mlp.fc1.out_features / self.heads.width,
+                block.mlp.fc2.in_features / self.heads.width,
                 settings.drop_path,
             )
             for module in self.decoder.modules():

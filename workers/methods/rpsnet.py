@@ -21,7 +21,7 @@ from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, TrainSettings
 from workers.methods.adapter import added_share
-from workers.methods.base import ParamGroup, Progress, StepContext
+from workers.methods.base import BLOCK_VITS, ParamGroup, Progress, StepContext
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.finetune import heads_of, tensors_of, weight_groups
 from workers.methods.train_defaults import TrainDefaults
@@ -113,6 +113,7 @@ class Rpsnet(Rehearsal[RpsnetSettings]):
     )
     carries = ("weights", "heads", "paths", "memory")
     needs_vit = True
+    vits = BLOCK_VITS
     Settings = RpsnetSettings
     per_task = Rehearsal.per_task | {"candidates", "phi", "tau"}
     step = ""

@@ -1,7 +1,7 @@
 # Set-up, demo and checks. Everything runs from .venv, which is made when it is missing or its inputs changed.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench bench-gpu clean
+.PHONY: help setup demo test test-all lint docs bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -12,6 +12,7 @@ help:
 	@echo "make test      lint, types and all fast tests"
 	@echo "make test-all  the slow tests too"
 	@echo "make lint      ruff and mypy alone"
+	@echo "make docs      the documentation as a site: build/docs/html/index.html"
 	@echo "make bench     speed against plain loops and limits, on a quiet machine: benchmarks/README.md"
 	@echo "make bench-gpu correctness of every method on a GPU, in minutes: benchmarks/README.md"
 	@echo "make clean     remove .venv and caches; results in storage/ stay"
@@ -52,6 +53,16 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest
 
+# Sphinx and its theme, at the versions of constraints.txt; nothing else needs them.
+.venv/.docs: .venv/.ready
+	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
+	print(*p["dependency-groups"]["docs"], sep="\n")' > .venv/docs.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r .venv/docs.txt -c constraints.txt
+	@touch $@
+
+docs: .venv/.docs
+	$(BIN)/python -m docs.site.build
+
 BENCHMARKS := synchronised_bytes train_step methods meat_inference dytox toast linear_probe feed augment feed_step feed_scale feed_cluster scale launch search serve
 bench: .venv/.ready
 	@failed=; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; done; \
@@ -61,5 +72,5 @@ bench-gpu: .venv/.ready
 	$(BIN)/python -m benchmarks.gpu
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -84,8 +84,14 @@ class TaskEntry(Frozen):
 class StreamSettings(Frozen):
     """The tasks in the order in which they are learned."""
 
-    tasks: tuple[TaskEntry, ...] = Field(min_length=1)
-    scenario: Literal["task", "class"] = "task"
+    tasks: tuple[TaskEntry, ...] = Field(
+        min_length=1, description="in order; a card's name alone stands for a task of all of it"
+    )
+    scenario: Literal["task", "class"] = Field(
+        "task",
+        description="`task`: the task of an image is given at test time (TIL); `class`: it is not, "
+        "and one output space grows (CIL)",
+    )
 
     @field_validator("tasks", mode="before")
     @classmethod
@@ -256,13 +262,13 @@ class ClusterSettings(Frozen):
 class TrackingSettings(Frozen):
     """How a run is recorded in MLflow; `tracking: off` records nothing."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="false: record nothing, as `tracking: off`")
     uri: str = Field(
         "",
         description="MLflow tracking URI; empty: MLFLOW_TRACKING_URI if set, "
         "else SQLite in the storage folder",
     )
-    experiment: str = "accrete"
+    experiment: str = Field("accrete", description="name of the experiment in MLflow")
     patience_s: float = Field(
         60.0,
         ge=0,
@@ -358,18 +364,31 @@ class Config(Frozen):
 
     _base_name: str = PrivateAttr("")
 
-    name: str = Field(pattern=NAME)
-    seed: int = Field(0, ge=0)
+    name: str = Field(pattern=NAME, description="name of the run, its record and its report")
+    seed: int = Field(0, ge=0, description="all randomness of the run follows from it")
     storage: str = Field(
         "storage", min_length=1, description="folder or URI of all results, checkpoints and records"
     )
-    stream: StreamSettings
-    backbone: BackboneChoice = BackboneChoice()
-    data: DataSettings = DataSettings()
-    train: TrainSettings = TrainSettings()
-    methods: dict[str, MethodEntry] = Field(min_length=1)
-    cluster: ClusterSettings = ClusterSettings()
-    tracking: TrackingSettings = TrackingSettings()
+    stream: StreamSettings = Field(description="the tasks, and what is known at test time")
+    backbone: BackboneChoice = Field(
+        BackboneChoice(), description="the network that all tasks share, and its initial weights"
+    )
+    data: DataSettings = Field(
+        DataSettings(), description="how images are read and augmented, and what is held out"
+    )
+    train: TrainSettings = Field(
+        TrainSettings(),
+        description="how all methods are trained; what is not set is each method's own",
+    )
+    methods: dict[str, MethodEntry] = Field(
+        min_length=1, description="label -> a method and its settings"
+    )
+    cluster: ClusterSettings = Field(
+        ClusterSettings(), description="the resources that the run uses; in no key of a result"
+    )
+    tracking: TrackingSettings = Field(
+        TrackingSettings(), description="how the run is recorded in MLflow; `off`: not at all"
+    )
 
     @field_validator("tracking", mode="before")
     @classmethod

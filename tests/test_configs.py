@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from docs.site.config_header import header_of
 from pipeline import config
 from pipeline.search import spec
 from pipeline.search.space import Space, check
@@ -175,23 +176,6 @@ def test_a_config_is_valid_and_says_how_to_run_it(
     ]
     assert set(HEADER) <= set(header), f"{path.name} says not {set(HEADER) - set(header)}"
     assert f"configs/{path.relative_to(CONFIGS)}" in path.read_text(), "the command names the file"
-
-
-def header_of(path: Path) -> dict[str, str]:
-    """What the keyed comments at the top of a config say, lines that go on joined to their
-    key's."""
-    entries: dict[str, str] = {}
-    key = ""
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        words = line[1:].split(maxsplit=1)
-        if line.startswith("#     ") and key:
-            entries[key] += " " + " ".join(words)
-        elif len(words) > 1 and line.startswith(f"# {words[0]} "):
-            key = words[0]
-            entries[key] = words[1]
-    return entries
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)

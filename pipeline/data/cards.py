@@ -28,7 +28,7 @@ COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|
 class Source(Frozen):
     """Where the raw data lies and how it is laid out."""
 
-    format: SourceFormat
+    format: SourceFormat = Field(description="how the raw data is laid out")
     path: str = Field(
         "",
         description="folder or URI; ${NAME:-default} is replaced from the environment; a relative "
@@ -131,18 +131,22 @@ def check_shard_patterns(patterns: str) -> None:
 
 
 class Counts(Frozen):
-    train: int = Field(ge=0)
-    test: int = Field(ge=0)
+    """Numbers of images by split."""
+
+    train: int = Field(ge=0, description="train images")
+    test: int = Field(ge=0, description="test images")
 
 
 class Card(Frozen):
     """One data set. `classes` is the class order; without a seed it is taken as it stands."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    title: str = ""
-    source: Source
-    licence: str
-    cite: str = ""
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the data set in configs"
+    )
+    title: str = Field("", description="what the data set is, in a few words")
+    source: Source = Field(description="where the raw data lies, and how it is laid out")
+    licence: str = Field(description="the licence of the images, as their authors state it")
+    cite: str = Field("", description="the paper, or the page, to be cited")
     classes: tuple[str, ...] = Field(
         min_length=1,
         description="`from_source` stands for those of the source, sorted: the names of its train "

@@ -39,7 +39,7 @@ class Budget(Frozen):
     """Bounds after which no further trial begins; at least one. hours: wall-clock time, summed over
     all sessions of the search."""
 
-    trials: PositiveInt | None = None
+    trials: PositiveInt | None = Field(None, description="trials in all")
     hours: float | None = Field(
         None, gt=0, le=1e6, description="when they are over, running trials are stopped, too"
     )
@@ -57,30 +57,51 @@ class Budget(Frozen):
 class SearchSettings(Frozen):
     """The search file: what is searched, how and for how long, and how the winner is measured."""
 
-    name: str = Field(pattern=configs.NAME)
+    name: str = Field(
+        pattern=configs.NAME, description="name of the search and its files; default: the file's"
+    )
     base: str = Field(description="config to search, relative to this file")
     set: dict[str, Any] = Field(
         default_factory=dict, description="changes to the base, by dotted key"
     )
-    space: dict[str, spaces.Dimension] = Field(min_length=1)
-    protocol: Literal["end_of_stream", "first_k_tasks", "per_task", "two_streams"] = "end_of_stream"
+    space: dict[str, spaces.Dimension] = Field(
+        min_length=1,
+        description="dotted key of the base -> a distribution (`dist`) of its values",
+    )
+    protocol: Literal["end_of_stream", "first_k_tasks", "per_task", "two_streams"] = Field(
+        "end_of_stream",
+        description="what trials are judged on: the whole stream, its first tasks, each task in "
+        "turn, or another stream",
+    )
     first_tasks: PositiveInt | None = Field(
         None, description="first_k_tasks: number of tasks that trials are judged on"
     )
     stream: dict[str, Any] | None = Field(
         None, description="two_streams: the stream that trials learn, instead of the base's"
     )
-    algorithm: Literal["random", "grid", "tpe"] = "random"
-    scheduler: Literal["none", "asha", "pbt"] = "none"
+    algorithm: Literal["random", "grid", "tpe"] = Field(
+        "random", description="how points are chosen; `tpe` needs optuna"
+    )
+    scheduler: Literal["none", "asha", "pbt"] = Field(
+        "none",
+        description="`asha` stops poor trials between tasks; in `pbt` they take over from better "
+        "ones",
+    )
     grace: PositiveInt = Field(1, description="asha: tasks that every trial learns")
     reduction: int = Field(2, ge=2, description="asha: one of this many trials passes each rung")
-    objectives: tuple[Literal["accuracy", "bytes"], ...] = Field(("accuracy",), min_length=1)
+    objectives: tuple[Literal["accuracy", "bytes"], ...] = Field(
+        ("accuracy",),
+        min_length=1,
+        description="what is searched for: accuracy alone, or also few bytes for each task",
+    )
     tolerance: NonNegativeFloat = Field(
         0.0,
         description="how far below the best accuracy (0 to 1) "
         "a trial may be and win with fewer bytes",
     )
-    budget: Budget = Budget(trials=16)
+    budget: Budget = Field(
+        Budget(trials=16), description="when the search ends: trials, hours or stages"
+    )
     seed: NonNegativeInt = Field(0, description="draws the points; training uses the base's seed")
     seeds: tuple[NonNegativeInt, ...] = Field(
         (0, 1, 2), description="seeds to train the winner with, and to measure it on test data"

@@ -84,24 +84,27 @@ def describe_method(name: str) -> str:
     lines += _wrapped(f"keeps for each task: {method.keeps}")
     if method.paper:
         lines += _wrapped(f"paper: {method.paper}")
-    lines += ["", *_training_lines(method), ""]
+    lines += ["", "training where a config is silent (`train`, methods.NAME.train):"]
+    for text in training_texts(method):
+        lines += _wrapped(text)
+    lines.append("")
     paper_settings = load(str(paper_config)).methods[name].settings
-    fields = dict(_fields_of(method.Settings))
+    fields = dict(fields_of(method.Settings))
     if fields:
         lines.append(f"settings, below methods.{name}; their defaults are ours, and where the")
         lines.append(f"paper has another value it stands beside: {paper_config.name}")
     else:
         lines.append(f"{name} has no settings of its own")
     for key, info in fields.items():
-        lines += ["", f"{key}: {_type_text(info)}", *_default_lines(key, info, paper_settings)]
+        lines += ["", f"{key}: {type_text(info)}", *_default_lines(key, info, paper_settings)]
         lines += _wrapped(info.description or "")
     return "\n".join(lines)
 
 
-def _training_lines(method: type[Method[Any]]) -> list[str]:
-    """Return how a method is trained where a config is silent, and where the numbers come from."""
+def training_texts(method: type[Method[Any]]) -> list[str]:
+    """Return how each step is trained where a config is silent, and where the numbers come from."""
     defaults = method.train_defaults
-    lines = ["training where a config is silent (`train`, methods.NAME.train):"]
+    texts = []
     for step in method.steps:
         if not step.trains:
             continue
@@ -110,16 +113,16 @@ def _training_lines(method: type[Method[Any]]) -> list[str]:
         scratch = defaults.of_step(step.name, from_scratch=True)["lr"]
         if scratch != train.lr:
             rate += f" (from random weights {scratch:g})"
-        lines += _wrapped(
+        texts.append(
             f"{step.name}: {train.optimizer}, {rate}, weight decay {train.weight_decay:g}, "
             f"{train.epochs} epochs of batches of {train.batch_size}; a task of few images gets "
             f"{train.min_steps} steps, by batches down to {train.min_batch_size} and up to "
             f"{train.max_epochs} epochs"
         )
-    return [*lines, *_wrapped(f"source: {defaults.source}")]
+    return [*texts, f"source: {defaults.source}"]
 
 
-def _fields_of(settings: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+def fields_of(settings: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
     """Yield the name in a config and the field of every setting."""
     for name, info in settings.model_fields.items():
         yield info.alias or name, info
@@ -127,29 +130,29 @@ def _fields_of(settings: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
 
 def _default_lines(key: str, info: FieldInfo, paper_settings: dict[str, Any]) -> list[str]:
     default = info.get_default(call_default_factory=True)
-    text = "required" if default is PydanticUndefined else f"default {_value_text(default)}"
-    bounds = _bounds_of(info)
+    text = "required" if default is PydanticUndefined else f"default {value_text(default)}"
+    bounds = bounds_of(info)
     if bounds:
         text += f"; {bounds}"
     if key in paper_settings and paper_settings[key] != default:
-        text += f"; in the paper {_value_text(paper_settings[key])}"
+        text += f"; in the paper {value_text(paper_settings[key])}"
     return _wrapped(text)
 
 
-def _value_text(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a value as it is written in YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:
         return "null"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value_text, value))}]"
+        return f"[{', '.join(map(value_text, value))}]"
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
 
 
-def _bounds_of(info: FieldInfo) -> str:
+def bounds_of(info: FieldInfo) -> str:
     """Return the range of a number, such as `> 0, <= 1`; empty where there is none."""
     bounds = []
     for mark in _marks(info.annotation, info.metadata):
@@ -169,7 +172,7 @@ def _marks(annotation: Any, metadata: list[Any]) -> Iterator[Any]:
             yield from _marks(argument, [])
 
 
-def _type_text(info: FieldInfo) -> str:
+def type_text(info: FieldInfo) -> str:
     """Return the type of a setting in words, its words if it has some to choose from."""
     return " or ".join(dict.fromkeys(_kinds(info.annotation)))
 
@@ -187,12 +190,12 @@ def _kinds(annotation: Any) -> Iterator[str]:
         yield names[annotation]
     elif origin is Literal:
         for word in get_args(annotation):
-            yield _value_text(word)
+            yield value_text(word)
     elif origin in (tuple, list):
         inner = [argument for argument in get_args(annotation) if argument is not Ellipsis]
         kinds = dict.fromkeys(kind for argument in inner for kind in _kinds(argument))
         yield f"list of {' or '.join(kinds)}"
-    elif isinstance(annotation, type):
+    elif origin is dict or isinstance(annotation, type):
         yield "mapping"
     elif hasattr(annotation, "__metadata__"):
         yield from _kinds(annotation.__origin__)

@@ -1,0 +1,100 @@
+"""The page of what can be called from Python: signatures and docstrings of the public modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel
+
+from docs.site.markdown import code, escape, from_docstring
+from pipeline import app, config
+from pipeline.results import metrics, tables
+from workers.methods import base, protocols
+from workers.serving import bundle
+
+MODULES: tuple[ModuleType, ...] = (app, config, tables, metrics, bundle, base, protocols)
+EXAMPLE = """
+from pipeline import app
+
+run = app.prepare("configs/demo.yaml", ["train.epochs=3"])
+print(app.plan(run).status)           # stage id -> hit or miss
+"""
+INTRODUCTION = """What the command line does is there from Python: `import pipeline` works from any
+folder once `make setup` has run. A mistake in the input raises `workers.errors.UserError`, whose
+text is one sentence. `pipeline.app` is the way in; the other modules are what it gives and takes,
+and the contract of a method."""
+
+
+def python_page() -> str:
+    """Return the page."""
+    blocks = ["# Python", INTRODUCTION, code(EXAMPLE.strip(), "python")]
+    for module in MODULES:
+        blocks += [f"## `{module.__name__}`", from_docstring(module.__doc__ or "")]
+        for name, value in _public_members(module):
+            blocks += _member_blocks(name, value)
+    return "\n\n".join(blocks) + "\n"
+
+
+class Annotation(str):
+    """An annotation as its file has it; `inspect` would quote it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function as its file has it."""
+    signature = inspect.signature(function)
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.annotation is not parameter.empty:
+            parameter = parameter.replace(annotation=Annotation(parameter.annotation))
+        parameters.append(parameter)
+    returned = Annotation(signature.return_annotation)
+    return signature.replace(parameters=parameters, return_annotation=returned)
+
+
+def _public_members(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Yield the documented functions and classes that a module defines, in its order."""
+    for name, value in vars(module).items():
+        is_member = inspect.isfunction(value) or inspect.isclass(value)
+        if not is_member or name.startswith("_") or value.__module__ != module.__name__:
+            continue
+        if value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__:
+            yield name, value
+
+
+def _member_blocks(name: str, value: Any) -> Iterator[str]:
+    yield f"### `{name}`"
+    if inspect.isclass(value):
+        yield from _class_blocks(name, value)
+        return
+    yield code(f"{name}{_signature_of(value)}", "python")
+    yield from_docstring(value.__doc__ or "")
+
+
+def _class_blocks(name: str, value: type[Any]) -> Iterator[str]:
+    """Yield the docstring, fields and public functions of a class."""
+    if issubclass(value, BaseModel):
+        yield from_docstring(value.__doc__ or "")
+        yield "Its fields are among the [settings](pipeline/config.py)."
+        return
+    if dataclasses.is_dataclass(value):
+        fields = [f"    {field.name}: {field.type}" for field in dataclasses.fields(value)]
+        yield code("\n".join([f"class {name}:", *fields]), "python")
+    yield from_docstring(value.__doc__ or "")
+    lines = []
+    for method_name, function in vars(value).items():
+        function = getattr(function, "__func__", function)
+        if method_name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+            continue
+        summary = " ".join(inspect.cleandoc(function.__doc__).split("\n\n")[0].split())
+        lines.append(f"- `{method_name}{_signature_of(function)}`: {escape(summary)}")
+    if lines:
+        yield "\n".join(lines)

@@ -1,0 +1,178 @@
+"""The documentation site is whole: each page is in its navigation, each link leads somewhere, each
+method, setting and command has its place. Only the build itself needs Sphinx."""
+
+from __future__ import annotations
+
+import importlib.util
+import posixpath
+import re
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs.site.build import build
+from docs.site.figures import anchor_of, figures_of
+from docs.site.markdown import escape, from_docstring
+from docs.site.pages import REPOSITORY, links_of, page_of, replace_links
+from docs.site.settings_page import FILES
+from docs.site.stage import stage
+from pipeline.shell.method_list import fields_of
+from workers.errors import UserError
+from workers.methods import METHODS
+
+TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The text of each page of the site, by its path; its files lie below `source`."""
+    folder = tmp_path_factory.mktemp("site")
+    texts = {page: (folder / page).read_text() for page in stage(folder)}
+    return {**texts, "": str(folder)}
+
+
+def pages_of(site: dict[str, str]) -> dict[str, str]:
+    """The pages alone."""
+    return {page: text for page, text in site.items() if page}
+
+
+def test_every_page_is_in_the_navigation_once(site: dict[str, str]) -> None:
+    listed = ["index.md"]
+    for page, text in pages_of(site).items():
+        for block in TOCTREE.findall(text):
+            entries = [line for line in block.split("\n") if line and not line.startswith(":")]
+            listed += [posixpath.join(posixpath.dirname(page), entry) for entry in entries]
+    assert sorted(listed) == sorted(pages_of(site))
+
+
+def test_every_link_leads_to_a_page_a_heading_or_a_file(site: dict[str, str]) -> None:
+    broken = []
+    for page, text in pages_of(site).items():
+        for link in links_of(text, page):
+            exists = (Path(site[""]) / link.target).is_file()
+            headings = HEADING.findall(site.get(link.target, ""))
+            anchors = {f"#{anchor_of(heading)}" for heading in headings}
+            if not exists or (link.fragment and link.fragment not in anchors):
+                broken.append(f"{page}: {link.target}{link.fragment}")
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_method_has_a_page_with_all_that_is_known_of_it(name: str, site: dict[str, str]) -> None:
+    text = site[f"methods/{name}.md"]
+    for key, _ in fields_of(METHODS[name].Settings):
+        assert f"\n`{key}`\n: " in text
+    assert ("Not measured yet" in text) == (not figures_of(name))
+    assert f"configs/methods/{name}-paper.yaml" in text.split("## Deviations")[1]
+
+
+def test_a_name_of_a_method_leads_to_its_page(site: dict[str, str]) -> None:
+    assert "[`toast_lite`](methods/toast_lite.md)" in site["methods.md"]
+    assert "[`adahat`](methods/adahat.md)" in site["methods.md"]
+
+
+def test_the_reference_names_every_command_and_setting(site: dict[str, str]) -> None:
+    for command in ("run", "data prepare", "serve"):
+        assert f"### `{command}`" in site["commands.md"]
+    for setting in ("checkpoint_s", "val_fraction", "crop_pct", "concurrent", "max_pixels"):
+        assert f"\n`{setting}`\n: " in site["settings.md"]
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    silent = []
+    for parts in FILES.values():
+        for part in parts:
+            for key, info in fields_of(part.model):
+                if not info.description:
+                    silent.append(f"{part.path}.{key}")
+    assert silent == []
+
+
+def test_a_link_to_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("docs.site.stage.text_of", lambda source: "[x](../nowhere.py)")
+    with pytest.raises(UserError, match=r"docs/README.md links to nowhere.py"):
+        stage(tmp_path)
+
+
+def test_links_in_blocks_of_code_and_to_other_hosts_stay() -> None:
+    text = "[a](b.md)\n```\n[c](d.md)\n```\n[e](https://f/g) [h](#i)"
+    links = [link.target for link in links_of(text, "docs/README.md")]
+    assert links == ["docs/b.md"]
+    replaced = replace_links(text, "docs/README.md", lambda link: "x.md" + link.fragment)
+    assert replaced == text.replace("b.md", "x.md")
+
+
+@pytest.mark.parametrize(
+    ("source", "page"),
+    [
+        ("docs/README.md", "index.md"),
+        ("docs/data.md", "data.md"),
+        ("configs/README.md", "configs.md"),
+        ("configs/RESULTS.md", "configs/RESULTS.md"),
+        ("pipeline/cli.py", "commands.md"),
+    ],
+)
+def test_pages_keep_their_names(source: str, page: str) -> None:
+    assert page_of(source) == page
+
+
+def test_docstrings_become_markdown() -> None:
+    docstring = """Do it.
+
+    W .* M is <used>, see `a_b`:
+
+        x_1 = 1
+
+    - one
+      goes on
+    - two
+    """
+    assert from_docstring(docstring).split("\n\n") == [
+        "Do it.",
+        r"W .\* M is \<used\>, see `a_b`:",
+        "```text\nx_1 = 1\n```",
+        "- one goes on\n- two",
+    ]
+    assert escape("a_b `c_d`") == r"a\_b `c_d`"
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+
+
+class Addresses(HTMLParser):
+    """Collects the addresses of what a page of HTML loads by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        if tag in ("script", "img", "iframe"):
+            self.loaded.append(attributes.get("src") or "")
+        if tag == "link" and attributes.get("rel") == "stylesheet":
+            self.loaded.append(attributes.get("href") or "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("sphinx") is None,
+    reason="Sphinx is not installed in this environment; `make docs` installs it",
+)
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    index = build(tmp_path)
+    pages = sorted(index.parent.rglob("*.html"))
+    assert len(pages) > len(METHODS)
+    for page in pages:
+        parser = Addresses()
+        parser.feed(page.read_text(encoding="utf-8"))
+        assert [address for address in parser.loaded if "//" in address] == []

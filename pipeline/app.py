@@ -13,7 +13,8 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import config as configs
@@ -21,6 +22,8 @@ from pipeline.config import Config
 from pipeline.graph import diagram, graph_cache, raw_data
 from pipeline.graph.journal import Journal, journal_of
 from pipeline.graph.raw_data import Source
+from pipeline.graph.replica_configs import refuse_replicas, replica_configs
+from pipeline.graph.replicas import union_of
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import (
     Outcome,
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     from pipeline.graph.run import Executor
     from pipeline.graph.walk import Event
     from pipeline.report.analyse import Analysis, FinishedRun
+    from pipeline.tracking.recorder import Recorder
 
 LOG = logging.getLogger("accrete.app")
 BUILD_MODULE = "pipeline.graph.build"
@@ -105,6 +109,8 @@ class PreparedRun:
     """A checked config with its store and its graph of stages; nothing has been run yet.
 
     has_jobs: False for a graph from the cache, whose stages cannot be run; see `with_jobs`.
+    replicas: of a run of several seeds or class orders, each as a run by itself; `graph` is then
+    theirs in one, and `tasks` are those of the first.
     """
 
     config: Config
@@ -112,6 +118,7 @@ class PreparedRun:
     graph: Graph
     tasks: list[Task]
     has_jobs: bool = True
+    replicas: Mapping[str, PreparedRun] = field(default_factory=dict)
 
     @property
     def keys(self) -> dict[str, str]:
@@ -159,11 +166,16 @@ class Published:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run that finished: its tables, how its stages ended, and its report."""
+    """A run that finished: its tables, how its stages ended, and its report.
+
+    replicas: tables of each replica of a run of several seeds or class orders; `tables` is then the
+    first of them.
+    """
 
     tables: RunTables
     outcome: Outcome
     published: Published
+    replicas: Mapping[str, RunTables] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -182,13 +194,15 @@ def prepare(
     to_run: bool = False,
     say: Callable[[str], None] = LOG.info,
     with_jobs: bool = True,
+    several: bool = False,
 ) -> PreparedRun:
     """Read a config, open its storage and build its graph.
 
     to_run: raw data that was written again in place is read first; without it, a source on another
     machine whose ingested result stands is not asked. say: is given a line about such raw data.
     with_jobs: False takes the graph from the cache where its config is unchanged, without jobs and
-    without importing torch. Raise `UserError` when the config or its storage cannot be used.
+    without importing torch. several: whether a run of several seeds or class orders will do. Raise
+    `UserError` when the config or its storage cannot be used.
     """
     # Where the builder is imported already there is nothing to save.
     may_use_cache = BUILD_MODULE not in sys.modules
@@ -205,15 +219,45 @@ def prepare(
     store = Store(storage)
     store.check_writable()
     store.sweep()
+    if not several:
+        refuse_replicas(config, config_path, "this needs one model")
     if to_run:
         raw_data.read_sources_again(config, store, say)
+
+    def build_replica(name: str, config: Config) -> PreparedRun:
+        def checked() -> Config:
+            whole = configs.load(config_path, list(overrides))
+            return replica_configs(whole).get(name, whole)
+
+        return _with_graph(config, store, to_run, with_jobs, may_use_cache, checked)
+
+    replicas = replica_configs(config)
+    if not replicas:
+        return build_replica("", config)
+    return _with_replicas(
+        config, {name: build_replica(name, replica) for name, replica in replicas.items()}
+    )
+
+
+def _with_graph(
+    config: Config,
+    store: Store,
+    to_run: bool,
+    with_jobs: bool,
+    may_use_cache: bool,
+    checked: Callable[[], Config],
+) -> PreparedRun:
+    """Return a run with its graph, from the cache or built.
+
+    checked: returns the config after the checks that import torch, which the cache saves.
+    """
     inputs = graph_cache.collect_inputs(config, store, to_run) if may_use_cache else None
     if inputs is not None and not with_jobs:
         cached = graph_cache.read(store, inputs, config.name)
         if cached is not None:
             return PreparedRun(config, store, cached.graph, cached.tasks, has_jobs=False)
     if may_use_cache:
-        config = configs.load(config_path, list(overrides))
+        config = checked()
     sources = inputs.sources if inputs is not None else {}
     graph, tasks = _build(config, store, to_run, sources)
     if inputs is not None:
@@ -221,10 +265,21 @@ def prepare(
     return PreparedRun(config, store, graph, tasks)
 
 
+def _with_replicas(config: Config, replicas: Mapping[str, PreparedRun]) -> PreparedRun:
+    """Return a run of several replicas, with their graphs as one."""
+    graph = union_of(config.name, {name: run.graph for name, run in replicas.items()})
+    first = next(iter(replicas.values()))
+    has_jobs = all(run.has_jobs for run in replicas.values())
+    return PreparedRun(config, first.store, graph, first.tasks, has_jobs, replicas)
+
+
 def with_jobs(run: PreparedRun) -> PreparedRun:
     """Return the same run with a graph whose stages can be run; it may have been cached."""
     if run.has_jobs:
         return run
+    if run.replicas:
+        replicas = {name: with_jobs(replica) for name, replica in run.replicas.items()}
+        return _with_replicas(run.config, replicas)
     graph, tasks = _build(run.config, run.store, True, {})
     return PreparedRun(run.config, run.store, graph, tasks)
 
@@ -321,7 +376,9 @@ def _execute(
     graph = run.graph
     previous = previous_record(run.store, run.config)
     record = record_of(graph, config, run.tasks, provenance())
-    store.save_record(record)  # before the look-up: from now on `gc` keeps what this run needs
+    records = records_of(run)
+    for saved in (record, *records.values()):
+        store.save_record(saved)  # before the look-up: from now on `gc` keeps what this run needs
     lookups = force(graph, look_up_all(graph, store, previous), selection)
     todo = selected_to_run(graph, lookups, selection)
     left_out = stages_to_run(graph, lookups) - todo
@@ -369,7 +426,7 @@ def _run_and_record(
     """Run the stages `todo`, and record the run while it goes on."""
     # start-up time: they import torch and matplotlib
     from pipeline.launch.time_left import TimeLeftEstimator
-    from pipeline.tracking.recorder import Recorder, RecordingObserver
+    from pipeline.tracking.recorder import RecordingObserver
 
     run = with_jobs(run)
     config = run.config
@@ -378,7 +435,7 @@ def _run_and_record(
     missing = stages_to_run(graph, lookups) | todo
     is_whole = missing == todo
     groups = config.cluster.groups if config.cluster.workers else 1
-    recorder = Recorder(config.tracking, store.storage, screen.say, report_command)
+    recorder = open_recorder(run, screen.say, report_command)
     recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
     files: dict[str, bytes] = {}
     status = "KILLED"
@@ -395,7 +452,7 @@ def _run_and_record(
             files = report_files_or_build(run, record)
             files = _add_analysis(files, record, store)
             if is_whole:
-                recorder.models(graph, lambda label, folder: write_bundle(run, label, folder))
+                log_models(recorder, run)
         finally:
             recording.finish(files, status)
             if status != "FINISHED":
@@ -410,9 +467,7 @@ def _run_and_record(
             manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
             state = complete.state_of(config.tracking, store.storage, record, manifests, files)
             path = sqlite_path(location.uri)
-            complete.write(
-                state, links, "" if path is None else str(path), [location.run, *location.methods]
-            )
+            complete.write(state, links, "" if path is None else str(path), recorder.run_ids)
         return _finish(run, record, outcome, files, recorder.warnings, links)
 
 
@@ -467,8 +522,11 @@ def _finish(
 ) -> RunResult:
     """Copy the report to where people look for it, and return what came out."""
     page = export(run.store, run.config.name, files)
-    tables = RunTables.load(run.store.storage, record)
-    return RunResult(tables, outcome, Published(page, warnings, links))
+    published = Published(page, warnings, links)
+    if not run.replicas:
+        return RunResult(RunTables.load(run.store.storage, record), outcome, published)
+    tables = replica_tables(run.store, records_of(run))
+    return RunResult(next(iter(tables.values())), outcome, published, tables)
 
 
 def _no_executor(stages_to_run: set[str]) -> Executor:
@@ -547,14 +605,12 @@ def make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, 
 
 
 def _make_report(run: PreparedRun, record: RunRecord, stage: Stage) -> dict[str, Any]:
-    from pipeline.report import page  # imports matplotlib
-
     started = time.monotonic()
     store = run.store
     attempt = Attempt(store.root, stage.key)
     parent_keys = [run.graph[parent].key for parent in stage.parents]
     with cached_artifacts(store.root, parent_keys) as made_of:
-        files = page.build(store.storage, record)
+        files = build_report(run, record)
     for name, data in files.items():
         attempt.write(name, data)
     manifest = {
@@ -576,11 +632,50 @@ def report_files(run: PreparedRun) -> dict[str, bytes]:
 
 def report_files_or_build(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:
     """Return the files of the report stage; build them when the stage has no result."""
-    from pipeline.report import page  # imports matplotlib
-
     if Artifact.open(run.store.root, run.graph["report"].key):
         return report_files(run)
-    return page.build(run.store.storage, record)
+    return build_report(run, record)
+
+
+def build_report(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:
+    """Return the files of a report by name: of one run, or of all replicas together."""
+    from pipeline.report import page, replicas_page  # they import matplotlib
+
+    if not run.replicas:
+        return page.build(run.store.storage, record)
+    return replicas_page.build(record, replica_tables(run.store, records_of(run)))
+
+
+def records_of(run: PreparedRun) -> dict[str, RunRecord]:
+    """Return the records of the replicas of a run; empty for a run of one seed."""
+    records = {}
+    for name, replica in run.replicas.items():
+        records[name] = record_of(replica.graph, replica.config, replica.tasks, provenance())
+    return records
+
+
+def replica_tables(store: Store, records: Mapping[str, RunRecord]) -> dict[str, RunTables]:
+    """Return the stored results of replicas."""
+    return {name: RunTables.load(store.storage, record) for name, record in records.items()}
+
+
+def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: str) -> Recorder:
+    """Return what records a run in MLflow, with all its replicas."""
+    from pipeline.tracking.recorder import Recorder  # start-up time
+    from pipeline.tracking.replicas import ReplicatedRecorder
+
+    storage = run.store.storage
+    if not run.replicas:
+        return Recorder(run.config.tracking, storage, say, report_command)
+    records = records_of(run)
+    return ReplicatedRecorder(run.config.tracking, storage, records, say, report_command)
+
+
+def log_models(recorder: Recorder, run: PreparedRun) -> None:
+    """Log each method of a finished run as a model, of each replica."""
+    for replica in run.replicas.values() or (run,):
+        bundle = partial(write_bundle, replica)
+        recorder.models(replica.graph, bundle)
 
 
 def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
@@ -593,22 +688,22 @@ def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
 
 def report(run: PreparedRun, report_command: str) -> Published:
     """Write the report and the MLflow record again from the store, also of an unfinished run."""
-    # They import torch and matplotlib.
-    from pipeline.report import analysis_section, page
-    from pipeline.tracking.recorder import Recorder
+    from pipeline.report import analysis_section  # imports torch and matplotlib
+    from pipeline.tracking.recorder import log_to_stderr
 
     store = run.store
     record = store.record(run.config.name)
     if record is None:
         record = record_of(run.graph, run.config, run.tasks, provenance())
     picture = diagram.to_svg(run.graph, {})
-    files = page.build(store.storage, record)
-    files = analysis_section.add_section(files, record, store)
-    recorder = Recorder(run.config.tracking, store.storage, remedy=report_command)
+    files = build_report(run, record)
+    if not run.replicas:
+        files = analysis_section.add_section(files, record, store)
+    recorder = open_recorder(run, log_to_stderr, report_command)
     recorder.start(record, picture)
     evaluations = [stage for stage in run.graph if stage.step == "evaluate"]
     if all(Artifact.open(store.root, stage.key) for stage in evaluations):
-        recorder.models(run.graph, lambda label, folder: write_bundle(run, label, folder))
+        log_models(recorder, run)
     recorder.finish(files)
     page_path = export(store, run.config.name, files)
     return Published(page_path, recorder.warnings, recorder.links())

@@ -454,7 +454,9 @@ def run(args: argparse.Namespace) -> int:
     from pipeline import app, console  # imports torch
     from pipeline.graph.selection import Selection
 
-    prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, with_jobs=False)
+    prepared = app.prepare(
+        args.config, args.overrides, to_run=True, say=print, with_jobs=False, several=True
+    )
     config = prepared.config
     if config.name != config.base_name:
         print(
@@ -471,6 +473,12 @@ def run(args: argparse.Namespace) -> int:
     resume_command = app.command_text("run", args.config, args.overrides, options)
     report_command = app.command_text("report", args.config, args.overrides)
     result = app.execute(prepared, console.Console, resume_command, report_command, selection)
+    if result.replicas:
+        from pipeline.report.replicas import comparison_text  # imports torch and matplotlib
+
+        print(comparison_text(config.name, result.replicas))
+        print("\n".join(["", *console.ending(result.outcome, result.published.lines)]))
+        return 0
     print(console.summary(result.tables, result.outcome, result.published.lines))
     return 0
 
@@ -488,7 +496,7 @@ def plan(args: argparse.Namespace) -> int:
     from pipeline import app
     from pipeline.launch import training_plan
 
-    prepared = app.prepare(args.config, args.overrides, with_jobs=args.cost)
+    prepared = app.prepare(args.config, args.overrides, with_jobs=args.cost, several=True)
     run_plan = app.plan(prepared)
     graph = prepared.graph
     status = run_plan.status
@@ -537,7 +545,7 @@ def ingest(args: argparse.Namespace) -> int:
     _take_config(args)
     from pipeline import app, console  # imports torch
 
-    prepared = app.prepare(args.config, args.overrides, to_run=True, say=print)
+    prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, several=True)
     resume_command = app.command_text("run", args.config, args.overrides)
     for stage in app.ingest(prepared, console.Console, resume_command):
         manifest = prepared.store.look_up(stage, verify=False).manifest or {}
@@ -570,7 +578,7 @@ def report(args: argparse.Namespace) -> int:
 
     if searches.is_search(args.config):
         return searches.report(args)
-    prepared = app.prepare(args.config, args.overrides)
+    prepared = app.prepare(args.config, args.overrides, several=True)
     published = app.report(prepared, app.command_text("report", args.config, args.overrides))
     print("\n".join(published.lines))
     return 0

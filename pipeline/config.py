@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.yaml_files import apply_override, merge, read_with_bases
+from pipeline.yaml_files import ALTERNATIVES, apply_override, merge, read_with_bases
 from workers.errors import UserError
 from workers.job import BackboneModel, DataSettings, Frozen, Interpolation, Neutral, TrainSettings
 from workers.storage.secrets import refuse_secrets
@@ -62,7 +62,8 @@ class TaskEntry(Frozen):
     order: str = Field(
         "",
         description="CARD/NAME of a file in a card's `orders`, which lists the classes in order; "
-        "replaces `classes`",
+        "or a whole number: the card's classes, permuted by numpy's RandomState of it. Replaces "
+        "`classes`",
     )
     split: int = Field(
         0, ge=0, description="number of tasks that the classes are divided into; 0: one task"
@@ -72,6 +73,11 @@ class TaskEntry(Frozen):
         description="`base`: the backbone is trained on it before the other tasks; "
         "`unlabelled`: not a task, but images without labels for the steps before the first task",
     )
+
+    @field_validator("order", mode="before")
+    @classmethod
+    def _order_as_text(cls, value: Any) -> Any:
+        return str(value) if type(value) is int else value
 
     @field_validator("classes", mode="before")
     @classmethod
@@ -366,6 +372,20 @@ class Config(Frozen):
 
     name: str = Field(pattern=NAME, description="name of the run, its record and its report")
     seed: int = Field(0, ge=0, description="all randomness of the run follows from it")
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (),
+        min_length=1,
+        exclude_if=lambda seeds: not seeds,
+        description="in place of `seed`: the run is repeated with each of them, as one graph with "
+        "one report; one seed is the same as `seed`",
+    )
+    orders: tuple[str, ...] = Field(
+        (),
+        min_length=1,
+        exclude_if=lambda orders: not orders,
+        description="class orders with each of which the run is repeated: what `order` of every "
+        "task with `split` is set to in turn",
+    )
     storage: str = Field(
         "storage", min_length=1, description="folder or URI of all results, checkpoints and records"
     )
@@ -389,6 +409,36 @@ class Config(Frozen):
     tracking: TrackingSettings = Field(
         TrackingSettings(), description="how the run is recorded in MLflow; `off`: not at all"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_seeds(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or "seeds" not in body:
+            return body
+        seeds = body["seeds"]
+        if "seed" in body:
+            raise ValueError(
+                f"seed is {body['seed']!r:.80} and seeds is {seeds!r:.80}, and a config has one of "
+                "the two; leave `seed` out"
+            )
+        if isinstance(seeds, (list, tuple)) and len(seeds) == 1:
+            rest = {key: value for key, value in body.items() if key != "seeds"}
+            return {**rest, "seed": seeds[0]}
+        return body
+
+    @field_validator("seeds", "orders")
+    @classmethod
+    def _list_once(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("one of them is listed twice; list each once")
+        return value
+
+    @field_validator("orders", mode="before")
+    @classmethod
+    def _orders_as_text(cls, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return value
+        return [as_name(item) for item in value]
 
     @field_validator("tracking", mode="before")
     @classmethod
@@ -576,10 +626,20 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
     for label, task in _labels_and_tasks(config):
         for step in dict.fromkeys(("train", *config.entry_of(label, task).steps)):
             _check_validation_images(config, label, step, task, where)
+    _check_orders(config, where)
     if with_methods:
         _check_methods(config, where)
         _check_kinds_of_stages(config, where)
     return config
+
+
+def _check_orders(config: Config, where: str) -> None:
+    """Raise `UserError` when there are class orders, and no task that they order."""
+    if config.orders and not any(entry.split for entry in config.stream.tasks):
+        raise UserError(
+            f"{where}: orders is {list(config.orders)}, and no task of stream.tasks has `split`, "
+            "so there are no classes to divide in another order; leave orders out"
+        )
 
 
 def _check_validation_images(
@@ -802,7 +862,13 @@ def named_by_overrides(config: Config, plain: Config) -> Config:
             changed[key] = after.get(key)
     if not changed or config.name != plain.name:
         return config
-    text = "-".join(f"{key}-{value}" for key, value in changed.items())
+    parts = []
+    for key, value in changed.items():
+        if key == "seeds" and value:
+            parts += [key, *map(str, value)]
+        elif key not in ALTERNATIVES or value is not None:
+            parts += [key, str(value)]
+    text = "-".join(parts)
     suffix = re.sub(r"[^A-Za-z0-9_.-]+", "_", text)
     if suffix != text or len(suffix) > LONGEST_SUFFIX:
         digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]
@@ -822,6 +888,8 @@ def dump(config: Config) -> dict[str, Any]:
     body = config.model_dump(mode="json", by_alias=True)
     # what is left to the methods must not come back as something that the config sets
     body["train"] = config.train.model_dump(mode="json", exclude_unset=True)
+    if config.seeds:
+        del body["seed"]
     for entry in body["methods"].values():
         for part in (entry, *entry.get("tasks", {}).values()):
             part.update(part.pop("settings"))

@@ -223,18 +223,23 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
         lines += [f"warning: {row['stage']}: {row['warning']}" for row in first]
         if len(warnings) > len(first):
             lines.append(f"{len(warnings) - len(first)} more warnings: the report lists them")
+    lines += ["", *ending(outcome, links)]
+    return "\n".join(lines)
+
+
+def ending(outcome: Outcome, links: Sequence[str]) -> list[str]:
+    """Return what is printed last: how many stages were run, and links."""
     duration = format_seconds(outcome.seconds)
     if outcome.ran == 0:
-        ending = (
+        text = (
             f"nothing to do: all {outcome.reused} stage results stand, "
             f"no stage was run ({duration})"
         )
     else:
-        ending = f"{outcome.ran} stages run, {outcome.reused} reused, {duration}"
+        text = f"{outcome.ran} stages run, {outcome.reused} reused, {duration}"
     if outcome.left_out:
-        ending += f"; {len(outcome.left_out)} missing stages were not selected"
-    lines += ["", ending, *links]
-    return "\n".join(lines)
+        text += f"; {len(outcome.left_out)} missing stages were not selected"
+    return [text, *links]
 
 
 def _summary_cells(row: Row) -> list[str]:

@@ -25,6 +25,8 @@ MOST_VALUES = 200_000  # values, each alias counted in full
 MOST_LEVELS = 50  # levels of nesting
 MOST_FILES = 100  # files of a config, each counted as often as it is extended
 LONGEST_UTF8 = 4  # bytes of a character
+# settings of which a config has one: a file, or `--set`, with one of them replaces the other
+ALTERNATIVES = {"seed": "seeds", "seeds": "seed"}
 TAG = "tag:yaml.org,2002:"
 UNENCODABLE = re.compile("[\0\ud800-\udfff]")  # NUL and lone surrogates
 
@@ -266,8 +268,8 @@ def _read_over_bases(
                 f"{file}: extends {base!r}, which extends this file in turn; "
                 "take one of the two out"
             )
-        merged = merge(merged, _read_over_bases(base_path, chain, files_read))
-    return merge(merged, body)
+        merged = merge_files(merged, _read_over_bases(base_path, chain, files_read))
+    return merge_files(merged, body)
 
 
 def _find_cards(body: dict[str, Any], folder: Path) -> None:
@@ -300,6 +302,13 @@ def is_path_of_card(card: str) -> bool:
     return "/" in card or card.endswith((".yaml", ".yml"))
 
 
+def merge_files(base: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config over those of one that it extends; `seeds` replaces `seed`."""
+    replaced = {other for key, other in ALTERNATIVES.items() if key in body}
+    remaining = {key: value for key, value in base.items() if key not in replaced}
+    return merge(remaining, body)
+
+
 def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Return `overrides` over `base`: two mappings are merged, anything else is replaced.
 
@@ -318,6 +327,7 @@ def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
 def apply_override(body: dict[str, Any], override: str) -> None:
     """Set `a.b.0.c=value` in nested plain values; the value is read as YAML."""
     path, value = parse_override(override)
+    body.pop(ALTERNATIVES.get(path, ""), None)
     put(body, path, value, f"--set {override!r:.200}")
 
 

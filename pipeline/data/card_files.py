@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.config import sentence_of
-from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, Source
+from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, Source, permuted
 from pipeline.data.listing import CARDS, nfc
 from pipeline.data.source_classes import Memory, labels_of_source
 from pipeline.yaml_files import expand, is_path_of_card, read_yaml
 from workers.errors import UserError
 
+SEED = re.compile("[0-9]{1,9}")  # in place of the name of a class order: it permutes the classes
 FROM_SOURCE = "from_source"  # in place of classes: they are those of the source
 
 
@@ -123,12 +125,15 @@ def _check_classes(path: Path, card: Card) -> None:
 
 
 def in_order(name: str, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the classes of a card in a published order.
+    """Return the classes of a card in a published order, or permuted.
 
-    name: CARD/NAME stands for datasets/CARD/orders/NAME.yaml, which lists indices into `classes`.
+    name: CARD/NAME stands for datasets/CARD/orders/NAME.yaml, which lists indices into `classes`; a
+    whole number is the seed of a permutation.
     Raise UserError where the file is missing, is not what its hash says, or does not go with the
     card.
     """
+    if SEED.fullmatch(name):
+        return permuted(classes, int(name))
     folder, _, stem = name.rpartition("/")
     path = CARDS / folder / "orders" / f"{stem}.yaml"
     if not folder or not path.exists():

@@ -195,10 +195,7 @@ class Card(Frozen):
         """Return the classes in stream order: `order()[i]` is the name of class i."""
         if self.class_order_seed is None:
             return self.classes
-        import numpy  # start-up time: a card without a seed needs none
-
-        generator = numpy.random.RandomState(self.class_order_seed)
-        return tuple(self.classes[index] for index in generator.permutation(len(self.classes)))
+        return permuted(self.classes, self.class_order_seed)
 
     def identity(self) -> str:
         """Return the hash of everything on the card that can change what ingest writes.
@@ -208,3 +205,11 @@ class Card(Frozen):
         body = key_inputs(self, ("title", "licence", "cite", "archive", "verified"))
         body |= {"source": key_inputs(self.source, ("path",))}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def permuted(classes: tuple[str, ...], seed: int) -> tuple[str, ...]:
+    """Return classes in the order that numpy's RandomState of a seed gives them."""
+    import numpy  # start-up time: classes without a seed need none
+
+    generator = numpy.random.RandomState(seed)
+    return tuple(classes[index] for index in generator.permutation(len(classes)))

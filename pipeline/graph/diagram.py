@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -47,21 +47,28 @@ def to_text(graph: Graph, status: Mapping[str, str]) -> str:
     shared = [stage for stage in graph if stage.method is None and stage.step != "report"]
     marked_ids = [f"{stage.id}{_star(stage, status)}" for stage in shared]
     lines = [f"shared   {'  '.join(marked_ids)}"]
-    labels = list(dict.fromkeys(stage.method for stage in graph if stage.method))
-    width = max(map(len, labels), default=0)
-    lines += [f"{name.ljust(width)}   {_method_line(graph, name, status)}" for name in labels]
+    rows: dict[str, list[Stage]] = {}
+    for stage in graph:
+        if stage.method:
+            rows.setdefault(_row_name(stage), []).append(stage)
+    width = max(map(len, rows), default=0)
+    for name, stages in rows.items():
+        lines.append(f"{name.ljust(width)}   {_method_line(stages, status)}")
     return "\n".join(lines)
 
 
-def _method_line(graph: Graph, label: str, status: Mapping[str, str]) -> str:
+def _row_name(stage: Stage) -> str:
+    """Return the label of a stage's method, after the replica that the stage belongs to."""
+    return "/".join(filter(None, (stage.replica, stage.method)))
+
+
+def _method_line(stages: Sequence[Stage], status: Mapping[str, str]) -> str:
     """Return the stages of a method in order, and the number of its evaluations."""
     line = ""
     previous: Stage | None = None
     evaluations = 0
     to_run = 0
-    for stage in graph:
-        if stage.method != label:
-            continue
+    for stage in stages:
         if stage.step == "evaluate":
             evaluations += 1
             if status.get(stage.id) == "miss":
@@ -212,13 +219,14 @@ def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
     its tasks are.
     """
     depth: dict[str, int] = {}
-    stages_by_method: dict[str | None, list[Stage]] = {}
+    stages_by_row: dict[str, list[Stage]] = {}
     for stage in graph:
         depth[stage.id] = max((depth[parent] + 1 for parent in stage.parents), default=0)
-        stages_by_method.setdefault(stage.method, []).append(stage)
+        row_name = _row_name(stage) if stage.method else ""
+        stages_by_row.setdefault(row_name, []).append(stage)
     corners: dict[str, Corner] = {}
     top = 0  # the first row of the method
-    for method, stages in stages_by_method.items():
+    for stages in stages_by_row.values():
         used_rows: Counter[int] = Counter()  # of the method, by column
         for stage in stages:
             column = depth[stage.id]
@@ -227,6 +235,6 @@ def _corners(graph: Graph, box_h: int, margin_top: int) -> dict[str, Corner]:
             x = MARGIN + column * (BOX_W + GAP_X)
             y = margin_top + row * (box_h + GAP_Y)
             corners[stage.id] = Corner(x, y)
-        if method is not None:
+        if stages[0].method is not None:
             top += max(used_rows.values())
     return corners

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 from pipeline.config import Config, dump
+from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.stage import Graph, Stage
 from workers.job import Task
 
@@ -22,7 +23,7 @@ class StageRecord(TypedDict):
 
     label, method: names of the method's entry in the config and of the method itself; None for a
     stage of no method. task: None for a stage of no task. parents: ids. inputs: what the key was
-    made of, besides the parents' keys.
+    made of, besides the parents' keys. replica: as `Stage` has it; absent where it is empty.
     """
 
     id: str
@@ -33,6 +34,7 @@ class StageRecord(TypedDict):
     parents: list[str]
     method: str | None
     inputs: dict[str, Any]
+    replica: NotRequired[str]
 
 
 class TaskRecord(TypedDict):
@@ -49,7 +51,8 @@ class RunRecord(TypedDict):
     """What a named run consisted of when it was last started.
 
     config: every setting, defaults included; of the backbone the values that were used.
-    created: ISO 8601. provenance: git commit and versions of packages.
+    created: ISO 8601. provenance: git commit and versions of packages. replicas: of a run of
+    several seeds or class orders, the names of its replicas' runs, by replica.
     """
 
     name: str
@@ -59,6 +62,7 @@ class RunRecord(TypedDict):
     stages: list[StageRecord]
     tasks: list[TaskRecord]
     provenance: NotRequired[dict[str, Any]]
+    replicas: NotRequired[dict[str, str]]
 
 
 def record_of(
@@ -68,18 +72,19 @@ def record_of(
     stages: list[StageRecord] = []
     for stage in graph:
         method = config.methods[stage.method].method if stage.method else None
-        stages.append(
-            {
-                "id": stage.id,
-                "key": stage.key,
-                "step": stage.step,
-                "label": stage.method,
-                "task": stage.task,
-                "parents": list(stage.parents),
-                "method": method,
-                "inputs": dict(stage.inputs),
-            }
-        )
+        entry: StageRecord = {
+            "id": stage.id,
+            "key": stage.key,
+            "step": stage.step,
+            "label": stage.method,
+            "task": stage.task,
+            "parents": list(stage.parents),
+            "method": method,
+            "inputs": dict(stage.inputs),
+        }
+        if stage.replica:
+            entry["replica"] = stage.replica
+        stages.append(entry)
     task_records: list[TaskRecord] = [
         {
             "name": task.name,
@@ -90,7 +95,7 @@ def record_of(
         }
         for task in tasks
     ]
-    return {
+    record: RunRecord = {
         "name": graph.name,
         "key_version": KEY_VERSION,
         "config": recorded_config(graph, config),
@@ -99,6 +104,10 @@ def record_of(
         "tasks": task_records,
         "provenance": provenance,
     }
+    replicas = replica_configs(config)
+    if replicas:
+        record["replicas"] = {name: replica.name for name, replica in replicas.items()}
+    return record
 
 
 def recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
@@ -128,6 +137,7 @@ def _stage_of(entry: StageRecord) -> Stage:
         tuple(entry.get("parents") or ()),
         entry.get("label"),
         entry.get("task"),
+        replica=entry.get("replica", ""),
     )
 
 

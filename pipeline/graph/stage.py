@@ -28,7 +28,8 @@ class Stage:
     id: readable and unique inside the graph, `label/task/step` (`data/CARD` for ingest, `backbone`,
     `report`). key: content address of its result. inputs: what the key was made of, flat, for
     explaining a miss. job: what a worker is told (a StageJob, or ingest's own job). note: what
-    `plan` says of it beside hit or miss.
+    `plan` says of it beside hit or miss. replica: in a graph of several replicas, the first one
+    that has this stage; empty for a stage that all share.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Stage:
     task: str | None = None
     job: Any = None
     note: str = ""
+    replica: str = ""
 
 
 @dataclass(frozen=True)

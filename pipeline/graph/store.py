@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import posixpath
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -16,7 +17,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from pipeline.config import flatten
+from pipeline.config import NAME, flatten
 from pipeline.graph import failures, run_record
 from pipeline.graph.run_record import RunRecord, is_stage, needed_keys
 from pipeline.graph.stage import Graph, Stage
@@ -169,6 +170,22 @@ class Store:
     def record(self, name: str) -> RunRecord | None:
         """What the named run consisted of when it was last started."""
         return self._read_record(self.record_path(name), name)
+
+    def records(self, record: RunRecord) -> dict[str, RunRecord]:
+        """Return the records of a run's replicas that can be read, by replica.
+
+        Of a run of one seed, its own record, under an empty name.
+        """
+        names = record.get("replicas")
+        if not isinstance(names, dict):
+            return {"": record}
+        records = {}
+        for replica, name in names.items():
+            is_name = isinstance(name, str) and re.fullmatch(NAME, name)
+            replica_record = self.record(name) if is_name else None
+            if replica_record is not None:
+                records[replica] = replica_record
+        return records
 
     def _read_record(self, path: str, name: str) -> RunRecord | None:
         try:

@@ -26,12 +26,14 @@ PRINTED = ("average_accuracy", "forgetting", "bytes_per_task")
 
 def compare(args: Namespace) -> int:
     """Write the page and its tables, and print a short table. Return the exit code."""
-    if len(args.run) < 2:
-        raise UserError(f"compare: {args.run[0]!r} is one run; give two or more")
     from pipeline.yaml_files import absolute
 
-    runs = [load_run(run, absolute(args.storage)) for run in args.run]
+    runs: list[RunTables] = []
+    for run in args.run:
+        runs += load_runs(run, absolute(args.storage))
     names = _check_distinct(runs)
+    if len(runs) < 2:
+        raise UserError(f"compare: {args.run[0]!r} is one run; give two or more")
     from pipeline.report import comparison_page, files
     from pipeline.report.comparison import compare_runs
 
@@ -71,10 +73,11 @@ def _write_copy(path: str, page: bytes) -> None:
         ) from None
 
 
-def load_run(run: str, storage: str) -> RunTables:
-    """Return the tables of a run, named by its name in `storage` or by the path of its config.
+def load_runs(run: str, storage: str) -> list[RunTables]:
+    """Return the tables of a run, or of its replicas if it has several seeds or class orders.
 
-    The storage of a config replaces `storage`. Raise UserError when the run has no record.
+    run: its name in `storage` or the path of its config, whose storage replaces `storage`. Raise
+    UserError when the run has no record.
     """
     from pipeline import config
     from pipeline.graph.store import Store
@@ -89,7 +92,8 @@ def load_run(run: str, storage: str) -> RunTables:
     store = Store(storage)
     record = store.record(name)
     if record is not None:
-        return RunTables.load(storage, record)
+        records = store.records(record)
+        return [RunTables.load(storage, replica) for replica in records.values()]
     if exists(store.record_path(name)):
         raise UserError(
             f"compare: the record of run {name!r} in {storage!r} is damaged; start the run again"

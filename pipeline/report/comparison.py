@@ -348,6 +348,13 @@ def compare_runs(runs: Sequence[RunTables]) -> Comparison:
         for label in labels:
             name = f"{group.name}: {label}" if len(labels) > 1 else group.name
             entries.append(Entry(name, group, label, tasks))
+    notes += unfinished_notes(entries)
+    return Comparison(groups, entries, tasks, notes)
+
+
+def unfinished_notes(entries: Sequence[Entry]) -> list[str]:
+    """Return a sentence on each method of a run that has not finished all tasks."""
+    notes = []
     for entry in entries:
         for seed, matrix in entry.matrices.items():
             if matrix.finished < len(matrix.tasks):
@@ -356,7 +363,7 @@ def compare_runs(runs: Sequence[RunTables]) -> Comparison:
                     f"{entry.label} of run {name} has finished {matrix.finished} of these "
                     f"{len(matrix.tasks)} tasks, so its averages are left out."
                 )
-    return Comparison(groups, entries, tasks, notes)
+    return notes
 
 
 def group_runs(runs: Sequence[RunTables]) -> list[Group]:

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -35,7 +35,10 @@ MOST_NAMES = 8  # runs that an error names
 
 
 class MethodAccuracy(NamedTuple):
-    """The average accuracy of a method after its last finished task; None before the first."""
+    """The average accuracy of a method after its last finished task; None before the first.
+
+    Of a run of several seeds or class orders it is the mean over them.
+    """
 
     label: str
     average_accuracy: float | None
@@ -142,9 +145,12 @@ def _overview(store: Store, record: RunRecord, has_result: Callable[[str], bool]
     num_done = sum(1 for stage in stages if has_result(stage["key"]))
     live = read_status(store.storage, record["name"])
     state = _state(store.storage, live, num_done == len(stages))
-    tables = RunTables.load(store.storage, _evaluations(record))
+    runs = [
+        RunTables.load(store.storage, _evaluations(replica))
+        for replica in store.records(record).values()
+    ]
     labels = dict.fromkeys(stage["label"] for stage in record["stages"] if stage["label"])
-    methods = [MethodAccuracy(label, _average_accuracy(tables, label)) for label in labels]
+    methods = [MethodAccuracy(label, _mean_accuracy(runs, label)) for label in labels]
     return RunOverview(
         record["name"],
         state,
@@ -164,6 +170,15 @@ def _evaluations(record: RunRecord) -> RunRecord:
     """Return a record with the evaluations alone, which hold the accuracies."""
     evaluations = [stage for stage in record["stages"] if stage["step"] == "evaluate"]
     return {**record, "stages": evaluations}
+
+
+def _mean_accuracy(runs: Sequence[RunTables], label: str) -> float | None:
+    """Return the average accuracy of a method, the mean over replicas; None before all have one."""
+    values = [_average_accuracy(tables, label) for tables in runs]
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return None
+    return sum(known) / len(known)
 
 
 def _average_accuracy(tables: RunTables, label: str) -> float | None:

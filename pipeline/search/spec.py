@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 from pipeline import config as configs
 from pipeline import yaml_files
 from pipeline.graph import build, raw_data
+from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.results.trials import Trial
@@ -354,6 +355,12 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
     for point_config in point_configs:
         _check_validation_images(point_config, path)
     config = point_configs[0]
+    if replica_configs(config):
+        raise UserError(
+            f"{path}: the config that it searches has `seeds` or `orders`, and a trial trains with "
+            "one seed and one class order; search a config without them (`seeds` of the search are "
+            "those of its winner)"
+        )
     storage = yaml_files.absolute(config.storage)
     store = Store(storage)
     store.check_writable()

@@ -108,14 +108,21 @@ class Recorder:
         if not self.settings.models or not self.writer.record:
             return
         evaluations = [stage for stage in graph if stage.step == "evaluate"]
+        writer = self.writer_of(graph.name)
         for label in dict.fromkeys(stage.method for stage in evaluations if stage.method):
-            self._put(partial(self._log_model, graph.name, label, write_bundle))
+            self._put(partial(self._log_model, writer, graph.name, label, write_bundle))
 
-    def _log_model(self, run_name: str, label: str, write_bundle: WriteBundle) -> None:
+    def writer_of(self, run_name: str) -> RunWriter:
+        """Return what writes the run of a graph."""
+        return self.writer
+
+    def _log_model(
+        self, writer: RunWriter, run_name: str, label: str, write_bundle: WriteBundle
+    ) -> None:
         from pipeline.tracking import publish
 
-        client = self.writer.ready()
-        methods = self.writer.methods
+        client = writer.ready()
+        methods = writer.methods
         name = f"{run_name}-{label}" if len(methods) > 1 else run_name
         with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
             bundle = join(folder, "bundle")
@@ -136,6 +143,12 @@ class Recorder:
         self._put(partial(self.writer.finish, files, status))
         content = f"the record of run {self.writer.record['name']!r}"
         close(self.outbox, self.settings.patience_s, content, self.remedy)
+
+    @property
+    def run_ids(self) -> list[str]:
+        """Ids in MLflow of the run and of its methods; empty before they are there."""
+        location = self.writer.location
+        return [] if location is None else [location.run, *location.methods]
 
     def links(self, base: str = "") -> list[str]:
         """Return lines that say where the record of this run is. base: the address of a running

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MAX_STATE_BYTES = 32 << 20  # a larger task state stays in the store; a tag has its URI
 MASK_CACHE_BYTES = 256 << 20  # masks in memory, for the overlap with later tasks
 MAX_TAG = 4000  # characters
+PARENT = "mlflow.parentRunId"
 OPENED = "accrete.opened"  # a run with this tag has its parameters and its graph
 BACKBONE_TASK = "backbone"  # stages that all methods share have a run of this name
 
@@ -135,6 +136,8 @@ class RunWriter:
         parent = runs.get(("", "")) or self._create("", "", self.identity.parent)
         if parent.info.status not in ("RUNNING", "FINISHED"):  # it failed or was stopped before
             client.reopen(parent)
+        if self.identity.parent:  # it may have been recorded by itself before
+            client.tag(parent, {PARENT: self.identity.parent})
         runs["", ""] = parent
         self.runs = runs
         for run in list(runs.values()):
@@ -179,7 +182,7 @@ class RunWriter:
             "label": label,
             "task": task,
             "method": method,
-            "mlflow.parentRunId": parent_id,
+            PARENT: parent_id,
             "mlflow.note.content": self._note(label, task),
         }
         if not task:

@@ -30,7 +30,7 @@ def symptoms_of_training(
     """
     if not length or not history or job.task is None:
         return []
-    label = job.id.split("/")[0]
+    label = _label(job)
     section = "train" if job.method == "finetune" and label == "backbone" else _section(label, job)
     sentences = []
     guessing = math.log(method.competing_outputs())
@@ -48,6 +48,15 @@ def symptoms_of_training(
             f"train.batch_size, or --set {section}.min_steps={own_steps}"
         )
     return sentences
+
+
+def _label(job: StageJob) -> str:
+    """Return the label of the job's method in the config, or `backbone`.
+
+    An id is LABEL/TASK/STEP or `backbone`, in a run of several seeds after the name of a replica.
+    """
+    parts = job.id.split("/")
+    return parts[-3] if len(parts) > 2 else parts[-1]
 
 
 def _section(label: str, job: StageJob) -> str:

@@ -1,0 +1,85 @@
+"""The replicas of a run: its config once for each seed, and for each class order.
+
+A replica is an ordinary config of one seed, with the name and the keys that it has when it is run
+by itself: replica `seed-1` of run `table` is the run `table-seed-1`, as `--set seed=1` makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.config import Config, StreamSettings
+from workers.errors import UserError
+
+
+def replica_configs(config: Config) -> dict[str, Config]:
+    """Return the configs of one seed and one class order each, by the name of the replica.
+
+    Empty for a config that has one of each.
+    """
+    if not config.seeds and not config.orders:
+        return {}
+    seeds = config.seeds or (config.seed,)
+    configs = {}
+    for order in config.orders or ("",):
+        for seed in seeds:
+            name = _replica_name(config, order, seed)
+            configs[name] = config.model_copy(
+                update={
+                    "name": f"{config.name}-{name}",
+                    "seed": seed,
+                    "seeds": (),
+                    "orders": (),
+                    "stream": _in_order(config.stream, order),
+                }
+            )
+    return configs
+
+
+def refuse_replicas(config: Config, where: str, needs: str) -> None:
+    """Raise `UserError` when a config has several seeds or class orders.
+
+    needs: what a command works with, for example `one model`.
+    """
+    replicas = replica_configs(config)
+    if not replicas:
+        return
+    remedies = []
+    if config.seeds:
+        remedies.append(f"--set seed={config.seeds[0]}")
+    if config.orders:
+        remedies.append("a config without `orders`")
+    raise UserError(
+        f"{where} is a run of {len(replicas)} replicas ({', '.join(replicas)}), and {needs}; "
+        f"choose one with {' and '.join(remedies)}"
+    )
+
+
+def _replica_name(config: Config, order: str, seed: int) -> str:
+    """Return `seed-1`, `order1`, or `order1-seed-1`; it begins with what all replicas have."""
+    parts = []
+    if order:
+        parts.append(_order_name(config.orders, order))
+    if config.seeds:
+        parts.append(f"seed-{seed}")
+    return "-".join(parts)
+
+
+def _order_name(orders: Sequence[str], order: str) -> str:
+    """Return the name of a class order without its card, where no other order has that name."""
+    stems = [other.rpartition("/")[2] for other in orders]
+    stem = order.rpartition("/")[2]
+    name = stem if stems.count(stem) == 1 else order.replace("/", "-")
+    return f"order-{name}" if name.isdigit() else name
+
+
+def _in_order(stream: StreamSettings, order: str) -> StreamSettings:
+    """Return a stream whose divided tasks take their classes in an order; empty: as they are."""
+    if not order:
+        return stream
+    entries = []
+    for entry in stream.tasks:
+        if entry.split:
+            entry = entry.model_copy(update={"order": order})
+        entries.append(entry)
+    return stream.model_copy(update={"tasks": tuple(entries)})

@@ -1,0 +1,48 @@
+"""One graph of several replicas of a run: stages of equal keys are one stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import key_of
+from workers.job import StageJob
+
+REPORT_REVISION = 1  # raise it when the report on several replicas shows other things
+
+
+def union_of(name: str, graphs: Mapping[str, Graph]) -> Graph:
+    """Return the graph of all replicas, with one report.
+
+    name: of the run. graphs: by replica. A stage that all replicas share, as an ingest, has its own
+    id; any other stage has an id that begins with the name of the first replica that has it.
+    """
+    num_replicas_of: Counter[str] = Counter()  # key of a stage -> replicas that have it
+    for graph in graphs.values():
+        num_replicas_of.update({stage.key for stage in graph})
+    stages: dict[str, Stage] = {}  # by key
+    for replica, graph in graphs.items():
+        for stage in graph:
+            if stage.key in stages or stage.step == "report":
+                continue
+            is_shared = num_replicas_of[stage.key] == len(graphs)
+            owner = "" if is_shared else replica
+            parents = tuple(stages[graph[parent].key].id for parent in stage.parents)
+            stages[stage.key] = _in_union(stage, owner, parents)
+    evaluations = [stage for stage in stages.values() if stage.step == "evaluate"]
+    inputs = {"revision": REPORT_REVISION, "name": name, "replicas": list(graphs)}
+    key = key_of({"step": "report", **inputs}, [stage.key for stage in evaluations])
+    parents = tuple(stage.id for stage in evaluations)
+    report = Stage("report", "report", key, inputs, parents)
+    return Graph.of(name, [*stages.values(), report])
+
+
+def _in_union(stage: Stage, replica: str, parents: tuple[str, ...]) -> Stage:
+    """Return a stage as it stands in the graph of all replicas. replica: empty if all share it."""
+    stage_id = f"{replica}/{stage.id}" if replica else stage.id
+    job = stage.job
+    if isinstance(job, StageJob):  # workers report by the id of the stage
+        job = replace(job, id=stage_id)
+    return replace(stage, id=stage_id, parents=parents, job=job, replica=replica)

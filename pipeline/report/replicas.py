@@ -1,0 +1,50 @@
+"""The replicas of a run side by side: the same methods with other seeds or class orders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.console import table_text
+from pipeline.report.compare_command import format_plain
+from pipeline.report.comparison import METRICS, Comparison, Entry, Group, unfinished_notes
+from pipeline.results.tables import RunTables
+
+PRINTED = ("average_accuracy", "average_incremental_accuracy", "forgetting", "bytes_per_task")
+
+
+def comparison_of(name: str, tables: Mapping[str, RunTables]) -> Comparison:
+    """Return the methods of a run on all of its tasks, each over all replicas.
+
+    name: of the run. tables: of each replica. With several class orders a task is a position in the
+    stream, whose classes differ between replicas.
+    """
+    group = Group(name, dict(tables))
+    labels = group.first.labels
+    tasks = group.first.tasks(labels[0])
+    for label in labels:
+        tasks = [task for task in tasks if task in group.first.tasks(label)]
+    entries = [Entry(label, group, label, tasks) for label in labels]
+    notes = unfinished_notes(entries)
+    if len({_classes(run) for run in tables.values()}) > 1:
+        notes.insert(
+            0,
+            "The replicas take the classes in different orders: a task is a position in the "
+            "stream, with other classes in each order.",
+        )
+    return Comparison([group], entries, tasks, notes)
+
+
+def _classes(run: RunTables) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(task["classes"]) for task in run.record["tasks"])
+
+
+def comparison_text(name: str, tables: Mapping[str, RunTables]) -> str:
+    """Return a table of mean and deviation of each method over the replicas, as plain text."""
+    comparison = comparison_of(name, tables)
+    body = []
+    for entry in comparison.entries:
+        cells = [entry.label, str(len(entry.group.runs))]
+        cells += [format_plain(entry.spread(metric), METRICS[metric].kind) for metric in PRINTED]
+        body.append(cells)
+    heading = ["method", "n", *(metric.replace("_", " ") for metric in PRINTED)]
+    return "\n".join([*comparison.notes, table_text(heading, body)])

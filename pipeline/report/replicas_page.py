@@ -1,0 +1,85 @@
+"""The report of a run of several seeds or class orders: one self-contained page and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+from pipeline.graph.run_record import RunRecord
+from pipeline.report import comparison_page, files
+from pipeline.report.comparison import Comparison
+from pipeline.report.html_parts import (
+    format_yaml,
+    plural,
+    render_document,
+    render_facts,
+    render_links,
+    render_picture,
+)
+from pipeline.report.replicas import comparison_of
+from pipeline.results.tables import RunTables
+
+LINKS = (
+    ("summary", "Summary"),
+    ("curves", "Over the tasks"),
+    ("matrices", "Matrices"),
+    ("stages", "Shared stages"),
+    ("settings", "Settings"),
+)
+
+
+def build(record: RunRecord, tables: Mapping[str, RunTables]) -> dict[str, bytes]:
+    """Return all files of the report by name. record: of the run; tables: of each replica."""
+    comparison = comparison_of(str(record["name"]), tables)
+    pictures = [
+        comparison_page.curves_picture(comparison),
+        *comparison_page.matrix_pictures(comparison),
+    ]
+    report = {picture.name: picture.png for picture in pictures}
+    notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
+    sections = [render_head(record, comparison)]
+    if notes:
+        sections.append(f'<div class="note"><ul>{notes}</ul></div>')
+    sections.append(comparison_page.render_summary(comparison))
+    sections.append('<h2 id="curves">Over the tasks</h2>')
+    sections.append(render_picture(pictures[0]))
+    sections.append('<h2 id="matrices">Accuracy matrices</h2>')
+    sections += map(render_picture, pictures[1:])
+    sections.append(comparison_page.render_stages(comparison))
+    sections.append(render_settings(record, tables))
+    page = render_document(escape(str(record["name"])), sections)
+    return report | {"report.html": page.encode()} | files.csv_and_parquet(comparison.tables())
+
+
+def render_head(record: RunRecord, comparison: Comparison) -> str:
+    """Return title, introduction and links."""
+    names = list(comparison.groups[0].runs)
+    runs = [str(run.record["name"]) for run in comparison.runs]
+    labels = [entry.label for entry in comparison.entries]
+    scenario = comparison.runs[0].scenario
+    return (
+        f"<h1>{escape(str(record['name']))}</h1>"
+        f"<div class=soft>{len(labels)} method{plural(len(labels))} · {len(names)} replicas "
+        f"({escape(', '.join(names))}) · {len(comparison.tasks)} tasks · scenario "
+        f"{escape(scenario)} · started {escape(str(record.get('created', '')))}</div>"
+        f"<p style='margin-top:14px'>The same methods ({escape(', '.join(labels))}) learn the same "
+        f"tasks ({escape(', '.join(comparison.tasks))}) once in each replica. A number is a mean "
+        "over the replicas, and the number after ± their sample standard deviation. Each replica "
+        f"is a run of its own as well ({escape(', '.join(runs))}): it has masks, training curves "
+        "and sizes in a report of its own when its seed is run alone, at no cost.</p>"
+        f"{render_links(LINKS)}"
+    )
+
+
+def render_settings(record: RunRecord, tables: Mapping[str, RunTables]) -> str:
+    """Return the config of the run, and commit, device and package versions of its stages."""
+    values: dict[str, dict[str, None]] = {}
+    for run in tables.values():
+        for name, some in run.environment().items():
+            values.setdefault(name, {}).update(dict.fromkeys(some))
+    facts = [(name, ", ".join(some)) for name, some in values.items()]
+    return (
+        '<h2 id="settings">Settings and environment</h2><p>The complete config. Save it as a file '
+        f"to run it again.</p><pre><code>{format_yaml(record['config'])}</code></pre>"
+        f"<p>Environment of the stages:</p>{render_facts(facts)}"
+    )

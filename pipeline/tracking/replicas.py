@@ -1,0 +1,155 @@
+"""Records a run of several seeds or class orders in MLflow: a run with the report and the means,
+below it each replica as it is recorded by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from pipeline.graph.run_record import RunRecord
+from pipeline.tracking.mlflow_client import Point, key_name, transient
+from pipeline.tracking.outbox import Outbox
+from pipeline.tracking.recorder import Log, Recorder, log_to_stderr
+from pipeline.tracking.run_writer import RunIdentity, RunWriter, run_key
+from workers.storage.artifact import Artifact, Manifest, join
+
+if TYPE_CHECKING:
+    from pipeline.config import TrackingSettings
+    from pipeline.graph.stage import Stage
+
+# of a report's metrics, those whose mean and deviation the run above has
+SUMMARISED = ("average_accuracy", "average_incremental_accuracy", "forgetting")
+
+
+class ReplicatedRecorder(Recorder):
+    """Records a run and its replicas, whose records it is made with, by one thread.
+
+    The run itself has the config, the report, and mean and deviation of each method. A replica has
+    what it has when it is run by itself, and is found again then.
+    """
+
+    def __init__(
+        self,
+        settings: TrackingSettings,
+        storage: str,
+        records: Mapping[str, RunRecord],
+        log: Log = log_to_stderr,
+        remedy: str = "",
+    ):
+        super().__init__(settings, storage, log, remedy)
+        self.records = records
+        self.writers = {
+            record["name"]: RunWriter(settings, storage, RunIdentity())
+            for record in records.values()
+        }
+        self.stages_by_key: dict[str, list[tuple[str, str]]] = {}  # -> (run, id of the stage)
+        for record in records.values():
+            for stage in record["stages"]:
+                stages = self.stages_by_key.setdefault(stage["key"], [])
+                stages.append((record["name"], stage["id"]))
+        self.outbox = Outbox("MLflow", self._answers, self._forget, transient, log)
+
+    def start(self, record: RunRecord, graph_svg: str = "", watch: bool = False) -> None:
+        """Find or create the runs, and record the stages that are finished."""
+        if not self.settings.enabled:
+            return
+        self.writer.identity = _identity_of(record)
+        shared = [stage for stage in record["stages"] if stage["step"] == "ingest"]
+        super().start({**record, "stages": shared}, graph_svg, watch)
+        for replica in self.records.values():
+            name = replica["name"]
+            self.writers[name].begin(replica)
+            self._put(partial(self._open, name))
+            for stage in replica["stages"]:
+                if stage["step"] != "report":
+                    self._put(partial(self._record_stage, name, stage["id"]))
+
+    def stage(self, stage: Stage, manifest: Mapping[str, Any] | None = None) -> None:
+        """Record a stage that has just finished, in each replica that has it."""
+        if not self.writer.record or stage.step == "report":
+            return
+        for name, stage_id in self.stages_by_key.get(stage.key, []):
+            if manifest and "attempt" in manifest:
+                root = join(self.storage, "stages")
+                fields = cast(Manifest, dict(manifest))
+                self.writers[name].artifacts[stage_id] = Artifact(root, stage.key, fields)
+            self._put(partial(self._record_stage, name, stage_id))
+        if stage.id in self.writer.stages:
+            super().stage(stage, manifest)
+
+    def finish(self, files: Mapping[str, bytes], status: str = "FINISHED") -> None:
+        """Add the report and the means, close the runs and wait until all is written."""
+        if self.writer.record:
+            for name in self.writers:
+                self._put(partial(self._finish_replica, name, status))
+            self._put(self._summarise)
+        super().finish(files, status)
+
+    def writer_of(self, run_name: str) -> RunWriter:
+        return self.writers.get(run_name, self.writer)
+
+    @property
+    def run_ids(self) -> list[str]:
+        ids = super().run_ids
+        for writer in self.writers.values():
+            if writer.location is not None:
+                ids += [writer.location.run, *writer.location.methods]
+        return ids
+
+    # ---- written by the outbox's thread ----------------------------------------------------------
+    def _forget(self) -> None:
+        self.writer.forget()
+        for writer in self.writers.values():
+            writer.forget()
+
+    def _open(self, name: str) -> RunWriter:
+        """Return the writer of a replica, with its runs below the run of all replicas."""
+        writer = self.writers[name]
+        writer.client = self.writer.ready()
+        writer.identity = replace(writer.identity, parent=self.writer.parent.info.run_id)
+        writer.ready()
+        return writer
+
+    def _record_stage(self, name: str, stage_id: str) -> None:
+        self._open(name).stage(stage_id)
+
+    def _finish_replica(self, name: str, status: str) -> None:
+        self._open(name).finish({}, status)
+
+    def _summarise(self) -> None:
+        """Write mean and deviation over the replicas to the run above them."""
+        from pipeline.report.replicas import comparison_of  # imports torch and matplotlib
+        from pipeline.results.tables import RunTables
+
+        tables = {
+            name: RunTables.load(self.storage, record) for name, record in self.records.items()
+        }
+        points = []
+        for entry in comparison_of(self.writer.record["name"], tables).entries:
+            for metric in SUMMARISED:
+                spread = entry.spread(metric)
+                for kind, value in (("mean", spread.mean), ("sd", spread.deviation)):
+                    if value == value:  # a run that is not finished has none
+                        name = key_name(f"{metric}_{kind}/{entry.label}")
+                        points.append(Point(name, value, 0, 0))
+        self.writer.ready().log_points(self.writer.parent, points)
+
+
+def _identity_of(record: RunRecord) -> RunIdentity:
+    """Return how the run of all replicas is found, and what people filter and read."""
+    methods = dict.fromkeys(s["method"] or s["label"] for s in record["stages"] if s["label"])
+    replicas = record.get("replicas", {})
+    seeds = record["config"].get("seeds") or [record["config"].get("seed", "")]
+    note = (
+        f"Run **{record['name']}**: {len(replicas)} replicas, {', '.join(replicas)}. The artifact "
+        "`report.html` has means, deviations and intervals over them. There is one child run per "
+        "replica, below each one run per method, and then one per task."
+    )
+    tags = {
+        "methods": ", ".join(map(str, methods)),
+        "seed": ", ".join(map(str, seeds)),
+        "replicas": ", ".join(replicas),
+    }
+    return RunIdentity(key=run_key(record), tags=tags, note=note)

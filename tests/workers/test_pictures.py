@@ -14,14 +14,14 @@ import torch
 from PIL import Image
 from test_feed import COLOURS, SHAPES, encoded, feed_of, publish, samples
 
-from workers.data import pictures
+from workers.data import pictures, sources
 from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.decoding import read_picture
-from workers.data.feed import Feed
+from workers.data.feed import NUM_THREADS, Feed
 from workers.data.pictures import KeptPictures, are_small
 from workers.data.rows import SampleTable, select
-from workers.data.sources import chunks_of
+from workers.data.sources import PictureSource, Scratch, chunks_of
 from workers.errors import UserError
 from workers.job import Interpolation
 
@@ -245,6 +245,25 @@ def test_what_is_kept_is_told_from_the_pixels_of_some_images(
     monkeypatch.setattr(SampleTable, "bytes_of", lambda table, row: pytest.fail("it was read"))
     assert are_small(table, LONGEST, 17 * 3 * LONGEST**2)
     assert not are_small(table, LONGEST, 0)
+
+
+@pytest.mark.parametrize("fed", ["resident", "streamed"])
+def test_threads_of_later_epochs_use_the_memory_of_earlier_ones(
+    root: Path, monkeypatch: pytest.MonkeyPatch, fed: str
+) -> None:
+    made: list[Scratch] = []
+
+    def note(side: int) -> Scratch:
+        made.append(Scratch(side))
+        return made[-1]
+
+    monkeypatch.setattr(sources, "Scratch", note)
+    feed = feed_of(root, fed, data={"crop": "resized"})
+    for epoch in range(6):
+        assert len(list(feed.epoch(epoch))) == feed.steps_per_epoch > 1
+    assert isinstance(feed.source, PictureSource)
+    assert 1 <= len(made) <= max(NUM_THREADS, feed.source.threads)
+    assert len(feed.source.free) == len(set(feed.source.free)) == len(made)
 
 
 @pytest.mark.parametrize("threads", [1, 3, 16])

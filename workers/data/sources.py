@@ -169,9 +169,8 @@ class Resident:
         return Blocks(cache, file, header.tell(), borders, self._decode)
 
 
-class ThreadTools(threading.local):
-    """What each thread that makes images has for itself, and uses again: a cutter of crops, and
-    memory for one picture."""
+class Scratch:
+    """What one thread needs to make images: a cutter of crops, and memory for one picture."""
 
     def __init__(self, side: int):
         self.cutter = Cutter(side)
@@ -188,7 +187,7 @@ class PictureSource:
         self.pictures = pictures
         self.view = view
         self.threads = max(1, workers)
-        self.tools = ThreadTools(view.side)
+        self.free: deque[Scratch] = deque()  # it outlives threads, which end with an epoch
         self.pool = TensorPool()
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
@@ -243,8 +242,11 @@ class PictureSource:
 
     def _make(self, samples: StepSamples, indices: Ints, images: NDArray[np.uint8]) -> None:
         """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
-        cutter = self.tools.cutter
-        arena = self.tools.arena
+        try:
+            scratch = self.free.pop()
+        except IndexError:  # other threads have all of them
+            scratch = Scratch(self.view.side)
+        arena = scratch.arena
         last_row = -1
         for index, row in zip(indices.tolist(), samples.rows[indices].tolist(), strict=True):
             if row != last_row:
@@ -256,8 +258,9 @@ class PictureSource:
             if samples.crops is None:
                 images[index] = square.transpose(2, 0, 1)
             else:
-                cutter.cut(samples.crops, index, picture, images[index])
+                scratch.cutter.cut(samples.crops, index, picture, images[index])
             last_row = row
+        self.free.append(scratch)
 
 
 class StepPixels:

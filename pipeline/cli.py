@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline import run_log
+from pipeline.data.errors import UnfitSource
 from pipeline.graph import diagram
 from pipeline.serving import commands as serving_commands
 from pipeline.shell import data_commands, invocation
@@ -26,8 +27,9 @@ from pipeline.shell.completion import SHELLS
 from pipeline.shell.help import GroupedParser, HelpFormatter, Parser, example_text
 from pipeline.tracking import ui as mlflow_ui
 from workers import preemption
-from workers.errors import UnfitSource, UserError
+from workers.errors import UserError
 from workers.storage import secrets
+from workers.storage.regular_file import write_named
 
 if TYPE_CHECKING:
     from pipeline.graph.stage import Stage
@@ -524,7 +526,7 @@ def plan(args: argparse.Namespace) -> int:
         )
         print("\n" + cost.text(forecast))
     if args.svg:
-        diagram.write_svg(args.svg, diagram.to_svg(graph, status))
+        write_named("--svg", args.svg, diagram.to_svg(graph, status).encode())
         print(f"\npicture: {args.svg}")
     return 0
 

@@ -6,7 +6,6 @@ Every error names the key, the value, the rule and the remedy.
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import json
 import re
@@ -24,8 +23,14 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.yaml_files import ALTERNATIVES, apply_override, merge, read_with_bases
-from workers.errors import UserError
+from pipeline.yaml_files import (
+    ALTERNATIVES,
+    apply_override,
+    merge,
+    read_with_bases,
+    similar_file,
+)
+from workers.errors import UserError, did_you_mean
 from workers.job import BackboneModel, DataSettings, Frozen, Interpolation, Neutral, TrainSettings
 from workers.storage.secrets import refuse_secrets
 
@@ -610,14 +615,7 @@ def load(path: str, overrides: list[str] | None = None, with_methods: bool = Tru
 
 
 def _missing_config(file: Path, path: str) -> UserError:
-    similar: list[str] = []
-    if file.parent.exists():
-        names = [sibling.name for sibling in file.parent.glob("*.yaml")]
-        similar = difflib.get_close_matches(file.name, names, 1)
-    remedy = "give the path of a .yaml file"
-    if similar:
-        remedy = f"did you mean {str(file.parent / similar[0])!r}?"
-    return UserError(f"config {path!r} does not exist; {remedy}")
+    return UserError(f"config {path!r} does not exist; {similar_file(file)}")
 
 
 def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config:
@@ -673,10 +671,7 @@ def _check_methods(config: Config, where: str) -> None:
     for label, entry in config.methods.items():
         path = settings_path(label)
         if entry.method not in METHODS:
-            similar = difflib.get_close_matches(entry.method, list(METHODS), 1)
-            hint = f"there are: {', '.join(sorted(METHODS))}"
-            if similar:
-                hint = f"did you mean {similar[0]!r}?"
+            hint = did_you_mean(entry.method, METHODS, f"there are: {', '.join(sorted(METHODS))}")
             raise UserError(
                 f"{where}: {path} names method {entry.method!r}, which does not exist; {hint}"
             )
@@ -702,10 +697,7 @@ def _check_kinds_of_stages(config: Config, where: str) -> None:
         kinds |= dict.fromkeys(step.name for step in method_class.steps)
     for kind in config.cluster.stages:
         if kind not in kinds:
-            similar = difflib.get_close_matches(kind, kinds, 1)
-            hint = f"there are: {', '.join(kinds)}"
-            if similar:
-                hint = f"did you mean {similar[0]!r}?"
+            hint = did_you_mean(kind, kinds, f"there are: {', '.join(kinds)}")
             raise UserError(
                 f"{where}: cluster.stages.{kind} is no kind of stage (a step of a run); {hint}"
             )
@@ -754,17 +746,14 @@ def _check_task_overrides(
                 f"set it at methods.{label}.{key} (a task's own may be: {', '.join(allowed)})"
             )
         if key not in allowed:
-            hint = _key_hint(key, allowed)
+            hint = _similar_key(key, allowed)
             raise UserError(
                 f"{where}: {path}.{key} is not a known key (value {value!r:.80}); {hint}"
             )
 
 
-def _key_hint(key: str, valid: list[str]) -> str:
-    similar = difflib.get_close_matches(key, valid, 1, 0.5)
-    if similar:
-        return f"did you mean {similar[0]!r}?"
-    return f"valid keys are: {', '.join(valid) or 'none'}"
+def _similar_key(key: str, valid: list[str]) -> str:
+    return did_you_mean(key, valid, f"valid keys are: {', '.join(valid) or 'none'}", cutoff=0.5)
 
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -793,7 +782,7 @@ def sentence_of(error: ValidationError, model: type[BaseModel], prefix: str = ""
     if len(value) >= LONGEST_VALUE:
         value = value[: LONGEST_VALUE - 3] + "..."
     if first["type"] == "extra_forbidden":
-        hint = _key_hint(location[-1], sorted(_keys_at(model, location[:-1])))
+        hint = _similar_key(location[-1], sorted(_keys_at(model, location[:-1])))
         return f"{key} is not a known key (value {value}); {hint}"
     if first["type"] == "missing":
         return f"{key} is missing; add it"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
@@ -398,6 +398,12 @@ def expand(text: str) -> str:
     expanded = re.sub(r"\$\{([^}]+)\}", replacement, text)
     refuse_secrets(expanded, f"what {text!r} stands for")
     return expanded
+
+
+def similar_file(file: Path) -> str:
+    """Return a remedy for the path of a YAML file that does not exist."""
+    names = [sibling.name for sibling in file.parent.glob("*.yaml")]
+    return did_you_mean(file.name, names, "give the path of a .yaml file", str(file.parent))
 
 
 def absolute(uri: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import os
 import sys
-from typing import Any
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -30,15 +32,17 @@ class SourceGone(UserError):
     """Shards that are used in place are away, or are not those that were indexed."""
 
 
-class UnfitSource(UserError):
-    """A source is not what its card says. card: a `pipeline.data.cards.Card`."""
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str, folder: str = "", cutoff: float = 0.6
+) -> str:
+    """Return a question about the known name that is most like `name`; `otherwise` when none is.
 
-    def __init__(self, message: str, card: Any):
-        super().__init__(message)
-        self.card = card
-
-    def __reduce__(self) -> tuple[type[UnfitSource], tuple[str, Any]]:
-        return type(self), (str(self), self.card)
+    folder: what is written before that name, if it is a path. cutoff: least similarity, 0 to 1.
+    """
+    similar = difflib.get_close_matches(name, list(known), 1, cutoff)
+    if not similar:
+        return otherwise
+    return f"did you mean {os.path.join(folder, similar[0])!r}?"
 
 
 def require_package(name: str, user: str, remedy: str) -> None:

@@ -3,7 +3,6 @@ orders."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -18,7 +17,7 @@ from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, Source, permuted
 from pipeline.data.listing import CARDS, nfc
 from pipeline.data.source_classes import Memory, labels_of_source
 from pipeline.yaml_files import expand, is_path_of_card, read_yaml
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 
 SEED = re.compile("[0-9]{1,9}")  # in place of the name of a class order: it permutes the classes
 FROM_SOURCE = "from_source"  # in place of classes: they are those of the source
@@ -93,8 +92,7 @@ def _card_path(name: str) -> Path:
     if path.exists():
         return path
     known = names()
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
+    hint = did_you_mean(name, known, f"there are: {', '.join(known)}")
     raise UserError(f"card {name!r} does not exist ({path}); {hint}")
 
 

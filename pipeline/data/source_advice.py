@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 
 from pipeline.data import starter
@@ -11,7 +10,7 @@ from pipeline.data.detection.folders import contents
 from pipeline.data.detection.tree import read_tree
 from pipeline.data.formats.base import source_uri
 from pipeline.data.listing import printable
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import is_local
 
 
@@ -46,12 +45,10 @@ def _nearest(path: str) -> str:
     while not os.path.isdir(folder):
         folder, name = os.path.split(folder)
     names = sorted(child for child in os.listdir(folder) if not child.startswith("."))
-    similar = difflib.get_close_matches(name, names, 1)
-    if similar:
-        return f"did you mean {printable(os.path.join(folder, similar[0]))!r}?"
     tree = ", ".join(repr(printable(child)) for child in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{printable(folder)} holds {tree or 'nothing'}{more}"
+    contents = f"{printable(folder)} holds {tree or 'nothing'}{more}"
+    return did_you_mean(name, names, contents, folder)
 
 
 def _short(path: str) -> str:

@@ -6,7 +6,6 @@ A method that carries states from task to task makes a chain; any other makes a 
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -20,7 +19,7 @@ from pipeline.graph.store import Store
 from pipeline.graph.tasks import add_tasks
 from workers import evaluate, loop
 from workers.data import decoding
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 from workers.job import Task, key_inputs
 from workers.methods import METHODS
 from workers.methods.base import Step
@@ -86,10 +85,7 @@ def check_task_settings(builder: Builder, label: str) -> None:
             names.append(stage.task)
     for name in entry.tasks:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            remedy = f"those with steps are: {', '.join(names)}"
-            if near:
-                remedy = f"did you mean {near[0]!r}?"
+            remedy = did_you_mean(name, names, f"those with steps are: {', '.join(names)}")
             raise UserError(
                 f"{settings_path(label, name)}: {entry.method!r} has no step for a task {name!r} "
                 f"in this stream; {remedy}"

@@ -8,7 +8,6 @@ from html import escape
 from typing import NamedTuple
 
 from pipeline.graph.stage import Graph, Stage
-from workers.errors import UserError
 
 COLOURS = {
     "hit": "#cfe8d5",
@@ -144,19 +143,6 @@ def to_svg(
     parts += [_legend_svg(state, index) for index, state in enumerate(states)]
     parts.append("</svg>")
     return "".join(parts)
-
-
-def write_svg(path: str, svg: str) -> None:
-    """Write the picture that `--svg` asks for. Raise `UserError` when the file cannot be
-    written."""
-    try:
-        with open(path, "w", encoding="utf-8") as stream:
-            stream.write(svg)
-    except OSError as error:
-        raise UserError(
-            f"--svg {path!r} cannot be written ({error.strerror}); "
-            "name a file in an existing folder"
-        ) from None
 
 
 def _legend_svg(state: str, index: int) -> str:

@@ -6,7 +6,6 @@ A stage is named by its id, by the beginning of ids up to a slash (`meat`, `meat
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,7 +13,7 @@ from fnmatch import fnmatchcase
 from pipeline.graph.run import stages_to_run
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 
 FORCED = "it is run again because --force names it"
 MOST_NAMES = 8  # stages that an error names
@@ -123,15 +122,12 @@ def _is_named(stage_id: str, step: str, name: str) -> bool:
 def _unknown_stage(graph: Graph, name: str, option: str) -> UserError:
     steps = dict.fromkeys(stage.step for stage in graph)
     known = [*graph.stages, *steps]
-    close_names = difflib.get_close_matches(name, known, 1)
-    if close_names:
-        hint = f"did you mean {close_names[0]!r}?"
-    else:
-        more = ", ..." if len(graph) > MOST_NAMES else ""
-        hint = (
-            f"there are: {', '.join([*graph.stages][:MOST_NAMES])}{more}; "
-            f"a step ({', '.join(steps)}) names all its stages"
-        )
+    more = ", ..." if len(graph) > MOST_NAMES else ""
+    names = (
+        f"there are: {', '.join([*graph.stages][:MOST_NAMES])}{more}; "
+        f"a step ({', '.join(steps)}) names all its stages"
+    )
+    hint = did_you_mean(name, known, names)
     return UserError(f"{option} {name!r:.80} is no stage of run {graph.name!r}; {hint}")
 
 

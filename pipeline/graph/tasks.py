@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pipeline.config import Config, TaskEntry
 from pipeline.data import card_files, in_place
 from pipeline.data.cards import Card
+from pipeline.data.errors import UnfitSource
 from pipeline.data.listing import nfc
 from pipeline.data.source_checks import check_source
 from pipeline.graph import raw_data
 from pipeline.graph.builder import Builder
 from pipeline.graph.stage import Graph, IngestJob
 from pipeline.graph.store import Store
-from workers.errors import UnfitSource, UserError
+from workers.errors import UserError
 from workers.job import Task
 from workers.storage.artifact import Artifact
 from workers.storage.filesystem import StorageUnavailable

@@ -5,16 +5,15 @@ Imports that load matplotlib or torch stand inside functions, so that mistakes a
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workers.errors import UserError
-from workers.storage.artifact import exists, join, write_bytes
+from workers.storage.artifact import join, write_bytes
+from workers.storage.regular_file import write_named
 
 if TYPE_CHECKING:
     from pipeline.report.comparison import Comparison, Spread
@@ -45,7 +44,7 @@ def compare(args: Namespace) -> int:
     page_path = join(folder, "compare.html")
     write_bytes(page_path, page)
     if args.out:
-        _write_copy(args.out, page)
+        write_named("--out", args.out, page)
         page_path = args.out
     print(f"{format_comparison(comparison)}\n\npage: {page_path}\ntables: {folder}")
     return 0
@@ -62,50 +61,20 @@ def _check_distinct(runs: Sequence[RunTables]) -> list[str]:
     return [str(run.record["name"]) for run in runs]
 
 
-def _write_copy(path: str, page: bytes) -> None:
-    try:
-        with open(path, "wb") as stream:
-            stream.write(page)
-    except OSError as error:
-        raise UserError(
-            f"--out {path!r} cannot be written ({error.strerror}); "
-            "name a file in an existing folder"
-        ) from None
-
-
 def load_runs(run: str, storage: str) -> list[RunTables]:
     """Return the tables of a run, or of its replicas if it has several seeds or class orders.
 
     run: its name in `storage` or the path of its config, whose storage replaces `storage`. Raise
     UserError when the run has no record.
     """
-    from pipeline import config
     from pipeline.graph.store import Store
+    from pipeline.results.runs import find_record, named_run
     from pipeline.results.tables import RunTables
-    from pipeline.yaml_files import absolute
 
-    name = run
-    if run.endswith((".yaml", ".yml")) or os.path.isfile(run):
-        settings = config.load(run)
-        name = settings.name
-        storage = absolute(settings.storage)
-    store = Store(storage)
-    record = store.record(name)
-    if record is not None:
-        records = store.records(record)
-        return [RunTables.load(storage, replica) for replica in records.values()]
-    if exists(store.record_path(name)):
-        raise UserError(
-            f"compare: the record of run {name!r} in {storage!r} is damaged; start the run again"
-        )
-    other_names = [other for other in store.run_names() if other != name]
-    close_names = difflib.get_close_matches(name, other_names, 1)
-    remedy = "name its storage with --storage, or run it first"
-    if close_names:
-        remedy = f"did you mean {close_names[0]!r}?"
-    elif other_names:
-        remedy = f"there are: {', '.join(other_names[:8])}"
-    raise UserError(f"compare: storage {storage!r} has no record of a run {name!r}; {remedy}")
+    name, folder = named_run(run, storage)
+    store = Store(folder)
+    records = store.records(find_record(store, name))
+    return [RunTables.load(folder, replica) for replica in records.values()]
 
 
 def folder_name(names: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from pipeline.results.runs import (
 )
 from pipeline.yaml_files import absolute
 from workers.storage.artifact import join
+from workers.storage.regular_file import write_named
 from workers.storage.secrets import redact
 
 WATCH_S = 2.0  # between two looks
@@ -53,7 +54,7 @@ def status(args: Namespace) -> int:
     """Print how far a run is; with --watch again and again until it ends. Return the exit code."""
     name, storage = named_run(args.run, args.storage)
     if args.svg:
-        diagram.write_svg(args.svg, run_picture(storage, name))
+        write_named("--svg", args.svg, run_picture(storage, name).encode())
     if not args.watch:
         print(printable(status_text(run_status(storage, name), args.all)))
         return 0

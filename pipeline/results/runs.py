@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -25,7 +24,7 @@ from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.graph.store import Store
 from pipeline.results.tables import RunTables
 from pipeline.yaml_files import absolute
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import MANIFEST, exists, is_local, join, list_files
 
 State = Literal[
@@ -303,10 +302,7 @@ def find_record(store: Store, name: str) -> RunRecord:
 
 def _remedy(name: str, others: Iterable[str]) -> str:
     names = [other for other in others if other != name]
-    close_names = difflib.get_close_matches(name, names, 1)
-    if close_names:
-        return f"did you mean {close_names[0]!r}?"
     if not names:
         return "name its storage with --storage, or run it first"
     more = ", ..." if len(names) > MOST_NAMES else ""
-    return f"there are: {', '.join(names[:MOST_NAMES])}{more}"
+    return did_you_mean(name, names, f"there are: {', '.join(names[:MOST_NAMES])}{more}")

@@ -4,7 +4,6 @@ config's schema before anything runs."""
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
 import math
 import random
@@ -16,7 +15,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from pipeline import config as configs
 from pipeline.yaml_files import put
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 from workers.job import Frozen
 from workers.rng import derive_seed
 
@@ -447,12 +446,6 @@ def _check_key(key: str, labels: Sequence[str], path: str) -> None:
         raise UserError(
             f"{path}: space.{key} is about method {label!r}, which no trial has; {remedy}"
         )
-
-
-def did_you_mean(name: str, known: Sequence[str], otherwise: str) -> str:
-    """Return a question about the known name that is most like `name`; `otherwise` when none is."""
-    matches = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {matches[0]!r}?" if matches else otherwise
 
 
 def check_per_task(keys: Iterable[str], path: str) -> None:

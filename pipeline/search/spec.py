@@ -3,7 +3,6 @@ from which it continues."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
 from pipeline.search.space import Params, Space
 from pipeline.search.trial import folder, now, with_history
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 from workers.job import Frozen, key_inputs
 from workers.methods import METHODS
 from workers.storage.artifact import exists, join, read_json, write_bytes
@@ -266,7 +265,7 @@ def load(path: str, overrides: list[str]) -> SearchFile:
     """Read a search file and its base. Raise `UserError` when one of them is wrong."""
     file = Path(path)
     if not file.exists():
-        raise UserError(f"search {path!r} does not exist; {_similar_file(file)}")
+        raise UserError(f"search {path!r} does not exist; {yaml_files.similar_file(file)}")
     raw = yaml_files.read_yaml(file, "a search")
     for override in overrides:
         apply_override(raw, override)
@@ -291,16 +290,6 @@ def load(path: str, overrides: list[str]) -> SearchFile:
             base_stream = {}
         body = {**body, "stream": {**base_stream, **settings.stream}}
     return SearchFile(settings, body, report_body)
-
-
-def _similar_file(file: Path) -> str:
-    """Return a remedy for a path that does not exist."""
-    if file.parent.exists():
-        names = [path.name for path in file.parent.glob("*.yaml")]
-        matches = difflib.get_close_matches(file.name, names, 1)
-        if matches:
-            return f"did you mean {str(file.parent / matches[0])!r}?"
-    return "give the path of a .yaml file"
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
@@ -335,7 +324,7 @@ def _check_base_key(key: str, override: str) -> None:
     if key in configs.Config.model_fields:
         return
     known = list(dict.fromkeys([*SearchSettings.model_fields, *configs.Config.model_fields]))
-    remedy = spaces.did_you_mean(key, known, f"there are {', '.join(known)}")
+    remedy = did_you_mean(key, known, f"there are {', '.join(known)}")
     raise UserError(
         f"--set {override!r}: {key!r} is a key neither of a search nor of its base config; {remedy}"
     )

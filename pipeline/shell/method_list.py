@@ -3,7 +3,6 @@ from."""
 
 from __future__ import annotations
 
-import difflib
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipeline.config import load
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 from workers.job import TrainSettings
 
 if TYPE_CHECKING:
@@ -73,10 +72,7 @@ def describe_method(name: str) -> str:
     from workers.methods import METHODS  # imports torch
 
     if name not in METHODS:
-        similar = difflib.get_close_matches(name, list(METHODS), 1)
-        hint = f"there are: {', '.join(sorted(METHODS))}"
-        if similar:
-            hint = f"did you mean {similar[0]!r}?"
+        hint = did_you_mean(name, METHODS, f"there are: {', '.join(sorted(METHODS))}")
         raise UserError(f"there is no method {name!r}; {hint}")
     method = METHODS[name]
     paper_config = PAPERS / f"{name}-paper.yaml"

@@ -3,7 +3,6 @@ types, layers that timm has by name."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from timm.layers import get_act_layer, get_norm_layer
 from timm.models.vision_transformer import ATTN_LAYERS
 from torch import nn
 
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 LAYERS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -69,8 +68,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     arguments = arguments_of(name)
     for option, value in options.items():
         if option not in arguments:
-            near = difflib.get_close_matches(option, arguments, 1, 0.6)
-            remedy = f"did you mean {near[0]!r}?" if near else "leave it out"
+            remedy = did_you_mean(option, arguments, "leave it out")
             raise UserError(
                 f"backbone.options.{option} is {value!r:.60}, and {name!r} has no such option; "
                 f"{remedy}"

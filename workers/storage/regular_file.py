@@ -1,4 +1,4 @@
-"""Reading files that people name: regular ones alone, and no more of them than they may hold.
+"""Files that people name. Only regular ones are read, and no more of them than they may hold.
 
 A device such as /dev/zero has no end, and a pipe without a writer blocks whoever opens it.
 """
@@ -9,6 +9,8 @@ import errno
 import os
 import stat
 from io import BufferedReader
+
+from workers.errors import UserError
 
 UNSIZED = 1 << 16  # bytes that are read of a file that says it has fewer, such as the kernel's own
 
@@ -57,3 +59,16 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", os.fspath(path))
     return data
+
+
+def write_named(option: str, path: str, data: bytes) -> None:
+    """Write the file that a person names with an option of the command line. Raise `UserError`
+    where it cannot be written."""
+    try:
+        with open(path, "wb") as stream:
+            stream.write(data)
+    except OSError as error:
+        raise UserError(
+            f"{option} {path!r} cannot be written ({error.strerror}); "
+            "name a file in an existing folder"
+        ) from None

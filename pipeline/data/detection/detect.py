@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import posixpath
 
@@ -15,7 +14,7 @@ from pipeline.data.detection.parquet_files import parquet_in, read_schema
 from pipeline.data.detection.shard_files import shards_in
 from pipeline.data.detection.tree import Folder, read_tree
 from pipeline.data.listing import is_utf8, printable, suffix_of
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import exists, parent
 from workers.storage.secrets import refuse_secrets
 
@@ -84,7 +83,5 @@ def _missing(path: str) -> UserError:
     folder = os.path.dirname(path) or "."
     if "://" not in path and os.path.isdir(folder):
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-        similar = difflib.get_close_matches(os.path.basename(path), names, 1)
-        if similar:
-            remedy = f"did you mean {printable(os.path.join(os.path.dirname(path), similar[0]))!r}?"
+        remedy = did_you_mean(os.path.basename(path), names, remedy, os.path.dirname(path))
     return UserError(f"{printable(path)} does not exist; {remedy}")

@@ -1,0 +1,18 @@
+"""The error of a source that is not what its card says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.data.cards import Card
+
+
+class UnfitSource(UserError):
+    """A source is not what its card says."""
+
+    def __init__(self, message: str, card: Card):
+        super().__init__(message)
+        self.card = card

@@ -22,7 +22,7 @@ RUNNABLE = sorted(
 )
 SPACES = sorted((CONFIGS / "search").glob("*.yaml"))
 SETTINGS = ("demo", "real7", "paper")
-STEPS = "CONTRIBUTING.md, Add a method, says what it holds; start from those of finetune"
+STEPS = "docs/new-method.md says what it holds; start from those of finetune"
 HEADER = ("command", "machine", "time", "expected")
 PAPERS = [p for p in RUNNABLE if p.stem.endswith(("-paper", "-table1")) or "imagenet" in p.stem]
 CLASS_INCREMENTAL = [p for p in PAPERS if "-class-" in p.read_text()]

@@ -16,12 +16,14 @@ import yaml
 from docs.site.build import build
 from docs.site.figures import anchor_of, figures_of
 from docs.site.markdown import escape, from_docstring
-from docs.site.pages import REPOSITORY, links_of, page_of, replace_links
+from docs.site.pages import REPOSITORY, links_of, page_of, replace_links, text_of
 from docs.site.settings_page import FILES
 from docs.site.stage import stage
+from pipeline.results.metrics import METRICS
 from pipeline.shell.method_list import fields_of
 from workers.errors import UserError
 from workers.methods import METHODS
+from workers.storage.artifact import Manifest
 
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -90,6 +92,16 @@ def test_every_setting_says_what_it_is_for() -> None:
                 if not info.description:
                     silent.append(f"{part.path}.{key}")
     assert silent == []
+
+
+def test_every_metric_has_its_formula_on_the_page() -> None:
+    for name in METRICS:
+        assert f"\n| `{name}` | " in text_of("docs/metrics.md")
+
+
+def test_every_field_of_a_manifest_is_on_the_page() -> None:
+    page = text_of("docs/formats.md")
+    assert [name for name in Manifest.__annotations__ if f"`{name}`" not in page] == []
 
 
 def test_a_link_to_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -411,10 +411,13 @@ def _add_reference_commands(add_command: AddCommand) -> None:
     schema_parser = add_command(
         "schema",
         schema,
-        "print the JSON schema of configs or cards, by which an editor completes and checks them",
+        "print the JSON schema of configs, cards or searches, by which an editor completes and "
+        "checks them",
         config=False,
     )
-    schema_parser.add_argument("kind", nargs="?", choices=("config", "card"), default="config")
+    schema_parser.add_argument(
+        "kind", nargs="?", choices=("config", "card", "search"), default="config"
+    )
 
 
 def _add_completion_command(add_command: AddCommand) -> None:
@@ -689,7 +692,7 @@ def methods(args: argparse.Namespace) -> int:
 
 
 def schema(args: argparse.Namespace) -> int:
-    """Print the JSON schema of configs or cards."""
+    """Print the JSON schema of configs, cards or searches."""
     from pipeline.shell.schema import schema_of  # imports pydantic and torch
 
     print(json.dumps(schema_of(args.kind), indent=2))

@@ -1,5 +1,5 @@
-"""JSON schemas of configs and cards, by which an editor completes and checks them while they are
-written.
+"""JSON schemas of configs, cards and searches, by which an editor completes and checks them while
+they are written.
 
 They follow draft 7, which editors know. A file may extend others, so that nothing is required; what
 is more than the shape of a value is checked when the file is read.
@@ -19,15 +19,13 @@ from workers.job import DataSettings, TrainSettings
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 DEFINITIONS = "definitions"
-KINDS = ("config", "card")
 Schema = dict[str, Any]
 
 
 def schema_of(kind: str) -> Schema:
-    """Return the schema of a `config` or a `card`."""
-    if kind == "card":
-        return card_schema()
-    return config_schema()
+    """Return the schema of a `config`, a `card` or a `search`."""
+    schemas = {"config": config_schema, "card": card_schema, "search": search_schema}
+    return schemas[kind]()
 
 
 def card_schema() -> Schema:
@@ -65,26 +63,33 @@ def config_schema() -> Schema:
     return _finished(schema)
 
 
+def search_schema() -> Schema:
+    """Return the schema of `configs/search/NAME.yaml`."""
+    from pipeline.search.spec import SearchSettings  # imports torch
+
+    schema = model_schema(SearchSettings)
+    schema["title"] = "Accrete search"
+    definitions: dict[str, Any] = schema[DEFINITIONS]
+    _define(definitions, StreamSettings)
+    del definitions[StreamSettings.__name__]["required"]
+    stream = schema["properties"]["stream"]
+    stream["anyOf"] = [{"$ref": f"#/{DEFINITIONS}/{StreamSettings.__name__}"}, {"type": "null"}]
+    return _finished(schema)
+
+
 def _methods_schema(definitions: Schema) -> Schema:
     """Return the schema of `methods`: label -> settings of the method that the label names, or that
     `method` names."""
     from workers.methods import METHODS  # imports torch
 
     properties: Schema = {}
-    conditions = []
+    references = {name: f"#/{DEFINITIONS}/{name}" for name in METHODS}
     for name, method in METHODS.items():
         definitions[name] = _method_schema(definitions, name)
         summary = f"{method.family}. {method.paper}".strip()
-        reference = {"$ref": f"#/{DEFINITIONS}/{name}"}
+        reference = {"$ref": references[name]}
         properties[name] = {"description": summary, "anyOf": [reference, _other_method(name)]}
-        is_named = {"properties": {"method": {"const": name}}, "required": ["method"]}
-        conditions.append({"if": is_named, "then": reference})
-    definitions["labelled method"] = {
-        "type": "object",
-        "required": ["method"],
-        "properties": {"method": {"enum": list(METHODS)}},
-        "allOf": conditions,
-    }
+    definitions["labelled method"] = _by_kind("method", references)
     return {
         "description": "label -> a method and its settings",
         "type": "object",
@@ -166,6 +171,9 @@ def _as_draft_7(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     body = {key: _as_draft_7(item) for key, item in value.items()}
+    if "discriminator" in body:
+        discriminator = body["discriminator"]
+        body = _by_kind(discriminator["propertyName"], discriminator["mapping"])
     if "prefixItems" in body:
         body["items"] = body.pop("prefixItems")
     if isinstance(body.get("title"), str) and "type" in body:
@@ -173,3 +181,21 @@ def _as_draft_7(value: Any) -> Any:
     if body.get("type") == "object":
         body["type"] = ["object", "null"]
     return body
+
+
+def _by_kind(key: str, references: Mapping[str, str]) -> Schema:
+    """Return the schema of a mapping whose kind stands at one of its keys, so that an editor speaks
+    of that kind alone.
+
+    references: kind -> where its schema is.
+    """
+    conditions = []
+    for kind, reference in references.items():
+        is_named = {"properties": {key: {"const": kind}}, "required": [key]}
+        conditions.append({"if": is_named, "then": {"$ref": reference}})
+    return {
+        "type": "object",
+        "required": [key],
+        "properties": {key: {"enum": list(references)}},
+        "allOf": conditions,
+    }

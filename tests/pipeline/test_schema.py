@@ -20,13 +20,14 @@ CONFIGS = [
     *sorted((REPOSITORY / "configs" / "methods").glob("*.yaml")),
     *sorted((REPOSITORY / "configs" / "streams").glob("*.yaml")),
 ]
+SEARCHES = sorted((REPOSITORY / "configs" / "search").glob("*.yaml"))
 CARDS = sorted((REPOSITORY / "datasets").glob("*/card.yaml"))
 
 
 @pytest.fixture(scope="module")
 def validators() -> dict[str, jsonschema.Draft7Validator]:
     made = {}
-    for kind in ("config", "card"):
+    for kind in ("config", "card", "search"):
         schema = schema_of(kind)
         jsonschema.Draft7Validator.check_schema(schema)
         made[kind] = jsonschema.Draft7Validator(schema)
@@ -50,6 +51,29 @@ def test_every_shipped_config_is_valid(path: Path, validators: Any) -> None:
 @pytest.mark.parametrize("path", CARDS, ids=lambda p: p.parent.name)
 def test_every_shipped_card_is_valid(path: Path, validators: Any) -> None:
     assert first_error(validators["card"], body_of(path)) == ""
+
+
+@pytest.mark.parametrize("path", SEARCHES, ids=lambda p: p.stem)
+def test_every_shipped_search_is_valid(path: Path, validators: Any) -> None:
+    assert first_error(validators["search"], body_of(path)) == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"algoritm": "tpe"}, "algoritm"),
+        ({"algorithm": "grid search"}, "grid search"),
+        ({"space": {"train.lr": {"dist": "normal"}}}, "normal"),
+        ({"space": {"train.lr": {"dist": "uniform", "low": 0}}}, "high"),
+        ({"space": {"train.lr": {"dist": "loguniform", "low": 0, "high": 1}}}, "0"),
+        ({"budget": {"trails": 3}}, "trails"),
+        ({"stream": {"taks": []}}, "taks"),
+    ],
+)
+def test_a_mistake_in_a_search_is_seen(body: Any, words: str, validators: Any) -> None:
+    errors = list(validators["search"].iter_errors(body))
+    assert errors, "an editor would say nothing"
+    assert any(words in str(error) for error in errors)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +140,8 @@ def test_the_command_prints_it_and_a_config_may_name_it_in_a_comment(
     assert json.loads((tmp_path / "config.schema.json").read_text()) == schema_of("config")
     assert main(["schema", "card"]) == 0
     assert json.loads(capsys.readouterr().out) == schema_of("card")
+    assert main(["schema", "search"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema_of("search")
     config = tmp_path / "mine.yaml"
     config.write_text(
         "# yaml-language-server: $schema=config.schema.json\n"

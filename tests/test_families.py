@@ -3,6 +3,7 @@ promised, and who cannot work on a family says so in one sentence before anythin
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,14 +20,21 @@ from workers.model.vit import digest_of
 
 FAST_FAMILIES = ("ConvNeXt", "ResNet", "MobileNetV3", "EVA-02", "Swin", "BEiT")
 FAST_METHODS = ("piggyback", "packnet", "finetune")
+# Methods on blocks and tokens, and families of vision transformers with other blocks.
+FAST_ON_BLOCKS = ("vpt", "ctr_tsm")
+BLOCK_FAMILIES = ("EVA-02", "BEiT", "DINOv3")
+
+
+def is_fast(family: str, method: str) -> bool:
+    """Return whether a case is run among the fast tests."""
+    if method in FAST_ON_BLOCKS:
+        return family in BLOCK_FAMILIES
+    return family in FAST_FAMILIES and method in FAST_METHODS
+
+
 CASES = [
-    pytest.param(
-        family,
-        method,
-        marks=() if family in FAST_FAMILIES and method in FAST_METHODS else pytest.mark.slow,
-    )
-    for family in SMALL
-    for method in METHODS
+    pytest.param(family, method, marks=() if is_fast(family, method) else pytest.mark.slow)
+    for family, method in product(SMALL, METHODS)
 ]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.methods.vpt import Vpt, VptSettings
-from workers.model.prompts import PromptSites, initial_prompts
+from workers.model.prompts import PromptSites, initial_prompts, leave_unbiased
 from workers.model.vit import build, compile_blocks, digest_of
 from workers.storage.taskstate import TaskState
 
@@ -34,6 +34,31 @@ BACKBONES: dict[
     "mean of all": {"global_pool": "avg", "pool_include_prefix": True},
     "attention pool": {"global_pool": "map"},
 }
+
+
+# Families beside timm's VisionTransformer, and what is special about their positions.
+OTHER_BACKBONES: dict[str, dict[str, Any]] = {
+    "EVA-02, rotary": {"name": "eva02_tiny_patch14_224"},
+    "EVA-02, rotary, q k v apart": {"name": "eva02_base_patch14_224"},
+    "DINOv3, rotary, registers": {"name": "vit_small_patch16_dinov3"},
+    "rotary of each head and block": {"name": "vit_small_patch16_rope_mixed_224"},
+    "BEiT, bias in each block": {"name": "beit_base_patch16_224"},
+    "BEiT, one bias for all blocks": {
+        "name": "beit_base_patch16_224",
+        "options": {"use_shared_rel_pos_bias": True, "use_rel_pos_bias": False},
+    },
+    "BEiT, both": {"name": "beit_base_patch16_224", "options": {"use_shared_rel_pos_bias": True}},
+}
+
+
+def other_backbone(name: str, options: dict[str, Any] | None = None) -> Any:
+    """Return a tiny backbone of another family whose parameters are all drawn."""
+    small = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    model = build(BackboneSettings(name=name, img_size=16, options=small | (options or {})))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return model.eval()
 
 
 def vpt(**settings: Any) -> Vpt:
@@ -88,6 +113,70 @@ def test_no_prompts_are_the_backbone(depth: Any) -> None:
     for none in (None, drawn(len(sites), 0)):
         with sites.using(none):
             assert torch.equal(model(IMAGES), plain)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("form", OTHER_BACKBONES.values(), ids=OTHER_BACKBONES.keys())
+def test_prompts_of_other_families_have_no_position(form: dict[str, Any], depth: Any) -> None:
+    """Which prompt stands first does not matter; without prompts the backbone is as it was."""
+    model = other_backbone(**form)
+    plain, tokens = model(IMAGES), model.forward_features(IMAGES)
+    sites = PromptSites(model, depth)
+    prompts = drawn(len(sites))
+    assert torch.equal(model(IMAGES), plain)
+    with sites.using(prompts):
+        logits, prompted = model(IMAGES), model.forward_features(IMAGES)
+        assert torch.equal(copy.deepcopy(model)(IMAGES), plain)
+    with sites.using(prompts.flip(1)):
+        assert torch.allclose(model(IMAGES), logits, atol=1e-5)
+    with sites.using(drawn(len(sites), 0)):
+        assert torch.equal(model(IMAGES), plain)
+    assert not torch.allclose(logits, plain, atol=1e-4)
+    assert prompted.shape == tokens.shape
+    assert torch.equal(model(IMAGES), plain)
+
+
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_dinov3"])
+def test_prompts_are_rotated_no_more_than_the_prefix(name: str) -> None:
+    """timm's own rotary attention leaves out a prefix; prompts can be counted to it."""
+    model, prompts = other_backbone(name), drawn(1)
+    with PromptSites(model, "shallow").using(prompts):
+        logits = model(IMAGES)
+    twin = other_backbone(name)
+    prefix = twin.num_prefix_tokens
+    x, rope = twin._pos_embed(twin.patch_embed(IMAGES))
+    x = torch.cat([x[:, :prefix], prompts[0].expand(len(x), -1, -1), x[:, prefix:]], 1)
+    for block in twin.blocks:
+        block.attn.num_prefix_tokens = prefix + 3
+        x = block(x, rope=rope)
+    x = torch.cat([x[:, :prefix], x[:, prefix + 3 :]], 1)
+    assert torch.allclose(logits, twin.forward_head(twin.norm(x)), atol=1e-5)
+
+
+def test_no_bias_of_relative_positions_reaches_prompts() -> None:
+    """BEiT's bias among tokens is what it was; between prompts and tokens it is 0."""
+    bias = torch.randn(1, 2, 5, 5, generator=torch.Generator().manual_seed(3))
+    wide = leave_unbiased(bias, drawn(1)[0], prefix=1)
+    old = [0, 4, 5, 6, 7]
+    assert wide.shape == (1, 2, 8, 8)
+    assert torch.equal(wide[:, :, old][..., old], bias)
+    assert not wide[:, :, 1:4].any()
+    assert not wide[..., 1:4].any()
+
+
+@pytest.mark.parametrize("form", OTHER_BACKBONES.values(), ids=OTHER_BACKBONES.keys())
+def test_every_prompt_of_another_family_learns(form: dict[str, Any]) -> None:
+    method = Vpt(other_backbone(**form), VptSettings(depth="deep"), seed=1)
+    groups = begun(method)
+    start = method.prompts.detach().clone()
+    method_steps.train(method, method_steps.OPTIMIZERS["sgd"](groups), ONE)
+    assert (method.prompts != start).any(2).all()
+    assert digest_of(method.backbone) == method.backbone_digest
+    state = method.eval().finish()[0]
+    assert 1 < method.flops_share(state) < 3
+    logits = answers(method)
+    method.load_task(TaskState.from_bytes(state.to_bytes()))
+    assert torch.equal(answers(method), logits)
 
 
 def test_deep_prompts_are_replaced_and_not_passed_on() -> None:

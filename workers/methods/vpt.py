@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from pydantic import Field, PositiveInt
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import (
+    BLOCK_VITS,
     Method,
     MethodSettings,
     ParamGroup,
@@ -24,7 +26,7 @@ from workers.methods.base import (
     StepContext,
 )
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.compact import flops, plan_blocks
+from workers.model.compact import flops, multiply_adds, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.model.prompts import Depth, PromptSites, initial_prompts
 from workers.storage.taskstate import Carried, TaskState
@@ -60,6 +62,7 @@ class Vpt(Method[VptSettings]):
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
     needs_vit = True
+    vits = BLOCK_VITS
     starts_as_backbone = False
     Settings = VptSettings
 
@@ -128,9 +131,18 @@ class Vpt(Method[VptSettings]):
         """Prompts are p keys more in every block, and p queries more in every block but the
         last."""
         vit: Any = self.backbone
+        if not isinstance(vit, VisionTransformer):
+            return self.measured_share(vit)
         plans = plan_blocks(vit, [BlockMasks()] * len(vit.blocks))
         prompts = torch.arange(self.settings.prompts)
         prompted = [replace(plan, keys=torch.cat([plan.keys, prompts])) for plan in plans]
         for i, plan in enumerate(prompted[:-1]):
             prompted[i] = replace(plan, queries=torch.cat([plan.queries, prompts]))
         return flops(vit, prompted) / flops(vit, plans)
+
+    def measured_share(self, vit: Any) -> float:
+        """Return the multiply-adds of a forward with prompts relative to one without."""
+        image = (3, *vit.patch_embed.img_size)
+        with self.sites.using(torch.zeros(1, self.settings.prompts, self.sites.width)):
+            prompted = multiply_adds(vit, *image)
+        return prompted / multiply_adds(vit, *image)

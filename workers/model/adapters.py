@@ -86,25 +86,54 @@ class Bottlenecks(nn.Module):
         ]
 
 
-class Hook:
-    """Forward hook: sends a module's output through `form(output, **tensors)`; without tensors it
-    does nothing.
+class SwitchedForm:
+    """A function `form(x, **tensors)` in a backbone, which without tensors does nothing.
 
     It stays for the life of the backbone and only its tensors change, because a compiled backbone
     looks at the attributes of its hooks, but not at which hooks there are. A copy of the backbone
-    gets hooks without tensors, so it is the plain one."""
+    gets forms without tensors, so it is the plain one."""
 
     def __init__(self, form: Callable[..., Tensor]):
         self.form = form
         self.tensors: dict[str, Tensor] | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return form(x), or x without tensors."""
+        if self.tensors is None:
+            return x
+        return self.form(x, **self.tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SwitchedForm:
+        return type(self)(self.form)
+
+
+class Hook(SwitchedForm):
+    """Forward hook: sends a module's output through `form(output, **tensors)`."""
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         if self.tensors is None:
             return None
         return self.form(output, **self.tensors)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return type(self)(self.form)
+
+class KeywordHook(SwitchedForm):
+    """Forward pre-hook with keywords: sends the argument `name` of a module, where it is not None,
+    through `form(argument, **tensors)`."""
+
+    def __init__(self, form: Callable[..., Tensor], name: str):
+        super().__init__(form)
+        self.name = name
+
+    def __call__(
+        self, module: nn.Module, inputs: Any, keywords: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        argument = keywords.get(self.name)
+        if self.tensors is None or argument is None:
+            return None
+        return inputs, keywords | {self.name: self.form(argument, **self.tensors)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeywordHook:
+        return type(self)(self.form, self.name)
 
 
 class BesideHook(Hook):

@@ -1,5 +1,8 @@
 """Prompts: trained tokens among those of a frozen ViT, put in and taken out by hooks from outside.
 
+Prompts have no position: rotary embeddings do not rotate them, and a bias of relative positions is
+0 between them and any token, as in the released code of VPT for Swin.
+
 Axes: B images, T tokens of the backbone (prefix and patches), p prompts, d width, L blocks.
 """
 
@@ -9,16 +12,21 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any, Literal
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, AttentionRope
+from timm.models.beit import Attention as BeitAttention
+from timm.models.eva import EvaAttention
 from torch import Tensor
 
 from workers.errors import UserError
-from workers.model.adapters import Hook
+from workers.model.adapters import Hook, KeywordHook, SwitchedForm
 
 Depth = Literal["shallow", "deep"]
+# Classes of attention that take any number of tokens.
+PLAIN_ATTENTION = (Attention, AttentionRope, EvaAttention, BeitAttention)
 
 
 def insert(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
@@ -37,27 +45,57 @@ def replace(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
     return insert(remove(x, prompts, prefix), prompts, prefix)
 
 
+def leave_unrotated(rope: Tensor, prompts: Tensor) -> Tensor:
+    """Add p rows in front that rotate nothing: (..., n, 2 d) -> (..., p + n, 2 d).
+
+    rope: sines and cosines of the patches, behind each other.
+    """
+    sines = rope.new_zeros(*rope.shape[:-2], len(prompts), rope.shape[-1] // 2)
+    rows = torch.cat([sines, torch.ones_like(sines)], -1)
+    return torch.cat([rows, rope], -2)
+
+
+def leave_unbiased(bias: Tensor, prompts: Tensor, prefix: int) -> Tensor:
+    """Add zeros for scores with prompts: (..., H, T, T) -> (..., H, T + p, T + p)."""
+    rows = bias.new_zeros(*bias.shape[:-2], len(prompts), bias.shape[-1])
+    bias = torch.cat([bias[..., :prefix, :], rows, bias[..., prefix:, :]], -2)
+    columns = bias.new_zeros(*bias.shape[:-1], len(prompts))
+    return torch.cat([bias[..., :prefix], columns, bias[..., prefix:]], -1)
+
+
+class PromptedBeitAttention(BeitAttention):
+    """timm's attention of BEiT whose bias of relative positions goes through a form."""
+
+    bias_form: SwitchedForm | None = None
+
+    def _get_rel_pos_bias(self) -> Tensor:
+        bias: Tensor = super()._get_rel_pos_bias()
+        return bias if self.bias_form is None else self.bias_form.apply(bias)
+
+
 class PromptSites:
     """A ViT whose blocks read p more tokens, the prompts.
 
-    They are inserted behind the norm before the blocks and removed behind the last block, so that
-    the final norm and pooling see the usual tokens. `deep`: behind each block but the last they are
-    replaced by those of the next.
+    They are inserted behind the last module before the blocks and removed behind the last block, so
+    that the final norm and pooling see the usual tokens. `deep`: behind each block but the last
+    they are replaced by those of the next.
     """
 
     def __init__(self, vit: Any, depth: Depth):
         for index, block in enumerate(vit.blocks):
-            if not isinstance(getattr(block, "attn", None), Attention):
+            if not isinstance(getattr(block, "attn", None), PLAIN_ATTENTION):
                 raise UserError(
                     f"block {index} of the backbone has no plain attention, which takes any number "
                     "of tokens and so prompts too; choose a ViT with "
                     "plain blocks such as vit_tiny_patch16_224 or deit_small_patch16_224"
                 )
         self.width: int = vit.embed_dim
-        self.hooks = [self._behind(vit.norm_pre, insert, vit)]
+        before_blocks = getattr(vit, "norm_pre", vit.pos_drop)  # BEiT has no such norm
+        self.hooks = [self._behind(before_blocks, insert, vit)]
         if depth == "deep":
             self.hooks += [self._behind(block, replace, vit) for block in vit.blocks[:-1]]
         self.out = self._behind(vit.blocks[-1], remove, vit)
+        self.positions = [form for block in vit.blocks for form in _position_forms(block, vit)]
 
     @staticmethod
     def _behind(module: Any, form: Callable[..., Tensor], vit: Any) -> Hook:
@@ -80,10 +118,32 @@ class PromptSites:
                 hook.tensors = None
                 if prompts is not None:
                     hook.tensors = {"prompts": prompts[min(index, len(prompts) - 1)]}
+            for form in self.positions:
+                form.tensors = None if prompts is None else {"prompts": prompts[0]}
             yield
         finally:
-            for hook in [*self.hooks, self.out]:
-                hook.tensors = None
+            for form in [*self.hooks, self.out, *self.positions]:
+                form.tensors = None
+
+
+def _position_forms(block: Any, vit: Any) -> list[SwitchedForm]:
+    """Return what a block needs to see prompts without a position, hooked into it.
+
+    A VisionTransformer's block knows no positions.
+    """
+    unbiased = partial(leave_unbiased, prefix=vit.num_prefix_tokens)
+    forms: list[SwitchedForm] = []
+    for name, form in (("rope", leave_unrotated), ("shared_rel_pos_bias", unbiased)):
+        if name in signature(block.forward).parameters:
+            hook = KeywordHook(form, name)
+            block.register_forward_pre_hook(hook, with_kwargs=True)
+            forms.append(hook)
+    if isinstance(block.attn, BeitAttention):
+        bias_form = SwitchedForm(unbiased)
+        block.attn.__class__ = PromptedBeitAttention
+        block.attn.bias_form = bias_form  # type: ignore[assignment]
+        forms.append(bias_form)
+    return forms
 
 
 def initial_prompts(blocks: int, prompts: int, vit: Any) -> Tensor:

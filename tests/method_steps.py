@@ -41,6 +41,19 @@ TRAININGS = {
     "adam": TrainSettings(lr=1e-2, weight_decay=0.0),
     "adamw": TrainSettings(lr=1e-2, weight_decay=0.05),
 }
+# Families beside timm's VisionTransformer, and what is special about their positions.
+OTHER_VITS: dict[str, dict[str, Any]] = {
+    "EVA-02, rotary": {"name": "eva02_tiny_patch14_224"},
+    "EVA-02, rotary, q k v apart": {"name": "eva02_base_patch14_224"},
+    "DINOv3, rotary, registers": {"name": "vit_small_patch16_dinov3"},
+    "rotary of each head and block": {"name": "vit_small_patch16_rope_mixed_224"},
+    "BEiT, bias in each block": {"name": "beit_base_patch16_224"},
+    "BEiT, one bias for all blocks": {
+        "name": "beit_base_patch16_224",
+        "options": {"use_shared_rel_pos_bias": True, "use_rel_pos_bias": False},
+    },
+    "BEiT, both": {"name": "beit_base_patch16_224", "options": {"use_shared_rel_pos_bias": True}},
+}
 AnyMethod = TypeVar("AnyMethod", bound=Method)
 Left = tuple[TaskState, Carried]  # what `Method.finish` returns
 
@@ -54,6 +67,16 @@ def vit(std: float = 0.2, img_size: int = 16, **options: Any) -> Any:
     model = build(TINY.model_copy(update={"img_size": img_size, "options": TINY.options | options}))
     for p in model.parameters():
         nn.init.normal_(p, std=std)
+    return model.eval()
+
+
+def other_vit(name: str, options: dict[str, Any] | None = None) -> Any:
+    """Return a tiny backbone of another family, as `vit` does."""
+    small = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    model = build(BackboneSettings(name=name, img_size=16, options=small | (options or {})))
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2)
     return model.eval()
 
 

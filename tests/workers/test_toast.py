@@ -4,13 +4,17 @@ that a base task gives."""
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import method_steps
 import pytest
 import torch
-from method_steps import BASE, ONE, PROGRESS, TWO, begun, images, vit
+from method_steps import BASE, ONE, OTHER_VITS, PROGRESS, TWO, begun, images, other_vit, vit
 from stage_lab import TASKS, Lab, answers
 from timm.models.vision_transformer import ParallelThingsBlock
 from torch import Tensor, nn
@@ -216,6 +220,79 @@ def test_without_feedback_it_is_the_backbone_to_the_last_bit() -> None:
     assert torch.equal(method.top_down.second_pass(entered, away, method.weight_overrides), plain)
     method.own["transform"].zero_()
     assert torch.equal(steered(method, images()), plain)
+
+
+@contextmanager
+def added_to_values(by_block: dict[int, Tensor]) -> Iterator[None]:
+    """Inside, the attention of the n-th block to run gets `by_block[n]`, (B, N, A), more values."""
+    attention, calls = F.scaled_dot_product_attention, itertools.count()
+
+    def adding(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        added = by_block.get(next(calls))
+        if added is not None:
+            v = v + added.unflatten(2, (v.shape[1], -1)).transpose(1, 2)
+        return attention(q, k, v, **options)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", adding):
+        yield
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
+def test_other_families_are_steered_by_their_values(form: dict[str, Any]) -> None:
+    """Two whole passes, feedback from layer to layer, and W_v of what is fed back added to v."""
+    method = method_of(backbone=other_vit(**form))
+    begun(method)
+    moved(method)
+    model, own, plain = method.backbone, dict(method.own.items()), other_vit(**form)
+    seen = plain.forward_features(images())
+    cosine = F.cosine_similarity(seen, own["prior"].expand_as(seen), dim=-1)
+    r = seen * cosine.clamp(0, 1)[..., None] @ own["transform"]
+    fed_back = {}
+    for layer in (1, 0):
+        w1, w2 = (w[layer] for w in layers_of(method))
+        r = r @ w1.T
+        attn = plain.blocks[layer].attn
+        weight = attn.qkv.weight[-32:] if attn.qkv is not None else attn.v_proj.weight
+        fed_back[layer] = r @ w2.T @ weight.T
+    with added_to_values(fed_back):
+        expected = plain(images())
+    features = steered(method, images())
+    assert torch.allclose(features, expected, atol=1e-4)
+    assert not torch.allclose(features, plain(images()), atol=1e-4)
+    assert torch.allclose(model(images()), plain(images()), atol=1e-5)
+    own["transform"].zero_()
+    assert torch.equal(steered(method, images()), model(images()))
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
+def test_feedback_of_other_families_learns_and_is_stored(name: str, form: dict[str, Any]) -> None:
+    method = method_of(name, other_vit(**form))
+    groups = begun(method)
+    start = {n: p.detach().clone() for n, p in method.own.items()}
+    method_steps.train(method, method_steps.OPTIMIZERS["sgd"](groups), ONE)
+    start.pop("prior")  # only through feedback that has moved does it get a gradient
+    for n, value in start.items():
+        assert not torch.equal(method.own[n], value), n
+    state = method.eval().finish()[0]
+    assert digest_of(method.backbone) == method.backbone_digest
+    assert 1.5 < method.flops_share(state) < 3
+    logits = method_steps.answers(method)
+    method.load_task(TaskState.from_bytes(state.to_bytes()))
+    assert torch.equal(method_steps.answers(method), logits)
+
+
+@torch.no_grad()
+def test_value_biases_apart_are_added_a_second_time_too() -> None:
+    form = OTHER_VITS["EVA-02, rotary"]
+    method, doubled = method_of(backbone=other_vit(**form), td_value_bias=True), other_vit(**form)
+    begun(method)
+    method.own["transform"].zero_()
+    for block in doubled.blocks:
+        block.attn.v_bias *= 2
+    assert torch.allclose(steered(method, images()), doubled(images()), atol=1e-4)
+    assert not torch.allclose(steered(method, images()), other_vit(**form)(images()), atol=1e-3)
 
 
 @torch.no_grad()

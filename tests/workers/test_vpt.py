@@ -10,7 +10,18 @@ from typing import Any
 import method_steps
 import pytest
 import torch
-from method_steps import BASE, ONE, TWO, answers, batch, begun, images, vit
+from method_steps import (
+    BASE,
+    ONE,
+    OTHER_VITS,
+    TWO,
+    answers,
+    batch,
+    begun,
+    images,
+    other_vit,
+    vit,
+)
 from torch import Tensor
 
 from workers.errors import UserError
@@ -34,31 +45,6 @@ BACKBONES: dict[
     "mean of all": {"global_pool": "avg", "pool_include_prefix": True},
     "attention pool": {"global_pool": "map"},
 }
-
-
-# Families beside timm's VisionTransformer, and what is special about their positions.
-OTHER_BACKBONES: dict[str, dict[str, Any]] = {
-    "EVA-02, rotary": {"name": "eva02_tiny_patch14_224"},
-    "EVA-02, rotary, q k v apart": {"name": "eva02_base_patch14_224"},
-    "DINOv3, rotary, registers": {"name": "vit_small_patch16_dinov3"},
-    "rotary of each head and block": {"name": "vit_small_patch16_rope_mixed_224"},
-    "BEiT, bias in each block": {"name": "beit_base_patch16_224"},
-    "BEiT, one bias for all blocks": {
-        "name": "beit_base_patch16_224",
-        "options": {"use_shared_rel_pos_bias": True, "use_rel_pos_bias": False},
-    },
-    "BEiT, both": {"name": "beit_base_patch16_224", "options": {"use_shared_rel_pos_bias": True}},
-}
-
-
-def other_backbone(name: str, options: dict[str, Any] | None = None) -> Any:
-    """Return a tiny backbone of another family whose parameters are all drawn."""
-    small = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
-    torch.manual_seed(0)
-    model = build(BackboneSettings(name=name, img_size=16, options=small | (options or {})))
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2)
-    return model.eval()
 
 
 def vpt(**settings: Any) -> Vpt:
@@ -116,10 +102,10 @@ def test_no_prompts_are_the_backbone(depth: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("form", OTHER_BACKBONES.values(), ids=OTHER_BACKBONES.keys())
+@pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
 def test_prompts_of_other_families_have_no_position(form: dict[str, Any], depth: Any) -> None:
     """Which prompt stands first does not matter; without prompts the backbone is as it was."""
-    model = other_backbone(**form)
+    model = other_vit(**form)
     plain, tokens = model(IMAGES), model.forward_features(IMAGES)
     sites = PromptSites(model, depth)
     prompts = drawn(len(sites))
@@ -139,10 +125,10 @@ def test_prompts_of_other_families_have_no_position(form: dict[str, Any], depth:
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_small_patch16_dinov3"])
 def test_prompts_are_rotated_no_more_than_the_prefix(name: str) -> None:
     """timm's own rotary attention leaves out a prefix; prompts can be counted to it."""
-    model, prompts = other_backbone(name), drawn(1)
+    model, prompts = other_vit(name), drawn(1)
     with PromptSites(model, "shallow").using(prompts):
         logits = model(IMAGES)
-    twin = other_backbone(name)
+    twin = other_vit(name)
     prefix = twin.num_prefix_tokens
     x, rope = twin._pos_embed(twin.patch_embed(IMAGES))
     x = torch.cat([x[:, :prefix], prompts[0].expand(len(x), -1, -1), x[:, prefix:]], 1)
@@ -164,9 +150,9 @@ def test_no_bias_of_relative_positions_reaches_prompts() -> None:
     assert not wide[..., 1:4].any()
 
 
-@pytest.mark.parametrize("form", OTHER_BACKBONES.values(), ids=OTHER_BACKBONES.keys())
+@pytest.mark.parametrize("form", OTHER_VITS.values(), ids=OTHER_VITS.keys())
 def test_every_prompt_of_another_family_learns(form: dict[str, Any]) -> None:
-    method = Vpt(other_backbone(**form), VptSettings(depth="deep"), seed=1)
+    method = Vpt(other_vit(**form), VptSettings(depth="deep"), seed=1)
     groups = begun(method)
     start = method.prompts.detach().clone()
     method_steps.train(method, method_steps.OPTIMIZERS["sgd"](groups), ONE)

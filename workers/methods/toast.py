@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from timm.models.convnext import ConvNeXt
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
@@ -21,6 +20,7 @@ from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import Task
 from workers.methods.base import (
+    BLOCK_VITS,
     Method,
     MethodSettings,
     ParamGroup,
@@ -93,6 +93,8 @@ class Toast(Method[S]):
       = 0, and xi is the mean token of an image of noise, which tokens of any image look towards.
       The code's random numbers (std 0.02) fade on their way down, and disturb the backbone until
       they are tuned.
+    - Where a family of ViTs has the biases of values as parameters apart, they are added behind the
+      fused product instead of in it: equal but for rounding.
     - On a ConvNeXt the map behind the last stage is fed back raw, and selected by its cosine behind
       the last norm. From stage to stage W1_l is a transposed convolution whose kernel is the
       stage's stride, W2_l one of 1 x 1; what comes down is added to what the stage is given, and
@@ -114,17 +116,18 @@ class Toast(Method[S]):
     steps = (Step("pretune"), Step("train"))
     starts_from = ("pretune",)
     needs_vit = True  # or a ConvNeXt: see `check_backbone`
+    vits = BLOCK_VITS
     Settings = ToastSettings
 
     @classmethod
     def check_backbone(cls, settings: S, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:
         convolutional = isinstance(backbone, ConvNeXt)
-        if not convolutional and not isinstance(backbone, VisionTransformer):
+        if not convolutional and not isinstance(backbone, cls.vits):
             raise UserError(
                 f"{cls.name!r} works on the blocks of a vision transformer or the stages of a "
                 "ConvNeXt, and the backbone is a "
                 f"{type(backbone).__name__}; choose another method, or a backbone such as "
-                "vit_tiny_patch16_224 or convnext_tiny"
+                "vit_tiny_patch16_224, eva02_tiny_patch14_224 or convnext_tiny"
             )
         if convolutional:
             unit = "stage"

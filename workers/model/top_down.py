@@ -14,13 +14,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
 from torch.nn import functional as F
 
 from workers.errors import UserError
 from workers.model.adapters import Hook
-from workers.model.compact import flops, plan_blocks
+from workers.model.compact import flops, multiply_adds, plan_blocks
 from workers.model.masked import BlockMasks
+from workers.model.tokens import (
+    block_arguments,
+    call_value_layer,
+    enter_blocks,
+    value_bias,
+    value_layer,
+    value_weight,
+)
 from workers.model.vit import geometry
 
 
@@ -79,13 +88,22 @@ class TopDown:
         self.hooks = [Hook(add_to_values) for _ in self.steered]
         for index, block in enumerate(self.steered, self.start):
             attn = getattr(block, "attn", None)
-            if not isinstance(getattr(attn, "qkv", None), nn.Linear):
+            layer = value_layer(attn)
+            if layer is None:
                 raise UserError(
                     f"block {index} of the backbone has no 'attn.qkv' whose values could be "
                     "steered; choose a ViT with plain blocks such as "
                     "vit_tiny_patch16_224 or deit_small_patch16_224"
                 )
-            block.attn.qkv.register_forward_hook(self.hooks[index - self.start])
+            call_value_layer(attn)
+            layer.register_forward_hook(self.hooks[index - self.start])
+        widths = {len(value_weight(block.attn)) for block in self.steered}
+        if len(widths) > 1:
+            raise UserError(
+                f"the values of the steered blocks are of widths {sorted(widths)}, and feedback is "
+                "one product for all of them; choose a backbone with equal blocks such as "
+                "vit_tiny_patch16_224 or vit_small_patch16_dinov3"
+            )
 
     def __len__(self) -> int:
         return len(self.steered)
@@ -126,12 +144,13 @@ class TopDown:
                 chain = layer if chain is None else layer @ chain
                 chains.insert(0, chain)
             # W_v: (S, A, D)
-            values = torch.stack([block.attn.qkv.weight.chunk(3)[2] for block in self.steered])
+            values = torch.stack([value_weight(block.attn) for block in self.steered])
             matrix = (values @ w2 @ torch.stack(chains)).flatten(0, 1)
-        if not self.value_bias or self.steered[0].attn.qkv.bias is None:
+        biases = [value_bias(block.attn) for block in self.steered]
+        stated = [bias for bias in biases if bias is not None]
+        if not self.value_bias or not stated:
             return {"matrix": matrix}
-        bias = torch.cat([block.attn.qkv.bias.chunk(3)[2] for block in self.steered])
-        return {"matrix": matrix, "bias": bias}
+        return {"matrix": matrix, "bias": torch.cat(stated)}
 
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """images (b, 3, H, W) -> tokens in front of the first steered block, and the tokens that
@@ -142,13 +161,13 @@ class TopDown:
         """
         vit = self.backbone
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            x = vit._pos_embed(vit.patch_embed(images))
-            x = vit.norm_pre(vit.patch_drop(x))
+            x = enter_blocks(vit, images)
+            arguments = block_arguments(vit)
             entered = x
             for index, block in enumerate(vit.blocks[: self.stop]):
                 if index == self.start:
                     entered = x
-                x = block(x)
+                x = block(x, **arguments[index])
             if self.stop == len(vit.blocks):
                 x = vit.norm(x)
             return entered, x
@@ -171,12 +190,13 @@ class TopDown:
         if stream is None:
             stream = []
         stream.append(x)
+        arguments = block_arguments(self.backbone)
         with self.adding(added.chunk(len(self), -1)):
-            for block in self.steered:
-                x = block(x)
+            for index, block in enumerate(self.steered, self.start):
+                x = block(x, **arguments[index])
                 stream.append(x)
-        for block in self.backbone.blocks[self.stop :]:
-            x = block(x)
+        for index, block in enumerate(self.backbone.blocks[self.stop :], self.stop):
+            x = block(x, **arguments[index])
         features: Tensor = self.backbone.forward_head(self.backbone.norm(x))
         return features
 
@@ -193,6 +213,8 @@ class TopDown:
 
         The steered blocks run twice, and each adds a matrix.
         """
+        if not isinstance(self.backbone, VisionTransformer):
+            return self.measured_share()
         shape = geometry(self.backbone)
         tokens: int = shape["tokens"] + shape["prefix"]
         block: int = self.width * (4 * self.width + 2 * shape["hidden"] + 2 * tokens)
@@ -200,6 +222,16 @@ class TopDown:
         one_pass = flops(self.backbone, plan_blocks(self.backbone, unmasked))
         added = tokens * len(self) * (block + self.width * self.width)
         return 1 + added / one_pass
+
+    def measured_share(self) -> float:
+        """Return `flops_share` by counting the operations of blocks and backbone."""
+        vit = self.backbone
+        tokens = vit.num_prefix_tokens + vit.patch_embed.num_patches
+        added = 0
+        for block in self.steered:
+            added += multiply_adds(block, tokens, self.width)
+            added += tokens * value_weight(block.attn).numel()
+        return 1 + added / multiply_adds(vit, 3, *vit.patch_embed.img_size)
 
     @contextmanager
     def adding(self, added: Sequence[Tensor]) -> Iterator[None]:

@@ -1,0 +1,102 @@
+"""The way of tokens through the blocks of timm's vision transformers, for who runs them one by one.
+
+timm's classes differ in what stands before the blocks, in what a block is given beside tokens
+(rotary embeddings, a bias of relative positions), and in where the values of attention come from.
+Axes: B images, N tokens (prefix first), D width, A width of a block's values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.models.beit import Beit
+from timm.models.eva import Eva
+from torch import Tensor, cat, nn
+
+Arguments = dict[str, Any]  # keyword arguments of a block beside its tokens
+
+
+def enter_blocks(vit: Any, images: Tensor) -> Tensor:
+    """Return the tokens that enter the first block: (B, 3, H, W) -> (B, N, D)."""
+    patches = vit.patch_embed(images)
+    if isinstance(vit, Eva):
+        tokens, _ = vit._pos_embed(patches)
+        normed: Tensor = vit.norm_pre(tokens)
+        return normed
+    if isinstance(vit, Beit):
+        return _with_class_token(vit, patches)
+    x: Tensor = vit.norm_pre(vit.patch_drop(vit._pos_embed(patches)))
+    return x
+
+
+def _with_class_token(vit: Any, patches: Tensor) -> Tensor:
+    """Return BEiT's tokens with their absolute positions, where it has such."""
+    tokens = cat([vit.cls_token.expand(len(patches), -1, -1), patches], 1)
+    if vit.pos_embed is not None:
+        tokens = tokens + vit.pos_embed
+    dropped: Tensor = vit.pos_drop(tokens)
+    return dropped
+
+
+def block_arguments(vit: Any) -> list[Arguments]:
+    """Return what each block is given beside its tokens; it does not depend on the images."""
+    depth = len(vit.blocks)
+    if isinstance(vit, Eva) and vit.rope is not None:
+        rope = _rotary_embedding(vit)
+        if vit.rope_mixed:
+            return [{"rope": of_block} for of_block in rope]
+        return [{"rope": rope} for _ in range(depth)]
+    if isinstance(vit, Beit) and vit.rel_pos_bias is not None:
+        bias = vit.rel_pos_bias()
+        return [{"shared_rel_pos_bias": bias} for _ in range(depth)]
+    return [{} for _ in range(depth)]
+
+
+def _rotary_embedding(vit: Any) -> Tensor:
+    """Return the sines and cosines of the patches, (..., n, 2 d)."""
+    if vit.dynamic_img_size or not hasattr(vit.rope, "feat_shape"):
+        embedding: Tensor = vit.rope.get_embed(shape=vit.patch_embed.grid_size)
+    else:
+        embedding = vit.rope.get_embed()
+    return embedding
+
+
+def value_layer(attn: Any) -> nn.Linear | None:
+    """Return the layer whose last A outputs are the values; None where there is no such."""
+    for name in ("qkv", "v_proj"):
+        layer = getattr(attn, name, None)
+        if isinstance(layer, nn.Linear):
+            return layer
+    return None
+
+
+def value_weight(attn: Any) -> Tensor:
+    """Return W_v, (A, D), of an attention with a `value_layer`."""
+    if isinstance(attn.qkv, nn.Linear):
+        fused: Tensor = attn.qkv.weight
+        return fused.chunk(3)[2]
+    weight: Tensor = attn.v_proj.weight
+    return weight
+
+
+def value_bias(attn: Any) -> Tensor | None:
+    """Return the bias of the values, (A,), of an attention with a `value_layer`."""
+    separate: Tensor | None = getattr(attn, "v_bias", None)
+    if separate is not None:
+        return separate
+    layer = value_layer(attn)
+    assert layer is not None
+    bias: Tensor | None = layer.bias
+    if bias is None or layer is not attn.qkv:
+        return bias
+    return bias.chunk(3)[2]
+
+
+def call_value_layer(attn: Any) -> None:
+    """Let an attention call its `value_layer`, so that hooks on it act, and add biases behind it.
+
+    Attention whose biases of queries and values are parameters apart would else use the weight
+    alone.
+    """
+    if hasattr(attn, "qkv_bias_separate"):
+        attn.qkv_bias_separate = True

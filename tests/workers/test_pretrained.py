@@ -112,3 +112,16 @@ def test_every_filter_of_published_weights_that_timm_has_is_known() -> None:
         text = file.read_text() if file.exists() else ""  # those of our own are not there
         if re.search(r"pretrained_filter_fn=\w", text) and module not in WITHOUT_FILTER:
             assert pretrained.filter_of(timm.list_models(module=module)[0]), module
+
+
+def test_a_layer_under_several_names_is_stored_under_each() -> None:
+    """CoaT shares layers among its blocks."""
+
+    def sharing() -> torch.nn.ModuleDict:
+        layer = torch.nn.Linear(3, 2)
+        return torch.nn.ModuleDict({"a": layer, "b": layer})
+
+    model, other = sharing(), sharing()
+    vit.from_bytes(other, vit.to_bytes(model), "weights")
+    assert vit.digest_of(other) == vit.digest_of(model)
+    assert other["a"] is other["b"]

@@ -334,11 +334,19 @@ def digest_of(model: nn.Module) -> str:
 
 
 def to_bytes(model: nn.Module) -> bytes:
-    """Return the weights of a model as safetensors."""
-    weights = model.state_dict()
-    return safetensors.torch.save(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    )
+    """Return the weights of a model as safetensors.
+
+    A few models, such as CoaT, use a layer under several names; each name gets a copy.
+    """
+    weights: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        weight = tensor.detach().cpu().contiguous()
+        if weight.data_ptr() in addresses:
+            weight = weight.clone()
+        addresses.add(weight.data_ptr())
+        weights[name] = weight
+    return safetensors.torch.save(weights)
 
 
 def from_bytes(model: nn.Module, data: bytes, where: str) -> None:

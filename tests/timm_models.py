@@ -1,0 +1,85 @@
+"""One small model of each module of timm, its smallest image, and why some are refused.
+
+.venv/bin/python -m tests.timm_models      # derives golden/timm_models.json anew, in minutes
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+
+from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.model import vit
+
+FILE = Path(__file__).parent / "golden" / "timm_models.json"
+COMMAND = ".venv/bin/python -m tests.timm_models"
+# Sides of images that are tried in turn, in pixels, before the one that a model was made for.
+SIDES = (64, 96, 128, 160, 224)
+LARGE = 60_000_000  # of more parameters, a model gets two blocks where it has a depth
+# Module -> the model to take, where the smallest one computes for minutes.
+INSTEAD = {"byoanet": "botnet26t_256"}
+# Module -> a part of the sentence that refuses its model; none is refused.
+REFUSED: dict[str, str] = {}
+
+
+def modules() -> list[str]:
+    """Return the modules of timm with models; those of this project that it lists are left out."""
+    names: list[str] = []
+    for module in timm.list_modules():
+        functions = [timm.model_entrypoint(name) for name in timm.list_models(module=module)]
+        if any(function.__module__.startswith("timm.") for function in functions):
+            names.append(module)
+    return names
+
+
+def smallest(module: str) -> str:
+    """Return the model of a module that has the fewest parameters; of equals, the first."""
+    if module in INSTEAD:
+        return INSTEAD[module]
+    sizes: dict[str, int] = {}
+    for name in timm.list_models(module=module):
+        with torch.device("meta"):
+            model: Any = timm.create_model(name, num_classes=0)
+        sizes[name] = sum(parameter.numel() for parameter in model.parameters())
+    return min(sizes, key=lambda name: (sizes[name], name))
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Return a model's backbone section: its smallest image, and two blocks where it is large.
+
+    One that is refused at every side gets the image that it was made for.
+    """
+    with torch.device("meta"):
+        model: Any = timm.create_model(name, num_classes=0)
+    config = model.default_cfg if isinstance(model.default_cfg, dict) else vars(model.default_cfg)
+    made_for = config["input_size"][-1]
+    choices: list[dict[str, Any]] = [{}]
+    if vit.size_of(model) > LARGE:
+        choices.insert(0, {"depth": 2})
+    for options in choices:
+        for side in (*(side for side in SIDES if side < made_for), made_for):
+            section = {"name": name, "img_size": side, "options": options}
+            try:
+                vit.check(BackboneSettings(**section))
+            except UserError:
+                continue
+            return section
+    return {"name": name, "img_size": made_for, "options": {}}
+
+
+def pinned() -> dict[str, dict[str, Any]]:
+    """Return module -> backbone section of its model, as the file has it."""
+    sections: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
+    return sections
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    derived = {module: settings_of(smallest(module)) for module in modules()}
+    FILE.write_text(json.dumps(derived, indent=1) + "\n")

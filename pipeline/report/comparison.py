@@ -17,6 +17,16 @@ from numpy.typing import NDArray
 
 from pipeline.config import flatten
 from pipeline.report.files import Row
+from pipeline.results import answers
+from pipeline.results.answers import RightAnswers
+from pipeline.results.intervals import (
+    NO_INTERVAL,
+    Array,
+    Interval,
+    differ,
+    percentile_interval,
+    t_interval,
+)
 from pipeline.results.tables import Matrix, RunTables
 from workers.errors import UserError
 
@@ -142,9 +152,28 @@ class Entry:
         values["trained_parameters"] = trained or None
         return values
 
+    def values(self, metric: str) -> dict[Any, float]:
+        """Return the values of a metric by seed; NaN when a run is not finished.
+
+        metric: of METRICS, or `accuracy on N`, after the last task on the one at position N.
+        """
+        if metric in METRICS:
+            return self.numbers[metric]
+        for position, task in enumerate(self.tasks):
+            if metric == answers.ACCURACY_ON.format(position):
+                return self._final_rates(task)
+        raise KeyError(metric)
+
+    def _final_rates(self, task: str) -> dict[Any, float]:
+        """Return the accuracy on a task after the last one, by seed."""
+        values = {}
+        for seed, matrix in self.matrices.items():
+            values[seed] = float(matrix.rates[-1, matrix.tasks.index(task)])
+        return values
+
     def spread(self, metric: str) -> Spread:
-        """Return the spread of a metric over the seeds."""
-        return Spread.of(list(self.numbers[metric].values()))
+        """Return the spread of a metric over the seeds. metric: as `values` takes it."""
+        return Spread.of(list(self.values(metric).values()))
 
     def difference(self, base: Entry, metric: str) -> Spread:
         """Return a metric minus that of `base`.
@@ -152,8 +181,8 @@ class Entry:
         Runs with the same seed are subtracted in pairs. Without common seeds the means are
         subtracted, and their deviations add up as those of independent runs.
         """
-        values = self.numbers[metric]
-        base_values = base.numbers[metric]
+        values = self.values(metric)
+        base_values = base.values(metric)
         seeds = [seed for seed in values if seed in base_values]
         if seeds:
             return Spread.of([values[seed] - base_values[seed] for seed in seeds])
@@ -203,6 +232,79 @@ class Comparison:
                     return False
         return True
 
+    # ---- intervals -------------------------------------------------------------------------------
+    @cached_property
+    def draws(self) -> dict[str, dict[str, Array]]:
+        """Metrics of each entry in draws of test images and replicas, by name.
+
+        Empty where the predictions of a run do not cover the tasks, or the runs test other images.
+        """
+        methods: dict[str, dict[str, RightAnswers]] = {}
+        images: dict[str, Any] = {}
+        for entry in self.entries:
+            by_replica = {}
+            for seed, run in entry.group.runs.items():
+                if list(entry.matrices[seed].tasks) != self.tasks:
+                    return {}
+                right = answers.right_answers(run, entry.label, self.tasks)
+                if right is None or images.setdefault(str(seed), right.images) != right.images:
+                    return {}
+                by_replica[str(seed)] = right
+            methods[entry.name] = by_replica
+        return answers.draw_metrics(methods)
+
+    def interval(self, entry: Entry, metric: str) -> Interval:
+        """Return the 95 % interval of the mean of a metric; none for a metric without draws.
+
+        metric: of METRICS, or a name that `answers` gives to its draws.
+        """
+        draws = self.draws.get(entry.name, {})
+        return percentile_interval(draws[metric]) if metric in draws else NO_INTERVAL
+
+    def difference_interval(self, entry: Entry, other: Entry, metric: str) -> Interval:
+        """Return the 95 % interval of the mean difference of a metric, of paired draws."""
+        draws = self.draws
+        if metric not in draws.get(entry.name, {}):
+            return NO_INTERVAL
+        return percentile_interval(draws[entry.name][metric] - draws[other.name][metric])
+
+    def winner(self, metric: str, pick_best: Callable[..., float] | None) -> Entry | None:
+        """Return the entry with the best mean of a metric, if it differs from all others.
+
+        None where its lead over one of them is within the noise. metric: as `interval` takes it.
+        """
+        if pick_best is None or len(self.entries) < 2:
+            return None
+        means = {entry.name: entry.spread(metric).mean for entry in self.entries}
+        known = [mean for mean in means.values() if not math.isnan(mean)]
+        if len(known) < len(means):
+            return None
+        best = next(entry for entry in self.entries if means[entry.name] == pick_best(known))
+        if all(self.differ(best, other, metric) for other in self.entries if other is not best):
+            return best
+        return None
+
+    def differ(self, entry: Entry, other: Entry, metric: str) -> bool:
+        """Return whether the means of two entries differ by more than the noise."""
+        values = entry.values(metric)
+        base = other.values(metric)
+        differences = [values[seed] - base[seed] for seed in values if seed in base]
+        if metric in self.draws.get(entry.name, {}):
+            draws = self.draws[entry.name][metric] - self.draws[other.name][metric]
+            return differ(draws, differences)
+        if not differences or any(map(math.isnan, differences)):
+            return False
+        is_rate = metric not in METRICS or METRICS[metric].kind == "rate"
+        if len(set(differences)) == 1:  # sizes do not vary with the seed
+            return differences[0] != 0 and not is_rate
+        return t_interval(differences).excludes_zero
+
+    def t_interval(self, entry: Entry, other: Entry, metric: str = "average_accuracy") -> Interval:
+        """Return Student's t interval of the mean difference over common seeds; none for one."""
+        values = entry.values(metric)
+        base = other.values(metric)
+        return t_interval([values[seed] - base[seed] for seed in values if seed in base])
+
     def base(self, entry: Entry) -> Entry | None:
         """Return the entry that `entry` is compared with.
 
@@ -224,6 +326,7 @@ class Comparison:
         for entry in self.entries:
             for metric in METRICS:
                 spread = entry.spread(metric)
+                interval = self.interval(entry, metric)
                 rows.append(
                     {
                         "entry": entry.name,
@@ -233,6 +336,8 @@ class Comparison:
                         "n": spread.n,
                         "mean": spread.mean,
                         "deviation": spread.deviation,
+                        "low": interval.low,
+                        "high": interval.high,
                         "seeds": ", ".join(map(str, entry.group.runs)),
                     }
                 )
@@ -247,6 +352,7 @@ class Comparison:
                 continue
             for metric in METRICS:
                 spread = entry.difference(base, metric)
+                interval = self.difference_interval(entry, base, metric)
                 rows.append(
                     {
                         "entry": entry.name,
@@ -255,6 +361,8 @@ class Comparison:
                         "n": spread.n,
                         "mean": spread.mean,
                         "deviation": spread.deviation,
+                        "low": interval.low,
+                        "high": interval.high,
                         "paired": spread.paired,
                     }
                 )

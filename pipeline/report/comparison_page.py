@@ -27,7 +27,16 @@ from pipeline.report.html_parts import (
     render_picture,
     render_table,
 )
+from pipeline.results.answers import ACCURACY_AFTER, FORGETTING_AFTER
+from pipeline.results.intervals import Interval
 
+ABOUT_INTERVALS = (
+    "The grey range is a 95 % interval of the mean: a percentile bootstrap over test images, the "
+    "same ones for all methods, and over the runs. Of few runs it is too narrow: of three it lies "
+    "between the lowest and the highest. A mean is bold where it is the best, and its lead over "
+    "every other one is beyond the noise: the interval of the paired difference excludes 0, and so "
+    "does Student's t interval over the runs. One run says nothing of that, so nothing is bold."
+)
 SIDE_BY_SIDE = 4  # matrices in one row of a picture
 LINKS = (
     ("summary", "Summary"),
@@ -129,38 +138,33 @@ def _has_mean(entries: Sequence[Entry], metric: str) -> bool:
 def render_summary(comparison: Comparison) -> str:
     """Return the table of means and deviations."""
     metrics = known_metrics(comparison.entries)
-    best = _best_means(comparison.entries, metrics)
+    winners = {name: comparison.winner(name, METRICS[name].pick_best) for name in metrics}
     body = ""
     for entry in comparison.entries:
         body += f"<tr><td class=left><b>{escape(entry.name)}</b></td>"
         body += f"<td>{len(entry.group.runs)}</td>"
         for metric in metrics:
             spread = entry.spread(metric)
-            start = "<td class=best>" if best.get(metric) == spread.mean else "<td>"
-            body += f"{start}{format_spread(spread, METRICS[metric].kind)}</td>"
+            start = "<td class=best>" if winners[metric] is entry else "<td>"
+            interval = format_interval(comparison.interval(entry, metric))
+            body += f"{start}{format_spread(spread, METRICS[metric].kind)}{interval}</td>"
         body += "</tr>"
     titles = "".join(map(column_head, metrics))
     meanings = [f"<b>{metric_title(metric)}</b>: {METRICS[metric].meaning}" for metric in metrics]
     return (
         '<h2 id="summary">Summary</h2><p>n is the number of runs with different seeds. The number '
-        "after ± is their sample standard deviation; one run has none. The best mean of a column "
-        'is bold, however small its lead.</p><div class="scroll"><table class="summary">'
+        f"after ± is their sample standard deviation; one run has none. {ABOUT_INTERVALS}</p>"
+        '<div class="scroll"><table class="summary">'
         f"<tr><th class=left>run</th><th>n</th>{titles}</tr>{body}</table></div>"
         f"<details><summary>What the columns mean</summary><p>{'; '.join(meanings)}.</p></details>"
     )
 
 
-def _best_means(entries: Sequence[Entry], metrics: Sequence[str]) -> dict[str, float]:
-    """Return the best mean of each metric; empty for a single entry."""
-    if len(entries) < 2:
-        return {}
-    best = {}
-    for metric in metrics:
-        pick_best = METRICS[metric].pick_best
-        if pick_best is not None:
-            means = [entry.spread(metric).mean for entry in entries]
-            best[metric] = pick_best([mean for mean in means if not math.isnan(mean)])
-    return best
+def format_interval(interval: Interval) -> str:
+    """Return the 95 % interval of an accuracy as HTML, on a line of its own; empty for none."""
+    if math.isnan(interval.low):
+        return ""
+    return f"<br><span class=soft>{100 * interval.low:z.1f} to {100 * interval.high:z.1f}</span>"
 
 
 def render_differences(comparison: Comparison) -> str:
@@ -208,8 +212,11 @@ def render_differences(comparison: Comparison) -> str:
 # ---- pictures ------------------------------------------------------------------------------------
 def curves_picture(comparison: Comparison) -> Picture:
     """Return the averages after each task, one line per entry."""
+    bands = "from the lowest to the highest run"
+    if comparison.draws:
+        bands = "95 % intervals of the mean"
     caption = (
-        "Lines: means over the seeds. Bands: from the lowest to the highest run. On the left, "
+        f"Lines: means over the seeds. Bands: {bands}. On the left, "
         "a falling line means that new tasks are harder or earlier ones are forgotten. "
         "On the right, a rising line means forgetting."
     )
@@ -232,7 +239,7 @@ def draw_curves(comparison: Comparison) -> Figure:
     for axes, metric, title in panels:
         plots.style_axes(axes, title, x_label)
         for index, entry in enumerate(comparison.entries):
-            _draw_curve(axes, entry, metric, index)
+            draw_curve(axes, comparison, entry, metric, index)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlim(-0.25, max(len(ticks) - 0.75, 0.25))
         plots.label_tasks(axes, ticks, "x")
@@ -252,8 +259,14 @@ def draw_curves(comparison: Comparison) -> Figure:
     return figure
 
 
-def _draw_curve(axes: Axes, entry: Entry, metric: str, index: int) -> None:
-    """Draw the mean of a metric over the seeds, and the band from the lowest to the highest."""
+def draw_curve(
+    axes: Axes, comparison: Comparison, entry: Entry, metric: str, index: int, scale: float = 1.0
+) -> None:
+    """Draw the mean of a metric over the seeds after each task, and its band.
+
+    The band is the 95 % interval of the mean, or, without one, from the lowest to the highest run.
+    metric: average_accuracy or forgetting. scale: of line and markers.
+    """
     num_steps = min(matrix.finished for matrix in entry.matrices.values())
     if num_steps == 0:
         return
@@ -261,13 +274,20 @@ def _draw_curve(axes: Axes, entry: Entry, metric: str, index: int) -> None:
     for row, matrix in zip(values, entry.matrices.values(), strict=True):
         row[:] = [averages[metric] for averages in matrix.over_time[:num_steps]]
     style = plots.method_style(index)
-    style["linewidth"] = max(1.3, 3.2 - 0.5 * index)
-    style["markersize"] = max(4.5, 8 - index)
+    style["linewidth"] = scale * max(1.3, 3.2 - 0.5 * index)
+    style["markersize"] = scale * max(4.5, 8 - index)
     style["markevery"] = plots.marker_step(num_steps)
     steps = range(num_steps)
     axes.plot(steps, values.mean(0), label=entry.name, **style)
+    lows = values.min(0)
+    highs = values.max(0)
+    if comparison.draws:
+        name = ACCURACY_AFTER if metric == "average_accuracy" else FORGETTING_AFTER
+        intervals = [comparison.interval(entry, name.format(t)) for t in steps]
+        lows = np.array([interval.low for interval in intervals])
+        highs = np.array([interval.high for interval in intervals])
     band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
-    axes.fill_between(steps, values.min(0), values.max(0), **band)
+    axes.fill_between(steps, lows, highs, **band)
 
 
 def matrix_pictures(comparison: Comparison) -> list[Picture]:

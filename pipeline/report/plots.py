@@ -51,6 +51,19 @@ def to_png(figure: Figure) -> bytes:
     return sink.getvalue()
 
 
+def to_vector(figure: Figure, kind: str) -> bytes:
+    """Return the figure as `pdf` or `svg`; equal figures give equal bytes.
+
+    Text is embedded as TrueType in PDF, as outlines in SVG.
+    """
+    FigureCanvasAgg(figure)
+    sink = io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else {"CreationDate": None}
+    with DRAWING, matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "accrete"}):
+        figure.savefig(sink, format=kind, metadata=metadata)
+    return sink.getvalue()
+
+
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, **options: Any
 ) -> tuple[Figure, list[Axes]]:

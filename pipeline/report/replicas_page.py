@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from pipeline.graph.run_record import RunRecord
-from pipeline.report import comparison_page, files
+from pipeline.report import comparison_page, files, paper
 from pipeline.report.comparison import Comparison
 from pipeline.report.html_parts import (
     format_yaml,
@@ -19,8 +19,21 @@ from pipeline.report.html_parts import (
 from pipeline.report.replicas import comparison_of
 from pipeline.results.tables import RunTables
 
+PAPER_FILES = (
+    "table.tex",
+    "table.md",
+    "table.csv",
+    "budget.tex",
+    "average_accuracy.pdf",
+    "average_accuracy.svg",
+    "forgetting.pdf",
+    "forgetting.svg",
+)
 LINKS = (
+    ("table", "Methods and tasks"),
     ("summary", "Summary"),
+    ("differences", "Differences"),
+    ("budget", "Budgets"),
     ("curves", "Over the tasks"),
     ("matrices", "Matrices"),
     ("stages", "Shared stages"),
@@ -40,7 +53,8 @@ def build(record: RunRecord, tables: Mapping[str, RunTables]) -> dict[str, bytes
     sections = [render_head(record, comparison)]
     if notes:
         sections.append(f'<div class="note"><ul>{notes}</ul></div>')
-    sections.append(comparison_page.render_summary(comparison))
+    sections += [render_table_of_tasks(comparison), comparison_page.render_summary(comparison)]
+    sections += [render_differences(comparison), render_budgets(comparison)]
     sections.append('<h2 id="curves">Over the tasks</h2>')
     sections.append(render_picture(pictures[0]))
     sections.append('<h2 id="matrices">Accuracy matrices</h2>')
@@ -48,7 +62,8 @@ def build(record: RunRecord, tables: Mapping[str, RunTables]) -> dict[str, bytes
     sections.append(comparison_page.render_stages(comparison))
     sections.append(render_settings(record, tables))
     page = render_document(escape(str(record["name"])), sections)
-    return report | {"report.html": page.encode()} | files.csv_and_parquet(comparison.tables())
+    report["report.html"] = page.encode()
+    return report | paper.paper_files(comparison) | files.csv_and_parquet(comparison.tables())
 
 
 def render_head(record: RunRecord, comparison: Comparison) -> str:
@@ -68,6 +83,42 @@ def render_head(record: RunRecord, comparison: Comparison) -> str:
         f"is a run of its own as well ({escape(', '.join(runs))}): it has masks, training curves "
         "and sizes in a report of its own when its seed is run alone, at no cost.</p>"
         f"{render_links(LINKS)}"
+    )
+
+
+def render_table_of_tasks(comparison: Comparison) -> str:
+    """Return the table of methods and tasks, and where it stands for a paper."""
+    caption = " ".join(paper.caption_of(comparison)[1:2])
+    links = [f'<a href="{name}">{name}</a>' for name in PAPER_FILES]
+    return (
+        '<h2 id="table">Methods and tasks</h2><p>Accuracy in % on each task after the last one. '
+        f"{escape(caption)} Ranges are 95 % intervals, and bold is best beyond the noise, as the "
+        "summary below says.</p>"
+        f"{paper.as_html(paper.accuracy_table(comparison))}"
+        f"<p>For a paper: {', '.join(links)}.</p>"
+    )
+
+
+def render_differences(comparison: Comparison) -> str:
+    """Return what each method lacks to the most accurate one."""
+    if len(comparison.entries) < 2:
+        return ""
+    return (
+        '<h2 id="differences">Differences</h2><p>Each method minus the one of the highest average '
+        "accuracy, in pairs: the same replicas and the same test images. It is beyond the noise "
+        "where both intervals exclude 0; each comparison stands for itself, so of twenty between "
+        f"equal methods one may be.</p>{paper.differences_html(comparison)}"
+    )
+
+
+def render_budgets(comparison: Comparison) -> str:
+    """Return what each method was given."""
+    return (
+        '<h2 id="budget">Budgets</h2><p>What each method was given in a replica, on average, '
+        "without the backbone that all share: epochs of a task, images that its training read, "
+        "seconds of training times the ranks that it ran on, and the bytes that it stores at the "
+        "end, with the backbone. Methods are fairly compared where these are alike.</p>"
+        f"{paper.budgets_html(comparison)}"
     )
 
 

@@ -39,7 +39,7 @@ def average_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
     r = rates(correct, total)
     if not len(r):
         return NAN
-    return float(r[-1].mean())
+    return float(average_accuracies(r))
 
 
 def micro_average_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
@@ -77,7 +77,10 @@ def forgetting(correct: ArrayLike, total: ArrayLike = 1) -> float:
 
     This is the forgetting of Chaudhry et al. 2018, and the default.
     """
-    return _lost(rates(correct, total), lambda r, j: r[j:-1, j].max())
+    r = rates(correct, total)
+    if len(r) < 2:
+        return _zero_if_measured(r)
+    return float(forgettings(r))
 
 
 def forgetting_first(correct: ArrayLike, total: ArrayLike = 1) -> float:
@@ -108,7 +111,7 @@ def learning_accuracy(correct: ArrayLike, total: ArrayLike = 1) -> float:
     r = rates(correct, total)
     if not len(r):
         return NAN
-    return float(np.diagonal(r).mean())
+    return float(learning_accuracies(r))
 
 
 def forgetting_continuum_pre_2022_05(correct: ArrayLike, total: ArrayLike = 1) -> float:
@@ -173,6 +176,42 @@ def over_time(correct: ArrayLike, total: ArrayLike = 1) -> list[dict[str, float]
         leading = slice(stages)
         rows.append(all_metrics(hits[leading, leading], counts[leading, leading]))
     return rows
+
+
+# ---- of many matrices at once --------------------------------------------------------------------
+def average_accuracies(r: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return `average_accuracy` of each matrix of rates, (..., T, T) -> (...)."""
+    means: NDArray[np.float64] = r[..., -1, :].mean(-1)
+    return means
+
+
+def learning_accuracies(r: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return `learning_accuracy` of each matrix of rates, (..., T, T) -> (...)."""
+    means: NDArray[np.float64] = np.diagonal(r, axis1=-2, axis2=-1).mean(-1)
+    return means
+
+
+def forgettings(r: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return `forgetting` of each matrix of rates, (..., T, T) -> (...)."""
+    if r.shape[-1] < 2:
+        return np.zeros(r.shape[:-2])
+    losses = [r[..., j:-1, j].max(-1) - r[..., -1, j] for j in range(r.shape[-1] - 1)]
+    means: NDArray[np.float64] = np.stack(losses, -1).mean(-1)
+    return means
+
+
+def average_incremental_accuracies(
+    r: NDArray[np.float64], total: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return `average_incremental_accuracy` of each matrix of rates, (..., T, T) -> (...).
+
+    total (T,): test images of each task.
+    """
+    learned = np.tril(np.ones(r.shape[-2:]))
+    hits = (np.where(learned > 0, r, 0.0) * total).sum(-1)
+    pooled = hits / (learned * total).sum(-1)
+    means: NDArray[np.float64] = pooled.mean(-1)
+    return means
 
 
 def _counts(

@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.results import metrics
 from pipeline.results.chance import LearnedTask
-from pipeline.results.training import StepTraining, TrainedStage, group_steps
+from pipeline.results.training import (
+    Budget,
+    StepTraining,
+    TrainedStage,
+    budget_of,
+    group_steps,
+)
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, Manifest, join
 
@@ -425,6 +431,19 @@ class RunTables:
         return TaskSizes(
             sizes, carried_bytes, serving.manifest.get("flops_share"), trained_parameters or None
         )
+
+    def budget(self, label: str) -> Budget:
+        """Return what a method was given, without the backbone that all methods share."""
+        manifests: list[Manifest | None] = []
+        trained: dict[str, None] = {}
+        for stage in self.record["stages"]:
+            if stage["label"] != label or stage["step"] == "evaluate":
+                continue
+            artifact = self.artifacts.get(stage["id"])
+            manifests.append(None if artifact is None else artifact.manifest)
+            trained[stage["task"] or ""] = None
+        sizes = self.sizes(label)
+        return budget_of(manifests, len(trained), sizes[-1]["total"] if sizes else math.nan)
 
     def summary(self) -> list[Row]:
         """Return one row per method: final metrics, sizes, and whether its logits changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,6 +51,37 @@ class StepTraining:
             f"{text}; where that is less than {train.min_steps} steps, batches down to {smallest} "
             f"and {limit} epochs"
         )
+
+
+class Budget(NamedTuple):
+    """What a method was given, and what it stores.
+
+    epochs: of a task, on average. images: that training steps read, over all tasks and epochs.
+    device_s: seconds of training times the ranks that it ran on. stored_bytes: at the end, with the
+    backbone. NaN where stages are not finished.
+    """
+
+    epochs: float
+    images: float
+    device_s: float
+    stored_bytes: float
+
+
+def budget_of(
+    stages: Iterable[Mapping[str, Any] | None], tasks: int, stored_bytes: float
+) -> Budget:
+    """Return the budget of a method. stages: manifests of its training stages; tasks: trained."""
+    epochs = 0.0
+    images = 0.0
+    device_s = 0.0
+    for manifest in stages:
+        if manifest is None:
+            return Budget(math.nan, math.nan, math.nan, math.nan)
+        length = manifest.get("length") or {}
+        epochs += length.get("epochs", 0)
+        images += length.get("epochs", 0) * length.get("images", 0)
+        device_s += (manifest.get("wall_s") or 0.0) * (manifest.get("workers") or 1)
+    return Budget(epochs / tasks if tasks else 0.0, images, device_s, stored_bytes)
 
 
 def _range(numbers: Iterable[int]) -> str:

@@ -296,12 +296,14 @@ def method_report_files(report: Mapping[str, bytes], label: str) -> dict[str, by
 
 
 def run_report_files(report: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the page, the graph and the comparisons of a finished report, and its tables below
-    `tables/`."""
+    """Return the page, the graph and the comparisons of a finished report, its tables below
+    `tables/`, and figures for a paper below `figures/`."""
     contents = {}
     for name, data in report.items():
         if name in (*figures.RUN_FIGURES, "report.html", "graph.svg"):
             contents[name] = data
-        elif name.endswith((".csv", ".parquet")):
+        elif name.endswith((".csv", ".parquet", ".tex", ".md")):
             contents[f"tables/{name}"] = data
+        elif name.endswith((".pdf", ".svg")):
+            contents[f"figures/{name}"] = data
     return contents

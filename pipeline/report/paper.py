@@ -1,0 +1,350 @@
+"""What a paper takes from a comparison: tables as LaTeX (booktabs), Markdown, CSV and Parquet, and
+figures as PDF and SVG in the width of a column."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from pipeline.report import comparison_page, files, plots
+from pipeline.report.comparison import Comparison, Entry, Spread
+from pipeline.report.files import Row
+from pipeline.report.html_parts import NO_VALUE, format_value
+from pipeline.results.answers import ACCURACY_ON
+from pipeline.results.intervals import Interval
+from pipeline.results.training import Budget
+
+COLUMN_INCHES = 3.3  # width of a column of a paper in two columns
+FIGURE_INCHES = 2.5  # height
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+}
+MARKDOWN = {letter: f"\\{letter}" for letter in "\\|*_`<>"}
+
+
+class Column(NamedTuple):
+    """A column of the table. metric: as `Comparison.winner` takes it."""
+
+    title: str
+    metric: str
+    pick_best: Callable[..., float]
+
+
+class Cell(NamedTuple):
+    """A number of a table: mean and deviation over replicas, its interval, and whether it is best
+    beyond the noise."""
+
+    spread: Spread
+    interval: Interval
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class AccuracyTable:
+    """Methods x tasks in per cent, with averages. heading: of each column but the first.
+
+    rows: method -> cells. with_interval: positions of the columns whose interval is written, too.
+    """
+
+    heading: Sequence[str]
+    rows: Mapping[str, Sequence[Cell]]
+    with_interval: Sequence[int]
+
+
+def accuracy_table(comparison: Comparison) -> AccuracyTable:
+    """Return the final accuracy of each method on each task, its average, and forgetting."""
+    columns = []
+    for position, task in enumerate(comparison.tasks):
+        columns.append(Column(task, ACCURACY_ON.format(position), max))
+    count = len(columns)
+    columns.append(Column("average", "average_accuracy", max))
+    columns.append(Column("forgetting", "forgetting", min))
+    winners = {one.metric: comparison.winner(one.metric, one.pick_best) for one in columns}
+    rows = {}
+    for entry in comparison.entries:
+        cells = []
+        for column in columns:
+            interval = comparison.interval(entry, column.metric)
+            is_best = winners[column.metric] is entry
+            cells.append(Cell(entry.spread(column.metric), interval, is_best))
+        rows[entry.name] = cells
+    return AccuracyTable([column.title for column in columns], rows, [count, count + 1])
+
+
+# ---- the same table in each form -----------------------------------------------------------------
+def as_latex(table: AccuracyTable, caption: Sequence[str]) -> str:
+    """Return a `tabular` of booktabs. caption: sentences, written above it as comments."""
+    lines = [f"% {sentence}" for sentence in caption]
+    lines.append("% \\usepackage{booktabs}")
+    lines.append(f"\\begin{{tabular}}{{l{'r' * len(table.heading)}}}")
+    heading = ["method", *table.heading]
+    lines += ["\\toprule", " & ".join(map(latex_text, heading)) + r" \\", "\\midrule"]
+    for name, cells in table.rows.items():
+        texts = [latex_text(name)]
+        for position, cell in enumerate(cells):
+            texts.append(_latex_cell(cell, position in table.with_interval))
+        lines.append(" & ".join(texts) + r" \\")
+    lines += ["\\bottomrule", "\\end{tabular}", ""]
+    return "\n".join(lines)
+
+
+def latex_text(text: str) -> str:
+    """Return text with LaTeX's special characters escaped."""
+    return "".join(LATEX.get(letter, letter) for letter in text)
+
+
+def _latex_cell(cell: Cell, with_interval: bool) -> str:
+    if math.isnan(cell.spread.mean):
+        return "--"
+    text = percent(cell.spread.mean)
+    if cell.is_best:
+        text = f"\\mathbf{{{text}}}"
+    if not math.isnan(cell.spread.deviation):
+        text += f" \\pm {percent(cell.spread.deviation)}"
+    if with_interval and not math.isnan(cell.interval.low):
+        text += f"\\;[{percent(cell.interval.low)}, {percent(cell.interval.high)}]"
+    return f"${text}$"
+
+
+def as_markdown(table: AccuracyTable, caption: Sequence[str]) -> str:
+    """Return the table in Markdown, the sentences of `caption` below it."""
+    lines = ["| method | " + " | ".join(map(markdown_text, table.heading)) + " |"]
+    lines.append("|---|" + "---:|" * len(table.heading))
+    for name, cells in table.rows.items():
+        texts = [markdown_text(name)]
+        for position, cell in enumerate(cells):
+            texts.append(_plain_cell(cell, position in table.with_interval, "**", "**", "-"))
+        lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join([*lines, "", *map(markdown_text, caption), ""])
+
+
+def markdown_text(text: str) -> str:
+    """Return text with Markdown's special characters escaped."""
+    return "".join(MARKDOWN.get(letter, letter) for letter in text)
+
+
+def as_html(table: AccuracyTable) -> str:
+    """Return the table for a page."""
+    heading = "".join(f"<th>{escape(title)}</th>" for title in table.heading)
+    body = ""
+    for name, cells in table.rows.items():
+        body += f"<tr><td class=left><b>{escape(name)}</b></td>"
+        for position, cell in enumerate(cells):
+            text = _plain_cell(cell, False, "", "", NO_VALUE)
+            if position in table.with_interval:
+                text += comparison_page.format_interval(cell.interval)
+            body += f"<td class=best>{text}</td>" if cell.is_best else f"<td>{text}</td>"
+        body += "</tr>"
+    return (
+        '<div class="scroll"><table class="summary">'
+        f"<tr><th class=left>method</th>{heading}</tr>{body}</table></div>"
+    )
+
+
+def _plain_cell(cell: Cell, with_interval: bool, start: str, end: str, nothing: str) -> str:
+    """Return `92.1 ± 0.4 [91.0, 93.2]`; the mean of the best between `start` and `end`."""
+    if math.isnan(cell.spread.mean):
+        return nothing
+    text = percent(cell.spread.mean)
+    if cell.is_best:
+        text = f"{start}{text}{end}"
+    if not math.isnan(cell.spread.deviation):
+        text += f" ± {percent(cell.spread.deviation)}"
+    if with_interval and not math.isnan(cell.interval.low):
+        text += f" [{percent(cell.interval.low)}, {percent(cell.interval.high)}]"
+    return text
+
+
+def percent(value: float) -> str:
+    """0.9214 -> `92.1`."""
+    return f"{100 * value:z.1f}"
+
+
+def table_rows(table: AccuracyTable) -> list[Row]:
+    """Return the table in long format, rates between 0 and 1."""
+    rows = []
+    for name, cells in table.rows.items():
+        for title, cell in zip(table.heading, cells, strict=True):
+            rows.append(
+                {
+                    "method": name,
+                    "column": title,
+                    "n": cell.spread.n,
+                    "mean": cell.spread.mean,
+                    "deviation": cell.spread.deviation,
+                    "low": cell.interval.low,
+                    "high": cell.interval.high,
+                    "best": cell.is_best,
+                }
+            )
+    return rows
+
+
+def caption_of(comparison: Comparison) -> list[str]:
+    """Return the sentences that say what the numbers of the table are."""
+    count = max((len(group.runs) for group in comparison.groups), default=0)
+    sentences = ["Accuracy in per cent on each task after the last one."]
+    if count > 1:
+        names = ", ".join(map(str, comparison.groups[0].runs))
+        sentences.append(f"Mean and sample standard deviation of {count} replicas ({names}).")
+    else:
+        sentences.append("One seed: differences between methods may be chance.")
+    if comparison.draws:
+        sentences.append("In brackets: 95 % bootstrap intervals over test images and replicas.")
+    sentences.append("Bold: best of its column by more than the noise (paired, 95 %).")
+    return sentences
+
+
+# ---- budgets -------------------------------------------------------------------------------------
+BUDGET_COLUMNS = {
+    "epochs": ("epochs a task", "count"),
+    "images": ("images trained on", "count"),
+    "device_s": ("device-seconds", "seconds"),
+    "stored_bytes": ("bytes stored", "bytes"),
+}
+
+
+def budgets(comparison: Comparison) -> dict[str, Budget]:
+    """Return the budget of each entry, the mean over its replicas."""
+    means = {}
+    for entry in comparison.entries:
+        parts = [run.budget(entry.label) for run in entry.group.runs.values()]
+        means[entry.name] = Budget(*map(statistics.fmean, zip(*parts, strict=True)))
+    return means
+
+
+def budget_rows(comparison: Comparison) -> list[Row]:
+    """Return one row per entry."""
+    return [{"method": name, **budget._asdict()} for name, budget in budgets(comparison).items()]
+
+
+def budgets_html(comparison: Comparison) -> str:
+    """Return the table of budgets for a page."""
+    heading = "".join(f"<th>{title}</th>" for title, _ in BUDGET_COLUMNS.values())
+    body = ""
+    for name, budget in budgets(comparison).items():
+        body += f"<tr><td class=left><b>{escape(name)}</b></td>"
+        for field, (_, kind) in BUDGET_COLUMNS.items():
+            body += f"<td>{format_value(getattr(budget, field), kind)}</td>"
+        body += "</tr>"
+    return (
+        '<div class="scroll"><table class="summary">'
+        f"<tr><th class=left>method</th>{heading}</tr>{body}</table></div>"
+    )
+
+
+def budgets_latex(comparison: Comparison) -> str:
+    """Return the table of budgets as a `tabular` of booktabs."""
+    lines = [
+        "% What each method was given, without the backbone; mean of a replica.",
+        "% \\usepackage{booktabs}",
+        f"\\begin{{tabular}}{{l{'r' * len(BUDGET_COLUMNS)}}}",
+        "\\toprule",
+        " & ".join(["method", *(title for title, _ in BUDGET_COLUMNS.values())]) + r" \\",
+        "\\midrule",
+    ]
+    for name, budget in budgets(comparison).items():
+        cells = [latex_text(name), *map(_latex_number, budget)]
+        lines.append(" & ".join(cells) + r" \\")
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+
+
+def _latex_number(value: float) -> str:
+    return "--" if math.isnan(value) else f"{value:,.1f}".removesuffix(".0")
+
+
+# ---- figures -------------------------------------------------------------------------------------
+def curve_figure(comparison: Comparison, metric: str, title: str) -> Figure:
+    """Return one curve per entry after each task with its band, in the width of a column."""
+    figure, (axes,) = plots.new_figure(COLUMN_INCHES, FIGURE_INCHES)
+    plots.style_axes(axes, "", "tasks learned", title)
+    for index, entry in enumerate(comparison.entries):
+        comparison_page.draw_curve(axes, comparison, entry, metric, index, scale=0.5)
+    count = len(comparison.tasks)
+    step = max(1, count // 10)
+    axes.set_xticks(range(0, count, step), [str(t + 1) for t in range(0, count, step)])
+    axes.tick_params(labelsize=7)
+    axes.xaxis.label.set_fontsize(8)
+    axes.yaxis.label.set_fontsize(8)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        names,
+        loc="outside upper center",
+        ncols=min(len(names), 3) or 1,
+        fontsize=7,
+        frameon=False,
+    )
+    return figure
+
+
+def paper_files(comparison: Comparison) -> dict[str, bytes]:
+    """Return the tables and figures of a comparison by file name."""
+    table = accuracy_table(comparison)
+    caption = caption_of(comparison)
+    contents = {
+        "table.tex": as_latex(table, caption).encode(),
+        "table.md": as_markdown(table, caption).encode(),
+        "budget.tex": budgets_latex(comparison).encode(),
+    }
+    rows = {"table": table_rows(table), "budget": budget_rows(comparison)}
+    contents |= files.csv_and_parquet(rows)
+    figures = (("average_accuracy", "average accuracy so far"), ("forgetting", "forgetting so far"))
+    for metric, title in figures:
+        for kind in ("pdf", "svg"):
+            figure = curve_figure(comparison, metric, title)
+            contents[f"{metric}.{kind}"] = plots.to_vector(figure, kind)
+    return contents
+
+
+# ---- differences ---------------------------------------------------------------------------------
+def differences_html(comparison: Comparison) -> str:
+    """Return the table of what each method lacks to the one of the highest average accuracy."""
+    first, *others = rank_by_accuracy(comparison.entries)
+    metric = "average_accuracy"
+    body = ""
+    for entry in others:
+        spread = entry.difference(first, metric)
+        interval = comparison.difference_interval(entry, first, metric)
+        verdict = "within the noise"
+        if comparison.differ(entry, first, metric):
+            verdict = "beyond the noise"
+        body += (
+            f"<tr><td class=left><b>{escape(entry.name)}</b> minus {escape(first.name)}</td>"
+            f"<td>{comparison_page.format_spread(spread, 'rate', is_difference=True)}</td>"
+            f"<td>{_points(interval)}</td><td>{_points(comparison.t_interval(entry, first))}</td>"
+            f"<td class=left>{verdict}</td></tr>"
+        )
+    return (
+        '<div class="scroll"><table class="summary"><tr><th class=left>average accuracy</th>'
+        "<th>difference</th><th>bootstrap, 95 %</th><th>Student's t, 95 %</th>"
+        f"<th class=left>so it is</th></tr>{body}</table></div>"
+    )
+
+
+def _points(interval: Interval) -> str:
+    """Return an interval in percentage points."""
+    if math.isnan(interval.low):
+        return NO_VALUE
+    return f"{100 * interval.low:+z.1f} to {100 * interval.high:+z.1f} pp"
+
+
+def rank_by_accuracy(entries: Sequence[Entry]) -> list[Entry]:
+    """Return entries, the highest average accuracy first; those without one last."""
+
+    def accuracy(entry: Entry) -> float:
+        mean = entry.spread("average_accuracy").mean
+        return -math.inf if math.isnan(mean) else mean
+
+    return sorted(entries, key=accuracy, reverse=True)

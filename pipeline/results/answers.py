@@ -1,0 +1,161 @@
+"""Which test images each method answered right, and the draws of its metrics over images and
+replicas (see `intervals`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipeline.results import intervals, metrics
+from pipeline.results.intervals import Array
+from pipeline.results.tables import RunTables
+
+ImageId = tuple[str, str]  # key of the ingested data, key of the image
+# of these metrics draws are made; `after` and `on` are followed by the position of a task
+ACCURACY_AFTER = "average_accuracy after {}"
+FORGETTING_AFTER = "forgetting after {}"
+ACCURACY_ON = "accuracy on {}"
+
+
+@dataclass(frozen=True)
+class RightAnswers:
+    """The answers of one method in one replica.
+
+    right: (t, i) -> whether each image of task i is answered right after task t, (images of i,).
+    images: of each task, in that order.
+    """
+
+    right: Mapping[tuple[int, int], NDArray[np.bool_]]
+    images: Sequence[Sequence[ImageId]]
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """Test images that stand in the same task of every replica.
+
+    rows: by replica, the images' task, and their positions in it. counts: how often each is in each
+    draw, (images, draws).
+    """
+
+    rows: Mapping[str, tuple[int, NDArray[np.int64]]]
+    counts: NDArray[np.uint8]
+
+
+def right_answers(run: RunTables, label: str, tasks: Sequence[str]) -> RightAnswers | None:
+    """Return the answers of one method of a run; None where the predictions do not cover them."""
+    right: dict[tuple[int, int], NDArray[np.bool_]] = {}
+    images: list[list[ImageId]] = [[] for _ in tasks]
+    for t, after in enumerate(tasks):
+        table = run.table(run.artifacts.get(f"{label}/{after}/evaluate"), "predictions.parquet")
+        result = run.result(label, after)
+        if table is None or result is None:
+            return None
+        for i, task in enumerate(tasks[: t + 1]):
+            if i < t and not result["rewrites"]:  # it cannot change these answers
+                right[t, i] = right[i, i]
+                continue
+            rows = table.filter(pc.equal(table["task"], task))
+            keys = rows["key"].to_pylist()
+            order = sorted(range(len(keys)), key=keys.__getitem__)
+            task_images = [(str(run.task(task).get("data", "")), keys[row]) for row in order]
+            if t == i:
+                images[i] = task_images
+            if not order or task_images != images[i]:
+                return None
+            is_right = rows["label"].to_numpy() == rows["prediction"].to_numpy()
+            right[t, i] = is_right[order]
+    return RightAnswers(right, images)
+
+
+def strata_of(
+    images: Mapping[str, Sequence[Sequence[ImageId]]], rng: np.random.Generator, draws: int
+) -> list[Stratum]:
+    """Return the test images in groups that every replica tests together, with their draws.
+
+    images: of each task of each replica. With one class order a group is a task.
+    """
+    tasks_of: dict[ImageId, dict[str, tuple[int, int]]] = {}
+    for replica, tasks in images.items():
+        for index, task_images in enumerate(tasks):
+            for row, image in enumerate(task_images):
+                tasks_of.setdefault(image, {})[replica] = (index, row)
+    groups: dict[tuple[tuple[str, int], ...], list[dict[str, tuple[int, int]]]] = {}
+    for rows_by_replica in tasks_of.values():
+        group = tuple((replica, index) for replica, (index, _) in rows_by_replica.items())
+        groups.setdefault(group, []).append(rows_by_replica)
+    strata = []
+    for group, members in groups.items():
+        rows = {}
+        for replica, index in group:
+            rows[replica] = (index, np.array([member[replica][1] for member in members]))
+        strata.append(Stratum(rows, intervals.draw_counts(len(members), rng, draws)))
+    return strata
+
+
+def drawn_rates(answers: RightAnswers, replica: str, strata: Sequence[Stratum]) -> Array:
+    """Return the accuracy matrix of one method in one replica in each draw, (draws, T, T)."""
+    size = len(answers.images)
+    draws = strata[0].counts.shape[1]
+    hits = np.zeros((draws, size, size))
+    for stratum in strata:
+        if replica not in stratum.rows:
+            continue
+        task, rows = stratum.rows[replica]
+        right = np.array([answers.right[t, task][rows] for t in range(task, size)], np.float32)
+        hits[:, task:, task] += (right @ stratum.counts.astype(np.float32)).T
+    totals = np.array([len(task_images) for task_images in answers.images], float)
+    rates: Array = hits / totals
+    return rates
+
+
+def metrics_of(rates: Array, totals: Array) -> dict[str, Array]:
+    """Return each metric in each draw, (draws,), by name. rates: (draws, T, T); totals: (T,)."""
+    values = {
+        "average_accuracy": metrics.average_accuracies(rates),
+        "average_incremental_accuracy": metrics.average_incremental_accuracies(rates, totals),
+        "forgetting": metrics.forgettings(rates),
+        "learning_accuracy": metrics.learning_accuracies(rates),
+    }
+    for t in range(rates.shape[-1]):
+        leading = rates[:, : t + 1, : t + 1]
+        values[ACCURACY_AFTER.format(t)] = metrics.average_accuracies(leading)
+        values[FORGETTING_AFTER.format(t)] = metrics.forgettings(leading)
+        values[ACCURACY_ON.format(t)] = rates[:, -1, t]
+    return values
+
+
+def draw_metrics(
+    methods: Mapping[str, Mapping[str, RightAnswers]], draws: int = intervals.DRAWS
+) -> dict[str, dict[str, Array]]:
+    """Return for each method its metrics in each draw, (draws,), means over the drawn replicas.
+
+    methods: the answers of each method in each replica. Methods with the same replicas are drawn
+    together, so that their differences are paired; so are all on the same images.
+    """
+    rng = np.random.default_rng(intervals.SEED)
+    images: dict[str, Sequence[Sequence[ImageId]]] = {}
+    for by_replica in methods.values():
+        for replica, answers in by_replica.items():
+            images.setdefault(replica, answers.images)
+    strata = strata_of(images, rng, draws)
+    picked: dict[tuple[str, ...], NDArray[np.int64]] = {}
+    drawn: dict[str, dict[str, Array]] = {}
+    for method, by_replica in methods.items():
+        replicas = tuple(by_replica)
+        if replicas not in picked:
+            picked[replicas] = intervals.draw_replicas(len(replicas), rng, draws)
+        values: dict[str, list[Array]] = {}
+        for replica, answers in by_replica.items():
+            totals = np.array([len(task_images) for task_images in answers.images], float)
+            rates = drawn_rates(answers, replica, strata)
+            for name, metric in metrics_of(rates, totals).items():
+                values.setdefault(name, []).append(metric)
+        drawn[method] = {
+            name: intervals.mean_over_replicas(np.stack(rows), picked[replicas])
+            for name, rows in values.items()
+        }
+    return drawn

@@ -1,0 +1,107 @@
+"""Promises of the draws of metrics: they are made of the stored predictions, in pairs, whatever the
+order of the classes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import fake_run
+import numpy as np
+import pytest
+
+from pipeline.results import answers, metrics
+from pipeline.results.answers import RightAnswers, draw_metrics, right_answers, strata_of
+from pipeline.results.intervals import percentile_interval
+from pipeline.results.tables import RunTables
+
+TASKS = [task["name"] for task in fake_run.TASKS]
+
+
+def one_task(right: Any, name: str = "a") -> RightAnswers:
+    """The answers on a single task."""
+    return RightAnswers({(0, 0): np.asarray(right, bool)}, [[(name, str(i)) for i in range(400)]])
+
+
+def test_one_replica_of_one_task_varies_as_its_images_do() -> None:
+    right = np.arange(400) < 300
+    drawn = draw_metrics({"m": {"0": one_task(right)}}, draws=20_000)["m"]
+    reach = 1.96 * math.sqrt(0.75 * 0.25 / 400)
+    interval = percentile_interval(drawn["average_accuracy"])
+    assert interval == pytest.approx((0.75 - reach, 0.75 + reach), abs=3e-3)
+    assert (drawn["forgetting"] == 0).all()
+
+
+def test_methods_that_answer_alike_differ_in_no_draw() -> None:
+    right = [np.arange(400) % 5 < 4, np.arange(400) % 7 < 5, np.arange(400) % 3 < 2]
+    by_replica = {str(i): one_task(values) for i, values in enumerate(right)}
+    drawn = draw_metrics({"one": by_replica, "other": dict(by_replica)})
+    assert (drawn["one"]["average_accuracy"] == drawn["other"]["average_accuracy"]).all()
+
+
+def test_replicas_that_answer_all_or_nothing_vary_as_replicas_do() -> None:
+    """Three replicas, one of them right: the mean is 0, 1/3, 2/3 or 1 by the binomial of 3."""
+    values = [np.zeros(400), np.ones(400), np.zeros(400)]
+    by_replica = {str(i): one_task(value) for i, value in enumerate(values)}
+    drawn = draw_metrics({"m": by_replica}, draws=20_000)["m"]["average_accuracy"]
+    for hits in range(4):
+        share = float(np.isclose(drawn, hits / 3).mean())
+        expected = math.comb(3, hits) * (1 / 3) ** hits * (2 / 3) ** (3 - hits)
+        assert share == pytest.approx(expected, abs=0.015)
+
+
+@pytest.mark.parametrize("label", ["meat", "finetune"])
+def test_the_answers_are_those_that_the_matrix_counts(storage: Any, label: str) -> None:
+    run = RunTables.load(storage, fake_run.record())
+    right = right_answers(run, label, TASKS)
+    assert right is not None
+    matrix = run.matrix(label)
+    for (t, i), values in right.right.items():
+        assert (values.sum(), len(values)) == (matrix.correct[t, i], matrix.total[t, i])
+    assert len(right.right) == len(TASKS) * (len(TASKS) + 1) // 2
+
+
+def test_what_is_not_finished_has_no_answers(storage: Any) -> None:
+    run = RunTables.load(storage, fake_run.record())
+    del run.artifacts[f"meat/{TASKS[-1]}/evaluate"]
+    assert right_answers(run, "meat", TASKS) is None
+
+
+def test_images_are_grouped_by_the_tasks_that_hold_them_in_every_class_order() -> None:
+    """Two orders of four classes in two tasks: a group is what stays together."""
+    images = {letter: [(letter, str(i)) for i in range(10)] for letter in "abcd"}
+    first = [images["a"] + images["b"], images["c"] + images["d"]]
+    second = [images["b"] + images["a"], images["d"] + images["c"]]
+    third = [images["a"] + images["c"], images["b"] + images["d"]]
+    rng = np.random.default_rng(0)
+    together = strata_of({"first": first, "second": second}, rng, 50)
+    assert [len(stratum.counts) for stratum in together] == [20, 20]
+    apart = strata_of({"first": first, "third": third}, rng, 50)
+    assert [len(stratum.counts) for stratum in apart] == [10, 10, 10, 10]
+    for stratum in together:
+        task, rows = stratum.rows["second"]
+        task_of_first, rows_of_first = stratum.rows["first"]
+        chosen = [second[task][row] for row in rows]
+        assert chosen == [first[task_of_first][row] for row in rows_of_first]
+
+
+def test_metrics_of_many_matrices_are_those_of_each() -> None:
+    rng = np.random.default_rng(3)
+    totals = np.array([40, 10, 25, 30])
+    correct = rng.integers(0, totals + 1, (5, 4, 4)).astype(float)
+    rates = correct / totals
+    drawn = answers.metrics_of(rates, totals.astype(float))
+    for row in range(5):
+        for name in (
+            "average_accuracy",
+            "average_incremental_accuracy",
+            "forgetting",
+            "learning_accuracy",
+        ):
+            expected = metrics.METRICS[name](correct[row], np.tile(totals, (4, 1)))
+            assert drawn[name][row] == pytest.approx(expected)
+        over_time = metrics.over_time(correct[row], np.tile(totals, (4, 1)))
+        assert drawn["average_accuracy after 2"][row] == pytest.approx(
+            over_time[2]["average_accuracy"]
+        )
+        assert drawn["forgetting after 2"][row] == pytest.approx(over_time[2]["forgetting"])

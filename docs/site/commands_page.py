@@ -35,7 +35,7 @@ def _command_blocks(name: str, parser: argparse.ArgumentParser) -> Iterator[str]
     if parser.description:
         yield escape(parser.description)
     if name in EXAMPLES:
-        yield code(f"{PROGRAM} {EXAMPLES[name]}", "console")
+        yield code(f"{PROGRAM} {EXAMPLES[name]}", "bash")
     terms = list(_terms_of(parser))
     if terms:
         yield term_list(terms)

@@ -21,5 +21,9 @@ exclude_patterns = ["files"]
 
 html_theme = "furo"
 html_copy_source = False
-
+html_static_path: list[str] = ["static"]
+html_css_files = ["accrete.css"]
+html_use_index = False
 pygments_style = "tango"
+highlight_language = "none"  # blocks without a language are output and commands
+smartquotes = False  # `--set` stays what can be typed

@@ -22,6 +22,8 @@ GENERATED = {
     "pipeline/cli.py": "commands.md",
     "pipeline/app.py": "python.md",
 }
+# A page that Sphinx itself writes -> what ours of that name is called on the site.
+RESERVED = {"search.md": "searching.md"}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^\s*(```|~~~)")
 
@@ -68,7 +70,7 @@ def page_of(source: str) -> str:
     folder, name = posixpath.split(path)
     if name == "README.md":
         return f"{folder}.md"
-    return path
+    return RESERVED.get(path, path)
 
 
 def committed_pages() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import method_steps
 import pytest
 import torch
-from method_steps import images
+from method_steps import OTHER_VITS, images, other_vit
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -160,6 +160,65 @@ def test_what_is_not_locked_may_become_anything_and_what_is_locked_may_not() -> 
                 functional_call(model, masked_weights(model, masks), (images(),)), before
             ), (name, group)
         known[name].data = weight_before
+
+
+SEPARATE = [form for name, form in OTHER_VITS.items() if name != "EVA-02, rotary, q k v apart"]
+
+
+@pytest.mark.parametrize("form", SEPARATE, ids=lambda form: form["name"])
+def test_locks_of_other_families_hold_what_a_task_reads_bit_for_bit(form: dict[str, Any]) -> None:
+    """Rotary embeddings mix the channels of a pair, of which one may be of another task."""
+    model = other_vit(**form)
+    masks = some_units(model)
+    before = functional_call(model, masked_weights(model, masks), (images(),))
+    known = dict(model.named_parameters())
+    locks = unit_values(model, masks)
+    for name, lock in locks.items():
+        held = lock.expand(known[name].shape)
+        weight_before = known[name].detach().clone()
+        for changes_held in (False, True):
+            changed = torch.where(held == changes_held, 10 * weight_before + 1, weight_before)
+            known[name].data = changed
+            logits = functional_call(model, masked_weights(model, masks), (images(),))
+            assert torch.equal(logits, before) != changes_held, name
+        known[name].data = weight_before
+    trained = {name.split(".", 2)[2] for name in locks}
+    assert {"attn.proj.weight", "mlp.fc2.weight"} < trained
+    assert not {name for name in trained if "norm" in name or "gamma" in name}
+
+
+@pytest.mark.parametrize("form", SEPARATE, ids=lambda form: form["name"])
+def test_all_units_of_other_families_on_are_the_weights_themselves(form: dict[str, Any]) -> None:
+    model = other_vit(**form)
+    known = dict(model.named_parameters())
+    for name, tensor in masked_weights(model, some_units(model, 1.1)).items():
+        assert torch.equal(tensor, known[name])
+
+
+def test_a_gated_ffn_makes_a_neuron_of_two_rows() -> None:
+    model = other_vit("eva02_tiny_patch14_224")
+    neurons = unit_sites(model)["blocks.0.ff"]
+    used = {site: torch.zeros(size, dtype=torch.bool) for site, size in unit_sites(model).items()}
+    used["blocks.0.ff"][3] = True
+    lock = unit_values(model, used)["blocks.0.mlp.fc1.weight"]
+    assert lock.shape == (2 * neurons, 1)
+    assert lock.flatten().nonzero().flatten().tolist() == [3, neurons + 3]
+
+
+def test_rotary_attention_masks_keys_too() -> None:
+    model = other_vit("vit_small_patch16_dinov3")
+    masks = some_units(model)
+    weight = masked_weights(model, masks)["blocks.0.attn.qkv.weight"]
+    off = ~masks["blocks.0.qk"]
+    queries, keys, values = weight.chunk(3)
+    assert not queries[off].any()
+    assert not keys[off].any()
+    assert values.any(1).all()
+
+
+def test_norms_over_all_neurons_or_channels_are_refused() -> None:
+    with pytest.raises(UserError, match="block 0 of the backbone has no separate units"):
+        unit_sites(other_vit("eva02_base_patch14_224"))
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,16 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
+from workers.methods.adapter import tokens_of
 from workers.methods.base import (
+    BLOCK_VITS,
     Method,
     MethodSettings,
     ParamGroup,
@@ -29,7 +32,7 @@ from workers.methods.base import (
     needs_adamw,
 )
 from workers.methods.train_defaults import TrainDefaults
-from workers.model.compact import flops, plan_blocks
+from workers.model.compact import flops, multiply_adds, plan_blocks
 from workers.model.masked import BlockMasks
 from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_embedding
 from workers.model.norms import norm_names
@@ -111,9 +114,9 @@ class Hat(Method[S]):
     A base task, on which the backbone was fine-tuned, is trained once more with masks, as a first
     task.
 
-    Parameters that every task uses are frozen from the start: patch and position embedding, class
-    token, norms, biases of proj and fc2. With `per_task_affine` each task trains its own copies of
-    these, but for the two embeddings.
+    Parameters that every task uses are frozen from the start: embeddings of patches and positions
+    (biases of relative ones too), class token, norms, layer scales, biases of proj and fc2. With
+    `per_task_affine` each task trains its own copies of class token, norms and these two biases.
 
     Where it differs from the paper:
     - Masks of finished tasks are binary in inference, in locking and in R: soft masks let training
@@ -122,6 +125,8 @@ class Hat(Method[S]):
       momentum move them.
     - For pretrained weights and few epochs, s goes from s_max down to 1 and back in an epoch
       (cosine). So an epoch begins and ends with hard masks, and never scales all outputs by 0.5.
+    - Rotary embeddings mix queries, and keys, of two channels. There a mask acts on the keys of a
+      unit too, so that a unit that is off has no part in the scores.
     - c is multiplied by `price`. The gradient of c R with respect to a mask value is c / N, with N
       free units. On a pretrained ViT that is a hundredth of the noise of the gradient of the cross
       entropy: no unit would be turned off before the paper's 200 epochs.
@@ -137,6 +142,7 @@ class Hat(Method[S]):
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
     needs_vit = True
+    vits = BLOCK_VITS
     carries = ("weights", "uses")
     freezes_backbone = False
     revision = 2
@@ -364,13 +370,27 @@ class Hat(Method[S]):
 
         Attention channels that the task does not use are computed as zeros, and count.
         """
+        if not isinstance(self.backbone, VisionTransformer):
+            return self.measured_share(state)
         masks = [
             BlockMasks(neurons=state.masks[f"blocks.{i}.ff"])
-            for i in range(len(self.backbone.blocks))  # type: ignore[arg-type]
+            for i in range(len(self.backbone.blocks))
         ]
         return flops(self.backbone, plan_blocks(self.backbone, masks)) / flops(
             self.backbone, plan_blocks(self.backbone, [BlockMasks()] * len(masks))
         )
+
+    def measured_share(self, state: TaskState) -> float:
+        """Return `flops_share` from the operations of a forward and the weights of neurons."""
+        vit: Any = self.backbone
+        off = {site: ~mask.to(self.device) for site, mask in state.masks.items()}
+        removed = 0
+        for name, is_off in unit_values(vit, off).items():
+            parameter = self.shared[name]
+            if ".mlp." in name and parameter.ndim == 2:
+                removed += int(is_off.expand_as(parameter).sum())
+        whole = multiply_adds(vit, 3, *vit.patch_embed.img_size)
+        return 1 - tokens_of(vit) * removed / whole
 
 
 class AdaHatSettings(HatSettings):

@@ -2,21 +2,40 @@
 
 Per block: `qk`, channels of queries and keys; `v`, channels of values; `ff`, hidden neurons of the
 FFN. Channels of the residual stream are not units: every task uses all of them. Biases of proj and
-fc2, norms and tokens act on that stream, and therefore belong to all tasks.
+fc2, norms, layer scales and tokens act on that stream, and therefore belong to all tasks, as do
+biases of relative positions.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
-from timm.layers import Attention, Mlp
+from timm.layers import Attention, AttentionRope, GluMlp, Mlp, SwiGLU
+from timm.models.beit import Attention as BeitAttention
+from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.model.t2t import Times
 
 KINDS = ("qk", "v", "ff")
+ATTENTIONS = (Attention, AttentionRope, EvaAttention, BeitAttention)
+FFNS = (Mlp, GluMlp, SwiGLU)  # a gated one makes a neuron of two rows
+FC1 = ("fc1", "fc1_g", "fc1_x")  # the first layer of an FFN, or its gates and its values
+
+
+class UnitRows(NamedTuple):
+    """A parameter whose rows, or columns, belong to units, in equal parts one behind the other.
+
+    kinds: of the units of each part. masked: whether a task's mask acts on the part.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    masked: tuple[bool, ...]
+    are_columns: bool = False
 
 
 def unit_sites(vit: Any) -> dict[str, int]:
@@ -29,44 +48,108 @@ def unit_sites(vit: Any) -> dict[str, int]:
     for index, block in enumerate(vit.blocks):
         attn: Any = getattr(block, "attn", None)
         mlp: Any = getattr(block, "mlp", None)
-        is_plain = type(attn) is Attention and type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear)
-        if not is_plain or attn.gate is not None or not _acts_by_unit(attn, mlp):
+        if not _has_units(attn, mlp):
             raise UserError(
                 f"block {index} of the backbone has no separate units: its attention or FFN is "
                 "gated, fused, or normalises across channels, so that later tasks would change "
                 "earlier ones; use a plain timm ViT such as vit_tiny_patch16_224"
             )
-        sites[f"blocks.{index}.qk"] = attn.attn_dim
-        sites[f"blocks.{index}.v"] = attn.attn_dim
+        sites[f"blocks.{index}.qk"] = attn.proj.in_features
+        sites[f"blocks.{index}.v"] = attn.proj.in_features
         sites[f"blocks.{index}.ff"] = mlp.fc2.in_features
     return sites
 
 
-def _acts_by_unit(attn: Any, mlp: Any) -> bool:
-    """Return whether no norm inside attention or FFN mixes units."""
-    norms = (attn.q_norm, attn.k_norm, attn.norm, mlp.norm)
-    return all(isinstance(norm, nn.Identity | Times) for norm in norms)
+def _has_units(attn: Any, mlp: Any) -> bool:
+    """Return whether attention and FFN are of known classes, and nothing in them mixes units.
+
+    The gate of a gated FFN acts neuron by neuron; that of gated attention reads all channels.
+    """
+    if type(attn) not in ATTENTIONS or type(mlp) not in FFNS:
+        return False
+    if isinstance(mlp, SwiGLU):
+        layers = [mlp.fc1_g, mlp.fc1_x]
+    else:
+        layers = [mlp.fc1]
+    is_linear = all(isinstance(layer, nn.Linear) for layer in layers)
+    norms = [getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm")]
+    acts_by_unit = all(
+        norm is None or isinstance(norm, nn.Identity | Times) for norm in [*norms, mlp.norm]
+    )
+    is_gated = getattr(attn, "gate", None) is not None
+    has_equal_heads = getattr(attn, "num_kv_groups", 1) == 1
+    return is_linear and acts_by_unit and not is_gated and has_equal_heads
+
+
+def unit_rows(vit: Any) -> list[UnitRows]:
+    """Return the parameters of `vit` with entries of units, of a block the weights first.
+
+    Of attention it is enough to mask queries, as scores are products of queries and keys. Rotary
+    embeddings mix the channels of a pair, so that keys are masked there too.
+    """
+    is_rotary = getattr(vit, "rope", None) is not None
+    parameters: list[UnitRows] = []
+    for index, block in enumerate(vit.blocks):
+        rows = [*_attention_rows(block.attn, is_rotary), *_ffn_rows(block.mlp)]
+        rows.insert(1, UnitRows("attn.proj.weight", ("v",), (True,), are_columns=True))
+        rows.append(UnitRows("mlp.fc2.weight", ("ff",), (True,), are_columns=True))
+        existing = dict(block.named_parameters())
+        rows = [part for part in rows if part.name in existing]
+        rows.sort(key=lambda part: part.name.endswith("bias"))  # keeps the order of the rest
+        parameters += [part._replace(name=f"blocks.{index}.{part.name}") for part in rows]
+    return parameters
+
+
+def _attention_rows(attn: Any, is_rotary: bool) -> list[UnitRows]:
+    """Return the rows of queries, keys and values: fused or apart, biases too."""
+    masked = {"q": True, "k": is_rotary, "v": False}
+    kinds = {"q": "qk", "k": "qk", "v": "v"}
+    fused = (tuple(kinds.values()), tuple(masked.values()))
+    rows = [UnitRows(f"attn.qkv.{end}", *fused) for end in ("weight", "bias")]
+    for part, kind in kinds.items():
+        names = (f"{part}_proj.weight", f"{part}_proj.bias", f"{part}_bias")
+        rows += [UnitRows(f"attn.{name}", (kind,), (masked[part],)) for name in names]
+    return rows
+
+
+def _ffn_rows(mlp: Any) -> list[UnitRows]:
+    """Return the rows of neurons; a packed gated FFN has gates and values one behind the other."""
+    parts = 2 if isinstance(mlp, GluMlp) else 1
+    names = [f"mlp.{layer}.{end}" for layer, end in product(FC1, ("weight", "bias"))]
+    return [UnitRows(name, ("ff",) * parts, (False,) * parts) for name in names]
 
 
 def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the masked parameters of `vit` by name. masks: boolean or soft, by site.
 
-    They are the rows of queries with their bias, and the columns of proj and fc2. This equals
-    masking the outputs of units, but costs operations on weights instead of activations.
+    They are the rows of queries with their bias (of rotary attention those of keys too), and the
+    columns of proj and fc2. This equals masking the outputs of units, but costs operations on
+    weights instead of activations.
     """
     tensors: dict[str, Tensor] = {}
-    for index, block in enumerate(vit.blocks):
-        name = f"blocks.{index}"
-        qkv = block.attn.qkv
-        qk, v, ff = block_values(masks, index)
-        # Keys are not masked: in a product of query and key it is enough to mask the query.
-        rows = torch.cat([qk, qk.new_ones(2 * len(qk))])  # of queries, keys and values
-        tensors[f"{name}.attn.qkv.weight"] = qkv.weight * rows[:, None]
-        tensors[f"{name}.attn.proj.weight"] = block.attn.proj.weight * v
-        tensors[f"{name}.mlp.fc2.weight"] = block.mlp.fc2.weight * ff
-        if qkv.bias is not None:
-            tensors[f"{name}.attn.qkv.bias"] = qkv.bias * rows
+    for rows in unit_rows(vit):
+        if not any(rows.masked):
+            continue
+        parts: list[Tensor] = []
+        for kind, is_masked in zip(rows.kinds, rows.masked, strict=True):
+            mask = _of_site(masks, rows.name, kind)
+            parts.append(mask if is_masked else torch.ones_like(mask))
+        parameter = vit.get_parameter(rows.name)
+        factor = _joined(parts)
+        if parameter.ndim == 2 and not rows.are_columns:
+            factor = factor[:, None]
+        tensors[rows.name] = parameter * factor
     return tensors
+
+
+def _of_site(values: dict[str, Tensor], parameter: str, kind: str) -> Tensor:
+    """Return the values of a kind of units in the block of a parameter."""
+    block = ".".join(parameter.split(".")[:2])
+    return values[f"{block}.{kind}"]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def block_values(values: dict[str, Tensor], index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,18 +165,14 @@ def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
     gives the lock of the entry, or how many tasks use it. Results broadcast to their parameters.
     """
     tensors: dict[str, Tensor] = {}
-    for index, block in enumerate(vit.blocks):
-        name = f"blocks.{index}"
-        qk, v, ff = block_values(values, index)
-        rows = torch.cat([qk, qk, v])  # of queries, keys and values
-        tensors[f"{name}.attn.qkv.weight"] = weight_values(rows, None)
-        tensors[f"{name}.attn.proj.weight"] = weight_values(None, v)
-        tensors[f"{name}.mlp.fc1.weight"] = weight_values(ff, None)
-        tensors[f"{name}.mlp.fc2.weight"] = weight_values(None, ff)
-        if block.attn.qkv.bias is not None:
-            tensors[f"{name}.attn.qkv.bias"] = rows
-        if block.mlp.fc1.bias is not None:
-            tensors[f"{name}.mlp.fc1.bias"] = ff
+    for rows in unit_rows(vit):
+        of_rows = _joined([_of_site(values, rows.name, kind) for kind in rows.kinds])
+        if vit.get_parameter(rows.name).ndim == 1:
+            tensors[rows.name] = of_rows
+        elif rows.are_columns:
+            tensors[rows.name] = weight_values(None, of_rows)
+        else:
+            tensors[rows.name] = weight_values(of_rows, None)
     return tensors
 
 

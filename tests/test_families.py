@@ -21,7 +21,7 @@ from workers.model.vit import digest_of
 FAST_FAMILIES = ("ConvNeXt", "ResNet", "MobileNetV3", "EVA-02", "Swin", "BEiT")
 FAST_METHODS = ("piggyback", "packnet", "finetune")
 # Methods on blocks and tokens, and families of vision transformers with other blocks.
-FAST_ON_BLOCKS = ("vpt", "ctr_tsm", "toast", "hat")
+FAST_ON_BLOCKS = ("vpt", "ctr_tsm", "toast", "hat", "meat")
 BLOCK_FAMILIES = ("EVA-02", "BEiT", "DINOv3")
 
 

@@ -4,16 +4,21 @@ applied."""
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import method_steps
 import pytest
 import torch
-from method_steps import PROGRESS, rates
+from method_steps import OTHER_VITS, PROGRESS, other_vit, rates
 from pydantic import ValidationError
 from step_contexts import step_context
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
@@ -23,7 +28,7 @@ from workers.methods.meat import Meat, MeatSettings, drop_control
 from workers.model.masked import MaskedAttention, MaskedSoftmax
 from workers.model.masks import GumbelHard
 from workers.model.sites import TokenSites
-from workers.model.vit import build, digest_of
+from workers.model.vit import build, compile_blocks, digest_of
 from workers.rng import StepRng
 from workers.storage.taskstate import TaskState
 
@@ -499,6 +504,91 @@ def test_the_share_of_operations_is_one_without_masks_and_falls_with_them() -> N
     assert 1.0 > shares[1] > shares[2] > 0.3
     base = TaskState("base", (), "base", method.backbone_digest)
     assert method.flops_share(base) == 1.0
+
+
+# ---- other families ------------------------------------------------------------------------------
+TWO_LAYERS = {n: f for n, f in OTHER_VITS.items() if n != "EVA-02, rotary, q k v apart"}
+
+
+@contextmanager
+def without_keys(kept: dict[int, Tensor]) -> Iterator[None]:
+    """Inside, no query of the n-th block to run attends to keys outside of `kept[n]`, (N,) bool."""
+    attention, calls = F.scaled_dot_product_attention, itertools.count()
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        if options.get("attn_mask") is not None:
+            scores = scores + options["attn_mask"]
+        mixed: Tensor = scores.masked_fill(~kept[next(calls)], -torch.inf).softmax(-1) @ v
+        return mixed
+
+    with mock.patch.object(F, "scaled_dot_product_attention", masked):
+        yield
+    assert F.scaled_dot_product_attention is attention
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", TWO_LAYERS.values(), ids=TWO_LAYERS.keys())
+def test_masks_of_other_families_are_served_as_they_are_trained(form: dict[str, Any]) -> None:
+    """Both equal attention with the masked keys left out, written by hand; class token and
+    registers always stay."""
+    method, pictures = meat(other_vit(**form)).eval(), method_steps.images()
+    plain = other_vit(**form)
+    assert torch.allclose(method.backbone(pictures), plain(pictures), atol=1e-5)
+    state = with_random_masks(method)
+    method.load_task(TaskState.from_bytes(state.to_bytes()))
+    served = method.logits(pictures, "one")
+    floats = {name: mask.float() for name, mask in state.masks.items()}
+    floats["tokens"] = floats["tokens"].expand(8, -1, -1)
+    method.active_task, method.weight_overrides = None, method.sites.weights(floats)
+    with method.sites.sampled(floats):
+        trained_form = method.heads["one"](method.features(pictures))
+    assert torch.allclose(served, trained_form, atol=1e-5)
+
+    prefix = torch.ones(plain.num_prefix_tokens, dtype=torch.bool)
+    kept = {n: torch.cat([prefix, mask]) for n, mask in enumerate(state.masks["tokens"])}
+    for index, block in enumerate(plain.blocks):
+        block.mlp.fc1.weight *= state.masks[f"blocks.{index}.fc1"]
+        block.mlp.fc2.weight *= state.masks[f"blocks.{index}.fc2"]
+    with without_keys(kept):
+        expected = plain(pictures) @ state.head["weight"].T + state.head["bias"]
+    assert torch.allclose(served, expected, atol=1e-4)
+    untouched = plain(pictures) @ state.head["weight"].T + state.head["bias"]
+    assert not torch.allclose(served, untouched, atol=1e-6), "tokens are masked"
+
+
+@pytest.mark.parametrize("form", TWO_LAYERS.values(), ids=TWO_LAYERS.keys())
+def test_each_mask_of_other_families_gets_a_gradient(form: dict[str, Any]) -> None:
+    method = meat(other_vit(**form), ffn_masks="neuron")
+    groups = method_steps.begun(method)
+    method.loss(method_steps.batch(), PROGRESS)[0].backward()
+    for name, mask in method.masks.items():
+        assert gradient_of(mask.logits).isfinite().all(), name
+        assert gradient_of(mask.logits).any(), name
+    method_steps.train(method, method_steps.OPTIMIZERS["adamw"](groups), method_steps.ONE)
+    state = method.eval().finish()[0]
+    assert digest_of(method.backbone) == method.backbone_digest
+    logits = method_steps.answers(method)
+    method.load_task(TaskState.from_bytes(state.to_bytes()))
+    assert torch.equal(method_steps.answers(method), logits)
+
+
+def test_other_families_are_masked_in_compiled_blocks_too() -> None:
+    method = meat(other_vit("eva02_tiny_patch14_224"), ffn_masks="neuron")
+    method_steps.begun(method)
+    expected = method.loss(method_steps.batch(), PROGRESS)[0]
+    compile_blocks(method.backbone, backend="eager")
+    for _ in range(2):
+        assert torch.allclose(method.loss(method_steps.batch(), PROGRESS)[0], expected, atol=1e-6)
+
+
+def test_an_ffn_of_three_layers_is_refused() -> None:
+    with pytest.raises(UserError, match="block 0 of the backbone has an FFN of three layers"):
+        meat(other_vit("eva02_base_patch14_224"))
+    method = meat(other_vit("eva02_tiny_patch14_224"))
+    method.load_task(with_random_masks(method))
+    with pytest.raises(UserError, match="is written for timm's VisionTransformer"):
+        method.compact("one")
 
 
 # ---- people's mistakes ---------------------------------------------------------------------------

@@ -97,6 +97,9 @@ class Meat(Method[MeatSettings]):
     rate of masks follows from the number of steps, because the paper's flips nothing in a short
     training.
 
+    On EVA-02, DINOv3 and BEiT masks are those of a ViT; a gated FFN packs its gates and values in
+    fc1. What masks drop is computed there: `compact` is refused.
+
     On a ResNet channels take the place of tokens and convolutions that of the FFN; `ChannelSites`
     says which. The reading is ours, of the paper's figure 4, where the method is carried over to
     CNNs: by default both kinds are trained, as on a ViT.

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, AttentionRope
+from timm.models.beit import Attention as BeitAttention
+from timm.models.eva import EvaAttention
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from workers.errors import UserError
 
@@ -49,8 +53,8 @@ class MaskedSoftmax(torch.autograd.Function):
         return psi.mul_(pull), into_policy
 
 
-class MaskedAttention(Attention):
-    """timm's Attention whose keys and values can be masked.
+class KeyMasks:
+    """Attention whose keys and values can be masked.
 
     keys: None (timm's forward); bool (1 or B, N), True = kept, for evaluation: timm's forward with
     a boolean mask; or float 0/1 (B, N) for training: the multiplicative form, in fp32, with a
@@ -60,6 +64,21 @@ class MaskedAttention(Attention):
 
     keys: Tensor | None = None
     self_loop: bool = False
+
+    def policy(self) -> Tensor:
+        """Return the mask of keys, (B, 1, 1, N), or (B, 1, N, N) with the self loop."""
+        assert self.keys is not None
+        policy = self.keys[:, None, None, :]
+        if not self.self_loop:
+            return policy
+        itself = torch.eye(policy.shape[-1], dtype=policy.dtype, device=policy.device)
+        if policy.dtype == torch.bool:
+            return policy | itself
+        return policy + (1 - policy) * itself
+
+
+class MaskedAttention(KeyMasks, Attention):
+    """timm's Attention of a VisionTransformer with `KeyMasks`."""
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -83,16 +102,98 @@ class MaskedAttention(Attention):
         projected: Tensor = self.proj_drop(self.proj(x))
         return projected
 
-    def policy(self) -> Tensor:
-        """Return the mask of keys, (B, 1, 1, N), or (B, 1, N, N) with the self loop."""
-        assert self.keys is not None
-        policy = self.keys[:, None, None, :]
-        if not self.self_loop:
-            return policy
-        itself = torch.eye(policy.shape[-1], dtype=policy.dtype, device=policy.device)
-        if policy.dtype == torch.bool:
-            return policy | itself
-        return policy + (1 - policy) * itself
+
+class Multiplicative(TorchFunctionMode):
+    """Inside, scaled dot-product attention is that of `MaskedSoftmax` under one policy.
+
+    So the rest of a forward, which turns and biases queries and keys, is the module's.
+    """
+
+    def __init__(self, policy: Tensor):
+        super().__init__()
+        self.policy = policy
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **options)
+        q, k, v = args  # (B, H, N, D) each
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, H, N, N)
+        bias = options.get("attn_mask")
+        if bias is not None:
+            scores = scores + bias
+        return MaskedSoftmax.apply(scores.float(), self.policy).to(v.dtype) @ v
+
+
+class RotaryKeyMasks(KeyMasks):
+    """The forward of Eva's two classes of attention with `KeyMasks`."""
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        plain: Any = super().forward  # type: ignore[misc]
+        output: Tensor
+        if self.keys is None:
+            output = plain(x, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
+        elif self.keys.dtype == torch.bool:
+            output = plain(x, rope=rope, attn_mask=self.policy())
+        else:
+            with Multiplicative(self.policy()):
+                output = plain(x, rope=rope)
+        return output
+
+
+class MaskedEvaAttention(RotaryKeyMasks, EvaAttention):
+    """timm's EvaAttention with `KeyMasks`."""
+
+
+class MaskedRopeAttention(RotaryKeyMasks, AttentionRope):
+    """timm's AttentionRope with `KeyMasks`."""
+
+
+class MaskedBeitAttention(KeyMasks, BeitAttention):
+    """timm's attention of BEiT with `KeyMasks`, beside its bias of relative positions."""
+
+    def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+        output: Tensor
+        if self.keys is None:
+            output = super().forward(x, shared_rel_pos_bias)
+        elif self.keys.dtype == torch.bool:
+            policy = self.policy()
+            bias = torch.zeros(policy.shape, dtype=x.dtype, device=x.device)
+            bias = bias.masked_fill(~policy, -torch.inf)
+            if shared_rel_pos_bias is not None:
+                bias = bias + shared_rel_pos_bias
+            output = super().forward(x, bias)
+        else:
+            with Multiplicative(self.policy()):
+                output = super().forward(x, shared_rel_pos_bias)
+        return output
+
+
+# Class of attention -> the same with `KeyMasks`.
+MASKED: dict[type[nn.Module], type[nn.Module]] = {
+    Attention: MaskedAttention,
+    EvaAttention: MaskedEvaAttention,
+    AttentionRope: MaskedRopeAttention,
+    BeitAttention: MaskedBeitAttention,
+}
+
+
+def mask_keys(attn: Any, where: str, instead: str) -> Any:
+    """Give an attention `KeyMasks`; raise `UserError` where its class is none of timm's."""
+    plain = next((kind for kind, masked in MASKED.items() if type(attn) in (kind, masked)), None)
+    if plain is None:
+        plain = Attention
+    elif plain is not Attention:
+        attn.fused_attn = True  # `Multiplicative` stands in for the fused form
+    return make_maskable(MASKED[plain], plain, attn, where, instead)
 
 
 class GatedLinear(nn.Linear):

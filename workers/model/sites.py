@@ -13,7 +13,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
-from timm.layers import Attention
+from timm.layers import SwiGLU
+from timm.models.beit import Beit
+from timm.models.eva import Eva
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -25,9 +27,9 @@ from workers.model.masked import (
     BlockMasks,
     GatedConv2d,
     GatedLinear,
-    MaskedAttention,
     effective_mask,
     make_maskable,
+    mask_keys,
 )
 from workers.model.vit import geometry
 
@@ -82,7 +84,7 @@ def sites_of(
 
     gated: the blocks with gates, from 0. Raise `UserError` when the architecture has no such masks.
     """
-    if isinstance(backbone, VisionTransformer):
+    if isinstance(backbone, (VisionTransformer, Eva, Beit)):
         return TokenSites(backbone, gated, entries, self_loop)
     if not isinstance(backbone, ResNet):
         raise UserError(
@@ -121,15 +123,21 @@ class TokenSites:
             )
         self.vit, self.prefix = vit, shape["prefix"]
         self.blocks = _chosen(gated, shape["depth"])
-        self.attention: list[MaskedAttention] = []
+        self.attention: list[Any] = []  # with `KeyMasks`
         self.fc2: list[GatedLinear] = []
         self.entries: Shapes = {}
         for index, block in enumerate(vit.blocks):
             name = f"block {index}"
             attn = getattr(block, "attn", None)
             mlp = getattr(block, "mlp", None)
-            attn = make_maskable(MaskedAttention, Attention, attn, name, PLAIN)
+            attn = mask_keys(attn, name, PLAIN)
             attn.self_loop = self_loop
+            if isinstance(mlp, SwiGLU):
+                raise UserError(
+                    f"{name} of the backbone has an FFN of three layers, and masks are those of "
+                    "two, fc1 and fc2; choose a model such as vit_tiny_patch16_224, "
+                    "eva02_tiny_patch14_224 or vit_small_patch16_dinov3"
+                )
             fc1 = getattr(mlp, "fc1", None)
             fc1 = make_maskable(nn.Linear, nn.Linear, fc1, name, PLAIN)
             fc2 = getattr(mlp, "fc2", None)
@@ -140,7 +148,7 @@ class TokenSites:
                 self.entries[f"blocks.{index}.fc1"] = tuple(fc1.weight.shape)
                 self.entries[f"blocks.{index}.fc2"] = tuple(fc2.weight.shape)
             elif entries == "neuron":
-                self.entries[f"blocks.{index}.neurons"] = (fc1.out_features,)
+                self.entries[f"blocks.{index}.neurons"] = (fc2.in_features,)
         self.gates: Shapes = {}
         if self.blocks:
             self.gates["tokens"] = (len(self.blocks), shape["tokens"])
@@ -183,13 +191,21 @@ class TokenSites:
         for attention, mask in zip(self.attention, blocks, strict=True):
             tokens = effective_mask(mask.tokens)
             if tokens is not None:
-                attention.keys = self._with_prefix(tokens.to(attention.qkv.weight.device))
+                attention.keys = self._with_prefix(tokens.to(attention.proj.weight.device))
         return self._ffn_weights([mask.folded() for mask in blocks])
 
     def compact(self, masks: Masks, head: nn.Module) -> nn.Module:
+        if not isinstance(self.vit, VisionTransformer):
+            raise UserError(
+                "inference without what masks drop is written for timm's VisionTransformer, and "
+                f"the backbone is a {type(self.vit).__name__}; serve it with its masks, or choose "
+                f"{PLAIN}"
+            )
         return CompactVit(self.vit, self.by_block(masks), head)
 
     def flops_share(self, masks: Masks) -> float:
+        if not isinstance(self.vit, VisionTransformer):
+            return 1.0  # what masks drop is computed
         masked = flops(self.vit, plan_blocks(self.vit, self.by_block(masks)))
         return masked / flops(self.vit, plan_blocks(self.vit, self.by_block({})))
 

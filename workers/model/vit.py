@@ -375,5 +375,5 @@ def geometry(model: nn.Module) -> dict[str, Any]:
         "tokens": grid[0] * grid[1],
         "prefix": vit.num_prefix_tokens,
         "width": vit.embed_dim,
-        "hidden": vit.blocks[0].mlp.fc1.out_features,
+        "hidden": vit.blocks[0].mlp.fc2.in_features,
     }

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import main
+from pipeline.config import load
+from workers.methods import METHODS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -32,6 +34,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 MODULE = re.compile(r"python -m ((?:pipeline|benchmarks|tests|workers)[\w.]*)(?: ([a-z]+))?")
 SCRIPT = re.compile(r"(?:^|`|\.venv/bin/)accrete +([a-z]+)\b", re.MULTILINE)
 PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*$<>{{}}-]*)")
+# Of a command line: the task of a stage, and the one that images are of.
+DEMO_STAGE = re.compile(r"--(?:until|from|only|force) +\w+/([\w-]+)")
+DEMO_TASK = re.compile(r"--task +([\w-]+)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -103,6 +108,22 @@ def test_modules_and_commands_that_are_run_exist(
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_paths_of_this_repository_exist(document: str) -> None:
     assert list(missing_paths(document)) == []
+
+
+def test_stages_and_tasks_of_the_demo_are_called_as_it_calls_them() -> None:
+    config = load(str(REPOSITORY / "configs/demo.yaml"))
+    tasks = {entry.name for entry in config.stream.tasks}
+    unknown = []
+    for document in DOCUMENTS:
+        for line in text_of(document).splitlines():
+            if "configs/demo.yaml" in line:
+                named = DEMO_STAGE.findall(line) + DEMO_TASK.findall(line)
+                unknown += [f"{document}: {name}" for name in named if name not in tasks]
+    assert unknown == []
+
+
+def test_the_readme_counts_the_methods() -> None:
+    assert f"**{len(METHODS)} methods**" in text_of("README.md")
 
 
 def test_the_readme_is_short_and_says_first_what_this_is() -> None:

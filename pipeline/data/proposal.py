@@ -185,7 +185,7 @@ def config_text(
     text += _line("val_fraction", val_fraction, "of the train images, held out to choose by", 2)
     text += _line("flip", 0.0, "0.5: where a mirrored image has the same class", 2)
     text += _train_text(has_gpu)
-    text += "# Side by side. docs/methods.md lists 35 of them.\nmethods:\n"
+    text += "# Side by side. docs/methods.md lists all that there are.\nmethods:\n"
     text += _line("linear", {}, "a frozen backbone, a head per task: forgets nothing", 2)
     text += _line("finetune", {}, "all weights go on to learn: forgets", 2)
     text += _line("meat", {}, "masks of a few kilobytes per task: forgets nothing", 2)

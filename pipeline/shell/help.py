@@ -44,7 +44,7 @@ EXAMPLES: Mapping[str, str] = {
     "compare": "compare demo demo-seed-1",
     "analyse": "analyse configs/demo.yaml --maps 2",
     "ui": "ui --storage storage",
-    "predict": "predict configs/demo.yaml digit.png --method meat --task 45",
+    "predict": "predict configs/demo.yaml digit.png --method meat --task digits-45",
     "bundle": "bundle configs/demo.yaml --method meat --out model",
     "tasks": "tasks model list",
     "serve": "serve model --port 8000",

@@ -32,8 +32,8 @@ from pipeline.results.intervals import Interval
 
 ABOUT_INTERVALS = (
     "The grey range is a 95 % interval of the mean: a percentile bootstrap over test images, the "
-    "same ones for all methods, and over the runs. Of few runs it is too narrow: of three it lies "
-    "between the lowest and the highest. A mean is bold where it is the best, and its lead over "
+    "same ones for all methods, and over the runs. Of few runs it is too narrow: three cannot say "
+    "how far off a fourth would be. A mean is bold where it is the best, and its lead over "
     "every other one is beyond the noise: the interval of the paired difference excludes 0, and so "
     "does Student's t interval over the runs. One run says nothing of that, so nothing is bold."
 )

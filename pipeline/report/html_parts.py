@@ -57,7 +57,7 @@ th, td {
 th { font-weight: 600; color: var(--soft); font-size: 13px; }
 th.left, td.left { text-align: left; }
 table.summary { width: 100%; }
-table.summary td { padding-top: 9px; padding-bottom: 9px; }
+table.summary td { padding-top: 9px; padding-bottom: 9px; vertical-align: top; }
 td .soft { font-size: 13px; }
 td.best { font-weight: 650; }
 th.left:first-child, td.left:first-child { position: sticky; left: 0; background: var(--paper); }

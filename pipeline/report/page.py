@@ -13,7 +13,8 @@ from urllib.parse import quote
 from pipeline.config import check
 from pipeline.graph import diagram
 from pipeline.graph.run_record import RunRecord, graph_of_record
-from pipeline.report import figures, files
+from pipeline.report import figures, files, paper
+from pipeline.report.comparison import Comparison
 from pipeline.report.figures import Picture
 from pipeline.report.html_parts import (
     format_seconds,
@@ -29,6 +30,8 @@ from pipeline.report.html_parts import (
     render_table,
 )
 from pipeline.report.plots import format_bytes
+from pipeline.report.replicas import comparison_of
+from pipeline.report.table_section import render_table_of_tasks
 from pipeline.results.masks import MaskView, capacity, kinds, overlap_rows
 from pipeline.results.tables import Row, RunTables
 from workers.errors import UserError
@@ -57,7 +60,14 @@ def build(storage: str, record: RunRecord) -> dict[str, bytes]:
     report_files["graph.svg"] = draw_graph(tables, "report.html").encode()
     page = render_page(tables, run_pictures, method_pictures, draw_graph(tables, ""))
     report_files["report.html"] = page.encode()
+    if tables.labels:
+        report_files |= paper.paper_files(one_run(tables))
     return report_files | files.csv_and_parquet(rows)
+
+
+def one_run(tables: RunTables) -> Comparison:
+    """Return the methods of a run beside each other, as those of a run of several seeds are."""
+    return comparison_of(str(tables.record["name"]), {"": tables})
 
 
 def mask_tables(views_by_method: Iterable[list[MaskView]]) -> dict[str, list[Row]]:
@@ -80,6 +90,8 @@ def render_page(
 ) -> str:
     """Return the page as HTML. method_pictures: by label."""
     sections = [render_head(tables), render_warnings(tables), render_summary(tables)]
+    if tables.labels:
+        sections.append(render_table_of_tasks(one_run(tables)))
     sections += map(render_picture, run_pictures)
     for label, pictures in method_pictures.items():
         sections.append(f'<h2 id="method-{escape(label)}">Method {escape(label)}</h2>')
@@ -110,7 +122,7 @@ def render_head(tables: RunTables) -> str:
             "At test time the task of an image is not given: the model chooses among all classes "
             "learned so far."
         )
-    links = [("summary", "Summary")]
+    links = [("summary", "Summary"), ("table", "Methods and tasks")]
     links += [(f"method-{label}", label) for label in tables.labels]
     links += [("sizes", "Sizes"), ("graph", "Graph"), ("stages", "Stages")]
     links += [("training", "Training"), ("settings", "Settings")]
@@ -187,7 +199,6 @@ COLUMNS = (
         "average<br>accuracy",
         "mean accuracy over all tasks, after the last one",
         "rate",
-        max,
     ),
     Column(
         "chance",
@@ -200,35 +211,30 @@ COLUMNS = (
         "last<br>accuracy",
         "accuracy on the test images of all tasks together, after the last task",
         "rate",
-        max,
     ),
     Column(
         "average_incremental_accuracy",
         "average<br>incremental",
         "mean of the last accuracy after the first, second, ... task",
         "rate",
-        max,
     ),
     Column(
         "top5_last_accuracy",
         "top-5<br>last",
         "last accuracy when the right class is among the five best",
         "rate",
-        max,
     ),
     Column(
         "task_aware_average_accuracy",
         "average,<br>task given",
         "mean accuracy over all tasks when the model chooses among the task's own classes",
         "rate",
-        max,
     ),
     Column(
         "forgetting",
         "forgetting",
         "mean drop of accuracy on earlier tasks from their best to the end",
         "rate",
-        min,
     ),
     Column(
         "bytes_per_task",
@@ -281,7 +287,10 @@ def render_summary(tables: RunTables) -> str:
     body = "".join(_render_summary_row(row, columns, best) for row in rows)
     hint = ""
     if best:
-        hint = "; the best value of a column is bold"
+        hint = (
+            "; the best of a size is bold. Accuracies of one seed are not: without other seeds a "
+            "lead may be chance"
+        )
     elif not is_comparable:
         hint = "; the methods have not finished the same number of tasks yet"
     meanings = [f"<b>{c.heading.replace('<br>', ' ')}</b>: {c.meaning}" for c in columns]
@@ -302,7 +311,7 @@ def _best_values(rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, fl
     for column in columns:
         values = [row[column.key] for row in rows if row.get(column.key) is not None]
         values = [value for value in values if not math.isnan(value)]
-        if column.pick_best is not None and len(values) > 1:
+        if column.pick_best is not None and len(set(values)) > 1:
             best[column.key] = column.pick_best(values)
     return best
 

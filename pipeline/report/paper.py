@@ -53,12 +53,12 @@ class Cell(NamedTuple):
 class AccuracyTable:
     """Methods x tasks in per cent, with averages. heading: of each column but the first.
 
-    rows: method -> cells. with_interval: positions of the columns whose interval is written, too.
+    rows: method -> cells. average: position of the column whose interval is written, too.
     """
 
     heading: Sequence[str]
     rows: Mapping[str, Sequence[Cell]]
-    with_interval: Sequence[int]
+    average: int
 
 
 def accuracy_table(comparison: Comparison) -> AccuracyTable:
@@ -78,7 +78,7 @@ def accuracy_table(comparison: Comparison) -> AccuracyTable:
             is_best = winners[column.metric] is entry
             cells.append(Cell(entry.spread(column.metric), interval, is_best))
         rows[entry.name] = cells
-    return AccuracyTable([column.title for column in columns], rows, [count, count + 1])
+    return AccuracyTable([column.title for column in columns], rows, count)
 
 
 # ---- the same table in each form -----------------------------------------------------------------
@@ -92,7 +92,7 @@ def as_latex(table: AccuracyTable, caption: Sequence[str]) -> str:
     for name, cells in table.rows.items():
         texts = [latex_text(name)]
         for position, cell in enumerate(cells):
-            texts.append(_latex_cell(cell, position in table.with_interval))
+            texts.append(_latex_cell(cell, position == table.average))
         lines.append(" & ".join(texts) + r" \\")
     lines += ["\\bottomrule", "\\end{tabular}", ""]
     return "\n".join(lines)
@@ -111,9 +111,11 @@ def _latex_cell(cell: Cell, with_interval: bool) -> str:
         text = f"\\mathbf{{{text}}}"
     if not math.isnan(cell.spread.deviation):
         text += f" \\pm {percent(cell.spread.deviation)}"
+    interval = ""
     if with_interval and not math.isnan(cell.interval.low):
-        text += f"\\;[{percent(cell.interval.low)}, {percent(cell.interval.high)}]"
-    return f"${text}$"
+        ends = f"[{percent(cell.interval.low)}, {percent(cell.interval.high)}]"
+        interval = f" {{\\scriptsize ${ends}$}}"
+    return f"${text}${interval}"
 
 
 def as_markdown(table: AccuracyTable, caption: Sequence[str]) -> str:
@@ -123,7 +125,7 @@ def as_markdown(table: AccuracyTable, caption: Sequence[str]) -> str:
     for name, cells in table.rows.items():
         texts = [markdown_text(name)]
         for position, cell in enumerate(cells):
-            texts.append(_plain_cell(cell, position in table.with_interval, "**", "**", "-"))
+            texts.append(_plain_cell(cell, position == table.average, "**", "**", "-"))
         lines.append(f"| {' | '.join(texts)} |")
     return "\n".join([*lines, "", *map(markdown_text, caption), ""])
 
@@ -141,7 +143,7 @@ def as_html(table: AccuracyTable) -> str:
         body += f"<tr><td class=left><b>{escape(name)}</b></td>"
         for position, cell in enumerate(cells):
             text = _plain_cell(cell, False, "", "", NO_VALUE)
-            if position in table.with_interval:
+            if position == table.average:
                 text += comparison_page.format_interval(cell.interval)
             body += f"<td class=best>{text}</td>" if cell.is_best else f"<td>{text}</td>"
         body += "</tr>"

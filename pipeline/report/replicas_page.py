@@ -17,18 +17,9 @@ from pipeline.report.html_parts import (
     render_picture,
 )
 from pipeline.report.replicas import comparison_of
+from pipeline.report.table_section import render_table_of_tasks
 from pipeline.results.tables import RunTables
 
-PAPER_FILES = (
-    "table.tex",
-    "table.md",
-    "table.csv",
-    "budget.tex",
-    "average_accuracy.pdf",
-    "average_accuracy.svg",
-    "forgetting.pdf",
-    "forgetting.svg",
-)
 LINKS = (
     ("table", "Methods and tasks"),
     ("summary", "Summary"),
@@ -83,19 +74,6 @@ def render_head(record: RunRecord, comparison: Comparison) -> str:
         f"is a run of its own as well ({escape(', '.join(runs))}): it has masks, training curves "
         "and sizes in a report of its own when its seed is run alone, at no cost.</p>"
         f"{render_links(LINKS)}"
-    )
-
-
-def render_table_of_tasks(comparison: Comparison) -> str:
-    """Return the table of methods and tasks, and where it stands for a paper."""
-    caption = " ".join(paper.caption_of(comparison)[1:2])
-    links = [f'<a href="{name}">{name}</a>' for name in PAPER_FILES]
-    return (
-        '<h2 id="table">Methods and tasks</h2><p>Accuracy in % on each task after the last one. '
-        f"{escape(caption)} Ranges are 95 % intervals, and bold is best beyond the noise, as the "
-        "summary below says.</p>"
-        f"{paper.as_html(paper.accuracy_table(comparison))}"
-        f"<p>For a paper: {', '.join(links)}.</p>"
     )
 
 

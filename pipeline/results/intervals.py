@@ -5,8 +5,8 @@ many images as there are, with replacement and the same ones for all replicas an
 many replicas as there are, the same ones for all methods. So differences are paired. Draws follow
 from a fixed seed.
 
-Few replicas are a poor picture of all possible ones: of three, a bootstrap interval lies between
-the lowest and the highest. What is said to differ must therefore also differ by Student's t over
+Few replicas are a poor picture of all possible ones: three cannot say how far off a fourth would
+be. What is said to differ must therefore also differ by Student's t over
 the replicas, which is wide where they are few.
 """
 

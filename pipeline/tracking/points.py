@@ -296,14 +296,14 @@ def method_report_files(report: Mapping[str, bytes], label: str) -> dict[str, by
 
 
 def run_report_files(report: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the page, the graph and the comparisons of a finished report, its tables below
-    `tables/`, and figures for a paper below `figures/`."""
+    """Return the page, the graph, the comparisons and what a paper takes of a finished report, and
+    its tables below `tables/`."""
     contents = {}
     for name, data in report.items():
         if name in (*figures.RUN_FIGURES, "report.html", "graph.svg"):
             contents[name] = data
-        elif name.endswith((".csv", ".parquet", ".tex", ".md")):
+        elif name.endswith((".csv", ".parquet")):
             contents[f"tables/{name}"] = data
-        elif name.endswith((".pdf", ".svg")):
-            contents[f"figures/{name}"] = data
+        elif name.endswith((".tex", ".md", ".pdf", ".svg")):
+            contents[name] = data
     return contents

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_compare import run_of
 
-from pipeline.report import paper, replicas_page
+from pipeline.report import paper, replicas_page, table_section
 from pipeline.report.comparison import Comparison
 from pipeline.report.replicas import comparison_of
 from pipeline.results import answers
@@ -154,6 +154,18 @@ def test_the_page_shows_the_table_the_differences_and_the_budgets(storage: Any) 
     for heading in ("Methods and tasks", "Differences", "Budgets", "Over the tasks"):
         assert f">{heading}</h2>" in page
     assert "beyond the noise" in page
-    for name in replicas_page.PAPER_FILES:
-        assert f'href="{name}"' in page
+    for name in table_section.PAPER_FILES:
+        assert f"<code>{name}</code>" in page
         assert files[name]
+
+
+def test_the_page_of_one_seed_has_the_table_and_no_winner(storage: Any) -> None:
+    from pipeline.report import page
+
+    files = page.build(storage, fake_run.record())
+    text = files["report.html"].decode()
+    table = text.split('<h2 id="table">')[1].split("<h2")[0]
+    assert "One seed" in table
+    assert "class=best" not in table
+    assert files["table.tex"].decode().count("toprule") == 1
+    assert files["average_accuracy.pdf"].startswith(b"%PDF")

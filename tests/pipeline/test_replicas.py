@@ -16,6 +16,7 @@ from pipeline.graph import build
 from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.replicas import union_of
 from pipeline.graph.store import Store
+from pipeline.tracking import mlflow_client
 from tests import small_run
 from workers.errors import UserError
 
@@ -202,3 +203,26 @@ def test_the_record_names_its_replicas(small: Any) -> None:
     assert record["replicas"] == {"seed-0": "small-seed-0", "seed-1": "small-seed-1"}
     assert "seed" not in record["config"]
     assert app.run_status("small", str(folder / "storage")).state == "finished"
+
+
+@pytest.mark.slow
+def test_mlflow_has_each_replica_below_the_run_once(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder, path = small
+    for _ in range(2):
+        assert cli.main(["report", path, "--set", "tracking={models: false}"]) == 0
+    client, _, experiment = mlflow_client.open_store(str(folder / "storage"))
+    runs = client.search_runs([experiment], max_results=1000)
+    names = {run.info.run_id: run.info.run_name for run in runs}
+    above = [
+        (run.info.run_name, names.get(run.data.tags.get("mlflow.parentRunId"))) for run in runs
+    ]
+    assert above.count(("small", None)) == 1
+    for seed in ("small-seed-0", "small-seed-1"):
+        assert above.count((seed, "small")) == 1
+        assert above.count(("linear", seed)) == 1
+    top = next(run for run in runs if run.info.run_name == "small")
+    assert {"average_accuracy_mean/linear", "average_accuracy_sd/linear"} <= set(top.data.metrics)
+    assert {run.info.status for run in runs} == {"FINISHED"}

@@ -491,8 +491,16 @@ def group_runs(runs: Sequence[RunTables]) -> list[Group]:
             groups.append(new_group)
     for group in groups:
         if len(group.runs) > 1:
-            group.name = f"{group.name} ({len(group.runs)} seeds)"
+            group.name = f"{_common_name(group)} ({len(group.runs)} seeds)"
     return groups
+
+
+def _common_name(group: Group) -> str:
+    """Return `table` for the runs table-seed-0, table-seed-1, ...; else the name of the first."""
+    stems = set()
+    for seed, run in group.runs.items():
+        stems.add(str(run.record["name"]).removesuffix(f"-seed-{seed}"))
+    return stems.pop() if len(stems) == 1 else group.name
 
 
 def common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:

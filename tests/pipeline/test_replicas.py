@@ -190,7 +190,7 @@ def test_every_command_that_looks_at_runs_takes_a_run_of_several_seeds(
     assert "report.html" in printed(capsys, "report", path)
     assert (folder / "storage/runs/small/report.html").exists()
     compared = printed(capsys, "compare", path)  # its methods, over both seeds
-    assert "(2 seeds): linear" in compared
+    assert "small (2 seeds): linear" in compared
     sentence = printed(capsys, "bundle", path, "--out", str(folder / "bundle"), code=2)
     assert "is a run of 2 replicas (seed-0, seed-1), and this needs one model" in sentence
     assert "--set seed=0" in sentence

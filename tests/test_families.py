@@ -80,5 +80,17 @@ def test_a_method_works_on_a_family_or_says_in_a_sentence_why_not(
         old_answers_stay(run)
 
 
+@pytest.mark.parametrize("family", BLOCK_FAMILIES)
+def test_who_takes_plain_blocks_alone_says_why(family: str) -> None:
+    outline = vit.check(BackboneSettings(**SMALL[family]))
+    for cls in METHODS.values():
+        if not cls.needs_vit or isinstance(outline, cls.vits):
+            continue
+        with pytest.raises(UserError) as refused:
+            cls.check_backbone(cls.Settings(), outline)
+        assert cls.why_no_other_vit
+        assert cls.why_no_other_vit in str(refused.value)
+
+
 def test_the_page_on_methods_and_families_is_current() -> None:
     assert PAGE.read_text() == page(), f"run {COMMAND}"

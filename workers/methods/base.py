@@ -258,6 +258,8 @@ class MethodPlan(Generic[S]):
     needs_vit: ClassVar[bool] = False
     # The classes of vision transformers that it takes, if it needs one.
     vits: ClassVar[tuple[type[nn.Module], ...]] = (VisionTransformer,)
+    # Why it takes no other vision transformer with blocks, for messages: a sentence on the method.
+    why_no_other_vit: ClassVar[str] = ""
     # No parameter of the backbone is trained, and it stays in evaluation mode.
     freezes_backbone: ClassVar[bool] = True
     # False is a promise: the logits of a finished task stay bit-exact for ever.
@@ -281,10 +283,13 @@ class MethodPlan(Generic[S]):
         if cls.needs_vit and not isinstance(backbone, cls.vits):
             examples = ", ".join(EXAMPLES[kind] for kind in cls.vits)
             classes = ", ".join(kind.__name__ for kind in cls.vits)
+            reason = ""
+            if isinstance(backbone, BLOCK_VITS) and cls.why_no_other_vit:
+                reason = f" ({cls.why_no_other_vit})"
             raise UserError(
                 f"{cls.name!r} works on the blocks of a vision transformer (of class {classes} in "
-                f"timm), and the backbone is a {type(backbone).__name__}; choose another method, "
-                f"or a backbone such as {examples}"
+                f"timm), and the backbone is a {type(backbone).__name__}{reason}; choose another "
+                f"method, or a backbone such as {examples}"
             )
 
     @classmethod

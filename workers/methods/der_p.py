@@ -46,6 +46,9 @@ class PrunedDer(Der[S]):
     """
 
     needs_vit = True
+    why_no_other_vit = (
+        "it cuts channels of attention, and other classes of timm rotate or reshape all of them"
+    )
 
     @classmethod
     def check_backbone(cls, settings: S, backbone: Any, tasks: tuple[Task, ...] = ()) -> None:

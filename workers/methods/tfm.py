@@ -107,6 +107,10 @@ class Tfm(Method[TfmSettings]):
         source="measured on seven real tasks at 64 px: configs/RESULTS.md",
     )
     needs_vit = True
+    why_no_other_vit = (
+        "it renormalises queries in place of keys, which rotary embeddings do not allow, and adds "
+        "heads and neurons, for which biases of relative positions and gated FFNs define none"
+    )
     carries = ("units",)
     Settings = TfmSettings
     per_task = frozenset({"growth", "norm_lr"})

@@ -421,11 +421,6 @@ class Config(Frozen):
         if not isinstance(body, dict) or "seeds" not in body:
             return body
         seeds = body["seeds"]
-        if "seed" in body:
-            raise ValueError(
-                f"seed is {body['seed']!r:.80} and seeds is {seeds!r:.80}, and a config has one of "
-                "the two; leave `seed` out"
-            )
         if isinstance(seeds, (list, tuple)) and len(seeds) == 1:
             rest = {key: value for key, value in body.items() if key != "seeds"}
             return {**rest, "seed": seeds[0]}
@@ -620,6 +615,11 @@ def _missing_config(file: Path, path: str) -> UserError:
 
 def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config:
     """Return the settings that plain YAML values stand for. Raise `UserError` with one sentence."""
+    if "seed" in body and "seeds" in body:
+        raise UserError(
+            f"{where}: seed is {body['seed']!r:.80} and seeds is {body['seeds']!r:.80}, and a "
+            "config has one of the two; leave `seed` out"
+        )
     config = checked(Config, body, "", where)
     for label, task in _labels_and_tasks(config):
         for step in dict.fromkeys(("train", *config.entry_of(label, task).steps)):

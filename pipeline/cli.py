@@ -693,9 +693,11 @@ def methods(args: argparse.Namespace) -> int:
 
 def schema(args: argparse.Namespace) -> int:
     """Print the JSON schema of configs, cards or searches."""
-    from pipeline.shell.schema import schema_of  # imports pydantic and torch
+    from pipeline.search.schema import search_schema  # imports pydantic and torch
+    from pipeline.shell.schema import card_schema, config_schema
 
-    print(json.dumps(schema_of(args.kind), indent=2))
+    schemas = {"config": config_schema, "card": card_schema, "search": search_schema}
+    print(json.dumps(schemas[args.kind](), indent=2))
     return 0
 
 

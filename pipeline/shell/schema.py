@@ -1,5 +1,5 @@
-"""JSON schemas of configs, cards and searches, by which an editor completes and checks them while
-they are written.
+"""JSON schemas of configs and cards, by which an editor completes and checks them while they are
+written.
 
 They follow draft 7, which editors know. A file may extend others, so that nothing is required; what
 is more than the shape of a value is checked when the file is read.
@@ -22,12 +22,6 @@ DEFINITIONS = "definitions"
 Schema = dict[str, Any]
 
 
-def schema_of(kind: str) -> Schema:
-    """Return the schema of a `config`, a `card` or a `search`."""
-    schemas = {"config": config_schema, "card": card_schema, "search": search_schema}
-    return schemas[kind]()
-
-
 def card_schema() -> Schema:
     """Return the schema of `datasets/NAME/card.yaml`."""
     schema = model_schema(Card)
@@ -38,7 +32,7 @@ def card_schema() -> Schema:
         "description": listed.pop("description", ""),
         "anyOf": [listed, words],
     }
-    return _finished(schema)
+    return finished(schema)
 
 
 def config_schema() -> Schema:
@@ -49,7 +43,7 @@ def config_schema() -> Schema:
     del definitions[MethodEntry.__name__]
     del definitions[StreamSettings.__name__]["required"]
     for model in (TrainSettings, DataSettings, ClusterSettings):
-        _define(definitions, model)
+        define(definitions, model)
     properties = schema["properties"]
     properties["extends"] = {
         "description": "a file, or several, whose settings this one starts from",
@@ -60,21 +54,7 @@ def config_schema() -> Schema:
         "description": "how the run is recorded in MLflow; `off`: not at all",
     }
     properties["methods"] = _methods_schema(definitions)
-    return _finished(schema)
-
-
-def search_schema() -> Schema:
-    """Return the schema of `configs/search/NAME.yaml`."""
-    from pipeline.search.spec import SearchSettings  # imports torch
-
-    schema = model_schema(SearchSettings)
-    schema["title"] = "Accrete search"
-    definitions: dict[str, Any] = schema[DEFINITIONS]
-    _define(definitions, StreamSettings)
-    del definitions[StreamSettings.__name__]["required"]
-    stream = schema["properties"]["stream"]
-    stream["anyOf"] = [{"$ref": f"#/{DEFINITIONS}/{StreamSettings.__name__}"}, {"type": "null"}]
-    return _finished(schema)
+    return finished(schema)
 
 
 def _methods_schema(definitions: Schema) -> Schema:
@@ -147,14 +127,14 @@ def model_schema(model: type[BaseModel]) -> Schema:
     return schema
 
 
-def _define(definitions: Schema, model: type[BaseModel]) -> None:
+def define(definitions: Schema, model: type[BaseModel]) -> None:
     """Add the schema of a model, and of the models inside of it, to the definitions."""
     body = model_schema(model)
     definitions.update(body.pop(DEFINITIONS))
     definitions[model.__name__] = body
 
 
-def _finished(schema: Schema) -> Schema:
+def finished(schema: Schema) -> Schema:
     """Return a schema in draft 7 in which nothing is required and any mapping may be null."""
     finished: Schema = {"$schema": DRAFT, **_as_draft_7(copy.deepcopy(schema))}
     del finished["required"]

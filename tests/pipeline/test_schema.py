@@ -11,7 +11,8 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.config import load
-from pipeline.shell.schema import schema_of
+from pipeline.search.schema import search_schema
+from pipeline.shell.schema import card_schema, config_schema
 from pipeline.yaml_files import read_yaml
 
 REPOSITORY = Path(__file__).parents[2]
@@ -22,13 +23,14 @@ CONFIGS = [
 ]
 SEARCHES = sorted((REPOSITORY / "configs" / "search").glob("*.yaml"))
 CARDS = sorted((REPOSITORY / "datasets").glob("*/card.yaml"))
+SCHEMAS = {"config": config_schema, "card": card_schema, "search": search_schema}
 
 
 @pytest.fixture(scope="module")
 def validators() -> dict[str, jsonschema.Draft7Validator]:
     made = {}
-    for kind in ("config", "card", "search"):
-        schema = schema_of(kind)
+    for kind, make_schema in SCHEMAS.items():
+        schema = make_schema()
         jsonschema.Draft7Validator.check_schema(schema)
         made[kind] = jsonschema.Draft7Validator(schema)
     return made
@@ -126,7 +128,7 @@ def test_a_mistake_on_a_card_is_seen(validators: Any) -> None:
 
 
 def test_every_key_has_a_meaning_that_an_editor_shows() -> None:
-    schema = schema_of("config")
+    schema = config_schema()
     lambda_schema = schema["definitions"]["meat"]["properties"]["lambda"]
     assert "KEPT" in lambda_schema["description"]
     assert "PNAS" in schema["properties"]["methods"]["properties"]["ewc"]["description"]
@@ -137,11 +139,11 @@ def test_the_command_prints_it_and_a_config_may_name_it_in_a_comment(
 ) -> None:
     assert main(["schema"]) == 0
     (tmp_path / "config.schema.json").write_text(capsys.readouterr().out)
-    assert json.loads((tmp_path / "config.schema.json").read_text()) == schema_of("config")
+    assert json.loads((tmp_path / "config.schema.json").read_text()) == config_schema()
     assert main(["schema", "card"]) == 0
-    assert json.loads(capsys.readouterr().out) == schema_of("card")
+    assert json.loads(capsys.readouterr().out) == card_schema()
     assert main(["schema", "search"]) == 0
-    assert json.loads(capsys.readouterr().out) == schema_of("search")
+    assert json.loads(capsys.readouterr().out) == search_schema()
     config = tmp_path / "mine.yaml"
     config.write_text(
         "# yaml-language-server: $schema=config.schema.json\n"

@@ -1,0 +1,21 @@
+"""The JSON schema of search files, by which an editor completes and checks them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config import StreamSettings
+from pipeline.search.spec import SearchSettings
+from pipeline.shell.schema import DEFINITIONS, Schema, define, finished, model_schema
+
+
+def search_schema() -> Schema:
+    """Return the schema of `configs/search/NAME.yaml`."""
+    schema = model_schema(SearchSettings)
+    schema["title"] = "Accrete search"
+    definitions: dict[str, Any] = schema[DEFINITIONS]
+    define(definitions, StreamSettings)
+    del definitions[StreamSettings.__name__]["required"]
+    stream = schema["properties"]["stream"]
+    stream["anyOf"] = [{"$ref": f"#/{DEFINITIONS}/{StreamSettings.__name__}"}, {"type": "null"}]
+    return finished(schema)

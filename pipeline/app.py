@@ -659,6 +659,13 @@ def replica_tables(store: Store, records: Mapping[str, RunRecord]) -> dict[str, 
     return {name: RunTables.load(store.storage, record) for name, record in records.items()}
 
 
+def result_tables(run: PreparedRun) -> list[RunTables]:
+    """Return the stored results of a run, or of each of its replicas."""
+    if run.replicas:
+        return [*replica_tables(run.store, records_of(run)).values()]
+    return [RunTables.load(run.store.storage, current_record(run))]
+
+
 def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: str) -> Recorder:
     """Return what records a run in MLflow, with all its replicas."""
     from pipeline.tracking.recorder import Recorder  # start-up time

@@ -280,7 +280,14 @@ def _add_run_commands(add_command: AddCommand) -> None:
     shards_parser.add_argument(
         "--storage", help="where a card was ingested (default: storage, or the config's)"
     )
-    add_command("report", report, "write the report of a config's run again, from the store")
+    report_parser = add_command(
+        "report", report, "write the report of a config's run again, from the store"
+    )
+    report_parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="also write the results as one file that `compare` reads, on any machine",
+    )
 
 
 def _add_init_command(add_command: AddCommand) -> None:
@@ -334,10 +341,17 @@ def _add_analyse_command(add_command: AddCommand) -> None:
 
 def _add_compare_command(add_command: AddCommand) -> None:
     compare_parser = add_command(
-        "compare", compare, "lay finished runs side by side, from the store", config=False
+        "compare",
+        compare,
+        "lay finished runs side by side, from the store or from files of results",
+        config=False,
     )
     compare_parser.add_argument(
-        "run", nargs="+", metavar="RUN", help="name of a run in the storage, or path of its config"
+        "run",
+        nargs="+",
+        metavar="RUN",
+        help="name of a run in the storage, path of its config, a file of `report --json`, or an "
+        "accuracy matrix as CSV or JSON",
     )
     compare_parser.add_argument(
         "--storage",
@@ -582,10 +596,19 @@ def report(args: argparse.Namespace) -> int:
     from pipeline.search import run as searches  # imports torch
 
     if searches.is_search(args.config):
+        if args.json:
+            raise UserError(
+                f"--json is of a run, and {args.config!r} is a search; name the config of a run"
+            )
         return searches.report(args)
     prepared = app.prepare(args.config, args.overrides, several=True)
     published = app.report(prepared, app.command_text("report", args.config, args.overrides))
     print("\n".join(published.lines))
+    if args.json:
+        from pipeline.results.results_file import results_bytes  # imports pyarrow
+
+        write_named("--json", args.json, results_bytes(app.result_tables(prepared)))
+        print(f"results: {args.json}")
     return 0
 
 

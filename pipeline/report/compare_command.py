@@ -1,4 +1,5 @@
-"""The `compare` command: runs side by side, from the store, as a page, as CSV and in the terminal.
+"""The `compare` command: runs of a store and files of results side by side, as a page, as CSV and
+in the terminal.
 
 Imports that load matplotlib or torch stand inside functions, so that mistakes are reported at once.
 """
@@ -33,11 +34,14 @@ def compare(args: Namespace) -> int:
     names = _check_distinct(runs)
     if len(runs) < 2:
         raise UserError(f"compare: {args.run[0]!r} is one run; give two or more")
+    name_tasks(runs)
     from pipeline.report import comparison_page, files
     from pipeline.report.comparison import compare_runs
 
     comparison = compare_runs(runs)
-    folder = join(runs[0].storage, "compare", folder_name(names))
+    storages = [run.storage for run in runs if not run.source]
+    storages.append(absolute(args.storage))
+    folder = join(storages[0], "compare", folder_name(names))
     page = comparison_page.render_page(comparison).encode()
     for name, rows in comparison.tables().items():
         write_bytes(join(folder, f"{name}.csv"), files.as_csv(rows))
@@ -64,9 +68,13 @@ def _check_distinct(runs: Sequence[RunTables]) -> list[str]:
 def load_runs(run: str, storage: str) -> list[RunTables]:
     """Return the tables of a run, or of its replicas if it has several seeds or class orders.
 
-    run: its name in `storage` or the path of its config, whose storage replaces `storage`. Raise
-    UserError when the run has no record.
+    run: its name in `storage`, the path of its config, whose storage replaces `storage`, or a file
+    of results. Raise UserError when the run has no record, or the file cannot be used.
     """
+    from pipeline.results.results_file import is_results_file, read_results
+
+    if is_results_file(run):
+        return [*read_results(run)]
     from pipeline.graph.store import Store
     from pipeline.results.runs import find_record, named_run
     from pipeline.results.tables import RunTables
@@ -75,6 +83,38 @@ def load_runs(run: str, storage: str) -> list[RunTables]:
     store = Store(folder)
     records = store.records(find_record(store, name))
     return [RunTables.load(folder, replica) for replica in records.values()]
+
+
+def name_tasks(runs: Sequence[RunTables]) -> None:
+    """Give the tasks of matrices without names those of the first run that has them, in order.
+
+    Raise UserError when their numbers of tasks differ.
+    """
+    from pipeline.results.imported import ImportedTables
+
+    nameless = []
+    named: list[RunTables] = []
+    for run in runs:
+        if isinstance(run, ImportedTables) and not run.has_task_names:
+            nameless.append(run)
+        else:
+            named.append(run)
+    if not named:
+        return
+    tasks = named[0].tasks(named[0].labels[0])
+    first = named[0].record["name"]
+    for run in nameless:
+        count = len(run.record["tasks"])
+        if count != len(tasks):
+            raise UserError(
+                f"{run.source}: it has {count} tasks without names, and {first!r} has "
+                f"{len(tasks)}; write a CSV with the names of its tasks in the header"
+            )
+        run.rename_tasks(tasks, {task: named[0].task(task)["classes"] for task in tasks})
+        run.notes.append(
+            f"The tasks of {run.record['name']} have no names, and are taken for those of {first} "
+            "in order."
+        )
 
 
 def folder_name(names: Sequence[str]) -> str:
@@ -105,7 +145,7 @@ def format_comparison(comparison: Comparison) -> str:
     tables = [table_text([*heading, "accuracy minus the first"], body)]
     setting_rows = comparison.setting_rows()
     if setting_rows:
-        titles = [group.name for group in comparison.groups]
+        titles = [title for title in setting_rows[0] if title != "name"]
         lines = []
         for row in setting_rows:
             cells = [row["name"]]

@@ -6,7 +6,9 @@ A group holds runs that differ in nothing but their seed and name.
 from __future__ import annotations
 
 import math
+import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -409,12 +411,20 @@ class Comparison:
         return rows
 
     def setting_rows(self) -> list[Row]:
-        """Return one row per setting that differs between groups, with a column per group."""
-        return differing_rows({group.name: group.settings for group in self.groups})
+        """Return one row per setting that differs between groups, with a column per group.
+
+        Groups whose settings are not known have no column.
+        """
+        settings = {group.name: group.settings for group in self.groups}
+        return differing_rows({name: values for name, values in settings.items() if values})
 
     def provenance_rows(self) -> list[Row]:
-        """Return one row per fact of the stages' environment that differs between groups."""
-        return differing_rows({group.name: environment(group) for group in self.groups})
+        """Return one row per fact of the stages' environment that differs between groups.
+
+        Groups whose environment is not known have no column.
+        """
+        facts = {group.name: environment(group) for group in self.groups}
+        return differing_rows({name: values for name, values in facts.items() if values})
 
     def stage_rows(self) -> list[Row]:
         """Return the stage results that more than one run uses, with the runs."""
@@ -457,6 +467,9 @@ def compare_runs(runs: Sequence[RunTables]) -> Comparison:
             name = f"{group.name}: {label}" if len(labels) > 1 else group.name
             entries.append(Entry(name, group, label, tasks))
     notes += unfinished_notes(entries)
+    notes += image_notes(runs, tasks)
+    for run in runs:
+        notes += [note for note in run.notes if note not in notes]
     return Comparison(groups, entries, tasks, notes)
 
 
@@ -474,8 +487,21 @@ def unfinished_notes(entries: Sequence[Entry]) -> list[str]:
     return notes
 
 
+def image_notes(runs: Sequence[RunTables], tasks: Sequence[str]) -> list[str]:
+    """Return a sentence on the tasks whose images are not the same in all runs."""
+    digests: dict[str, set[str]] = {task: set() for task in tasks}
+    for run in runs:
+        for task, digest in run.image_digests().items():
+            if task in digests:
+                digests[task].add(digest)
+    differing = [task for task in tasks if len(digests[task]) > 1]
+    if not differing:
+        return []
+    return [f"The images of {', '.join(differing)} are not the same in all runs."]
+
+
 def group_runs(runs: Sequence[RunTables]) -> list[Group]:
-    """Group runs with the same settings and different seeds.
+    """Group runs with the same settings and different seeds, those of a file among themselves.
 
     Runs with the same settings and the same seed differ in something else, and stay apart.
     """
@@ -484,7 +510,8 @@ def group_runs(runs: Sequence[RunTables]) -> list[Group]:
         seed = run.record["config"].get("seed", 0)
         new_group = Group(run.record["name"], {seed: run})
         for group in groups:
-            if group.settings == new_group.settings and seed not in group.runs:
+            is_same = group.settings == new_group.settings
+            if is_same and group.first.source == run.source and seed not in group.runs:
                 group.runs[seed] = run
                 break
         else:
@@ -492,7 +519,20 @@ def group_runs(runs: Sequence[RunTables]) -> list[Group]:
     for group in groups:
         if len(group.runs) > 1:
             group.name = f"{_common_name(group)} ({len(group.runs)} seeds)"
+    _distinguish(groups)
     return groups
+
+
+def _distinguish(groups: Sequence[Group]) -> None:
+    """Add to names that several groups have where each comes from, or else its number."""
+    counts = Counter(group.name for group in groups)
+    names: set[str] = set()
+    for number, group in enumerate(groups, start=1):
+        if counts[group.name] > 1:
+            group.name = f"{group.name} [{os.path.basename(group.first.storage.rstrip('/'))}]"
+        if group.name in names:
+            group.name = f"{group.name} {number}"
+        names.add(group.name)
 
 
 def _common_name(group: Group) -> str:
@@ -511,9 +551,11 @@ def common_tasks(runs: Sequence[RunTables]) -> tuple[list[str], list[str]]:
     """
     streams = [_evaluated_tasks(run) for run in runs]
     tasks = []
-    for name, classes in streams[0].items():
-        if all(stream.get(name) == classes for stream in streams):
-            tasks.append(name)
+    for name in streams[0]:
+        if all(name in stream for stream in streams):
+            known = {stream[name] for stream in streams if stream[name]}
+            if len(known) <= 1:  # a plain matrix names no classes
+                tasks.append(name)
     if not tasks:
         run_names = dict.fromkeys(str(run.record["name"]) for run in runs)
         raise UserError(

@@ -15,7 +15,7 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
 from pipeline.report import plots
-from pipeline.report.comparison import METRICS, Comparison, Entry, Spread
+from pipeline.report.comparison import METRICS, Comparison, Entry, Spread, environment
 from pipeline.report.figures import Picture
 from pipeline.report.files import Row
 from pipeline.report.html_parts import (
@@ -372,7 +372,10 @@ def render_settings(comparison: Comparison) -> str:
     """Return the table of settings that differ."""
     rows = comparison.setting_rows()
     text = "All settings are the same."
-    if rows:
+    unknown = [group.name for group in comparison.groups if not group.settings]
+    if unknown:
+        text = f"The settings of {escape(', '.join(unknown))} are not known."
+    elif rows:
         text = (
             "Settings that are the same in all runs are left out. "
             "So are seed and name, which are listed above, "
@@ -385,7 +388,10 @@ def render_provenance(comparison: Comparison) -> str:
     """Return the table of commits, versions and devices that differ."""
     rows = comparison.provenance_rows()
     text = "All results were made with the same git commit, package versions and kind of device."
-    if rows:
+    unknown = [group.name for group in comparison.groups if not environment(group)]
+    if unknown:
+        text = f"The versions of {escape(', '.join(unknown))} are not known."
+    elif rows:
         text = (
             "Commit, versions and devices that differ between the runs. "
             "They may explain a difference in the numbers."

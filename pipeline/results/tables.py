@@ -117,13 +117,15 @@ class Matrix:
 class RunTables:
     """The stored results of the run that `record`, its run.json, describes.
 
-    artifacts: finished stages by id. problems: sentences about what could not be read.
+    artifacts: finished stages by id. problems: sentences about what could not be read. notes:
+    sentences to read before these results are compared with others.
     """
 
     storage: str
     record: RunRecord
     artifacts: dict[str, Artifact]
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def load(
@@ -147,6 +149,11 @@ class RunTables:
         return cls(storage, record, artifacts)
 
     # ---- stages, methods and tasks ---------------------------------------------------------------
+    @property
+    def source(self) -> str:
+        """The path of the file that the results come from; empty for those in a store."""
+        return ""
+
     @property
     def root(self) -> str:
         """The folder of all stage results."""
@@ -677,6 +684,21 @@ class RunTables:
             rows.append({"stage": ids[0], "stages": len(ids), "warning": sentence})
         rows += [{"stage": "report", "stages": 1, "warning": text} for text in self.problems]
         return rows
+
+    def image_digests(self) -> dict[str, str]:
+        """Return the digest of each task's images, where its data is ingested."""
+        contents = {artifact.key: artifact.manifest.get("content") for artifact in self.ingested()}
+        digests = {}
+        for task in self.record["tasks"]:
+            content = contents.get(str(task.get("data", "")))
+            if content:
+                digests[task["name"]] = str(content)
+        return digests
+
+    def ingested(self) -> list[Artifact]:
+        """Return the results of the ingest stages."""
+        stages = [stage for stage in self.record["stages"] if stage["step"] == "ingest"]
+        return [self.artifacts[s["id"]] for s in stages if s["id"] in self.artifacts]
 
     def environment(self) -> dict[str, list[str]]:
         """Return commit, seed, device and package versions of the stages, all values of each."""

@@ -24,6 +24,7 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.report import page
+from pipeline.results.tables import RunTables
 from pipeline.tracking import ui
 from tests import small_run
 from workers.storage import artifact
@@ -212,6 +213,21 @@ def test_report_writes_the_page_again_from_the_store(
     assert f"report: {page_path}" in text
     assert page_path.exists()
     assert (page_path.parent / "tables" / "matrix.csv").exists()
+
+
+def test_report_writes_the_results_as_one_file(
+    run_copy: Any, pages: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pipeline.results.results_file import read_results
+
+    path = tmp_path / "small.json"
+    assert f"results: {path}" in output(capsys, "report", run_copy.config(), "--json", str(path))
+    (read,) = read_results(str(path))
+    record = store.Store(str(run_copy.storage)).record("small")
+    assert record is not None
+    tables = RunTables.load(str(run_copy.storage), record)
+    assert read.matrix("meat").final == tables.matrix("meat").final
+    assert read.image_digests() == tables.image_digests() != {}
 
 
 def test_report_of_an_unfinished_run_shows_what_is_there(

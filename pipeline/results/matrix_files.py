@@ -1,0 +1,175 @@
+"""A plain accuracy matrix from a file: CSV with names of tasks, or JSON as a list of lists.
+
+Row: after learning a task. Column: on a task. Values are accuracies from 0 to 1; what is empty was
+not measured. Values above the diagonal, on tasks not learned yet, are left out: no metric reads
+them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.results.imported import (
+    MOST_TASKS,
+    ImportedMethod,
+    ImportedTables,
+    imported_record,
+)
+from workers.errors import UserError
+
+DELIMITERS = (",", ";", "\t")
+MOST_NAME = 200  # characters of a task's name
+LAYOUT = "give a header with the names of the tasks, then a row for each task learned"
+MISSING = ("", "nan", "-")
+
+
+def matrix_from_csv(path: str, data: bytes) -> ImportedTables:
+    """Return the run of one method whose matrix a CSV file holds. Raise `UserError` for a mistake.
+
+    The first row names the tasks, after a first cell that is free. Each further row begins with the
+    task just learned.
+    """
+    rows = _csv_rows(path, data)
+    if not rows or len(rows[0]) < 2:
+        raise UserError(f"{path}: it holds no accuracy matrix; {LAYOUT}")
+    names = [cell.strip() for cell in rows[0][1:]]
+    if {"after_index", "task_index"} <= set(names):
+        raise UserError(
+            f"{path}: it is the long table of a report, which `compare` does not read; name the "
+            "run, or the file that `accrete report CONFIG --json FILE` writes"
+        )
+    _check_names(path, names)
+    values: list[list[Any]] = []
+    for number, row in enumerate(rows[1:], start=2):
+        after = row[0].strip()
+        position = number - 2
+        if position >= len(names) or after != names[position]:
+            expected = repr(names[position]) if position < len(names) else "no further row"
+            raise UserError(
+                f"{path}: row {number} begins with {after!r:.80} where {expected} is due; the "
+                "rows learn the tasks in the order of the header"
+            )
+        values.append([_cell_value(path, number, cell.strip()) for cell in row[1:]])
+    return _tables_of(path, names, values, has_task_names=True)
+
+
+def _csv_rows(path: str, data: bytes) -> list[list[str]]:
+    """Return the rows of a CSV file that are not empty."""
+    try:
+        text = data.decode("utf-8-sig")
+        first_line = text.partition("\n")[0]
+        delimiter = max(DELIMITERS, key=first_line.count)
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        rows = [row for row in reader if any(cell.strip() for cell in row)]
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"{path}: it cannot be read as CSV ({error}); {LAYOUT}") from None
+    return rows
+
+
+def _cell_value(path: str, number: int, cell: str) -> float | None:
+    """Return the accuracy in a cell; None where it was not measured."""
+    if cell.lower() in MISSING:
+        return None
+    try:
+        return float(cell)
+    except ValueError:
+        raise UserError(
+            f"{path}: row {number} holds {cell!r:.80}, which is no number; write accuracies from "
+            "0 to 1, and nothing where none was measured"
+        ) from None
+
+
+def matrix_from_lists(path: str, rows: Sequence[Any]) -> ImportedTables:
+    """Return the run of one method whose matrix is a JSON list of lists. The tasks have no names.
+
+    Rows are as long as the matrix, or end at the diagonal.
+    """
+    for row in rows:
+        if not isinstance(row, list):
+            raise UserError(
+                f"{path}: a row of its matrix is {row!r:.80}; write a list of numbers for each task"
+            )
+    names = [f"task {position + 1}" for position in range(len(rows))]
+    _check_names(path, names)
+    return _tables_of(path, names, rows, has_task_names=False)
+
+
+def _check_names(path: str, names: Sequence[str]) -> None:
+    """Raise `UserError` unless there are tasks, not too many, with names that differ."""
+    if not names:
+        raise UserError(f"{path}: it holds no accuracy matrix; {LAYOUT}")
+    if len(names) > MOST_TASKS:
+        raise UserError(
+            f"{path}: it has {len(names)} tasks, more than {MOST_TASKS}; leave some out"
+        )
+    for position, name in enumerate(names):
+        is_plain = 0 < len(name) <= MOST_NAME and name.isprintable()
+        if not is_plain or name in names[:position]:
+            raise UserError(
+                f"{path}: the header names a task {name!r:.80}; give each task a name of its own "
+                f"of 1 to {MOST_NAME} printable characters"
+            )
+
+
+def _tables_of(
+    path: str, names: Sequence[str], rows: Sequence[Sequence[Any]], has_task_names: bool
+) -> ImportedTables:
+    """Return the run that a matrix of accuracies makes. Missing rows are not finished yet."""
+    size = len(names)
+    rates = np.full((size, size), np.nan)
+    has_more = False
+    for t, row in enumerate(rows):
+        if not t < len(row) <= size:
+            raise UserError(
+                f"{path}: row {t + 1} of its matrix has {len(row)} values; give {size}, or "
+                f"{t + 1} up to the diagonal"
+            )
+        for i, value in enumerate(row):
+            if value is None:
+                continue
+            rate = checked_rate(path, value)
+            if i <= t:
+                rates[t, i] = rate
+            else:
+                has_more = True
+    stem = os.path.splitext(os.path.basename(path))[0]
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", stem).lstrip("_.-")[:MOST_NAME] or "matrix"
+    # A seed that no other run has: nothing is subtracted in pairs.
+    record = imported_record(name, {"seed": f"unknown ({name})"})
+    record["tasks"] = [
+        {"name": task, "card": "", "role": "task", "classes": [], "data": ""} for task in names
+    ]
+    total = np.where(np.isnan(rates), np.nan, 1.0)
+    method = ImportedMethod(name, tuple(names), rates, total)
+    tables = ImportedTables(path, record, {}, methods={name: method}, has_task_names=has_task_names)
+    tables.notes.append(
+        f"{name} is a matrix of accuracies without counts: in its average incremental accuracy "
+        "all tasks weigh the same, and its classes and settings are not known."
+    )
+    if has_more:
+        tables.notes.append(f"{name}: values on tasks before they are learned are left out.")
+    return tables
+
+
+def checked_rate(path: str, value: Any) -> float:
+    """Return an accuracy. Raise `UserError` unless it is a number from 0 to 1."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise UserError(
+            f"{path}: its matrix holds {value!r:.80}; write accuracies from 0 to 1, and null "
+            "where none was measured"
+        )
+    if not 0 <= value <= 1:
+        raise UserError(
+            f"{path}: its matrix holds {value!r:.80}, which is no accuracy from 0 to 1; divide "
+            "per cent by 100"
+        )
+    return float(value)

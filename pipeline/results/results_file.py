@@ -1,0 +1,392 @@
+"""One JSON file with the results of a run, to be read by anyone: `accrete report --json` writes it,
+`accrete compare` reads it. `docs/formats.md` describes it.
+
+A file may come from a stranger: it is bounded and checked, and nothing that follows from the counts
+is read from it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
+
+from pipeline.config import ELSEWHERE, NAME, checked
+from pipeline.results.imported import (
+    MOST_CELLS,
+    MOST_TASKS,
+    ImportedMethod,
+    ImportedTables,
+    imported_record,
+)
+from pipeline.results.matrix_files import matrix_from_csv, matrix_from_lists
+from pipeline.results.tables import Matrix, Row, RunTables
+from workers.errors import UserError
+from workers.job import Frozen
+from workers.storage.artifact import digest_of
+from workers.storage.regular_file import read_regular
+from workers.storage.secrets import redact
+
+FORMAT = "accrete-results"
+VERSION = 1
+SUFFIXES = (".json", ".csv")
+MOST_BYTES = 1 << 24  # of a file
+MOST_DEPTH = 20  # of the settings
+MOST_SETTINGS = 10_000
+MOST_RUNS = 64
+MOST_METHODS = 64
+WRITE = "write it again with `accrete report CONFIG --json FILE`"
+
+Count = Annotated[int, Field(ge=0, le=10**15)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]
+Cells = Annotated[list[list[Count | None]], Field(max_length=MOST_TASKS)]
+
+
+class Strict(Frozen):
+    """Base of what a file holds: no text stands for a number, no key is unknown."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class TaskBody(Strict):
+    """A task of the stream. chance, test_images: for readers; they follow from the rest."""
+
+    name: Text
+    classes: list[Text] = Field(default_factory=list)
+    role: Literal["task", "base"] = "task"
+    images_sha256: Text | None = None
+    chance: Any = None
+
+
+class SizesBody(Strict):
+    """Bytes to keep after a task. states: by kind, of all tasks so far. task_bytes: of this one."""
+
+    after: Text
+    backbone: Count = 0
+    states: dict[Text, Count] = Field(default_factory=dict, max_length=16)
+    carried: Count = 0
+    task_bytes: Count = 0
+    trained_parameters: Count | None = None
+    flops_share: float | None = None
+
+
+class MethodBody(Strict):
+    """The results of a method: counts, or accuracies alone. metrics, chance: for readers."""
+
+    label: Text
+    method: Text
+    tasks: Annotated[list[Text], Field(min_length=1, max_length=MOST_TASKS)]
+    correct: Cells | None = None
+    total: Cells | None = None
+    accuracy: Annotated[list[list[Rate | None]], Field(max_length=MOST_TASKS)] | None = None
+    metrics: Any = None
+    chance: Any = None
+    sizes: list[SizesBody] = Field(default_factory=list, max_length=MOST_TASKS)
+
+
+class RunBody(Strict):
+    """A run, or one seed of it. stages: id -> key, for readers."""
+
+    name: Annotated[str, Field(pattern=NAME, max_length=200)]
+    seed: Annotated[int, Field(ge=0)] | Text = "unknown"
+    created: Annotated[str, Field(pattern=r"^[^\pC]{0,40}$")] = ""
+    scenario: Literal["task", "class"] = "task"
+    config: dict[str, Any] = Field(default_factory=dict)
+    versions: dict[Text, list[Text]] = Field(default_factory=dict, max_length=100)
+    tasks: Annotated[list[TaskBody], Field(min_length=1, max_length=MOST_TASKS)]
+    methods: Annotated[list[MethodBody], Field(min_length=1, max_length=MOST_METHODS)]
+    stages: Any = None
+
+
+class FileBody(Strict):
+    """The file. sha256: of the rest, by `digest_of`; may be left out."""
+
+    format: str
+    version: int
+    runs: Annotated[list[RunBody], Field(min_length=1, max_length=MOST_RUNS)]
+    sha256: str | None = None
+
+
+# ---- writing -------------------------------------------------------------------------------------
+def results_bytes(runs: Sequence[RunTables]) -> bytes:
+    """Return the file with the results of a run, or of all its seeds."""
+    body = {"format": FORMAT, "version": VERSION, "runs": [_run_body(run) for run in runs]}
+    plain = json.loads(json.dumps(body, default=str))
+    text = json.dumps({**plain, "sha256": digest_of(plain)}, indent=1, allow_nan=False)
+    return text.encode()
+
+
+def _run_body(run: RunTables) -> dict[str, Any]:
+    config = {name: value for name, value in run.record["config"].items() if name not in ELSEWHERE}
+    digests = run.image_digests()
+    tasks = []
+    for task in run.record["tasks"]:
+        entry = {
+            "name": task["name"],
+            "classes": list(task["classes"]),
+            "role": task["role"],
+            "chance": 1 / max(len(task["classes"]), 1),
+        }
+        if task["name"] in digests:
+            entry["images_sha256"] = digests[task["name"]]
+        tasks.append(entry)
+    return {
+        "name": run.record["name"],
+        "seed": config.get("seed", 0),
+        "created": str(run.record.get("created", "")),
+        "scenario": run.scenario,
+        "config": _redacted(config),
+        "versions": _redacted(run.environment()),
+        "tasks": tasks,
+        "methods": [_method_body(run, label) for label in run.labels],
+        "stages": {stage["id"]: stage["key"] for stage in run.record["stages"]},
+    }
+
+
+def _redacted(value: Any) -> Any:
+    """Return a JSON value whose texts hold no secrets."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {str(name): _redacted(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted(item) for item in value]
+    return value
+
+
+def _method_body(run: RunTables, label: str) -> dict[str, Any]:
+    matrix = run.matrix(label)
+    body = {
+        "label": label,
+        "method": run.method(label),
+        "tasks": list(matrix.tasks),
+        **_cells_of(matrix),
+        "accuracy": _rows_of(matrix.rates),
+        "chance": _rows_of(matrix.chance),
+        "sizes": [_sizes_body(row) for row in run.sizes(label)],
+    }
+    finals = matrix.final.items()
+    body["metrics"] = {name: None if math.isnan(value) else value for name, value in finals}
+    return body
+
+
+def _cells_of(matrix: Matrix) -> dict[str, Any]:
+    """Return the counts of a matrix; nothing for one of accuracies alone."""
+    known = matrix.correct[~np.isnan(matrix.correct)]
+    if (known % 1).any():
+        return {}
+    return {
+        "correct": _rows_of(matrix.correct, is_count=True),
+        "total": _rows_of(matrix.total, is_count=True),
+    }
+
+
+def _rows_of(values: NDArray[np.float64], is_count: bool = False) -> list[list[float | None]]:
+    """Return a matrix (T, T) as lists, null above the diagonal and where NaN."""
+    rows = []
+    for t, row in enumerate(values.tolist()):
+        cells: list[float | None] = []
+        for i, value in enumerate(row):
+            if i > t or math.isnan(value):
+                cells.append(None)
+            else:
+                cells.append(int(value) if is_count else value)
+        rows.append(cells)
+    return rows
+
+
+SIZE_COLUMNS = ("after", "backbone", "carried", "task_bytes", "trained_parameters", "flops_share")
+OTHER_COLUMNS = ("label", "after_index", "role", "total", "growth")
+
+
+def _sizes_body(row: Row) -> dict[str, Any]:
+    body = {name: row[name] for name in SIZE_COLUMNS}
+    kinds = [name for name in row if name not in (*SIZE_COLUMNS, *OTHER_COLUMNS)]
+    body["states"] = {kind: row[kind] for kind in kinds}
+    return body
+
+
+# ---- reading -------------------------------------------------------------------------------------
+def is_results_file(run: str) -> bool:
+    """Return whether an argument names a file of results, by its suffix."""
+    return run.lower().endswith(SUFFIXES)
+
+
+def read_results(path: str) -> list[ImportedTables]:
+    """Return the runs of a file: results as JSON, or one accuracy matrix as CSV or JSON.
+
+    Raise `UserError` where it cannot be read, or is not as `docs/formats.md` describes it.
+    """
+    if "://" in path:
+        raise UserError(f"{path}: files of results are read from disk alone; copy it first")
+    try:
+        data = read_regular(path, MOST_BYTES)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno == errno.ENOENT:
+            reason = "it does not exist"
+        raise UserError(
+            f"{path}: the file of results cannot be read ({reason}); name a JSON or CSV file of "
+            f"at most {MOST_BYTES >> 20} MiB"
+        ) from None
+    if path.lower().endswith(".csv"):
+        return [matrix_from_csv(path, data)]
+    body = _parse(path, data)
+    if isinstance(body, list):
+        return [matrix_from_lists(path, body)]
+    return _runs_of(path, body)
+
+
+def _parse(path: str, data: bytes) -> Any:
+    def refuse_constant(name: str) -> NoReturn:
+        raise UserError(f"{path}: it holds {name}, which is not JSON; write null")
+
+    try:
+        return json.loads(data, parse_constant=refuse_constant)
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: it cannot be read as JSON ({reason:.100}); {WRITE}") from None
+
+
+def _runs_of(path: str, body: Any) -> list[ImportedTables]:
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise UserError(
+            f"{path}: it holds no results (its `format` is not {FORMAT!r}), and is no list of "
+            f"lists; {WRITE}"
+        )
+    if body.get("version") != VERSION:
+        raise UserError(
+            f"{path}: its version is {body.get('version')!r:.40}, this program reads {VERSION}; "
+            f"{WRITE}"
+        )
+    _check_settings(path, body.get("runs"))
+    file = checked(FileBody, body, "", path)
+    if file.sha256 is not None and file.sha256 != digest_of(body):
+        raise UserError(
+            f"{path}: it was changed after it was written (its sha256 differs); ask for it again, "
+            "or leave `sha256` out"
+        )
+    cells = sum(len(method.tasks) ** 2 for run in file.runs for method in run.methods)
+    if cells > MOST_CELLS:
+        raise UserError(
+            f"{path}: its matrices have {cells} cells, more than {MOST_CELLS}; leave methods out"
+        )
+    return [_tables_of(path, run) for run in file.runs]
+
+
+def _check_settings(path: str, runs: Any) -> None:
+    """Raise `UserError` where the file is nested too deeply, or has too many settings."""
+    level = [runs]
+    depth = 0
+    while level:
+        depth += 1
+        nested: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                nested += value.values()
+            elif isinstance(value, list):
+                nested += value
+        level = nested
+        if depth > MOST_DEPTH:
+            raise UserError(f"{path}: it is nested more than {MOST_DEPTH} deep; {WRITE}")
+    for run in runs if isinstance(runs, list) else ():
+        text = json.dumps(run.get("config")) if isinstance(run, Mapping) else ""
+        if text.count(",") > MOST_SETTINGS:
+            raise UserError(
+                f"{path}: it has more than {MOST_SETTINGS} settings; leave `config` out"
+            )
+
+
+def _tables_of(path: str, run: RunBody) -> ImportedTables:
+    config = {name: value for name, value in run.config.items() if name not in ELSEWHERE}
+    record = imported_record(run.name, config | {"seed": run.seed}, run.created)
+    names = [task.name for task in run.tasks]
+    labels = [method.label for method in run.methods]
+    for kind, values in (("task", names), ("method", labels)):
+        twice = {value for value in values if values.count(value) > 1}
+        if twice:
+            raise UserError(f"{path}: {kind} {min(twice)!r:.80} is there twice; name each once")
+    record["tasks"] = [
+        {"name": t.name, "card": "", "role": t.role, "classes": t.classes, "data": ""}
+        for t in run.tasks
+    ]
+    roles = {task.name: task.role for task in run.tasks}
+    methods = {method.label: _method_of(path, method, roles) for method in run.methods}
+    digests = {t.name: t.images_sha256 for t in run.tasks if t.images_sha256}
+    return ImportedTables(
+        path,
+        record,
+        {},
+        methods=methods,
+        stream_scenario=run.scenario,
+        versions=run.versions,
+        digests=digests,
+    )
+
+
+def _method_of(path: str, body: MethodBody, roles: Mapping[str, str]) -> ImportedMethod:
+    """Return the results of a method. roles: of the tasks of the stream, in its order."""
+    where = f"{path}: method {body.label!r}"
+    in_order = [name for name in roles if name in body.tasks]
+    if in_order != body.tasks:
+        raise UserError(
+            f"{where} has tasks {', '.join(body.tasks)!r:.80}, which are not tasks of the stream "
+            f"in its order; {WRITE}"
+        )
+    size = len(body.tasks)
+    if body.correct is not None and body.total is not None:
+        correct = _array_of(where, body.correct, size)
+        total = _array_of(where, body.total, size)
+    elif body.accuracy is not None:
+        correct = _array_of(where, body.accuracy, size)
+        total = np.where(np.isnan(correct), np.nan, 1.0)
+    else:
+        raise UserError(f"{where} has neither `correct` and `total` nor `accuracy`; {WRITE}")
+    is_same = np.isnan(correct) == np.isnan(total)
+    if not is_same.all() or (correct > total).any() or (total == 0).any():
+        raise UserError(
+            f"{where} has more correct images than images, or one count without the other; {WRITE}"
+        )
+    sizes = [_sizes_row(where, body, row, roles) for row in body.sizes]
+    sizes.sort(key=lambda row: int(row["after_index"]))
+    return ImportedMethod(body.method, tuple(body.tasks), correct, total, sizes)
+
+
+def _array_of(where: str, rows: Sequence[Sequence[float | None]], size: int) -> NDArray[np.float64]:
+    """Return a matrix (T, T), NaN where null, and above the diagonal."""
+    if len(rows) != size or any(len(row) != size for row in rows):
+        raise UserError(f"{where}: a matrix is not of {size} x {size}, one row per task; {WRITE}")
+    values = np.array(rows, np.float64)  # null becomes NaN
+    values[~np.tril(np.ones(values.shape, bool))] = np.nan
+    return values
+
+
+def _sizes_row(where: str, method: MethodBody, body: SizesBody, roles: Mapping[str, str]) -> Row:
+    """Return sizes as `RunTables.sizes` does; totals and growth are derived."""
+    if body.after not in method.tasks:
+        raise UserError(f"{where}: sizes are of {body.after!r:.80}, no task of it; {WRITE}")
+    total = body.backbone + sum(body.states.values()) + body.carried
+    growth = total / body.backbone if body.backbone else None
+    return {
+        **body.states,
+        "label": method.label,
+        "after_index": method.tasks.index(body.after),
+        "after": body.after,
+        "role": roles[body.after],
+        "backbone": body.backbone,
+        "carried": body.carried,
+        "total": total,
+        "growth": growth,
+        "task_bytes": body.task_bytes,
+        "trained_parameters": body.trained_parameters,
+        "flops_share": body.flops_share,
+    }

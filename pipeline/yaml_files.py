@@ -8,6 +8,7 @@ thousand, `yes` is true.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -343,6 +344,30 @@ def parse_override(override: str) -> tuple[str, Any]:
             f"{where} is not of the form key=value; write for example --set train.epochs=3"
         )
     return path, parse_yaml(text, where)
+
+
+def override_of(path: str, value: Any) -> str:
+    """Return `a.b.0.c=value`, which `parse_override` reads as this path and this value.
+
+    value: plain; paths and single numbers of NumPy count as such. Raise `UserError` otherwise.
+    """
+    try:
+        text = json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{path} is {value!r:.80}, which a config cannot hold ({error}); give numbers, texts, "
+            "booleans, None, or lists and mappings of them"
+        ) from None
+    return f"{path}={text}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a path as a text, and a number of NumPy as Python's. Raise TypeError otherwise."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"it has a {type(value).__name__}")
 
 
 def put(body: dict[str, Any], path: str, value: Any, where: str) -> None:

@@ -10,23 +10,35 @@ from typing import Any
 
 from pydantic import BaseModel
 
+import pipeline
 from docs.site.markdown import code, escape, from_docstring
 from pipeline import app, config
-from pipeline.results import metrics, tables
+from pipeline.results import frames, metrics, model, tables
 from workers.methods import base, protocols
 from workers.serving import bundle
 
-MODULES: tuple[ModuleType, ...] = (app, config, tables, metrics, bundle, base, protocols)
+MODULES: tuple[ModuleType, ...] = (
+    pipeline,
+    frames,
+    model,
+    app,
+    config,
+    tables,
+    metrics,
+    bundle,
+    base,
+    protocols,
+)
 EXAMPLE = """
-from pipeline import app
+import pipeline
 
-run = app.prepare("configs/demo.yaml", ["train.epochs=3"])
-print(app.plan(run).status)           # stage id -> hit or miss
+results = pipeline.load("configs/demo.yaml", seed=1).run()
+print(results.accuracy_matrix("meat"))
 """
 INTRODUCTION = """What the command line does is there from Python: `import pipeline` works from any
 folder once `make setup` has run. A mistake in the input raises `workers.errors.UserError`, whose
-text is one sentence. `pipeline.app` is the way in; the other modules are what it gives and takes,
-and the contract of a method."""
+text is one sentence. `pipeline` itself is the way in, and its names are stable: they are listed in
+`pipeline.__all__`. The other modules are what it stands on, and the contract of a method."""
 
 
 def python_page() -> str:

@@ -15,10 +15,8 @@ from matplotlib.figure import Figure
 
 from pipeline.report import mask_plots, plots
 from pipeline.report.samples import sample_image
-from pipeline.results.masks import MaskView
+from pipeline.results.masks import MaskView, load_mask_view
 from pipeline.results.tables import PickCounts, Row, RunTables
-from workers.methods import METHODS
-from workers.methods.base import Method
 
 # tasks in one mask picture; a longer stream shows some of them, with the first and the last
 MOST_ROWS = 8
@@ -295,20 +293,6 @@ def load_mask_views(tables: RunTables, label: str) -> list[MaskView]:
         if view is not None:
             views.append(view)
     return views
-
-
-def load_mask_view(tables: RunTables, label: str, task: str) -> MaskView | None:
-    """Return the masks and tokens of a task, as its method displays them.
-
-    None when the task is not finished, or has neither masks nor tokens.
-    """
-    state = tables.state(label, task)
-    if state is None:
-        return None
-    method = METHODS.get(state.method, Method)
-    masks = method.display_masks(state, tables.carried(label, task))
-    view = MaskView.of(label, state, masks)
-    return view if view.bits or view.prompts else None
 
 
 def training_histories(tables: RunTables, label: str) -> list[tuple[str, list[Row]]]:

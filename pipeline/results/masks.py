@@ -16,6 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeline.results.tables import RunTables
+from workers.methods import METHODS
+from workers.methods.base import Method
 from workers.storage.taskstate import TaskState
 
 BINS = 192  # at most, of a mask's profile
@@ -90,6 +93,35 @@ class MaskView:
             "size": size,
             "share": kept_entries / size if size else 1.0,
         }
+
+
+def load_mask_view(tables: RunTables, label: str, task: str) -> MaskView | None:
+    """Return the masks and tokens of a task, as its method displays them.
+
+    None when the task is not finished, or has neither masks nor tokens.
+    """
+    state = tables.state(label, task)
+    if state is None:
+        return None
+    view = MaskView.of(label, state, _display_masks(tables, label, state))
+    return view if view.bits or view.prompts else None
+
+
+def load_masks(tables: RunTables, label: str, task: str) -> dict[str, NDArray[np.bool_]]:
+    """Return the masks of a task by name, as its method displays them, in their own shapes.
+
+    Empty when the task is not finished, or has none.
+    """
+    state = tables.state(label, task)
+    if state is None:
+        return {}
+    masks = _display_masks(tables, label, state)
+    return {name: masks[name].numpy() for name in sorted(masks, key=_sort_key)}
+
+
+def _display_masks(tables: RunTables, label: str, state: TaskState) -> dict[str, Tensor]:
+    method = METHODS.get(state.method, Method)
+    return method.display_masks(state, tables.carried(label, state.task))
 
 
 def _profile(mask: NDArray[np.bool_]) -> NDArray[np.float32]:

@@ -454,9 +454,10 @@ class RunTables:
 
     def summary(self) -> list[Row]:
         """Return one row per method: final metrics, sizes, and whether its logits changed."""
-        return [self._summary_row(label) for label in self.labels]
+        return [self.summary_row(label) for label in self.labels]
 
-    def _summary_row(self, label: str) -> Row:
+    def summary_row(self, label: str) -> Row:
+        """Return the row of one method in `summary`."""
         matrix = self.matrix(label)
         sizes = self.sizes(label)
         last_sizes = sizes[-1] if sizes else {}

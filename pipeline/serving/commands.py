@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.data.csv_text import to_csv
 from pipeline.tracking import ui
@@ -18,7 +18,6 @@ from workers.storage.regular_file import read_regular
 
 if TYPE_CHECKING:
     from workers.serving.bundle import Bundle
-    from workers.serving.server import Answer
 
 # Most pixels of one request's images, and of all images that are decoded at the same moment.
 MAX_PIXELS = 1 << 26
@@ -135,15 +134,12 @@ def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
 def predict(args: argparse.Namespace) -> int:
     """Print the answer to each image as a table."""
     from pipeline.console import table_text
+    from pipeline.results.model import answers_of
     from workers.serving.server import Predictor
 
     served = Predictor(bundle_of_arguments(args))
-    served.check_request(len(args.images), args.task, args.rule, args.top)
-    answers: list[Answer] = []
-    limits = limits_of(served.bundle)
-    for start in range(0, len(args.images), limits.images):
-        paths = [os.fspath(path) for path in args.images[start : start + limits.images]]
-        answers += served.predict(paths, args.task, args.rule, args.top, limits)
+    paths = [os.fspath(path) for path in args.images]
+    answers = answers_of(served, paths, args.task, args.rule, args.top)
     heading = ["image", "task", "confidence", "class", "probability", "probabilities"]
     rows = []
     for path, answer in zip(args.images, answers, strict=True):
@@ -156,13 +152,6 @@ def predict(args: argparse.Namespace) -> int:
         with open(args.csv, "wb") as stream:
             stream.write(to_csv(heading, rows))
     return 0
-
-
-def limits_of(bundle: Bundle) -> Any:
-    """Return the limits of the command line, where images are given as paths."""
-    from workers.serving.images import Limits
-
-    return Limits(bundle.body["max_pixels"], paths=True)
 
 
 def bundle(args: argparse.Namespace) -> int:

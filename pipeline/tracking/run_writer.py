@@ -346,7 +346,7 @@ class RunWriter:
 
     def _mask_views(self, tables: RunTables, label: str, task: str) -> list[MaskView | None]:
         """Return the masks of the finished tasks up to `task`, from memory or from the store."""
-        from pipeline.report.figures import load_mask_view  # imports torch and matplotlib
+        from pipeline.results.masks import load_mask_view  # imports torch
 
         tasks = tables.tasks(label)
         views = []

@@ -33,7 +33,7 @@ from pipeline.report import (
     search_plots,
 )
 from pipeline.results import metrics
-from pipeline.results.masks import BINS, MaskView, capacity, kinds, overlap
+from pipeline.results.masks import BINS, MaskView, capacity, kinds, load_mask_view, overlap
 from pipeline.results.tables import RunTables, TaskSizes
 from pipeline.tracking.points import (
     history_points,
@@ -556,7 +556,7 @@ def test_pictures_show_the_masks_that_the_method_says(
     monkeypatch.setattr(
         tables, "carried", lambda label, task: Carried({"owner": torch.tensor([0, 1, 1, 2])})
     )
-    mask_view = figures.load_mask_view(tables, "owners", "birds")
+    mask_view = load_mask_view(tables, "owners", "birds")
     assert mask_view is not None
     assert mask_view.num_kept == {"blocks.0.fc1": 2}
 

@@ -60,6 +60,11 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="DIR",
         help="a new folder, or a URI such as s3://bucket/model",
     )
+    make.add_argument(
+        "--timm",
+        metavar="TASK",
+        help="write this task alone, as weights and config that plain timm reads",
+    )
     start = command(
         "serve",
         serve,
@@ -160,6 +165,13 @@ def bundle(args: argparse.Namespace) -> int:
 
     source = bundle_of_arguments(args)
     out = absolute(args.out)
+    if args.timm:
+        from workers.serving import timm_model
+
+        timm_model.write(source, args.timm, out)
+        folder = f"local-dir:{out}"
+        print(f"{out}: task {args.timm}; timm.create_model({folder!r}, pretrained=True)")
+        return 0
     source.write(out)
     print(
         f"{out}: method {source.body['method']}, {len(source.tasks)} tasks, "

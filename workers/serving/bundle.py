@@ -252,17 +252,7 @@ class Bundle:
 
         Raise `UserError` unless the folder is new or empty.
         """
-        system, path = resolve(uri)
-        from pyarrow import fs
-
-        if (
-            system.get_file_info(fs.FileSelector(path, allow_not_found=True))
-            or system.get_file_info(path).type == fs.FileType.File
-        ):
-            raise UserError(
-                f"{uri!r} is there already and not an empty folder; name another, or remove it "
-                "first"
-            )
+        check_new(uri)
         for name in self.body["files"]:
             write_bytes(join(uri, name), self.read(name))
         write_model(uri, self.body)
@@ -462,6 +452,20 @@ def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
 def write_model(uri: str, body: Mapping[str, Any]) -> None:
     """Write `model.json` of the bundle at `uri`."""
     write_bytes(join(uri, MODEL), json.dumps(body, indent=1, sort_keys=True).encode())
+
+
+def check_new(uri: str) -> None:
+    """Raise `UserError` unless a folder is new or empty."""
+    system, path = resolve(uri)
+    from pyarrow import fs
+
+    if (
+        system.get_file_info(fs.FileSelector(path, allow_not_found=True))
+        or system.get_file_info(path).type == fs.FileType.File
+    ):
+        raise UserError(
+            f"{uri!r} is there already and not an empty folder; name another, or remove it first"
+        )
 
 
 def state_file(task: str) -> str:

@@ -1,0 +1,61 @@
+"""Promises of a task for plain timm: its logits are the task's, or one sentence says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from serving import Finished, finished
+
+from workers.errors import UserError
+from workers.serving import timm_model
+
+
+@pytest.fixture(scope="module")
+def packnet(lab: Any) -> Finished:
+    return finished(lab, "packnet", epochs=1)
+
+
+def test_timm_reads_a_masked_task_and_gives_its_logits(packnet: Finished, tmp_path: Path) -> None:
+    folder = tmp_path / "timm"
+    timm_model.write(packnet.bundle, "two", str(folder))
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["label_names"] == list(packnet.bundle.task("two").classes)
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    side = config["pretrained_cfg"]["input_size"][-1]
+    images = torch.randn((3, 3, side, side), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = packnet.served.method.logits(images, "two")
+        torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_with_files_is_left_alone(packnet: Finished, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(UserError, match="not an empty folder"):
+        timm_model.write(packnet.bundle, "two", str(tmp_path))
+
+
+def test_a_task_of_more_than_weights_is_refused_in_one_sentence(lab: Any, tmp_path: Path) -> None:
+    run = finished(lab, "toast", epochs=1)
+    with pytest.raises(UserError, match=r"cannot be written for plain timm: .*leave out --timm"):
+        timm_model.write(run.bundle, "two", str(tmp_path / "timm"))
+    assert not (tmp_path / "timm").exists()
+
+
+def test_weights_that_do_not_give_the_logits_are_never_written(
+    packnet: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded = timm_model._folded
+
+    def other(*arguments: Any) -> dict[str, torch.Tensor]:
+        tensors = folded(*arguments)
+        return {name: tensor * 1.01 for name, tensor in tensors.items()}
+
+    monkeypatch.setattr(timm_model, "_folded", other)
+    with pytest.raises(UserError, match="gives logits that differ by"):
+        timm_model.timm_files(packnet.bundle, "two")

@@ -29,12 +29,12 @@ FC1 = ("fc1", "fc1_g", "fc1_x")  # the first layer of an FFN, or its gates and i
 class UnitRows(NamedTuple):
     """A parameter whose rows, or columns, belong to units, in equal parts one behind the other.
 
-    kinds: of the units of each part. masked: whether a task's mask acts on the part.
+    kinds: of the units of each part. num_masked: of the first parts, on which a task's mask acts.
     """
 
     name: str
     kinds: tuple[str, ...]
-    masked: tuple[bool, ...]
+    num_masked: int = 0
     are_columns: bool = False
 
 
@@ -91,8 +91,8 @@ def unit_rows(vit: Any) -> list[UnitRows]:
     parameters: list[UnitRows] = []
     for index, block in enumerate(vit.blocks):
         rows = [*_attention_rows(block.attn, is_rotary), *_ffn_rows(block.mlp)]
-        rows.insert(1, UnitRows("attn.proj.weight", ("v",), (True,), are_columns=True))
-        rows.append(UnitRows("mlp.fc2.weight", ("ff",), (True,), are_columns=True))
+        rows.insert(1, UnitRows("attn.proj.weight", ("v",), 1, are_columns=True))
+        rows.append(UnitRows("mlp.fc2.weight", ("ff",), 1, are_columns=True))
         existing = dict(block.named_parameters())
         rows = [part for part in rows if part.name in existing]
         rows.sort(key=lambda part: part.name.endswith("bias"))  # keeps the order of the rest
@@ -102,13 +102,12 @@ def unit_rows(vit: Any) -> list[UnitRows]:
 
 def _attention_rows(attn: Any, is_rotary: bool) -> list[UnitRows]:
     """Return the rows of queries, keys and values: fused or apart, biases too."""
-    masked = {"q": True, "k": is_rotary, "v": False}
-    kinds = {"q": "qk", "k": "qk", "v": "v"}
-    fused = (tuple(kinds.values()), tuple(masked.values()))
-    rows = [UnitRows(f"attn.qkv.{end}", *fused) for end in ("weight", "bias")]
-    for part, kind in kinds.items():
+    num_masked = 2 if is_rotary else 1  # of queries, keys and values
+    kinds = ("qk", "qk", "v")
+    rows = [UnitRows(f"attn.qkv.{end}", kinds, num_masked) for end in ("weight", "bias")]
+    for index, (part, kind) in enumerate(zip("qkv", kinds, strict=True)):
         names = (f"{part}_proj.weight", f"{part}_proj.bias", f"{part}_bias")
-        rows += [UnitRows(f"attn.{name}", (kind,), (masked[part],)) for name in names]
+        rows += [UnitRows(f"attn.{name}", (kind,), int(index < num_masked)) for name in names]
     return rows
 
 
@@ -116,7 +115,7 @@ def _ffn_rows(mlp: Any) -> list[UnitRows]:
     """Return the rows of neurons; a packed gated FFN has gates and values one behind the other."""
     parts = 2 if isinstance(mlp, GluMlp) else 1
     names = [f"mlp.{layer}.{end}" for layer, end in product(FC1, ("weight", "bias"))]
-    return [UnitRows(name, ("ff",) * parts, (False,) * parts) for name in names]
+    return [UnitRows(name, ("ff",) * parts) for name in names]
 
 
 def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -127,25 +126,34 @@ def masked_weights(vit: Any, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     weights instead of activations.
     """
     tensors: dict[str, Tensor] = {}
+    factors: dict[tuple[str, ...], Tensor] = {}  # of weights, used again for biases
     for rows in unit_rows(vit):
-        if not any(rows.masked):
+        if not rows.num_masked:
             continue
-        parts: list[Tensor] = []
-        for kind, is_masked in zip(rows.kinds, rows.masked, strict=True):
-            mask = _of_site(masks, rows.name, kind)
-            parts.append(mask if is_masked else torch.ones_like(mask))
+        sites = _sites_of(rows)
+        if sites not in factors:
+            factors[sites] = _with_ones([masks[site] for site in sites], rows.num_masked)
+        factor = factors[sites]
         parameter = vit.get_parameter(rows.name)
-        factor = _joined(parts)
         if parameter.ndim == 2 and not rows.are_columns:
             factor = factor[:, None]
         tensors[rows.name] = parameter * factor
     return tensors
 
 
-def _of_site(values: dict[str, Tensor], parameter: str, kind: str) -> Tensor:
-    """Return the values of a kind of units in the block of a parameter."""
-    block = ".".join(parameter.split(".")[:2])
-    return values[f"{block}.{kind}"]
+def _sites_of(rows: UnitRows) -> tuple[str, ...]:
+    """Return the site of the units of each part."""
+    block = ".".join(rows.name.split(".")[:2])
+    return tuple(f"{block}.{kind}" for kind in rows.kinds)
+
+
+def _with_ones(masks: list[Tensor], num_masked: int) -> Tensor:
+    """Join masks of units, with ones in place of all but the first `num_masked`."""
+    unmasked = sum(map(len, masks[num_masked:]))
+    parts = masks[:num_masked]
+    if unmasked:
+        parts = [*parts, masks[0].new_ones(unmasked)]
+    return _joined(parts)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -165,8 +173,12 @@ def unit_values(vit: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
     gives the lock of the entry, or how many tasks use it. Results broadcast to their parameters.
     """
     tensors: dict[str, Tensor] = {}
+    joined: dict[tuple[str, ...], Tensor] = {}  # of weights, used again for biases
     for rows in unit_rows(vit):
-        of_rows = _joined([_of_site(values, rows.name, kind) for kind in rows.kinds])
+        sites = _sites_of(rows)
+        if sites not in joined:
+            joined[sites] = _joined([values[site] for site in sites])
+        of_rows = joined[sites]
         if vit.get_parameter(rows.name).ndim == 1:
             tensors[rows.name] = of_rows
         elif rows.are_columns:

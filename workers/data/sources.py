@@ -188,6 +188,7 @@ class PictureSource:
         self.view = view
         self.threads = max(1, workers)
         self.free: deque[Scratch] = deque()  # it outlives threads, which end with an epoch
+        self._turn = threading.Lock()  # held by the thread that makes small images
         self.pool = TensorPool()
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
@@ -221,7 +222,8 @@ class PictureSource:
 
     def _make_now(self, samples: StepSamples, positions: Ints) -> Tensor:
         images = self._empty(samples)
-        self._make(samples, np.arange(len(samples.rows)), images)
+        with self._turn:  # two threads would wait for the interpreter at every crop
+            self._make(samples, np.arange(len(samples.rows)), images)
         return images_at(positions, samples.positions, images)
 
     def _empty(self, samples: StepSamples) -> NDArray[np.uint8]:

@@ -13,6 +13,8 @@ from pipeline.report.files import Row
 from pipeline.report.plots import (
     FAINT,
     INK,
+    add_legend,
+    handles_of,
     method_style,
     nested_line_style,
     new_figure,
@@ -47,7 +49,7 @@ def draw_attention(rows: Sequence[Row]) -> Figure:
     most_tokens = max(row["tokens"] for row in rows)
     _mark_uniform(axes[0], float(np.log(most_tokens)))
     _mark_uniform(axes[1], 1.0)
-    _add_legend(figure, axes[0])
+    add_legend(figure, handles_of(axes[0]), columns=5)
     return figure
 
 
@@ -90,7 +92,7 @@ def draw_robustness(rows: Sequence[Row]) -> Figure:
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         if kind == "occlusion":
             ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _add_legend(figure, axes[0])
+    add_legend(figure, handles_of(axes[0]), columns=5)
     return figure
 
 
@@ -118,7 +120,7 @@ def draw_heads(rows: Sequence[Row]) -> Figure:
         axes.plot(xs, means, label=family, linewidth=1.8, markersize=6, **style)
     axes.set_xticks(sorted({row["heads"] for row in rows}))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
-    _add_legend(figure, axes)
+    add_legend(figure, handles_of(axes), columns=5)
     return figure
 
 
@@ -172,15 +174,3 @@ def _means(rows: Sequence[Row], x: str, value: str) -> tuple[list[float], list[f
         values.setdefault(row[x], []).append(row[value])
     xs = sorted(values)
     return xs, [float(np.mean(values[position])) for position in xs]
-
-
-def _add_legend(figure: Figure, axes: Axes) -> None:
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        names,
-        loc="outside lower center",
-        ncols=min(len(names), 5),
-        fontsize=9,
-        frameon=False,
-    )

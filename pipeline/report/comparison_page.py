@@ -247,15 +247,7 @@ def draw_curves(comparison: Comparison) -> Figure:
     low, high = right.get_ylim()
     if high - low < 0.1:
         right.set_ylim(-0.01, 0.1)
-    handles, names = left.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        names,
-        loc="outside lower center",
-        ncols=min(len(names), 3) or 1,
-        fontsize=9,
-        frameon=False,
-    )
+    plots.add_legend(figure, plots.handles_of(left), columns=3)
     return figure
 
 

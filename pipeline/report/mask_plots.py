@@ -18,7 +18,9 @@ from pipeline.report.plots import (
     FAINT,
     INK,
     SEQUENTIAL,
+    add_legend,
     draw_cells,
+    handles_of,
     label_tasks,
     labelled_positions,
     new_figure,
@@ -248,13 +250,7 @@ def draw_capacity(views: Sequence[MaskView]) -> Figure | None:
         panel.yaxis.set_major_formatter(SHARES)
         panel.set_ylim(0, 1.03)
         label_tasks(panel, tasks, "x")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        loc="outside upper center",
-        fontsize=8.5,
-        frameon=False,
-        ncols=3,
-    )
+    add_legend(figure, handles_of(axes[0]), columns=3, above=True, fontsize=8.5)
     return figure
 
 

@@ -279,15 +279,7 @@ def curve_figure(comparison: Comparison, metric: str, title: str) -> Figure:
     axes.xaxis.label.set_fontsize(8)
     axes.yaxis.label.set_fontsize(8)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        names,
-        loc="outside upper center",
-        ncols=min(len(names), 3) or 1,
-        fontsize=7,
-        frameon=False,
-    )
+    plots.add_legend(figure, plots.handles_of(axes), columns=3, above=True, fontsize=7)
     return figure
 
 

@@ -9,7 +9,7 @@ import io
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -300,7 +300,8 @@ def draw_averages(matrices: Sequence[Matrix]) -> Figure:
             if row["forgetting"] > highest:  # false for NaN
                 highest = row["forgetting"]
     right.set_ylim(min(-0.01, right.get_ylim()[0]), 1.1 * highest)
-    _add_method_legend(figure, left, len(matrices))
+    if len(matrices) > 1:
+        add_legend(figure, handles_of(left))
     return figure
 
 
@@ -329,17 +330,30 @@ def nested_line_style(index: int) -> dict[str, Any]:
     return style
 
 
-def _add_method_legend(figure: Figure, axes: Axes, count: int) -> None:
-    handles, names = axes.get_legend_handles_labels()
-    if count > 1:
+def add_legend(
+    figure: Figure,
+    handles: Sequence[Any],
+    columns: int = 6,
+    fontsize: float = 9,
+    above: bool = False,
+) -> None:
+    """Add a legend below the figure, or above it; nothing without handles."""
+    side: Literal["outside upper center", "outside lower center"] = "outside lower center"
+    if above:
+        side = "outside upper center"
+    if handles:
         figure.legend(
-            handles,
-            names,
-            loc="outside lower center",
-            ncols=min(count, 6),
-            fontsize=9,
+            handles=list(handles),
+            loc=side,
+            ncols=min(len(handles), columns),
+            fontsize=fontsize,
             frameon=False,
         )
+
+
+def handles_of(axes: Axes) -> list[Any]:
+    """Return what is drawn in axes and has a label, for a legend."""
+    return list(axes.get_legend_handles_labels()[0])
 
 
 def draw_comparison(summary: Sequence[Row]) -> Figure:

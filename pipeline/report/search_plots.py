@@ -30,6 +30,7 @@ from pipeline.report.plots import (
     FAINT,
     INK,
     SEQUENTIAL,
+    add_legend,
     format_bytes,
     label_tasks,
     mark_spans,
@@ -76,18 +77,6 @@ STAR: Style = {
     "markersize": 16,
     "zorder": 6,
 }
-
-
-def add_legend(figure: Figure, handles: Sequence[Any], columns: int = 6) -> None:
-    """Add a legend below the figure; nothing without handles."""
-    if handles:
-        figure.legend(
-            handles=list(handles),
-            loc="outside lower center",
-            ncols=min(len(handles), columns),
-            fontsize=9,
-            frameon=False,
-        )
 
 
 def legend_entry(label: str, **style: Any) -> Line2D:

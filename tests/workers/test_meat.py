@@ -511,15 +511,15 @@ TWO_LAYERS = {n: f for n, f in OTHER_VITS.items() if n != "EVA-02, rotary, q k v
 
 
 @contextmanager
-def without_keys(kept: dict[int, Tensor]) -> Iterator[None]:
-    """Inside, no query of the n-th block to run attends to keys outside of `kept[n]`, (N,) bool."""
+def without_keys(keys_left: dict[int, Tensor]) -> Iterator[None]:
+    """Inside, no query of the n-th block attends to keys outside of `keys_left[n]`, (N,) bool."""
     attention, calls = F.scaled_dot_product_attention, itertools.count()
 
     def masked(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         scores = q @ k.mT * q.shape[-1] ** -0.5
         if options.get("attn_mask") is not None:
             scores = scores + options["attn_mask"]
-        mixed: Tensor = scores.masked_fill(~kept[next(calls)], -torch.inf).softmax(-1) @ v
+        mixed: Tensor = scores.masked_fill(~keys_left[next(calls)], -torch.inf).softmax(-1) @ v
         return mixed
 
     with mock.patch.object(F, "scaled_dot_product_attention", masked):
@@ -546,11 +546,11 @@ def test_masks_of_other_families_are_served_as_they_are_trained(form: dict[str, 
     assert torch.allclose(served, trained_form, atol=1e-5)
 
     prefix = torch.ones(plain.num_prefix_tokens, dtype=torch.bool)
-    kept = {n: torch.cat([prefix, mask]) for n, mask in enumerate(state.masks["tokens"])}
+    keys_left = {n: torch.cat([prefix, mask]) for n, mask in enumerate(state.masks["tokens"])}
     for index, block in enumerate(plain.blocks):
         block.mlp.fc1.weight *= state.masks[f"blocks.{index}.fc1"]
         block.mlp.fc2.weight *= state.masks[f"blocks.{index}.fc2"]
-    with without_keys(kept):
+    with without_keys(keys_left):
         expected = plain(pictures) @ state.head["weight"].T + state.head["bias"]
     assert torch.allclose(served, expected, atol=1e-4)
     untouched = plain(pictures) @ state.head["weight"].T + state.head["bias"]

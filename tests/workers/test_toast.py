@@ -244,10 +244,10 @@ def test_other_families_are_steered_by_their_values(form: dict[str, Any]) -> Non
     method = method_of(backbone=other_vit(**form))
     begun(method)
     moved(method)
-    model, own, plain = method.backbone, dict(method.own.items()), other_vit(**form)
+    model, tensors, plain = method.backbone, dict(method.own.items()), other_vit(**form)
     seen = plain.forward_features(images())
-    cosine = F.cosine_similarity(seen, own["prior"].expand_as(seen), dim=-1)
-    r = seen * cosine.clamp(0, 1)[..., None] @ own["transform"]
+    cosine = F.cosine_similarity(seen, tensors["prior"].expand_as(seen), dim=-1)
+    r = seen * cosine.clamp(0, 1)[..., None] @ tensors["transform"]
     fed_back = {}
     for layer in (1, 0):
         w1, w2 = (w[layer] for w in layers_of(method))
@@ -261,7 +261,7 @@ def test_other_families_are_steered_by_their_values(form: dict[str, Any]) -> Non
     assert torch.allclose(features, expected, atol=1e-4)
     assert not torch.allclose(features, plain(images()), atol=1e-4)
     assert torch.allclose(model(images()), plain(images()), atol=1e-5)
-    own["transform"].zero_()
+    tensors["transform"].zero_()
     assert torch.equal(steered(method, images()), model(images()))
 
 

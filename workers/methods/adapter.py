@@ -31,6 +31,7 @@ from workers.methods.train_defaults import TrainDefaults
 from workers.model.adapters import HOULSBY, AdapterSites, Bottlenecks, houlsby, parallel
 from workers.model.compact import flops, multiply_adds, plan_blocks
 from workers.model.masked import BlockMasks
+from workers.model.tokens import tokens_of
 from workers.storage.taskstate import Carried, TaskState
 
 Kind = Literal["houlsby", "pfeiffer", "adaptformer"]
@@ -195,11 +196,6 @@ def sites_of(backbone: Any, kind: Kind) -> AdapterSites:
             "the FFN; choose kind=pfeiffer, or a ViT with plain blocks such as vit_tiny_patch16_224"
         )
     return AdapterSites(backbone, parallel, ("",), beside="norm2")
-
-
-def tokens_of(backbone: Any) -> int:
-    """Return the number of tokens that a block sees: of patches, class token and registers."""
-    return int(backbone.num_prefix_tokens + backbone.patch_embed.num_patches)
 
 
 def added_share(backbone: Any, weights: int) -> float:

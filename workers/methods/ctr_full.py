@@ -24,11 +24,12 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.methods.adapter import added_share, tokens_of
+from workers.methods.adapter import added_share
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, StepContext
 from workers.methods.ctr import CtrSettings, CtrTsm
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import HardSample
+from workers.model.tokens import tokens_of
 from workers.storage.taskstate import TaskState
 
 # Kernel sizes of the routing filters, in tokens.

@@ -77,9 +77,9 @@ class DyTox(Rehearsal[DyToxSettings]):
     DyTox+ is this with `data: {mixup: 0.8, smoothing: 0.1}`, DyTox++ is DyTox+ with `rho: 3`.
 
     On any vision transformer but `convit_local` the decoder, whose FFN is as wide as that of the
-    encoder, replaces the last block, and the other
-    blocks are the encoder. This is our addition, for pretrained encoders. Stored per task: token
-    and head as the task's own steps left them; the chain carries the rest in its latest state.
+    encoder, replaces the last block, and the other blocks are the encoder. This is our addition,
+    for pretrained encoders. Stored per task: token and head as the task's own steps left them; the
+    chain carries the rest in its latest state.
 
     Where it differs from the paper's code:
 

@@ -20,7 +20,6 @@ from typing_extensions import TypeVar
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.job import DataSettings, Task, TrainSettings
-from workers.methods.adapter import tokens_of
 from workers.methods.base import (
     BLOCK_VITS,
     Method,
@@ -38,6 +37,7 @@ from workers.model.masks import AnnealedSigmoid, Start, annealed_scale, initial_
 from workers.model.norms import norm_names
 from workers.model.penalties import newly_used
 from workers.model.protect import Protector
+from workers.model.tokens import tokens_of
 from workers.model.units import masked_weights, unit_sites, unit_values
 from workers.model.weights import Copies
 from workers.rng import derive_seed

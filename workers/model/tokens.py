@@ -16,6 +16,11 @@ from torch import Tensor, cat, nn
 Arguments = dict[str, Any]  # keyword arguments of a block beside its tokens
 
 
+def tokens_of(vit: Any) -> int:
+    """Return the number of tokens that a block sees: of patches, class token and registers."""
+    return int(vit.num_prefix_tokens + vit.patch_embed.num_patches)
+
+
 def enter_blocks(vit: Any, images: Tensor) -> Tensor:
     """Return the tokens that enter the first block: (B, 3, H, W) -> (B, N, D)."""
     patches = vit.patch_embed(images)

@@ -26,6 +26,7 @@ from workers.model.tokens import (
     block_arguments,
     call_value_layer,
     enter_blocks,
+    tokens_of,
     value_bias,
     value_layer,
     value_weight,
@@ -226,7 +227,7 @@ class TopDown:
     def measured_share(self) -> float:
         """Return `flops_share` by counting the operations of blocks and backbone."""
         vit = self.backbone
-        tokens = vit.num_prefix_tokens + vit.patch_embed.num_patches
+        tokens = tokens_of(vit)
         added = 0
         for block in self.steered:
             added += multiply_adds(block, tokens, self.width)

@@ -11,8 +11,8 @@ without the recipe.
 
 The feed shuffles and verifies all records in a streamed and in a first epoch, which also writes the
 decoded images to a fresh cache; WebDataset shuffles in a buffer. The cache of the first epoch
-before is deleted, so that the machine has pages of memory for the new file: on a virtual machine
-the first use of a page costs several times as much as writing to it.
+before is deleted first, which is not measured, so that the machine has pages of memory for the new
+file: on a virtual machine the first use of a page costs several times as much as writing to it.
 """
 
 from __future__ import annotations
@@ -228,9 +228,12 @@ def measure(side: int, case: Case, report: Report, folder: Path, has_recipe: boo
     else:
         compare_decoders(report, streamed, case.source_side)
 
-    def first_epoch() -> None:
-        cache = str(folder / "cache")
+    cache = str(folder / "cache")
+
+    def delete_cache() -> None:
         shutil.rmtree(cache, ignore_errors=True)
+
+    def first_epoch() -> None:
         exhaust(epoch(make_feed(replace(job, cache=cache), **recipe)))
 
     variants: dict[str, Any] = {
@@ -243,7 +246,7 @@ def measure(side: int, case: Case, report: Report, folder: Path, has_recipe: boo
         variants[name] = lambda transform=transform: exhaust(
             by_hand(shards, transform, case.batch_size, has_recipe)
         )
-    timing = interleave(variants, rounds=5)
+    timing = interleave(variants, rounds=5, prepare={"first epoch": delete_cache})
     best = min(hands, key=timing.median)
     what = f"{side} px from {case.source_side}, against WebDataset and {best.split(', ')[1]}"
     if has_recipe:

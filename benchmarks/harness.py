@@ -47,11 +47,17 @@ def start(highest_load: float = HIGHEST_LOAD) -> None:
 
 
 def interleave(
-    variants: Mapping[str, Callable[[], object]], rounds: int = 9, warmup: int = 1, seed: int = 0
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int = 9,
+    warmup: int = 1,
+    seed: int = 0,
+    prepare: Mapping[str, Callable[[], object]] | None = None,
 ) -> Timing:
     """Call each variant once per round and measure its CPU time.
 
     Each round has a new random order, so that slow spells of the machine hit all variants alike.
+
+    prepare: by variant, what is called before it and not measured.
     """
     order = list(variants)
     shuffle = random.Random(seed)
@@ -59,6 +65,8 @@ def interleave(
     for turn in range(warmup + rounds):
         shuffle.shuffle(order)
         for name in order:
+            if prepare and name in prepare:
+                prepare[name]()
             began = time.process_time()
             variants[name]()
             if turn >= warmup:

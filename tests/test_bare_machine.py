@@ -1,5 +1,5 @@
-"""Without ray, mlflow, webdataset and simplejpeg a run that needs none of them works, and others
-say which one they need."""
+"""Without ray, mlflow, webdataset, simplejpeg and isal a run that needs none of them works, and
+others say which one they need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks import stream
 CHECKOUT = Path(__file__).resolve().parent.parent
 RUN = """
 import contextlib, io, json, sys
-sys.modules.update(dict.fromkeys(["ray", "mlflow", "webdataset", "sklearn", "simplejpeg"]))
+sys.modules.update(dict.fromkeys(["ray", "mlflow", "webdataset", "sklearn", "simplejpeg", "isal"]))
 from pipeline import cli
 from pipeline.report import page
 page.build = lambda *_: {"report.html": b"a page"}

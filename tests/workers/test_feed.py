@@ -21,12 +21,12 @@ import pytest
 import torch
 from PIL import Image
 
+from workers.data import decoding, pictures
 from workers.data import feed as feeds
 from workers.data.batch import Batch
 from workers.data.cache import Blocks
 from workers.data.decoding import decode
 from workers.data.feed import Feed
-from workers.data.pictures import StreamedPictures
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, Shards
 from workers.dist import Group
@@ -341,18 +341,24 @@ def test_an_epoch_that_is_dropped_leaves_no_thread(
         assert not thread.is_alive()
 
 
+def count_decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
+    """Count from now on how often each image, by its bytes, is decoded."""
+    decoded: Counter[bytes] = Counter()
+    read_picture = decoding.read_picture
+
+    def counted(data: bytes, *arguments: Any) -> Any:
+        decoded[bytes(data)] += 1
+        return read_picture(data, *arguments)
+
+    monkeypatch.setattr(pictures, "read_picture", counted)
+    return decoded
+
+
 def test_a_resumed_epoch_reads_what_is_left_once(
     root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of what was trained on, nor anything twice."""
-    read: Counter[int] = Counter()
-    picture = StreamedPictures.picture
-
-    def counted(source: Any, row: Any, arena: Any) -> Any:
-        read[row] += 1
-        return picture(source, row, arena)
-
-    monkeypatch.setattr(StreamedPictures, "picture", counted)
+    read = count_decoded(monkeypatch)
     samples([feed_of(root, "streamed", batch=2)], 1, start=5)
     assert sum(read.values()) == len(read) == 17 - 5 * 2
 
@@ -473,14 +479,7 @@ def test_nothing_is_repeated_where_it_is_off_or_where_is_measured(
 def test_copies_of_a_streamed_image_are_decoded_once(
     crop: str, root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded: Counter[Any] = Counter()
-    picture = StreamedPictures.picture
-
-    def counted(pictures: Any, row: Any, arena: Any) -> Any:
-        decoded[row] += 1
-        return picture(pictures, row, arena)
-
-    monkeypatch.setattr(StreamedPictures, "picture", counted)
+    decoded = count_decoded(monkeypatch)
     images_of_epoch(feed_of(root, "streamed", batch=6, data={"repeats": 3, "crop": crop}))
     assert len(decoded) == 6
     assert set(decoded.values()) == {1}

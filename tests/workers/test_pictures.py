@@ -192,7 +192,7 @@ def test_each_image_is_decoded_once_and_its_sides_are_those_of_the_original(
         kept = KeptPictures(table, LONGEST, 2, cache)
         for row in (3, 16, 0, 3):
             original = Image.open(io.BytesIO(table.bytes_of(row)))
-            picture = kept.picture(row, Arena())
+            (picture,) = kept.read(np.array([row]), Arena())
             assert (picture.width, picture.height) == original.size
             assert max(picture.pixels.shape) <= LONGEST
     assert len(decoded) == 2 * 17
@@ -207,7 +207,8 @@ def test_memory_that_is_used_again_overwrites_no_picture(
     kept = KeptPictures(table, LONGEST, 1, cache)
     for row in range(17):
         expected = read_picture(table.bytes_of(row), LONGEST)
-        assert np.array_equal(kept.picture(row, Arena()).pixels, expected.pixels), row
+        (picture,) = kept.read(np.array([row]), Arena())
+        assert np.array_equal(picture.pixels, expected.pixels), row
 
 
 def test_room_is_made_as_the_file_grows(

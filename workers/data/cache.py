@@ -14,7 +14,6 @@ import io
 import os
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,8 +25,13 @@ from numpy.typing import NDArray
 from workers.errors import UserError
 from workers.storage import filesystem
 
+try:
+    from isal.isal_zlib import crc32  # the same numbers as zlib's, at a tenth of the time
+except ImportError:  # a machine that has what training needs, and no more
+    from zlib import crc32
+
 Write = Callable[[BinaryIO], None]
-CHECKSUM = np.dtype("<u4")  # CRC-32: against damage by a disk; 1.6 times as fast as sha256
+CHECKSUM = np.dtype("<u4")  # CRC-32: against damage by a disk; a fraction of the time of sha256
 FILLED = 0.9  # of the limit: what is left where room is made, so that this is seldom done
 GROWTH = 64 << 20  # bytes that a file whose size is not known yet asks for at once
 _swept: set[str] = set()  # folders that this process has looked through
@@ -271,7 +275,7 @@ class Blocks:
         checksums = []
         for row in rows:
             data = np.ascontiguousarray(row).data
-            checksums.append(zlib.crc32(data))
+            checksums.append(crc32(data))
             stream.write(data)
         stream.write(np.array(checksums, CHECKSUM).tobytes())
         stream.flush()
@@ -297,7 +301,7 @@ class Blocks:
         return self.data[self.borders[row] : self.borders[row + 1]]
 
     def _is_whole(self, row: int) -> bool:
-        return zlib.crc32(self.row(row).data) == int(self.checksums[row])
+        return crc32(self.row(row).data) == int(self.checksums[row])
 
     def _mend(self, row: int) -> None:
         data = np.ascontiguousarray(self.make(row)).tobytes()
@@ -305,7 +309,7 @@ class Blocks:
             os.pwrite(self.file.fileno(), data, self.start + int(self.borders[row]))
             os.pwrite(
                 self.file.fileno(),
-                np.array(zlib.crc32(data), CHECKSUM).tobytes(),
+                np.array(crc32(data), CHECKSUM).tobytes(),
                 self.start + self.nbytes + row * CHECKSUM.itemsize,
             )
         except OSError:

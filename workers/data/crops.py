@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data.decoding import Picture, Pixels
@@ -50,15 +51,19 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class CropDraws:
-    """The random numbers of the crops of k samples, in flat lists: their items cost less than
-    arrays', and the garbage collector does not look at them.
+    """The random numbers of the crops of k samples.
 
-    sides: (k * ATTEMPTS * 2) height and width of the boxes that are tried, for an image of area 1.
-    corners: (k * 2) in [0, 1): where the box lies, from top to bottom and from left to right.
-    flips: (k) whether the crop is mirrored.
+    What each sample needs stands in flat lists: their items cost less than arrays', and the garbage
+    collector does not look at them.
+
+    sides: (k, ATTEMPTS, 2) height and width of the boxes that are tried, for an image of area 1.
+    first_sides: (k * 2) of the first attempt, which fits most images. corners: (k * 2) in [0, 1):
+    where the box lies, from top to bottom and from left to right. flips: (k) whether the crop is
+    mirrored.
     """
 
-    sides: list[float]
+    sides: NDArray[np.float64]
+    first_sides: list[float]
     corners: list[float]
     flips: list[bool]
 
@@ -81,7 +86,8 @@ class CropDraws:
         corner = rng.generator("crop.corner", CPU)
         corners = torch.rand((rng.size, 2), generator=corner, dtype=torch.float64)[positions]
         flips = torch.rand(rng.size, generator=rng.generator("flip", CPU))[positions] < flip
-        return cls(sides.flatten().tolist(), corners.flatten().tolist(), flips.tolist())
+        first_sides = sides[:, 0].flatten().tolist()
+        return cls(sides.numpy(), first_sides, corners.flatten().tolist(), flips.tolist())
 
     def box(self, index: int, height: int, width: int) -> Box:
         """The box of a sample in an image of `height` x `width`.
@@ -89,16 +95,19 @@ class CropDraws:
         It is the first of ATTEMPTS that fits, else the largest central one within RATIO.
         """
         root = math.sqrt(height * width)
-        sides = self.sides
-        first = 2 * ATTEMPTS * index
-        for attempt in range(first, first + 2 * ATTEMPTS, 2):
-            box_height = round(root * sides[attempt])
-            box_width = round(root * sides[attempt + 1])
-            if 0 < box_height <= height and 0 < box_width <= width:
-                top = int(self.corners[2 * index] * (height - box_height + 1))
-                left = int(self.corners[2 * index + 1] * (width - box_width + 1))
-                return Box(top, left, box_height, box_width)
-        return central_box(height, width)
+        box_height = round(root * self.first_sides[2 * index])
+        box_width = round(root * self.first_sides[2 * index + 1])
+        attempt = 1
+        while not (0 < box_height <= height and 0 < box_width <= width):
+            if attempt == ATTEMPTS:
+                return central_box(height, width)
+            sides = self.sides[index, attempt].tolist()
+            box_height = round(root * sides[0])
+            box_width = round(root * sides[1])
+            attempt += 1
+        top = int(self.corners[2 * index] * (height - box_height + 1))
+        left = int(self.corners[2 * index + 1] * (width - box_width + 1))
+        return Box(top, left, box_height, box_width)
 
 
 def central_box(height: int, width: int) -> Box:

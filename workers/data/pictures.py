@@ -45,8 +45,11 @@ class Pictures(Protocol):
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """Yield the same rows; see `Reader.ahead`."""
 
-    def picture(self, row: int, arena: Arena) -> Picture:
-        """Return the picture of a row, which may lie in `arena`, one of the calling thread."""
+    def read(self, rows: Ints, arena: Arena) -> Iterator[Picture]:
+        """Yield the picture of each of some rows (k,); neighbours of one row are decoded once.
+
+        A picture may lie in `arena`, one of the calling thread, until the next one is asked for.
+        """
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,17 @@ class StreamedPictures:
         """See `Pictures.ahead`."""
         return self.reader.ahead(steps)
 
-    def picture(self, row: int, arena: Arena) -> Picture:
-        """See `Pictures.picture`."""
-        data = self.reader.read(row)
-        return read_picture(data, self.longest_side, self.samples.max_pixels(row), arena)
+    def read(self, rows: Ints, arena: Arena) -> Iterator[Picture]:
+        """See `Pictures.read`."""
+        last_row = -1
+        for row in rows.tolist():
+            if row != last_row:
+                arena.clear()
+                data = self.reader.read(row)
+                max_pixels = self.samples.max_pixels(row)
+                picture = read_picture(data, self.longest_side, max_pixels, arena)
+                last_row = row
+            yield picture
 
 
 class KeptPictures:
@@ -99,15 +109,18 @@ class KeptPictures:
         """See `Pictures.ahead`; all rows are decoded already."""
         yield from steps
 
-    def picture(self, row: int, arena: Arena) -> Picture:
-        """See `Pictures.picture`; it is checked where it comes from a disk."""
+    def read(self, rows: Ints, arena: Arena) -> Iterator[Picture]:
+        """See `Pictures.read`; they are checked where they come from a disk."""
         if self.pictures:
-            return self.pictures[row]
-        if not self.blocks.checked[row]:
-            self.blocks.verify(np.array([row]))
-        start, pixel_height, pixel_width, height, width = self.layout[row].tolist()
-        data = self.blocks.data[start : start + 3 * pixel_height * pixel_width]
-        return Picture(data.reshape(pixel_height, pixel_width, 3), height, width)
+            for row in rows.tolist():
+                yield self.pictures[row]
+            return
+        if not self.blocks.checked[rows].all():
+            self.blocks.verify(rows)
+        data = self.blocks.data
+        for start, pixel_height, pixel_width, height, width in self.layout[rows].tolist():
+            pixels = data[start : start + 3 * pixel_height * pixel_width]
+            yield Picture(pixels.reshape(pixel_height, pixel_width, 3), height, width)
 
     def _decoded(self) -> Iterator[Picture]:
         def read(data: bytes, max_pixels: int, arena: Arena) -> Picture:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.shell.invocation import this_command
+from pipeline.tracking.event_files import EventRecorder
 from pipeline.tracking.mlflow_client import MlflowClientAdapter, SystemMetrics, transient
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.run_writer import RunIdentity, RunWriter
@@ -60,12 +61,17 @@ class Recorder:
         self.remedy = remedy or f"{this_command()} report CONFIG"
         self.writer = RunWriter(settings, storage, identity or RunIdentity())
         self.outbox = Outbox("MLflow", self._answers, self.writer.forget, transient, log)
+        self.events: EventRecorder | None = None
+        if settings.tensorboard:
+            self.events = EventRecorder(settings, storage)
         self.system_metrics: SystemMetrics | None = None
 
     @property
     def warnings(self) -> list[str]:
         """Sentences on what is not in the record."""
-        return self.outbox.warnings
+        if self.events is None:
+            return self.outbox.warnings
+        return [*self.outbox.warnings, *self.events.warnings]
 
     def start(self, record: RunRecord, graph_svg: str = "", watch: bool = False) -> None:
         """Find or create the runs of this graph, and record the stages that are finished.
@@ -73,8 +79,16 @@ class Recorder:
         record: the run record. watch: this machine works on the run, so its system metrics may be
         sampled.
         """
-        if not self.settings.enabled:
-            return
+        if self.events is not None:
+            self.events.start(record["name"], self._records_by_folder(record))
+        if self.settings.enabled:
+            self._start(record, graph_svg, watch)
+
+    def _records_by_folder(self, record: RunRecord) -> Mapping[str, RunRecord]:
+        """Return the run records whose curves are written, by their folder in that of the run."""
+        return {"": record}
+
+    def _start(self, record: RunRecord, graph_svg: str, watch: bool) -> None:
         self.writer.begin(record, graph_svg)
         self._put(self.writer.ready)
         if watch and self.settings.system_metrics:
@@ -85,8 +99,12 @@ class Recorder:
 
     def stage(self, stage: Stage, manifest: Mapping[str, Any] | None = None) -> None:
         """Record a stage that has just finished. An incomplete manifest is read from the store."""
-        if not self.writer.record or stage.step == "report":
-            return
+        if self.events is not None:
+            self.events.stage(stage.key)
+        if self.writer.record and stage.step != "report":
+            self._stage(stage, manifest)
+
+    def _stage(self, stage: Stage, manifest: Mapping[str, Any] | None) -> None:
         if manifest and "attempt" in manifest:
             root = join(self.storage, "stages")
             fields = cast(Manifest, dict(manifest))
@@ -137,8 +155,12 @@ class Recorder:
         status: FINISHED, FAILED or KILLED. For a server that does not answer, wait at most
         `tracking.patience_s`.
         """
-        if not self.writer.record:
-            return
+        if self.events is not None:
+            self.events.finish()
+        if self.writer.record:
+            self._finish(files, status)
+
+    def _finish(self, files: Mapping[str, bytes], status: str) -> None:
         self._put(self._stop_sampling)
         self._put(partial(self.writer.finish, files, status))
         content = f"the record of run {self.writer.record['name']!r}"
@@ -153,6 +175,12 @@ class Recorder:
     def links(self, base: str = "") -> list[str]:
         """Return lines that say where the record of this run is. base: the address of a running
         `mlflow server`."""
+        lines = self._mlflow_links(base)
+        if self.events is not None and self.events.folder:
+            lines.append(f"TensorBoard's event files: {self.events.folder}")
+        return lines
+
+    def _mlflow_links(self, base: str) -> list[str]:
         location = self.writer.location
         if location is None:
             return []

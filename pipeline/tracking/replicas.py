@@ -51,13 +51,13 @@ class ReplicatedRecorder(Recorder):
                 stages.append((record["name"], stage["id"]))
         self.outbox = Outbox("MLflow", self._answers, self._forget, transient, log)
 
-    def start(self, record: RunRecord, graph_svg: str = "", watch: bool = False) -> None:
-        """Find or create the runs, and record the stages that are finished."""
-        if not self.settings.enabled:
-            return
+    def _records_by_folder(self, record: RunRecord) -> Mapping[str, RunRecord]:
+        return {replica["name"]: replica for replica in self.records.values()}
+
+    def _start(self, record: RunRecord, graph_svg: str, watch: bool) -> None:
         self.writer.identity = _identity_of(record)
         shared = [stage for stage in record["stages"] if stage["step"] == "ingest"]
-        super().start({**record, "stages": shared}, graph_svg, watch)
+        super()._start({**record, "stages": shared}, graph_svg, watch)
         for replica in self.records.values():
             name = replica["name"]
             self.writers[name].begin(replica)
@@ -66,10 +66,8 @@ class ReplicatedRecorder(Recorder):
                 if stage["step"] != "report":
                     self._put(partial(self._record_stage, name, stage["id"]))
 
-    def stage(self, stage: Stage, manifest: Mapping[str, Any] | None = None) -> None:
+    def _stage(self, stage: Stage, manifest: Mapping[str, Any] | None) -> None:
         """Record a stage that has just finished, in each replica that has it."""
-        if not self.writer.record or stage.step == "report":
-            return
         for name, stage_id in self.stages_by_key.get(stage.key, []):
             if manifest and "attempt" in manifest:
                 root = join(self.storage, "stages")
@@ -77,15 +75,14 @@ class ReplicatedRecorder(Recorder):
                 self.writers[name].artifacts[stage_id] = Artifact(root, stage.key, fields)
             self._put(partial(self._record_stage, name, stage_id))
         if stage.id in self.writer.stages:
-            super().stage(stage, manifest)
+            super()._stage(stage, manifest)
 
-    def finish(self, files: Mapping[str, bytes], status: str = "FINISHED") -> None:
+    def _finish(self, files: Mapping[str, bytes], status: str) -> None:
         """Add the report and the means, close the runs and wait until all is written."""
-        if self.writer.record:
-            for name in self.writers:
-                self._put(partial(self._finish_replica, name, status))
-            self._put(self._summarise)
-        super().finish(files, status)
+        for name in self.writers:
+            self._put(partial(self._finish_replica, name, status))
+        self._put(self._summarise)
+        super()._finish(files, status)
 
     def writer_of(self, run_name: str) -> RunWriter:
         return self.writers.get(run_name, self.writer)
@@ -123,9 +120,7 @@ class ReplicatedRecorder(Recorder):
         from pipeline.report.replicas import comparison_of  # imports torch and matplotlib
         from pipeline.results.tables import RunTables
 
-        tables = {
-            name: RunTables.load(self.storage, record) for name, record in self.records.items()
-        }
+        tables = RunTables.load_all(self.storage, self.records)
         points = []
         for entry in comparison_of(self.writer.record["name"], tables).entries:
             for metric in SUMMARISED:

@@ -56,7 +56,6 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     make.add_argument(
         "--out",
-        required=True,
         metavar="DIR",
         help="a new folder, or a URI such as s3://bucket/model",
     )
@@ -65,6 +64,13 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="TASK",
         help="write this task alone, as weights and config that plain timm reads",
     )
+    make.add_argument(
+        "--onnx",
+        metavar="FILE",
+        help="also write one task as an ONNX file (without --out: this alone); needs the packages "
+        "of the extra `onnx`",
+    )
+    make.add_argument("--task", metavar="NAME", help="the task of --onnx, where there are several")
     start = command(
         "serve",
         serve,
@@ -160,10 +166,51 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def bundle(args: argparse.Namespace) -> int:
-    """Write a bundle into a new folder."""
+    """Write a bundle into a new folder, or one task of it for timm or as an ONNX file."""
+    if not args.out and (args.timm or not args.onnx):
+        raise UserError("bundle: --out is missing; add --out DIR, a new folder to write into")
+    if args.task and not args.onnx:
+        raise UserError(
+            f"bundle: --task is {args.task!r}, and a bundle has all tasks; leave --task out, or "
+            "add --onnx FILE"
+        )
+    source = bundle_of_arguments(args)
+    if args.onnx:  # first: what cannot be written leaves no folder behind
+        _write_onnx(source, args)
+    if args.out:
+        _write_folder(source, args)
+    return 0
+
+
+def _write_onnx(source: Bundle, args: argparse.Namespace) -> None:
+    """Write one task of a bundle as an ONNX file."""
+    from pipeline.yaml_files import absolute
+    from workers.serving import onnx_file
+
+    names = [task.name for task in source.tasks]
+    if args.timm and args.task not in (None, args.timm):
+        raise UserError(
+            f"bundle: --timm is {args.timm!r} and --task is {args.task!r}; leave --task out, or "
+            "write the two tasks by two commands"
+        )
+    task_name = args.task or args.timm
+    if task_name is None and len(names) > 1:
+        raise UserError(
+            f"bundle: --onnx writes one task, and there are several; choose one with --task: "
+            f"{', '.join(names)}"
+        )
+    task_name = task_name or names[0]
+    onnx_file.write(source, task_name, absolute(args.onnx))
+    print(
+        f"{args.onnx}: task {task_name}; {onnx_file.INPUT} (N, 3, H, W), normalised, give "
+        f"{onnx_file.OUTPUT} (N, {source.task(task_name).num_classes})"
+    )
+
+
+def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
+    """Write a bundle, or one task of it for plain timm, into a new folder."""
     from pipeline.yaml_files import absolute
 
-    source = bundle_of_arguments(args)
     out = absolute(args.out)
     if args.timm:
         from workers.serving import timm_model
@@ -171,13 +218,12 @@ def bundle(args: argparse.Namespace) -> int:
         timm_model.write(source, args.timm, out)
         folder = f"local-dir:{out}"
         print(f"{out}: task {args.timm}; timm.create_model({folder!r}, pretrained=True)")
-        return 0
+        return
     source.write(out)
     print(
         f"{out}: method {source.body['method']}, {len(source.tasks)} tasks, "
         f"{source.nbytes / 1e6:.1f} MB"
     )
-    return 0
 
 
 def tasks(args: argparse.Namespace) -> int:

@@ -269,11 +269,14 @@ class Bundle:
             )
             cls = METHODS[body["method"]].Settings
             settings = cls.model_validate(with_neutral(cls, body["settings"]))
-        except (KeyError, ValidationError) as error:
-            if isinstance(error, KeyError):
-                problem = f"method {error} is not known"
-            else:
-                problem = str(error.errors()[0]["msg"])
+        except KeyError as error:
+            raise UserError(
+                f"{self.where}: its settings cannot be used here (method {error} is not known); "
+                "use the version of Accrete that wrote it, or, if the method is your own, ask the "
+                "model in Python where `pipeline.register` was called"
+            ) from None
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
             raise UserError(
                 f"{self.where}: its settings cannot be used here ({problem}); use the version "
                 "of Accrete that wrote it"

@@ -1,6 +1,6 @@
 """The command line: init, data, run, plan, search, ingest, shards, report, analyse, compare,
-predict, bundle, serve, tasks, runs, status, ui, gc, methods, schema, completion. Few flags, else
-`--set key=value`.
+predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema, completion. Few flags,
+else `--set key=value`.
 
 Help, version and a mistyped command need no package but the standard library; what imports others
 is imported by the command that needs it.
@@ -386,7 +386,7 @@ def _add_storage_commands(add_command: AddCommand) -> None:
 
 
 def _add_looking_commands(add_command: AddCommand) -> None:
-    """Add the commands that tell of runs: runs, status."""
+    """Add the commands that tell of runs: runs, status, logs."""
     runs_parser = add_command(
         "runs", list_runs, "list the runs of a storage: state, stages, accuracy", config=False
     )
@@ -408,7 +408,20 @@ def _add_looking_commands(add_command: AddCommand) -> None:
     status_parser.add_argument(
         "--svg", metavar="FILE", help="also write the picture of the graph, with states and times"
     )
-    for sub in (runs_parser, status_parser):
+    logs_parser = add_command(
+        "logs",
+        logs,
+        "print what happened in a run or a stage, with the traceback of each failure",
+        config=False,
+    )
+    logs_parser.add_argument(
+        "run", metavar="RUN", help="name of a run in the storage, or path of its config"
+    )
+    logs_parser.add_argument("stage", nargs="?", default="", metavar="STAGE", help="id of a stage")
+    logs_parser.add_argument(
+        "--all", action="store_true", help="print every event and failure, however old"
+    )
+    for sub in (runs_parser, status_parser, logs_parser):
         sub.add_argument(
             "--storage", default="storage", help="storage folder of the runs (default: storage)"
         )
@@ -607,7 +620,8 @@ def report(args: argparse.Namespace) -> int:
     if args.json:
         from pipeline.results.results_file import results_bytes  # imports pyarrow
 
-        write_named("--json", args.json, results_bytes(app.result_tables(prepared)))
+        tables = app.tables_of(prepared)
+        write_named("--json", args.json, results_bytes([*tables.values()]))
         print(f"results: {args.json}")
     return 0
 
@@ -643,9 +657,13 @@ def compare(args: argparse.Namespace) -> int:
 
 def list_runs(args: argparse.Namespace) -> int:
     """Print the runs of a storage."""
+    from pipeline import app
     from pipeline.report import runs_command
+    from pipeline.yaml_files import absolute
 
-    return runs_command.runs(args)
+    text = runs_command.runs_text(app.list_runs(args.storage), absolute(args.storage))
+    print(runs_command.printable(text))
+    return 0
 
 
 def status(args: argparse.Namespace) -> int:
@@ -653,6 +671,13 @@ def status(args: argparse.Namespace) -> int:
     from pipeline.report import runs_command
 
     return runs_command.status(args)
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Print what happened in a run or a stage."""
+    from pipeline.report import logs_command
+
+    return logs_command.logs(args)
 
 
 def ui(args: argparse.Namespace) -> int:

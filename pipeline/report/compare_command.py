@@ -82,7 +82,7 @@ def load_runs(run: str, storage: str) -> list[RunTables]:
     name, folder = named_run(run, storage)
     store = Store(folder)
     records = store.records(find_record(store, name))
-    return [RunTables.load(folder, replica) for replica in records.values()]
+    return [*RunTables.load_all(folder, records).values()]
 
 
 def name_tasks(runs: Sequence[RunTables]) -> None:

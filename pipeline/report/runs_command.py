@@ -25,11 +25,9 @@ from pipeline.results.runs import (
     RunStatus,
     StageStatus,
     find_record,
-    list_runs,
     named_run,
     run_status,
 )
-from pipeline.yaml_files import absolute
 from workers.storage.artifact import join
 from workers.storage.regular_file import write_named
 from workers.storage.secrets import redact
@@ -41,13 +39,6 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
 ENDED = ("done", "reused", "waiting", "missing")  # states of stages that a short list leaves out
 ORDER = ("done", "reused", "running", "queued", "waiting", "missing", "failed", "blocked")
-
-
-def runs(args: Namespace) -> int:
-    """Print the runs of a storage. Return the exit code."""
-    storage = absolute(args.storage)
-    print(printable(runs_text(list_runs(storage), storage)))
-    return 0
 
 
 def status(args: Namespace) -> int:
@@ -231,7 +222,7 @@ def stage_text(stage: StageStatus) -> str:
     parts = []
     if stage.state == "running":
         if stage.progress:
-            parts.append(progress_of(stage))
+            parts.append(progress_line(stage.progress))
         if stage.where:
             parts.append(stage.where)
     if stage.tries:
@@ -241,9 +232,11 @@ def stage_text(stage: StageStatus) -> str:
     return ", ".join(parts)
 
 
-def progress_of(stage: StageStatus) -> str:
+def progress_line(body: object) -> str:
     """Return how far a stage is; empty where its report is not one of ours."""
+    if not isinstance(body, Mapping):
+        return ""
     try:
-        return progress_text(stage.progress)
+        return progress_text(body)
     except (KeyError, TypeError, ValueError):
         return ""

@@ -6,8 +6,14 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from pipeline.results.data_frame import data_frame
 from pipeline.yaml_files import absolute
+from workers.analysis import logits_with_task
+from workers.model.attention import record_class_attention
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
 from workers.serving.server import Answer, Predictor, Rule
@@ -55,6 +61,41 @@ class Model:
         """
         rows = [answer.row() for answer in answers_of(self.predictor, images, task, rule, top)]
         return data_frame(rows, Answer("", 0.0, "", 0.0, {}).row())
+
+    def attention(self, images: Sequence[Any], task: str) -> dict[str, NDArray[np.float32]]:
+        """Return where the class token looks in each block: (n, h, w) over the grid of patches.
+
+        By name of the block, means over heads, relative to uniform attention, which is 1
+        everywhere; empty for a backbone without a class token among patches. A block that runs
+        twice, as under top-down feedback, has its second pass. images: as for `predict`. Raise
+        `UserError` when the task is not served or an image cannot be read.
+        """
+        self.bundle.task(task)
+        limits = Limits(self.bundle.body["max_pixels"], paths=True)
+        parts: dict[str, list[NDArray[np.float32]]] = {}
+        for start in range(0, len(images), limits.images):
+            pixels = self.predictor.pixels_of(images[start : start + limits.images], limits)
+            for name, look in self._attention(pixels, task).items():
+                parts.setdefault(name, []).append(look)
+        return {name: np.concatenate(looks) for name, looks in parts.items()}
+
+    @torch.no_grad()
+    def _attention(self, pixels: NDArray[Any], task: str) -> dict[str, NDArray[np.float32]]:
+        """Return the attention for pixels (n, 3, S, S), by name of the block."""
+        method = self.predictor.method
+        with self.predictor.lock, record_class_attention(method) as blocks:
+            images = self.predictor.network_input(pixels)
+            logits_with_task(method, images, task)
+        # a network that ran on other inputs than these images, or not at all, has no map of them
+        ran = [block for block in blocks if block.passes and len(block.passes[-1]) == len(pixels)]
+        networks = {block.network for block in ran}
+        looks = {}
+        for block in ran:
+            name = f"block {block.block}"
+            if len(networks) > 1:
+                name = f"{block.network}, {name}"
+            looks[name] = block.passes[-1].float().numpy()
+        return looks
 
     def save(self, folder: str) -> None:
         """Write the model into a new folder or a URI, which `predict` and `serve` also take."""

@@ -148,6 +148,11 @@ class RunTables:
                 artifacts[stage_id] = artifact
         return cls(storage, record, artifacts)
 
+    @classmethod
+    def load_all(cls, storage: str, records: Mapping[str, RunRecord]) -> dict[str, RunTables]:
+        """Read the manifests of several records, such as those of replicas, by the same names."""
+        return {name: cls.load(storage, record) for name, record in records.items()}
+
     # ---- stages, methods and tasks ---------------------------------------------------------------
     @property
     def source(self) -> str:

@@ -23,7 +23,9 @@ class Group(NamedTuple):
 GROUPS = (
     Group("compute", ("run", "plan", "search", "ingest", "shards"), "run"),
     Group("write configs", ("init", "data", "methods", "schema"), "init"),
-    Group("look at runs", ("runs", "status", "report", "compare", "analyse", "ui"), "status"),
+    Group(
+        "look at runs", ("runs", "status", "logs", "report", "compare", "analyse", "ui"), "status"
+    ),
     Group("use what was learned", ("predict", "bundle", "tasks", "serve"), "predict"),
     Group("keep house", ("gc", "completion"), "gc"),
 )
@@ -38,6 +40,7 @@ EXAMPLES: Mapping[str, str] = {
     "shards": "shards digits --split train",
     "runs": "runs --storage storage",
     "status": "status demo --watch",
+    "logs": "logs demo meat/digits-01/train",
     "methods": "methods meat",
     "schema": "schema config > config.schema.json",
     "report": "report configs/demo.yaml",

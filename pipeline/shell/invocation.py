@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 
@@ -34,6 +35,11 @@ def program() -> str:
     if os.path.basename(sys.argv[0]) == SCRIPT:
         return SCRIPT
     return "python -m pipeline"
+
+
+def logs_command(storage: str, name: str) -> str:
+    """Return what a person types, with the id of a stage behind it, to see the log of a stage."""
+    return f"{this_command()} logs --storage {shlex.quote(storage)} {name}"
 
 
 def _short(path: str) -> str:

@@ -32,7 +32,7 @@ PLAIN_ATTENTION = (Attention, AttentionRope, EvaAttention, BeitAttention)
 def insert(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:
     """(B, T, d), (p, d) -> (B, T + p, d): prompts stand between prefix tokens and patches, without
     a position."""
-    return torch.cat([x[:, :prefix], prompts.expand(len(x), -1, -1), x[:, prefix:]], 1)
+    return torch.cat([x[:, :prefix], prompts.expand(x.shape[0], -1, -1), x[:, prefix:]], 1)
 
 
 def remove(x: Tensor, prompts: Tensor, prefix: int) -> Tensor:

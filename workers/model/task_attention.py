@@ -65,7 +65,7 @@ class TaskAttention(nn.Module):
         patch_values = self._split_heads(self.v(patches))
         q = q * q.shape[-1] ** -0.5
         own_scores = (q * k).sum(-1, keepdim=True)  # (H, T, 1)
-        own_scores = own_scores.expand(len(patches), -1, -1, -1)  # (B, H, T, 1)
+        own_scores = own_scores.expand(patches.shape[0], -1, -1, -1)  # (B, H, T, 1)
         patch_scores = q @ patch_keys.transpose(-2, -1)  # (B, H, T, N)
         shares = torch.cat([own_scores, patch_scores], -1).softmax(-1)  # (B, H, T, 1 + N)
         attended = shares[..., :1] * v + shares[..., 1:] @ patch_values  # (B, H, T, d)

@@ -36,7 +36,7 @@ def enter_blocks(vit: Any, images: Tensor) -> Tensor:
 
 def _with_class_token(vit: Any, patches: Tensor) -> Tensor:
     """Return BEiT's tokens with their absolute positions, where it has such."""
-    tokens = cat([vit.cls_token.expand(len(patches), -1, -1), patches], 1)
+    tokens = cat([vit.cls_token.expand(patches.shape[0], -1, -1), patches], 1)
     if vit.pos_embed is not None:
         tokens = tokens + vit.pos_embed
     dropped: Tensor = vit.pos_drop(tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from timm.layers import Attention, AttentionRope, GluMlp, Mlp, SwiGLU
@@ -24,6 +25,8 @@ KINDS = ("qk", "v", "ff")
 ATTENTIONS = (Attention, AttentionRope, EvaAttention, BeitAttention)
 FFNS = (Mlp, GluMlp, SwiGLU)  # a gated one makes a neuron of two rows
 FC1 = ("fc1", "fc1_g", "fc1_x")  # the first layer of an FFN, or its gates and its values
+# of each backbone that exists, what `unit_rows` returns
+_rows_of: WeakKeyDictionary[nn.Module, list[UnitRows]] = WeakKeyDictionary()
 
 
 class UnitRows(NamedTuple):
@@ -87,6 +90,12 @@ def unit_rows(vit: Any) -> list[UnitRows]:
     Of attention it is enough to mask queries, as scores are products of queries and keys. Rotary
     embeddings mix the channels of a pair, so that keys are masked there too.
     """
+    if vit not in _rows_of:  # asked for in every training step
+        _rows_of[vit] = _find_unit_rows(vit)
+    return _rows_of[vit]
+
+
+def _find_unit_rows(vit: Any) -> list[UnitRows]:
     is_rotary = getattr(vit, "rope", None) is not None
     parameters: list[UnitRows] = []
     for index, block in enumerate(vit.blocks):

@@ -1,0 +1,129 @@
+"""The command `logs`: what happened in a run, and the whole traceback of what failed in it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from pipeline.console import format_seconds
+from pipeline.graph.run_record import RunRecord, StageRecord
+from pipeline.graph.store import Store
+from pipeline.report.runs_command import printable, progress_line
+from pipeline.results.runs import find_record, named_run
+from pipeline.results.stage_log import RunEvent, failed_keys, read_events, read_failure
+from pipeline.shell.invocation import logs_command
+from workers.errors import UserError, did_you_mean
+
+MOST_EVENTS = 40  # that are printed without --all, the last ones
+MOST_TRIES = 3  # likewise
+MOST_NAMES = 8  # stages that an error names
+DECISION = "decision_"
+ROUTINE = ("progress", "decision_launch")  # events that the log of a whole run leaves out
+
+
+def logs(args: Namespace) -> int:
+    """Print the log of a run, or of one of its stages. Return the exit code."""
+    name, storage = named_run(args.run, args.storage)
+    record = find_record(Store(storage), name)
+    events = read_events(storage, name)
+    if args.stage:
+        stage = named_stage(record, args.stage)
+        print(printable(stage_text(storage, stage, events, args.all)))
+    else:
+        print(printable(run_text(storage, record, events, args.all)))
+    return 0
+
+
+def named_stage(record: RunRecord, stage_id: str) -> StageRecord:
+    """Return a stage of a run. Raise `UserError` for an unknown one, with names of others."""
+    stages = {stage["id"]: stage for stage in record["stages"]}
+    if stage_id in stages:
+        return stages[stage_id]
+    more = ", ..." if len(stages) > MOST_NAMES else ""
+    listed = f"its stages are: {', '.join([*stages][:MOST_NAMES])}{more}"
+    raise UserError(
+        f"run {record['name']!r} has no stage {stage_id!r:.80}; "
+        f"{did_you_mean(stage_id, stages, listed)}"
+    )
+
+
+def run_text(
+    storage: str, record: RunRecord, events: Sequence[RunEvent], with_all: bool = False
+) -> str:
+    """Return the events of a run, and its stages with failed tries.
+
+    with_all: all events, that stages wait and how far they are too; else the last MOST_EVENTS
+    others.
+    """
+    if not with_all:
+        events = [event for event in events if event.kind not in ROUTINE]
+    lines = [f"run {record['name']} in {storage}", *event_lines(events, with_all)]
+    files = failed_keys(storage)
+    failed = [stage for stage in record["stages"] if stage["key"] in files]
+    if failed:
+        lines += ["", "what failed, and what prints its traceback:"]
+    for stage in failed:
+        count = len(files[stage["key"]])
+        tries = "1 failed try" if count == 1 else f"{count} failed tries"
+        command = logs_command(storage, record["name"])
+        lines.append(f"  {tries}: {command} {stage['id']}")
+    return "\n".join(lines)
+
+
+def stage_text(
+    storage: str, stage: StageRecord, events: Sequence[RunEvent], with_all: bool = False
+) -> str:
+    """Return the events of a stage, and the files of its failed tries with their tracebacks."""
+    of_stage = [event for event in events if event.stage == stage["id"]]
+    lines = [
+        f"stage {stage['id']}, key {stage['key']}",
+        *event_lines(of_stage, with_all, with_stage=False),
+    ]
+    files = failed_keys(storage).get(stage["key"], [])
+    first = 0 if with_all else max(0, len(files) - MOST_TRIES)
+    if first:
+        lines += ["", f"{first} earlier failed tries: --all prints them"]
+    for number, file in enumerate(files[first:], first + 1):
+        failure = read_failure(storage, stage["key"], file)
+        heading = f"failed try {number} of {len(files)}: {failure.uri}"
+        lines += ["", heading, "", failure.text.rstrip()]
+    return "\n".join(lines)
+
+
+def event_lines(events: Sequence[RunEvent], with_all: bool, with_stage: bool = True) -> list[str]:
+    """Return a line for each of the last events, or of all. with_stage: whether to name stages."""
+    if not events:
+        return ["no event of it is in the log"]
+    lines = []
+    first = 0 if with_all else max(0, len(events) - MOST_EVENTS)
+    if first:
+        lines.append(f"{first} earlier events: --all prints them")
+    for event in events[first:]:
+        time = event.time[:19].replace("T", " ")
+        owner = f"{event.stage}: " if event.stage and with_stage else ""
+        lines.append(f"{time}  {owner}{event_text(event)}")
+    return lines
+
+
+def event_text(event: RunEvent) -> str:
+    """Return what an event says, in a few words."""
+    values = event.values
+    message = str(values.get("message") or values.get("reason") or "")
+    match event.kind:
+        case "run_started":
+            where = f"process {values.get('pid')} on {values.get('host')}"
+            return f"run started: {values.get('to_run')} of {values.get('stages')} stages, {where}"
+        case "run_ended":
+            text = f"run {values.get('state')}"
+        case "started":
+            return f"started in {values.get('where', 'a process')}"
+        case "progress":
+            return progress_line(values.get("progress"))
+        case "done":
+            is_known = isinstance(values.get("wall_s"), (int, float))
+            return f"done in {format_seconds(values['wall_s'])}" if is_known else "done"
+        case "decision_launch":
+            return "queued"
+        case _:
+            text = event.kind.removeprefix(DECISION)
+    return f"{text}: {message}" if message else text

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import config as configs
-from pipeline.config import Config
+from pipeline.config import Config, ConfigSource
 from pipeline.graph import diagram, graph_cache, raw_data
 from pipeline.graph.journal import Journal, journal_of
 from pipeline.graph.raw_data import Source
@@ -50,7 +50,7 @@ from pipeline.results.tables import RunTables
 from pipeline.results.trials import keys_of_searches
 from pipeline.run_log import RunLog, driver_log
 from pipeline.shell import version as versions
-from pipeline.shell.invocation import this_command
+from pipeline.shell.invocation import logs_command, this_command
 from pipeline.tracking import complete
 from pipeline.tracking.database import sqlite_path
 from pipeline.yaml_files import absolute
@@ -189,7 +189,7 @@ class AnalysisResult:
 
 # ---- from a config to a graph --------------------------------------------------------------------
 def prepare(
-    config_path: str,
+    source: ConfigSource,
     overrides: Sequence[str] = (),
     to_run: bool = False,
     say: Callable[[str], None] = LOG.info,
@@ -198,15 +198,16 @@ def prepare(
 ) -> PreparedRun:
     """Read a config, open its storage and build its graph.
 
-    to_run: raw data that was written again in place is read first; without it, a source on another
-    machine whose ingested result stands is not asked. say: is given a line about such raw data.
-    with_jobs: False takes the graph from the cache where its config is unchanged, without jobs and
-    without importing torch. several: whether a run of several seeds or class orders will do. Raise
-    `UserError` when the config or its storage cannot be used.
+    source: path of the config, or its values. to_run: raw data that was written again in place is
+    read first; without it, a source on another machine whose ingested result stands is not asked.
+    say: is given a line about such raw data. with_jobs: False takes the graph from the cache where
+    its config is unchanged, without jobs and without importing torch. several: whether a run of
+    several seeds or class orders will do. Raise `UserError` when the config or its storage cannot
+    be used.
     """
     # Where the builder is imported already there is nothing to save.
     may_use_cache = BUILD_MODULE not in sys.modules
-    config = configs.load(config_path, list(overrides), with_methods=not may_use_cache)
+    config = configs.load(source, list(overrides), with_methods=not may_use_cache)
     if is_submitted_job() and not (os.path.isabs(config.storage) or "://" in config.storage):
         raise UserError(
             f"storage {config.storage!r} is a relative path, "
@@ -215,18 +216,18 @@ def prepare(
         )
     storage = absolute(config.storage)
     if may_use_cache and "://" not in storage and not os.path.isdir(storage):
-        config = configs.load(config_path, list(overrides))  # a bad config makes no storage folder
+        config = configs.load(source, list(overrides))  # a bad config makes no storage folder
     store = Store(storage)
     store.check_writable()
     store.sweep()
     if not several:
-        refuse_replicas(config, config_path, "this needs one model")
+        refuse_replicas(config, configs.name_of_source(source), "this needs one model")
     if to_run:
         raw_data.read_sources_again(config, store, say)
 
     def build_replica(name: str, config: Config) -> PreparedRun:
         def checked() -> Config:
-            whole = configs.load(config_path, list(overrides))
+            whole = configs.load(source, list(overrides))
             return replica_configs(whole).get(name, whole)
 
         return _with_graph(config, store, to_run, with_jobs, may_use_cache, checked)
@@ -388,7 +389,7 @@ def _execute(
         files = _add_analysis(report_files(run), record, store)
         manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
         state = complete.state_of(config.tracking, store.storage, record, manifests, files)
-        links = complete.links_of(state) if config.tracking.enabled else []
+        links = complete.links_of(state) if config.tracking.is_on else []
         if links is not None:
             outcome = run_graph(graph, store, _no_executor, 0, [screen], lookups)
             return _finish(run, record, outcome, files, [], links)
@@ -448,7 +449,7 @@ def _run_and_record(
                 status = "FAILED"
             elif is_whole:
                 status = "FINISHED"
-            raise_if_failed(outcome, resume_command)
+            raise_if_failed(outcome, resume_command, logs_command(store.storage, graph.name))
             files = report_files_or_build(run, record)
             files = _add_analysis(files, record, store)
             if is_whole:
@@ -460,13 +461,13 @@ def _run_and_record(
                     LOG.warning("%s", warning)
         links = recorder.links()
         location = recorder.writer.location
-        if location is not None and is_whole and not recorder.warnings:
+        if config.tracking.is_on and is_whole and not recorder.warnings:
             # What an executor reports of a stage may lack the name of the attempt; the store has
             # it.
             stored = look_up_all(graph, store, None, verify=False)
             manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
             state = complete.state_of(config.tracking, store.storage, record, manifests, files)
-            path = sqlite_path(location.uri)
+            path = None if location is None else sqlite_path(location.uri)
             complete.write(state, links, "" if path is None else str(path), recorder.run_ids)
         return _finish(run, record, outcome, files, recorder.warnings, links)
 
@@ -525,7 +526,7 @@ def _finish(
     published = Published(page, warnings, links)
     if not run.replicas:
         return RunResult(RunTables.load(run.store.storage, record), outcome, published)
-    tables = replica_tables(run.store, records_of(run))
+    tables = RunTables.load_all(run.store.storage, records_of(run))
     return RunResult(next(iter(tables.values())), outcome, published, tables)
 
 
@@ -643,7 +644,7 @@ def build_report(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:
 
     if not run.replicas:
         return page.build(run.store.storage, record)
-    return replicas_page.build(record, replica_tables(run.store, records_of(run)))
+    return replicas_page.build(record, RunTables.load_all(run.store.storage, records_of(run)))
 
 
 def records_of(run: PreparedRun) -> dict[str, RunRecord]:
@@ -654,16 +655,12 @@ def records_of(run: PreparedRun) -> dict[str, RunRecord]:
     return records
 
 
-def replica_tables(store: Store, records: Mapping[str, RunRecord]) -> dict[str, RunTables]:
-    """Return the stored results of replicas."""
-    return {name: RunTables.load(store.storage, record) for name, record in records.items()}
+def tables_of(run: PreparedRun) -> dict[str, RunTables]:
+    """Return the stored results of each replica of a run, by replica.
 
-
-def result_tables(run: PreparedRun) -> list[RunTables]:
-    """Return the stored results of a run, or of each of its replicas."""
-    if run.replicas:
-        return [*replica_tables(run.store, records_of(run)).values()]
-    return [RunTables.load(run.store.storage, current_record(run))]
+    Of a run of one seed and class order, its own, under an empty name.
+    """
+    return RunTables.load_all(run.store.storage, records_of(run) or {"": current_record(run)})
 
 
 def open_recorder(run: PreparedRun, say: Callable[[str], None], report_command: str) -> Recorder:

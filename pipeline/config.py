@@ -26,17 +26,21 @@ from pydantic import (
 from pipeline.yaml_files import (
     ALTERNATIVES,
     apply_override,
+    mapping_with_bases,
     merge,
     read_with_bases,
     similar_file,
 )
 from workers.errors import UserError, did_you_mean
 from workers.job import BackboneModel, DataSettings, Frozen, Interpolation, Neutral, TrainSettings
-from workers.storage.secrets import refuse_secrets
+from workers.storage.artifact import is_local
+from workers.storage.secrets import redact, refuse_secrets
 
 if TYPE_CHECKING:
     from workers.methods.base import Method
 
+ConfigSource = str | Mapping[str, Any]  # path of a config file, or the values of one
+MAPPING = "the config"  # what errors call one that is no file
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that are in no key of a result
 LONGEST_SUFFIX = 60  # characters that `--set` adds to a run's name
@@ -297,6 +301,16 @@ class TrackingSettings(Frozen):
         description="record use of CPU, memory, disk, network and GPUs of the driver's machine; "
         "needs psutil",
     )
+    tensorboard: bool = Field(
+        False,
+        description="also write the curves as TensorBoard event files, into the folder "
+        "runs/NAME/tensorboard of the storage, with `enabled: false` too; needs tensorboardX",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is recorded."""
+        return self.enabled or self.tensorboard
 
 
 class TaskOverrides(Frozen):
@@ -586,27 +600,43 @@ def settings_path(label: str, task: str | None = None) -> str:
     return path
 
 
-def load(path: str, overrides: list[str] | None = None, with_methods: bool = True) -> Config:
-    """Read a config file, apply `key.sub=value` overrides and check everything.
+def load(
+    source: ConfigSource, overrides: list[str] | None = None, with_methods: bool = True
+) -> Config:
+    """Read a config, apply `key.sub=value` overrides and check everything.
 
+    source: path of a file, or what such a file holds, with paths from the current folder.
     with_methods: False leaves out the checks of the methods' own settings, which import torch.
     Raise `UserError` with one sentence.
     """
-    file = Path(path)
-    if not file.exists():
-        raise _missing_config(file, path)
-    body = read_with_bases(file)
+    body = _values_of(source)
+    where = name_of_source(source)
     plain = copy.deepcopy(body)
     for override in overrides or []:
         apply_override(body, override)
-    refuse_secrets(body, f"{path}: ")
-    config = check(body, path, with_methods)
+    refuse_secrets(body, f"{where}: ")
+    config = check(body, where, with_methods)
     if not overrides:
         return config
     try:
-        return named_by_overrides(config, check(plain, path, with_methods))
+        return named_by_overrides(config, check(plain, where, with_methods))
     except UserError:  # without the overrides the file is not a valid run
         return config
+
+
+def name_of_source(source: ConfigSource) -> str:
+    """Return what errors call a config: the path of its file where it has one."""
+    return source if isinstance(source, str) else MAPPING
+
+
+def _values_of(source: ConfigSource) -> dict[str, Any]:
+    """Return the values of a config over those that it extends, for the caller to change."""
+    if not isinstance(source, str):
+        return mapping_with_bases(source, MAPPING)
+    file = Path(source)
+    if not file.exists():
+        raise _missing_config(file, source)
+    return read_with_bases(file)
 
 
 def _missing_config(file: Path, path: str) -> UserError:
@@ -625,6 +655,7 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
         for step in dict.fromkeys(("train", *config.entry_of(label, task).steps)):
             _check_validation_images(config, label, step, task, where)
     _check_orders(config, where)
+    _check_event_files(config, where)
     if with_methods:
         _check_methods(config, where)
         _check_kinds_of_stages(config, where)
@@ -637,6 +668,15 @@ def _check_orders(config: Config, where: str) -> None:
         raise UserError(
             f"{where}: orders is {list(config.orders)}, and no task of stream.tasks has `split`, "
             "so there are no classes to divide in another order; leave orders out"
+        )
+
+
+def _check_event_files(config: Config, where: str) -> None:
+    """Raise `UserError` when event files are to be written into a bucket."""
+    if config.tracking.tensorboard and not is_local(config.storage):
+        raise UserError(
+            f"{where}: tracking.tensorboard is true and storage is {redact(config.storage)!r:.80}: "
+            "event files are written into a storage on a disk only; leave tracking.tensorboard out"
         )
 
 
@@ -667,6 +707,7 @@ def _labels_and_tasks(config: Config) -> list[tuple[str, str | None]]:
 def _check_methods(config: Config, where: str) -> None:
     # imports torch, so it comes after everything that can be checked without
     from workers.methods import METHODS
+    from workers.methods.registration import why_not_importable
 
     for label, entry in config.methods.items():
         path = settings_path(label)
@@ -680,6 +721,12 @@ def _check_methods(config: Config, where: str) -> None:
             raise UserError(
                 f"{where}: {path} cannot serve stream.scenario {config.stream.scenario!r}; "
                 f"{entry.method!r} serves {', '.join(sorted(scenarios))}"
+            )
+        reason = why_not_importable(entry.method)
+        if reason and config.cluster.workers:
+            raise UserError(
+                f"{where}: {path} names {entry.method!r}, which Ray workers cannot import, because "
+                f"{reason}; set cluster.workers to 0, or move the class to the top of a module"
             )
     for label, task in _labels_and_tasks(config):
         method_class = METHODS[config.methods[label].method]

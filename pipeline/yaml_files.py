@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,7 +246,29 @@ def _read_over_bases(
             f"{files_read[0]}: extends more than {MOST_FILES} files, "
             "each counted as often as it is extended; take some out"
         )
-    body = read_yaml(file, "a config")
+    return _merged_over_bases(read_yaml(file, "a config"), file, extending, files_read)
+
+
+def mapping_with_bases(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the values of a config that is a mapping, as if it was a file in the current folder.
+
+    name: what errors call it. Raise `UserError` when it has a value that no file can hold, or a
+    secret, and as `read_with_bases` does.
+    """
+    body = plain_values(values)
+    refuse_secrets(body, f"{name}: ")
+    return _merged_over_bases(body, Path(name), (), [])
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a mapping as plain values. Raise `UserError` when a file cannot hold it."""
+    return {str(key): json.loads(_json_text(str(key), value)) for key, value in values.items()}
+
+
+def _merged_over_bases(
+    body: dict[str, Any], file: Path, extending: tuple[Path, ...], files_read: list[Path]
+) -> dict[str, Any]:
+    """Return the values `body` of `file` merged over its bases; see `_read_over_bases`."""
     _find_cards(body, file.parent)
     bases = body.pop("extends", [])
     if isinstance(bases, str):
@@ -351,20 +374,29 @@ def override_of(path: str, value: Any) -> str:
 
     value: plain; paths and single numbers of NumPy count as such. Raise `UserError` otherwise.
     """
+    return f"{path}={_json_text(path, value)}"
+
+
+def _json_text(path: str, value: Any) -> str:
+    """Return a plain value as JSON. path: what it is in a config, for the error."""
     try:
-        text = json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        return json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is {value!r:.80}, which a config cannot hold ({error}); give numbers, texts, "
             "booleans, None, or lists and mappings of them"
         ) from None
-    return f"{path}={text}"
 
 
 def _plain(value: Any) -> Any:
-    """Return a path as a text, and a number of NumPy as Python's. Raise TypeError otherwise."""
+    """Return a path as a text, a mapping as a dict, and a number of NumPy as Python's.
+
+    Raise TypeError otherwise.
+    """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return value.item()
     raise TypeError(f"it has a {type(value).__name__}")

@@ -526,6 +526,9 @@ class StageJob:
     split: Literal["test", "val"] = "test"
     provenance: dict[str, Any] = field(default_factory=dict)
     parents: tuple[str, ...] = ()
+    # Of a method from outside of this project: the module that registers it, the digest of its code
+    method_module: str = ""
+    method_code: str = ""
     # The result does not depend on:
     checkpoint_s: float = 60.0
     loader_workers: int = 2

@@ -12,8 +12,8 @@ import torch
 from workers import dist
 from workers.errors import UserError
 from workers.job import BackboneSettings, StageJob
-from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
+from workers.methods.registration import method_of
 from workers.model import vit
 from workers.rng import derive_seed
 from workers.storage.artifact import Artifact
@@ -22,7 +22,7 @@ from workers.storage.taskstate import Carried, TaskState
 
 def settings_of(job: StageJob) -> MethodSettings:
     """Return the method's settings, validated."""
-    return METHODS[job.method].Settings.model_validate(job.settings)
+    return method_of(job).Settings.model_validate(job.settings)
 
 
 def load_backbone(job: StageJob) -> torch.nn.Module:
@@ -62,7 +62,7 @@ def new_method(job: StageJob) -> Method:
     backbone = load_backbone(job)  # draws too, where this process has not read it yet
     task_name = job.task.name if job.task else ""
     torch.manual_seed(derive_seed(job.seed, "begin", task_name, job.step))
-    method = METHODS[job.method](backbone, settings_of(job), job.seed)
+    method: Method = method_of(job)(backbone, settings_of(job), job.seed)
     method.scenario = job.scenario
     method.stream = job.tasks
     return method

@@ -340,9 +340,11 @@ class MethodStages:
         method = builder.method(self.label)
         train, data = builder.train_and_data(self.label, step.name, task)
         ignored = method.ignored_settings(step.name)
+        name = builder.config.methods[self.label].method
         return {
-            "method": builder.config.methods[self.label].method,
+            "method": name,
             "revision": method.revision,
+            **builder.code(name),
             "task": task.name,
             "seen": _names_and_classes(read_tasks),
             "settings": key_inputs(builder.settings(self.label, task), ignored),
@@ -389,9 +391,11 @@ class MethodStages:
         parents = ["backbone", *data_stages, *state_stages.values(), *start.values()]
         stage_id = f"{self.label}/{task.name}/evaluate"
         revision = builder.method(self.label).revision
+        name = config.methods[self.label].method
         inputs: dict[str, Any] = {
-            "method": config.methods[self.label].method,
+            "method": name,
             "revision": [revision, evaluate.EVALUATE_REVISION, decoding.DECODING],
+            **builder.code(name),
             "task": task.name,
             "settings": key_inputs(builder.settings(self.label)),
             "seed": config.seed,

@@ -15,6 +15,7 @@ from pipeline.graph.store import Store, key_of
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
 from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
+from workers.methods.registration import code_of, method_module
 
 
 @dataclass
@@ -24,7 +25,8 @@ class Builder:
     keys: stage id -> key. cards_without_data: names of cards whose source and shards are both gone.
     split: what evaluations read. ask_sources: whether a source on another machine is asked for its
     fingerprint although its result stands. sources: raw data that was looked at before, by card.
-    backbone: as workers get it; `add_backbone` sets it.
+    backbone: as workers get it; `add_backbone` sets it. code_digests: name of a method -> digest of
+    its code, where it is defined outside of this project.
     """
 
     config: Config
@@ -37,6 +39,7 @@ class Builder:
     stages: list[Stage] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=dict)
     cards_without_data: set[str] = field(default_factory=set)
+    code_digests: dict[str, str] = field(default_factory=dict)
 
     def add(
         self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
@@ -67,6 +70,13 @@ class Builder:
     def method(self, label: str) -> type[Method]:
         """Return the class of a method by its label in the config."""
         return METHODS[self.config.methods[label].method]
+
+    def code(self, method: str) -> dict[str, str]:
+        """Return what the code of a method adds to keys: nothing for one of this project."""
+        if method not in self.code_digests:
+            self.code_digests[method] = code_of(method)
+        digest = self.code_digests[method]
+        return {"code": digest} if digest else {}
 
     def settings(self, label: str, task: Task | None = None) -> MethodSettings:
         """Return a method's settings for the steps of a task; None: those that serve all tasks."""
@@ -126,6 +136,8 @@ class Builder:
             id=stage_id,
             step=step,
             method=entry.method,
+            method_module=method_module(entry.method),
+            method_code=self.code(entry.method).get("code", ""),
             settings=settings,
             data=data,
             train=train,

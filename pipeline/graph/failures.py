@@ -18,6 +18,7 @@ from workers.storage.artifact import join, write_bytes
 from workers.storage.secrets import redact
 
 FOLDER = "failures"
+SUFFIX = ".txt"
 ROOT = str(Path(__file__).resolve().parents[2])
 PACKAGES = (f"pipeline{os.sep}", f"workers{os.sep}")
 REMOTE_FRAME = re.compile(
@@ -69,7 +70,7 @@ def keep(
     """
     host = platform.node()
     process = os.getpid()
-    file_name = f"{time.strftime('%Y%m%dT%H%M%S')}-{host}-rank{rank}-{process}.txt"
+    file_name = f"{time.strftime('%Y%m%dT%H%M%S')}-{host}-rank{rank}-{process}{SUFFIX}"
     path = join(storage, FOLDER, key, file_name)
     log = log_path() or "the terminal of this process"
     lines = [

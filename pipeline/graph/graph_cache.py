@@ -134,8 +134,11 @@ def read(run_store: Store, inputs: BuildInputs, name: str) -> CachedGraph | None
 def write(run_store: Store, inputs: BuildInputs, graph: Graph, tasks: Sequence[Task]) -> None:
     """Keep a graph that was built from these inputs, and delete the oldest of too many.
 
-    The cache saves time and decides nothing: where it cannot be written, nothing is lost.
+    The cache saves time and decides nothing: where it cannot be written, nothing is lost. A graph
+    with a method from outside is not kept: whether its code is the same is not known without it.
     """
+    if graph.has_outside_code:
+        return
     content = {
         "inputs": inputs.digest,
         "name": graph.name,

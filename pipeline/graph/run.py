@@ -275,10 +275,11 @@ class GraphRun:
             watcher.on_decision(self.walk, decision)
 
 
-def raise_if_failed(outcome: Outcome, command: str) -> None:
+def raise_if_failed(outcome: Outcome, command: str, logs_command: str = "") -> None:
     """Raise `UserError` if a stage failed, with the message of the first one.
 
-    command: what a person types to resume the run.
+    command: what a person types to resume the run. logs_command: what prints its log, where it has
+    one; the id of a stage is added.
     """
     if not outcome.failures:
         return
@@ -286,6 +287,8 @@ def raise_if_failed(outcome: Outcome, command: str) -> None:
     more = ""
     if len(outcome.failures) > 1:
         more = f" (other failed stages: {len(outcome.failures) - 1})"
+    log = f"; its log: {logs_command} {stage_id}" if logs_command else ""
     raise UserError(
-        f"stage {stage_id} failed: {message}{more}; what finished is kept, resume with: {command}"
+        f"stage {stage_id} failed: {message}{more}{log}; what finished is kept, resume with: "
+        f"{command}"
     )

@@ -76,6 +76,11 @@ class Graph:
     def __getitem__(self, stage_id: str) -> Stage:
         return self.stages[stage_id]
 
+    @property
+    def has_outside_code(self) -> bool:
+        """Whether a method of it is defined outside of this project: `pipeline.register`."""
+        return any("code" in stage.inputs for stage in self)
+
     def children(self, stage_id: str) -> list[Stage]:
         return self._children[stage_id]
 

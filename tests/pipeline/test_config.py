@@ -342,6 +342,7 @@ FREE = {
         "patience_s": 5.0,
         "models": False,
         "system_metrics": True,
+        "tensorboard": True,
     },
 }
 

@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import fake_run
 import numpy as np
 import pytest
+import yaml
 
 import pipeline
 from pipeline import app, cli
+from pipeline.data import starter
+from pipeline.graph import run_record
 from pipeline.graph.store import Store
+from pipeline.results import bundles, model
 from pipeline.results.frames import Results
 from pipeline.results.tables import RunTables
+from pipeline.serving import commands as serving_commands
 from pipeline.yaml_files import override_of, parse_override
 from tests import small_run
 from tests.pipeline.test_start_up import HEAVY
 from workers.errors import UserError
 
-PUBLIC = ["Experiment", "Model", "Results", "UserError", "load", "runs"]
+PUBLIC = [
+    "Batch",
+    "Carried",
+    "Experiment",
+    "Method",
+    "MethodSettings",
+    "Model",
+    "OptimPlan",
+    "ParamGroup",
+    "Progress",
+    "Results",
+    "Step",
+    "StepContext",
+    "Task",
+    "TaskState",
+    "TrainDefaults",
+    "UserError",
+    "load",
+    "register",
+    "runs",
+]
 
 
 # ---- the module ----------------------------------------------------------------------------------
@@ -97,6 +125,141 @@ def test_a_plan_is_a_row_for_each_stage(config_path: str) -> None:
     assert {"data", "meat", "linear"} >= set(plan["label"].dropna())
 
 
+# ---- a mapping, data, and other folders ----------------------------------------------------------
+def test_a_mapping_is_the_same_run_as_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cards = {"a": os.path.relpath(small_run.make_card(tmp_path, "a", "23"))}
+    body = small_run.make_body(tmp_path, cards, ["linear"], storage="results")
+    from_file = pipeline.load(small_run.write_config(Path("config.yaml"), body), seed=7)
+    body["train"]["epochs"] = np.int64(2)
+    body["stream"]["tasks"] = tuple(body["stream"]["tasks"])
+    from_mapping = pipeline.load(MappingProxyType(body), seed=7)
+    body.clear()  # it was copied
+    assert from_mapping.config == from_file.config
+    assert from_mapping.name == "small-seed-7"
+    assert from_mapping.plan().equals(from_file.plan())
+    runs = [app.prepare(each.source, each.overrides) for each in (from_file, from_mapping)]
+    records = [run_record.record_of(run.graph, run.config, run.tasks, {}) for run in runs]
+    assert records[0] == records[1]
+    assert repr(from_mapping) == "<Experiment small-seed-7: the config seed=7>"
+
+
+def test_a_mapping_extends_files_of_the_current_folder(
+    config_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(config_path).parent)
+    config = pipeline.load({"extends": "config.yaml", "seed": 3}).config
+    assert (config.name, config.seed, len(config.methods)) == ("small", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"name": "a"}, "^the config: stream is missing; add it"),
+        ({"name": {1, 2}}, "^name is {1, 2}, which a config cannot hold"),
+        ({"extends": "nothing.yaml"}, "^the config: extends 'nothing.yaml', which does not exist"),
+        ({"storage": "https://user:word@host/x"}, "^the config: .*password"),
+        ([], r"^config is \[\]; give the path"),
+        (5, r"^config is 5; give the path"),
+        (["a.yaml", "b"], "^a.yaml is a config, and stands beside 1 other paths"),
+        ("nothing.yaml", "^config 'nothing.yaml' does not exist"),
+        ("nothing", "^nothing does not exist"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence(
+    config: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=words):
+        pipeline.load(config)
+
+
+def test_data_becomes_the_card_and_the_config_that_the_command_line_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        small_run.make_card(tmp_path, name, small_run.TASKS[name])
+    paths = [Path("raw") / name for name in "ab"]
+    experiment = pipeline.load(paths)
+    assert [task.name for task in experiment.config.stream.tasks] == ["a", "b"]
+    assert experiment.source == "a.yaml"
+    assert "2 classes: 2, 3" in capsys.readouterr().out
+    assert cli.main(["init", *map(str, paths)]) == 0
+    assert "unchanged: a-a-card.yaml" in capsys.readouterr().out
+    Path("a.yaml").write_text(Path("a.yaml").read_text().replace("seed: 0", "seed: 8"))
+    assert pipeline.load(paths).config.seed == 8
+
+
+def test_a_card_inside_a_mapping_becomes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = small_run.make_card(tmp_path, "a", "23")
+    card = yaml.safe_load(Path(path).read_text())
+    body = small_run.make_body(tmp_path, {"a": path}, ["linear"])
+    keys = pipeline.load(body).plan()["key"]
+    card["source"]["path"] = Path("raw/a")  # from the current folder
+    body["stream"]["tasks"][0]["card"] = card
+    assert list(pipeline.load(body).plan()["key"]) == list(keys)
+    assert yaml.safe_load(Path("a-card.yaml").read_text())["source"]["path"] == "raw/a"
+    card["classes"] = "from_source"
+    pipeline.load(body).plan()  # the file is written again
+    Path("a-card.yaml").write_text("name: mine\n")
+    with pytest.raises(UserError, match="was not written from a mapping; name that file"):
+        pipeline.load(body)
+    del card["licence"]
+    with pytest.raises(UserError, match=r"^stream\.tasks\.0\.card\.licence is missing"):
+        pipeline.load(body)
+
+
+def test_an_experiment_stays_where_it_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cards = {"a": os.path.relpath(small_run.make_card(tmp_path, "a", "23"))}
+    body = small_run.make_body(tmp_path, cards, ["linear"], storage="results")
+    experiment = pipeline.load(small_run.write_config(Path("config.yaml"), body))
+    plan = experiment.plan()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert experiment.plan().equals(plan)
+    assert experiment.results().metrics.empty
+    assert Path.cwd() == elsewhere
+    assert list(elsewhere.iterdir()) == []
+    gone = replace(experiment, folder=str(tmp_path / "gone"))
+    with pytest.raises(UserError, match=r"<Experiment small: config\.yaml> was loaded, is gone"):
+        gone.plan()
+
+
+def test_the_command_that_resumes_a_run_works_from_the_current_folder(
+    config_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[str] = []
+
+    def execute(run: Any, open_screen: Any, *texts: str) -> Any:
+        commands.extend(texts)
+        raise UserError("a stage failed")
+
+    monkeypatch.setattr(app, "execute", execute)
+    monkeypatch.chdir(tmp_path)
+    from_file = pipeline.load("config.yaml", seed=1)
+    from_mapping = pipeline.load(yaml.safe_load(Path(config_path).read_text()))
+    with pytest.raises(UserError, match="a stage failed"):
+        from_file.run()
+    monkeypatch.chdir("/")
+    for experiment in (from_file, from_mapping):
+        with pytest.raises(UserError, match="a stage failed"):
+            experiment.run()
+    assert commands[0].endswith(" -m pipeline run config.yaml --set seed=1")
+    assert commands[1].endswith(" -m pipeline report config.yaml --set seed=1")
+    assert commands[2:4] == [f"cd {tmp_path} && {command}" for command in commands[:2]]
+    assert set(commands[4:]) == {"the same `pipeline.load(...).run()`"}
+
+
 def test_runs_are_a_row_for_each_method(storage: str, tmp_path: Path) -> None:
     Store(storage).save_record(fake_run.record())
     runs = pipeline.runs(Path(storage))
@@ -104,6 +267,67 @@ def test_runs_are_a_row_for_each_method(storage: str, tmp_path: Path) -> None:
     assert runs["average_accuracy"].between(0.2, 1).all()
     with pytest.raises(UserError, match="does not exist; give the folder"):
         pipeline.runs(tmp_path / "nothing")
+
+
+# ---- the command line ----------------------------------------------------------------------------
+class Entered(Exception):
+    """Raised by a function that both shall call."""
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "command", "call"),
+    [
+        (app, "prepare", ["plan", "CONFIG"], lambda e: e.plan()),
+        (app, "prepare", ["run", "CONFIG"], lambda e: e.run()),
+        (app, "prepare", ["report", "CONFIG"], lambda e: e.results()),
+        (app, "plan", ["plan", "CONFIG"], lambda e: e.plan()),
+        (app, "execute", ["run", "CONFIG"], lambda e: e.run()),
+        (app, "tables_of", ["report", "CONFIG", "--json", "a.json"], lambda e: e.results()),
+        (app, "list_runs", ["runs"], lambda e: pipeline.runs()),
+        (starter, "config_of", ["plan", "DATA"], lambda e: pipeline.load("DATA")),
+        (
+            bundles,
+            "bundle_of",
+            ["predict", "CONFIG", "a.png", "--method", "meat"],
+            lambda e: e.results().model("meat"),
+        ),
+    ],
+)
+def test_commands_go_through_the_functions_of_the_interface(
+    module: Any,
+    function: str,
+    command: list[str],
+    call: Any,
+    config_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experiment = pipeline.load(config_path)
+
+    def enter(*args: Any, **options: Any) -> Any:
+        raise Entered
+
+    monkeypatch.setattr(app, "report", lambda *_: app.Published("", [], []))
+    monkeypatch.setattr(module, function, enter)
+    monkeypatch.chdir(Path(config_path).parent)
+    with pytest.raises(Entered):
+        call(experiment)
+    with pytest.raises(Entered):
+        cli.main([config_path if word == "CONFIG" else word for word in command])
+
+
+def test_predict_asks_the_function_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def enter(*args: Any) -> Any:
+        raise Entered
+
+    monkeypatch.setattr(model, "answers_of", enter)
+    monkeypatch.setattr(serving_commands, "bundle_of_arguments", lambda args: None)
+    monkeypatch.setattr("workers.serving.server.Predictor", lambda bundle: None)
+    monkeypatch.setattr(model, "Predictor", lambda bundle: None)
+    bundle: Any = None
+    with pytest.raises(Entered):
+        model.Model(bundle).predict(["a.png"])
+    with pytest.raises(Entered):
+        cli.main(["predict", "config.yaml", "a.png"])
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -175,17 +399,27 @@ def test_without_pandas_one_sentence_says_so(
 
 # ---- a run in this process -----------------------------------------------------------------------
 def test_a_run_goes_on_where_it_stopped_and_names_the_command(
-    tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    quick: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cards = small_run.make_cards(tmp_path, "a")
     body = small_run.make_body(tmp_path, cards, ["linear"], train={"epochs": 1})
     experiment = pipeline.load(small_run.write_config(tmp_path / "config.yaml", body))
     with pytest.raises(UserError, match="finish the run with `python -m pipeline run` first"):
         experiment.results().model()
+    capsys.readouterr()
+    monkeypatch.setenv("TERM", "xterm-color")  # as in a notebook, whose output is no terminal
     results = experiment.run()
-    assert "linear/a/evaluate: a " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "linear/a/evaluate: a " in printed
+    assert printed.endswith(f"\nreport: {results.report}\n")
+    assert all(character.isprintable() or character == "\n" for character in printed)
     assert list(results.matrix["source"]) == ["measured"]
     assert experiment.results().matrix.equals(results.matrix)
+    assert experiment.run(quiet=True).matrix.equals(results.matrix)
+    assert capsys.readouterr() == ("", "")
     image = next((tmp_path / "raw" / "a" / "test").rglob("*.png"))
     answer = results.model().predict([image], "a").iloc[0]
     assert answer["class"] in ("2", "3")
@@ -201,7 +435,7 @@ def test_a_run_of_two_seeds_and_its_models_answer_as_it_was_evaluated(
     experiment = pipeline.load(path, seeds=[0, 1])
     assert experiment.results().metrics.empty
     results = experiment.run(quiet=True)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
     assert Path(results.report).exists()
     assert set(experiment.plan()["status"]) == {"hit"}
     assert list(results.metrics["seed"]) == [0, 0, 1, 1]

@@ -1,0 +1,64 @@
+"""Cards inside a config that is a mapping: each becomes a file, as a config file would name it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pipeline import config as configs
+from pipeline.data.card_files import FROM_SOURCE
+from pipeline.data.cards import Card
+from pipeline.yaml_files import dump_yaml
+from workers.errors import UserError
+from workers.storage.regular_file import read_regular
+from workers.storage.secrets import refuse_secrets
+
+HEADER = (
+    "# Written from a mapping by `pipeline.load`, and written again when the mapping changes.\n"
+)
+LONGEST_CARD = 16 << 20  # bytes
+
+
+def write_inline_cards(body: dict[str, Any]) -> None:
+    """Write the cards of a stream that are mappings into the current folder, as `NAME-card.yaml`.
+
+    body: the plain values of a config; the path of the file replaces the mapping. Raise `UserError`
+    when a card is not valid, or when a file of that name is there that was not written from one.
+    """
+    stream = body.get("stream")
+    tasks = stream.get("tasks") if isinstance(stream, dict) else None
+    if not isinstance(tasks, list):
+        return
+    for index, entry in enumerate(tasks):
+        if not isinstance(entry, dict) or not isinstance(entry.get("card"), dict):
+            continue
+        entry["card"] = _write_card(entry["card"], f"stream.tasks.{index}.card")
+
+
+def _write_card(card: dict[str, Any], where: str) -> str:
+    """Write one card and return the path of its file. where: the card's path in the config."""
+    refuse_secrets(card, f"{where}: ")
+    checked_card = card
+    if card.get("classes") == FROM_SOURCE:
+        checked_card = card | {"classes": [FROM_SOURCE]}
+    name = configs.checked(Card, checked_card, where).name
+    file = f"{name}-card.yaml"
+    text = HEADER + dump_yaml(card)
+    if os.path.lexists(file):
+        _check_is_inline(file, where)
+    Path(file).write_text(text, encoding="utf-8")
+    return file
+
+
+def _check_is_inline(file: str, where: str) -> None:
+    """Raise `UserError` when a file was not written from a mapping, and is not to be replaced."""
+    try:
+        text = read_regular(Path(file), LONGEST_CARD).decode()
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    if not text.startswith(HEADER):
+        raise UserError(
+            f"{where} would be written to {file}, which is in the current folder and was not "
+            f"written from a mapping; name that file, `card: {file}`, or give the card another name"
+        )

@@ -1,0 +1,176 @@
+"""A method that is defined in a notebook or script: it runs, and its code is in its keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import pipeline
+from docs.site.pages import text_of
+from pipeline import app
+from tests import small_run
+from workers.errors import UserError
+from workers.methods import METHODS, registration
+from workers.serving.bundle import Bundle
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HEADING = "## In a notebook or a script"
+
+
+@pytest.fixture(autouse=True)
+def clean_registry() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registration, "REGISTERED", {})
+        before = dict(METHODS)
+        yield
+        METHODS.clear()
+        METHODS.update(before)
+
+
+def example() -> str:
+    """Return the cell of the page, without what it does with the class."""
+    section = text_of("docs/new-method.md").partition(HEADING)[2]
+    cells = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return str(cells[0])
+
+
+def run_cell(text: str, module: str = "__main__") -> ModuleType:
+    """Run a cell of a notebook, and return its module."""
+    namespace = ModuleType(module)
+    exec(compile(text, "a cell", "exec", dont_inherit=True), namespace.__dict__)
+    return namespace
+
+
+def definition() -> str:
+    return example().partition("experiment = ")[0]
+
+
+def config_body(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """Return a config of the example's method on two classes, for one epoch."""
+    cards = small_run.make_cards(tmp_path, "a")
+    return small_run.make_body(tmp_path, cards, ["square"], train={"epochs": 1}, **changes)
+
+
+def test_the_cell_of_the_page_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = run_cell(example()).__dict__["experiment"].plan()
+    assert "square/digits-4/evaluate" in set(plan["stage"])
+
+
+def test_a_changed_cell_has_other_keys(tmp_path: Path) -> None:
+    run_cell(definition())
+    experiment = pipeline.load(config_body(tmp_path))
+    first = list(experiment.plan()["key"])
+    run_cell(definition())
+    assert list(experiment.plan()["key"]) == first
+    run_cell(definition().replace(".square()", ".abs()"))
+    second = list(experiment.plan()["key"])
+    assert [old == new for old, new in zip(first, second, strict=True)] == [
+        stage in ("data/a", "backbone") for stage in experiment.plan()["stage"]
+    ]
+
+
+@pytest.mark.slow
+def test_a_method_of_a_cell_runs_and_another_version_reuses_nothing(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "BUILD_MODULE", "not imported")  # as in a new process
+    run_cell(definition())
+    experiment = pipeline.load(config_body(tmp_path))
+    results = experiment.run(quiet=True)
+    assert list(results.matrix["source"]) == ["measured"]
+    assert results.model().tasks == ["a"]
+    run_cell(definition())  # again, as it was
+    assert set(experiment.plan()["status"]) == {"hit"}
+    run_cell(definition().replace(".square()", ".abs()"))
+    plan = experiment.plan().set_index("stage")
+    assert list(plan.loc[["data/a", "backbone"], "status"]) == ["hit", "hit"]
+    assert set(plan.loc[["square/a/train", "square/a/evaluate"], "status"]) == {"miss"}
+    assert re.match("changed code: '.*' -> '", plan.loc["square/a/train", "reason"])
+    run_cell(definition())
+    assert set(experiment.plan()["status"]) == {"hit"}
+    folder = str(tmp_path / "model")
+    results.model().save(folder)
+    del METHODS["square"]
+    with pytest.raises(UserError, match=r"ask the model in Python where `pipeline\.register` was"):
+        Bundle.open(folder).method()
+
+
+def test_workers_that_cannot_import_a_method_are_refused(tmp_path: Path) -> None:
+    run_cell(definition())
+    body = config_body(tmp_path, cluster={"workers": 1})
+    sentence = (
+        r"^the config: methods\.square names 'square', which Ray workers cannot import, because "
+        r"its class is defined in a notebook or script; set cluster\.workers to 0, or move "
+    )
+    with pytest.raises(UserError, match=sentence):
+        pipeline.load(body)
+    assert pipeline.load(body, **{"cluster.workers": 0}).name == "small"
+
+
+def test_what_fails_names_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_cell(definition())
+    commands: list[str] = []
+
+    def execute(run: Any, open_screen: Any, *texts: str) -> Any:
+        commands.extend(texts)
+        raise UserError("a stage failed")
+
+    monkeypatch.setattr(app, "execute", execute)
+    path = small_run.write_config(tmp_path / "config.yaml", config_body(tmp_path))
+    with pytest.raises(UserError, match="a stage failed"):
+        pipeline.load(path).run()
+    assert set(commands) == {pipeline.RUN_AGAIN}
+
+
+# ---- other processes -----------------------------------------------------------------------------
+SCRIPT = """
+import json, sys
+body = json.load(open(sys.argv[1]))
+experiment = pipeline.load(body)
+if sys.argv[2] == "run":
+    experiment.run(quiet=True)
+plan = experiment.plan()
+print(json.dumps([list(plan["key"]), sorted(set(plan["status"]))]))
+"""
+
+
+def answer_of(script: Path, *arguments: str) -> Any:
+    """Run a script in a new process, and return what it printed last."""
+    command = [sys.executable, str(script), *arguments]
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
+    result = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, timeout=400, env=environment
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_two_processes_give_a_class_the_same_key(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(config_body(tmp_path)))
+    script = tmp_path / "script.py"
+    script.write_text(definition() + SCRIPT)
+    keys, _ = answer_of(script, str(config), "plan")
+    assert answer_of(script, str(config), "plan") == [keys, ["miss"]]
+
+
+@pytest.mark.slow
+def test_ray_workers_import_a_method_from_its_module(tmp_path: Path) -> None:
+    (tmp_path / "my_methods.py").write_text(definition())
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(config_body(tmp_path, cluster={"workers": 1})))
+    script = tmp_path / "script.py"
+    script.write_text("import pipeline, my_methods\n" + SCRIPT)
+    _, status = answer_of(script, str(config), "run")
+    assert status == ["hit"]

@@ -1,0 +1,219 @@
+"""Promises of `register`: which classes it takes, and what changes the digest of their code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from workers.errors import UserError
+from workers.job import BackboneSettings, DataSettings, StageJob, TrainSettings
+from workers.methods import METHODS, registration
+from workers.methods.base import Method, MethodSettings
+from workers.methods.code_digest import code_digest
+from workers.methods.registration import code_of, method_of, register, why_not_importable
+
+SOURCE = '''
+"""A module of somebody."""
+import functools
+import math
+
+from torch import nn
+from workers.methods.base import Method, MethodSettings
+
+SCALE = 2.0
+NAMES = {"b", "a", "c"}
+loss = 5  # what the class has as an attribute alone
+
+
+def double(value):
+    """Return twice the value."""
+    return SCALE * value
+
+
+class Base(Method):
+    def loss(self, batch, progress):
+        loss, terms = super().loss(batch, progress)
+        return double(loss), terms
+
+
+class MySettings(MethodSettings):
+    rank: int = 4
+
+
+class Mine(Base):
+    name = "mine"
+    Settings = MySettings
+    carries = ("weights",)
+
+    @property
+    def share(self):
+        return [name for name in NAMES if name != "a"]
+
+    @classmethod
+    def steps_for(cls, settings, position):
+        return sorted(cls.steps, key=lambda step: math.sqrt(step.position))
+'''
+
+
+@pytest.fixture(autouse=True)
+def clean_registry() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registration, "REGISTERED", {})
+        before = dict(METHODS)
+        yield
+        METHODS.clear()
+        METHODS.update(before)
+
+
+def mine(source: str = SOURCE, module: str = "__main__") -> Any:
+    """Return the class `Mine` of a module with this text."""
+    namespace = ModuleType(module)
+    exec(compile(dedent(source), "a file", "exec", dont_inherit=True), namespace.__dict__)
+    return namespace.__dict__["Mine"]
+
+
+# ---- the registry --------------------------------------------------------------------------------
+def test_a_class_is_registered_and_replaced() -> None:
+    first = mine()
+    assert register(first) is first
+    assert METHODS["mine"] is first
+    second = register(mine())
+    assert METHODS["mine"] is second
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, r"Mine\.name is None, and a config names the method by it"),
+        ({"name": "a b"}, r"Mine\.name is 'a b', and a config names"),
+        ({"name": "meat"}, r"Mine\.name is 'meat', which is a method of Accrete; give"),
+        ({"name": "mine", "Settings": dict}, r"Mine\.Settings is <class 'dict'>; make it"),
+    ],
+)
+def test_a_class_that_no_config_can_name_is_refused(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        register(type("Mine", (Method,), body))
+    assert "mine" not in METHODS
+
+
+def test_what_is_no_method_is_refused() -> None:
+    with pytest.raises(UserError, match="is no method; decorate a class"):
+        register(dict)  # type: ignore[type-var]
+
+
+# ---- its code ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return double(loss)", "return 2 * double(loss)"),
+        ("return SCALE * value", "return value"),
+        ("SCALE = 2.0", "SCALE = 3.0"),
+        ('"b", "a", "c"', '"b", "a"'),
+        ('name != "a"', 'name != "b"'),
+        ("math.sqrt(step", "math.exp(step"),
+        ('("weights",)', '("masks",)'),
+        ("class Mine(Base)", "class Mine(Method)"),
+        ("    rank: int = 4", "    rank: int = 4\n\n    def check(self):\n        return 1"),
+    ],
+)
+def test_a_change_of_the_code_changes_the_digest(old: str, new: str) -> None:
+    assert old in SOURCE
+    assert code_digest(mine(SOURCE.replace(old, new))) != code_digest(mine())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# what", "# whatever"),
+        ("Return twice", "Return two times"),
+        ("loss = 5", "loss = 6"),
+        ("SCALE = 2.0", "\n\nother = 1\nSCALE = 2.0"),
+        ('"b", "a", "c"', '"c", "b", "a"'),
+    ],
+)
+def test_what_the_class_does_not_use_is_not_in_the_digest(old: str, new: str) -> None:
+    assert old in SOURCE
+    assert code_digest(mine(SOURCE.replace(old, new))) == code_digest(mine())
+
+
+def test_the_digest_is_the_same_in_a_notebook_and_in_a_module() -> None:
+    assert code_digest(mine(module="my_methods")) == code_digest(mine())
+
+
+def test_functions_of_another_module_outside_are_in_the_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = SOURCE.replace("import math", "import math\nimport my_helpers")
+    source = source.replace("SCALE * value", "my_helpers.scale(value)")
+    digests = []
+    for scale in (2, 3):
+        helpers = ModuleType("my_helpers")
+        exec(f"def scale(value):\n    return {scale} * value", helpers.__dict__)
+        monkeypatch.setitem(sys.modules, "my_helpers", helpers)
+        digests.append(code_digest(mine(source)))
+    assert digests[0] != digests[1]
+
+
+def test_a_method_of_this_project_has_no_digest() -> None:
+    assert code_of("meat") == ""
+
+
+# ---- other processes -----------------------------------------------------------------------------
+JOB = StageJob(
+    "mine/a/train",
+    "key",
+    "train",
+    "root",
+    "mine",
+    {},
+    BackboneSettings(),
+    DataSettings(),
+    TrainSettings(),
+    "task",
+    0,
+    None,
+    (),
+    method_module="my_methods",
+)
+REGISTERS = "\nfrom workers.methods.registration import register\nregister(Mine)\n"
+
+
+def test_a_worker_imports_the_module_of_a_method_and_reads_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_methods", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / "my_methods.py"
+    for scale in ("2.0", "3.0"):
+        source = SOURCE.replace("SCALE = 2.0", f"SCALE = {scale}")
+        file.write_text(source + REGISTERS)
+        code = code_digest(mine(source))
+        assert method_of(replace(JOB, method_code=code)).__module__ == "my_methods"
+        assert code_of("mine") == code
+        assert why_not_importable("mine") == ""
+    with pytest.raises(UserError, match="my_methods differs between this process and the one"):
+        method_of(replace(JOB, method_code="0" * 16))
+    missing = replace(JOB, method_module="no_such_module", method_code="0" * 16)
+    with pytest.raises(UserError, match="no_such_module, which a worker cannot import"):
+        method_of(missing)
+
+
+def test_a_class_that_no_worker_can_import_is_known() -> None:
+    class Local(Method[MethodSettings]):
+        name = "local"
+
+    register(mine())
+    register(Local)
+    assert why_not_importable("mine") == "its class is defined in a notebook or script"
+    assert why_not_importable("local") == "its class is defined inside a function"
+    register(mine(module="never_imported"))
+    assert "never_imported is no module that Python imported" in why_not_importable("mine")
+    assert why_not_importable("meat") == ""

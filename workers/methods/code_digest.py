@@ -1,0 +1,201 @@
+"""A digest of the code of a class that somebody defines outside of this project.
+
+It covers the class, its bases, and the functions, classes and values that its functions name: those
+of its own package, and of modules that are neither of this project, nor of Python, nor installed.
+Comments, docstrings of functions, names of files and numbers of lines are not in it.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+PROJECT = ("pipeline", "workers")
+PACKAGE_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+NOT_CODE = ("_abc_impl",)  # in the namespace of a class
+READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the printed form of an object
+
+
+def code_digest(value: type[Any]) -> str:
+    """Return 16 hexadecimal digits that change when the code of a class changes.
+
+    They also change with the minor version of Python, whose bytecode differs.
+    """
+    digest = _CodeDigest(_root_of(value.__module__))
+    digest.add("class", value)
+    return digest.text()
+
+
+def _root_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+class _CodeDigest:
+    """Takes values one after another, and each class and function once.
+
+    package: the one whose code is taken wherever it lies.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self.hash = hashlib.sha256()
+        self.definitions: set[Any] = set()  # classes and functions so far
+        self.containers: list[Any] = []  # that hold the value which is taken now
+
+    def text(self) -> str:
+        """Return the digest of all values so far."""
+        return self.hash.hexdigest()[:16]
+
+    def add(self, name: str, value: Any) -> None:
+        """Take a value under a name, with all that it is made of."""
+        self._note(name, type(value).__qualname__)
+        match value:
+            case None | bool() | int() | float() | complex() | str() | bytes():
+                self._note(repr(value))
+            case CodeType():
+                self._add_code(value)
+            case type() | FunctionType():
+                self._add_definition(value)
+            case ModuleType():
+                self._note(value.__name__)
+            case Mapping() | list() | tuple() | set() | frozenset():
+                self._add_container(value)
+            case _:
+                self._add_object(value)
+
+    def _note(self, *parts: str) -> None:
+        """Take texts."""
+        for part in parts:
+            self.hash.update(f"{len(part)}:{part};".encode())
+
+    def _add_items(self, items: Iterable[tuple[Any, Any]]) -> None:
+        for key, value in items:
+            self.add(str(key), value)
+
+    def _add_container(self, value: Any) -> None:
+        if any(value is container for container in self.containers):
+            return  # it contains itself
+        self.containers.append(value)
+        if isinstance(value, Mapping):
+            items = [(repr(key), item) for key, item in value.items()]
+            self._add_items(sorted(items, key=lambda item: item[0]))
+        elif isinstance(value, (set, frozenset)):
+            self._add_items(enumerate(sorted(value, key=repr)))
+        else:
+            self._add_items(enumerate(value))
+        self.containers.pop()
+
+    def _add_definition(self, value: Any) -> None:
+        """Take a class or a function: its name, and its code where that is outside."""
+        module = str(value.__module__ or "")
+        self._note(value.__qualname__)
+        if not self._is_outside(module):
+            self._note(module)
+            return
+        if value in self.definitions:
+            return
+        self.definitions.add(value)
+        if isinstance(value, type):
+            self._add_class(value)
+        else:
+            self._add_function(value)
+
+    def _is_outside(self, module: str) -> bool:
+        """Whether a module belongs neither to this project, nor to Python, nor is installed."""
+        root = _root_of(module)
+        if root == self.package:
+            return True
+        if root in PROJECT or root in sys.stdlib_module_names:
+            return False
+        file = getattr(sys.modules.get(module), "__file__", None)
+        return file is None or not file.startswith(PACKAGE_FOLDERS)
+
+    def _add_class(self, value: type[Any]) -> None:
+        self._add_items(enumerate(value.__bases__))
+        for name, member in sorted(vars(value).items()):
+            is_dunder = name.startswith("__") and name.endswith("__")
+            if name not in NOT_CODE and (not is_dunder or isinstance(member, FunctionType)):
+                self.add(name, member)
+
+    def _add_function(self, function: FunctionType) -> None:
+        self.add("defaults", function.__defaults__)
+        self.add("keyword defaults", function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            self.add("closure", _content_of(cell))
+        self._add_code(function.__code__, function.__doc__)
+        for name in _names_in(function.__code__, READS_GLOBAL):
+            if name in function.__globals__:
+                self._add_global(name, function.__globals__[name], function.__code__)
+
+    def _add_global(self, name: str, value: Any, code: CodeType) -> None:
+        """Take what code reads of its module; of a module outside, all that it may name of that."""
+        self.add(name, value)
+        if not isinstance(value, ModuleType) or not self._is_outside(value.__name__):
+            return
+        for attribute in _names_in(code):
+            if attribute in vars(value):
+                self.add(f"{name}.{attribute}", vars(value)[attribute])
+
+    def _add_code(self, code: CodeType, docstring: str | None = None) -> None:
+        """Take compiled code without the docstring of its function."""
+        self._note(code.co_code.hex(), str(code.co_flags), code.co_exceptiontable.hex())
+        self._note(*code.co_names, "", *code.co_varnames, "", *code.co_freevars, *code.co_cellvars)
+        constants = list(code.co_consts)
+        if docstring is not None and constants[:1] == [docstring]:
+            del constants[0]
+        self._add_items(enumerate(constants))
+
+    def _add_object(self, value: Any) -> None:
+        """Take what wraps functions, or the printed form of another object and its class."""
+        wrapped = _wrapped_by(value)
+        if wrapped:
+            self._add_items(enumerate(wrapped))
+            return
+        self.add("class", type(value))
+        self._note(ADDRESS.sub("", repr(value)))
+
+
+def _wrapped_by(value: Any) -> list[Any]:
+    """Return the functions and arguments that a method, a property or a partial is made of."""
+    match value:
+        case property():
+            return [value.fget, value.fset, value.fdel]
+        case classmethod() | staticmethod():
+            return [value.__func__]
+        case functools.cached_property():
+            return [value.func]
+        case functools.partial():
+            return [value.func, value.args, value.keywords]
+    function: Callable[..., Any] | None = getattr(value, "__wrapped__", None)
+    return [] if function is None else [function]
+
+
+def _content_of(cell: CellType) -> Any:
+    """Return what a variable of an enclosing function holds; None where it has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _names_in(code: CodeType, instructions: tuple[str, ...] = ()) -> list[str]:
+    """Return the names that code uses, with the functions inside it, sorted.
+
+    instructions: those of Python's bytecode that use them; empty for all.
+    """
+    names = set(code.co_names)
+    if instructions:
+        used = [each for each in dis.get_instructions(code) if each.opname in instructions]
+        names = {str(each.argval) for each in used}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(_names_in(constant, instructions))
+    return sorted(names)

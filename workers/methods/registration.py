@@ -1,0 +1,110 @@
+"""Methods that somebody defines outside of this project: in a notebook, a script or a module."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module, reload
+from typing import Any, TypeVar
+
+from workers.errors import UserError
+from workers.job import StageJob
+from workers.methods import METHODS
+from workers.methods.base import Method, MethodSettings
+from workers.methods.code_digest import code_digest
+
+REGISTERED: dict[str, type[Method[Any]]] = {}  # those of `METHODS` that `register` put there
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+
+MethodClass = TypeVar("MethodClass", bound=type[Method[Any]])
+
+
+def register(method: MethodClass) -> MethodClass:
+    """Let configs name a method by its `name`; a decorator of its class, which is returned.
+
+    A class that was registered under the name before is replaced, so that a cell of a notebook can
+    be run again. Raise `UserError` when the class cannot be a method of a config.
+    """
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise UserError(
+            f"register: {method!r:.80} is no method; decorate a class that has "
+            "workers.methods.base.Method among its bases"
+        )
+    name = vars(method).get("name")
+    if not isinstance(name, str) or not re.fullmatch(NAME, name):
+        raise UserError(
+            f"register: {method.__name__}.name is {name!r:.80}, and a config names the method by "
+            "it; give the class a name of letters, digits, '_', '.' and '-'"
+        )
+    if name in METHODS and name not in REGISTERED:
+        raise UserError(
+            f"register: {method.__name__}.name is {name!r}, which is a method of Accrete; "
+            "give the class another name"
+        )
+    settings = method.Settings
+    if not (isinstance(settings, type) and issubclass(settings, MethodSettings)):
+        raise UserError(
+            f"register: {method.__name__}.Settings is {settings!r:.80}; make it a class that has "
+            "workers.methods.base.MethodSettings among its bases"
+        )
+    REGISTERED[name] = method
+    METHODS[name] = method
+    return method
+
+
+def code_of(name: str) -> str:
+    """Return the digest of the code of a registered method; empty for a method of this project.
+
+    It is in the keys of its stages beside `revision`, so that a changed class reuses no result.
+    """
+    if name not in REGISTERED:
+        return ""
+    return code_digest(REGISTERED[name])
+
+
+def why_not_importable(name: str) -> str:
+    """Return why another process cannot import a method; empty where it can try."""
+    method = REGISTERED.get(name)
+    if method is None:
+        return ""
+    if method.__module__ == "__main__":
+        return "its class is defined in a notebook or script"
+    if "<locals>" in method.__qualname__:
+        return "its class is defined inside a function"
+    if getattr(sys.modules.get(method.__module__), "__spec__", None) is None:
+        return f"{method.__module__} is no module that Python imported"
+    return ""
+
+
+def method_module(name: str) -> str:
+    """Return the module that registers a method, which workers import; empty for this project's."""
+    if name not in REGISTERED:
+        return ""
+    return REGISTERED[name].__module__
+
+
+def method_of(job: StageJob) -> type[Method[Any]]:
+    """Return the class of a job's method, imported where another process registered it.
+
+    Raise `UserError` when this process cannot import it, or has another version of it.
+    """
+    if not job.method_code or code_of(job.method) == job.method_code:
+        return METHODS[job.method]
+    try:
+        module = sys.modules.get(job.method_module)
+        if module is None:
+            import_module(job.method_module)
+        elif job.method_module != "__main__":
+            reload(module)  # a worker that goes on between two runs has the class of the first one
+    except ImportError as error:
+        raise UserError(
+            f"method {job.method!r} is in the module {job.method_module}, which a worker cannot "
+            f"import ({error}); put it on PYTHONPATH, or install it on every node, or set "
+            "cluster.workers to 0"
+        ) from None
+    if code_of(job.method) != job.method_code:
+        raise UserError(
+            f"method {job.method!r} of the module {job.method_module} differs between this process "
+            "and the one that started the run; save the file, restart Python and run again"
+        )
+    return METHODS[job.method]

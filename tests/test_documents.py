@@ -20,6 +20,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "benchmarks/README.md",
     "datasets/README.md",
+    "examples/README.md",
     *sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("docs/*.md")),
     *sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("configs/**/*.md")),
 ]
@@ -27,7 +28,7 @@ DESCRIPTION = (
     "distributed continual-learning pipeline for vision transformers, task- and class-incremental, "
     "orchestrated as a DAG of cached stages on Ray, recorded in MLflow."
 )
-FOLDERS = ("pipeline", "workers", "datasets", "configs", "tests", "benchmarks", "docs")
+FOLDERS = ("pipeline", "workers", "datasets", "configs", "tests", "benchmarks", "docs", "examples")
 # Names that stand for what a reader puts there.
 PLACEHOLDER = re.compile(r"NAME|CARD|TASK|CONFIG|[*$<>{}]")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -151,10 +151,18 @@ def open_store(
 
 def _experiment_id(client: MlflowClient, address: str, storage: str, name: str) -> str:
     """Return the id of an experiment. Create it, or restore it after a deletion, if need be."""
+    from mlflow.exceptions import MlflowException
+
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         artifacts = _artifact_location(address, storage)
-        return client.create_experiment(name, artifact_location=artifacts)
+        try:
+            return client.create_experiment(name, artifact_location=artifacts)
+        except MlflowException:
+            # another driver may have created it since it was looked for
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
+                raise
     if experiment.lifecycle_stage == "deleted":
         client.restore_experiment(experiment.experiment_id)
     return experiment.experiment_id

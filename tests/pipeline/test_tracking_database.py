@@ -126,6 +126,25 @@ def test_of_two_makers_at_once_one_database_stands(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["mlflow.db"]
 
 
+def test_of_two_drivers_at_once_both_use_the_experiment_that_one_creates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    find_experiment = MlflowClient.get_experiment_by_name
+    of_the_other: list[str] = []
+
+    def find_just_before_the_other_creates(self: MlflowClient, name: str) -> Any:
+        experiment = find_experiment(self, name)
+        if not of_the_other:
+            of_the_other.append(self.create_experiment(name))
+        return experiment
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", find_just_before_the_other_creates)
+    _, _, experiment = mlflow_client.open_store(str(tmp_path))
+    assert [experiment] == of_the_other
+
+
 @pytest.mark.parametrize(
     "name",
     ["a?b", "a#b", "a%3Fb", "a b", "a%b", "\N{LATIN SMALL LETTER A WITH DIAERESIS}", "plain"],

@@ -40,6 +40,19 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         torch.set_num_threads(before)
 
 
+@pytest.fixture
+def clean_registry() -> Iterator[None]:
+    """Forget the methods that a test registers."""
+    from workers.methods import METHODS, registration
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registration, "REGISTERED", {})
+        before = dict(METHODS)
+        yield
+        METHODS.clear()
+        METHODS.update(before)
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> object:
     """Make a run that nothing interrupted, once: see `recovery.Reference`."""

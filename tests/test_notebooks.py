@@ -19,7 +19,6 @@ from tests.notebook_runner import code_cells
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(path.name for path in (REPOSITORY / "examples").glob("*.ipynb"))
 ALLOWED = {"PIL", "matplotlib", "numpy", "pandas", "pathlib", "pipeline", "sklearn", "torch"}
-LONGEST_S = 60  # of the first hour, on one core that nothing else uses
 
 
 def read(name: str) -> dict[str, Any]:
@@ -97,12 +96,7 @@ def test_a_notebook_is_listed_for_readers(name: str) -> None:
 
 
 def test_the_first_hour_ends_with_a_model_that_answers(tmp_path: Path) -> None:
-    before = os.times()
     output = run("first_hour.ipynb", tmp_path)
-    after = os.times()
-    used_s = after.children_user + after.children_system
-    used_s -= before.children_user + before.children_system
-    assert used_s < LONGEST_S
     assert re.search(r"^meat +0\.\d+ +0\.0+$|^\d +meat +0\.\d+ +0\.0+$", output, re.MULTILINE)
     assert "four-five" in output
     assert (tmp_path / "model" / "model.json").exists()

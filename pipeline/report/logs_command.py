@@ -52,8 +52,8 @@ def run_text(
 ) -> str:
     """Return the events of a run, and its stages with failed tries.
 
-    with_all: all events, that stages wait and how far they are too; else the last MOST_EVENTS
-    others.
+    with_all: every event, progress and queueing of stages too; otherwise the last MOST_EVENTS of
+    the rest.
     """
     if not with_all:
         events = [event for event in events if event.kind not in ROUTINE]

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,21 +18,14 @@ from docs.site.pages import text_of
 from pipeline import app
 from tests import small_run
 from workers.errors import UserError
-from workers.methods import METHODS, registration
+from workers.methods import METHODS
 from workers.serving.bundle import Bundle
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEADING = "## In a notebook or a script"
 
 
-@pytest.fixture(autouse=True)
-def clean_registry() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registration, "REGISTERED", {})
-        before = dict(METHODS)
-        yield
-        METHODS.clear()
-        METHODS.update(before)
+pytestmark = pytest.mark.usefixtures("clean_registry")
 
 
 def example() -> str:

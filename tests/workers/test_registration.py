@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -14,7 +13,7 @@ import pytest
 
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings, StageJob, TrainSettings
-from workers.methods import METHODS, registration
+from workers.methods import METHODS
 from workers.methods.base import Method, MethodSettings
 from workers.methods.code_digest import code_digest
 from workers.methods.registration import code_of, method_of, register, why_not_importable
@@ -47,8 +46,8 @@ class MySettings(MethodSettings):
     rank: int = 4
 
 
-class Mine(Base):
-    name = "mine"
+class Outside(Base):
+    name = "outside"
     Settings = MySettings
     carries = ("weights",)
 
@@ -62,45 +61,38 @@ class Mine(Base):
 '''
 
 
-@pytest.fixture(autouse=True)
-def clean_registry() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registration, "REGISTERED", {})
-        before = dict(METHODS)
-        yield
-        METHODS.clear()
-        METHODS.update(before)
+pytestmark = pytest.mark.usefixtures("clean_registry")
 
 
-def mine(source: str = SOURCE, module: str = "__main__") -> Any:
-    """Return the class `Mine` of a module with this text."""
+def class_from(source: str = SOURCE, module: str = "__main__") -> Any:
+    """Return the class `Outside` of a module with this text."""
     namespace = ModuleType(module)
     exec(compile(dedent(source), "a file", "exec", dont_inherit=True), namespace.__dict__)
-    return namespace.__dict__["Mine"]
+    return namespace.__dict__["Outside"]
 
 
 # ---- the registry --------------------------------------------------------------------------------
 def test_a_class_is_registered_and_replaced() -> None:
-    first = mine()
+    first = class_from()
     assert register(first) is first
-    assert METHODS["mine"] is first
-    second = register(mine())
-    assert METHODS["mine"] is second
+    assert METHODS["outside"] is first
+    second = register(class_from())
+    assert METHODS["outside"] is second
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({}, r"Mine\.name is None, and a config names the method by it"),
-        ({"name": "a b"}, r"Mine\.name is 'a b', and a config names"),
-        ({"name": "meat"}, r"Mine\.name is 'meat', which is a method of Accrete; give"),
-        ({"name": "mine", "Settings": dict}, r"Mine\.Settings is <class 'dict'>; make it"),
+        ({}, r"Outside\.name is None, and a config names the method by it"),
+        ({"name": "a b"}, r"Outside\.name is 'a b', and a config names"),
+        ({"name": "meat"}, r"Outside\.name is 'meat', which is a method of Accrete; give"),
+        ({"name": "outside", "Settings": dict}, r"Outside\.Settings is <class 'dict'>; make it"),
     ],
 )
 def test_a_class_that_no_config_can_name_is_refused(body: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        register(type("Mine", (Method,), body))
-    assert "mine" not in METHODS
+        register(type("Outside", (Method,), body))
+    assert "outside" not in METHODS
 
 
 def test_what_is_no_method_is_refused() -> None:
@@ -119,13 +111,13 @@ def test_what_is_no_method_is_refused() -> None:
         ('name != "a"', 'name != "b"'),
         ("math.sqrt(step", "math.exp(step"),
         ('("weights",)', '("masks",)'),
-        ("class Mine(Base)", "class Mine(Method)"),
+        ("class Outside(Base)", "class Outside(Method)"),
         ("    rank: int = 4", "    rank: int = 4\n\n    def check(self):\n        return 1"),
     ],
 )
 def test_a_change_of_the_code_changes_the_digest(old: str, new: str) -> None:
     assert old in SOURCE
-    assert code_digest(mine(SOURCE.replace(old, new))) != code_digest(mine())
+    assert code_digest(class_from(SOURCE.replace(old, new))) != code_digest(class_from())
 
 
 @pytest.mark.parametrize(
@@ -140,11 +132,11 @@ def test_a_change_of_the_code_changes_the_digest(old: str, new: str) -> None:
 )
 def test_what_the_class_does_not_use_is_not_in_the_digest(old: str, new: str) -> None:
     assert old in SOURCE
-    assert code_digest(mine(SOURCE.replace(old, new))) == code_digest(mine())
+    assert code_digest(class_from(SOURCE.replace(old, new))) == code_digest(class_from())
 
 
 def test_the_digest_is_the_same_in_a_notebook_and_in_a_module() -> None:
-    assert code_digest(mine(module="my_methods")) == code_digest(mine())
+    assert code_digest(class_from(module="my_methods")) == code_digest(class_from())
 
 
 def test_functions_of_another_module_outside_are_in_the_digest(
@@ -157,7 +149,7 @@ def test_functions_of_another_module_outside_are_in_the_digest(
         helpers = ModuleType("my_helpers")
         exec(f"def scale(value):\n    return {scale} * value", helpers.__dict__)
         monkeypatch.setitem(sys.modules, "my_helpers", helpers)
-        digests.append(code_digest(mine(source)))
+        digests.append(code_digest(class_from(source)))
     assert digests[0] != digests[1]
 
 
@@ -167,11 +159,11 @@ def test_a_method_of_this_project_has_no_digest() -> None:
 
 # ---- other processes -----------------------------------------------------------------------------
 JOB = StageJob(
-    "mine/a/train",
+    "outside/a/train",
     "key",
     "train",
     "root",
-    "mine",
+    "outside",
     {},
     BackboneSettings(),
     DataSettings(),
@@ -182,7 +174,7 @@ JOB = StageJob(
     (),
     method_module="my_methods",
 )
-REGISTERS = "\nfrom workers.methods.registration import register\nregister(Mine)\n"
+REGISTERS = "\nfrom workers.methods.registration import register\nregister(Outside)\n"
 
 
 def test_a_worker_imports_the_module_of_a_method_and_reads_it_again(
@@ -195,10 +187,10 @@ def test_a_worker_imports_the_module_of_a_method_and_reads_it_again(
     for scale in ("2.0", "3.0"):
         source = SOURCE.replace("SCALE = 2.0", f"SCALE = {scale}")
         file.write_text(source + REGISTERS)
-        code = code_digest(mine(source))
+        code = code_digest(class_from(source))
         assert method_of(replace(JOB, method_code=code)).__module__ == "my_methods"
-        assert code_of("mine") == code
-        assert why_not_importable("mine") == ""
+        assert code_of("outside") == code
+        assert why_not_importable("outside") == ""
     with pytest.raises(UserError, match="my_methods differs between this process and the one"):
         method_of(replace(JOB, method_code="0" * 16))
     missing = replace(JOB, method_module="no_such_module", method_code="0" * 16)
@@ -210,10 +202,10 @@ def test_a_class_that_no_worker_can_import_is_known() -> None:
     class Local(Method[MethodSettings]):
         name = "local"
 
-    register(mine())
+    register(class_from())
     register(Local)
-    assert why_not_importable("mine") == "its class is defined in a notebook or script"
+    assert why_not_importable("outside") == "its class is defined in a notebook or script"
     assert why_not_importable("local") == "its class is defined inside a function"
-    register(mine(module="never_imported"))
-    assert "never_imported is no module that Python imported" in why_not_importable("mine")
+    register(class_from(module="never_imported"))
+    assert "never_imported is no module that Python imported" in why_not_importable("outside")
     assert why_not_importable("meat") == ""

@@ -222,7 +222,7 @@ class PictureSource:
 
     def _make_now(self, samples: StepSamples, positions: Ints) -> Tensor:
         images = self._empty(samples)
-        with self._turn:  # two threads would wait for the interpreter at every crop
+        with self._turn:  # two threads would wait for the GIL at every crop
             self._make(samples, np.arange(len(samples.rows)), images)
         return images_at(positions, samples.positions, images)
 
@@ -242,7 +242,7 @@ class PictureSource:
         ]
         return StepPixels(samples.positions, images, jobs, is_dropped)
 
-    @torch.inference_mode()  # which shortens the way to the kernel that resizes
+    @torch.inference_mode()  # resizing a crop skips the dispatch of autograd
     def _make(self, samples: StepSamples, indices: Ints, images: NDArray[np.uint8]) -> None:
         """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
         try:

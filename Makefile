@@ -27,8 +27,7 @@ setup: .venv/.ready $(BIN)/accrete
 	give another one, as in  make PYTHON=python3.12" % sys.version_info[:2])'
 	@echo "Setting up .venv, once: about 3 GB to download, some minutes ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print(*p["dependencies"], *sum(p["optional-dependencies"].values(), []), sep="\n")' > .venv/requirements.txt
+	@$(BIN)/python pipeline/shell/requirements.py --dev > .venv/requirements.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -r .venv/requirements.txt -c constraints.txt
 	@echo "Installed; compiling byte code ..."
 	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || :

@@ -1,0 +1,175 @@
+"""The images of configs/cluster/Dockerfile: pinned, not root, without test tools.
+
+That for GPUs has a C compiler. The text of the file is parsed; nothing is built."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from packaging.requirements import Requirement
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCKERFILE = REPOSITORY / "configs" / "cluster" / "Dockerfile"
+PINNED = dict(
+    line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
+)
+TARGETS = ("cpu", "gpu")
+TEST_TOOLS = {"pytest", "pytest-timeout", "pytest-xdist", "mypy", "ruff", "moto", "pip-audit"}
+
+
+class Instruction(NamedTuple):
+    """One instruction of a Dockerfile, with its continued lines in one."""
+
+    name: str
+    text: str
+
+
+def instructions(text: str) -> list[Instruction]:
+    """Return the instructions of a Dockerfile, without comments."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    parsed = []
+    for line in joined.splitlines():
+        if line.strip():
+            name, _, rest = line.strip().partition(" ")
+            parsed.append(Instruction(name, " ".join(rest.split())))
+    return parsed
+
+
+def stages(text: str) -> dict[str, list[Instruction]]:
+    """Return the instructions of each stage by name, after those of the stage that it is from."""
+    found: dict[str, list[Instruction]] = {}
+    current: list[Instruction] = []
+    for instruction in instructions(text):
+        if instruction.name == "FROM":
+            image, _, name = instruction.text.partition(" AS ")
+            current = [*found.get(image, [instruction])]
+            found[name] = current
+        else:
+            current.append(instruction)
+    return found
+
+
+STAGES = stages(DOCKERFILE.read_text())
+
+
+def texts(target: str, name: str) -> list[str]:
+    """Return the texts of the instructions of one name that make a target."""
+    return [instruction.text for instruction in STAGES[target] if instruction.name == name]
+
+
+def installed_closure(names: list[str]) -> set[str]:
+    """Return the packages that requirements bring along, as this environment has them."""
+    closure: set[str] = set()
+    waiting = [(Requirement(name).name, Requirement(name).extras) for name in names]
+    while waiting:
+        name, extras = waiting.pop()
+        plain = name.lower().replace("_", "-")
+        if plain in closure and not extras:
+            continue
+        closure.add(plain)
+        for text in importlib.metadata.requires(name) or ():
+            requirement = Requirement(text)
+            wanted = [{"extra": extra} for extra in (extras or {""})]
+            marker = requirement.marker
+            if marker is not None and not any(marker.evaluate(each) for each in wanted):
+                continue
+            needed = requirement.name.lower().replace("_", "-")
+            if needed not in closure:
+                waiting.append((requirement.name, requirement.extras))
+    return closure
+
+
+def test_both_targets_start_from_the_pinned_ray_on_a_python_that_is_supported() -> None:
+    assert set(TARGETS) <= STAGES.keys()
+    least = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["requires-python"]
+    for target in TARGETS:
+        (image,) = texts(target, "FROM")
+        base = re.fullmatch(
+            rf"rayproject/ray:{re.escape(PINNED['ray'])}-py3(\d+)-cpu AS \w+", image
+        )
+        assert base, f"{image} is not the pinned one"
+        assert int(base[1]) >= int(least.rpartition(".")[2])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_ends_as_a_user_by_number_who_cannot_become_root(target: str) -> None:
+    """Kubernetes believes `runAsNonRoot` of an image by the user's number alone."""
+    user = texts(target, "USER")[-1]
+    assert user.isdigit()
+    assert int(user) > 0
+    assert "rm -f /usr/bin/sudo" in texts(target, "RUN"), "Ray's user may become root by sudo"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_installs_at_the_pinned_versions_without_caches(target: str) -> None:
+    for line in texts(target, "RUN"):
+        if "pip install" in line:
+            assert "--no-cache-dir" in line
+            assert re.search(r"-c \S*/constraints\.txt", line)
+            assert not re.search(r"-r \S*constraints", line), "the constraints list test tools too"
+        if "apt-get" in line:
+            assert line.startswith("apt-get update &&"), "an old list would be used"
+            assert "apt-get install -y --no-install-recommends" in line
+            assert line.endswith("rm -rf /var/lib/apt/lists/*")
+    assert sum("pip install" in line for line in texts(target, "RUN")) == 1
+    assert not texts(target, "ADD")
+    assert not any(re.search(r"(?i)token|secret|passw|key", line) for line in texts(target, "ENV"))
+    assert all(path.startswith("/") for path in texts(target, "WORKDIR"))
+
+
+def test_the_image_for_gpus_alone_has_a_c_compiler() -> None:
+    """Triton needs one when a kernel first runs."""
+    compilers = {}
+    for target in TARGETS:
+        compilers[target] = any(
+            {"gcc", "libc6-dev"} <= {*shlex.split(line)} for line in texts(target, "RUN")
+        )
+    assert compilers == {"cpu": False, "gpu": True}
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in texts("gpu", "ENV")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_copied_exists_and_is_sent_to_the_builder(target: str) -> None:
+    ignored = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+    sent = [line.removeprefix("!") for line in ignored if line.startswith("!")]
+    assert "*" in ignored, "what is not listed stays: environments and results are gigabytes"
+    copied = []
+    for line in texts(target, "COPY"):
+        copied += [word for word in line.split() if not word.startswith("--")][:-1]
+    assert {"pipeline", "workers", "datasets", "configs"} <= {*copied}
+    for path in copied:
+        assert (REPOSITORY / path).exists(), path
+        assert any(path == each or fnmatch(path, f"{each}/*") for each in sent), path
+    assert {path.partition("/")[0] for path in copied} == {*sent}
+
+
+def requirements(*options: str) -> list[str]:
+    """Return what the script prints that images and new machines run, isolated as it is there."""
+    script = REPOSITORY / "pipeline" / "shell" / "requirements.py"
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(script),
+        str(REPOSITORY / "pyproject.toml"),
+        *options,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_what_is_installed_brings_no_test_tool() -> None:
+    closure = installed_closure(requirements())
+    assert {"torch", "ray", "mlflow", "optuna", "psutil", "boto3"} <= closure
+    assert not closure & TEST_TOOLS
+    assert installed_closure(requirements("--dev")) >= TEST_TOOLS, "`make setup` installs them"

@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from pipeline import config
+from pipeline.data import card_files
+from workers.storage.artifact import is_local
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CLUSTER = REPOSITORY / "configs" / "cluster"
@@ -82,10 +84,10 @@ def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages() -
     )
     assert "--env RAY_AUTH_MODE=token" in launcher["docker"]["run_options"]
     assert "chmod 600 ~/.ray/auth_token" in launcher["setup_commands"]
-    assert any(
-        "pip install" in line and "-r ~/constraints.txt" in line
-        for line in launcher["setup_commands"]
-    )
+    assert launcher["setup_commands"][1:] == [
+        "python ~/requirements.py ~/pyproject.toml > ~/requirements.txt",
+        "python -m pip install -q -r ~/requirements.txt -c ~/constraints.txt",
+    ], "the dependencies under the constraints, without what tests need"
     starts = [
         line
         for key in ("head_start_ray_commands", "worker_start_ray_commands")
@@ -187,6 +189,10 @@ def test_every_command_names_a_config_and_settings_that_there_are() -> None:
         loaded = config.load(str(REPOSITORY / path.removeprefix("/home/ray/accrete/")), settings)
         assert loaded.cluster.workers >= 1
         assert loaded.storage != "storage", "a place that all nodes see"
+        assert is_local(loaded.storage) or not loaded.tracking.enabled, "MLflow needs a disk"
+        for entry in loaded.stream.tasks:
+            source = card_files.load_without_source(entry.card).source
+            assert source.format == "sklearn", "data that every node has"
 
 
 def test_no_secret_stands_in_a_file_and_nothing_listens_to_everybody() -> None:

@@ -3,7 +3,9 @@ disk, and no secret anywhere."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -163,4 +165,46 @@ def test_seven_real_tasks_through_errors_that_pass_have_the_same_numbers(
     results = small_run.results(storage)
     assert results == small_run.results(tmp_path / "local")
     assert len(results) == 7 + 1 + 2 * 14
+    assert not s3.leaks(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_images_in_a_bucket_are_ingested_and_learned_by_a_cluster(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a cloud: a config names the bucket, its credentials come from the environment."""
+    monkeypatch.chdir(tmp_path)
+    small_run.make_card(tmp_path, "leaves", "0123", train=30, test=10)
+    client = s3.client_of(bucket.upstream)
+    images = tmp_path / "raw" / "leaves"
+    for image in images.rglob("*.png"):
+        name = f"leaves/{image.relative_to(images).as_posix()}"
+        client.put_object(Bucket=bucket.bucket, Key=name, Body=image.read_bytes())
+    shutil.rmtree(tmp_path / "raw")
+    code, output = through(["init", f"s3://{bucket.bucket}/leaves"], bucket, tmp_path)
+    assert code == 0, output
+    settings = {
+        "storage": bucket.uri,
+        "tracking": "off",
+        "methods": "{linear: {}}",
+        "backbone": "{weights: none, img_size: 16, options: {patch_size: 4, embed_dim: 32, "
+        "depth: 2, num_heads: 2}}",
+        "train.epochs": 1,
+        "cluster.workers": 2,
+        "cluster.address": "local",
+        "cluster.cache": tmp_path / "cache",
+    }
+    options = []
+    for key, value in settings.items():
+        options += ["--set", f"{key}={value}"]
+    code, output = through(["run", "leaves.yaml", *options], bucket, tmp_path)
+    assert code == 0, output
+    manifests = []
+    for name, data in s3.files(bucket.upstream, bucket.bucket).items():
+        if name.endswith("manifest.json"):
+            manifests.append(json.loads(data))
+    (manifest,) = [one for one in manifests if one.get("counts")]
+    assert manifest["counts"] == {"train": 120, "test": 40}
+    assert "report: s3://" in output
     assert not s3.leaks(tmp_path)

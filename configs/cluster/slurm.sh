@@ -12,7 +12,7 @@
 #
 # One run on Slurm: a Ray cluster over the nodes of the job, the driver on the first of them. Submit
 # it from the checkout, in a folder that all nodes see, after `make setup`:
-#   sbatch configs/cluster/slurm.sh configs/real7-vit-tiny.yaml --set storage=/shared/accrete \
+#   sbatch configs/cluster/slurm.sh configs/demo.yaml --set storage=/shared/accrete \
 #       --set cluster.cache=/tmp --set cluster.workers=2 --set cluster.gpus_per_worker=1
 # Before a preemption and before the time limit Slurm sends USR1: the driver saves checkpoints and
 # ends, and the job is put back into the queue. `scancel` ends it for good. Tried on Slurm 22.05

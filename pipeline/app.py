@@ -12,13 +12,15 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline import config as configs
 from pipeline.config import Config, ConfigSource
+from pipeline.console import Heartbeat, format_seconds
 from pipeline.graph import diagram, graph_cache, raw_data
 from pipeline.graph.journal import Journal, journal_of
 from pipeline.graph.raw_data import Source
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
     from pipeline.graph.run import Executor
     from pipeline.graph.walk import Event
     from pipeline.report.analyse import Analysis, FinishedRun
-    from pipeline.tracking.recorder import Recorder
+    from pipeline.tracking.recorder import Recorder, RecordingObserver
 
 LOG = logging.getLogger("accrete.app")
 BUILD_MODULE = "pipeline.graph.build"
@@ -99,6 +101,9 @@ class Screen(Watcher, Protocol):
 
     def say(self, text: str) -> None:
         """Show one line of text."""
+
+    def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
+        """Inside, show what `describe` returns when nothing was shown for a while."""
 
 
 OpenScreen = Callable[[Graph, dict[str, Lookup]], Screen]
@@ -205,6 +210,25 @@ def prepare(
     several seeds or class orders will do. Raise `UserError` when the config or its storage cannot
     be used.
     """
+    if not to_run:
+        return _prepare(source, overrides, to_run, say, with_jobs, several)
+
+    def show(activity: str, seconds: float) -> None:
+        say(f"{activity} ({format_seconds(seconds)} so far)")
+
+    with Heartbeat(show).activity(lambda: "reading the config and looking at its data"):
+        return _prepare(source, overrides, to_run, say, with_jobs, several)
+
+
+def _prepare(
+    source: ConfigSource,
+    overrides: Sequence[str],
+    to_run: bool,
+    say: Callable[[str], None],
+    with_jobs: bool,
+    several: bool,
+) -> PreparedRun:
+    """Do what `prepare` says."""
     # Where the builder is imported already there is nothing to save.
     may_use_cache = BUILD_MODULE not in sys.modules
     config = configs.load(source, list(overrides), with_methods=not may_use_cache)
@@ -399,7 +423,8 @@ def _execute(
             return _execute(full, open_screen, resume_command, report_command, selection)
         run = full
         graph = full.graph
-    result = _run_and_record(run, record, lookups, todo, screen, resume_command, report_command)
+    with screen.activity(lambda: "starting"):
+        result = _run_and_record(run, record, lookups, todo, screen, resume_command, report_command)
     for stage_id in sorted(stages_named(graph, selection.force, "--force")):
         screen.say(f"{stage_id}: {_comparison(lookups[stage_id], result.outcome, stage_id)}")
     return result
@@ -440,9 +465,12 @@ def _run_and_record(
     recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
     files: dict[str, bytes] = {}
     status = "KILLED"
-    with journal_of(
-        store, graph, lookups, missing, resume_command, TimeLeftEstimator(graph, groups)
-    ) as journal:
+    with (
+        journal_of(
+            store, graph, lookups, missing, resume_command, TimeLeftEstimator(graph, groups)
+        ) as journal,
+        _metrics_of(config, journal, graph, screen.say),
+    ):
         try:
             outcome = _run_stages(run, record, lookups, todo, screen, recording, journal)
             if outcome.failures:
@@ -450,12 +478,14 @@ def _run_and_record(
             elif is_whole:
                 status = "FINISHED"
             raise_if_failed(outcome, resume_command, logs_command(store.storage, graph.name))
-            files = report_files_or_build(run, record)
-            files = _add_analysis(files, record, store)
+            with screen.activity(lambda: "building the report"):
+                files = report_files_or_build(run, record)
+                files = _add_analysis(files, record, store)
             if is_whole:
                 log_models(recorder, run)
         finally:
-            recording.finish(files, status)
+            with screen.activity(recorder.describe_rest):
+                recording.finish(files, status)
             if status != "FINISHED":
                 for warning in recorder.warnings:
                     LOG.warning("%s", warning)
@@ -472,17 +502,34 @@ def _run_and_record(
         return _finish(run, record, outcome, files, recorder.warnings, links)
 
 
+@contextmanager
+def _metrics_of(
+    config: Config, journal: Journal, graph: Graph, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Inside, answer Prometheus where the config names an address."""
+    if not config.tracking.prometheus:
+        yield
+        return
+    from pipeline.tracking.prometheus import serving_metrics  # start-up time
+
+    with serving_metrics(config.tracking.prometheus, journal.snapshot, graph) as url:
+        say(f"metrics for Prometheus: {url}")
+        yield
+
+
 def _run_stages(
     run: PreparedRun,
     record: RunRecord,
     lookups: dict[str, Lookup],
     todo: set[str],
     screen: Screen,
-    recording: Watcher,
+    recording: RecordingObserver,
     journal: Journal,
 ) -> Outcome:
     """Run the stages `todo`, watched by the screen, MLflow, the log and the journal."""
-    from pipeline.launch import executor as launch  # start-up time: imports torch
+    # start-up time: they import torch
+    from pipeline.launch import executor as launch
+    from pipeline.launch.machine import SAMPLE_S
 
     config = run.config
     run_log = RunLog()
@@ -491,6 +538,7 @@ def _run_stages(
         screen.progress(event)
         run_log.progress(event)
         journal.progress(event)
+        recording.progress(event)
 
     def make_executor(todo: set[str]) -> Executor:
         return launch.make_executor(
@@ -500,6 +548,7 @@ def _run_stages(
             todo,
             progress,
             lambda stage: make_report(run, record, stage),
+            SAMPLE_S if config.tracking.samples_machines else 0.0,
         )
 
     return run_graph(
@@ -570,9 +619,9 @@ def bring(
             store, config.cluster, ingest_graph, todo, screen.progress, lambda stage: {}
         )
 
-    outcome = run_graph(
-        ingest_graph, store, make_executor, RetryPolicy.of(config.cluster).stage, [screen], lookups
-    )
+    retries = RetryPolicy.of(config.cluster).stage
+    with screen.activity(lambda: "starting"):
+        outcome = run_graph(ingest_graph, store, make_executor, retries, [screen], lookups)
     raise_if_failed(outcome, resume_command)
 
 

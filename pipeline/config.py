@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import ipaddress
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -45,6 +46,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that are in no key of a result
 LONGEST_SUFFIX = 60  # characters that `--set` adds to a run's name
 LONGEST_VALUE = 80  # characters of a value in an error
+# of the setting tracking.prometheus
+ADDRESS_RULE = "give HOST:PORT, or PORT alone for this machine; port 0 is any free one"
 PLAIN_WORDS = {
     r"a valid dictionary( or instance of \w+)?": "a mapping of keys to values",
     r"^dictionary": "this mapping",
@@ -274,6 +277,20 @@ class ClusterSettings(Frozen):
         return limits.timeout_s or None
 
 
+def address_of(text: str) -> tuple[str, int]:
+    """Return host and port of the setting `tracking.prometheus`. Raise `ValueError` for no address.
+
+    text: `HOST:PORT`, `[IPv6]:PORT`, or `PORT`.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    if ":" in host:
+        ipaddress.IPv6Address(host)
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{text!r} has no port; {ADDRESS_RULE}")
+    return host, int(port)
+
+
 class TrackingSettings(Frozen):
     """How a run is recorded in MLflow; `tracking: off` records nothing."""
 
@@ -298,14 +315,34 @@ class TrackingSettings(Frozen):
     )
     system_metrics: bool = Field(
         False,
-        description="record use of CPU, memory, disk, network and GPUs of the driver's machine; "
-        "needs psutil",
+        description="record use of CPU, memory and GPUs of the workers' machines, and of the "
+        "driver's machine with its disk and network too; needs psutil",
     )
     tensorboard: bool = Field(
         False,
         description="also write the curves as TensorBoard event files, into the folder "
         "runs/NAME/tensorboard of the storage, with `enabled: false` too; needs tensorboardX",
     )
+
+    prometheus: str = Field(
+        "",
+        description="HOST:PORT, or PORT alone for this machine, where the driver answers "
+        "Prometheus with metrics of the run while it goes on, with `enabled: false` too; "
+        "0: any free port",
+    )
+
+    @field_validator("prometheus", mode="before")
+    @classmethod
+    def _check_address(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
+            return value
+        address_of(str(value))
+        return str(value)
+
+    @property
+    def samples_machines(self) -> bool:
+        """Whether the use of the workers' machines is sampled."""
+        return bool(self.prometheus) or (self.enabled and self.system_metrics)
 
     @property
     def is_on(self) -> bool:

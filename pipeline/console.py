@@ -9,17 +9,19 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TextIO
 
 from pipeline.graph.run import Outcome
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
-from pipeline.graph.walk import ENDED, Decision, DecisionKind, Event, EventKind, Walk
+from pipeline.graph.walk import ENDED, Decision, DecisionKind, Event, EventKind, State, Walk
 from pipeline.results.tables import Matrix, Row, RunTables
 from workers.storage.secrets import redact
 
-QUIET_S = 30.0  # seconds between two progress lines of a stage where output is not a terminal
+QUIET_S = 10.0  # longest time without a line
+LOOK_S = 1.0  # between two looks whether a line is due
 # A live line is cut here: a longer one may wrap, and could not be rewritten. A wider matrix is left
 # to the report.
 MOST_COLUMNS = 158
@@ -42,29 +44,93 @@ SUMMARY_HEADING = [
 ]
 
 
+class Activity(NamedTuple):
+    """What a command is doing. started: by a monotonic clock."""
+
+    describe: Callable[[], str]
+    started: float
+
+
+class Heartbeat:
+    """Calls `show` when nothing was printed for QUIET_S seconds, inside `activity` alone.
+
+    show: prints what the command is doing. It is called in a thread, with the activity and the
+    seconds since it began.
+    """
+
+    def __init__(self, show: Callable[[str, float], None]):
+        self.show = show
+        self.printed_at = time.monotonic()
+        self.activities: list[Activity] = []  # the innermost one last
+
+    def touch(self) -> None:
+        """Note that a line was printed."""
+        self.printed_at = time.monotonic()
+
+    @contextmanager
+    def activity(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Inside, `describe` says what the command is doing. Activities may be nested."""
+        self.activities.append(Activity(describe, time.monotonic()))
+        if len(self.activities) > 1:
+            try:
+                yield
+            finally:
+                self.activities.pop()
+            return
+        self.touch()
+        ended = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(ended,), name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.activities.pop()
+
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(LOOK_S):
+            self.beat()
+
+    def beat(self) -> None:
+        """Show the innermost activity if nothing was printed for QUIET_S seconds."""
+        now = time.monotonic()
+        if now - self.printed_at < QUIET_S:
+            return
+        activity = self.activities[-1]
+        self.show(activity.describe(), now - activity.started)
+        self.touch()
+
+
 class Console:
     """Prints the progress of a run.
 
     On a terminal each stage that runs has a line at the end of the output, which is rewritten.
-    Elsewhere, as in the log of a CI job, a stage prints a line when it ends, and a progress line
-    every `QUIET_S` seconds.
+    Elsewhere, as in the log of a CI job, a stage prints a line when it ends. When nothing was
+    printed for a while, a line says how far the stages are that run, one after the other, or what
+    the command is doing.
     """
 
     def __init__(self, graph: Graph, lookups: dict[str, Lookup], stream: TextIO | None = None):
         self.stream = stream or sys.stdout
         self.is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self.guard = threading.Lock()  # ingest stages report from threads
-        self.live: dict[str, str] = {}  # stage that runs -> its line
+        self.live: dict[str, str] = {}  # stage that runs -> its line; "": what the command does
         self.num_drawn = 0  # lines at the end of the output that will be rewritten
         self.total = len(graph)
         self.ended = 0
-        self.last_progress: dict[str, float] = {}  # stage -> time of its last progress line
+        self.num_queued = 0  # stages that run or wait for a worker
+        self.heartbeat = Heartbeat(self._show_activity)
         for stage_id, lookup in lookups.items():
             if lookup.must_withdraw:
                 self.say(f"{stage_id}: {lookup.reason}")
 
+    def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
+        """Inside, print what `describe` returns when nothing was printed for a while."""
+        return self.heartbeat.activity(describe)
+
     def on_decision(self, walk: Walk, decision: Decision) -> None:
-        self.ended = walk.count(*ENDED)
+        self._count(walk)
         stage = decision.stage
         if decision.kind is not DecisionKind.LAUNCH:
             self._forget(stage)
@@ -83,7 +149,7 @@ class Console:
                 self.say(f"{stage}: failed: {reason}")
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        self.ended = walk.count(*ENDED)
+        self._count(walk)
         if event.kind in ENDS:
             self._forget(event.stage)
         match event.kind:
@@ -104,28 +170,48 @@ class Console:
         text = f"{event.stage} ..."
         if event.kind is EventKind.PROGRESS:
             text = f"{event.stage}: {progress_text(event.body)}"
+        self._show_live(event.stage, text)
+
+    def _count(self, walk: Walk) -> None:
+        self.ended = walk.count(*ENDED)
+        self.num_queued = walk.count(State.RUNNING)
+
+    def _show_activity(self, activity: str, seconds: float) -> None:
+        """Print how far a stage is that runs, or what the command has been doing for `seconds`."""
+        with self.guard:
+            stage_ids = [stage_id for stage_id in self.live if stage_id]
+        if self.is_terminal and stage_ids:
+            return
+        text = f"{activity} ({format_seconds(seconds)} so far)"
+        if self.num_queued and not stage_ids:
+            text = f"stages that wait for a worker: {self.num_queued}"
         if self.is_terminal:
-            self._show_live(event.stage, text)
+            self._show_live("", text)
             return
-        if event.kind is EventKind.STARTED:
-            return
-        now = time.monotonic()
-        if now - self.last_progress.setdefault(event.stage, now) > QUIET_S:
-            self.last_progress[event.stage] = now
-            self.say(text)
+        if stage_ids:
+            with self.guard:
+                if stage_ids[0] in self.live:  # it has not ended since
+                    text = self.live.pop(stage_ids[0])
+                    self.live[stage_ids[0]] = text  # the next time it is the turn of another one
+        self.say(text)
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
         line = f"[{self.ended}/{self.total}] {redact(text)}"
         with self.guard:
+            self.live.pop("", None)
             erased = self._erase()
             live = self._live_block()
             print(f"{erased}{line}\n{live}", end="", file=self.stream, flush=True)
+            self.heartbeat.touch()
 
     def _show_live(self, stage_id: str, text: str) -> None:
-        """Rewrite the line of a stage that runs, on a terminal."""
+        """Note the line of a stage that runs, and show it on a terminal."""
         with self.guard:
+            self.live.pop("", None)
             self.live[stage_id] = text
+            if not self.is_terminal:
+                return
             erased = self._erase()
             print(f"{erased}{self._live_block()}", end="", file=self.stream, flush=True)
 

@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -368,7 +368,8 @@ def train_epochs(
         first_step = start.step if is_resumed else 0
         losses = LossMeter(start.sums if is_resumed else {}, group)
         method.train()
-        for step, batches in enumerate(feed.epoch(epoch, first_step), first_step):
+        epoch_batches = meter.timed(feed.epoch(epoch, first_step))
+        for step, batches in enumerate(epoch_batches, first_step):
             progress = Progress(epoch, step, epochs, steps)
             torch.manual_seed(derive_seed(job.seed, "step", epoch, step, group.rank))
             terms = train_step(method, optimizer, batches, progress, job, group)
@@ -644,7 +645,20 @@ class ProgressMeter:
         self.reported_at = self.started
         self.images = 0
         self.steps = 0
+        self.waited_s = 0.0  # for batches, since the last report
         self.accuracy: float | None = None
+
+    def timed(self, batches: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
+        """Yield the batches of each step, and measure how long they are waited for."""
+        iterator = iter(batches)
+        while True:
+            started = time.monotonic()
+            try:
+                step_batches = next(iterator)
+            except StopIteration:
+                return
+            self.waited_s += time.monotonic() - started
+            yield step_batches
 
     def add_step(self, progress: Progress, images: int, losses: LossMeter) -> None:
         """Count a step, and report if it is time. images: size of the step's global batch.
@@ -656,6 +670,8 @@ class ProgressMeter:
         now = time.monotonic()
         if self.report is None or now - self.reported_at < REPORT_S:
             return
+        data_wait = min(self.waited_s / (now - self.reported_at), 1.0)
+        self.waited_s = 0.0
         self.reported_at = now
         spent_s = now - self.started
         steps_left = progress.total - progress.global_step - 1
@@ -671,6 +687,7 @@ class ProgressMeter:
                 "accuracy": self.accuracy,
                 "images_per_s": self.images / spent_s,
                 "left_s": steps_left * spent_s / self.steps,
+                "data_wait": data_wait,
             }
         )
 

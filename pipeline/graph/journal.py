@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from pipeline.graph.event_log import EventLog
 from pipeline.graph.live_status import (
@@ -17,6 +17,7 @@ from pipeline.graph.live_status import (
     HEARTBEAT_S,
     LiveStage,
     LiveStatus,
+    MachineSample,
     RunState,
     StageState,
     lock_key,
@@ -117,6 +118,8 @@ class Journal:
                 self.log.write("started", stage=event.stage, where=where)
             case EventKind.PROGRESS:
                 self._set_progress(event.stage, event.body)
+            case EventKind.SAMPLE:
+                self._add_sample(event.body)
 
     def on_event(self, walk: Walk, event: Event) -> None:
         """Note an event of the walk."""
@@ -185,6 +188,20 @@ class Journal:
             self.last_progress[stage_id] = now
             self.log.write("progress", stage=stage_id, progress=body)
 
+    def _add_sample(self, sample: dict[str, Any]) -> None:
+        """Note the use of a machine. Ranks on one node have each a GPU of their own."""
+        with self.guard:
+            machines = self.status.setdefault("machines", {})
+            before = machines.get(sample["node"], {"gpus": {}})
+            gpus = {**before["gpus"], **sample["gpus"]}
+            machines[sample["node"]] = cast(MachineSample, {**before, **sample, "gpus": gpus})
+            self.is_changed = True
+
+    def snapshot(self) -> LiveStatus:
+        """Return a copy of the status as it is now."""
+        with self.guard:
+            return deepcopy(self.status)
+
     # ---- the status file -------------------------------------------------------------------------
     def start(self) -> None:
         """Write the first status, and go on writing."""
@@ -222,11 +239,11 @@ class Journal:
         with self.guard:
             self.is_changed = False
             self.status["updated"] = time.time()
-            status = deepcopy(self.status)
+        status = self.snapshot()
         if status["state"] == "running":
             left = self.estimate(status["stages"])
-            status["left_s"] = left.seconds
-            status["left_without"] = left.without
+            status["left_s"] = self.status["left_s"] = left.seconds
+            status["left_without"] = self.status["left_without"] = left.without
         if self.has_lock:
             with suppress(OSError, UserError):
                 write_status(self.store.storage, status)

@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from contextlib import suppress
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 from workers.errors import UserError
 from workers.storage.artifact import (
@@ -33,6 +33,7 @@ BUCKET_HEARTBEAT_S = 60.0
 MISSED = 4  # heartbeats in a row without which a driver counts as gone
 
 StageState = Literal["waiting", "queued", "running", "reused", "done", "failed", "blocked"]
+STAGE_STATES: tuple[StageState, ...] = get_args(StageState)
 RunState = Literal["running", "finished", "stopped", "failed", "interrupted", "preempted"]
 
 
@@ -53,12 +54,32 @@ class LiveStage(TypedDict, total=False):
     message: str
 
 
+class GpuSample(TypedDict, total=False):
+    """Use of a GPU by all processes. utilization: share of the time in which it computed, left out
+    where nvidia-ml-py is not installed."""
+
+    memory_bytes: int
+    utilization: float
+
+
+class MachineSample(TypedDict, total=False):
+    """Use of a machine. node: its name. cpu: share of all its cores that is in use, since the last
+    sample; memory_bytes: in use by all processes; both are left out where psutil is not installed.
+    gpus: number of the GPU on its machine -> its use; of the worker's own GPU."""
+
+    node: str
+    cpu: float
+    memory_bytes: int
+    gpus: dict[str, GpuSample]
+
+
 class LiveStatus(TypedDict):
     """A run as its driver sees it.
 
     started, updated: seconds since the epoch. command: what a person types to go on with the run.
     message: why it failed. left_s: seconds until its end, about; None where nothing comparable was
-    measured. left_without: stages that `left_s` leaves out for that reason.
+    measured. left_without: stages that `left_s` leaves out for that reason. machines: node -> the
+    last sample of its use.
     """
 
     name: str
@@ -72,6 +93,7 @@ class LiveStatus(TypedDict):
     left_s: float | None
     left_without: int
     stages: dict[str, LiveStage]
+    machines: NotRequired[dict[str, MachineSample]]
 
 
 def lock_key(name: str) -> str:

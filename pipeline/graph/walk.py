@@ -44,6 +44,7 @@ class EventKind(StrEnum):
     STARTED = "started"  # a worker has begun with it; body: `where`
     PROGRESS = "progress"  # body: how far it is
     NOTE = "note"  # a message about the cluster, of no stage
+    SAMPLE = "sample"  # body: use of a worker's machine, of no stage
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Walk:
             case EventKind.DONE:
                 self._set_state(event.stage, State.DONE)
                 return None
-            case EventKind.STARTED | EventKind.PROGRESS | EventKind.NOTE:
+            case EventKind.STARTED | EventKind.PROGRESS | EventKind.NOTE | EventKind.SAMPLE:
                 return None
             case EventKind.DAMAGED:
                 return self._recompute_parent(event) or self._fail(event)

@@ -22,17 +22,20 @@ def make_executor(
     todo: set[str],
     progress: Progress,
     run_on_driver: RunOnDriver,
+    sample_s: float = 0.0,
 ) -> Executor:
     """Return what runs the stages `todo` of a graph.
 
     progress: called with events that change no state: how far a stage is, notes about the cluster.
-    run_on_driver: runs stages without a job (the report) and returns their manifests.
+    run_on_driver: runs stages without a job (the report) and returns their manifests. sample_s:
+    seconds between two samples of the use of the workers' machines; 0: none.
     """
     if cluster.workers == 0:
-        return LocalExecutor(store, cluster, run_on_driver, progress)
+        return LocalExecutor(store, cluster, run_on_driver, progress, sample_s=sample_s)
     from pipeline.launch.groups import start_ray_executor  # a run without Ray needs none of it
 
-    return start_ray_executor(store, cluster, run_on_driver, progress, width_of(graph, todo))
+    width = width_of(graph, todo)
+    return start_ray_executor(store, cluster, run_on_driver, progress, width, sample_s)
 
 
 def width_of(graph: Graph, todo: set[str]) -> int:

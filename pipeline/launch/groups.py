@@ -50,7 +50,7 @@ from workers.storage.artifact import delete_dir, is_leftover, join, temporary_na
 
 LOOK_S = 5.0  # between two looks at the cluster
 WHERE_S = 1.0  # between two looks at which group runs which stage
-WAITING_NOTE_S = 30.0  # after so long without its workers, a group is reported as waiting for room
+WAITING_NOTE_S = 8.0  # after so long without its workers, a group is reported as waiting
 ANSWER_TIMEOUT_S = 45.0  # less than the 60 s after which Ray ends a driver without its head node
 GRACE_S = 60.0  # how long a preempted driver waits for its groups to save their state
 CLOSE_TIMEOUT_S = 10.0
@@ -59,6 +59,10 @@ INGEST_THREADS = 8  # each waits for Ray tasks, which do the work
 
 class QueueActor(DriverRegistration, Queue):
     """The queue as an actor of the cluster."""
+
+    def count_waiting_placement_groups(self) -> int:
+        """Return how many placement groups of this job wait for room."""
+        return len(ray_internals.waiting_placement_groups())
 
     def release_orphans(self) -> None:
         """Give back what worker groups reserved whose controllers were killed."""
@@ -101,9 +105,10 @@ def start_ray_executor(
     run_on_driver: RunOnDriver,
     progress: Progress,
     width: int,
+    sample_s: float = 0.0,
 ) -> RayExecutor:
     """Connect to Ray, check the nodes, and return the executor. width: most stages that can run
-    side by side."""
+    side by side. sample_s: as in `run_segment`."""
     loaded = sys.modules.get("ray")
     is_connected = loaded is not None and loaded.is_initialized()  # within a search
     ray = connect(cluster)
@@ -116,7 +121,7 @@ def start_ray_executor(
     session = RaySession(ray, queue, name, state, is_ours=not is_connected)
     if session.is_ours and address_of(cluster) != "local":
         check_nodes(ray, state.nodes, store.storage)
-    return RayExecutor(store, cluster, run_on_driver, progress, width, session)
+    return RayExecutor(store, cluster, run_on_driver, progress, width, session, sample_s=sample_s)
 
 
 class RayExecutor(Executor):
@@ -134,12 +139,14 @@ class RayExecutor(Executor):
         width: int,
         session: RaySession,
         clock: Callable[[], float] = time.monotonic,
+        sample_s: float = 0.0,
     ):
         self.store = store
         self.cluster = cluster
         self.run_on_driver = run_on_driver
         self.progress = progress
         self.width = width
+        self.sample_s = sample_s
         self.session = session
         self.ray = session.ray
         self.queue = session.queue
@@ -241,8 +248,11 @@ class RayExecutor(Executor):
         for nodes in self.rank_nodes.values():
             self.used_nodes.update(nodes)
         for event in events:
-            if event.kind is not EventKind.PROGRESS:
+            if event.kind is EventKind.SAMPLE:
+                self.progress(event)
+            elif event.kind is not EventKind.PROGRESS:
                 self.outstanding.pop(event.stage, None)
+        events = [event for event in events if event.kind is not EventKind.SAMPLE]
         self._replace_ended_groups()
         self._report_waiting_groups()
         self._report_where()
@@ -298,6 +308,7 @@ class RayExecutor(Executor):
             workers,
             join(self.store.storage, "ray"),
             f"group-{self.owner}-{self.num_folders}",
+            self.sample_s,
         )
         self.groups[index] = WorkerGroup(cluster, task, workers, starts + 1, self.clock())
 
@@ -353,6 +364,10 @@ class RayExecutor(Executor):
                 group.waiting_since = None
         if not late:
             return
+        if not self._answer(self.queue.count_waiting_placement_groups.remote()):
+            workers = sum(group.workers for group in late)
+            self._note(f"{workers} worker processes are being started")
+            return
         available = self.ray.available_resources()
         for pool in self.pools.pools:
             groups = [group for group in late if group.cluster is pool.cluster]
@@ -360,7 +375,7 @@ class RayExecutor(Executor):
             free = {name: available.get(name, 0.0) for name in per_worker}
             if groups:
                 self._note(
-                    f"waiting for {len(groups)} groups of {groups[0].workers} workers "
+                    f"waiting for room for {len(groups)} groups of {groups[0].workers} workers "
                     f"that take {in_words(per_worker)} each; free now: {in_words(free)}"
                 )
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from pipeline.config import ClusterSettings
+from pipeline.graph.live_status import MachineSample
 from pipeline.graph.run import Executor
 from pipeline.graph.stage import IngestJob, Stage
 from pipeline.graph.store import Store
@@ -22,6 +24,7 @@ from pipeline.launch.attempt import (
     run_ingest,
 )
 from pipeline.launch.limits import Deadline
+from pipeline.launch.machine import sampling
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers import dist, preemption
 from workers.errors import UserError
@@ -38,6 +41,7 @@ class LocalExecutor(Executor):
         run_on_driver: RunOnDriver,
         progress: Progress,
         clock: Callable[[], float] = time.monotonic,
+        sample_s: float = 0.0,
     ):
         self.store = store
         self.run_on_driver = run_on_driver
@@ -47,6 +51,12 @@ class LocalExecutor(Executor):
         self.cluster = cluster
         self.clock = clock
         check_gpus(cluster)
+        self.sampling = ExitStack()
+        device = torch.device("cuda" if cluster.gpus_per_worker else "cpu")
+        self.sampling.enter_context(sampling(device, self._post_sample, sample_s))
+
+    def _post_sample(self, sample: MachineSample) -> None:
+        self.progress(Event(EventKind.SAMPLE, "", body=dict(sample)))
 
     def submit(self, stage: Stage, depth: int) -> None:
         self.waiting.append(ReadyStage(depth, stage))
@@ -81,6 +91,7 @@ class LocalExecutor(Executor):
         return run_stage(stage.job, dist.Group(0, 1, device), report)
 
     def close(self) -> None:
+        self.sampling.close()
         self.stop_listening()
 
 

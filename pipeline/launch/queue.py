@@ -236,7 +236,7 @@ class Queue:
         no longer runs are ignored: it was abandoned and is not quite gone.
         """
         stage = self.running.get(group)
-        if event.kind is EventKind.PROGRESS:
+        if event.kind in (EventKind.PROGRESS, EventKind.SAMPLE):
             self.events.append(event)
         elif stage is not None and stage.id == event.stage:
             if event.kind is EventKind.LOST:

@@ -67,21 +67,41 @@ def orphaned_placement_groups() -> list[Any]:
     Ray removes a placement group when the driver of its creator ends, and not before.
     """
     import ray
-    from ray._private.state import state
-    from ray.core.generated import gcs_pb2
     from ray.util.placement_group import PlacementGroup
 
-    messages: Any = gcs_pb2  # generated code without types
-    job_id = ray.get_runtime_context().get_job_id()
     no_actor = ray.ActorID.nil().binary()
-    orphans = []
+    return [
+        PlacementGroup(ray.PlacementGroupID(row.placement_group_id))
+        for row in _placement_group_rows()
+        if row.creator_actor_dead and row.creator_actor_id != no_actor
+    ]
+
+
+def waiting_placement_groups() -> list[bytes]:
+    """Return the ids of the placement groups of this job that the cluster has no room for yet."""
+    from ray.core.generated import gcs_pb2
+
+    messages: Any = gcs_pb2  # generated code without types
+    table = messages.PlacementGroupTableData
+    waiting = (table.PENDING, table.RESCHEDULING)
+    return [row.placement_group_id for row in _placement_group_rows() if row.state in waiting]
+
+
+def _placement_group_rows() -> list[Any]:
+    """Return Ray's rows on the placement groups of this job that are not removed."""
+    import ray
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    messages: Any = gcs_pb2  # generated code without types
+    table = messages.PlacementGroupTableData
+    job_id = ray.get_runtime_context().get_job_id()
+    rows = []
     for entry in state._connect_and_get_accessor().get_placement_group_table():
-        row = messages.PlacementGroupTableData.FromString(entry)
-        is_orphan = row.creator_actor_dead and row.creator_actor_id != no_actor
-        is_removed = row.state == messages.PlacementGroupTableData.REMOVED
-        if is_orphan and not is_removed and row.creator_job_id.hex() == job_id:
-            orphans.append(PlacementGroup(ray.PlacementGroupID(row.placement_group_id)))
-    return orphans
+        row = table.FromString(entry)
+        if row.state != table.REMOVED and row.creator_job_id.hex() == job_id:
+            rows.append(row)
+    return rows
 
 
 def trainer_class() -> Any:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from pipeline.config import ClusterSettings
+from pipeline.graph.live_status import MachineSample
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import ray_internals
 from pipeline.launch.attempt import attempt_stage
 from pipeline.launch.cluster import where_ray_writes
+from pipeline.launch.machine import sampling
 from pipeline.launch.queue import STOP
 from pipeline.launch.shares import resources_per_worker
 from workers import dist, preemption
@@ -28,12 +30,19 @@ NO_ROOM = "no room"
 
 # ---- the trainer ---------------------------------------------------------------------------------
 def run_segment(
-    queue: Any, group: int, cluster: ClusterSettings, workers: int, storage: str, name: str
+    queue: Any,
+    group: int,
+    cluster: ClusterSettings,
+    workers: int,
+    storage: str,
+    name: str,
+    sample_s: float,
 ) -> str:
     """Run one worker group until the queue is closed or dismisses it. Runs inside a Ray task.
 
-    workers: its number of ranks. name: of the folder below `storage` for Ray's own files. Returns
-    NO_ROOM where an elastic group did not come up.
+    workers: its number of ranks. name: of the folder below `storage` for Ray's own files. sample_s:
+    seconds between two samples of the use of the workers' machines; 0: none. Returns NO_ROOM where
+    an elastic group did not come up.
 
     A worker that dies while its group comes up leaves the group's resources reserved until the
     trainer ends. Ray's own retries would wait for them for ever. So the first such failure ends the
@@ -41,7 +50,7 @@ def run_segment(
     as many ranks as there is room for.
     """
     while True:
-        trainer = make_trainer(queue, group, cluster, workers, storage, name)
+        trainer = make_trainer(queue, group, cluster, workers, storage, name, sample_s)
         try:
             trainer.fit()
             return ""
@@ -55,7 +64,13 @@ def run_segment(
 
 
 def make_trainer(
-    queue: Any, group: int, cluster: ClusterSettings, workers: int, storage: str, name: str
+    queue: Any,
+    group: int,
+    cluster: ClusterSettings,
+    workers: int,
+    storage: str,
+    name: str,
+    sample_s: float,
 ) -> Any:
     """Return the `TorchTrainer` of a worker group."""
     from ray.train import ScalingConfig  # heavy: for this task's process alone
@@ -70,6 +85,7 @@ def make_trainer(
             "group": group,
             "gpu": use_gpu,
             "threads": cluster.cpus_per_worker,
+            "sample_s": sample_s,
         },
         torch_config=TorchConfig(backend="nccl" if use_gpu and not shares_gpu else "gloo"),
         scaling_config=ScalingConfig(
@@ -103,6 +119,16 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     nodes = rank.gather(ray.get_runtime_context().get_node_id())
     if rank.rank == 0:
         ray.get(queue.join.remote(group, nodes))
+
+    def post_sample(sample: MachineSample) -> None:
+        queue.post.remote(group, Event(EventKind.SAMPLE, "", body=dict(sample)))
+
+    with sampling(device, post_sample, config["sample_s"]):
+        run_stages(ray, queue, group, rank)
+
+
+def run_stages(ray: Any, queue: Any, group: int, rank: dist.Group) -> None:
+    """Run stages from the queue, until it is closed or dismisses the group."""
     while True:
         stage = next_stage(ray, queue, group, rank)
         if stage is None:

@@ -278,7 +278,7 @@ def serve(args: argparse.Namespace) -> int:
                 signal.signal(number, lambda *_: stop.set())
             print(
                 f"serving {names} on {address}: POST /predict, "
-                "GET /tasks, GET /health; stop with Ctrl-C",
+                "GET /tasks, GET /health, GET /metrics; stop with Ctrl-C",
                 flush=True,
             )
             stop.wait()

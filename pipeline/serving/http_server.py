@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pipeline.serving.server_metrics import CONTENT_TYPE, ServerMetrics
 from workers.errors import UserError
 
 CONNECTIONS = 16_384
@@ -43,10 +44,10 @@ class Refused(UserError):
 
 
 class Reply(NamedTuple):
-    """An HTTP status and the body, as values of JSON."""
+    """An HTTP status and the body: values of JSON, or the text of the metrics."""
 
     status: int
-    body: dict[str, Any]
+    body: dict[str, Any] | bytes
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,11 @@ class Front:
         self.health = False
         self.health_until = 0.0
         self.health_check = asyncio.Lock()
+        self.metrics = ServerMetrics(lambda: self.predictions, lambda: self.held)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        started = time.monotonic()
         try:
             reply = await self.reply(request)
         except Refused as error:
@@ -166,7 +169,12 @@ class Front:
             )
             reply = Reply(500, {"error": "the server failed; its output says why"})
         headers = {"retry-after": "1"} if reply.status == 503 else None
-        await JSONResponse(reply.body, reply.status, headers)(scope, receive, send)
+        if isinstance(reply.body, bytes):
+            response = Response(reply.body, reply.status, headers, CONTENT_TYPE)
+        else:
+            response = JSONResponse(reply.body, reply.status, headers)
+        self.metrics.count(request.url.path, reply.status, time.monotonic() - started)
+        await response(scope, receive, send)
 
     async def reply(self, request: Request) -> Reply:
         """Return the reply to a request. Raise `Refused` when it is not answered."""
@@ -176,11 +184,13 @@ class Front:
             return await self.health_reply()
         if route == ("GET", "/tasks"):
             return Reply(200, dict(self.tasks))
+        if route == ("GET", "/metrics"):
+            return Reply(200, self.metrics.text())
         if route != ("POST", "/predict"):
             raise Refused(
                 404,
                 f"there is no {route[0][:20]} {route[1][:80]}; "
-                "there are POST /predict, GET /tasks and GET /health",
+                "there are POST /predict, GET /tasks, GET /health and GET /metrics",
             )
         self.check_room()
         upload = await self.receive(request)

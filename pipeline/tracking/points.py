@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -39,6 +40,33 @@ NOT_SIZES = (
     "trained_parameters",
     "flops_share",
 )
+
+
+# ---- use of machines -----------------------------------------------------------------------------
+def machine_points(
+    samples: Iterable[tuple[float, Mapping[str, Any]]], start_s: float
+) -> list[Point]:
+    """Return the use of workers' machines under the names of MLflow's own system metrics,
+    `system/NODE/cpu_utilization_percentage`, ...
+
+    samples: pairs of a time (seconds since the epoch) and a `MachineSample`. start_s: when the run
+    began.
+    """
+    points = []
+    for time_s, sample in samples:
+        values = {}
+        if "cpu" in sample:
+            values["cpu_utilization_percentage"] = 100 * sample["cpu"]
+            values["system_memory_usage_megabytes"] = sample["memory_bytes"] / 1e6
+        for gpu, use in sample["gpus"].items():
+            values[f"gpu_{gpu}_memory_usage_megabytes"] = use["memory_bytes"] / 1e6
+            if "utilization" in use:
+                values[f"gpu_{gpu}_utilization_percentage"] = 100 * use["utilization"]
+        after_s = max(time_s - start_s, 0.0)
+        for name, value in values.items():
+            metric = key_name(f"system/{sample['node']}/{name}")
+            points.append(Point(metric, value, int(after_s), after_s))
+    return points
 
 
 # ---- points of curves ----------------------------------------------------------------------------

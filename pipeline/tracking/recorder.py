@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from pipeline.graph.stage import Graph, Stage
     from pipeline.tracking.mlflow_client import Point
 
+SEND_S = 30.0  # between two messages about the use of workers' machines
+MOST_SAMPLES = 20_000  # that wait for MLflow, the last ones
 Log = Callable[[str], None]
 WriteBundle = Callable[[str, str], None]  # (label of a method, folder to write into)
 
@@ -65,6 +69,9 @@ class Recorder:
         if settings.tensorboard:
             self.events = EventRecorder(settings, storage)
         self.system_metrics: SystemMetrics | None = None
+        # of the workers' machines, with their time
+        self.samples: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=MOST_SAMPLES)
+        self.samples_sent_at = 0.0  # of a monotonic clock
 
     @property
     def warnings(self) -> list[str]:
@@ -162,9 +169,38 @@ class Recorder:
 
     def _finish(self, files: Mapping[str, bytes], status: str) -> None:
         self._put(self._stop_sampling)
+        if self.samples:
+            self._put(self._send_samples)
         self._put(partial(self.writer.finish, files, status))
         content = f"the record of run {self.writer.record['name']!r}"
         close(self.outbox, self.settings.patience_s, content, self.remedy)
+
+    def sample(self, sample: Mapping[str, Any]) -> None:
+        """Record the use of a worker's machine, a `MachineSample`, where the config asks for it.
+
+        Samples are sent together, from time to time. While MLflow does not answer the last
+        MOST_SAMPLES of them wait.
+        """
+        if not self.settings.enabled or not self.settings.system_metrics or not self.writer.record:
+            return
+        self.samples.append((time.time(), sample))
+        if time.monotonic() - self.samples_sent_at >= SEND_S:
+            self.samples_sent_at = time.monotonic()
+            self._put(self._send_samples)
+
+    def _send_samples(self) -> None:
+        from pipeline.tracking.points import machine_points  # imports torch and matplotlib
+
+        client = self.writer.ready()
+        parent = self.writer.parent
+        samples = [*self.samples]
+        client.log_points(parent, machine_points(samples, parent.info.start_time / 1000))
+        for _ in samples:
+            self.samples.popleft()
+
+    def describe_rest(self) -> str:
+        """Return what of the record is not written yet, in a few words."""
+        return f"recording in MLflow, {len(self.outbox.waiting)} parts left"
 
     @property
     def run_ids(self) -> list[str]:
@@ -261,6 +297,11 @@ class RecordingObserver:
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
         """Do nothing: MLflow gets results only."""
+
+    def progress(self, event: Event) -> None:
+        """Record the use of a worker's machine."""
+        if event.kind is EventKind.SAMPLE:
+            self.recorder.sample(event.body)
 
     def finish(self, files: Mapping[str, bytes], status: str) -> Recorder:
         """Wait until everything is written; return the recorder."""

@@ -12,7 +12,7 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -360,21 +360,90 @@ def epoch(number: int) -> Event:
     )
 
 
-def test_where_nobody_watches_progress_is_a_line_now_and_then(
+def beats(screen: console.Console, now: list[float], seconds: int) -> None:
+    """Let so many seconds pass. now: what the patched `time.monotonic` returns."""
+    for _ in range(seconds):
+        now[0] += 1
+        screen.heartbeat.beat()
+
+
+def test_where_nobody_watches_there_is_a_line_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream, now = io.StringIO(), [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    screen, walk = watched(stream)
-    for second in range(100):
-        now[0] = 1000.0 + second
-        screen.on_event(walk, epoch(second))
+    monkeypatch.setattr(console.Heartbeat, "_watch", lambda self, ended: None)
+    ids = ["meat/a/train", "meat/b/train"]
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now[0])
+        graph = Graph.of("g", [Stage(name, "train", name, {}) for name in ids])
+        screen = console.Console(graph, {}, stream)
+        walk = Walk.over(graph, [], 2)
+        with screen.activity(lambda: "starting"):
+            beats(screen, now, 20)
+            for decision in walk.decide():
+                walk.record(decision)
+                screen.on_decision(walk, decision)
+            beats(screen, now, 10)
+            screen.on_event(walk, epoch(30))
+            screen.on_event(walk, replace(epoch(5), stage=ids[1]))
+            beats(screen, now, 30)
+            screen.say("a line")
+            beats(screen, now, 9)
+            done = Event(EventKind.DONE, ids[0], body={"kind": "report", "wall_s": 1.0})
+            walk.apply(done)
+            screen.on_event(walk, done)
+            beats(screen, now, 10)
+            with screen.activity(lambda: "recording in MLflow, 3 parts left"):
+                walk.apply(replace(done, stage=ids[1]))
+                screen.on_event(walk, replace(done, stage=ids[1]))
+                beats(screen, now, 61)
+    rest = "loss 1.5000, validation 0.250, 10 images/s, 1 h 00 min left"
+    first = f"[0/2] meat/a/train: epoch 30/100, {rest}"
+    second = f"meat/b/train: epoch 5/100, {rest}"
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 3
-    assert (
-        lines[0] == "[0/1] meat/a/train: epoch 31/100, loss 1.5000, validation 0.250, 10 images/s, "
-        "1 h 00 min left"
-    )
+    assert lines[:9] == [
+        "[0/2] starting (10.0 s so far)",
+        "[0/2] starting (20.0 s so far)",
+        "[0/2] stages that wait for a worker: 2",
+        first,
+        f"[0/2] {second}",
+        first,
+        "[0/2] a line",
+        "[1/2] meat/a/train: done in 1.0 s",
+        f"[1/2] {second}",
+    ]
+    assert lines[9] == "[2/2] meat/b/train: done in 1.0 s"
+    assert lines[10] == "[2/2] recording in MLflow, 3 parts left (10.0 s so far)"
+    assert len(lines) == 16
+
+
+def test_the_line_of_a_terminal_says_what_is_done_while_no_stage_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream, now = Terminal(), [1000.0]
+    monkeypatch.setattr(console.Heartbeat, "_watch", lambda self, ended: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now[0])
+        screen, walk = watched(stream)
+        with screen.activity(lambda: "starting"):
+            beats(screen, now, 25)
+            assert screen_text(stream) == ["[0/1] starting (20.0 s so far)"]
+            screen.on_event(walk, epoch(3))
+            beats(screen, now, 25)
+    assert len(screen_text(stream)) == 1
+    assert "epoch 3/100" in screen_text(stream)[0]
+
+
+def test_a_heartbeat_watches_inside_activities_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "LOOK_S", 0.01)
+    monkeypatch.setattr(console, "QUIET_S", 0.05)
+    is_shown = threading.Event()
+    beat = console.Heartbeat(lambda text, seconds: is_shown.set())
+    threads = threading.active_count()
+    with beat.activity(lambda: "outer"), beat.activity(lambda: "inner"):
+        assert threading.active_count() == threads + 1
+        assert is_shown.wait(60)
+    assert threading.active_count() == threads
 
 
 def test_on_a_terminal_one_line_is_rewritten() -> None:

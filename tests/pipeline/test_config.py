@@ -343,6 +343,7 @@ FREE = {
         "models": False,
         "system_metrics": True,
         "tensorboard": True,
+        "prometheus": "127.0.0.1:9464",
     },
 }
 

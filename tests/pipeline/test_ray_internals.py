@@ -64,7 +64,7 @@ def test_ray_knows_which_nodes_are_announced_to_go(monkeypatch: pytest.MonkeyPat
     assert list(inspect.signature(type(state).get_draining_nodes).parameters) == ["self"]
 
 
-def test_a_placement_group_is_orphaned_when_the_actor_of_this_job_that_created_it_is_dead(
+def test_placement_groups_of_this_job_that_wait_or_that_a_dead_actor_created(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ray._private.state import state
@@ -105,6 +105,8 @@ def test_a_placement_group_is_orphaned_when_the_actor_of_this_job_that_created_i
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     orphans = ray_internals.orphaned_placement_groups()
     assert [names[orphan.id] for orphan in orphans] == ["orphan", "waiting orphan"]
+    waiting = ray_internals.waiting_placement_groups()
+    assert [names[ray.PlacementGroupID(identity)] for identity in waiting] == ["waiting orphan"]
 
 
 def test_our_trainer_has_all_of_rays_default_callbacks_but_the_cleaner_of_placement_groups() -> (

@@ -354,6 +354,33 @@ def test_system_metrics_of_this_machine_are_recorded_while_a_run_is_active(
     assert recorder.warnings == []
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_use_of_the_workers_machines_is_recorded_where_it_is_asked_for(
+    is_on: bool, tmp_path: Path
+) -> None:
+    recorder = Recorder(
+        TrackingSettings(system_metrics=is_on),
+        str(tmp_path),
+        identity=run_writer.RunIdentity(pictures=False),
+    )
+    record: Any = {**fake_run.record(), "stages": []}
+    recorder.start(record)
+    for cpu in (0.25, 0.5):
+        sample = {"node": "node-7", "cpu": cpu, "memory_bytes": 2_000_000, "gpus": {}}
+        recorder.sample(sample)
+    recorder.finish({})
+    client, _, experiment = mlflow_client.open_store(str(tmp_path))
+    [run] = client.search_runs([experiment], "tags.`accrete.kind` = 'run'")
+    name = "system/node-7/cpu_utilization_percentage"
+    if not is_on:
+        assert name not in run.data.metrics
+        return
+    history = client.get_metric_history(run.info.run_id, name)
+    assert sorted(point.value for point in history) == [25.0, 50.0]
+    assert run.data.metrics["system/node-7/system_memory_usage_megabytes"] == 2.0
+    assert recorder.warnings == []
+
+
 def test_a_sampler_that_ended_in_an_outage_starts_again_and_none_runs_when_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

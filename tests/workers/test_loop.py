@@ -6,7 +6,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from workers import loop, preemption
 from workers.dist import Group
 from workers.errors import UserError
 from workers.job import StageJob
+from workers.methods.base import Progress
 from workers.storage import checkpoint
 from workers.storage.artifact import Artifact
 
@@ -455,3 +459,25 @@ def test_beside_the_main_thread_nobody_listens() -> None:
         assert preemption.requested.is_set()
     finally:
         preemption.requested.clear()
+
+
+def test_reports_say_which_share_of_its_time_training_waits_for_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    reports: list[dict[str, Any]] = []
+    job: Any = SimpleNamespace(id="meat/a/train")
+    meter = loop.ProgressMeter(job, 1, reports.append)
+    losses = loop.LossMeter({}, Group())
+
+    def batches() -> Iterator[Any]:
+        for seconds in (0.3, 0.0, 0.9):  # that a batch takes to make
+            now[0] += seconds
+            yield seconds
+
+    for step, _ in enumerate(meter.timed(batches())):
+        now[0] += 0.9  # of the step
+        losses.add({"loss": torch.tensor(1.0)}, 4)
+        meter.add_step(Progress(0, step, 1, 3), 4, losses)
+    assert [report["data_wait"] for report in reports] == pytest.approx([0.25, 0.9 / 2.7])

@@ -1,0 +1,67 @@
+"""Use of a machine's CPUs, memory and GPU, sampled while a worker is at work."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from pipeline.graph.live_status import GpuSample, MachineSample
+
+SAMPLE_S = 10.0  # between two samples
+
+
+def sample_machine(device: torch.device) -> MachineSample:
+    """Return the use of this machine. device: of the worker; a CPU has no entry in `gpus`."""
+    sample: MachineSample = {"node": platform.node(), "gpus": {}}
+    with suppress(ImportError):
+        import psutil  # an extra
+
+        sample["cpu"] = psutil.cpu_percent() / 100
+        sample["memory_bytes"] = psutil.virtual_memory().used
+    if device.type == "cuda":
+        sample["gpus"][gpu_number(device)] = sample_gpu(device)
+    return sample
+
+
+def sample_gpu(device: torch.device) -> GpuSample:
+    """Return the use of a GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    sample: GpuSample = {"memory_bytes": total - free}
+    with suppress(ImportError, RuntimeError):  # nvidia-ml-py is an extra
+        sample["utilization"] = torch.cuda.utilization(device) / 100
+    return sample
+
+
+def gpu_number(device: torch.device) -> str:
+    """Return the number of a GPU on its machine; processes count those that they may use."""
+    index = device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible[index].strip() if index < len(visible) and visible[index] else str(index)
+
+
+@contextmanager
+def sampling(
+    device: torch.device, post: Callable[[MachineSample], object], period_s: float
+) -> Iterator[None]:
+    """Inside, a thread calls `post` with a sample every `period_s` seconds; never if that is 0."""
+    ended = threading.Event()
+
+    def keep_sampling() -> None:
+        sample_machine(device)  # from here on psutil measures
+        while not ended.wait(period_s):
+            post(sample_machine(device))
+
+    thread = threading.Thread(target=keep_sampling, name="machine", daemon=True)
+    if period_s:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if period_s:
+            thread.join()

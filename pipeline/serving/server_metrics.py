@@ -1,0 +1,56 @@
+"""Metrics of the HTTP server in Prometheus' format: GET /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+ROUTES = ("/predict", "/tasks", "/health", "/metrics")
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+# seconds, up to the longest time that an answer may take
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class ServerMetrics:
+    """predictions: returns how many predictions run or wait. held: returns the bytes of the bodies
+    that are held for them."""
+
+    def __init__(self, predictions: Callable[[], int], held: Callable[[], int]):
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "accrete_requests",
+            "Requests that were answered",
+            ["route", "status"],
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "accrete_request_duration_seconds",
+            "Time from a request's head to its answer",
+            ["route"],
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        waiting = Gauge(
+            "accrete_predictions_in_progress",
+            "Predictions that run or wait",
+            registry=self.registry,
+        )
+        waiting.set_function(predictions)
+        bodies = Gauge(
+            "accrete_request_body_bytes",
+            "Bytes of the bodies that are received or wait",
+            registry=self.registry,
+        )
+        bodies.set_function(held)
+
+    def count(self, path: str, status: int, seconds: float) -> None:
+        """Count an answered request. Paths that are no route are one label."""
+        route = path if path in ROUTES else "other"
+        self.requests.labels(route, str(status)).inc()
+        self.seconds.labels(route).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all metrics as Prometheus reads them."""
+        return generate_latest(self.registry)

@@ -1,0 +1,160 @@
+"""Metrics of a run in Prometheus' format, over HTTP while its driver is at work.
+
+They are made of the run's status when Prometheus asks, so a run has no work with them. Names and
+units: docs/tracking.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pipeline.config import ADDRESS_RULE, address_of
+from pipeline.graph.live_status import STAGE_STATES, LiveStatus
+from pipeline.graph.stage import Graph
+from workers.errors import UserError, require_package
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+
+def run_metrics(status: LiveStatus, graph: Graph) -> Iterator[Metric]:
+    """Yield the metrics of a run from its status. graph: its stages."""
+    from prometheus_client.metrics_core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        SummaryMetricFamily,
+    )
+
+    run = status["name"]
+    stages = status["stages"]
+    by_state = GaugeMetricFamily(
+        "accrete_run_stages", "Stages of the run by state", labels=["run", "state"]
+    )
+    counts = Counter(stage["state"] for stage in stages.values())
+    for state in STAGE_STATES:
+        by_state.add_metric([run, state], counts[state])
+    yield by_state
+    failed_tries = CounterMetricFamily(
+        "accrete_run_failed_tries", "Tries of stages that failed", labels=["run"]
+    )
+    failed_tries.add_metric([run], sum(stage.get("tries", 0) for stage in stages.values()))
+    yield failed_tries
+    started = GaugeMetricFamily(
+        "accrete_run_start_time_seconds", "When the driver began, in Unix time", labels=["run"]
+    )
+    started.add_metric([run], status["started"])
+    yield started
+    left = GaugeMetricFamily(
+        "accrete_run_left_seconds", "Estimated time until the end of the run", labels=["run"]
+    )
+    if status["left_s"] is not None:
+        left.add_metric([run], status["left_s"])
+    yield left
+    durations = SummaryMetricFamily(
+        "accrete_stage_duration_seconds", "Time of finished stages", labels=["run", "step"]
+    )
+    seconds: dict[str, list[float]] = {}
+    for stage_id, stage in stages.items():
+        if stage["state"] == "done":
+            seconds.setdefault(graph[stage_id].step, []).append(stage.get("wall_s", 0.0))
+    for step, values in seconds.items():
+        durations.add_metric([run, step], len(values), sum(values))
+    yield durations
+    yield from _running_metrics(status)
+    yield from _machine_metrics(status)
+
+
+def _running_metrics(status: LiveStatus) -> Iterator[Metric]:
+    """Yield the metrics of the stages that run."""
+    from prometheus_client.metrics_core import GaugeMetricFamily
+
+    labels = ["run", "stage", "where"]
+    running = GaugeMetricFamily(
+        "accrete_stage_running_seconds", "Time since a stage began", labels=labels
+    )
+    speed = GaugeMetricFamily(
+        "accrete_stage_images_per_second", "Images that a stage processes", labels=labels
+    )
+    wait = GaugeMetricFamily(
+        "accrete_stage_data_wait_ratio",
+        "Share of its time that training waits for the next batch",
+        labels=labels,
+    )
+    for stage_id, stage in status["stages"].items():
+        if stage["state"] != "running":
+            continue
+        values = [status["name"], stage_id, stage.get("where", "")]
+        running.add_metric(values, time.time() - stage.get("since", time.time()))
+        progress = stage.get("progress", {})
+        for family, key in ((speed, "images_per_s"), (wait, "data_wait")):
+            if key in progress:
+                family.add_metric(values, progress[key])
+    yield from (running, speed, wait)
+
+
+def _machine_metrics(status: LiveStatus) -> Iterator[Metric]:
+    """Yield the use of the machines that workers run on."""
+    from prometheus_client.metrics_core import GaugeMetricFamily
+
+    node_labels = ["run", "node"]
+    gpu_labels = [*node_labels, "gpu"]
+    cpu = GaugeMetricFamily(
+        "accrete_node_cpu_ratio", "Share of all cores in use", labels=node_labels
+    )
+    memory = GaugeMetricFamily(
+        "accrete_node_memory_bytes", "Memory in use by all processes", labels=node_labels
+    )
+    gpu_memory = GaugeMetricFamily(
+        "accrete_gpu_memory_bytes", "Memory of a GPU in use by all processes", labels=gpu_labels
+    )
+    gpu_use = GaugeMetricFamily(
+        "accrete_gpu_utilization_ratio", "Share of the time a GPU computes", labels=gpu_labels
+    )
+    for node, sample in status.get("machines", {}).items():
+        values = [status["name"], node]
+        if "cpu" in sample:
+            cpu.add_metric(values, sample["cpu"])
+            memory.add_metric(values, sample["memory_bytes"])
+        for gpu, use in sample["gpus"].items():
+            gpu_memory.add_metric([*values, gpu], use["memory_bytes"])
+            if "utilization" in use:
+                gpu_use.add_metric([*values, gpu], use["utilization"])
+    yield from (cpu, memory, gpu_memory, gpu_use)
+
+
+@contextmanager
+def serving_metrics(
+    address: str, read_status: Callable[[], LiveStatus], graph: Graph
+) -> Iterator[str]:
+    """Inside, answer Prometheus with the metrics of a run; yield the URL.
+
+    address: the setting `tracking.prometheus`. Raise `UserError` when it cannot be used.
+    """
+    require_package("prometheus_client", "tracking.prometheus", "leave the setting out")
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    class RunCollector:
+        def collect(self) -> Iterator[Metric]:
+            return run_metrics(read_status(), graph)
+
+    registry = CollectorRegistry()
+    registry.register(RunCollector())
+    host, port = address_of(address)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise UserError(
+            f"tracking.prometheus is {address!r}, and nothing can listen there "
+            f"({error.strerror or error}); {ADDRESS_RULE}"
+        ) from None
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        yield f"http://{shown}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -20,7 +20,6 @@ FLOORS = {
         "launch",
         "shell",
         "console",
-        "run_log",
         "results",
         "graph",
         "data",

@@ -35,6 +35,7 @@ from pipeline.graph.run import (
     run_graph,
     stages_to_run,
 )
+from pipeline.graph.run_log import RunLog, driver_log
 from pipeline.graph.run_record import RunRecord, record_of
 from pipeline.graph.selection import (
     EVERYTHING,
@@ -50,7 +51,6 @@ from pipeline.results import runs as stored_runs
 from pipeline.results.runs import RunOverview, RunStatus
 from pipeline.results.tables import RunTables
 from pipeline.results.trials import keys_of_searches
-from pipeline.run_log import RunLog, driver_log
 from pipeline.shell import version as versions
 from pipeline.shell.invocation import logs_command, this_command
 from pipeline.tracking import complete

@@ -18,9 +18,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline import run_log
 from pipeline.data.errors import UnfitSource
-from pipeline.graph import diagram
+from pipeline.graph import diagram, run_log
 from pipeline.serving import commands as serving_commands
 from pipeline.shell import data_commands, invocation
 from pipeline.shell.completion import SHELLS

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline import cli, run_log
+from pipeline import cli
+from pipeline.graph import run_log
 from pipeline.graph.walk import Decision, DecisionKind, Event, EventKind, Walk
 from tests import small_run
 from workers.errors import UserError

@@ -14,6 +14,7 @@ FLOORS = {
         "cli",
         "serving",
         "search",
+        "experiment",
         "app",
         "tracking",
         "report",

@@ -21,6 +21,7 @@ import yaml
 
 from benchmarks import stream
 from benchmarks.harness import Report, start
+from pipeline.console import Console
 from pipeline.results.trials import Trial
 from pipeline.search import run as search
 from pipeline.search import spec
@@ -81,7 +82,7 @@ def main() -> None:
         prepared = prepare(Path(folder))
         began = time.monotonic()
         with redirect_stdout(io.StringIO()):
-            search.run_search(prepared, "", notify)
+            search.run_search(prepared, "", notify, Console)
         records = prepared.records()
     first, *further = ended.values()
     report.note("start of Ray, ingest and the first trial, wall", f"{first.at - began:.1f} s")

@@ -2,28 +2,28 @@
 
 What a notebook or a script needs is in this module; `import pipeline` works from any folder of the
 environment, and imports nothing heavy. `load` reads a config, as the commands `plan` and `run` do;
-`runs` lists what a storage holds. A mistake in the input raises `UserError`, whose text is one
-sentence, the same as on the command line. Tables are data frames of pandas.
+what the command line can do with it, its `Experiment` can do. `load_search` is the same for a
+search; the other functions are called as their commands. A mistake in the input raises `UserError`,
+whose text is one sentence, the same as on the command line. Tables are data frames of pandas.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shlex
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from pipeline.app import PreparedRun
-    from pipeline.config import Config, ConfigSource
+    from pipeline.app import AnalysisResult, WrittenReport
+    from pipeline.config import ConfigSource
+    from pipeline.experiment import Experiment
+    from pipeline.report.comparison_files import ComparisonResult, RunSource
     from pipeline.results.frames import Results
     from pipeline.results.model import Model
-    from pipeline.results.tables import RunTables
+    from pipeline.search.experiment import SearchExperiment, SearchResults
     from workers.data.batch import Batch
     from workers.errors import UserError
     from workers.job import Task
@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from workers.storage.taskstate import Carried, TaskState
 
 __all__ = [
+    "AnalysisResult",
     "Batch",
     "Carried",
+    "ComparisonResult",
     "Experiment",
     "Method",
     "MethodSettings",
@@ -51,24 +53,41 @@ __all__ = [
     "ParamGroup",
     "Progress",
     "Results",
+    "SearchExperiment",
+    "SearchResults",
     "Step",
     "StepContext",
     "Task",
     "TaskState",
     "TrainDefaults",
     "UserError",
+    "WrittenReport",
+    "collect_garbage",
+    "compare",
+    "data_sets",
+    "import_task",
     "load",
+    "load_search",
+    "method_settings",
+    "methods",
+    "open_model",
+    "prepare_data",
     "register",
+    "remove_task",
     "runs",
+    "shards",
+    "write_config",
 ]
 AnyPath = str | os.PathLike[str]
 # what `load` takes: a config as a file or a mapping, or data, as one path or several
 LoadSource = AnyPath | Sequence[AnyPath] | Mapping[str, Any]
-RUN_AGAIN = "the same `pipeline.load(...).run()`"  # where no command could do the same
 # public name -> its module, which is imported when the name is first used
 MODULES = {
+    "AnalysisResult": "pipeline.app",
     "Batch": "workers.data.batch",
     "Carried": "workers.storage.taskstate",
+    "ComparisonResult": "pipeline.report.comparison_files",
+    "Experiment": "pipeline.experiment",
     "Method": "workers.methods.base",
     "MethodSettings": "workers.methods.base",
     "Model": "pipeline.results.model",
@@ -76,12 +95,15 @@ MODULES = {
     "ParamGroup": "workers.methods.base",
     "Progress": "workers.methods.base",
     "Results": "pipeline.results.frames",
+    "SearchExperiment": "pipeline.search.experiment",
+    "SearchResults": "pipeline.search.experiment",
     "Step": "workers.methods.base",
     "StepContext": "workers.methods.base",
     "Task": "workers.job",
     "TaskState": "workers.storage.taskstate",
     "TrainDefaults": "workers.methods.train_defaults",
     "UserError": "workers.errors",
+    "WrittenReport": "pipeline.app",
     "register": "workers.methods.registration",
 }
 
@@ -108,6 +130,7 @@ def load(config: LoadSource, /, **overrides: Any) -> Experiment:
     computed has a name of its own. Raise `UserError` when the config cannot be used.
     """
     from pipeline import config as configs
+    from pipeline.experiment import Experiment
     from pipeline.yaml_files import override_of
 
     texts = tuple(override_of(key, value) for key, value in overrides.items())
@@ -115,7 +138,23 @@ def load(config: LoadSource, /, **overrides: Any) -> Experiment:
     return Experiment(source, texts, configs.load(source, list(texts)))
 
 
-def runs(storage: str | os.PathLike[str] = "storage") -> pd.DataFrame:
+def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
+    """Read a search file and its base config; nothing is run.
+
+    overrides: as for `load`: settings of the search file, else of its base, as `--set` takes them:
+    `load_search(path, **{"budget.trials": 4})`. Raise `UserError` when one of the two is wrong.
+    """
+    from pipeline.search import spec  # start-up time: imports torch
+    from pipeline.search.experiment import SearchExperiment
+    from pipeline.yaml_files import override_of
+
+    texts = tuple(override_of(key, value) for key, value in overrides.items())
+    source = os.fspath(path)
+    return SearchExperiment(source, texts, spec.load(source, list(texts)).settings)
+
+
+# ---- runs and models -----------------------------------------------------------------------------
+def runs(storage: AnyPath = "storage") -> pd.DataFrame:
     """Return a row for each run of a storage and each of its methods, those started last first.
 
     `done` of `total` stages have a result; `average_accuracy` is that after the last finished task,
@@ -131,6 +170,181 @@ def runs(storage: str | os.PathLike[str] = "storage") -> pd.DataFrame:
         methods = run.methods or ((None, None),)
         rows += [dict(zip(columns, (*head, *method), strict=True)) for method in methods]
     return data_frame(rows, columns)
+
+
+def compare(
+    *runs: AnyPath | Results | Experiment, storage: AnyPath = "storage"
+) -> ComparisonResult:
+    """Lay two or more runs side by side, and write the page and its tables as CSV.
+
+    runs: experiments, results, names of runs in a storage, paths of configs, files of
+    `Results.save`, or accuracy matrices as CSV or JSON. storage: of runs that are given by name.
+    Raise `UserError` when one cannot be read, or when they have no task in common.
+    """
+    from pipeline.report import comparison_files
+
+    return comparison_files.compare([_run_source(run) for run in runs], os.fspath(storage))
+
+
+def open_model(folder: AnyPath) -> Model:
+    """Return the model of a folder, or a URI, that `Model.save` or `accrete bundle` wrote.
+
+    Raise `UserError` when it is none, or was changed.
+    """
+    from pipeline.results.bundles import open_folder  # start-up time: imports torch
+    from pipeline.results.model import Model
+
+    return Model(open_folder(os.fspath(folder)))
+
+
+def import_task(folder: AnyPath, file: AnyPath) -> str:
+    """Let a model folder serve a task of `Model.export_task` too; return the task's name.
+
+    Raise `UserError` when the two do not fit together.
+    """
+    from pipeline.results import bundles  # start-up time: imports torch
+
+    return bundles.import_task(os.fspath(folder), os.fspath(file)).name
+
+
+def remove_task(folder: AnyPath, task: str) -> str:
+    """Let a model folder serve a task no more; return what stays of it in a sentence, or "".
+
+    Raise `UserError` when the others need it.
+    """
+    from pipeline.results import bundles  # start-up time: imports torch
+
+    return bundles.remove_task(os.fspath(folder), task)
+
+
+def collect_garbage(
+    storage: AnyPath = "storage", earlier: bool = False, dry_run: bool = True
+) -> pd.DataFrame:
+    """Return what no named run and no search needs: a row for each folder, with its `bytes`.
+
+    earlier: also what runs needed only before their configs or images were changed. dry_run: False
+    deletes it; `deleted` is False where a run that has begun needs it, or a process is at work.
+    """
+    from pipeline import app
+    from pipeline.graph.store import Store
+    from pipeline.results.data_frame import data_frame
+    from pipeline.yaml_files import absolute
+
+    store = Store(absolute(os.fspath(storage)))
+    garbage = dict(app.find_garbage(store, earlier))
+    staying = {*garbage}
+    if not dry_run:
+        needed_again, busy = app.delete_garbage(store, [*garbage], earlier)
+        staying = {*needed_again, *busy}
+    rows = []
+    for path, size in garbage.items():
+        rows.append({"path": path, "bytes": size, "deleted": path not in staying})
+    return data_frame(rows, ("path", "bytes", "deleted"))
+
+
+# ---- methods and data ----------------------------------------------------------------------------
+def methods() -> pd.DataFrame:
+    """Return a row for each method: family, scenarios, whether it forgets, what it keeps."""
+    from pipeline.results.data_frame import data_frame
+    from pipeline.shell import method_list  # start-up time: imports torch
+
+    return data_frame(method_list.method_rows())
+
+
+def method_settings(method: str) -> pd.DataFrame:
+    """Return a row for each setting of a method: kind, default, bounds, the paper's value, meaning.
+
+    Values are texts, as in YAML. Raise `UserError` when there is no such method.
+    """
+    from pipeline.results.data_frame import data_frame
+    from pipeline.shell import method_list  # start-up time: imports torch
+
+    settings = method_list.settings_of(method)
+    return data_frame([setting._asdict() for setting in settings], method_list.Setting._fields)
+
+
+def data_sets() -> pd.DataFrame:
+    """Return a row for each card of `datasets`: classes, images, how it is obtained, its licence.
+
+    NaN for numbers that a card does not state. A card that cannot be read is left out, with a
+    warning.
+    """
+    from pipeline.data import catalogue  # start-up time: imports pyarrow
+    from pipeline.results.data_frame import data_frame
+
+    entries, problems = catalogue.read_catalogue()
+    for problem in problems:
+        warnings.warn(problem, stacklevel=2)
+    return data_frame([entry._asdict() for entry in entries])
+
+
+def prepare_data(
+    card: str, source: AnyPath, folder: AnyPath | None = None, copy: bool = False
+) -> pd.DataFrame:
+    """Sort official files that were fetched by hand into class folders, as `data prepare` does.
+
+    card: name or path. source: folder of the unpacked files. folder: to be filled; None for the one
+    that the card reads. copy: whether copies are written in place of links. Return a row with the
+    folder, its classes, and its train and test images. Raise `UserError` where files are missing or
+    are not those of the card.
+    """
+    from pipeline.data import card_files, preparation  # start-up time: imports pyarrow
+    from pipeline.results.data_frame import data_frame
+
+    target = None
+    if folder is not None:
+        target = os.fspath(folder)
+    loaded = card_files.load_without_source(card)
+    prepared = preparation.prepare(loaded, os.fspath(source), target, copy)
+    counts = {"folder": prepared.folder, "classes": prepared.num_classes, **prepared.counts}
+    return data_frame([{"card": loaded.name, **counts}])
+
+
+def shards(card: str, storage: AnyPath | None = None) -> pd.DataFrame:
+    """Return where the shards of a card, or of all cards of a config, lie.
+
+    A row for each `url`, which may stand for several with braces, as WebDataset takes them. card:
+    name or path of a card, or path of a config. storage: where it was ingested; None for `storage`,
+    or the config's. Raise `UserError` where it was not ingested yet.
+    """
+    from pipeline.results import shard_urls  # start-up time: imports pyarrow
+    from pipeline.results.data_frame import data_frame
+
+    folder = None
+    if storage is not None:
+        folder = os.fspath(storage)
+    return data_frame([shard._asdict() for shard in shard_urls.asked_for(card, folder)])
+
+
+def write_config(
+    *paths: AnyPath, name: str = "", image: str | None = None, label: str | None = None
+) -> str:
+    """Look at data, print what it is, and write a card and a config for it; return the config's
+    path.
+
+    paths: as `accrete init` takes them, a task each. name: of the run; empty for that of the data.
+    image, label: columns of a table, where they are not clear. `load(paths)` does so by itself.
+    Raise `UserError` where the data does not fit, or another file is there.
+    """
+    from pipeline.data import starter  # start-up time: imports pyarrow
+    from pipeline.shell.invocation import this_command
+
+    return starter.start(
+        _paths_of(paths), this_command(), print, name=name, image=image, label=label
+    )
+
+
+# ---- what people give ----------------------------------------------------------------------------
+def _run_source(run: AnyPath | Results | Experiment) -> RunSource:
+    """Return a run as `comparison_files.compare` takes it."""
+    from pipeline.experiment import Experiment
+    from pipeline.results.frames import Results
+
+    if isinstance(run, Experiment):
+        run = run.results()
+    if isinstance(run, Results):
+        return [*run.tables.values()]
+    return os.fspath(run)
 
 
 def _config_of(source: LoadSource) -> ConfigSource:
@@ -161,145 +375,3 @@ def _paths_of(source: AnyPath | Sequence[AnyPath]) -> list[str]:
             "data, or the values of a config as a mapping"
         )
     return [os.fspath(path) for path in paths]
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A config that can be planned, run and looked at, any number of times.
-
-    source: path of the config, or its values. overrides: as `--set` takes them. config: all
-    settings, as they were when it was loaded. folder: where relative paths start, the current
-    folder when it was loaded; while it is at work, the process is in that folder.
-    """
-
-    source: ConfigSource
-    overrides: tuple[str, ...]
-    config: Config
-    folder: str = field(default_factory=os.getcwd)
-
-    def __repr__(self) -> str:
-        from pipeline import config as configs
-
-        words = [f"{self.name}:", configs.name_of_source(self.source), *self.overrides]
-        return f"<Experiment {' '.join(words)}>"
-
-    @property
-    def name(self) -> str:
-        """The name of the run in its storage."""
-        return self.config.name
-
-    def plan(self) -> pd.DataFrame:
-        """Return a row for each stage with its key, and whether it is a `hit` or a `miss` and why.
-
-        Nothing is run. Raise `UserError` when the config or its storage cannot be used.
-        """
-        from pipeline import app
-        from pipeline.results.data_frame import data_frame
-
-        with self._in_folder():
-            plan = app.plan(self._prepare())
-        status = plan.status
-        rows = [
-            {
-                "stage": stage.id,
-                "step": stage.step,
-                "replica": stage.replica,
-                "label": stage.method,
-                "task": stage.task,
-                "key": stage.key,
-                "status": status[stage.id],
-                "reason": plan.lookups[stage.id].reason,
-            }
-            for stage in plan.run.graph
-        ]
-        return data_frame(rows)
-
-    def run(self, quiet: bool = False) -> Results:
-        """Run the stages that have no result yet, record the run, and return all results.
-
-        They run where `cluster` says: with `workers: 0` in this process, else on Ray. quiet:
-        whether nothing is printed: no line for a stage when it ends, and every 30 s of a long one;
-        no warnings, and not where the report and the record in MLflow are. Raise `UserError` when a
-        stage fails.
-        """
-        from io import StringIO
-
-        from pipeline import app
-        from pipeline.console import Console, ending
-
-        stream = StringIO() if quiet else sys.stdout
-        with self._in_folder() as change_folder:
-            run = self._prepare(to_run=True, say=lambda line: print(line, file=stream))
-            result = app.execute(
-                run,
-                lambda graph, lookups: Console(graph, lookups, stream),
-                self._command("run", run, change_folder),
-                self._command("report", run, change_folder),
-            )
-        print(*ending(result.outcome, result.published.lines), sep="\n", file=stream)
-        return self._results(run, result.replicas or {"": result.tables})
-
-    def results(self) -> Results:
-        """Return the results that the storage holds; of an unfinished run, those that exist.
-
-        Nothing is run. Raise `UserError` when the config or its storage cannot be used.
-        """
-        from pipeline import app
-
-        with self._in_folder():
-            run = self._prepare()
-            tables = app.tables_of(run)
-        return self._results(run, tables)
-
-    def _prepare(self, **options: Any) -> PreparedRun:
-        from pipeline import app
-
-        return app.prepare(self.source, self.overrides, with_jobs=False, several=True, **options)
-
-    def _command(self, command: str, run: PreparedRun, change_folder: str) -> str:
-        """Return what a person types to give a command on this config.
-
-        change_folder: what they type before it, where the current folder is another one.
-        """
-        from pipeline import app
-
-        if not isinstance(self.source, str) or run.graph.has_outside_code:
-            return RUN_AGAIN
-        return change_folder + app.command_text(command, self.source, self.overrides)
-
-    def _results(self, run: PreparedRun, tables: Mapping[str, RunTables]) -> Results:
-        from pipeline import app
-        from pipeline.results.frames import Results
-        from workers.storage.artifact import join
-
-        def open_model(replica: str, label: str) -> Model:
-            from pipeline.results.bundles import bundle_of  # start-up time: imports torch
-            from pipeline.results.model import Model
-
-            with self._in_folder():
-                whole = app.with_jobs(run.replicas.get(replica, run))
-                return Model(bundle_of(whole.graph, whole.store, label))
-
-        report = join(run.store.storage, "runs", run.config.name, "report.html")
-        return Results(run.config.name, tables, open_model, report)
-
-    @contextlib.contextmanager
-    def _in_folder(self) -> Iterator[str]:
-        """Be in the folder in which the experiment was loaded; yield the command that goes there.
-
-        So relative paths of the config, its cards, its weights and its storage stay what they were.
-        The command is empty in that folder. Raise `UserError` when the folder is gone.
-        """
-        from workers.errors import UserError
-
-        if os.getcwd() == self.folder:
-            yield ""
-            return
-        folder = shlex.quote(self.folder)
-        if not os.path.isdir(self.folder):
-            raise UserError(
-                f"the folder {folder}, in which {self!r} was loaded, is gone; "
-                "call `pipeline.load` again"
-            )
-        with contextlib.chdir(self.folder):
-            yield f"cd {folder} && "

@@ -12,11 +12,11 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipeline import config as configs
 from pipeline.config import Config, ConfigSource
@@ -48,7 +48,8 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, version_notes
 from pipeline.launch.cluster import is_submitted_job
 from pipeline.results import runs as stored_runs
-from pipeline.results.runs import RunOverview, RunStatus
+from pipeline.results.data_frame import data_frame
+from pipeline.results.runs import RunOverview
 from pipeline.results.tables import RunTables
 from pipeline.results.trials import keys_of_searches
 from pipeline.shell import version as versions
@@ -71,6 +72,8 @@ from workers.storage.artifact import (
 from workers.storage.lock import stage_lock
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from pipeline.graph.run import Executor
     from pipeline.graph.walk import Event
     from pipeline.report.analyse import Analysis, FinishedRun
@@ -153,7 +156,7 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
-class Published:
+class WrittenReport:
     """A report that was written, and what was said while it was recorded in MLflow.
 
     page: path or URI of the page. links: lines that name where the record is.
@@ -179,17 +182,45 @@ class RunResult:
 
     tables: RunTables
     outcome: Outcome
-    published: Published
+    report: WrittenReport
     replicas: Mapping[str, RunTables] = field(default_factory=dict)
+
+
+class IngestedData(NamedTuple):
+    """What an ingest stage read. counts: images by split. rejected: images by reason."""
+
+    stage: str
+    counts: Mapping[str, int]
+    rejected: Mapping[str, int]
+
+    @property
+    def rejected_text(self) -> str:
+        """The rejected images by reason, for a person; empty when there are none."""
+        return counts_text(self.rejected)
 
 
 @dataclass(frozen=True)
 class AnalysisResult:
     """What `analyse` measured. pictures: name of a part -> path of its first picture."""
 
-    analysis: Analysis
+    analysis: Analysis = field(repr=False)
     pictures: dict[str, str]
-    published: Published
+    report: WrittenReport
+
+    @property
+    def attention(self) -> pd.DataFrame:
+        """A row for each method, task and layer: where its attention looks, and how far."""
+        return data_frame(self.analysis.attention)
+
+    @property
+    def robustness(self) -> pd.DataFrame:
+        """A row for each method, task and kind of disturbance; empty where it was not asked for."""
+        return data_frame(self.analysis.robustness)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what could not be measured."""
+        return self.analysis.notes
 
 
 # ---- from a config to a graph --------------------------------------------------------------------
@@ -572,11 +603,11 @@ def _finish(
 ) -> RunResult:
     """Copy the report to where people look for it, and return what came out."""
     page = export(run.store, run.config.name, files)
-    published = Published(page, warnings, links)
+    written = WrittenReport(page, warnings, links)
     if not run.replicas:
-        return RunResult(RunTables.load(run.store.storage, record), outcome, published)
+        return RunResult(RunTables.load(run.store.storage, record), outcome, written)
     tables = RunTables.load_all(run.store.storage, records_of(run))
-    return RunResult(next(iter(tables.values())), outcome, published, tables)
+    return RunResult(next(iter(tables.values())), outcome, written, tables)
 
 
 def _no_executor(stages_to_run: set[str]) -> Executor:
@@ -592,12 +623,22 @@ def _add_analysis(files: dict[str, bytes], record: RunRecord, store: Store) -> d
     return analysis_section.add_section(files, record, store)
 
 
-def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> Graph:
-    """Run the ingest stages of a graph that are missing; return the graph of all of them."""
+def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> list[IngestedData]:
+    """Run the ingest stages of a graph that are missing; return what each of all of them read."""
     stages = [stage for stage in run.graph if stage.step == "ingest"]
     ingest_graph = Graph.of(run.graph.name, stages)
     bring(ingest_graph, run.config, run.store, open_screen, resume_command)
-    return ingest_graph
+    ingested = []
+    for stage in stages:
+        manifest = run.store.look_up(stage, verify=False).manifest or {}
+        counts = manifest.get("counts", {})
+        ingested.append(IngestedData(stage.id, counts, manifest.get("rejected", {})))
+    return ingested
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Return numbers with what they count, such as `20 train, 10 test`."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def bring(
@@ -629,15 +670,6 @@ def bring(
 def list_runs(storage: str) -> list[RunOverview]:
     """Return all runs of a storage, those started last first."""
     return stored_runs.list_runs(absolute(storage))
-
-
-def run_status(run: str, storage: str = "storage") -> RunStatus:
-    """Return how far a run is, also while another process runs it.
-
-    run: its name in the storage, or the path of its config. Raise `UserError` for an unknown run.
-    """
-    name, storage = stored_runs.named_run(run, storage)
-    return stored_runs.run_status(storage, name)
 
 
 # ---- reports -------------------------------------------------------------------------------------
@@ -739,7 +771,7 @@ def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
     return join(folder, "report.html")
 
 
-def report(run: PreparedRun, report_command: str) -> Published:
+def report(run: PreparedRun, report_command: str) -> WrittenReport:
     """Write the report and the MLflow record again from the store, also of an unfinished run."""
     from pipeline.report import analysis_section  # imports torch and matplotlib
     from pipeline.tracking.recorder import log_to_stderr
@@ -759,7 +791,7 @@ def report(run: PreparedRun, report_command: str) -> Published:
         log_models(recorder, run)
     recorder.finish(files)
     page_path = export(store, run.config.name, files)
-    return Published(page_path, recorder.warnings, recorder.links())
+    return WrittenReport(page_path, recorder.warnings, recorder.links())
 
 
 def write_bundle(run: PreparedRun, label: str, folder: str) -> None:
@@ -779,8 +811,7 @@ def current_record(run: PreparedRun) -> RunRecord:
 
 
 def analyse(
-    config_paths: Sequence[str],
-    overrides: Sequence[str],
+    finished_runs: Iterable[PreparedRun],
     open_screen: OpenScreen,
     command: str,
     images: int = 256,
@@ -792,9 +823,10 @@ def analyse(
 
     The tables and pictures go to the first run; the numbers of a method go to its own record.
 
-    images: about how many test images of each task are measured. map_images: over how many maps are
-    drawn. robustness: whether images are also occluded and attacked. other_cards: cards that are
-    tested on too. command: what a person types to repeat this.
+    finished_runs: each is taken when those before it were checked, and may be prepared then.
+    images: about how many test images of each task are measured. map_images: over how many maps
+    are drawn. robustness: whether images are also occluded and attacked. other_cards: cards that
+    are tested on too. command: what a person types to repeat this.
     """
     # They import torch and matplotlib.
     from pipeline.graph.tasks import cards_graph
@@ -806,8 +838,7 @@ def analyse(
     prepared: list[PreparedRun] = []
     runs: list[FinishedRun] = []
     other_tasks: list[Task] = []
-    for config_path in config_paths:
-        run = prepare(config_path, overrides)
+    for run in finished_runs:
         if run.config.name in {other.config.name for other in prepared}:
             raise UserError(
                 f"analyse: two of these configs are runs called {run.config.name!r}, "
@@ -830,12 +861,12 @@ def analyse(
     links: list[str] = []
     for run, analysed_run in zip(prepared, runs, strict=True):
         run_files = files if run is first else {}
-        published = _record_analysis(run, analysed_run.record, measured, run_files, images)
-        pages.append(published.page)
-        warnings += published.warnings
-        links += published.links if run is first else []
+        written = _record_analysis(run, analysed_run.record, measured, run_files, images)
+        pages.append(written.page)
+        warnings += written.warnings
+        links += written.links if run is first else []
     pictures = {name: f"{folder}/{part.pictures[0].name}" for name, part in measured.parts.items()}
-    return AnalysisResult(measured, pictures, Published(pages[0], warnings, links))
+    return AnalysisResult(measured, pictures, WrittenReport(pages[0], warnings, links))
 
 
 def check_image_count(option: str, count: int, least: int, most: float) -> None:
@@ -853,7 +884,7 @@ def _record_analysis(
     analysis: Analysis,
     analysis_files: Mapping[str, bytes],
     images: int,
-) -> Published:
+) -> WrittenReport:
     """Add an analysis to the report of one run and to its record in MLflow."""
     # They import torch and matplotlib.
     from pipeline.report import analysis_section
@@ -871,7 +902,7 @@ def _record_analysis(
     )
     recorder.finish(files)
     page_path = export(run.store, run.config.name, files)
-    return Published(page_path, recorder.warnings, recorder.links())
+    return WrittenReport(page_path, recorder.warnings, recorder.links())
 
 
 # ---- garbage collection --------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.data.errors import UnfitSource
@@ -495,30 +495,34 @@ def run(args: argparse.Namespace) -> int:
             f"--set changes what {config.base_name} computes, so this is a run of its own"
         )
     selection = Selection(args.only_stages, args.from_stages, args.until_stages, args.force_stages)
-    options = []
-    for option, names in selection.options:
-        for stage in names:
-            # A forced stage whose run was cut short has no result: it runs again anyway.
-            if option != "--force":
-                options += [option, stage]
-    resume_command = app.command_text("run", args.config, args.overrides, options)
+    resume_command = app.command_text("run", args.config, args.overrides, selection.resume_options)
     report_command = app.command_text("report", args.config, args.overrides)
     result = app.execute(prepared, console.Console, resume_command, report_command, selection)
     if result.replicas:
         from pipeline.report.replicas import comparison_text  # imports torch and matplotlib
 
         print(comparison_text(config.name, result.replicas))
-        print("\n".join(["", *console.ending(result.outcome, result.published.lines)]))
+        print("\n".join(["", *console.ending(result.outcome, result.report.lines)]))
         return 0
-    print(console.summary(result.tables, result.outcome, result.published.lines))
+    print(console.summary(result.tables, result.outcome, result.report.lines))
     return 0
 
 
 def search(args: argparse.Namespace) -> int:
     """Search the settings of a config, and measure the winner on test data."""
+    from pipeline import app
     from pipeline.search import run as searches  # imports torch
+    from pipeline.search.screen import SearchScreen
+    from pipeline.search.spec import prepare
 
-    return searches.command(args)
+    prepared = prepare(args.config, args.overrides, app.provenance())
+    searches.execute(
+        prepared,
+        SearchScreen(prepared),
+        app.command_text("search", args.config, args.overrides),
+        app.command_text("report", args.config, args.overrides),
+    )
+    return 0
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -578,16 +582,10 @@ def ingest(args: argparse.Namespace) -> int:
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, several=True)
     resume_command = app.command_text("run", args.config, args.overrides)
-    for stage in app.ingest(prepared, console.Console, resume_command):
-        manifest = prepared.store.look_up(stage, verify=False).manifest or {}
-        counts = _counts_text(manifest.get("counts", {}))
-        rejected = _counts_text(manifest.get("rejected", {})) or "none rejected"
-        print(f"{stage.id}: {counts}; {rejected}")
+    for data in app.ingest(prepared, console.Console, resume_command):
+        rejected = data.rejected_text or "none rejected"
+        print(f"{data.stage}: {app.counts_text(data.counts)}; {rejected}")
     return 0
-
-
-def _counts_text(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def shards(args: argparse.Namespace) -> int:
@@ -606,21 +604,23 @@ def report(args: argparse.Namespace) -> int:
     """Write the report and the MLflow record of a run, or of a search, again from the store."""
     from pipeline import app
     from pipeline.search import run as searches  # imports torch
+    from pipeline.search.spec import prepare
 
     if searches.is_search(args.config):
         if args.json:
             raise UserError(
                 f"--json is of a run, and {args.config!r} is a search; name the config of a run"
             )
-        return searches.report(args)
+        search = prepare(args.config, args.overrides, app.provenance())
+        print("\n".join(searches.report(search).lines))
+        return 0
     prepared = app.prepare(args.config, args.overrides, several=True)
-    published = app.report(prepared, app.command_text("report", args.config, args.overrides))
-    print("\n".join(published.lines))
+    written = app.report(prepared, app.command_text("report", args.config, args.overrides))
+    print("\n".join(written.lines))
     if args.json:
-        from pipeline.results.results_file import results_bytes  # imports pyarrow
+        from pipeline.results.results_file import write_results  # imports pyarrow
 
-        tables = app.tables_of(prepared)
-        write_named("--json", args.json, results_bytes([*tables.values()]))
+        write_results("--json", args.json, [*app.tables_of(prepared).values()])
         print(f"results: {args.json}")
     return 0
 
@@ -631,8 +631,7 @@ def analyse(args: argparse.Namespace) -> int:
 
     command = [invocation.this_command(), "analyse", *args.config, "--on", *args.on]
     result = app.analyse(
-        args.config,
-        args.overrides,
+        (app.prepare(config, args.overrides) for config in args.config),
         console.Console,
         " ".join(command),
         images=args.images,
@@ -641,42 +640,64 @@ def analyse(args: argparse.Namespace) -> int:
         other_cards=args.on,
     )
     pictures = [f"{name}: {path}" for name, path in result.pictures.items()]
-    published = result.published
-    lines = [result.analysis.text, "", *pictures, f"report: {published.page}"]
-    print("\n".join([*lines, *published.warnings, *published.links]))
+    written = result.report
+    lines = [result.analysis.text, "", *pictures, f"report: {written.page}"]
+    print("\n".join([*lines, *written.warnings, *written.links]))
     return 0
 
 
 def compare(args: argparse.Namespace) -> int:
     """Write the page that lays finished runs side by side."""
-    from pipeline.report import compare_command
+    from pipeline.report import comparison_files
 
-    return compare_command.compare(args)
+    result = comparison_files.compare(args.run, args.storage)
+    page = result.page
+    if args.out:
+        write_named("--out", args.out, result.html)
+        page = args.out
+    text = comparison_files.format_comparison(result.comparison)
+    print(f"{text}\n\npage: {page}\ntables: {result.folder}")
+    return 0
 
 
 def list_runs(args: argparse.Namespace) -> int:
     """Print the runs of a storage."""
     from pipeline import app
-    from pipeline.report import runs_command
+    from pipeline.report import run_text
     from pipeline.yaml_files import absolute
 
-    text = runs_command.runs_text(app.list_runs(args.storage), absolute(args.storage))
-    print(runs_command.printable(text))
+    text = run_text.runs_text(app.list_runs(args.storage), absolute(args.storage))
+    print(run_text.printable(text))
     return 0
 
 
 def status(args: argparse.Namespace) -> int:
     """Print how far a run is."""
-    from pipeline.report import runs_command
+    from pipeline.report import run_text
+    from pipeline.results import runs
 
-    return runs_command.status(args)
+    name, storage = runs.named_run(args.run, args.storage)
+    if args.svg:
+        write_named("--svg", args.svg, run_text.run_picture(storage, name).encode())
+    if not args.watch:
+        text = run_text.status_text(runs.run_status(storage, name), args.all)
+        print(run_text.printable(text))
+        return 0
+    try:
+        run_text.watch(name, storage, args.all)
+    except KeyboardInterrupt:  # the run goes on
+        print()
+    return 0
 
 
 def logs(args: argparse.Namespace) -> int:
     """Print what happened in a run or a stage."""
-    from pipeline.report import logs_command
+    from pipeline.report.log_text import log_text
+    from pipeline.results.runs import named_run
 
-    return logs_command.logs(args)
+    name, storage = named_run(args.run, args.storage)
+    print(log_text(storage, name, args.stage, args.all))
+    return 0
 
 
 def ui(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import pipeline
 from pipeline.cli import main
 from pipeline.config import load
 from workers.methods import METHODS
@@ -121,6 +122,33 @@ def test_stages_and_tasks_of_the_demo_are_called_as_it_calls_them() -> None:
                 named = DEMO_STAGE.findall(line) + DEMO_TASK.findall(line)
                 unknown += [f"{document}: {name}" for name in named if name not in tasks]
     assert unknown == []
+
+
+def test_the_page_on_python_names_all_that_can_be_called() -> None:
+    text = text_of("docs/notebook.md")
+    named = set(re.findall(r"\bpipeline\.(\w+)", text)) - {"__all__"}
+    assert named <= set(pipeline.__all__)
+    assert [name for name in pipeline.__all__ if name.islower() and name not in named] == []
+    classes: dict[str, type] = {
+        "experiment": pipeline.Experiment,
+        "results": pipeline.Results,
+        "model": pipeline.Model,
+        "comparison": pipeline.ComparisonResult,
+        "search": pipeline.SearchExperiment,
+        "found": pipeline.SearchResults,
+    }
+    clear_from_their_names = {"name", "labels", "tasks", "classes"}
+    for variable, public in classes.items():
+        used = set(re.findall(rf"\b{variable}\.(?!md\b)(\w+)", text))
+        members = {name for name, value in vars(public).items() if is_documented(name, value)}
+        fields = set(getattr(public, "__dataclass_fields__", ()))
+        assert used <= members | fields, variable
+        assert members - used <= clear_from_their_names, variable
+
+
+def is_documented(name: str, member: object) -> bool:
+    """Return whether a member of a class is public, and a function or a property."""
+    return not name.startswith("_") and (callable(member) or isinstance(member, property))
 
 
 def test_the_readme_counts_the_methods() -> None:

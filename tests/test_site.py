@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import pipeline
 from docs.site.build import build
 from docs.site.figures import anchor_of, figures_of
 from docs.site.markdown import escape, from_docstring
@@ -82,6 +83,20 @@ def test_the_reference_names_every_command_and_setting(site: dict[str, str]) -> 
         assert f"### `{command}`" in site["commands.md"]
     for setting in ("checkpoint_s", "val_fraction", "crop_pct", "concurrent", "max_pixels"):
         assert f"\n`{setting}`\n: " in site["settings.md"]
+
+
+def test_the_page_on_python_has_every_public_name_with_its_types(site: dict[str, str]) -> None:
+    text = site["python.md"]
+    aliases = {"ParamGroup"}  # of a dict
+    for name in set(pipeline.__all__) - aliases:
+        assert f"\n### `{name}`\n" in text
+    for line in (
+        "- `status(self) -> pd.DataFrame`: Return how far the run is",
+        "- `summary: pd.DataFrame`: A row for each method",
+        "- `winner: dict[str, Any]`: The config of the winner",
+        "open_model(folder: AnyPath) -> Model",
+    ):
+        assert line in text
 
 
 def test_every_setting_says_what_it_is_for() -> None:

@@ -13,14 +13,12 @@ from pydantic import BaseModel
 import pipeline
 from docs.site.markdown import code, escape, from_docstring
 from pipeline import app, config
-from pipeline.results import frames, metrics, model, tables
+from pipeline.results import metrics, tables
 from workers.methods import base, protocols
 from workers.serving import bundle
 
 MODULES: tuple[ModuleType, ...] = (
     pipeline,
-    frames,
-    model,
     app,
     config,
     tables,
@@ -36,9 +34,10 @@ results = pipeline.load("configs/demo.yaml", seed=1).run()
 print(results.accuracy_matrix("meat"))
 """
 INTRODUCTION = """What the command line does is there from Python: `import pipeline` works from any
-folder once `make setup` has run. A mistake in the input raises `workers.errors.UserError`, whose
-text is one sentence. `pipeline` itself is the way in, and its names are stable: they are listed in
-`pipeline.__all__`. The other modules are what it stands on, and the contract of a method."""
+folder once `make setup` has run. A mistake in the input raises `pipeline.UserError`, whose text is
+one sentence. `pipeline` itself is the way in, and its names are stable: they are listed in
+`pipeline.__all__`, and [by use](docs/notebook.md). The other modules are what it stands on, and the
+contract of a method; a class of `pipeline` that one of them defines is described there."""
 
 
 def python_page() -> str:
@@ -73,10 +72,19 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _public_members(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Yield the documented functions and classes that a module defines, in its order."""
-    for name, value in vars(module).items():
+    """Yield the documented functions and classes that a module defines, in its order.
+
+    `pipeline` has those of `__all__`, without the ones that another module on this page defines.
+    """
+    members = vars(module)
+    homes = {module.__name__}
+    if module is pipeline:
+        members = {name: getattr(pipeline, name) for name in pipeline.__all__}
+        homes = {value.__module__ for value in members.values()}
+        homes -= {other.__name__ for other in MODULES if other is not pipeline}
+    for name, value in members.items():
         is_member = inspect.isfunction(value) or inspect.isclass(value)
-        if not is_member or name.startswith("_") or value.__module__ != module.__name__:
+        if not is_member or name.startswith("_") or value.__module__ not in homes:
             continue
         if value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__:
             yield name, value
@@ -92,7 +100,7 @@ def _member_blocks(name: str, value: Any) -> Iterator[str]:
 
 
 def _class_blocks(name: str, value: type[Any]) -> Iterator[str]:
-    """Yield the docstring, fields and public functions of a class."""
+    """Yield the docstring, fields, properties and public functions of a class."""
     if issubclass(value, BaseModel):
         yield from_docstring(value.__doc__ or "")
         yield "Its fields are among the [settings](pipeline/config.py)."
@@ -102,11 +110,16 @@ def _class_blocks(name: str, value: type[Any]) -> Iterator[str]:
         yield code("\n".join([f"class {name}:", *fields]), "python")
     yield from_docstring(value.__doc__ or "")
     lines = []
-    for method_name, function in vars(value).items():
-        function = getattr(function, "__func__", function)
-        if method_name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+    for member_name, member in vars(value).items():
+        function = getattr(member, "__func__", member)
+        if isinstance(member, property):
+            function = member.fget
+        if member_name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
             continue
         summary = " ".join(inspect.cleandoc(function.__doc__).split("\n\n")[0].split())
-        lines.append(f"- `{method_name}{_signature_of(function)}`: {escape(summary)}")
+        signature = str(_signature_of(function))
+        if isinstance(member, property):
+            signature = f": {inspect.signature(function).return_annotation}"
+        lines.append(f"- `{member_name}{signature}`: {escape(summary)}")
     if lines:
         yield "\n".join(lines)

@@ -18,19 +18,40 @@ PREPARED = "by hand, then prepared"
 LEFT = ("card", "how it is obtained", "verified", "licence")
 
 
-class Catalogue(NamedTuple):
-    """rows: as HEADING has them. problems: a sentence for each card that cannot be read."""
+class Entry(NamedTuple):
+    """A card of `datasets`. None: a number that it does not state."""
 
-    rows: list[list[str]]
+    card: str
+    classes: int
+    train: int | None
+    test: int | None
+    obtained: str
+    verified: bool
+    licence: str
+
+    @property
+    def cells(self) -> list[str]:
+        """The texts below HEADING."""
+        verified = "no"
+        if self.verified:
+            verified = "yes"
+        counts = [UNKNOWN if count is None else str(count) for count in (self.train, self.test)]
+        return [self.card, str(self.classes), *counts, self.obtained, verified, self.licence]
+
+
+class Catalogue(NamedTuple):
+    """The cards that can be read, and a sentence for each that cannot."""
+
+    entries: list[Entry]
     problems: list[str]
 
 
 def read_catalogue() -> Catalogue:
-    """Return a row for each card of `datasets`, sorted by name. No source is looked at."""
+    """Return the cards of `datasets`, sorted by name. No source is looked at."""
     catalogue = Catalogue([], [])
     for name in card_files.names():
         try:
-            catalogue.rows.append(_row(card_files.load_without_source(name)))
+            catalogue.entries.append(entry_of(card_files.load_without_source(name)))
         except UserError as error:
             catalogue.problems.append(str(error))
     return catalogue
@@ -46,15 +67,15 @@ def note(program: str) -> str:
     )
 
 
-def _row(card: Card) -> list[str]:
-    train = test = UNKNOWN
+def entry_of(card: Card) -> Entry:
+    """Return what the catalogue says of a card."""
+    train = None
+    test = None
     if card.counts:
-        train = str(card.counts.train)
-        test = str(card.counts.test)
-    verified = "no"
-    if card.verified:
-        verified = "yes"
-    return [card.name, str(num_classes(card)), train, test, how(card), verified, card.licence]
+        train = card.counts.train
+        test = card.counts.test
+    is_verified = bool(card.verified)
+    return Entry(card.name, num_classes(card), train, test, how(card), is_verified, card.licence)
 
 
 def num_classes(card: Card) -> int:
@@ -84,7 +105,7 @@ def describe(name: str, program: str) -> str:
     is no such card.
     """
     card = card_files.load_without_source(name)
-    row = dict(zip(HEADING, _row(card), strict=True))
+    row = dict(zip(HEADING, entry_of(card).cells, strict=True))
     verified = card.verified or "nothing was checked against the real data"
     lines = [
         f"{card.name}: {card.title}",

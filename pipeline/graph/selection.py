@@ -43,6 +43,17 @@ class Selection:
         ]
 
     @property
+    def resume_options(self) -> list[str]:
+        """What a person adds to `run` to go on with this selection where a run was cut short."""
+        words = []
+        for option, names in self.options:
+            for stage in names:
+                # A forced stage whose run was cut short has no result: it runs again anyway.
+                if option != "--force":
+                    words += [option, stage]
+        return words
+
+    @property
     def is_part(self) -> bool:
         """Whether a part of the graph may be left out."""
         return bool(self.only or self.start or self.until)

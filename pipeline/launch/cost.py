@@ -12,6 +12,7 @@ device. Ingest and report use no device and are left out.
 from __future__ import annotations
 
 import io
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,7 @@ from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.launch.queue import ReadyQueue, ReadyStage
+from pipeline.results.tables import Row
 from workers.errors import DamagedArtifact
 from workers.job import StageJob, Task, TrainSettings, with_neutral
 from workers.methods import METHODS
@@ -432,17 +434,36 @@ def text(prediction: Forecast) -> str:
 
 def table_row(prediction: Forecast, label: str) -> list[str]:
     """Return the cells of one label."""
+    row = label_row(prediction, label)
+    hours = ["-", "-"]
+    if not math.isnan(row["device_hours"]):
+        hours = [f"{row['device_hours']:.3g}", f"{row['wall_hours']:.3g}"]
+    bases = [str(row[basis]) for basis in BASES]
+    return [label, str(row["stages"]), f"{row['images']:,.0f}", *hours, *bases]
+
+
+def label_row(prediction: Forecast, label: str) -> Row:
+    """Return the numbers of one label.
+
+    images: times epochs. Hours are NaN where nothing comparable was measured. Beside them, by
+    basis, stages.
+    """
     costs = [cost for cost in prediction.costs.values() if label in (cost.label, "together")]
-    work = sum((cost.images or 0.0) * max(1, cost.epochs) for cost in costs)
     device_s = [cost.device_s for cost in costs if cost.device_s is not None]
-    device_hours = "-"
-    wall_hours = "-"
+    device_hours = math.nan
+    wall_hours = math.nan
     if device_s:
-        device_hours = f"{sum(device_s) / 3600:.3g}"
-        wall_hours = f"{prediction.walls[label] / 3600:.3g}"
+        device_hours = sum(device_s) / 3600
+        wall_hours = prediction.walls[label] / 3600
     stages_per_basis = Counter(cost.basis for cost in costs)
-    bases = [str(stages_per_basis[basis]) for basis in BASES]
-    return [label, str(len(costs)), f"{work:,.0f}", device_hours, wall_hours, *bases]
+    row: Row = {
+        "label": label,
+        "stages": len(costs),
+        "images": sum((cost.images or 0.0) * max(1, cost.epochs) for cost in costs),
+        "device_hours": device_hours,
+        "wall_hours": wall_hours,
+    }
+    return row | {basis: stages_per_basis[basis] for basis in BASES}
 
 
 def notes(prediction: Forecast) -> list[str]:

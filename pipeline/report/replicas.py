@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipeline.console import table_text
-from pipeline.report.compare_command import format_plain
 from pipeline.report.comparison import METRICS, Comparison, Entry, Group, unfinished_notes
+from pipeline.report.comparison_files import format_plain
 from pipeline.results.tables import RunTables
 
 PRINTED = ("average_accuracy", "average_incremental_accuracy", "forgetting", "bytes_per_task")

@@ -103,8 +103,8 @@ def build(storage: str, name: str) -> dict[str, bytes]:
     varied = search_parameters(search)
     shares, reason = measure_importance(search, varied)
     pictures = search_pictures.search_pictures(search, varied, shares)
-    rows = trial_rows(search, varied)
-    columns = [*COLUMNS[:3], *(parameter.key for parameter in varied), *COLUMNS[3:]]
+    rows = trial_rows(search)
+    columns = trial_columns(search)
     report_files = {
         "search.html": render_page(search, varied, pictures, reason).encode(),
         "trials.csv": files.as_csv(rows, columns),
@@ -113,13 +113,19 @@ def build(storage: str, name: str) -> dict[str, bytes]:
     return report_files | {picture.name: picture.png for picture in pictures}
 
 
-def trial_rows(search: Search, varied: Sequence[Parameter]) -> list[files.Row]:
+def trial_columns(search: Search) -> list[str]:
+    """Return the columns of the table of trials, in order."""
+    keys = [parameter.key for parameter in search_parameters(search)]
+    return [*COLUMNS[:3], *keys, *COLUMNS[3:]]
+
+
+def trial_rows(search: Search) -> list[files.Row]:
     """Return one row per trial with a column per setting.
 
     A setting is a text column when one of its values is no number.
     """
     text_keys = set()
-    for parameter in varied:
+    for parameter in search_parameters(search):
         values = [t["params"][parameter.key] for t in search.trials if parameter.key in t["params"]]
         if any(math.isnan(as_number(value)) for value in values):
             text_keys.add(parameter.key)

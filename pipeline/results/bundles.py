@@ -1,16 +1,22 @@
-"""A finished run becomes a bundle: one model that serves all tasks of a method."""
+"""Bundles: a finished run becomes one model that serves all tasks of a method, in a folder; and the
+tasks of such a folder."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
+from pipeline.results.tables import Row
+from pipeline.yaml_files import absolute
 from workers.data.decoding import MAX_PIXELS
 from workers.errors import UserError
 from workers.job import StageJob, Task
-from workers.serving.bundle import Bundle
-from workers.storage.artifact import Artifact
+from workers.serving import bundle as bundle_files
+from workers.serving.bundle import MODEL, Bundle
+from workers.storage.artifact import Artifact, exists, join
+from workers.storage.regular_file import read_regular, write_named
 
 
 def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
@@ -40,3 +46,52 @@ def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
     job = replace(jobs[-1], tasks=tuple(tasks), states=states)
     bundle = Bundle.of_job(job, max(max_pixels, default=MAX_PIXELS))
     return replace(bundle, where=f"run {graph.name!r}, method {label!r}")
+
+
+# ---- model folders -------------------------------------------------------------------------------
+def is_model_folder(path: str) -> bool:
+    """Return whether a path is a folder, or the URI of a bundle, and not the path of a config."""
+    return os.path.isdir(path) or ("://" in path and exists(join(path, MODEL)))
+
+
+def open_folder(folder: str) -> Bundle:
+    """Return the bundle of a model folder or a URI. Raise `UserError` when it is none."""
+    return Bundle.open(absolute(folder))
+
+
+def task_rows(bundle: Bundle) -> list[Row]:
+    """Return for each task that a bundle serves its number of classes, and the bytes of its
+    state."""
+    rows: list[Row] = []
+    for task in bundle.tasks:
+        info = bundle.body["files"][bundle_files.state_file(task.name)]
+        rows.append({"task": task.name, "classes": task.num_classes, "bytes": info["bytes"]})
+    return rows
+
+
+def export_task(bundle: Bundle, task: str, file: str) -> int:
+    """Write a task of a bundle into a file of its own, and return the number of bytes.
+
+    Raise `UserError` when it has no such task, or the file cannot be written.
+    """
+    data = bundle_files.export_task(bundle, task)
+    write_named("file", file, data)
+    return len(data)
+
+
+def import_task(folder: str, file: str) -> Task:
+    """Let a model folder serve an exported task too, and return the task.
+
+    Raise `UserError` when the two do not fit together.
+    """
+    bundle = open_folder(folder)
+    data = read_regular(file, bundle.most_task_bytes)
+    return bundle_files.import_task(absolute(folder), data, file)
+
+
+def remove_task(folder: str, task: str) -> str:
+    """Let a model folder serve a task no more; return what stays of it in a sentence, or "".
+
+    Raise `UserError` when other tasks need its state.
+    """
+    return bundle_files.remove_task(absolute(folder), task)

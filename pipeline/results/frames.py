@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,15 @@ class Results:
         self._tables(replica)
         return self.open_model(replica, label)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all results as one JSON file, which `compare` reads on any machine.
+
+        It is the file of `accrete report --json`. Raise `UserError` where it cannot be written.
+        """
+        from pipeline.results.results_file import write_results
+
+        write_results("path", os.fspath(path), [*self.tables.values()])
+
     # ---- what a person chooses of a run ----------------------------------------------------------
     @property
     def _first(self) -> RunTables:
@@ -158,18 +168,7 @@ class Results:
         )
 
     def _label(self, label: str | None) -> str:
-        """Return the label of a method. Raise `UserError` when it is unknown, or is needed."""
-        labels = self.labels
-        if label is None and len(labels) > 1:
-            raise UserError(
-                f"run {self.name!r} has several methods; choose one with label: {', '.join(labels)}"
-            )
-        if label is not None and label not in labels:
-            raise UserError(
-                f"label is {label!r:.80}, which run {self.name!r} does not have; "
-                f"it has {', '.join(labels)}"
-            )
-        return labels[0] if label is None else label
+        return choose_label(self.name, self.labels, label)
 
     def _check_task(self, task: str) -> None:
         if task not in self.tasks:
@@ -177,6 +176,22 @@ class Results:
             raise UserError(
                 f"task is {task!r:.80}, which run {self.name!r} does not have; {remedy}"
             )
+
+
+def choose_label(run: str, labels: Sequence[str], label: str | None, word: str = "label") -> str:
+    """Return the label of a method of a run; the only one may be left out.
+
+    word: what a person chooses it with. Raise `UserError` when it is unknown, or is needed.
+    """
+    if label is None and len(labels) > 1:
+        raise UserError(
+            f"run {run!r} has several methods; choose one with {word}: {', '.join(labels)}"
+        )
+    if label is not None and label not in labels:
+        raise UserError(
+            f"{word} is {label!r:.80}, which run {run!r} does not have; it has {', '.join(labels)}"
+        )
+    return labels[0] if label is None else label
 
 
 def _mask_view(tables: RunTables, label: str, task: str) -> MaskView | None:

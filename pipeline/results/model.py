@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipeline.results.bundles import export_task, task_rows
 from pipeline.results.data_frame import data_frame
 from pipeline.yaml_files import absolute
 from workers.analysis import logits_with_task
@@ -20,6 +21,8 @@ from workers.serving.server import Answer, Predictor, Rule
 
 if TYPE_CHECKING:
     import pandas as pd
+
+AnyPath = str | os.PathLike[str]
 
 
 class Model:
@@ -97,9 +100,39 @@ class Model:
             looks[name] = block.passes[-1].float().numpy()
         return looks
 
-    def save(self, folder: str) -> None:
-        """Write the model into a new folder or a URI, which `predict` and `serve` also take."""
-        self.bundle.write(absolute(folder))
+    @property
+    def sizes(self) -> pd.DataFrame:
+        """A row for each task: its number of classes, and the bytes of its state."""
+        return data_frame(task_rows(self.bundle))
+
+    def save(self, folder: AnyPath) -> None:
+        """Write the model into a new folder or a URI, which `open_model`, `predict` and `serve`
+        take."""
+        self.bundle.write(absolute(os.fspath(folder)))
+
+    def save_timm(self, folder: AnyPath, task: str) -> None:
+        """Write one task into a new folder, as weights and config that plain timm reads.
+
+        `timm.create_model("local-dir:FOLDER", pretrained=True)` reads it. Raise `UserError` where
+        timm's own model does not give the task's logits.
+        """
+        from workers.serving import timm_model
+
+        timm_model.write(self.bundle, task, absolute(os.fspath(folder)))
+
+    def save_onnx(self, file: AnyPath, task: str) -> None:
+        """Write one task as an ONNX file: `images` (N, 3, H, W), normalised, give `logits`.
+
+        It needs the packages of the extra `onnx`. Raise `UserError` where one is missing, or where
+        onnxruntime does not give the task's logits.
+        """
+        from workers.serving import onnx_file
+
+        onnx_file.write(self.bundle, task, absolute(os.fspath(file)))
+
+    def export_task(self, task: str, file: AnyPath) -> None:
+        """Write one task into a file of its own, which `import_task` adds to another folder."""
+        export_task(self.bundle, task, os.fspath(file))
 
 
 def answers_of(

@@ -30,7 +30,7 @@ from pipeline.results.tables import Matrix, Row, RunTables
 from workers.errors import UserError
 from workers.job import Frozen
 from workers.storage.artifact import digest_of
-from workers.storage.regular_file import read_regular
+from workers.storage.regular_file import read_regular, write_named
 from workers.storage.secrets import redact
 
 FORMAT = "accrete-results"
@@ -121,6 +121,14 @@ def results_bytes(runs: Sequence[RunTables]) -> bytes:
     plain = json.loads(json.dumps(body, default=str))
     text = json.dumps({**plain, "sha256": digest_of(plain)}, indent=1, allow_nan=False)
     return text.encode()
+
+
+def write_results(name: str, path: str, runs: Sequence[RunTables]) -> None:
+    """Write the file with the results of runs. name: what names the path, for an error.
+
+    Raise `UserError` where it cannot be written.
+    """
+    write_named(name, path, results_bytes(runs))
 
 
 def _run_body(run: RunTables) -> dict[str, Any]:

@@ -5,7 +5,6 @@ The records of trials decide what is left to do, not the state of Ray Tune.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -16,7 +15,8 @@ from typing import Any
 
 from pipeline import app
 from pipeline import config as configs
-from pipeline.console import Console, summary
+from pipeline.app import OpenScreen, WrittenReport
+from pipeline.console import summary
 from pipeline.graph import build
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
@@ -26,7 +26,7 @@ from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
 from pipeline.search.screen import SearchScreen
 from pipeline.search.space import Params
-from pipeline.search.spec import Search, prepare, state_of, write_state
+from pipeline.search.spec import Search, state_of, write_state
 from pipeline.search.trial import Plan, folder, now, with_history
 from pipeline.tracking.search_recorder import SearchRecorder
 from pipeline.yaml_files import dump_yaml, read_yaml
@@ -34,6 +34,7 @@ from workers.errors import UserError
 from workers.storage.artifact import join, write_bytes
 from workers.storage.lock import stage_lock
 
+WINNER_CONFIG = "winner.yaml"  # in the folder of the search
 TrialObserver = Callable[[Trial], None]  # called when a trial has a new result or has ended
 TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search as it ends a run
@@ -51,9 +52,12 @@ class Outcome:
 
 
 # ---- the search ----------------------------------------------------------------------------------
-def run_search(search: Search, resume_command: str, notify: TrialObserver) -> Outcome:
+def run_search(
+    search: Search, resume_command: str, notify: TrialObserver, open_screen: OpenScreen
+) -> Outcome:
     """Run all phases and return the winner. Trials of earlier sessions are not run again, but
-    `notify` is called with them, too. Raise `UserError` when there is no winner."""
+    `notify` is called with them, too. open_screen: shows how data is ingested. Raise `UserError`
+    when there is no winner."""
     started = time.monotonic()
     session = {"started": now(), "wall_s": 0.0}
     search.sessions.append(session)
@@ -70,7 +74,7 @@ def run_search(search: Search, resume_command: str, notify: TrialObserver) -> Ou
     ray = connect(search.cluster)
     os.environ |= TUNE_ENVIRONMENT
     try:
-        ingest(search, resume_command)
+        ingest(search, resume_command, open_screen)
         from pipeline.search import tune  # imports ray.tune, which takes seconds
 
         chosen_so_far: dict[str, Params] = {}
@@ -129,14 +133,14 @@ def any_config(search: Search) -> configs.Config:
     return configs.check(spaces.with_params(search.body, point), search.name)
 
 
-def ingest(search: Search, resume_command: str) -> None:
+def ingest(search: Search, resume_command: str, open_screen: OpenScreen) -> None:
     """Ingest the data of the tasks once, before trials need them."""
     config = any_config(search)
     store = Store(search.storage)
     graph, tasks = build.graph_of(config, store, search.provenance, "val")
     cards = {f"data/{task.card}" for task in tasks if task.name in search.tasks}
     ingest_graph = Graph.of(graph.name, [stage for stage in graph if stage.id in cards])
-    app.bring(ingest_graph, config, store, Console, resume_command)
+    app.bring(ingest_graph, config, store, open_screen, resume_command)
 
 
 def record_of(search: Search, number: int) -> Trial:
@@ -191,14 +195,14 @@ def write_winner(search: Search, outcome: Outcome, tests: Sequence[SeedTest]) ->
     ]
     lines += [f"# {key}: {value}" for key, value in record["params"].items()]
     lines.append(dump_yaml(outcome.config))
-    config_path = join(search_folder, "winner.yaml")
+    config_path = join(search_folder, WINNER_CONFIG)
     write_bytes(config_path, "\n".join(lines).encode())
     body = {
         "trial": outcome.trial,
         "params": record["params"],
         "accuracy": last["accuracy"],
         "bytes": last["bytes"],
-        "config": "winner.yaml",
+        "config": WINNER_CONFIG,
         "tests": list(tests),
         "pareto": pareto(search.records(record["phase"])),
     }
@@ -206,33 +210,31 @@ def write_winner(search: Search, outcome: Outcome, tests: Sequence[SeedTest]) ->
     return config_path
 
 
-# ---- the command ---------------------------------------------------------------------------------
-def command(args: argparse.Namespace) -> int:
-    """Search, write the winner's config, and measure it on test data."""
-    resume_command = app.command_text("search", args.config, args.overrides)
-    report_command = app.command_text("report", args.config, args.overrides)
-    search = prepare(args.config, args.overrides, app.provenance())
-    screen = SearchScreen(search)
-    print(screen.head(), flush=True)
+# ---- a whole search, with its record -------------------------------------------------------------
+def execute(
+    search: Search, screen: SearchScreen, resume_command: str, report_command: str
+) -> WrittenReport:
+    """Search, write the winner's config, measure it on test data, and record all of it.
+
+    resume_command, report_command: what a person types to go on with the search, or to write its
+    report and record again. Raise `UserError` when another process runs the search, or when there
+    is no winner.
+    """
+    screen.say(screen.head())
     try:
         with stage_lock(join(search.storage, "searches"), f"search-{search.name}", wait=False):
-            search_and_record(search, screen, resume_command, report_command)
+            return _search_and_record(search, screen, resume_command, report_command)
     except BlockingIOError:
         raise UserError(
             f"search {search.name!r} is being run by another process; "
             "wait for it, or give this one another name with --set name=NAME"
         ) from None
-    return 0
 
 
-def search_and_record(
+def _search_and_record(
     search: Search, screen: SearchScreen, resume_command: str, report_command: str
-) -> None:
-    """Run the search, and write its winner, its report and its record in MLflow.
-
-    resume_command: the command that continues the search. report_command: the command that writes
-    report and record again.
-    """
+) -> WrittenReport:
+    """Run the search, and write its winner, its report and its record in MLflow."""
     recorder = SearchRecorder(search.tracking, search.storage, remedy=report_command)
     recorder.start(state_of(search))
     files: dict[str, bytes] = {}
@@ -243,11 +245,11 @@ def search_and_record(
         recorder.trial(record)
 
     try:
-        outcome = run_search(search, resume_command, notify)
+        outcome = run_search(search, resume_command, notify, screen.open_console)
         path = write_winner(search, outcome, [])
-        print(screen.won(outcome.trial, path), flush=True)
+        screen.say(screen.won(outcome.trial, path))
         seeds = search.settings.seeds
-        tests = [evaluate_winner(search, outcome, seed, resume_command) for seed in seeds]
+        tests = [evaluate_winner(search, outcome, seed, resume_command, screen) for seed in seeds]
         write_winner(search, outcome, tests)
         files = export(search)
         status = "FINISHED"
@@ -257,13 +259,10 @@ def search_and_record(
     finally:
         winner = load_trials(search.storage, search.name).winner
         recorder.finish(files, winner, status)
-    print(screen.tested(tests))
-    print("\n".join(lines_of(search, recorder)))
-
-
-def lines_of(search: Search, recorder: SearchRecorder) -> list[str]:
-    """Return lines for people: warnings, the page of the search, and where its record is."""
-    return [*recorder.warnings, f"report: {page_of(search)}", *recorder.links()]
+    screen.say(screen.tested(tests))
+    written = WrittenReport(page_of(search), recorder.warnings, recorder.links())
+    screen.say("\n".join(written.lines))
+    return written
 
 
 def is_search(path: str) -> bool:
@@ -271,13 +270,11 @@ def is_search(path: str) -> bool:
     return Path(path).exists() and "space" in read_yaml(Path(path), "a config")
 
 
-def report(args: argparse.Namespace) -> int:
+def report(search: Search) -> WrittenReport:
     """Write the report and the MLflow record of a search from its records, also before its end."""
-    search = prepare(args.config, args.overrides, app.provenance())
     export(search)
     recorder = SearchRecorder.rebuild(search.storage, search.name, search.tracking)
-    print("\n".join(lines_of(search, recorder)))
-    return 0
+    return WrittenReport(page_of(search), recorder.warnings, recorder.links())
 
 
 def export(search: Search) -> dict[str, bytes]:
@@ -295,15 +292,17 @@ def page_of(search: Search) -> str:
     return join(folder(search.storage, search.name), "search.html")
 
 
-def evaluate_winner(search: Search, outcome: Outcome, seed: int, resume_command: str) -> SeedTest:
+def evaluate_winner(
+    search: Search, outcome: Outcome, seed: int, resume_command: str, screen: SearchScreen
+) -> SeedTest:
     """Train the winner with one seed, unless the store has it, and measure it on test data."""
     name = f"{search.name}-winner-seed{seed}"
     config = configs.check({**outcome.config, "name": name, "seed": seed}, name)
     store = Store(search.storage)
     graph, tasks = build.graph_of(config, store, search.provenance)
     run = app.PreparedRun(config, store, graph, tasks)
-    result = app.execute(run, Console, resume_command, resume_command)
-    print(summary(result.tables, result.outcome, result.published.lines))
+    result = app.execute(run, screen.open_console, resume_command, resume_command)
+    screen.say(summary(result.tables, result.outcome, result.report.lines))
     row = result.tables.summary()[0]
     return {
         "seed": seed,

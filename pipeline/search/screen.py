@@ -1,20 +1,28 @@
-"""Terminal output of a search: one line per trial that ended, and a summary of the winner."""
+"""What a search prints: one line per trial that ended, and a summary of the winner."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
+from pipeline.console import Console
+from pipeline.graph.stage import Graph
+from pipeline.graph.store import Lookup
 from pipeline.results.trials import SeedTest, Trial
 from pipeline.search.spec import Search
 
 
 class SearchScreen:
-    """Prints one line per trial that has ended, and returns the texts for start and end."""
+    """Prints one line per trial that has ended, and returns the texts for start and end.
 
-    def __init__(self, search: Search):
+    stream: where it prints, standard output by default; the runs of the search do so too.
+    """
+
+    def __init__(self, search: Search, stream: TextIO | None = None):
         self.search = search
+        self.stream = stream or sys.stdout
         self.printed: set[int] = set()  # numbers of trials
 
     def __call__(self, record: Trial) -> None:
@@ -35,11 +43,18 @@ class SearchScreen:
             end = f", failed: {record['message']}"
         phase = f"{record['phase']}, " if record["phase"] else ""
         stages = f"{record['stages']['run']} stages run, {record['stages']['reused']} reused"
-        print(
+        self.say(
             f"{phase}trial {number}: {point_text(record['params'])}: {score}{end}; "
-            f"{stages}, {record['device_s']:.0f} s",
-            flush=True,
+            f"{stages}, {record['device_s']:.0f} s"
         )
+
+    def say(self, text: str) -> None:
+        """Print some lines."""
+        print(text, file=self.stream, flush=True)
+
+    def open_console(self, graph: Graph, lookups: dict[str, Lookup]) -> Console:
+        """Return what shows a run of the search where the search prints."""
+        return Console(graph, lookups, self.stream)
 
     def head(self) -> str:
         """Return what the search is, and how many trials are known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -331,10 +331,16 @@ def _check_base_key(key: str, override: str) -> None:
 
 
 # ---- checks before anything runs -----------------------------------------------------------------
-def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Search:
+def prepare(
+    path: str,
+    overrides: list[str],
+    provenance: dict[str, Any],
+    say: Callable[[str], None] = print,
+) -> Search:
     """Read a search and check all that can be checked before anything runs.
 
-    Raise `UserError` when it could not work, or when another search of its name is in the storage.
+    say: is given a line about raw data that was written again in place. Raise `UserError` when it
+    could not work, or when another search of its name is in the storage.
     """
     settings, body, report_body = load(path, overrides)
     space = Space(settings.space)
@@ -353,11 +359,11 @@ def prepare(path: str, overrides: list[str], provenance: dict[str, Any]) -> Sear
     storage = yaml_files.absolute(config.storage)
     store = Store(storage)
     store.check_writable()
-    raw_data.read_sources_again(config, store, print)
+    raw_data.read_sources_again(config, store, say)
     report_config: configs.Config | None = None
     if settings.stream is not None:
         report_config = _config_of(report_body, points[0], path)
-        raw_data.read_sources_again(report_config, store, print)
+        raw_data.read_sources_again(report_config, store, say)
 
     graph, stream = build.graph_of(config, store, provenance, "val")
     label = next(iter(config.methods))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from pipeline.data.csv_text import to_csv
 from pipeline.tracking import ui
 from workers.errors import UserError
-from workers.storage.regular_file import read_regular
 
 if TYPE_CHECKING:
     from workers.serving.bundle import Bundle
@@ -114,31 +113,21 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
     """Return the bundle of a model folder, or of a method of a config's run."""
-    from workers.serving.bundle import MODEL, Bundle
-    from workers.storage.artifact import exists, join
+    from pipeline.results import bundles
 
-    if os.path.isdir(args.config) or ("://" in args.config and exists(join(args.config, MODEL))):
+    if bundles.is_model_folder(args.config):
         if args.method or args.overrides:
             raise UserError(
                 f"{args.config!r} is a model folder, which holds one method as it is; "
                 "leave out --method and --set"
             )
-        return Bundle.open(args.config)
+        return bundles.open_folder(args.config)
     from pipeline import app
-    from pipeline.results.bundles import bundle_of
+    from pipeline.results.frames import choose_label
 
     run = app.prepare(args.config, args.overrides)
-    name, labels = run.config.name, [*run.config.methods]
-    if args.method is None and len(labels) > 1:
-        raise UserError(
-            f"run {name!r} has several methods; choose one with --method: {', '.join(labels)}"
-        )
-    label = args.method or labels[0]
-    if label not in labels:
-        raise UserError(
-            f"--method is {label!r}, which run {name!r} does not have; it has {', '.join(labels)}"
-        )
-    return bundle_of(run.graph, run.store, label)
+    label = choose_label(run.config.name, [*run.config.methods], args.method, "--method")
+    return bundles.bundle_of(run.graph, run.store, label)
 
 
 # ---- commands ------------------------------------------------------------------------------------
@@ -229,29 +218,21 @@ def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
 def tasks(args: argparse.Namespace) -> int:
     """List, export, import or remove tasks of a model folder."""
     from pipeline.console import table_text
-    from pipeline.yaml_files import absolute
-    from workers.serving import bundle as bundles
+    from pipeline.results import bundles
 
-    model = absolute(args.model)
-    opened = bundles.Bundle.open(model)
     if args.action == "list":
-        rows = []
-        for task in opened.tasks:
-            info = opened.body["files"][bundles.state_file(task.name)]
-            rows.append([task.name, str(task.num_classes), str(info["bytes"])])
+        opened = bundles.open_folder(args.model)
+        rows = [[*map(str, row.values())] for row in bundles.task_rows(opened)]
         print(table_text(["task", "classes", "bytes"], rows))
     elif args.action == "export":
-        data = bundles.export_task(opened, args.name)
-        with open(args.file, "wb") as stream:
-            stream.write(data)
-        print(f"{args.file}: task {args.name}, {len(data)} bytes")
+        size = bundles.export_task(bundles.open_folder(args.model), args.name, args.file)
+        print(f"{args.file}: task {args.name}, {size} bytes")
     elif args.action == "import":
-        data = read_regular(args.file, opened.most_task_bytes)
-        task = bundles.import_task(model, data, args.file)
+        task = bundles.import_task(args.model, args.file)
         print(f"{args.model} serves {task.name} too, {task.num_classes} classes")
     else:
         message = f"{args.model} serves {args.name} no more"
-        note = bundles.remove_task(model, args.name)
+        note = bundles.remove_task(args.model, args.name)
         if note:
             message += f"; {note}"
         print(message)

@@ -81,7 +81,8 @@ def list_cards(args: argparse.Namespace) -> int:
         program = invocation.this_command()
         print("\n\n".join(catalogue.describe(name, program) for name in args.cards))
         return 0
-    rows, problems = catalogue.read_catalogue()
+    entries, problems = catalogue.read_catalogue()
+    rows = [entry.cells for entry in entries]
     for line in table_text(catalogue.HEADING, rows, catalogue.LEFT).splitlines():
         print(line.rstrip())
     print(f"\n{catalogue.note(invocation.this_command())}")

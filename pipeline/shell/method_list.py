@@ -15,6 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipeline.config import load
+from pipeline.console import table_text
+from pipeline.results.tables import Row
 from workers.errors import UserError, did_you_mean
 from workers.job import TrainSettings
 
@@ -28,40 +30,58 @@ INDENT = "    "
 SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 
 
-class Column(NamedTuple):
-    """A column of the list of methods."""
+class Setting(NamedTuple):
+    """A setting of a method.
 
-    heading: str
-    cells: list[str]
+    kind: of its values, in words. default: None where it is required. bounds: such as `> 0, <= 1`.
+    paper: the value of the method's paper where it is another one, else None.
+    """
+
+    name: str
+    kind: str
+    default: str | None
+    bounds: str
+    paper: str | None
+    meaning: str
+
+
+def method_rows() -> list[Row]:
+    """Return for each method its name, family, scenarios, whether it forgets, and what it keeps for
+    a task; a family after the other."""
+    from workers.methods import METHODS  # imports torch
+
+    rows: list[Row] = []
+    for name, method in sorted(METHODS.items(), key=lambda item: (item[1].family, item[0])):
+        rows.append(
+            {
+                "method": name,
+                "family": method.family,
+                "scenarios": ", ".join(sorted(method.scenarios)),
+                "forgets": method.may_forget,
+                "keeps for each task": method.keeps,
+            }
+        )
+    return rows
 
 
 def list_methods() -> str:
     """Return a line for each method: its name, family, scenarios, and what it keeps for a task."""
-    from workers.methods import METHODS  # imports torch
-
-    by_family = sorted(METHODS.items(), key=lambda item: (item[1].family, item[0]))
-    columns = [
-        Column("method", [name for name, _ in by_family]),
-        Column("family", [method.family for _, method in by_family]),
-        Column("scenarios", [", ".join(sorted(m.scenarios)) for _, m in by_family]),
-        Column("forgets", [_forgets(method) for _, method in by_family]),
-        Column("keeps for each task", [method.keeps for _, method in by_family]),
-    ]
-    widths = [max(len(cell) for cell in (c.heading, *c.cells)) for c in columns]
-    lines = []
-    for row in zip(*((c.heading, *c.cells) for c in columns), strict=True):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    lines += [
-        "",
-        "scenario `task`: the task of an image is given; `class`: one output space grows.",
-        "Give a method's name to see its settings.",
-    ]
-    return "\n".join(lines)
-
-
-def _forgets(method: type[Method[Any]]) -> str:
-    return "yes" if method.may_forget else "no"
+    rows = []
+    for row in method_rows():
+        forgets = "no"
+        if row["forgets"]:
+            forgets = "yes"
+        rows.append([*map(str, (row | {"forgets": forgets}).values())])
+    heading = ["method", "family", "scenarios", "forgets", "keeps for each task"]
+    table = table_text(heading, rows, left=heading).splitlines()
+    return "\n".join(
+        [
+            *(line.rstrip() for line in table),
+            "",
+            "scenario `task`: the task of an image is given; `class`: one output space grows.",
+            "Give a method's name to see its settings.",
+        ]
+    )
 
 
 def describe_method(name: str) -> str:
@@ -71,11 +91,8 @@ def describe_method(name: str) -> str:
     """
     from workers.methods import METHODS  # imports torch
 
-    if name not in METHODS:
-        hint = did_you_mean(name, METHODS, f"there are: {', '.join(sorted(METHODS))}")
-        raise UserError(f"there is no method {name!r}; {hint}")
+    settings = settings_of(name)
     method = METHODS[name]
-    paper_config = PAPERS / f"{name}-paper.yaml"
     lines = [f"{name}: {method.family}; scenarios {', '.join(sorted(method.scenarios))}"]
     lines += _wrapped(f"keeps for each task: {method.keeps}")
     if method.paper:
@@ -84,17 +101,45 @@ def describe_method(name: str) -> str:
     for text in training_texts(method):
         lines += _wrapped(text)
     lines.append("")
-    paper_settings = load(str(paper_config)).methods[name].settings
-    fields = dict(fields_of(method.Settings))
-    if fields:
+    if settings:
         lines.append(f"settings, below methods.{name}; their defaults are ours, and where the")
-        lines.append(f"paper has another value it stands beside: {paper_config.name}")
+        lines.append(f"paper has another value it stands beside: {paper_config(name).name}")
     else:
         lines.append(f"{name} has no settings of its own")
-    for key, info in fields.items():
-        lines += ["", f"{key}: {type_text(info)}", *_default_lines(key, info, paper_settings)]
-        lines += _wrapped(info.description or "")
+    for setting in settings:
+        lines += ["", f"{setting.name}: {setting.kind}", *_default_lines(setting)]
+        lines += _wrapped(setting.meaning)
     return "\n".join(lines)
+
+
+def paper_config(method: str) -> Path:
+    """Return the path of the config of a method's paper."""
+    return PAPERS / f"{method}-paper.yaml"
+
+
+def settings_of(name: str) -> list[Setting]:
+    """Return the settings of a method. Raise `UserError` when there is no such method."""
+    from workers.methods import METHODS  # imports torch
+
+    if name not in METHODS:
+        hint = did_you_mean(name, METHODS, f"there are: {', '.join(sorted(METHODS))}")
+        raise UserError(f"there is no method {name!r}; {hint}")
+    path = paper_config(name)
+    in_paper: dict[str, Any] = {}
+    if path.exists():  # a method that was registered has none
+        in_paper = load(str(path)).methods[name].settings
+    settings = []
+    for key, info in fields_of(METHODS[name].Settings):
+        value = info.get_default(call_default_factory=True)
+        default = None
+        if value is not PydanticUndefined:
+            default = value_text(value)
+        paper = None
+        if key in in_paper and in_paper[key] != value:
+            paper = value_text(in_paper[key])
+        meaning = info.description or ""
+        settings.append(Setting(key, type_text(info), default, bounds_of(info), paper, meaning))
+    return settings
 
 
 def training_texts(method: type[Method[Any]]) -> list[str]:
@@ -124,14 +169,14 @@ def fields_of(settings: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
         yield info.alias or name, info
 
 
-def _default_lines(key: str, info: FieldInfo, paper_settings: dict[str, Any]) -> list[str]:
-    default = info.get_default(call_default_factory=True)
-    text = "required" if default is PydanticUndefined else f"default {value_text(default)}"
-    bounds = bounds_of(info)
-    if bounds:
-        text += f"; {bounds}"
-    if key in paper_settings and paper_settings[key] != default:
-        text += f"; in the paper {value_text(paper_settings[key])}"
+def _default_lines(setting: Setting) -> list[str]:
+    text = "required"
+    if setting.default is not None:
+        text = f"default {setting.default}"
+    if setting.bounds:
+        text += f"; {setting.bounds}"
+    if setting.paper is not None:
+        text += f"; in the paper {setting.paper}"
     return _wrapped(text)
 
 

@@ -319,7 +319,7 @@ def test_the_command_writes_page_and_tables_and_prints_a_short_table(
 
 
 def test_many_names_make_a_folder_that_a_file_system_takes() -> None:
-    from pipeline.report.compare_command import folder_name
+    from pipeline.report.comparison_files import folder_name
 
     names = [f"a-rather-long-name-{i}" for i in range(40)]
     assert len(folder_name(names)) < 140

@@ -64,7 +64,7 @@ def test_a_card_has_the_sizes_that_its_authors_state(name: str) -> None:
 
 def rows_by_name() -> dict[str, list[str]]:
     """Return the rows of the catalogue by card."""
-    return {row[0]: row for row in catalogue.read_catalogue().rows}
+    return {entry.card: entry.cells for entry in catalogue.read_catalogue().entries}
 
 
 @pytest.mark.parametrize("name", card_files.names())

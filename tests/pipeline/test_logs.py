@@ -14,7 +14,7 @@ from pipeline import cli
 from pipeline.graph import event_log, failures
 from pipeline.graph.event_log import EventLog
 from pipeline.graph.store import Store
-from pipeline.report import logs_command
+from pipeline.report import log_text
 from pipeline.results import stage_log
 
 STAGE = "m/a/train"
@@ -101,10 +101,10 @@ def test_old_events_and_tries_are_left_out_unless_asked_for(
     storage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = EventLog(storage, "r")
-    for number in range(logs_command.MOST_EVENTS + 5):
+    for number in range(log_text.MOST_EVENTS + 5):
         log.write("note", stage=STAGE, message=f"number {number}.")
     log.close()
-    for number in range(logs_command.MOST_TRIES + 1):
+    for number in range(log_text.MOST_TRIES + 1):
         fail(storage, f"failure {number}.", f"20260102T{number}")
     text = printed(capsys, "r", STAGE, "--storage", storage)
     assert "5 earlier events: --all" in text

@@ -16,6 +16,7 @@ import pytest
 import pipeline
 from docs.site.pages import text_of
 from pipeline import app
+from pipeline.experiment import AGAIN
 from tests import small_run
 from workers.errors import UserError
 from workers.methods import METHODS
@@ -113,15 +114,15 @@ def test_what_fails_names_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run_cell(definition())
     commands: list[str] = []
 
-    def execute(run: Any, open_screen: Any, *texts: str) -> Any:
-        commands.extend(texts)
+    def execute(run: Any, open_screen: Any, resume: str, report: str, selection: Any) -> Any:
+        commands.extend([resume, report])
         raise UserError("a stage failed")
 
     monkeypatch.setattr(app, "execute", execute)
     path = small_run.write_config(tmp_path / "config.yaml", config_body(tmp_path))
     with pytest.raises(UserError, match="a stage failed"):
         pipeline.load(path).run()
-    assert set(commands) == {pipeline.RUN_AGAIN}
+    assert commands == [AGAIN.format("run"), AGAIN.format("report")]
 
 
 # ---- other processes -----------------------------------------------------------------------------

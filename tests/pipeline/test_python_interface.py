@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -17,22 +18,33 @@ import pytest
 import yaml
 
 import pipeline
+from benchmarks import house_imports
+from benchmarks.house_imports import Project
 from pipeline import app, cli
-from pipeline.data import starter
-from pipeline.graph import run_record
+from pipeline.data import catalogue, preparation, starter
+from pipeline.graph import diagram, run_record
 from pipeline.graph.store import Store
-from pipeline.results import bundles, model
+from pipeline.launch import cost, training_plan
+from pipeline.report import comparison_files, log_text, run_text
+from pipeline.results import bundles, frames, model, results_file, runs, shard_urls
 from pipeline.results.frames import Results
 from pipeline.results.tables import RunTables
+from pipeline.search import run as searches
+from pipeline.search import spec
 from pipeline.serving import commands as serving_commands
+from pipeline.shell import method_list
+from pipeline.shell.help import subparsers_of
 from pipeline.yaml_files import override_of, parse_override
 from tests import small_run
 from tests.pipeline.test_start_up import HEAVY
 from workers.errors import UserError
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLIC = [
+    "AnalysisResult",
     "Batch",
     "Carried",
+    "ComparisonResult",
     "Experiment",
     "Method",
     "MethodSettings",
@@ -41,15 +53,30 @@ PUBLIC = [
     "ParamGroup",
     "Progress",
     "Results",
+    "SearchExperiment",
+    "SearchResults",
     "Step",
     "StepContext",
     "Task",
     "TaskState",
     "TrainDefaults",
     "UserError",
+    "WrittenReport",
+    "collect_garbage",
+    "compare",
+    "data_sets",
+    "import_task",
     "load",
+    "load_search",
+    "method_settings",
+    "methods",
+    "open_model",
+    "prepare_data",
     "register",
+    "remove_task",
     "runs",
+    "shards",
+    "write_config",
 ]
 
 
@@ -140,8 +167,8 @@ def test_a_mapping_is_the_same_run_as_its_file(
     assert from_mapping.config == from_file.config
     assert from_mapping.name == "small-seed-7"
     assert from_mapping.plan().equals(from_file.plan())
-    runs = [app.prepare(each.source, each.overrides) for each in (from_file, from_mapping)]
-    records = [run_record.record_of(run.graph, run.config, run.tasks, {}) for run in runs]
+    prepared = [app.prepare(each.source, each.overrides) for each in (from_file, from_mapping)]
+    records = [run_record.record_of(run.graph, run.config, run.tasks, {}) for run in prepared]
     assert records[0] == records[1]
     assert repr(from_mapping) == "<Experiment small-seed-7: the config seed=7>"
 
@@ -240,8 +267,8 @@ def test_the_command_that_resumes_a_run_works_from_the_current_folder(
 ) -> None:
     commands: list[str] = []
 
-    def execute(run: Any, open_screen: Any, *texts: str) -> Any:
-        commands.extend(texts)
+    def execute(run: Any, open_screen: Any, resume: str, report: str, selection: Any) -> Any:
+        commands.extend([resume, report])
         raise UserError("a stage failed")
 
     monkeypatch.setattr(app, "execute", execute)
@@ -257,14 +284,15 @@ def test_the_command_that_resumes_a_run_works_from_the_current_folder(
     assert commands[0].endswith(" -m pipeline run config.yaml --set seed=1")
     assert commands[1].endswith(" -m pipeline report config.yaml --set seed=1")
     assert commands[2:4] == [f"cd {tmp_path} && {command}" for command in commands[:2]]
-    assert set(commands[4:]) == {"the same `pipeline.load(...).run()`"}
+    again = "the same `pipeline.load(...).{}()`"
+    assert commands[4:] == [again.format("run"), again.format("report")]
 
 
 def test_runs_are_a_row_for_each_method(storage: str, tmp_path: Path) -> None:
     Store(storage).save_record(fake_run.record())
-    runs = pipeline.runs(Path(storage))
-    assert list(runs["label"]) == list(fake_run.METHODS)
-    assert runs["average_accuracy"].between(0.2, 1).all()
+    frame = pipeline.runs(Path(storage))
+    assert list(frame["label"]) == list(fake_run.METHODS)
+    assert frame["average_accuracy"].between(0.2, 1).all()
     with pytest.raises(UserError, match="does not exist; give the folder"):
         pipeline.runs(tmp_path / "nothing")
 
@@ -274,25 +302,84 @@ class Entered(Exception):
     """Raised by a function that both shall call."""
 
 
-@pytest.mark.parametrize(
-    ("module", "function", "command", "call"),
-    [
-        (app, "prepare", ["plan", "CONFIG"], lambda e: e.plan()),
-        (app, "prepare", ["run", "CONFIG"], lambda e: e.run()),
-        (app, "prepare", ["report", "CONFIG"], lambda e: e.results()),
-        (app, "plan", ["plan", "CONFIG"], lambda e: e.plan()),
-        (app, "execute", ["run", "CONFIG"], lambda e: e.run()),
-        (app, "tables_of", ["report", "CONFIG", "--json", "a.json"], lambda e: e.results()),
-        (app, "list_runs", ["runs"], lambda e: pipeline.runs()),
-        (starter, "config_of", ["plan", "DATA"], lambda e: pipeline.load("DATA")),
-        (
-            bundles,
-            "bundle_of",
-            ["predict", "CONFIG", "a.png", "--method", "meat"],
-            lambda e: e.results().model("meat"),
-        ),
-    ],
-)
+# a function, a command that enters it, and the call from Python that enters it too
+PAIRS: list[tuple[Any, str, list[str], Any]] = [
+    (app, "prepare", ["plan", "CONFIG"], lambda e: e.plan()),
+    (app, "prepare", ["run", "CONFIG"], lambda e: e.run()),
+    (app, "prepare", ["report", "CONFIG"], lambda e: e.results()),
+    (app, "plan", ["plan", "CONFIG"], lambda e: e.plan()),
+    (training_plan, "plan_training", ["plan", "CONFIG"], lambda e: e.training()),
+    (cost, "forecast", ["plan", "CONFIG", "--cost"], lambda e: e.cost()),
+    (diagram, "to_svg", ["plan", "CONFIG", "--svg", "a.svg"], lambda e: e.picture()),
+    (app, "ingest", ["ingest", "CONFIG"], lambda e: e.ingest()),
+    (app, "execute", ["run", "CONFIG"], lambda e: e.run()),
+    (app, "report", ["report", "CONFIG"], lambda e: e.report()),
+    (app, "analyse", ["analyse", "CONFIG"], lambda e: e.analyse()),
+    (app, "tables_of", ["report", "CONFIG", "--json", "a.json"], lambda e: e.results()),
+    (
+        results_file,
+        "write_results",
+        ["report", "CONFIG", "--json", "a.json"],
+        lambda e: e.results().save("a.json"),
+    ),
+    (runs, "run_status", ["status", "CONFIG"], lambda e: e.status()),
+    (run_text, "run_picture", ["status", "CONFIG", "--svg", "a"], lambda e: e.picture("status")),
+    (log_text, "log_text", ["logs", "CONFIG"], lambda e: e.logs()),
+    (app, "list_runs", ["runs"], lambda e: pipeline.runs()),
+    (comparison_files, "compare", ["compare", "a", "b"], lambda e: pipeline.compare("a", e)),
+    (app, "find_garbage", ["gc"], lambda e: pipeline.collect_garbage()),
+    (starter, "config_of", ["plan", "DATA"], lambda e: pipeline.load("DATA")),
+    (starter, "start", ["init", "DATA"], lambda e: pipeline.write_config("DATA")),
+    (spec, "prepare", ["search", "search.yaml"], lambda e: a_search().run()),
+    (searches, "execute", ["search", "search.yaml"], lambda e: a_search().run()),
+    (searches, "report", ["report", "search.yaml"], lambda e: a_search().report()),
+    (
+        bundles,
+        "bundle_of",
+        ["predict", "CONFIG", "a.png", "--method", "meat"],
+        lambda e: e.results().model("meat"),
+    ),
+    (frames, "choose_label", ["bundle", "CONFIG", "--out", "a"], lambda e: e.results().model()),
+    (bundles, "open_folder", ["predict", ".", "a.png"], lambda e: pipeline.open_model(".")),
+    (
+        bundles,
+        "import_task",
+        ["tasks", ".", "import", "a"],
+        lambda e: pipeline.import_task(".", "a"),
+    ),
+    (
+        bundles,
+        "remove_task",
+        ["tasks", ".", "remove", "a"],
+        lambda e: pipeline.remove_task(".", "a"),
+    ),
+    (method_list, "method_rows", ["methods"], lambda e: pipeline.methods()),
+    (method_list, "settings_of", ["methods", "meat"], lambda e: pipeline.method_settings("meat")),
+    (catalogue, "read_catalogue", ["data", "list"], lambda e: pipeline.data_sets()),
+    (
+        preparation,
+        "prepare",
+        ["data", "prepare", "digits", "."],
+        lambda e: pipeline.prepare_data("digits", "."),
+    ),
+    (shard_urls, "asked_for", ["shards", "digits"], lambda e: pipeline.shards("digits")),
+]
+# they are processes, or a matter of the shell and of editors
+ON_THE_COMMAND_LINE_ALONE = {"serve", "ui", "completion", "schema"}
+
+
+def a_search() -> pipeline.SearchExperiment:
+    """A search of the current folder, over its config."""
+    body = {
+        "base": "config.yaml",
+        "set": {"data": {"val_fraction": 0.3}, "methods": {"meat": {}}},
+        "space": {"methods.meat.lambda": {"dist": "uniform", "low": 0.5, "high": 1.0}},
+        "budget": {"trials": 2},
+    }
+    return pipeline.load_search(small_run.write_config(Path("search.yaml"), body))
+
+
+@pytest.mark.parametrize(("module", "function", "command", "call"), PAIRS)
 def test_commands_go_through_the_functions_of_the_interface(
     module: Any,
     function: str,
@@ -306,13 +393,69 @@ def test_commands_go_through_the_functions_of_the_interface(
     def enter(*args: Any, **options: Any) -> Any:
         raise Entered
 
-    monkeypatch.setattr(app, "report", lambda *_: app.Published("", [], []))
+    monkeypatch.setattr(app, "report", lambda *_: app.WrittenReport("", [], []))
     monkeypatch.setattr(module, function, enter)
     monkeypatch.chdir(Path(config_path).parent)
     with pytest.raises(Entered):
         call(experiment)
     with pytest.raises(Entered):
         cli.main([config_path if word == "CONFIG" else word for word in command])
+
+
+def test_every_command_has_a_call_from_python() -> None:
+    commands = set(subparsers_of(cli.parser()).choices)
+    assert commands == {command[0] for _, _, command, _ in PAIRS} | ON_THE_COMMAND_LINE_ALONE
+
+
+# modules through which people call from Python
+INTERFACE = (
+    "pipeline",
+    "pipeline.experiment",
+    "pipeline.report.comparison_files",
+    "pipeline.results.frames",
+    "pipeline.results.model",
+    "pipeline.search.experiment",
+)
+# what else the modules of commands import, and what for
+FOR_COMMANDS_ALONE = {
+    "pipeline.data.csv_text": "predict --csv; from Python, `to_csv` of the data frame",
+    "pipeline.data.errors": "the command after an error about data",
+    "pipeline.data.source_advice": "the same",
+    "pipeline.launch.cluster": "serve: its private Ray",
+    "pipeline.report.replicas": "the text at the end of a run of several seeds",
+    "pipeline.graph.run_log": "--log-level",
+    "pipeline.search.schema": "schema",
+    "pipeline.serving.deployment": "serve",
+    "pipeline.serving.http_server": "serve",
+    "pipeline.shell.schema": "schema",
+    "pipeline.shell.version": "--version",
+    "pipeline.tracking.mlflow_client": "ui",
+    "workers.preemption": "the exit code after SIGTERM",
+    "workers.storage.filesystem": "the sentence of an error",
+    "workers.storage.regular_file": "--svg, --out: files that an option names",
+    "workers.storage.secrets": "what is redacted when it is printed",
+}
+
+
+def imports_of(project: Project, module: str) -> set[str]:
+    """The modules of this project that a module imports when it runs, also inside functions."""
+    tree = project.trees[module]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return {arrow.target for arrow in house_imports.imports_of(project, module)}
+
+
+def test_the_command_line_imports_nothing_beside_the_interface() -> None:
+    folders = [REPOSITORY / package for package in ("pipeline", "workers")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    texts = {file.relative_to(REPOSITORY).as_posix(): file.read_text() for file in files}
+    project = Project(texts)
+    commands = {name for name in project.trees if "argparse" in project.imports[name]}
+    assert "pipeline.cli" in commands
+    interface = set(INTERFACE).union(*(imports_of(project, name) for name in INTERFACE))
+    imported = set().union(*(imports_of(project, name) for name in commands))
+    assert imported - commands - interface == set(FOR_COMMANDS_ALONE)
 
 
 def test_predict_asks_the_function_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import app, cli
+from pipeline import cli
 from pipeline.config import Config, check, dump, load
 from pipeline.graph import build
 from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.replicas import union_of
 from pipeline.graph.store import Store
+from pipeline.results.runs import run_status
 from pipeline.tracking import mlflow_client
 from tests import small_run
 from workers.errors import UserError
@@ -204,7 +205,7 @@ def test_the_record_names_its_replicas(small: Any) -> None:
     record = json.loads((folder / "storage/runs/small/run.json").read_text())
     assert record["replicas"] == {"seed-0": "small-seed-0", "seed-1": "small-seed-1"}
     assert "seed" not in record["config"]
-    assert app.run_status("small", str(folder / "storage")).state == "finished"
+    assert run_status(str(folder / "storage"), "small").state == "finished"
 
 
 @pytest.mark.slow

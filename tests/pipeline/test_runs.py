@@ -26,7 +26,7 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.launch.time_left import TimeLeftEstimator, estimate_time_left
-from pipeline.report import runs_command
+from pipeline.report import run_text
 from pipeline.results import runs
 from tests import small_run
 from workers import preemption
@@ -301,7 +301,7 @@ def test_a_killed_driver_is_told_as_such(store: Store) -> None:
     status = runs.run_status(store.storage, "r")
     assert status.state == "killed"
     assert status.left_s is None
-    text = runs_command.status_text(status)
+    text = run_text.status_text(status)
     assert f"run r: killed: process {process.pid} on " in text
     assert "to go on: accrete run r.yaml" in text
     assert runs.list_runs(store.storage)[0].state == "killed"
@@ -399,11 +399,10 @@ def test_status_of_a_finished_run_lists_its_stages(
     assert "12 stages: 12 done" in text
     assert re.search(r"^meat/b/train +done +[\d.]+ s$", text, re.MULTILINE)
     assert output(capsys, "status", str(finished), "--watch").startswith("run small: finished")
-    monkeypatch.setattr(runs_command, "MOST_STAGES", 3)
+    monkeypatch.setattr(run_text, "MOST_STAGES", 3)
     assert "12 other stages: --all lists them" in output(capsys, "status", str(finished))
     assert "meat/b/train" in output(capsys, "status", str(finished), "--all")
-    monkeypatch.chdir(finished.parent)
-    assert app.run_status("small").state == "finished"
+    assert runs.run_status(str(finished.parent / "storage"), "small").state == "finished"
 
 
 def test_the_picture_of_a_run_has_its_states_and_leads_to_the_report(
@@ -440,7 +439,7 @@ def test_a_run_with_missing_results_says_how_many_stand(
     shutil.copytree(finished.parent / "storage", storage)
     key = small_run.manifests(storage)["meat/b/train"]["key"]
     shutil.rmtree(storage / "stages" / key)
-    status = app.run_status("small", str(storage))
+    status = runs.run_status(str(storage), "small")
     assert (status.state, status.counts["missing"]) == ("unfinished", 1)
     assert "10/11" in output(capsys, "runs", "--storage", str(storage))
 
@@ -482,7 +481,7 @@ def test_a_status_that_is_damaged_or_foreign_is_left_aside(
     storage = tmp_path / "storage"
     shutil.copytree(finished.parent / "storage", storage)
     (storage / "runs" / "small" / "status.json").write_bytes(damage)
-    status = app.run_status("small", str(storage))
+    status = runs.run_status(str(storage), "small")
     assert (status.state, status.driver) == ("finished", None)
 
 
@@ -494,7 +493,7 @@ def test_what_a_stranger_wrote_moves_no_cursor(store: Store) -> None:
         journal_of(store, graph, misses(graph), {*graph.stages}, "x\x1b[2J", no_estimate),
     ):
         raise UserError("bad \x1b[31m news")
-    text = runs_command.printable(runs_command.status_text(runs.run_status(store.storage, "r")))
+    text = run_text.printable(run_text.status_text(runs.run_status(store.storage, "r")))
     assert "\x1b" not in text
     assert "news" in text
 

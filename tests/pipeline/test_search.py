@@ -3,7 +3,6 @@ Ray Tune."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -582,8 +581,9 @@ def test_a_second_process_does_not_change_a_running_search_or_its_record(
         "SearchRecorder",
         lambda *a, **k: pytest.fail("it opened the record of a search that another process runs"),
     )
+    search = spec.prepare(path, [], {})
     with (
         stage_lock(str(storage / "searches"), "search-small", wait=False),
         pytest.raises(UserError, match="being run by another process"),
     ):
-        run.command(argparse.Namespace(config=path, overrides=[]))
+        run.execute(search, SearchScreen(search), "", "")

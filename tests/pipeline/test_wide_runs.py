@@ -22,7 +22,7 @@ from pipeline.graph import diagram
 from pipeline.graph.run import Outcome
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.walk import Event, EventKind, Walk
-from pipeline.report import html_parts, mask_plots, page, plots, runs_command
+from pipeline.report import html_parts, mask_plots, page, plots, run_text
 from pipeline.results.masks import MaskView
 from pipeline.results.runs import MethodAccuracy, RunOverview
 from pipeline.results.tables import Matrix, RunTables
@@ -292,19 +292,19 @@ def overview(num_methods: int) -> RunOverview:
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_list_of_runs_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = runs_command.runs_text([overview(NUM_METHODS), overview(1)], "storage")
+    text = run_text.runs_text([overview(NUM_METHODS), overview(1)], "storage")
     lines = text.splitlines()
     assert max(map(len, lines)) < columns
     assert "method-14 64.00 %, 14 more" in lines[1] or columns > 80
     assert lines[2].endswith("1228/1228  method-00 50.00 %")
     monkeypatch.setenv("COLUMNS", "20")
-    assert "method-14 64.00 %, 14 more" in runs_command.runs_text([overview(15)], "storage")
+    assert "method-14 64.00 %, 14 more" in run_text.runs_text([overview(15)], "storage")
 
 
 def test_a_live_status_fits_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
-    screen = runs_command.screen_of("\n".join(["x" * 200] * 60)).splitlines()
+    screen = run_text.screen_of("\n".join(["x" * 200] * 60)).splitlines()
     assert len(screen) == 23
     assert max(map(len, screen)) == 79
 

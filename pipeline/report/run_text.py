@@ -1,11 +1,10 @@
-"""The commands `runs` and `status`: which runs a storage has, and how far one of them is."""
+"""What a person reads of runs: which ones a storage has, and how far one of them is."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
@@ -25,11 +24,9 @@ from pipeline.results.runs import (
     RunStatus,
     StageStatus,
     find_record,
-    named_run,
     run_status,
 )
 from workers.storage.artifact import join
-from workers.storage.regular_file import write_named
 from workers.storage.secrets import redact
 
 WATCH_S = 2.0  # between two looks
@@ -39,21 +36,6 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
 ENDED = ("done", "reused", "waiting", "missing")  # states of stages that a short list leaves out
 ORDER = ("done", "reused", "running", "queued", "waiting", "missing", "failed", "blocked")
-
-
-def status(args: Namespace) -> int:
-    """Print how far a run is; with --watch again and again until it ends. Return the exit code."""
-    name, storage = named_run(args.run, args.storage)
-    if args.svg:
-        write_named("--svg", args.svg, run_picture(storage, name).encode())
-    if not args.watch:
-        print(printable(status_text(run_status(storage, name), args.all)))
-        return 0
-    try:
-        _watch(name, storage, args.all)
-    except KeyboardInterrupt:  # the run goes on
-        print()
-    return 0
 
 
 def run_picture(storage: str, name: str) -> str:
@@ -73,8 +55,11 @@ def run_picture(storage: str, name: str) -> str:
     return diagram.to_svg(graph_of_record(record), states, times, links)
 
 
-def _watch(name: str, storage: str, with_all: bool) -> None:
-    """Print the status whenever it has changed, on a terminal in place of the one before."""
+def watch(name: str, storage: str, with_all: bool) -> None:
+    """Print how far a run is until it ends, whenever that has changed.
+
+    On a terminal a text takes the place of the one before. with_all: as for `status_text`.
+    """
     is_terminal = sys.stdout.isatty()
     last: tuple[StageStatus, ...] | None = None
     while True:

@@ -1,5 +1,4 @@
-"""The `compare` command: runs of a store and files of results side by side, as a page, as CSV and
-in the terminal.
+"""Runs of a store and files of results side by side: as a page, as CSV, and as text.
 
 Imports that load matplotlib or torch stand inside functions, so that mistakes are reported at once.
 """
@@ -8,50 +7,85 @@ from __future__ import annotations
 
 import hashlib
 import math
-from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from workers.errors import UserError
 from workers.storage.artifact import join, write_bytes
-from workers.storage.regular_file import write_named
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from pipeline.report.comparison import Comparison, Spread
     from pipeline.results.tables import RunTables
 
 MOST_CHARACTERS = 120  # of a folder's name
 PRINTED = ("average_accuracy", "forgetting", "bytes_per_task")
+# a run by its name or the path of its config, a file of results, or results that were loaded
+RunSource = str | Sequence["RunTables"]
 
 
-def compare(args: Namespace) -> int:
-    """Write the page and its tables, and print a short table. Return the exit code."""
+@dataclass(frozen=True)
+class ComparisonResult:
+    """Runs that were laid side by side.
+
+    page: path or URI of the page. folder: where it lies, with its tables as CSV.
+    """
+
+    page: str
+    folder: str
+    comparison: Comparison = field(repr=False)
+    html: bytes = field(repr=False)
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """The tables by name: `summary`, `differences` from the first run, `matrices`, `curves`,
+        `settings` that differ, `provenance`, `stages` in common. Empty ones are left out."""
+        from pipeline.results.data_frame import data_frame
+
+        return {name: data_frame(rows) for name, rows in self.comparison.tables().items()}
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what is compared, and what is left out."""
+        return self.comparison.notes
+
+
+def compare(sources: Sequence[RunSource], storage: str) -> ComparisonResult:
+    """Lay runs side by side, and write the page and its tables into the storage of the first.
+
+    storage: of runs that are given by name. Raise `UserError` when there are fewer than two runs,
+    when one cannot be read, or when they have no task in common.
+    """
     from pipeline.yaml_files import absolute
 
+    storage = absolute(storage)
     runs: list[RunTables] = []
-    for run in args.run:
-        runs += load_runs(run, absolute(args.storage))
+    for source in sources:
+        if isinstance(source, str):
+            source = load_runs(source, storage)
+        runs += source
     names = _check_distinct(runs)
     if len(runs) < 2:
-        raise UserError(f"compare: {args.run[0]!r} is one run; give two or more")
+        count = "no run is named"
+        if names:
+            count = f"{names[0]!r} is one run"
+        raise UserError(f"compare: {count}; give two or more")
     name_tasks(runs)
     from pipeline.report import comparison_page, files
     from pipeline.report.comparison import compare_runs
 
     comparison = compare_runs(runs)
     storages = [run.storage for run in runs if not run.source]
-    storages.append(absolute(args.storage))
+    storages.append(storage)
     folder = join(storages[0], "compare", folder_name(names))
     page = comparison_page.render_page(comparison).encode()
     for name, rows in comparison.tables().items():
         write_bytes(join(folder, f"{name}.csv"), files.as_csv(rows))
     page_path = join(folder, "compare.html")
     write_bytes(page_path, page)
-    if args.out:
-        write_named("--out", args.out, page)
-        page_path = args.out
-    print(f"{format_comparison(comparison)}\n\npage: {page_path}\ntables: {folder}")
-    return 0
+    return ComparisonResult(page_path, folder, comparison, page)
 
 
 def _check_distinct(runs: Sequence[RunTables]) -> list[str]:

@@ -1,15 +1,14 @@
-"""The command `logs`: what happened in a run, and the whole traceback of what failed in it."""
+"""What a person reads of what happened in a run, with the whole traceback of what failed."""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 
 from pipeline.console import format_seconds
 from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.graph.store import Store
-from pipeline.report.runs_command import printable, progress_line
-from pipeline.results.runs import find_record, named_run
+from pipeline.report.run_text import printable, progress_line
+from pipeline.results.runs import find_record
 from pipeline.results.stage_log import RunEvent, failed_keys, read_events, read_failure
 from pipeline.shell.invocation import logs_command
 from workers.errors import UserError, did_you_mean
@@ -21,17 +20,18 @@ DECISION = "decision_"
 ROUTINE = ("progress", "decision_launch")  # events that the log of a whole run leaves out
 
 
-def logs(args: Namespace) -> int:
-    """Print the log of a run, or of one of its stages. Return the exit code."""
-    name, storage = named_run(args.run, args.storage)
+def log_text(storage: str, name: str, stage_id: str = "", with_all: bool = False) -> str:
+    """Return the log of a run, or of one of its stages.
+
+    with_all: every event and failure, however old. Raise `UserError` when there is no such run or
+    stage.
+    """
     record = find_record(Store(storage), name)
     events = read_events(storage, name)
-    if args.stage:
-        stage = named_stage(record, args.stage)
-        print(printable(stage_text(storage, stage, events, args.all)))
-    else:
-        print(printable(run_text(storage, record, events, args.all)))
-    return 0
+    if stage_id:
+        stage = named_stage(record, stage_id)
+        return printable(stage_text(storage, stage, events, with_all))
+    return printable(run_text(storage, record, events, with_all))
 
 
 def named_stage(record: RunRecord, stage_id: str) -> StageRecord:

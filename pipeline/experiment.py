@@ -1,0 +1,352 @@
+"""A config in Python: it can be planned, run and looked at. `pipeline.load` makes one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from io import StringIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from pipeline.app import AnalysisResult, OpenScreen, PreparedRun, WrittenReport
+    from pipeline.config import Config, ConfigSource
+    from pipeline.results.frames import Results
+    from pipeline.results.model import Model
+    from pipeline.results.tables import RunTables
+
+AGAIN = "the same `pipeline.load(...).{}()`"  # where no command could do the same
+Names = str | Sequence[str]  # one name or several
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A config that can be planned, run and looked at, any number of times.
+
+    source: path of the config, or its values. overrides: as `--set` takes them. config: all
+    settings, as they were when it was loaded. folder: where relative paths start, the current
+    folder when it was loaded; while it is at work, the process is in that folder.
+    """
+
+    source: ConfigSource
+    overrides: tuple[str, ...]
+    config: Config
+    folder: str = field(default_factory=os.getcwd)
+
+    def __repr__(self) -> str:
+        from pipeline import config as configs  # start-up time: imports pydantic
+
+        words = [f"{self.name}:", configs.name_of_source(self.source), *self.overrides]
+        return f"<Experiment {' '.join(words)}>"
+
+    @property
+    def name(self) -> str:
+        """The name of the run in its storage."""
+        return self.config.name
+
+    # ---- before a run ----------------------------------------------------------------------------
+    def plan(self) -> pd.DataFrame:
+        """Return a row for each stage with its key, and whether it is a `hit` or a `miss` and why.
+
+        Nothing is run. Raise `UserError` when the config or its storage cannot be used.
+        """
+        from pipeline import app
+        from pipeline.results.data_frame import data_frame
+
+        with self._in_folder():
+            plan = app.plan(self._prepare())
+        status = plan.status
+        rows = [
+            {
+                "stage": stage.id,
+                "step": stage.step,
+                "replica": stage.replica,
+                "label": stage.method,
+                "task": stage.task,
+                "key": stage.key,
+                "status": status[stage.id],
+                "reason": plan.lookups[stage.id].reason,
+            }
+            for stage in plan.run.graph
+        ]
+        return data_frame(rows)
+
+    def training(self) -> pd.DataFrame:
+        """Return a row for each training step of each method: its optimizer, and how long it is.
+
+        Both are texts, as `plan` prints them; tasks of equal settings are together.
+        """
+        from pipeline import app
+        from pipeline.launch import training_plan
+        from pipeline.results.data_frame import data_frame
+
+        with self._in_folder():
+            plan = app.plan(self._prepare())
+            run = plan.run
+            steps = training_plan.plan_training(
+                run.graph, plan.lookups, plan.stages_to_run, run.store, run.tasks
+            )
+        rows = []
+        for step in steps:
+            texts = {"optimizer": step.optimizer_text(), "length": step.length_text()}
+            rows.append({"label": step.label, "step": step.step, **texts})
+        return data_frame(rows)
+
+    def cost(self) -> pd.DataFrame:
+        """Return what the stages that `run` would run will take, as `plan --cost` forecasts it.
+
+        A row for each method, the last, `together`, for all: `stages`, `images` times epochs,
+        `device_hours` and `wall_hours`, and how many stages each number is based on what. NaN where
+        the storage has measured nothing comparable.
+        """
+        from pipeline import app
+        from pipeline.launch import cost  # start-up time: imports torch
+        from pipeline.results.data_frame import data_frame
+
+        with self._in_folder():
+            run = self._prepare(with_jobs=True)
+            missing = app.plan(run).stages_to_run
+            forecast = cost.forecast(run.graph, run.config, run.store, missing, run.tasks)
+        return data_frame([cost.label_row(forecast, label) for label in forecast.walls])
+
+    def picture(self, of: Literal["plan", "status"] = "plan") -> str:
+        """Return the picture of the graph as SVG. of: `plan`, hits and misses; or `status`, with
+        the state and the time of each stage of a run that has begun."""
+        from pipeline import app
+        from pipeline.graph import diagram
+
+        if of == "status":
+            from pipeline.report.run_text import run_picture
+
+            return run_picture(self._storage(), self.name)
+        with self._in_folder():
+            plan = app.plan(self._prepare())
+        return diagram.to_svg(plan.run.graph, plan.status)
+
+    # ---- running ---------------------------------------------------------------------------------
+    def ingest(self, quiet: bool = False) -> pd.DataFrame:
+        """Bring the raw data into the store, and train nothing.
+
+        Return a row for each data set: number of `train` and `test` images, and of `rejected` ones
+        with the `reasons`. quiet: as for `run`. Raise `UserError` when data cannot be used.
+        """
+        from pipeline import app
+        from pipeline.results.data_frame import data_frame
+
+        stream = stream_of(quiet)
+        with self._in_folder() as change_folder:
+            run = self._prepare(to_run=True, with_jobs=True, say=printer(stream))
+            command = self._command("run", run, change_folder)
+            ingested = app.ingest(run, console_on(stream), command)
+        rows = []
+        for card in ingested:
+            num_rejected = sum(card.rejected.values())
+            counts = {"rejected": num_rejected, "reasons": card.rejected_text}
+            rows.append({"stage": card.stage, **card.counts, **counts})
+        return data_frame(rows)
+
+    def run(
+        self,
+        quiet: bool = False,
+        only: Names = (),
+        start: Names = (),
+        until: Names = (),
+        force: Names = (),
+    ) -> Results:
+        """Run the stages that have no result yet, record the run, and return all results.
+
+        They run where `cluster` says: with `workers: 0` in this process, else on Ray. quiet:
+        whether nothing is printed: no line for a stage when it ends, or of what goes on in a long
+        one, no warnings, and not where the report and the record in MLflow are. only, start, until,
+        force: stages, as `--only`, `--from`, `--until` and `--force` of `accrete run` name them.
+        Raise `UserError` when a stage fails.
+        """
+        from pipeline import app
+        from pipeline.console import ending
+        from pipeline.graph.selection import Selection
+
+        stream = stream_of(quiet)
+        selection = Selection(*map(names_of, (only, start, until, force)))
+        with self._in_folder() as change_folder:
+            run = self._prepare(to_run=True, say=printer(stream))
+            result = app.execute(
+                run,
+                console_on(stream),
+                self._command("run", run, change_folder, selection.resume_options),
+                self._command("report", run, change_folder),
+                selection,
+            )
+        print(*ending(result.outcome, result.report.lines), sep="\n", file=stream)
+        return self._results(run, result.replicas or {"": result.tables})
+
+    # ---- looking at a run ------------------------------------------------------------------------
+    def status(self) -> pd.DataFrame:
+        """Return how far the run is: a row for each stage, also while another process runs it.
+
+        `state` is `done`, `reused`, `running`, `queued`, `waiting`, `missing`, `failed` or
+        `blocked`; `since_s` are the seconds that it has been so, `wall_s` those that it took, NaN
+        where they are not known. Raise `UserError` when the run was never started.
+        """
+        from pipeline.report.run_text import progress_line
+        from pipeline.results.data_frame import data_frame
+        from pipeline.results.runs import run_status
+
+        stages = run_status(self._storage(), self.name).stages
+        return data_frame(
+            [{**asdict(stage), "progress": progress_line(stage.progress)} for stage in stages]
+        )
+
+    def logs(self, stage: str | None = None, every: bool = False) -> str:
+        """Return what happened in the run, or in one stage with the traceback of each failure.
+
+        stage: an id as in `plan()`. every: all events and failures, however old. Raise `UserError`
+        when the run was never started, or has no such stage.
+        """
+        from pipeline.report.log_text import log_text
+
+        return log_text(self._storage(), self.name, stage or "", every)
+
+    def results(self) -> Results:
+        """Return the results that the storage holds; of an unfinished run, those that exist.
+
+        Nothing is run. Raise `UserError` when the config or its storage cannot be used.
+        """
+        from pipeline import app
+
+        with self._in_folder():
+            run = self._prepare()
+            tables = app.tables_of(run)
+        return self._results(run, tables)
+
+    def report(self) -> WrittenReport:
+        """Write the report and the record in MLflow again from the store, also of an unfinished
+        run; return where they are."""
+        from pipeline import app
+
+        with self._in_folder() as change_folder:
+            run = self._prepare()
+            return app.report(run, self._command("report", run, change_folder))
+
+    def analyse(
+        self,
+        *others: Experiment,
+        images: int = 256,
+        maps: int = 4,
+        robustness: bool = False,
+        on: Names = (),
+        quiet: bool = False,
+    ) -> AnalysisResult:
+        """Measure the attention of the finished run, and add it to its report and its record.
+
+        others: finished runs that are measured too, for comparison. images: test images of each
+        task, about. maps: of how many maps are drawn. robustness: whether images are also occluded
+        and attacked. on: cards on whose test images is tested too. quiet: as for `run`. Raise
+        `UserError` when a run is not finished.
+        """
+        from pipeline import app
+
+        def prepared() -> Iterator[PreparedRun]:
+            for experiment in (self, *others):
+                with experiment._in_folder():
+                    yield app.prepare(experiment.source, experiment.overrides)
+
+        screen = console_on(stream_of(quiet))
+        command = AGAIN.format("analyse")
+        return app.analyse(prepared(), screen, command, images, maps, robustness, names_of(on))
+
+    # ---- how it is prepared ----------------------------------------------------------------------
+    def _prepare(self, with_jobs: bool = False, **options: Any) -> PreparedRun:
+        from pipeline import app
+
+        return app.prepare(
+            self.source, self.overrides, with_jobs=with_jobs, several=True, **options
+        )
+
+    def _storage(self) -> str:
+        """Return the folder or URI of the storage."""
+        from pipeline.yaml_files import absolute
+
+        with self._in_folder():
+            return absolute(self.config.storage)
+
+    def _command(
+        self, command: str, run: PreparedRun, change_folder: str, options: Sequence[str] = ()
+    ) -> str:
+        """Return what a person types to give a command on this config.
+
+        change_folder: what they type before it, where the current folder is another one.
+        """
+        from pipeline import app
+
+        if not isinstance(self.source, str) or run.graph.has_outside_code:
+            return AGAIN.format(command)
+        return change_folder + app.command_text(command, self.source, self.overrides, options)
+
+    def _results(self, run: PreparedRun, tables: Mapping[str, RunTables]) -> Results:
+        from pipeline import app
+        from pipeline.results.frames import Results
+        from workers.storage.artifact import join
+
+        def open_model(replica: str, label: str) -> Model:
+            from pipeline.results.bundles import bundle_of  # start-up time: imports torch
+            from pipeline.results.model import Model
+
+            with self._in_folder():
+                whole = app.with_jobs(run.replicas.get(replica, run))
+                return Model(bundle_of(whole.graph, whole.store, label))
+
+        report = join(run.store.storage, "runs", run.config.name, "report.html")
+        return Results(run.config.name, tables, open_model, report)
+
+    def _in_folder(self) -> contextlib.AbstractContextManager[str]:
+        return in_folder(self.folder, self)
+
+
+# ---- what experiments and searches share ---------------------------------------------------------
+@contextlib.contextmanager
+def in_folder(folder: str, loaded: object) -> Iterator[str]:
+    """Be in the folder in which something was loaded; yield the command that goes there.
+
+    So relative paths of a config, its cards, its weights and its storage stay what they were. The
+    command is empty in that folder. Raise `UserError` when the folder is gone.
+    """
+    from workers.errors import UserError
+
+    if os.getcwd() == folder:
+        yield ""
+        return
+    words = shlex.quote(folder)
+    if not os.path.isdir(folder):
+        raise UserError(
+            f"the folder {words}, in which {loaded!r} was loaded, is gone; "
+            "call `pipeline.load` again"
+        )
+    with contextlib.chdir(folder):
+        yield f"cd {words} && "
+
+
+def names_of(names: Names) -> list[str]:
+    """Return one name or several as a list."""
+    return [names] if isinstance(names, str) else [*names]
+
+
+def stream_of(quiet: bool) -> TextIO:
+    """Return where a run prints: standard output, or a text that nobody reads."""
+    return StringIO() if quiet else sys.stdout
+
+
+def printer(stream: TextIO) -> Callable[[str], None]:
+    """Return a function that prints a line on a stream."""
+    return lambda line: print(line, file=stream)
+
+
+def console_on(stream: TextIO) -> OpenScreen:
+    """Return a function that shows a run on a stream."""
+    from pipeline.console import Console  # start-up time: imports pyarrow
+
+    return lambda graph, lookups: Console(graph, lookups, stream)

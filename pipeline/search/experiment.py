@@ -1,0 +1,144 @@
+"""A search in Python: it can be run and looked at. `pipeline.load_search` makes one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline import app
+from pipeline.experiment import in_folder, printer, stream_of
+from pipeline.results import trials
+from pipeline.results.data_frame import data_frame
+from pipeline.search import run as searches
+from pipeline.search import spec
+from pipeline.search.screen import SearchScreen
+from pipeline.search.trial import folder as folder_of
+from pipeline.yaml_files import parse_yaml
+from workers.errors import UserError
+from workers.storage.artifact import join, read_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MAX_CONFIG_BYTES = 1 << 24  # of the winner's config
+TEST_COLUMNS = ("seed", "run", "average_accuracy", "forgetting", "bytes_per_task")
+
+
+@dataclass(frozen=True)
+class SearchResults:
+    """What a search has tried so far, and what it has chosen.
+
+    records: of its trials, as the storage had them. storage: folder or URI. report: path or URI of
+    the page.
+    """
+
+    name: str
+    records: trials.Search = field(repr=False)
+    storage: str
+    report: str
+
+    @property
+    def trials(self) -> pd.DataFrame:
+        """A row for each trial: its settings, validation accuracy, bytes, status, cost."""
+        from pipeline.report import search_page  # start-up time: imports matplotlib
+
+        columns = search_page.trial_columns(self.records)
+        rows = search_page.trial_rows(self.records)
+        return data_frame(rows, columns).reindex(columns=columns)
+
+    @property
+    def importance(self) -> pd.DataFrame:
+        """A row for each setting: the `share` of the variance of accuracy that it explains.
+
+        Raise `UserError` while that cannot be measured, with the reason.
+        """
+        from pipeline.report.parameters import measure_importance, search_parameters
+
+        shares, reason = measure_importance(self.records, search_parameters(self.records))
+        if reason:
+            raise UserError(reason)
+        return data_frame([{"setting": key, "share": share} for key, share in shares.items()])
+
+    @property
+    def winner(self) -> dict[str, Any]:
+        """The config of the winner, which `pipeline.load` takes. Raise `UserError` before there is
+        one."""
+        path = join(folder_of(self.storage, self.name), searches.WINNER_CONFIG)
+        if self.records.winner is None:
+            raise UserError(f"search {self.name!r} has no winner yet; run it to its end")
+        body: dict[str, Any] = parse_yaml(read_bytes(path, MAX_CONFIG_BYTES).decode(), path)
+        return body
+
+    @property
+    def tests(self) -> pd.DataFrame:
+        """A row for each seed with which the winner was trained and measured on test data."""
+        winner = self.records.winner
+        if winner is None:
+            return data_frame([], TEST_COLUMNS)
+        return data_frame([{**test} for test in winner["tests"]], TEST_COLUMNS)
+
+
+@dataclass(frozen=True)
+class SearchExperiment:
+    """A search that can be run and looked at, any number of times.
+
+    source: path of the search file. overrides: as `--set` takes them. settings: those of the file.
+    folder: where relative paths start, the current folder when it was loaded; while it is at work,
+    the process is in that folder.
+    """
+
+    source: str
+    overrides: tuple[str, ...]
+    settings: spec.SearchSettings
+    folder: str = field(default_factory=os.getcwd)
+
+    def __repr__(self) -> str:
+        words = [f"{self.name}:", self.source, *self.overrides]
+        return f"<{type(self).__name__} {' '.join(words)}>"
+
+    @property
+    def name(self) -> str:
+        """The name of the search in its storage."""
+        return self.settings.name
+
+    def run(self, quiet: bool = False) -> SearchResults:
+        """Search what is left of the budget, measure the winner on test data, and record all of it.
+
+        Trials run on Ray. quiet: whether nothing is printed; else a line for each trial when it
+        ends, and the runs of the winner. Raise `UserError` when the search has no winner, or
+        another process runs it.
+        """
+        stream = stream_of(quiet)
+        with in_folder(self.folder, self) as change_folder:
+            search = self._prepare(printer(stream))
+            searches.execute(
+                search,
+                SearchScreen(search, stream),
+                change_folder + app.command_text("search", self.source, self.overrides),
+                change_folder + app.command_text("report", self.source, self.overrides),
+            )
+        return results_of(search)
+
+    def results(self) -> SearchResults:
+        """Return the trials that the storage holds, also while another process searches.
+
+        Raise `UserError` when the search was never started.
+        """
+        with in_folder(self.folder, self):
+            return results_of(self._prepare())
+
+    def report(self) -> app.WrittenReport:
+        """Write the report and the record in MLflow again from the trials, also before its end."""
+        with in_folder(self.folder, self):
+            return searches.report(self._prepare())
+
+    def _prepare(self, say: Callable[[str], None] = print) -> spec.Search:
+        return spec.prepare(self.source, list(self.overrides), app.provenance(), say)
+
+
+def results_of(search: spec.Search) -> SearchResults:
+    """Return what the storage holds of a search."""
+    records = trials.load(search.storage, search.name)
+    return SearchResults(search.name, records, search.storage, searches.page_of(search))

@@ -117,6 +117,11 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(MODULES[name]), name)
 
 
+def __dir__() -> list[str]:
+    """Return the names of the module with all public ones, by which notebooks complete them."""
+    return sorted({*globals(), *__all__})
+
+
 def load(config: LoadSource, /, **overrides: Any) -> Experiment:
     """Read a config and check it; nothing is run.
 

@@ -83,6 +83,7 @@ PUBLIC = [
 # ---- the module ----------------------------------------------------------------------------------
 def test_what_is_public_is_listed_and_documented() -> None:
     assert pipeline.__all__ == PUBLIC
+    assert set(PUBLIC) <= set(dir(pipeline))
     for name in PUBLIC:
         assert getattr(pipeline, name).__doc__
     assert pipeline.UserError is UserError

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.data.csv_text import to_csv
+from pipeline.serving.replicas import ReplicaSettings
 from pipeline.tracking import ui
 from workers.errors import UserError
 
@@ -73,24 +74,9 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     start = command(
         "serve",
         serve,
-        "answer requests over HTTP on this machine, by Ray Serve; the config may be a model folder",
+        "answer requests over HTTP, by Ray Serve; the config may be a model folder",
     )
-    ui.address_options(start)
-    start.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a name under which clients may ask, "
-        "beside the address and localhost; may be repeated",
-    )
-    start.add_argument(
-        "--max-pixels",
-        type=int,
-        default=MAX_PIXELS,
-        metavar="N",
-        help=f"most pixels of all images of a request together (default: {MAX_PIXELS})",
-    )
+    serve_options(start)
     for each in (ask, make, start):
         each.add_argument(
             "--method", metavar="LABEL", help="label of the method, where the run has several"
@@ -109,6 +95,49 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         sub = actions.add_parser(action, help=text)
         for argument in arguments:
             sub.add_argument(argument, metavar=argument.upper())
+
+
+def serve_options(start: argparse.ArgumentParser) -> None:
+    """Add the options of `serve`."""
+    ui.address_options(start)
+    start.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name under which clients may ask, "
+        "beside the address and localhost; may be repeated",
+    )
+    start.add_argument(
+        "--max-pixels",
+        type=int,
+        default=MAX_PIXELS,
+        metavar="N",
+        help=f"most pixels of all images of a request together (default: {MAX_PIXELS})",
+    )
+    start.add_argument(
+        "--replicas",
+        default="1",
+        metavar="N",
+        help="replicas of the model, or MIN:MAX, whose number follows the load (default: 1)",
+    )
+    start.add_argument(
+        "--cpus", type=int, default=1, metavar="N", help="CPU cores of a replica (default: 1)"
+    )
+    start.add_argument(
+        "--gpus",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="GPUs of a replica, also a fraction of one (default: 0)",
+    )
+    start.add_argument(
+        "--address",
+        default="",
+        metavar="HOST:PORT",
+        help="the Ray cluster to run on, from one of its nodes, or `auto` "
+        "(default: RAY_ADDRESS if set, else a private one)",
+    )
 
 
 def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
@@ -246,58 +275,64 @@ def serve(args: argparse.Namespace) -> int:
             f"--max-pixels is {args.max_pixels}; "
             "give the most pixels that all images of a request may have together, at least 1"
         )
+    replicas = ReplicaSettings.of(args.replicas, args.cpus, args.gpus)
     port = ui.free_port(args.host, args.port)
     ui.warn_if_exposed(args.host, port, "ask it, at your expense: it asks for no password")
     source = bundle_of_arguments(args)
     names = ", ".join(task.name for task in source.tasks)
-    with tempfile.TemporaryDirectory(prefix="accrete-") as folder:
-        model = os.path.join(folder, "model")
-        source.write(model)  # the replica reads this copy, wherever the bundle came from
-        with running(model, port, args.host, args.allow_host, args.max_pixels) as address:
-            stop = threading.Event()
-            for number in (signal.SIGINT, signal.SIGTERM):  # replaces the handlers of Ray
-                signal.signal(number, lambda *_: stop.set())
-            print(
-                f"serving {names} on {address}: POST /predict, "
-                "GET /tasks, GET /health, GET /metrics; stop with Ctrl-C",
-                flush=True,
-            )
-            stop.wait()
+    options = ServerOptions(
+        port, args.host, args.allow_host, args.max_pixels, replicas, args.address
+    )
+    with running(source, options) as address:
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):  # replaces the handlers of Ray
+            signal.signal(number, lambda *_: stop.set())
+        print(
+            f"serving {names} on {address}: POST /predict, "
+            "GET /tasks, GET /health, GET /metrics; stop with Ctrl-C",
+            flush=True,
+        )
+        stop.wait()
     return 0
 
 
-@contextmanager
-def running(
-    folder: str, port: int, host: str, names: Sequence[str], max_pixels: int
-) -> Iterator[str]:
-    """Inside, serve the bundle in `folder` on a private local Ray; yield the server's address.
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of `serve`.
 
-    names: hosts under which clients may ask, beside the address and localhost.
+    port, host: to listen on. names: hosts under which clients may ask, beside the address and
+    localhost. max_pixels: of all images of a request. address: of a cluster that is there.
     """
-    from pipeline.config import ClusterSettings
-    from pipeline.launch.cluster import connect
 
-    # Before Ray Serve is imported: `connect` sets what Ray reads at import.
-    ray = connect(ClusterSettings(address="local"))
-    try:
-        from ray import serve as ray_serve
-    except ImportError as error:
-        ray.shutdown()
-        raise UserError(f"`serve` needs Ray Serve ({error}); install ray[serve]") from None
-    from pipeline.serving.deployment import APPLICATION, Deployment, is_running, predict_of
-    from pipeline.serving.http_server import Front, Hosts, listening
+    port: int
+    host: str
+    names: Sequence[str]
+    max_pixels: int
+    replicas: ReplicaSettings
+    address: str = ""
 
-    try:
-        # Ray Serve's own proxy has no deadlines for heads and bodies.
-        ray_serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
-        application = Deployment.bind(folder, max_pixels)  # type: ignore[attr-defined]
-        handle = ray_serve.run(application, name=APPLICATION, route_prefix=None)
-        served_tasks = handle.tasks.remote().result()
-        front = Front(predict_of(handle), served_tasks, Hosts(host, names), is_running)
-        with listening(front, host, port):
-            is_ipv6 = ":" in host
-            yield f"http://[{host}]:{port}" if is_ipv6 else f"http://{host}:{port}"
-    finally:
-        with suppress(Exception):  # an error of closing must not hide why serving ended
-            ray_serve.shutdown()
-        ray.shutdown()
+
+@contextmanager
+def running(source: Bundle, options: ServerOptions) -> Iterator[str]:
+    """Inside, serve a bundle by Ray Serve; yield the server's address."""
+    from pipeline.serving.application import started
+
+    with started(options.address, options.replicas, options.max_pixels) as application:
+        handle = application.deploy(source)
+        # Imports Ray Serve, which reads at import what `started` has set.
+        from pipeline.serving.deployment import ONGOING, predict_of
+        from pipeline.serving.http_server import Bounds, Front, Hosts, listening
+
+        requests = Bounds.requests + ONGOING * (options.replicas.most - 1)
+        front = Front(
+            predict_of(handle),
+            handle.tasks.remote().result(),
+            Hosts(options.host, options.names),
+            application.count_replicas,
+            Bounds(requests=requests),
+        )
+        with listening(front, options.host, options.port):
+            host = options.host
+            if ":" in host:
+                host = f"[{host}]"
+            yield f"http://{host}:{options.port}"

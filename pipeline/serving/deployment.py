@@ -15,19 +15,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import RayServeException, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from pipeline.serving.http_server import Bounds, Reply
+from pipeline.serving.replicas import ReplicaSettings
 from workers.errors import UserError
+from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget
 from workers.serving.server import Answer, Predictor, Rule
 
-APPLICATION = "accrete"
-ONGOING = 64  # requests that the replica works on
+ONGOING = 64  # requests that a replica works on
+BUSY = 16  # requests of a replica from which on more replicas are started, where they may be
+HEALTH_S = 1.0  # between two looks at each replica: a dead one is replaced after this time
 BATCH_REQUESTS = 32
 BATCH_WAIT_S = 0.005  # how long the first request of a batch waits for others
 IMAGES = 64  # most in one request
@@ -48,16 +52,24 @@ class DecodedRequest:
     top: int
 
 
-@serve.deployment(max_ongoing_requests=ONGOING, max_queued_requests=Bounds.requests)
+@serve.deployment(
+    max_ongoing_requests=ONGOING,
+    max_queued_requests=Bounds.requests,
+    health_check_period_s=HEALTH_S,
+    graceful_shutdown_timeout_s=Bounds.answer_s,
+    graceful_shutdown_wait_loop_s=0.5,
+    max_surge_percent=50,  # a replica of the next model is ready before one of the last ends
+)
 class Deployment:
     """One replica, which holds one backbone.
 
-    folder: of the bundle. total_pixels: the most pixels of one request's images, and of all images
-    that are decoded at the same moment.
+    open_model: returns the bundle. total_pixels: the most pixels of one request's images, and of
+    all images that are decoded at the same moment. device: `cpu` or `cuda`.
     """
 
-    def __init__(self, folder: str, total_pixels: int):
-        self.served = Predictor.open(folder)
+    def __init__(self, open_model: Callable[[], Bundle], total_pixels: int, device: str = "cpu"):
+        self.served = Predictor(open_model(), device=torch.device(device))
+        self.served.warm_up()
         self.limits = Limits(
             self.served.bundle.body["max_pixels"],
             total_pixels,
@@ -111,17 +123,28 @@ class Deployment:
         return await asyncio.to_thread(answer_requests, self.served, requests)
 
 
+def deployment_of(replicas: ReplicaSettings) -> Any:
+    """Return the deployment with so many replicas."""
+    number: dict[str, Any] = {"num_replicas": replicas.least}
+    if replicas.is_scaled:
+        limits = {"min_replicas": replicas.least, "max_replicas": replicas.most}
+        number = {"autoscaling_config": {**limits, "target_ongoing_requests": BUSY}}
+    resources = {"num_cpus": replicas.cpus, "num_gpus": replicas.gpus}
+    return Deployment.options(ray_actor_options=resources, **number)  # type: ignore[attr-defined]
+
+
 def predict_of(handle: DeploymentHandle[Any]) -> Callable[[bytes], Awaitable[Reply]]:
-    """Return a function that asks the replica; status 503 when it died or has no room."""
+    """Return a function that asks a replica, and another one if that died meanwhile.
+
+    Its reply has status 503 when the second one died too, or when there is no room.
+    """
 
     async def predict(data: bytes) -> Reply:
-        response = handle.predict.remote(data)
         try:
-            reply: Reply = await response
-            return reply
-        except asyncio.CancelledError:
-            response.cancel()  # type: ignore[no-untyped-call]
-            raise
+            try:
+                return await ask(handle, data)
+            except (RayActorError, ReplicaUnavailableError):
+                return await ask(handle, data)  # a prediction has no effect: it may run twice
         except (RayError, RayServeException) as error:
             return Reply(
                 503,
@@ -134,10 +157,15 @@ def predict_of(handle: DeploymentHandle[Any]) -> Callable[[bytes], Awaitable[Rep
     return predict
 
 
-def is_running() -> bool:
-    """Return whether a replica answers."""
-    application = serve.status().applications.get(APPLICATION)
-    return application is not None and application.status == "RUNNING"
+async def ask(handle: DeploymentHandle[Any], data: bytes) -> Reply:
+    """Return the reply of a replica, which drops the request when this is cancelled."""
+    response = handle.predict.remote(data)
+    try:
+        reply: Reply = await response
+        return reply
+    except asyncio.CancelledError:
+        response.cancel()  # type: ignore[no-untyped-call]
+        raise
 
 
 def answer_requests(

@@ -124,8 +124,8 @@ class Front:
     """The ASGI application.
 
     predict: answers the body of POST /predict; it is cancelled when nobody waits for the answer.
-    tasks: what GET /tasks answers. is_healthy: whether the model can answer; called in a thread, at
-    most once a second.
+    tasks: what GET /tasks answers. count_replicas: how many replicas can answer, called in a thread
+    at most once a second.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class Front:
         predict: Callable[[bytes], Awaitable[Reply]],
         tasks: Mapping[str, Any],
         hosts: Hosts,
-        is_healthy: Callable[[], bool] = lambda: True,
+        count_replicas: Callable[[], int] = lambda: 1,
         bounds: Bounds | None = None,
     ):
         self.predict = predict
         self.tasks = tasks
         self.hosts = hosts
-        self.is_healthy = is_healthy
+        self.count_replicas = count_replicas
         self.bounds = bounds or Bounds()
         # Connections that wait for a request's head, the oldest first.
         self.incomplete: dict[Connection, None] = {}
@@ -147,10 +147,12 @@ class Front:
         self.connections = self.bounds.connections
         self.held = 0  # bytes of bodies
         self.predictions = 0  # that run or wait
-        self.health = False
-        self.health_until = 0.0
-        self.health_check = asyncio.Lock()
-        self.metrics = ServerMetrics(lambda: self.predictions, lambda: self.held)
+        self.replicas = 0  # that could answer when they were counted last
+        self.counted_until = 0.0
+        self.counting = asyncio.Lock()
+        self.metrics = ServerMetrics(
+            lambda: self.predictions, lambda: self.held, lambda: self.replicas
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -185,6 +187,7 @@ class Front:
         if route == ("GET", "/tasks"):
             return Reply(200, dict(self.tasks))
         if route == ("GET", "/metrics"):
+            await self.update_replicas()
             return Reply(200, self.metrics.text())
         if route != ("POST", "/predict"):
             raise Refused(
@@ -229,21 +232,23 @@ class Front:
             )
 
     async def health_reply(self) -> Reply:
-        """Return whether the model answers, asked at most once a second."""
-        async with self.health_check:
-            if time.monotonic() > self.health_until:
-                try:
-                    self.health = await asyncio.wait_for(
-                        asyncio.to_thread(self.is_healthy), self.bounds.head_s
-                    )
-                except Exception:
-                    self.health = False
-                self.health_until = time.monotonic() + 1
-        return (
-            Reply(200, {"status": "ok"})
-            if self.health
-            else Reply(503, {"error": "the model does not answer; it is being started again"})
-        )
+        """Return whether a replica can answer."""
+        await self.update_replicas()
+        if self.replicas:
+            return Reply(200, {"status": "ok"})
+        return Reply(503, {"error": "no replica of the model can answer; one is being started"})
+
+    async def update_replicas(self) -> None:
+        """Count the replicas that can answer, unless that was done within the last second."""
+        async with self.counting:
+            if time.monotonic() < self.counted_until:
+                return
+            try:
+                count = asyncio.to_thread(self.count_replicas)
+                self.replicas = await asyncio.wait_for(count, self.bounds.head_s)
+            except Exception:  # whoever knows cannot be asked
+                self.replicas = 0
+            self.counted_until = time.monotonic() + 1
 
     # ---- bodies ----------------------------------------------------------------------------------
     async def receive(self, request: Request) -> Upload:

@@ -15,9 +15,14 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 class ServerMetrics:
     """predictions: returns how many predictions run or wait. held: returns the bytes of the bodies
-    that are held for them."""
+    that are held for them. replicas: returns how many replicas can answer."""
 
-    def __init__(self, predictions: Callable[[], int], held: Callable[[], int]):
+    def __init__(
+        self,
+        predictions: Callable[[], int],
+        held: Callable[[], int],
+        replicas: Callable[[], int],
+    ):
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "accrete_requests",
@@ -44,6 +49,13 @@ class ServerMetrics:
             registry=self.registry,
         )
         bodies.set_function(held)
+
+        running = Gauge(
+            "accrete_replicas",
+            "Replicas of the model that can answer",
+            registry=self.registry,
+        )
+        running.set_function(replicas)
 
     def count(self, path: str, status: int, seconds: float) -> None:
         """Count an answered request. Paths that are no route are one label."""

@@ -104,15 +104,12 @@ def test_a_model_is_served_where_it_was_asked_for_after_the_warning(
 ) -> None:
     asked: list[str] = []
 
-    def running(folder: str, port: int, host: str, *_: Any) -> Any:
-        asked.append(host)
+    def running(source: Any, options: commands.ServerOptions) -> Any:
+        asked.append(options.host)
         raise Ended
 
     class EmptyBundle:
         tasks = ()
-
-        def write(self, folder: str) -> None:
-            pass
 
     monkeypatch.setattr(commands, "bundle_of_arguments", lambda args: EmptyBundle())
     monkeypatch.setattr(commands, "running", running)

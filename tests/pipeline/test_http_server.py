@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from pipeline.serving import http_server
 from pipeline.serving.http_server import Bounds, Front, Hosts, Reply, listening
 from pipeline.tracking import ui
 from workers.errors import UserError
+from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget, pixels_of
 
 HALF_HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX-Half: "
@@ -58,6 +60,14 @@ class Server:
         finally:
             client.close()
 
+    def metrics(self) -> list[str]:
+        """The lines of GET /metrics."""
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        client.request("GET", "/metrics")
+        lines = client.getresponse().read().decode().splitlines()
+        client.close()
+        return lines
+
     def opened(self, data: bytes = b"") -> socket.socket:
         client = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
         client.sendall(data)
@@ -67,10 +77,10 @@ class Server:
 @contextmanager
 def serving(
     predict: Any = echo,
-    is_healthy: Callable[[], bool] = lambda: True,
+    count_replicas: Callable[[], int] = lambda: 1,
     bounds: Bounds | None = None,
 ) -> Iterator[Server]:
-    front = Front(predict, {"tasks": []}, Hosts("127.0.0.1"), is_healthy, bounds)
+    front = Front(predict, {"tasks": []}, Hosts("127.0.0.1"), count_replicas, bounds)
     with listening(front, "127.0.0.1", 0) as port:
         yield Server(front, port)
 
@@ -276,15 +286,18 @@ def test_one_failure_ends_no_other_request(capfd: pytest.CaptureFixture[str]) ->
     assert "RuntimeError: a fault" in capfd.readouterr().err
 
 
-def test_health_is_that_of_the_model() -> None:
-    def broken() -> bool:
+def test_a_server_without_a_replica_that_answers_is_not_ready() -> None:
+    def broken() -> int:
         raise RuntimeError("no controller")
 
-    with serving(is_healthy=lambda: False) as server:
-        assert server.ask("GET", "/health")[0] == 503
-        assert server.ask("GET", "/tasks")[0] == 200
-    with serving(is_healthy=broken) as server:
-        assert server.ask("GET", "/health")[0] == 503
+    for count in (lambda: 0, broken):
+        with serving(count_replicas=count) as server:
+            assert server.ask("GET", "/health")[0] == 503
+            assert server.ask("GET", "/tasks")[0] == 200
+            assert "accrete_replicas 0.0" in server.metrics()
+    with serving(count_replicas=lambda: 2) as server:
+        assert server.ask("GET", "/health") == (200, {"status": "ok"})
+        assert "accrete_replicas 2.0" in server.metrics()
 
 
 @pytest.mark.parametrize("length", ["34000000", "9" * 15, "9" * 5000])
@@ -396,7 +409,7 @@ def model(lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
     run, folder = finished(lab, "meat", epochs=1), str(tmp_path_factory.mktemp("model") / "bundle")
     run.bundle.write(folder)
-    deployment = Alone(folder, 10_000_000)
+    deployment = Alone(partial(Bundle.open, folder), 10_000_000)
     front = Front(deployment.predict, deployment.tasks(), Hosts("127.0.0.1"))
     with listening(front, "127.0.0.1", 0) as port:
         yield Server(front, port), run

@@ -172,6 +172,15 @@ class Predictor:
         """
         return getattr(self.method.settings, "infer_images", 1) == 1
 
+    def warm_up(self) -> None:
+        """Answer one black image of each task, so that no client waits for what a first one needs.
+
+        Weights of tasks are cached as far as the cache has room.
+        """
+        side = self.augment.size_in
+        names = [task.name for task in self.tasks]
+        self.answers(np.zeros((len(names), 3, side, side), np.uint8), names)
+
     # ---- requests --------------------------------------------------------------------------------
     def predict(
         self,

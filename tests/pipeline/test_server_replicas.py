@@ -1,0 +1,147 @@
+"""A server with several replicas: what dies is asked for once more elsewhere, and what is asked of
+a cluster is checked first."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pipeline import cli
+from pipeline.serving.replicas import ReplicaSettings
+from workers.errors import UserError
+
+
+class FakeHandle:
+    """A handle whose replicas raise or reply, one after another."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes = list(outcomes)
+        self.asked: list[bytes] = []
+        self.predict = self
+
+    def remote(self, data: bytes) -> Any:
+        self.asked.append(data)
+        outcome = self.outcomes.pop(0)
+
+        async def response() -> Any:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        return response()
+
+
+def predict(handle: FakeHandle) -> Any:
+    from pipeline.serving.deployment import predict_of
+
+    async def main() -> Any:
+        return await predict_of(handle)(b"body")  # type: ignore[arg-type]
+
+    return asyncio.run(main())
+
+
+def test_a_request_of_a_replica_that_died_is_answered_by_another() -> None:
+    from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+    from pipeline.serving.http_server import Reply
+
+    reply = Reply(200, {"predictions": []})
+    for death in (ActorDiedError(), ActorUnavailableError("gone", None)):
+        handle = FakeHandle(death, reply)
+        assert predict(handle) == reply
+        assert handle.asked == [b"body", b"body"]
+
+
+def test_a_request_that_outlives_two_replicas_is_not_tried_on_a_third() -> None:
+    from ray.exceptions import ActorDiedError
+
+    handle = FakeHandle(ActorDiedError(), ActorDiedError(), AssertionError())
+    reply = predict(handle)
+    assert reply.status == 503
+    assert "send this request again later" in reply.body["error"]
+    assert len(handle.asked) == 2
+
+
+def test_a_full_queue_is_not_asked_twice() -> None:
+    from ray.serve.exceptions import BackPressureError
+
+    handle = FakeHandle(BackPressureError(320, 320))
+    assert predict(handle).status == 503
+    assert len(handle.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (("2",), ReplicaSettings(2, 2)),
+        (("1:4", 2), ReplicaSettings(1, 4, 2)),
+        (("1", 1, 0.25), ReplicaSettings(gpus=0.25)),
+        (("1", 1, 2.0), ReplicaSettings(gpus=2.0)),
+    ],
+)
+def test_replicas_are_as_the_options_say(options: Any, settings: ReplicaSettings) -> None:
+    assert ReplicaSettings.of(*options) == settings
+    assert settings.is_scaled == (options[0] == "1:4")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("0",), "--replicas is '0'; give a number from 1 on, or MIN:MAX"),
+        (("4:2",), "--replicas is '4:2'"),
+        (("-1",), "--replicas is '-1'"),
+        (("many",), "--replicas is 'many'"),
+        (("1", 0), "--cpus is 0"),
+        (("1", 1, 1.5), "--gpus is 1.5; give a fraction"),
+        (("1", 1, -1.0), "--gpus is -1"),
+        (("1", 1, float("nan")), "--gpus is nan"),
+    ],
+)
+def test_options_that_mean_nothing_get_one_sentence(options: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ReplicaSettings.of(*options)
+
+
+def test_a_replica_asks_for_what_the_options_say() -> None:
+    from pipeline.serving.deployment import deployment_of
+
+    scaled = deployment_of(ReplicaSettings(1, 3, 2, 0.5))
+    assert scaled.ray_actor_options == {"num_cpus": 2, "num_gpus": 0.5}
+    limits = scaled._deployment_config.autoscaling_config
+    assert (limits.min_replicas, limits.max_replicas) == (1, 3)
+    assert deployment_of(ReplicaSettings(2, 2)).num_replicas == 2
+
+
+def test_gpus_that_this_machine_lacks_are_said_before_a_replica_waits_for_them() -> None:
+    from pipeline.serving.application import check_gpus
+
+    class FakeRay:
+        def cluster_resources(self) -> dict[str, float]:
+            return {"GPU": 1.0}
+
+    check_gpus(FakeRay(), ReplicaSettings(2, 4, 1, 0.5), is_private=True)
+    check_gpus(FakeRay(), ReplicaSettings(3, 4, 1, 0.5), is_private=False)
+    with pytest.raises(UserError, match=r"3 replicas with --gpus 0.5 need 1.5 GPUs, and this .* 1"):
+        check_gpus(FakeRay(), ReplicaSettings(3, 4, 1, 0.5), is_private=True)
+
+
+def test_a_server_is_not_run_from_outside_of_a_cluster(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.serving import application
+
+    monkeypatch.setattr(application, "connect", lambda cluster: pytest.fail("it has connected"))
+    with (
+        pytest.raises(UserError, match=r"'ray://10.0.0.1:10001' is asked from outside"),
+        application.started("ray://10.0.0.1:10001", ReplicaSettings(), 1),
+    ):
+        pass
+
+
+def test_the_command_checks_its_options_before_anything_starts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["serve", "model", "--replicas", "2:1"]) == 2
+    assert "--replicas is '2:1'" in capfd.readouterr().err

@@ -103,15 +103,23 @@ class Application:
 
     def count_replicas(self) -> int:
         """Return how many replicas can answer now."""
-        from ray import serve
+        return count_running(self.name)
 
-        application = serve.status().applications.get(self.name)
-        if application is None:
-            return 0
-        count = 0
-        for deployment in application.deployments.values():
-            count += deployment.replica_states.get("RUNNING", 0)  # type: ignore[call-overload]
-        return count
+
+def count_running(name: str) -> int:
+    """Return how many replicas of the model of an application can answer now."""
+    from ray import serve  # heavy
+
+    from pipeline.serving.deployment import Deployment
+
+    application = serve.status().applications.get(name)
+    if application is None:
+        return 0
+    deployment = application.deployments.get(Deployment.name)  # type: ignore[attr-defined]
+    if deployment is None:
+        return 0
+    count: int = deployment.replica_states.get("RUNNING", 0)  # type: ignore[call-overload]
+    return count
 
 
 def last_line(error: Exception) -> str:

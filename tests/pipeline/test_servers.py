@@ -183,6 +183,50 @@ def test_ray_serve_answers_mixed_requests_and_refuses_bad_ones(run: Any, ray_ser
     assert post(f"{url}/nowhere", b"{}")[0] == 404
 
 
+SERVICE = """
+import sys, time
+from pipeline.config import ClusterSettings
+from pipeline.launch.cluster import connect
+connect(ClusterSettings(address="local"))
+from ray import serve
+from pipeline.serving.ray_service import ServiceArguments, application
+arguments = ServiceArguments(bundle=sys.argv[1], hosts=["accrete-serve-svc"])
+serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[2])})
+serve.run(application(arguments), name="accrete", route_prefix="/")
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_service_on_a_cluster_answers_as_the_server_does(run: Any, tmp_path: Path) -> None:
+    """As a RayService starts it: behind Serve's own proxy, with the limits of `serve`."""
+    port = ui.free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}"
+    run.bundle.write(str(tmp_path / "model"))
+    command = [sys.executable, "-c", SERVICE, str(tmp_path / "model"), str(port)]
+    root = str(Path(__file__).parents[2])
+    process = started(command, tmp_path / "log", root, PYTHONPATH=root)
+    try:
+        until_up(process, f"{url}/health", tmp_path / "log")
+        images = [run.images(name)[0][0] for name in run.names]
+        body = {"images": [b64(image) for image in images], "tasks": run.names}
+        status, text = post(f"{url}/predict", json.dumps(body).encode())
+        assert status == 200, text
+        answers = json.loads(text)["predictions"]
+        expected = run.served.predict(images, run.names)
+        assert [answer["class"] for answer in answers] == [each.class_ for each in expected]
+        listed = requests.get(f"{url}/tasks", timeout=60).json()
+        assert [task["name"] for task in listed["tasks"]] == run.names
+        assert post(f"{url}/predict", b"{")[0] == 400
+        assert post(f"{url}/predict", b"x" * (33 << 20))[0] == 413
+        assert post(f"{url}/nowhere", b"{}")[0] == 404
+        for host, status in (("accrete-serve-svc", 200), ("elsewhere.example", 421)):
+            answer = requests.get(f"{url}/tasks", headers={"Host": host}, timeout=60)
+            assert answer.status_code == status
+    finally:
+        ended(process)
+
+
 @pytest.mark.slow
 def test_ray_serve_outlives_a_storm(run: Any, ray_serve: Any) -> None:
     url, process = ray_serve

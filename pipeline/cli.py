@@ -1,6 +1,6 @@
-"""The command line: init, data, run, plan, search, ingest, shards, report, analyse, compare,
-predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema, completion. Few flags,
-else `--set key=value`.
+"""The command line: init, data, run, plan, launch, search, ingest, shards, report, analyse,
+compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema, completion.
+Few flags, else `--set key=value`.
 
 Help, version and a mistyped command need no package but the standard library; what imports others
 is imported by the command that needs it.
@@ -31,8 +31,10 @@ from workers.storage import secrets
 from workers.storage.regular_file import write_named
 
 if TYPE_CHECKING:
+    from pipeline.app import PreparedRun, RunPlan
     from pipeline.graph.stage import Stage
     from pipeline.graph.store import Lookup
+    from pipeline.launch.cost import Forecast
 
 BUCKET = re.compile(r"in bucket '([^']+)'")  # names the bucket in an error of pyarrow
 LONGEST_ERROR = 4000  # characters of an error that are printed; that of a worker may be long
@@ -191,6 +193,7 @@ def parser(program: str = "") -> argparse.ArgumentParser:
         return sub
 
     _add_run_commands(add_command)
+    _add_launch_command(add_command)
     _add_analyse_command(add_command)
     data_commands.commands(add_command)
     serving_commands.commands(add_command)
@@ -303,6 +306,72 @@ def _add_init_command(add_command: AddCommand) -> None:
     init_parser.add_argument(
         "--image", metavar="COLUMN", help="column of the image in a table, where it is not clear"
     )
+
+
+def _add_launch_command(add_command: AddCommand) -> None:
+    launch_parser = add_command(
+        "launch",
+        launch,
+        "write the files by which a config runs on a cluster, for a person to read and submit",
+    )
+    launch_parser.add_argument(
+        "--on",
+        required=True,
+        choices=("slurm", "kuberay", "ray"),
+        help="Slurm, Kubernetes by KubeRay, or a cloud by Ray's launcher",
+    )
+    launch_parser.add_argument(
+        "--out", metavar="FOLDER", help="where to write them (default: NAME-PLATFORM, here)"
+    )
+    launch_parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ranks on each node (default: as many as share a GPU, else 1)",
+    )
+    launch_parser.add_argument(
+        "--hours",
+        type=int,
+        default=0,
+        metavar="N",
+        help="time limit (default: twice the forecast of `plan --cost`)",
+    )
+    on_slurm = launch_parser.add_argument_group("Slurm")
+    on_slurm.add_argument(
+        "--array", action="store_true", help="a job for each of the config's `seeds`"
+    )
+    on_kubernetes = launch_parser.add_argument_group("Kubernetes")
+    on_kubernetes.add_argument(
+        "--image", default="", metavar="NAME", help="image of the pods, without -gpu or -cpu"
+    )
+    for option, text in (
+        ("select", "put workers on nodes with this label, such as that of spot nodes"),
+        ("tolerate", "put workers on nodes with this taint too"),
+    ):
+        on_kubernetes.add_argument(
+            f"--{option}",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help=f"{text}; may be repeated",
+        )
+    on_kubernetes.add_argument(
+        "--service-account", default="", metavar="NAME", help="stands for a role of the cloud"
+    )
+    on_kubernetes.add_argument(
+        "--secret", default="", metavar="NAME", help="a Secret whose keys are environment variables"
+    )
+    on_cloud = launch_parser.add_argument_group("Ray's launcher")
+    on_cloud.add_argument("--cloud", choices=("aws", "gcp"), default="", help="default: aws")
+    on_cloud.add_argument("--spot", action="store_true", help="workers on spot machines")
+    on_cloud.add_argument(
+        "--machine-image",
+        default="",
+        metavar="ID",
+        help="of the workers' machines; must be given for GPUs, for their driver",
+    )
+    on_cloud.add_argument("--project", default="", metavar="ID", help="of Google Cloud")
 
 
 def _add_analyse_command(add_command: AddCommand) -> None:
@@ -554,14 +623,32 @@ def plan(args: argparse.Namespace) -> int:
     if args.cost:
         from pipeline.launch import cost  # imports torch
 
-        forecast = cost.forecast(
-            graph, prepared.config, prepared.store, run_plan.stages_to_run, prepared.tasks
-        )
-        print("\n" + cost.text(forecast))
+        print("\n" + cost.text(forecast_of(prepared, run_plan)))
     if args.svg:
         write_named("--svg", args.svg, diagram.to_svg(graph, status).encode())
         print(f"\npicture: {args.svg}")
     return 0
+
+
+def forecast_of(prepared: PreparedRun, run_plan: RunPlan) -> Forecast:
+    """Return what the stages will cost that a plan is to run."""
+    from pipeline.launch import cost  # imports torch
+
+    return cost.forecast(
+        prepared.graph, prepared.config, prepared.store, run_plan.stages_to_run, prepared.tasks
+    )
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Write the files by which a config runs on a cluster."""
+    from pipeline import app
+    from pipeline.launch import command  # imports torch
+
+    def forecast(config: str, overrides: list[str]) -> Forecast:
+        prepared = app.prepare(config, overrides, several=True)
+        return forecast_of(prepared, app.plan(prepared))
+
+    return command.launch(args, forecast)
 
 
 def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> str:

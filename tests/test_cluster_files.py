@@ -28,17 +28,27 @@ RAY = next(
     for line in (REPOSITORY / "constraints.txt").read_text().split()
     if line.startswith("ray==")
 )
-MANIFESTS = ("kuberay-cluster.yaml", "kuberay-job.yaml")
+MANIFESTS = {
+    "kuberay-cluster.yaml": "RayCluster",
+    "kuberay-job.yaml": "RayJob",
+    "kuberay-service.yaml": "RayService",
+}
+LAUNCHERS = ("ray-aws.yaml", "ray-gcp.yaml")
+# A RayCluster stands here in the `spec` of each kind.
+CLUSTER_KEYS = {"RayCluster": "", "RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
+NOT_KUBERAYS = ("template", "submitterPodTemplate", "rayStartParams")  # pods; options of Ray
 
 
 def body(name: str) -> dict[str, Any]:
-    parsed: dict[str, Any] = yaml.safe_load((CLUSTER / name).read_text())
+    """Return a file as plain values; of several documents the first."""
+    parsed: dict[str, Any] = next(yaml.safe_load_all((CLUSTER / name).read_text()))
     return parsed
 
 
 def cluster_spec(name: str) -> dict[str, Any]:
     spec: dict[str, Any] = body(name)["spec"]
-    cluster: dict[str, Any] = spec.get("rayClusterSpec", spec)
+    key = CLUSTER_KEYS[MANIFESTS[name]]
+    cluster: dict[str, Any] = spec[key] if key else spec
     return cluster
 
 
@@ -51,7 +61,9 @@ def pods(name: str) -> dict[str, dict[str, Any]]:
     }
     specs = {group: spec["template"]["spec"] for group, spec in pod_specs.items()}
     submitter = body(name)["spec"].get("submitterPodTemplate")
-    return {**specs, "submitter": submitter["spec"]} if submitter else specs
+    if submitter:
+        specs["submitter"] = submitter["spec"]
+    return specs
 
 
 def containers(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -61,17 +73,17 @@ def containers(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 # ---- Ray's launcher ------------------------------------------------------------------------------
-def test_the_launchers_file_has_rays_schema() -> None:
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_launchers_file_has_rays_schema(name: str) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    validate_config(prepare_config(body("ray-cluster.yaml")))
+    validate_config(prepare_config(body(name)))
 
 
-def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages() -> None:
-    launcher = body("ray-cluster.yaml")
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages(name: str) -> None:
+    launcher = body(name)
     assert re.search(rf":{re.escape(RAY)}-py3\d\d$", launcher["docker"]["image"])
-    assert launcher["docker"]["worker_image"] == launcher["docker"]["image"] + "-gpu"
-    assert launcher["docker"]["worker_run_options"] == ["--gpus all"]
     assert not any("gpus" in option for option in launcher["docker"]["run_options"]), (
         "the head has none"
     )
@@ -100,23 +112,92 @@ def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages() -
 
 
 # ---- KubeRay -------------------------------------------------------------------------------------
+def known_fields() -> dict[str, tuple[int, ...]]:
+    """Return the fields of KubeRay in README.md, with the version that brought each."""
+    section = (CLUSTER / "README.md").read_text().split("## Fields of KubeRay", 1)[1]
+    fields = {}
+    for version, names in re.findall(r"^\| (\d[\d.]*) \| (.*) \|$", section, re.MULTILINE):
+        for field in re.findall(r"`([^`]+)`", names):
+            fields[field] = tuple(map(int, version.split(".")))
+    return fields
+
+
+def used_fields(values: Any, path: str) -> Iterator[str]:
+    """Yield the dotted paths of all fields below `path`, as far as they are KubeRay's own."""
+    if isinstance(values, list):
+        for value in values:
+            yield from used_fields(value, path)
+    elif isinstance(values, dict):
+        for key, value in values.items():
+            field = f"{path}.{key}"
+            yield field
+            if key not in NOT_KUBERAYS:
+                yield from used_fields(value, field)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_every_field_of_kuberay_is_in_the_table_and_as_old_as_the_files_say(name: str) -> None:
+    kind = MANIFESTS[name]
+    prefix = f"RayJob.{CLUSTER_KEYS[kind]}" if kind == "RayJob" else f"{kind}.{CLUSTER_KEYS[kind]}"
+    fields = known_fields()
+    least = re.search(r"KubeRay (\d+\.\d+\.\d+) or newer", (CLUSTER / name).read_text())
+    assert least
+    oldest = tuple(map(int, least[1].split(".")))
+    needed = []
+    for used in used_fields(body(name)["spec"], kind):
+        field = used
+        if CLUSTER_KEYS[kind] and used.startswith(f"{prefix}."):
+            field = used.replace(prefix, "RayCluster", 1)
+        assert field in fields, f"{field}: add it, with the version of KubeRay that brought it"
+        needed.append(fields[field])
+    assert max(needed) == oldest
+
+
+def test_the_three_manifests_start_the_same_cluster() -> None:
+    """But for what only one needs: the page of the one that stays, the config of the job."""
+    specs = []
+    for name in MANIFESTS:
+        spec = cluster_spec(name)
+        head = spec["headGroupSpec"]
+        head["rayStartParams"].pop("dashboard-host", None)
+        pod = head["template"]["spec"]
+        pod["volumes"] = [each for each in pod["volumes"] if each["name"] != "config"]
+        mounts = pod["containers"][0]["volumeMounts"]
+        pod["containers"][0]["volumeMounts"] = [each for each in mounts if each["name"] != "config"]
+        worker = spec["workerGroupSpecs"][0]
+        for key in ("replicas", "minReplicas", "maxReplicas"):
+            worker.pop(key)
+        worker["template"]["spec"]["containers"][0].pop("resources")
+        specs.append(spec)
+    assert specs[0] == specs[1] == specs[2]
+
+
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_has_what_kuberay_requires(name: Any) -> None:
     manifest, cluster = body(name), cluster_spec(name)
-    assert (manifest["apiVersion"], manifest["kind"]) == (
-        "ray.io/v1",
-        {"kuberay-cluster.yaml": "RayCluster", "kuberay-job.yaml": "RayJob"}[name],
-    )
-    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", manifest["metadata"]["name"])
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", MANIFESTS[name])
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", manifest["metadata"]["name"])
     assert cluster["rayVersion"] == RAY
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values()), (
             "KubeRay takes texts alone"
         )
     for group in cluster["workerGroupSpecs"]:
-        assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    if name == "kuberay-job.yaml":
-        assert manifest["spec"]["shutdownAfterJobFinishes"] is True
+        assert 0 < group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_the_job_ends_with_its_time_and_its_cluster_with_it() -> None:
+    job, config_map = yaml.safe_load_all((CLUSTER / "kuberay-job.yaml").read_text())
+    spec = job["spec"]
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["activeDeadlineSeconds"] == 8 * 3600
+    head = pods("kuberay-job.yaml")["head"]
+    (volume,) = [each for each in head["volumes"] if each["name"] == "config"]
+    (mount,) = [each for each in head["containers"][0]["volumeMounts"] if each["name"] == "config"]
+    assert volume["configMap"]["name"] == config_map["metadata"]["name"]
+    folder, _, file = spec["entrypoint"].split()[-1].rpartition("/")
+    assert folder == mount["mountPath"]
+    assert file in config_map["data"]
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -133,12 +214,11 @@ def test_the_operator_makes_the_token_knows_it_and_gives_it_to_every_container(n
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_every_container_has_the_pinned_image_and_limits(name: Any) -> None:
-    assert [group for group, _ in containers(name)] == ["head", "gpu", "submitter"][
+    assert [group for group, _ in containers(name)] == ["head", "workers", "submitter"][
         : len(pods(name))
     ]
     for group, container in containers(name):
-        device = "gpu" if group == "gpu" else "cpu"
-        assert container["image"].endswith(f":ray{RAY}-py311-{device}"), group
+        assert container["image"].endswith(f":ray{RAY}-py311-cpu"), group
         assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
         assert container["resources"]["requests"].keys() == container["resources"]["limits"].keys()
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
@@ -147,17 +227,16 @@ def test_every_container_has_the_pinned_image_and_limits(name: Any) -> None:
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_every_node_sees_the_storage_has_a_bounded_cache_and_time_to_end(name: Any) -> None:
-    for group in ("head", "gpu"):
+    for group in ("head", "workers"):
         pod = pods(name)[group]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         mounts = {
             mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]
         }
-        assert mounts == {"storage": "/storage", "cache": "/tmp"}
+        assert mounts.items() >= {"storage": "/storage", "cache": "/tmp"}.items()
         assert volumes["storage"]["persistentVolumeClaim"]["claimName"]
         assert re.fullmatch(r"\d+Gi", volumes["cache"]["emptyDir"]["sizeLimit"])
         assert pod["terminationGracePeriodSeconds"] >= 60
-    assert pods(name)["gpu"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
 
 
 def test_the_page_of_the_cluster_that_stays_is_on_loopback() -> None:
@@ -167,14 +246,29 @@ def test_the_page_of_the_cluster_that_stays_is_on_loopback() -> None:
     )
 
 
+def test_the_service_has_rays_schema_and_names_deployments_that_there_are() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from pipeline.serving import ray_service
+    from pipeline.serving.deployment import Deployment
+
+    text = body("kuberay-service.yaml")["spec"]["serveConfigV2"]
+    (served,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    assert served.import_path == f"{ray_service.__name__}:{ray_service.application.__name__}"
+    arguments = ray_service.ServiceArguments.model_validate(served.args)
+    name = body("kuberay-service.yaml")["metadata"]["name"]
+    assert arguments.hosts == [f"{name}-serve-svc"], "the Service that KubeRay makes"
+    deployments: Any = (ray_service.Ingress, Deployment)
+    assert [each.name for each in served.deployments] == [each.name for each in deployments]
+
+
 # ---- all of them ---------------------------------------------------------------------------------
 def commands() -> list[list[str]]:
-    """Every run that README.md, slurm.sh and the job's manifest speak of, as words after `pipeline
+    """Every run that README.md and slurm.sh speak of, as words after `pipeline
     run` or the script."""
     texts = [
         (CLUSTER / "README.md").read_text(),
         (CLUSTER / "slurm.sh").read_text(),
-        "run ".join(("", body("kuberay-job.yaml")["spec"]["entrypoint"])),
     ]
     blocks = re.findall(
         r"(?:pipeline run|slurm\.sh) (\S*configs/\S+\.yaml(?: --set \S+)*)", "\n".join(texts)
@@ -186,7 +280,7 @@ def test_every_command_names_a_config_and_settings_that_there_are() -> None:
     assert len(commands()) >= 6
     for path, *rest in commands():
         settings = [word for word in rest if word != "--set"]
-        loaded = config.load(str(REPOSITORY / path.removeprefix("/home/ray/accrete/")), settings)
+        loaded = config.load(str(REPOSITORY / path), settings)
         assert loaded.cluster.workers >= 1
         assert loaded.storage != "storage", "a place that all nodes see"
         assert is_local(loaded.storage) or not loaded.tracking.enabled, "MLflow needs a disk"
@@ -207,7 +301,11 @@ def test_no_secret_stands_in_a_file_and_nothing_listens_to_everybody() -> None:
 # ---- Slurm ---------------------------------------------------------------------------------------
 FAKES = {
     "scontrol": """echo "scontrol $*" >> "$SAID"
-[ "$1" = requeue ] || printf 'node1\\nnode2\\nnode3\\n' """,
+case "$*" in
+*small*) echo node1;;
+*large*) printf 'node2\\nnode3\\n';;
+*show*) printf 'node1\\nnode2\\nnode3\\n';;
+esac""",
     "hostname": """case "$1" in
 --ip-address) echo "${HOST_ADDRESS:-10.0.0.7 fe80::1}";;
 --all-ip-addresses) echo "10.0.0.7 fe80::1";;
@@ -229,7 +327,7 @@ esac""",
     "python": """case "$1" in
 -c) case "$2" in
     *secrets*) echo faketoken;;
-    *probes*) echo "7001 7002 7003";;
+    *socket*) echo "7001 7002 7003";;
     *ray.nodes*) echo "nodes $3 $4" >> "$SAID"; [ "$(grep -c '^nodes' "$SAID")" -ge 2 ];;
     esac;;
 -m) token=$(cat "$RAY_AUTH_TOKEN_PATH") rights=$(stat -c %a "$RAY_AUTH_TOKEN_PATH")
@@ -290,7 +388,11 @@ def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everyth
     process = job({**slurm, "DRIVER_CODE": str(code)}, "configs/a b.yaml", "--set", "seed=1")
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, out + err
-    assert "srun: error" not in err, "every task has ended by itself"
+    ray_log = tmp_path / "ray-42.log"
+    assert ray_log.exists() == bool(code), "what Ray printed is kept when a run fails"
+    if code:
+        assert "srun: error" not in ray_log.read_text(), "every task has ended by itself"
+    assert "srun" not in err
     lines = logged_commands(slurm)
     starts = [i for i, line in enumerate(lines) if line.startswith("srun")]
     head, other_lines = (lines[i] for i in starts)
@@ -332,6 +434,35 @@ def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everyth
     assert lines.count("stopped") == 2
     assert not any("requeue" in line for line in lines)
     assert not list(tmp_path.glob(".ray-*")), "the token is gone"
+
+
+def test_a_job_of_an_array_runs_one_seed(slurm: Any) -> None:
+    process = job({**slurm, "SLURM_ARRAY_TASK_ID": "7"}, "configs/digits-seeds.yaml")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    (driver,) = [line for line in logged_commands(slurm) if line.startswith("driver")]
+    assert driver.startswith("driver -m pipeline run configs/digits-seeds.yaml --set seeds=[7] ")
+
+
+def test_ray_runs_on_all_components_of_a_heterogeneous_job(slurm: Any) -> None:
+    components = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "small",
+        "SLURM_CPUS_PER_TASK_HET_GROUP_0": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "large[1-2]",
+        "SLURM_CPUS_PER_TASK_HET_GROUP_1": "16",
+    }
+    process = job({**slurm, **components}, "configs/demo.yaml")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    lines = logged_commands(slurm)
+    head, large = [line for line in lines if line.startswith("srun")]
+    for words in ("--het-group=0", "--nodelist=node1", "--head", "--num-cpus=2"):
+        assert words in head
+    for words in ("--het-group=1", "--nodes=2", "--num-cpus=16", "--address=10.0.0.7:7001"):
+        assert words in large
+    assert "--cpus-per-task=16" in large
+    assert lines.count("nodes 10.0.0.7:7001 3") == 2
 
 
 def test_the_head_is_named_by_an_address_that_other_nodes_reach(slurm: Any) -> None:
@@ -387,8 +518,11 @@ def test_the_scripts_own_python_is_sound(slurm: Any) -> None:
         [sys.executable, "-c", codes[0]], capture_output=True, text=True, check=True
     ).stdout.strip()
     assert re.fullmatch(r"[0-9a-f]{64}", token)
-    ports = subprocess.run(
-        [sys.executable, "-c", codes[1]], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert len({*ports}) == 3
+    ports: set[int] = set()
+    for job_id in range(1000, 1010):
+        command = [sys.executable, "-S", "-c", codes[1], str(job_id)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        ports |= {int(port) for port in printed.split()}
+    assert len(ports) == 30, "jobs on one node share no port"
+    assert max(ports) < 32768, "the kernel gives others to whoever asks"
     compile(codes[2], "slurm.sh", "exec")

@@ -1,29 +1,35 @@
 #!/bin/bash
-#SBATCH --job-name=accrete
-#SBATCH --nodes=2
+#SBATCH --job-name=accrete-demo
+#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=8
-#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=8G
 #SBATCH --time=08:00:00
 #SBATCH --signal=B:USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=accrete-%j.log
+#SBATCH --output=accrete-demo-%j.log
 #
-# One run on Slurm: a Ray cluster over the nodes of the job, the driver on the first of them. Submit
-# it from the checkout, in a folder that all nodes see, after `make setup`:
-#   sbatch configs/cluster/slurm.sh configs/demo.yaml --set storage=/shared/accrete \
-#       --set cluster.cache=/tmp --set cluster.workers=2 --set cluster.gpus_per_worker=1
+# One run on Slurm: a Ray cluster over the nodes of the job, the driver on the first of them. Written
+# by `accrete launch --on slurm`, with a config beside it. Submit it from the checkout, in a folder
+# that all nodes see, after `make setup`:
+#   sbatch configs/cluster/slurm.sh configs/demo.yaml --set storage=/shared/accrete --set cluster.cache=/tmp
+# Options of sbatch on the command line come before those above. In a job array the index of a job is
+# its seed. Nodes of several kinds are the components of a heterogeneous job, whose first one has the
+# driver:
+#   sbatch --nodes=1 --cpus-per-task=4 : --nodes=2 --cpus-per-task=8 --gpus-per-node=1 slurm.sh CONFIG
 # Before a preemption and before the time limit Slurm sends USR1: the driver saves checkpoints and
-# ends, and the job is put back into the queue. `scancel` ends it for good. Tried on Slurm 22.05
-# with two nodes on one machine, without GPUs.
+# ends, and the job is put back into the queue. `scancel` ends it for good. What Ray itself prints is
+# in ray-JOB.log, which goes when the run succeeds. Tried on Slurm 22.05 with two nodes on one machine,
+# without GPUs.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 python=${ACCRETE_PYTHON:-.venv/bin/python}
 ray=${ACCRETE_RAY:-.venv/bin/ray}
-steps=() driver='' preempted=''
+steps=() sizes=() driver='' preempted=''
 
 folder=$PWD/.ray-$SLURM_JOB_ID
+log=$PWD/ray-$SLURM_JOB_ID.log
 rm -rf "$folder"  # of an earlier start of this job that was killed
 (umask 077 && mkdir "$folder" &&
     "$python" -c 'import secrets; print(secrets.token_hex(32))' > "$folder/token")
@@ -44,6 +50,7 @@ finish() {
     for step in "${steps[@]}"; do kill -TERM "$step" 2> /dev/null || :; done
     wait
     rm -rf "$folder"
+    if [ "$code" -eq 0 ]; then rm -f "$log"; fi
     if [ -n "$preempted" ] && [ "$code" -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID" || :; fi
     exit "$code"
 }
@@ -54,7 +61,17 @@ trap 'exit 143' TERM INT
 # Whoever reaches Ray's ports needs its token. The ports are free ones: nodes may be shared by jobs.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token RAY_USAGE_STATS_ENABLED=0
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0  # nothing is served, so nothing is drained
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+value_of() {  # of a variable of Slurm for a component of the job
+    name=$1${SLURM_HET_SIZE:+_HET_GROUP_$2}
+    echo "${!name:-}"
+}
+nodes=()
+for ((component = 0; component < ${SLURM_HET_SIZE:-1}; component++)); do
+    list=$(value_of SLURM_JOB_NODELIST "$component")
+    mapfile -t of_component < <(scontrol show hostnames "$list")
+    nodes+=("${of_component[@]}")
+    sizes+=("${#of_component[@]}")
+done
 read -ra addresses <<< "$(hostname --ip-address) $(hostname --all-ip-addresses)"
 ip=${addresses[0]}
 for address in "${addresses[@]}"; do
@@ -63,10 +80,19 @@ for address in "${addresses[@]}"; do
         *) ip=$address; break ;;
     esac
 done
-read -r port dashboard client < <("$python" -c 'import socket
-probes = [socket.socket() for _ in range(3)]
-[probe.bind(("", 0)) for probe in probes]
-print(*(probe.getsockname()[1] for probe in probes))')
+# Each job has ports of its own, below those that the kernel gives to whoever asks: jobs on the same
+# node may start at the same moment.
+read -r port dashboard client < <("$python" -c 'import socket, sys
+first = 20000 + int(sys.argv[1]) * 8 % 12000
+free = []
+for port in range(first, first + 8):
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            continue
+    free.append(port)
+print(*free[:3])' "$SLURM_JOB_ID")
 
 # The task of each node: Ray, until the file `end` appears. A task that ends by itself with code 0
 # is a success to srun; one that srun has to signal is an error, also at the end of a good run.
@@ -82,11 +108,22 @@ while kill -0 "$ray" 2> /dev/null; do
     sleep 1
 done
 wait "$ray"'
-cpus=${SLURM_CPUS_PER_TASK:-1}
-step=(srun --overlap --ntasks-per-node=1 --cpus-per-task="$cpus")  # srun does not inherit sbatch's
-start=(bash -c "$task" "$folder/end" "$ray" start --block --num-cpus="$cpus")
+# On so many nodes of a component. Then: options of srun that choose them, --, options of Ray.
+start_ray() {
+    component=$1 count=$2 choice=()
+    shift 2
+    while [ "$1" != -- ]; do choice+=("$1"); shift; done
+    shift
+    cpus=$(value_of SLURM_CPUS_PER_TASK "$component")  # srun does not inherit sbatch's
+    if [ -n "${SLURM_HET_SIZE:-}" ]; then choice+=(--het-group="$component"); fi
+    srun --overlap --ntasks-per-node=1 --cpus-per-task="${cpus:=1}" --nodes="$count" \
+        --ntasks="$count" "${choice[@]}" bash -c "$task" "$folder/end" "$ray" start --block \
+        --num-cpus="$cpus" --dashboard-agent-listen-port=0 "$@" >> "$log" 2>&1 &
+    steps+=($!)
+}
 
 fail() {
+    tail -n 40 "$log" >&2 || :
     echo "accrete: $1" >&2
     exit 1
 }
@@ -96,10 +133,8 @@ all_steps_run() {
     done
 }
 
-"${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" "${start[@]}" --head \
-    --node-ip-address="$ip" --port="$port" --dashboard-host=127.0.0.1 \
-    --dashboard-port="$dashboard" --ray-client-server-port="$client" &
-steps+=($!)
+start_ray 0 1 --nodelist="${nodes[0]}" -- --head --node-ip-address="$ip" --port="$port" \
+    --dashboard-host=127.0.0.1 --dashboard-port="$dashboard" --ray-client-server-port="$client"
 answers=
 for _ in {1..60}; do
     all_steps_run
@@ -108,12 +143,12 @@ for _ in {1..60}; do
 done
 [ -n "$answers" ] || fail "Ray's head on ${nodes[0]} does not answer at $ip:$port"
 
-if [ "${#nodes[@]}" -gt 1 ]; then
-    others=$((${#nodes[@]} - 1))
-    "${step[@]}" --nodes="$others" --ntasks="$others" --exclude="${nodes[0]}" "${start[@]}" \
-        --address="$ip:$port" &
-    steps+=($!)
+if [ "${sizes[0]}" -gt 1 ]; then
+    start_ray 0 $((sizes[0] - 1)) --exclude="${nodes[0]}" -- --address="$ip:$port"
 fi
+for ((component = 1; component < ${#sizes[@]}; component++)); do
+    start_ray "$component" "${sizes[component]}" -- --address="$ip:$port"
+done
 count_nodes='import sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False)
 sys.exit(sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[2]))'
@@ -129,6 +164,7 @@ done
 [ -n "$joined" ] ||
     fail "not all of ${nodes[*]} joined Ray at $ip:$port; look for a firewall between them"
 
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then set -- "$@" --set "seeds=[$SLURM_ARRAY_TASK_ID]"; fi
 RAY_ADDRESS=$ip:$port "$python" -m pipeline run "$@" &
 driver=$!
 trap 'preempted=yes; kill -TERM "$driver" 2> /dev/null || :' USR1

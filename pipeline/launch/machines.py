@@ -1,0 +1,62 @@
+"""Machine types of clouds that suit the nodes of a run; the smallest one that fits is taken."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeline.launch.sizes import Size
+from workers.errors import UserError
+
+
+class Machine(NamedTuple):
+    """accelerator: name of the GPUs, where a cloud attaches them to any machine type."""
+
+    name: str
+    cpus: int
+    memory_gb: int
+    gpus: int = 0
+    accelerator: str = ""
+
+
+T4 = "nvidia-tesla-t4"
+# The smallest of each cloud first.
+MACHINES = {
+    "aws": (
+        Machine("m6i.large", 2, 8),
+        Machine("m6i.xlarge", 4, 16),
+        Machine("m6i.2xlarge", 8, 32),
+        Machine("m6i.4xlarge", 16, 64),
+        Machine("m6i.8xlarge", 32, 128),
+        Machine("m6i.16xlarge", 64, 256),
+        Machine("g5.xlarge", 4, 16, 1),
+        Machine("g5.2xlarge", 8, 32, 1),
+        Machine("g5.4xlarge", 16, 64, 1),
+        Machine("g5.8xlarge", 32, 128, 1),
+        Machine("g5.12xlarge", 48, 192, 4),
+        Machine("g5.48xlarge", 192, 768, 8),
+    ),
+    "gcp": (
+        Machine("n1-standard-4", 4, 15),
+        Machine("n1-standard-8", 8, 30),
+        Machine("n1-standard-16", 16, 60),
+        Machine("n1-standard-32", 32, 120),
+        Machine("n1-standard-64", 64, 240),
+        Machine("n1-standard-4", 4, 15, 1, T4),
+        Machine("n1-standard-8", 8, 30, 1, T4),
+        Machine("n1-standard-16", 16, 60, 2, T4),
+        Machine("n1-standard-32", 32, 120, 4, T4),
+    ),
+}
+
+
+def machine_for(cloud: str, size: Size) -> Machine:
+    """Return the smallest machine for a node. cloud: `aws` or `gcp`. Raise `UserError` when there
+    is none."""
+    for machine in MACHINES[cloud]:
+        has_gpus = machine.gpus >= size.gpus and bool(machine.gpus) == bool(size.gpus)
+        if has_gpus and machine.cpus >= size.cpus and machine.memory_gb >= size.memory_gb:
+            return machine
+    raise UserError(
+        f"no machine of {cloud} that is known here has {size.cpus} CPUs, {size.gpus} GPUs and "
+        f"{size.memory_gb} GB; lower --ranks-per-node or what a rank takes"
+    )

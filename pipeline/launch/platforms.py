@@ -1,0 +1,342 @@
+"""The files by which a config runs on Slurm, on Kubernetes or on a cloud, for a person to read."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import yaml
+
+from pipeline.config import Config
+from pipeline.launch.machines import machine_for
+from pipeline.launch.portable import Portable
+from pipeline.launch.sizes import Size
+from pipeline.launch.template import KeyPath, read_template, with_directives, with_values
+from pipeline.shell.invocation import this_python
+from workers.errors import UserError
+from workers.storage.artifact import is_local
+
+VOLUME = "/storage"  # where pods see the claim
+CLAIM = "accrete-storage"
+RUN_FOLDER = "/home/ray/run"  # where the head's pod sees a config
+IMAGE = "accrete:ray2.60.0-py311"
+CACHE_SIZE = "60Gi"
+LONGEST_NAME = 40  # characters: KubeRay adds some, and Kubernetes takes 63
+LARGEST_INDEX = 1000  # of a job array, unless Slurm is configured otherwise
+SERVING = Size(2, 4, 0, 16, 0, "")  # nodes that serve a bundle
+JOB = "job submit --address http://127.0.0.1:8265 --working-dir ."
+OTHER_CHARACTERS = re.compile(r"[^a-z0-9-]+")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """files: text by name. commands: what a person types to submit, from the checkout."""
+
+    files: dict[str, str]
+    commands: list[str]
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What a person chooses of the pods on Kubernetes.
+
+    image: without the device at its end. selector, tolerations: of nodes for workers, `KEY=VALUE`.
+    account: service account, which stands for a role of the cloud. secret: its keys become
+    environment variables.
+    """
+
+    image: str = IMAGE
+    selector: Sequence[str] = ()
+    tolerations: Sequence[str] = ()
+    account: str = "default"
+    secret: str = ""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a person chooses of machines on a cloud. image: of machines with GPUs. project: of
+    Google Cloud."""
+
+    cloud: str = "aws"
+    is_spot: bool = False
+    image: str = ""
+    project: str = "PROJECT"
+
+
+def name_of(config: Config) -> str:
+    """Return the name of a run as platforms take it."""
+    return OTHER_CHARACTERS.sub("-", f"accrete-{config.name}".lower())[:LONGEST_NAME].strip("-")
+
+
+# ---- Slurm ---------------------------------------------------------------------------------------
+def slurm(run: Portable, size: Size, folder: str, with_array: bool = False) -> Submission:
+    """Return the script and the config of a run on Slurm.
+
+    with_array: a job for each of the config's seeds. Raise `UserError` when it has none.
+    """
+    name = name_of(run.config)
+    directives = [
+        f"--job-name={name}",
+        f"--nodes={size.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={size.cpus}",
+        f"--mem={size.memory_gb}G",
+    ]
+    if size.gpus:
+        directives.append(f"--gpus-per-node={size.gpus}")
+    log = f"{name}-%j.log"
+    if with_array:
+        directives.append(f"--array={','.join(map(str, array_seeds(run.config)))}")
+        log = f"{name}-%A_%a.log"
+    directives += [
+        f"--time={size.hours:02d}:00:00",
+        "--signal=B:USR1@120",
+        "--requeue",
+        "--open-mode=append",
+        f"--output={log}",
+    ]
+    script = with_directives(read_template("slurm.sh"), directives)
+    config = os.path.join(folder, run.file)
+    commands = [shlex.join(["sbatch", os.path.join(folder, "slurm.sh"), config])]
+    return Submission({"slurm.sh": script, **run.files}, commands)
+
+
+def array_seeds(config: Config) -> tuple[int, ...]:
+    """Return the seeds of a config, each the index of a job. Raise `UserError` where none can."""
+    if not config.seeds:
+        raise UserError("--array makes a job of each seed, and the config has no `seeds`; add them")
+    if max(config.seeds) > LARGEST_INDEX:
+        raise UserError(
+            f"--array: seed {max(config.seeds)} is more than {LARGEST_INDEX}, the largest index of "
+            "a job array; choose smaller seeds, or leave --array out"
+        )
+    return config.seeds
+
+
+# ---- Kubernetes ----------------------------------------------------------------------------------
+def kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submission:
+    """Return the manifests of a run on Kubernetes: a job, a cluster that stays, a service."""
+    name = name_of(run.config)
+    storage = run.config.storage
+    has_claim = is_local(storage)
+    spec: KeyPath = ("spec",)
+    cluster = {("metadata", "name"): name, **cluster_values(spec, size, pods, has_claim)}
+    job = {
+        ("metadata", "name"): name,
+        ("spec", "entrypoint"): f"python -m pipeline run {RUN_FOLDER}/{run.file}",
+        ("spec", "activeDeadlineSeconds"): size.hours * 3600,
+        (*spec, "submitterPodTemplate", "spec", "containers", 0, "image"): f"{pods.image}-cpu",
+        **cluster_values((*spec, "rayClusterSpec"), size, pods, has_claim, config_map=name),
+    }
+    template, _, _ = read_template("kuberay-job.yaml").partition("---\n")
+    service = read_template("kuberay-service.yaml")
+    served = {
+        ("metadata", "name"): name,
+        ("spec", "serveConfigV2"): serve_config(
+            service, f"{storage}/models/{run.config.name}", [f"{name}-serve-svc"]
+        ),
+        **cluster_values((*spec, "rayClusterConfig"), SERVING, pods, has_claim),
+    }
+    files = {
+        "kuberay-job.yaml": f"{with_values(template, job)}---\n{config_map(name, run.files)}",
+        "kuberay-cluster.yaml": with_values(read_template("kuberay-cluster.yaml"), cluster),
+        "kuberay-service.yaml": with_values(service, served),
+    }
+    manifest = os.path.join(folder, "kuberay-job.yaml")
+    return Submission(files, [shlex.join(["kubectl", "apply", "-f", manifest])])
+
+
+def cluster_values(
+    spec: KeyPath, size: Size, pods: Pods, has_claim: bool, config_map: str = ""
+) -> dict[KeyPath, Any]:
+    """Return the values of a RayCluster. spec: where it stands in the manifest. has_claim: whether
+    storage is a volume. config_map: holds the config, for the head; empty for none."""
+    head = (*spec, "headGroupSpec", "template", "spec")
+    group = (*spec, "workerGroupSpecs", 0)
+    worker = (*group, "template", "spec")
+    device = "cpu"
+    amounts: dict[str, Any] = {"cpu": str(size.cpus), "memory": f"{size.memory_gb}Gi"}
+    tolerations = [toleration(text) for text in pods.tolerations]
+    if size.gpus:
+        device = "gpu"
+        amounts["nvidia.com/gpu"] = size.gpus
+        tolerations.insert(0, {"key": "nvidia.com/gpu", "operator": "Exists"})
+    values: dict[KeyPath, Any] = {
+        (*worker, "nodeSelector"): dict(pair(text, "--select") for text in pods.selector),
+        (*worker, "tolerations"): tolerations,
+        (*worker, "containers", 0, "image"): f"{pods.image}-{device}",
+        (*worker, "containers", 0, "resources", "requests"): amounts,
+        (*worker, "containers", 0, "resources", "limits"): amounts,
+        (*head, "containers", 0, "image"): f"{pods.image}-cpu",
+    }
+    for key in ("replicas", "minReplicas", "maxReplicas"):
+        values[(*group, key)] = size.nodes
+    environment = []
+    if pods.secret:
+        environment.append({"secretRef": {"name": pods.secret}})
+    for pod, holds_config in ((head, config_map), (worker, "")):
+        volumes, mounts = volumes_of(has_claim, holds_config)
+        values[(*pod, "serviceAccountName")] = pods.account
+        values[(*pod, "volumes")] = volumes
+        values[(*pod, "containers", 0, "envFrom")] = environment
+        values[(*pod, "containers", 0, "volumeMounts")] = mounts
+    return values
+
+
+def volumes_of(has_claim: bool, config_map: str) -> tuple[list[Any], list[Any]]:
+    """Return the volumes of a pod, and where its container mounts them."""
+    volumes: list[Any] = [{"name": "cache", "emptyDir": {"sizeLimit": CACHE_SIZE}}]
+    mounts = [{"name": "cache", "mountPath": "/tmp"}]
+    if has_claim:
+        volumes.append({"name": "storage", "persistentVolumeClaim": {"claimName": CLAIM}})
+        mounts.append({"name": "storage", "mountPath": VOLUME})
+    if config_map:
+        volumes.append({"name": "config", "configMap": {"name": config_map}})
+        mounts.append({"name": "config", "mountPath": RUN_FOLDER})
+    return volumes, mounts
+
+
+def pair(text: str, option: str) -> tuple[str, str]:
+    """Return the parts of `KEY=VALUE`. Raise `UserError` when it is none."""
+    key, equals_sign, value = text.partition("=")
+    if not key or not equals_sign:
+        raise UserError(f"{option} is {text!r}; write KEY=VALUE")
+    return key, value
+
+
+def toleration(text: str) -> dict[str, str]:
+    """Return the toleration of a taint `KEY` or `KEY=VALUE`, whatever its effect."""
+    if "=" not in text:
+        return {"key": text, "operator": "Exists"}
+    key, value = pair(text, "--tolerate")
+    return {"key": key, "operator": "Equal", "value": value}
+
+
+def serve_config(manifest: str, bundle: str, hosts: list[str]) -> str:
+    """Return the configuration of Ray Serve in a manifest, for another bundle and other hosts."""
+    text = yaml.safe_load(manifest)["spec"]["serveConfigV2"]
+    arguments: KeyPath = ("applications", 0, "args")
+    return with_values(text, {(*arguments, "bundle"): bundle, (*arguments, "hosts"): hosts})
+
+
+def config_map(name: str, files: Mapping[str, str]) -> str:
+    """Return a ConfigMap that holds files, as YAML."""
+    lines = ["apiVersion: v1", "kind: ConfigMap", "metadata:", f"  name: {name}", "data:"]
+    for file, text in files.items():
+        lines += [f"  {file}: |", indent(text.rstrip("\n"), "    ")]
+    return "\n".join([*lines, ""])
+
+
+# ---- Ray's launcher ------------------------------------------------------------------------------
+def ray_launcher(run: Portable, size: Size, folder: str, machines: Machines) -> Submission:
+    """Return the file of a cluster on a cloud, and the config that it runs.
+
+    Raise `UserError` when storage is no bucket, or GPUs have no machine image.
+    """
+    if is_local(run.config.storage):
+        raise UserError(
+            f"storage is {run.config.storage!r}, a folder of this machine, which the nodes do not "
+            "see; name a bucket: --set storage=s3://bucket/folder, or gs:// on gcp"
+        )
+    if size.gpus and not machines.image:
+        raise UserError(
+            "nodes with GPUs need a machine image with NVIDIA's driver 580 or newer, for CUDA 13, "
+            "and its container toolkit; name one with --machine-image"
+        )
+    file = f"ray-{machines.cloud}.yaml"
+    worker: KeyPath = ("available_node_types", "worker")
+    values: dict[KeyPath, Any] = {
+        ("cluster_name",): name_of(run.config),
+        ("max_workers",): size.nodes,
+        (*worker, "min_workers"): size.nodes,
+        (*worker, "max_workers"): size.nodes,
+    }
+    text = read_template(file)
+    if size.gpus:
+        image = re.search(r"^  image: (\S+)", text, re.MULTILINE)
+        assert image
+        values[("docker", "worker_image")] = f"{image[1]}-gpu"
+        values[("docker", "worker_run_options")] = ["--gpus all"]
+    machine_values = {"aws": aws_machine, "gcp": gcp_machine}[machines.cloud]
+    values |= machine_values(worker, size, machines)
+    path = os.path.relpath(os.path.join(folder, file))
+    config = os.path.relpath(os.path.join(folder, run.file))
+    if config.startswith(os.pardir):
+        raise UserError(
+            f"--out is {folder!r}, outside of the current folder, which a job takes along; "
+            "name a folder in it"
+        )
+    job = f"{JOB} -- python -m pipeline run {shlex.quote(config)}"
+    path = shlex.quote(path)
+    ray = os.path.join(os.path.dirname(this_python()), "ray")
+    commands = [
+        f"{ray} get-auth-token --generate > /dev/null; export RAY_AUTH_MODE=token",
+        f"{ray} up -y {path}",
+        f"{ray} dashboard {path} &",
+        f"{ray} {job}",
+        f"{ray} down -y {path}",
+    ]
+    return Submission({file: with_values(text, values), **run.files}, commands)
+
+
+def aws_machine(worker: KeyPath, size: Size, machines: Machines) -> dict[KeyPath, Any]:
+    """Return the values of the workers' node type on AWS."""
+    node: dict[str, Any] = {"InstanceType": machine_for("aws", size).name}
+    if machines.image:
+        node["ImageId"] = machines.image
+    if machines.is_spot:
+        node["InstanceMarketOptions"] = {"MarketType": "spot"}
+    return {(*worker, "node_config"): node}
+
+
+def gcp_machine(worker: KeyPath, size: Size, machines: Machines) -> dict[KeyPath, Any]:
+    """Return the values of the workers' node type, and of the project, on Google Cloud."""
+    machine = machine_for("gcp", size)
+    config = (*worker, "node_config")
+    resources = {"CPU": machine.cpus}
+    values: dict[KeyPath, Any] = {
+        ("provider", "project_id"): machines.project,
+        (*config, "machineType"): machine.name,
+    }
+    scheduling: dict[str, Any] = {}
+    if machines.is_spot:
+        scheduling = {"preemptible": True}
+    if machine.gpus:
+        resources["GPU"] = machine.gpus
+        scheduling["onHostMaintenance"] = "TERMINATE"
+        driver = {"key": "install-nvidia-driver", "value": "True"}
+        values[(*config, "guestAccelerators")] = [
+            {"acceleratorType": machine.accelerator, "acceleratorCount": machine.gpus}
+        ]
+        values[(*config, "metadata")] = {"items": [driver]}
+    if machines.image:
+        source: KeyPath = (*config, "disks", 0, "initializeParams", "sourceImage")
+        values[source] = machines.image
+    values[(*config, "scheduling")] = scheduling
+    values[(*worker, "resources")] = resources
+    return values
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+def write(submission: Submission, folder: str) -> list[str]:
+    """Write the files of a submission, and return their paths.
+
+    Raise `UserError`, with nothing written, where a file is there with another content.
+    """
+    paths = {os.path.join(folder, name): text for name, text in submission.files.items()}
+    for path, text in paths.items():
+        if os.path.lexists(path) and Path(path).read_text(encoding="utf-8") != text:
+            raise UserError(
+                f"{path} is there with another content, and nothing was written; "
+                "name another folder with --out"
+            )
+    os.makedirs(folder, exist_ok=True)
+    for path, text in paths.items():
+        Path(path).write_text(text, encoding="utf-8")
+    return [*paths]

@@ -1,0 +1,92 @@
+"""How many nodes of which size a run needs, and for how long, from what its config asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeline.config import ClusterSettings, Config
+from pipeline.launch.cost import Forecast, counted
+from workers.errors import UserError
+
+LEAST_CPUS = 2  # of a node: beside a rank, Ray's own processes and the driver are at work
+LEAST_MEMORY_GB = 8
+MEMORY_GB_PER_CPU = 4
+RAY_MEMORY_GB = 2  # beside what ranks reserve
+MARGIN = 2  # times the forecast, which leaves out ingest, report and the start of Ray
+LEAST_HOURS = 1
+HOURS = 8  # where nothing comparable was measured
+
+
+@dataclass(frozen=True)
+class Size:
+    """The nodes of a run, all alike. cpus, gpus, memory_gb: of each. hours: the time limit. why:
+    what the time limit rests on."""
+
+    nodes: int
+    cpus: int
+    gpus: int
+    memory_gb: int
+    hours: int
+    why: str
+
+    def __str__(self) -> str:
+        parts = [counted(self.cpus, "CPU"), f"{self.memory_gb} GB of memory"]
+        if self.gpus:
+            parts.insert(1, counted(self.gpus, "GPU"))
+        return f"{counted(self.nodes, 'node')} with {', '.join(parts)}; {self.hours} h ({self.why})"
+
+
+def size_of(
+    config: Config, forecast: Forecast | None, ranks_per_node: int = 0, hours: int = 0
+) -> Size:
+    """Return the size of the nodes that run a config.
+
+    forecast: of what is to run; None where it is not known. ranks_per_node: 0 for as many as share
+    a GPU, else one. hours: the time limit; 0 to take it from the forecast. Raise `UserError` when
+    a number is negative.
+    """
+    for option, value in (("--ranks-per-node", ranks_per_node), ("--hours", hours)):
+        if value < 0:
+            raise UserError(f"{option} is {value}; give 1 or more, or leave it out")
+    cluster = config.cluster
+    kinds = [cluster, *(cluster.of_step(step) for step in cluster.stages)]
+    gpus_per_rank = max(kind.gpus_per_worker for kind in kinds)
+    if not ranks_per_node:
+        ranks_per_node = 1
+        if 0 < gpus_per_rank < 1:
+            ranks_per_node = int(1 / gpus_per_rank)
+    ranks = max(1, cluster.workers) * max(1, cluster.groups)
+    ranks_per_node = min(ranks, ranks_per_node)
+    cpus = max(LEAST_CPUS, ranks_per_node * max(kind.cpus_per_worker for kind in kinds))
+    time_limit, why = hours, "as --hours says"
+    if not hours:
+        time_limit, why = hours_of(forecast)
+    return Size(
+        math.ceil(ranks / ranks_per_node),
+        cpus,
+        math.ceil(ranks_per_node * gpus_per_rank),
+        max(memory_gb_of(kind, ranks_per_node, cpus) for kind in kinds),
+        time_limit,
+        why,
+    )
+
+
+def memory_gb_of(cluster: ClusterSettings, ranks: int, cpus: int) -> int:
+    """Return the memory of a node with so many ranks and CPUs, in GB."""
+    reserved = cluster.memory_gb_per_worker * ranks
+    if reserved:
+        return max(LEAST_MEMORY_GB, math.ceil(reserved) + RAY_MEMORY_GB)
+    return max(LEAST_MEMORY_GB, cpus * MEMORY_GB_PER_CPU)
+
+
+def hours_of(forecast: Forecast | None) -> tuple[int, str]:
+    """Return a time limit in whole hours, and what it rests on."""
+    if forecast is None:
+        return HOURS, "not forecast"
+    unmeasured = [cost for cost in forecast.costs.values() if cost.device_s is None]
+    if unmeasured:
+        return HOURS, f"{len(unmeasured)} stages are not measured: see `plan --cost`"
+    wall_h = forecast.walls.get("together", 0.0) / 3600
+    hours = max(LEAST_HOURS, math.ceil(wall_h * MARGIN))
+    return hours, f"{MARGIN} times the {wall_h:.2g} h of `plan --cost`, in whole hours"

@@ -1,0 +1,340 @@
+"""Promises of `accrete launch`: its files compute what the config computes, are sized from it, and
+for the demo are those of configs/cluster."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import app, config
+from pipeline.cli import main
+from pipeline.launch.cost import Cost, Forecast
+from pipeline.launch.machines import MACHINES, machine_for
+from pipeline.launch.sizes import HOURS, Size, hours_of, size_of
+from pipeline.launch.template import with_directives, with_values
+from tests import small_run
+from workers.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CLUSTER = REPOSITORY / "configs" / "cluster"
+DEMO = str(REPOSITORY / "configs" / "demo.yaml")
+BUCKET = ["--set", "storage=s3://bucket/accrete"]
+PLATFORMS = {
+    "slurm.sh": ["--on", "slurm"],
+    "kuberay-job.yaml": ["--on", "kuberay"],
+    "kuberay-cluster.yaml": ["--on", "kuberay"],
+    "kuberay-service.yaml": ["--on", "kuberay"],
+    "ray-aws.yaml": ["--on", "ray", *BUCKET],
+    "ray-gcp.yaml": ["--on", "ray", "--cloud", "gcp", *BUCKET],
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty folder, where nothing was measured."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launched(source: str, *options: str, hours: int = HOURS) -> dict[str, str]:
+    """Return the files that the command writes: text by name."""
+    assert main(["launch", source, "--out", "out", "--hours", str(hours), *options]) == 0
+    return {path.name: path.read_text() for path in Path("out").iterdir()}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """Return the sentence with which the command ends; it writes nothing then."""
+    assert main(["launch", "--out", "out", *options]) == 2
+    assert not Path("out").exists()
+    return capsys.readouterr().err
+
+
+def settings(*lines: str) -> config.Config:
+    """Return the demo's config with other values, as `key=value`."""
+    return config.load(DEMO, [*lines])
+
+
+# ---- the files of the repository -----------------------------------------------------------------
+@pytest.mark.parametrize("file", PLATFORMS)
+def test_a_file_of_configs_cluster_is_what_the_command_writes_for_the_demo(file: str) -> None:
+    assert launched(DEMO, *PLATFORMS[file])[file] == (CLUSTER / file).read_text()
+
+
+def test_values_are_replaced_where_they_stand() -> None:
+    text = "# head\na: {b: 1, c: [x, y]}  # why\nd:\n  e: |\n    one\n    two\n"
+    values: dict[Any, Any] = {
+        ("a", "b"): "2",
+        ("a", "c", 1): {"z": []},
+        ("d", "e"): "three\nfour\n",
+    }
+    expected = "# head\na: {b: '2', c: [x, {z: []}]}  # why\nd:\n  e: |\n    three\n    four\n"
+    assert with_values(text, values) == expected
+    with pytest.raises(KeyError):
+        with_values(text, {("a", "nothing"): 1})
+    script = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --time=1\n#\nrun\n"
+    assert with_directives(script, ["--nodes=3"]) == "#!/bin/bash\n#SBATCH --nodes=3\n#\nrun\n"
+
+
+# ---- what is computed ----------------------------------------------------------------------------
+def test_the_written_config_computes_what_the_config_does(folder: Path) -> None:
+    """From another folder: what it extends, overrides and cards are in the files."""
+    cards = small_run.make_cards(folder, ("base", "a"))
+    body = small_run.make_body(folder, cards, ["linear"])
+    small_run.write_config(folder / "base.yaml", body)
+    (folder / "config.yaml").write_text("extends: base.yaml\nname: small\n")
+    overrides = ["train.epochs=3", "methods.meat.lambda=0.8"]
+    options = [word for override in overrides for word in ("--set", override)]
+    files = launched("config.yaml", "--on", "slurm", *options)
+    expected = app.prepare("config.yaml", overrides)
+    name = expected.config.name
+    assert files.keys() == {"slurm.sh", f"{name}.yaml", "base-card.yaml", "a-card.yaml"}
+    for file in ("base.yaml", "config.yaml", "cards/base.yaml", "cards/a.yaml"):
+        (folder / file).unlink()
+    run = app.prepare(f"out/{name}.yaml")
+    assert run.keys == expected.keys
+    assert run.store.root == expected.store.root
+    assert run.config.name == name
+    assert run.config.cluster.workers == 1, "a cluster needs Ray"
+    assert run.config.cluster.cache == "/tmp"
+
+
+@pytest.mark.parametrize(
+    ("options", "storage", "is_tracked"),
+    [
+        (["--on", "kuberay"], "/storage", True),
+        (["--on", "kuberay", *BUCKET], "s3://bucket/accrete", False),
+        (
+            ["--on", "ray", *BUCKET, "--set", "tracking.uri=https://mlflow"],
+            "s3://bucket/accrete",
+            True,
+        ),
+    ],
+)
+def test_the_run_has_a_storage_that_nodes_see(
+    options: list[str], storage: str, is_tracked: bool
+) -> None:
+    """MLflow's own database cannot lie in a bucket."""
+    files = launched(DEMO, *options)
+    if "kuberay" in options:
+        job, written = yaml.safe_load_all(files["kuberay-job.yaml"])
+        assert job["spec"]["entrypoint"] == "python -m pipeline run /home/ray/run/demo.yaml"
+        text = written["data"]["demo.yaml"]
+    else:
+        text = files["demo.yaml"]
+    body = yaml.safe_load(text)
+    assert body["storage"] == storage
+    assert config.check(body, "demo.yaml").tracking.enabled == is_tracked
+
+
+def test_a_run_in_a_bucket_needs_no_volume() -> None:
+    volumes = {}
+    for name, options in (("disk", []), ("bucket", BUCKET)):
+        arguments = ["--on", "kuberay", "--hours", "1", "--out", name, *options]
+        assert main(["launch", DEMO, *arguments]) == 0
+        manifest = yaml.safe_load(Path(name, "kuberay-cluster.yaml").read_text())
+        pod = manifest["spec"]["workerGroupSpecs"][0]["template"]["spec"]
+        volumes[name] = [volume["name"] for volume in pod["volumes"]]
+    assert volumes == {"disk": ["cache", "storage"], "bucket": ["cache"]}
+
+
+# ---- how large -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("lines", "ranks_per_node", "expected"),
+    [
+        ([], 0, (1, 2, 0, 8)),
+        (["cluster.workers=4"], 0, (4, 2, 0, 8)),
+        (["cluster.workers=4", "cluster.groups=2", "cluster.cpus_per_worker=4"], 4, (2, 16, 0, 64)),
+        (["cluster.workers=2", "cluster.gpus_per_worker=1"], 0, (2, 2, 1, 8)),
+        (["cluster.workers=8", "cluster.gpus_per_worker=1"], 4, (2, 4, 4, 16)),
+        (["cluster.workers=8", "cluster.gpus_per_worker=0.25"], 0, (2, 4, 1, 16)),
+        (["cluster.workers=3", "cluster.gpus_per_worker=0.5"], 0, (2, 2, 1, 8)),
+        (["cluster.workers=2", "cluster.memory_gb_per_worker=24"], 2, (1, 2, 0, 50)),
+        (["cluster.workers=1", "cluster.stages={evaluate: {cpus: 6}}"], 0, (1, 6, 0, 24)),
+    ],
+)
+def test_nodes_have_what_their_ranks_take(
+    lines: list[str], ranks_per_node: int, expected: tuple[int, ...]
+) -> None:
+    size = size_of(settings(*lines), None, ranks_per_node, 1)
+    assert (size.nodes, size.cpus, size.gpus, size.memory_gb) == expected
+
+
+def forecast(seconds: float | None, wall_s: float = 0.0) -> Forecast:
+    """Return the forecast of a run of one stage."""
+    basis: Any = "not measured" if seconds is None else "same method"
+    cost = Cost("meat", "train", 100.0, 2, seconds, basis)
+    return Forecast({"meat/a/train": cost}, 1, 1, {"meat": wall_s, "together": wall_s}, ())
+
+
+@pytest.mark.parametrize(
+    ("prediction", "hours", "why"),
+    [
+        (None, HOURS, "not forecast"),
+        (forecast(None), HOURS, "1 stages are not measured"),
+        (forecast(60.0, 60.0), 1, "2 times"),
+        (forecast(1e4, 9000.0), 5, "2 times the 2.5 h"),
+    ],
+)
+def test_the_time_limit_is_twice_the_forecast(prediction: Any, hours: int, why: str) -> None:
+    limit, text = hours_of(prediction)
+    assert limit == hours
+    assert why in text
+
+
+def test_the_size_stands_in_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = ["--set", "cluster.workers=8", "--set", "cluster.gpus_per_worker=1"]
+    four = ["--ranks-per-node", "4"]
+    files = launched(DEMO, "--on", "slurm", *wide, *four, hours=30)
+    lines = files["slurm.sh"].splitlines()
+    for directive in ("nodes=2", "cpus-per-task=4", "gpus-per-node=4", "mem=16G", "time=30:00:00"):
+        assert f"#SBATCH --{directive}" in lines
+    printed = capsys.readouterr().out
+    assert "2 nodes with 4 CPUs, 4 GPUs, 16 GB of memory; 30 h (as --hours says)" in printed
+    assert shlex.split(printed.splitlines()[-1]) == ["sbatch", "out/slurm.sh", "out/demo.yaml"]
+
+
+def test_the_forecast_of_a_run_that_stood_before_sets_the_time_limit(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cards = small_run.make_cards(folder, ("base", "a"))
+    path = small_run.write_config(
+        folder / "config.yaml", small_run.make_body(folder, cards, ["linear"])
+    )
+    small_run.run(["run", path], folder / "out.txt")
+    again = ["--set", "seed=6", "--out", "files"]
+    assert main(["launch", path, "--on", "slurm", *again]) == 0
+    assert "1 h (2 times the" in capsys.readouterr().out
+    assert "#SBATCH --time=01:00:00" in Path("files/slurm.sh").read_text()
+
+
+# ---- Slurm ---------------------------------------------------------------------------------------
+def test_an_array_has_a_job_for_each_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = str(REPOSITORY / "configs" / "digits-seeds.yaml")
+    lines = launched(seeds, "--on", "slurm", "--array")["slurm.sh"].splitlines()
+    assert "#SBATCH --array=0,1,2" in lines
+    assert "#SBATCH --output=accrete-digits-seeds-%A_%a.log" in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([DEMO, "--on", "slurm", "--array"], "the config has no `seeds`"),
+        (
+            [DEMO, "--on", "slurm", "--array", "--set", "seeds=[1, 5000]"],
+            "seed 5000 is more than 1000",
+        ),
+        ([DEMO, "--on", "slurm", "--spot"], "--spot is of --on ray, not of slurm"),
+        ([DEMO, "--on", "ray", "--secret", "aws"], "--secret is of --on kuberay, not of ray"),
+        ([DEMO, "--on", "ray"], "name a bucket: --set storage=s3://bucket/folder"),
+        (
+            [DEMO, "--on", "ray", *BUCKET, "--set", "cluster.gpus_per_worker=1"],
+            "NVIDIA's driver 580 or newer",
+        ),
+        ([DEMO, "--on", "kuberay", "--select", "spot"], "--select is 'spot'; write KEY=VALUE"),
+        ([DEMO, "--on", "slurm", "--ranks-per-node", "-1"], "--ranks-per-node is -1"),
+        (
+            [DEMO, "--on", "kuberay", "--set", "backbone.weights=/data/w.safetensors"],
+            "backbone.weights names '/data/w.safetensors', which the nodes do not see",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sentence in refusal(capsys, *options)
+
+
+def test_data_that_pods_do_not_see_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cards = small_run.make_cards(folder, ("a",))
+    path = small_run.write_config(
+        folder / "config.yaml", small_run.make_body(folder, cards, ["linear"])
+    )
+    assert "card 'a' names" in refusal(capsys, path, "--on", "kuberay")
+    card = yaml.safe_load(Path(cards["a"]).read_text())
+    for place in ("s3://bucket/a", "/storage/a"):
+        card["source"]["path"] = place
+        Path(cards["a"]).write_text(yaml.safe_dump(card))
+        assert main(["launch", path, "--on", "kuberay", "--out", place.replace("/", "_")]) == 0
+
+
+def test_files_of_another_run_are_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    before = launched(DEMO, "--on", "slurm")
+    assert launched(DEMO, "--on", "slurm") == before
+    assert main(["launch", DEMO, "--on", "slurm", "--hours", "9", "--out", "out"]) == 2
+    assert "is there with another content, and nothing was written" in capsys.readouterr().err
+    assert {path.name: path.read_text() for path in Path("out").iterdir()} == before
+
+
+# ---- Kubernetes ----------------------------------------------------------------------------------
+def test_workers_go_where_a_person_says_with_credentials_of_the_platform() -> None:
+    files = launched(
+        DEMO,
+        *("--on", "kuberay", "--image", "registry/accrete:1", "--service-account", "trainer"),
+        *("--select", "cloud/spot=true", "--tolerate", "spot", "--tolerate", "team=vision"),
+        *("--secret", "bucket", "--set", "cluster.gpus_per_worker=1"),
+    )
+    job = next(yaml.safe_load_all(files["kuberay-job.yaml"]))
+    spec = job["spec"]["rayClusterSpec"]
+    head = spec["headGroupSpec"]["template"]["spec"]
+    worker = spec["workerGroupSpecs"][0]["template"]["spec"]
+    assert worker["nodeSelector"] == {"cloud/spot": "true"}
+    assert worker["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists"},
+        {"key": "spot", "operator": "Exists"},
+        {"key": "team", "operator": "Equal", "value": "vision"},
+    ]
+    assert "nodeSelector" not in head, "a head on a spot node would take the run with it"
+    for pod, image in ((head, "registry/accrete:1-cpu"), (worker, "registry/accrete:1-gpu")):
+        (container,) = pod["containers"]
+        assert container["image"] == image
+        assert container["envFrom"] == [{"secretRef": {"name": "bucket"}}]
+        assert pod["serviceAccountName"] == "trainer"
+    assert worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert worker["containers"][0]["resources"]["requests"]["nvidia.com/gpu"] == 1
+
+
+# ---- Ray's launcher ------------------------------------------------------------------------------
+@pytest.mark.parametrize("cloud", MACHINES)
+def test_a_cluster_with_gpus_shows_them_to_its_containers(cloud: str) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    files = launched(
+        DEMO,
+        *("--on", "ray", "--cloud", cloud, *BUCKET, "--spot", "--machine-image", "image-1"),
+        *("--set", "cluster.workers=2", "--set", "cluster.gpus_per_worker=1"),
+    )
+    launcher = yaml.safe_load(files[f"ray-{cloud}.yaml"])
+    validate_config(prepare_config(launcher))
+    assert launcher["docker"]["worker_run_options"] == ["--gpus all"]
+    assert launcher["docker"]["worker_image"] == f"{launcher['docker']['image']}-gpu"
+    worker = launcher["available_node_types"]["worker"]
+    assert worker["min_workers"] == worker["max_workers"] == launcher["max_workers"] == 2
+    node = worker["node_config"]
+    if cloud == "aws":
+        assert node == {
+            "InstanceType": "g5.xlarge",
+            "ImageId": "image-1",
+            "InstanceMarketOptions": {"MarketType": "spot"},
+        }
+        return
+    assert worker["resources"] == {"CPU": 4, "GPU": 1}
+    assert node["guestAccelerators"] == [
+        {"acceleratorType": "nvidia-tesla-t4", "acceleratorCount": 1}
+    ]
+    assert node["scheduling"] == {"preemptible": True, "onHostMaintenance": "TERMINATE"}
+    assert node["disks"][0]["initializeParams"]["sourceImage"] == "image-1"
+
+
+@pytest.mark.parametrize("cloud", MACHINES)
+def test_the_smallest_machine_that_fits_is_taken(cloud: str) -> None:
+    for machine in MACHINES[cloud]:
+        size = Size(1, machine.cpus, machine.gpus, machine.memory_gb, 1, "")
+        assert machine_for(cloud, size) == machine
+    with pytest.raises(UserError, match="lower --ranks-per-node"):
+        machine_for(cloud, Size(1, 2, 9, 8, 1, ""))

@@ -1,0 +1,138 @@
+"""`accrete launch --on slurm` on two nodes of a real Slurm: the results are those of one process,
+whatever happens to the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline.cli import main
+from tests import small_run
+from tests.recovery import Reference, published_attempts
+from tests.slurm import Slurm, slurm_up, why_missing
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(bool(why_missing()), reason=why_missing()),
+]
+LONGER: dict[str, Any] = {"methods": {"hat": {}}, "train": {"epochs": 60}}
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_up(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Make a run that is long enough to be interrupted."""
+    return Reference.made_in(tmp_path_factory.mktemp("longer"), **LONGER)
+
+
+def launch(config: str, folder: Path, *options: str) -> list[str]:
+    """Write the files for a config, and return the words behind `sbatch`."""
+    out = folder / "launch"
+    assert (
+        main(["launch", config, "--on", "slurm", "--hours", "1", "--out", str(out), *options]) == 0
+    )
+    (written,) = [path for path in out.glob("*.yaml") if not path.name.endswith("-card.yaml")]
+    return [str(out / "slurm.sh"), str(written)]
+
+
+def logs_of(slurm: Slurm, job: str) -> str:
+    """Return what a job printed."""
+    return "\n".join(path.read_text() for path in slurm.folder.glob(f"accrete-*-{job}*.log"))
+
+
+def until_published(folder: Path, slurm: Slurm, job: str) -> None:
+    """Wait until a stage of the run below `folder` has a result."""
+    while not published_attempts(folder):
+        assert slurm.states(job) <= {"PENDING", "CONFIGURING", "RUNNING"}, slurm.logs()
+        time.sleep(0.2)
+
+
+def test_a_run_on_two_nodes_has_the_results_of_one_process_and_a_short_log(
+    slurm: Slurm, reference: Any, tmp_path: Path
+) -> None:
+    config = reference.config(tmp_path, cluster={"workers": 1, "groups": 2})
+    job = slurm.submit(*launch(config, tmp_path))
+    slurm.wait(job, "COMPLETED")
+    assert small_run.results(tmp_path / "storage") == reference.expected
+    log = logs_of(slurm, job)
+    assert "report:" in log
+    assert "Ray runtime" not in log
+    assert "srun:" not in log
+    assert not list(slurm.folder.glob(f"*ray-{job}*")), "neither Ray's log nor its token is left"
+
+
+def test_a_preempted_job_saves_goes_back_into_the_queue_and_goes_on(
+    slurm: Slurm, longer: Reference, tmp_path: Path
+) -> None:
+    config = longer.config(tmp_path, cluster={"workers": 1})
+    job = slurm.submit(*launch(config, tmp_path))
+    until_published(tmp_path, slurm, job)
+    before = published_attempts(tmp_path)
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait(job, "PENDING", 90)
+    assert "told to stop; what was under way is saved" in logs_of(slurm, job)
+    slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+    slurm.wait(job, "COMPLETED")
+    assert before.items() <= small_run.attempts(tmp_path / "storage").items()
+    assert small_run.results(tmp_path / "storage") == longer.expected
+
+
+def test_a_run_goes_on_when_a_node_is_lost(slurm: Slurm, longer: Reference, tmp_path: Path) -> None:
+    """All processes of the node's step end at once, as when its machine fails."""
+    config = longer.config(tmp_path, cluster={"workers": 1, "groups": 2})
+    job = slurm.submit(*launch(config, tmp_path))
+    until_published(tmp_path, slurm, job)
+    steps = psutil.Process(slurm.nodes["node2"].pid).children(recursive=True)
+    lost = [process for process in psutil.process_iter() if of_step(process, job, "node2")]
+    assert lost or steps
+    for process in {*lost, *steps}:
+        process.kill()
+    slurm.wait(job, "COMPLETED")
+    assert " was lost; " in logs_of(slurm, job)
+    assert small_run.results(tmp_path / "storage") == longer.expected
+
+
+def of_step(process: psutil.Process, job: str, node: str) -> bool:
+    """Whether a process runs in a job on a node."""
+    try:
+        variables = process.environ()
+    except psutil.Error:
+        return False
+    return (variables.get("SLURM_JOB_ID"), variables.get("SLURMD_NODENAME")) == (job, node)
+
+
+def test_an_array_has_a_job_for_each_seed_whose_stages_the_whole_run_takes(
+    slurm: Slurm, reference: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {**small_run.make_body(tmp_path, reference.cards), "seeds": [5, 6]}
+    del body["seed"]
+    body["cluster"]["workers"] = 1
+    config = small_run.write_config(tmp_path / "config.yaml", body)
+    job = slurm.submit(*launch(config, tmp_path, "--array"))
+    slurm.wait(job, "COMPLETED")
+    capsys.readouterr()
+    small_run.run(["run", config, "--set", "cluster.workers=0"], tmp_path / "out.txt")
+    assert "1 stages run, 25 reused" in (tmp_path / "out.txt").read_text(), "the report alone"
+
+
+def test_nodes_of_two_kinds_are_a_heterogeneous_job(
+    slurm: Slurm, reference: Any, tmp_path: Path
+) -> None:
+    """A rank of three CPUs has room on the second node alone, whose component Ray runs on too."""
+    config = reference.config(tmp_path, cluster={"workers": 1, "cpus_per_worker": 3})
+    small = ["--nodes=1", "--cpus-per-task=1", "--mem=4G"]
+    large = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=3", "--mem=4G"]
+    job = slurm.submit(*small, ":", *large, *launch(config, tmp_path))
+    slurm.wait(job, "COMPLETED")
+    assert small_run.results(tmp_path / "storage").keys() == reference.expected.keys()

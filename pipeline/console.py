@@ -20,7 +20,7 @@ from pipeline.graph.walk import ENDED, Decision, DecisionKind, Event, EventKind,
 from pipeline.results.tables import Matrix, Row, RunTables
 from workers.storage.secrets import redact
 
-QUIET_S = 10.0  # longest time without a line
+QUIET_S = 9.0  # with the time between two looks, no 10 s are without a line
 LOOK_S = 1.0  # between two looks whether a line is due
 # A live line is cut here: a longer one may wrap, and could not be rewritten. A wider matrix is left
 # to the report.

@@ -43,11 +43,20 @@ DRAWING = threading.Lock()
 
 
 def to_png(figure: Figure) -> bytes:
-    """Return the figure as PNG; equal figures give equal bytes."""
-    FigureCanvasAgg(figure)
+    """Return the figure as PNG; equal figures give equal bytes.
+
+    `Figure.savefig` would draw it twice, once for the layout.
+    """
+    canvas: Any = FigureCanvasAgg(figure)
     sink = io.BytesIO()
     with DRAWING:
-        figure.savefig(sink, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
+        figure.set_dpi(DPI)
+        figure.set_facecolor("white")
+        layout = figure.get_layout_engine()
+        if layout is not None:
+            layout.execute(figure)
+            figure.set_layout_engine("none")
+        canvas.print_png(sink, metadata={"Software": None})
     return sink.getvalue()
 
 

@@ -6,7 +6,9 @@ that changes one fails there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlflow.entities import Dataset, Run
@@ -59,6 +61,24 @@ def dataset_entity(name: str, digest: str, source: str) -> Dataset:
     uri_source = HTTPDatasetSource(source)
     dataset = MetaDataset(uri_source, name=name, digest=digest)  # type: ignore[abstract]
     return dataset._to_mlflow_entity()
+
+
+@contextmanager
+def without_requirements_check() -> Iterator[None]:
+    """Inside, a model is saved without comparing its requirements with what is installed.
+
+    MLflow reads the files of every installed package for that, which takes a second. Our
+    requirements are the pinned versions.
+    """
+    from mlflow.utils import environment
+
+    module: Any = environment
+    check = module.warn_dependency_requirement_mismatches
+    module.warn_dependency_requirement_mismatches = lambda requirements: None
+    try:
+        yield
+    finally:
+        module.warn_dependency_requirement_mismatches = check
 
 
 def is_sampling(monitor: SystemMetricsMonitor) -> bool:

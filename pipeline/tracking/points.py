@@ -104,6 +104,21 @@ def matrix_points(matrix: Matrix) -> list[Point]:
     return points
 
 
+def without_constants(points: Sequence[Point]) -> list[Point]:
+    """Leave the first point alone of each curve that has one value: MLflow shows a metric with one
+    point as a number, others as charts."""
+    values: dict[str, set[float]] = {}
+    for point in points:
+        values.setdefault(point.name, set()).add(point.value)
+    names: set[str] = set()
+    varying = []
+    for point in points:
+        if point.name not in names or len(values[point.name]) > 1:
+            varying.append(point)
+        names.add(point.name)
+    return varying
+
+
 def size_points(rows: Sequence[Row]) -> list[Point]:
     """Return `size/KIND` in bytes, and `growth`, after each finished task."""
     points = []
@@ -186,7 +201,7 @@ def _analysis_values(row: Row) -> list[tuple[str, float, int]]:
 
 
 # ---- files of a method and of a task -------------------------------------------------------------
-def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
+def method_files(tables: RunTables, label: str, with_pictures: bool = True) -> dict[str, bytes]:
     """Return the accuracy matrix of a method as heat map, JSON, CSV and Parquet, and tables of its
     averages, sizes and inferred tasks. They are written again after every task."""
     matrix = tables.matrix(label)
@@ -201,11 +216,12 @@ def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
         "source": matrix.source.tolist(),
     }
     contents = {
-        "accuracy_matrix.png": plots.to_png(plots.draw_matrix(matrix)),
         "accuracy_matrix.json": json.dumps(body, indent=1).encode(),
         "accuracy_matrix.csv": files.as_csv(percent_rows(matrix)),
         "accuracy_matrix.parquet": files.as_parquet(rows),
     }
+    if with_pictures:
+        contents["accuracy_matrix.png"] = plots.to_png(plots.draw_matrix(matrix))
     if matrix.finished:
         averages = []
         for index, row in enumerate(matrix.over_time[: matrix.finished]):
@@ -220,7 +236,8 @@ def method_files(tables: RunTables, label: str) -> dict[str, bytes]:
     picked = tables.pick_counts(label)
     if picked is not None:
         picked_rows = count_rows("images of", picked.tasks, picked.candidates, picked.counts)
-        contents["picked.png"] = plots.to_png(figures.draw_picks(label, picked))
+        if with_pictures:
+            contents["picked.png"] = plots.to_png(figures.draw_picks(label, picked))
         contents["picked.csv"] = files.as_csv(picked_rows)
     return contents
 
@@ -272,16 +289,14 @@ def as_json_number(value: float, whole: bool) -> float | int | None:
 def task_files(
     tables: RunTables, label: str, task: str, views: Sequence[MaskView]
 ) -> dict[str, bytes]:
-    """Return pictures and tables of the masks of a task. views: masks of the tasks so far, those
-    of this task last."""
+    """Return pictures and tables of the masks and tokens of a task. views: masks of the tasks so
+    far, those of this task last. Pictures of all tasks together are those of the report."""
     if not views or views[-1].task != task:
         return {}
     view = views[-1]
     pictures: dict[str, Figure | None] = {
         "density": mask_plots.draw_density([view]),
         "mask_layers": mask_plots.draw_layers(view),
-        "overlap": mask_plots.draw_overlaps(views),
-        "capacity": mask_plots.draw_capacity(views),
         "tokens": mask_plots.draw_prompts(views),
     }
     contents: dict[str, bytes] = {}
@@ -290,6 +305,8 @@ def task_files(
         contents["token_masks.png"] = plots.to_png(tokens)
     if view.bits:
         contents["masks.csv"] = files.as_csv(view.rows())
+    if view.prompts:
+        contents["tokens.csv"] = files.as_csv(token_rows(view))
     for name, figure in pictures.items():
         if figure is not None:
             contents[f"{name}.png"] = plots.to_png(figure)
@@ -298,6 +315,17 @@ def task_files(
         rows = [row for row in overlaps if task in (row["task"], row["other"])]
         contents["overlap.csv"] = files.as_csv(rows)
     return contents
+
+
+def token_rows(view: MaskView) -> list[Row]:
+    """Return the learned tokens of a task, one row each: its name, its number, its values."""
+    rows: list[Row] = []
+    for name, tokens in view.prompts.items():
+        for number, values in enumerate(tokens.tolist()):
+            row: Row = {"task": view.task, "name": name, "token": number}
+            row |= {f"value_{index}": value for index, value in enumerate(values)}
+            rows.append(row)
+    return rows
 
 
 def confusion_files(tables: RunTables, label: str, task: str) -> dict[str, bytes]:

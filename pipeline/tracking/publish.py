@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.tracking import mlflow_internals
 from workers.serving.bundle import Bundle
 
 if TYPE_CHECKING:
@@ -184,7 +185,10 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
     example = pd.DataFrame(
         [{"image": base64.b64encode(picture()).decode(), "task": bundle.tasks[0].name}]
     )
-    with without_warning("Failed to infer signature from type hint"):  # it has one
+    with (
+        without_warning("Failed to infer signature from type hint"),  # it has one
+        mlflow_internals.without_requirements_check(),
+    ):
         mlflow.pyfunc.save_model(
             path,
             python_model=str(ROOT / "pipeline" / "serving" / "served_model.py"),

@@ -21,7 +21,7 @@ from pipeline.tracking.event_files import EventRecorder
 from pipeline.tracking.mlflow_client import MlflowClientAdapter, SystemMetrics, transient
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.run_writer import RunIdentity, RunWriter
-from pipeline.tracking.ui import compare_link, page_base, run_link
+from pipeline.tracking.ui import accuracies_link, page_base, run_link
 from workers.errors import UserError, require_package
 from workers.storage.artifact import Artifact, Manifest, join
 
@@ -226,7 +226,7 @@ class Recorder:
             return [f"record: {this_command()} ui --storage {self.storage}"]
         lines = [f"record: {run_link(base, location.experiment, location.run)}"]
         if len(location.methods) > 1:
-            link = compare_link(base, location.experiment, location.methods)
+            link = accuracies_link(base, location.experiment, location.methods)
             lines.append(f"methods side by side: {link}")
         return lines
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from pipeline.config import flatten
 from pipeline.graph.run_record import RunRecord
 from pipeline.results.chance import sentences_of
 from pipeline.tracking.mlflow_client import InputData, MlflowClientAdapter, Point, key_name
+from pipeline.yaml_files import dump_yaml
 from workers.storage.artifact import Artifact, join
+from workers.storage.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -32,6 +35,29 @@ MAX_STATE_BYTES = 32 << 20  # a larger task state stays in the store; a tag has 
 MASK_CACHE_BYTES = 256 << 20  # masks in memory, for the overlap with later tasks
 MAX_TAG = 4000  # characters
 PARENT = "mlflow.parentRunId"
+CONFIG_FILE = "config.yaml"
+# settings that are parameters of a graph's run, where they are set; MLflow lists all of them side
+# by side, so that the rest is in CONFIG_FILE and in the parameters of the methods' runs
+MAIN_PARAMS = (
+    "seed",
+    "seeds",
+    "stream.scenario",
+    "backbone.name",
+    "backbone.weights",
+    "backbone.img_size",
+    "backbone.context",
+    "data.crop",
+    "data.val_fraction",
+    "train.epochs",
+    "train.batch_size",
+    "train.lr",
+    "train.optimizer",
+    "train.schedule",
+    "train.precision",
+    "cluster.workers",
+    "cluster.gpus_per_worker",
+)
+PICTURES_S = 60.0  # shortest time between two pictures of a method's matrix while a run goes on
 OPENED = "accrete.opened"  # a run with this tag has its parameters and its graph
 BACKBONE_TASK = "backbone"  # stages that all methods share have a run of this name
 
@@ -55,7 +81,7 @@ class RunIdentity:
     key: what the graph's run is found by; by default the graph's name and keys.
     parent: id of the run above it.
     tags: more tags of all of its runs.
-    params: those of the graph's run; by default its config.
+    params: those of the graph's run; by default `main_params`.
     note: the description of the graph's run; by default `note_of`.
     data: what its evaluations read, `test` or `validation`.
     pictures: whether pictures, tables, task states and report files are written, too.
@@ -122,6 +148,7 @@ class RunWriter:
         self.mask_views: OrderedDict[tuple[str, str], MaskView | None] = OrderedDict()
         # methods of which an evaluation was recorded since the last `finish`
         self.newly_evaluated: set[str] = set()
+        self.pictured: dict[str, float] = {}  # method -> when its matrix was drawn last
         self.forget()
 
     def begin(self, record: RunRecord, graph_svg: str = "") -> None:
@@ -240,10 +267,12 @@ class RunWriter:
         params: Mapping[str, Any] = {}
         if not label and not task:
             if self.graph_svg and self.identity.pictures:
-                self.client.log_files(run, {"graph.svg": self.graph_svg.encode()})
+                config = redact(dump_yaml(self.record["config"])).encode()
+                files = {"graph.svg": self.graph_svg.encode(), CONFIG_FILE: config}
+                self.client.log_files(run, files)
             params = self.identity.params or {}
             if self.identity.params is None:
-                params = self.record["config"]
+                params = main_params(self.record)
         elif not task:
             params = self._method_params(label)
         if params:
@@ -332,11 +361,12 @@ class RunWriter:
         self._finish_stage(run, stage, [])
 
     def _record_training(self, run: Run, stage: Mapping[str, Any], artifact: Artifact) -> None:
-        from pipeline.tracking.points import history_points  # imports torch and matplotlib
+        # they import torch and matplotlib
+        from pipeline.tracking.points import history_points, without_constants
 
         tables = self._tables()
         manifest = artifact.manifest
-        points = history_points(tables.history(stage["id"]), stage["step"])
+        points = without_constants(history_points(tables.history(stage["id"]), stage["step"]))
         for kind, size in (manifest.get("sizes") or {}).items():
             points.append(Point(f"size/{kind}", float(size), 0, 0))
         for name in ("trained_parameters", "flops_share", "wall_s"):
@@ -428,13 +458,17 @@ class RunWriter:
         method = self._run(label, "")
         points = [
             *curves.matrix_points(tables.matrix(label)),
-            *curves.size_points(tables.sizes(label)),
+            *curves.without_constants(curves.size_points(tables.sizes(label))),
             *curves.pick_points(tables.picks(label)),
         ]
         if not again:
             points = [p for p in points if (label, p.name, p.step) not in self.logged_points]
         if self.identity.pictures:
-            client.log_files(method, curves.method_files(tables, label))
+            now = time.monotonic()
+            is_due = again or now - self.pictured.setdefault(label, now) >= PICTURES_S
+            if is_due:
+                self.pictured[label] = now
+            client.log_files(method, curves.method_files(tables, label, with_pictures=is_due))
         client.log_points(method, points)
         compared = [p for p in points if p.name in ("average_accuracy", "forgetting")]
         graph_points = [p._replace(name=key_name(f"{p.name}/{label}")) for p in compared]
@@ -518,7 +552,21 @@ def _digest(files: Mapping[str, bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()[:32]
 
 
-# ---- tags and descriptions -----------------------------------------------------------------------
+# ---- parameters, tags and descriptions -----------------------------------------------------------
+def main_params(record: RunRecord) -> dict[str, Any]:
+    """Return the parameters of a graph's run: few, as MLflow shows them beside each other."""
+    labels = [stage["label"] for stage in record["stages"] if stage["label"]]
+    params: dict[str, Any] = {
+        "methods": ", ".join(dict.fromkeys(labels)),
+        "tasks": len(record["tasks"]),
+    }
+    settings = flatten(record["config"])
+    for name in MAIN_PARAMS:
+        if settings.get(name) not in (None, [], "", "None"):
+            params[name] = settings[name]
+    return params
+
+
 def tag_of(stage: Mapping[str, Any]) -> str:
     """Return the name of the tag whose value is the key of a recorded stage."""
     return f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}"
@@ -546,6 +594,7 @@ def tags_of(record: RunRecord) -> dict[str, str]:
     commit = str(provenance.get("git_commit", ""))
     tags = {
         "methods": ", ".join(methods)[:MAX_TAG],
+        "run": record["name"],
         "stream": ", ".join(task["name"] for task in record["tasks"])[:MAX_TAG],
         "scenario": str(config.get("stream", {}).get("scenario", "task")),
         "backbone": str(config.get("backbone", {}).get("name", "")),
@@ -570,14 +619,17 @@ def note_of(record: RunRecord, label: str, task: str) -> str:
         )
     if label:
         return (
-            f"Method **{label}** of run **{record['name']}**. In the artifact "
+            f"Method **{label}** of run **{record['name']}**. Look first at the model metrics "
+            "`average_accuracy` and `forgetting`, then at the matrix: in the artifact "
             "`accuracy_matrix.png`, a row is the model after learning one more task, and a column "
             "is the accuracy on one task. The step of a model metric is the number of tasks "
             "learned before. There is one child run per task."
         )
     return (
         f"Run **{record['name']}**. The artifact `report.html` is the whole report, "
-        "`graph.svg` the graph of stages. There is one child run per method, and below each "
+        "`graph.svg` the graph of stages with their states and times, `config.yaml` all settings. "
+        "Look at `average_accuracy` and `forgetting` of the methods first. "
+        "There is one child run per method, and below each "
         "method one run per task. To compare methods, select their runs and press Compare."
     )
 

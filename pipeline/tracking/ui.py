@@ -26,6 +26,26 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 NOTICE_S = 10.0  # seconds between two lines that say that the server is still starting
 LAST_LINES = 30  # lines of a server's log that are searched for why it ended
+VIEW = "accrete"  # name of the view that `share_view` stores
+METHODS_VIEW = {
+    "searchFilter": "tags.`accrete.kind` = 'method'",
+    "orderByKey": "metrics.`average_accuracy`",  # by time MLflow would fold methods into runs
+    "orderByAsc": False,
+    "startTime": "ALL",
+    "lifecycleFilter": "Active",
+    "datasetsFilter": [],
+    "modelVersionFilter": "All Runs",
+    "selectedColumns": [
+        "metrics.`average_accuracy`",
+        "metrics.`forgetting`",
+        "metrics.`size/task_bytes`",
+        "tags.`method`",
+        "tags.`run`",
+        "tags.`stream`",
+        "tags.`scenario`",
+        "tags.`seed`",
+    ],
+}
 MODE = "?workflowType=machine_learning"  # else MLflow opens on its pages for language models
 
 
@@ -38,8 +58,19 @@ class RecordedRun(NamedTuple):
 
 
 def runs_link(base: str, experiment: str) -> str:
-    """Return the link to the page of an experiment."""
-    return f"{base}/#/experiments/{experiment}/runs{MODE}"
+    """Return the link to the methods of all runs of an experiment, with what is compared first."""
+    return f"{base}/#/experiments/{experiment}/runs{MODE}&viewStateShareKey={VIEW}"
+
+
+def share_view(client: MlflowClient, experiment: str) -> None:
+    """Store in the experiment the view that `runs_link` opens, unless it is there.
+
+    MLflow keeps a view that a person shares in such a tag. Pages that do not know it show all runs.
+    """
+    tag = f"mlflow.sharedViewState.{VIEW}"
+    text = json.dumps(METHODS_VIEW)
+    if client.get_experiment(experiment).tags.get(tag) != text:
+        client.set_experiment_tag(experiment, tag, text)
 
 
 def run_link(base: str, experiment: str, run: str) -> str:
@@ -53,6 +84,21 @@ def compare_link(base: str, experiment: str, runs: Sequence[str]) -> str:
     experiments = _as_query([experiment])
     query = f"runs={run_list}&experiments={experiments}&workflowType=machine_learning"
     return f"{base}/#/compare-runs?{query}"
+
+
+def accuracies_link(base: str, experiment: str, methods: Sequence[str]) -> str:
+    """Return the link to the page that shows the average accuracy of methods after each task."""
+    metric = "average_accuracy"
+    parts = (
+        f"runs={_as_query(list(methods))}",
+        f"experiments={_as_query([experiment])}",
+        f"metric={quote(json.dumps(metric))}",
+        f"plot_metric_keys={_as_query([metric])}",
+        "x_axis=step&y_axis_scale=linear&line_smoothness=1&show_point=true",
+        "plot_layout=%7B%7D&deselected_curves=%5B%5D&last_linear_y_axis_range=%5B%5D",
+        "workflowType=machine_learning",
+    )
+    return f"{base}/#/metric?{'&'.join(parts)}"
 
 
 def _as_query(values: list[str]) -> str:
@@ -214,13 +260,15 @@ def serve(
 
 def print_links(client: MlflowClient, base: str, experiment: str) -> None:
     """Print links to the last runs and searches, and to their methods and trials side by side."""
+    share_view(client, experiment)
     print(f"MLflow: {runs_link(base, experiment)}")
-    for kind, parts in (("run", "methods"), ("search", "trials")):
+    kinds = (("run", "methods", accuracies_link), ("search", "trials", compare_link))
+    for kind, parts, link_to in kinds:
         for row in recorded(client, experiment, kind):
             print(f"  {row.name}: {run_link(base, experiment, row.run)}")
             if len(row.children) > 1:
                 indent = " " * len(row.name)
-                link = compare_link(base, experiment, row.children)
+                link = link_to(base, experiment, row.children)
                 print(f"  {indent}  its {parts} side by side: {link}")
     sys.stdout.flush()
 

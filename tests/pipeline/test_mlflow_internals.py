@@ -69,3 +69,17 @@ def test_a_monitor_samples_from_its_start_to_its_end(
     finally:
         monitor.finish()
     assert not mlflow_internals.is_sampling(monitor)
+
+
+def test_requirements_are_not_checked_inside_and_are_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mlflow.utils import environment, requirements_utils
+
+    checks: list[str] = []
+    monkeypatch.setattr(requirements_utils, "_check_requirement_satisfied", checks.append)
+    with mlflow_internals.without_requirements_check():
+        environment._process_pip_requirements([], ["torch==1.0"])
+    assert checks == []
+    environment._process_pip_requirements([], ["torch==1.0"])
+    assert "torch==1.0" in checks

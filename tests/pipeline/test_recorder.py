@@ -17,6 +17,8 @@ from pipeline.config import TrackingSettings
 from pipeline.report import page
 from pipeline.shell.invocation import this_command
 from pipeline.tracking import mlflow_client, run_writer, ui
+from pipeline.tracking.mlflow_client import Point
+from pipeline.tracking.points import without_constants
 from pipeline.tracking.recorder import Recorder
 from workers.errors import UserError
 
@@ -136,6 +138,7 @@ def test_pictures_tables_and_the_report_are_artifacts(recorded: Any) -> None:
         "averages.png",
         "size_accuracy.png",
         "environment.json",
+        "config.yaml",
         "tables",
     } <= artifacts(state, "")
     assert {
@@ -148,13 +151,13 @@ def test_pictures_tables_and_the_report_are_artifacts(recorded: Any) -> None:
     assert {
         "token_masks.png",
         "density.png",
-        "overlap.png",
+        "masks.csv",
         "overlap.csv",
         "confusion.png",
         "confusion.csv",
         "task.safetensors",
     } <= artifacts(state, "meat", "leaves")
-    assert "tokens.png" in artifacts(state, "hat-small", "leaves")
+    assert {"tokens.png", "tokens.csv"} <= artifacts(state, "hat-small", "leaves")
     path = state.client.download_artifacts(
         state.runs["finetune", ""].info.run_id, "accuracy_matrix.json"
     )
@@ -172,12 +175,50 @@ def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded
     key = next(s.key for s in fake_run.stages() if s.id == "hat-small/birds/train")
     assert tags["stage.train"] == key
     assert recorded.after.runs["hat-small", ""].data.params["settings.lam"] == "0.75"
-    assert recorded.after.runs["", ""].data.params["backbone.img_size"] == "32"
+    params = recorded.after.runs["", ""].data.params
+    assert params["backbone.img_size"] == "32"
+    assert params["methods"] == ", ".join(fake_run.METHODS)
+    assert len(params) <= 20
     assert {d.dataset.name for d in recorded.after.runs["", ""].inputs.dataset_inputs} == {
         "shapes",
         "birds",
         "plants",
     }
+
+
+def test_what_does_not_change_is_a_number_and_no_curve(recorded: Any) -> None:
+    state = recorded.after
+    run_id = state.runs["hat-small", ""].info.run_id
+    lengths = {}
+    for name in state.runs["hat-small", ""].data.metrics:
+        history = state.client.get_metric_history(run_id, name)
+        lengths[name] = len(history)
+        if name.startswith("size/") and len(history) > 1:
+            assert len({point.value for point in history}) > 1, name
+    assert lengths["size/backbone"] == 1
+    assert lengths["size/total"] > 1
+    assert lengths["average_accuracy"] > 1
+
+
+def test_a_curve_whose_value_changes_late_is_whole() -> None:
+    constant = [Point("a", 1.0, step, step) for step in range(3)]
+    varying = [Point("b", float(step == 2), step, step) for step in range(3)]
+    assert without_constants([*constant, *varying]) == [constant[0], *varying]
+    assert without_constants(varying[:2]) == varying[:1]
+
+
+def test_the_list_of_runs_opens_on_what_is_compared(recorded: Any) -> None:
+    client, _, experiment = mlflow_client.open_store(recorded.storage)
+    ui.share_view(client, experiment)
+    tags = client.get_experiment(experiment).tags
+    view = json.loads(tags["mlflow.sharedViewState.accrete"])
+    method = recorded.after.runs["meat", ""].data
+    for column in view["selectedColumns"]:
+        kind, _, name = column.partition(".")
+        assert name.strip("`") in {"metrics": method.metrics, "tags": method.tags}[kind]
+    methods = client.search_runs([experiment], view["searchFilter"])
+    assert {run.data.tags["label"] for run in methods} == set(fake_run.METHODS)
+    assert ui.runs_link("http://x", experiment).endswith("&viewStateShareKey=accrete")
 
 
 def test_links_open_mlflow_on_its_pages_for_training(recorded: Any) -> None:

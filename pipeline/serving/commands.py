@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeline.data.csv_text import to_csv
-from pipeline.serving.replicas import ReplicaSettings
-from pipeline.tracking import ui
+from pipeline.serving import serve_command
 from workers.errors import UserError
 
 if TYPE_CHECKING:
     from workers.serving.bundle import Bundle
 
-# Most pixels of one request's images, and of all images that are decoded at the same moment.
-MAX_PIXELS = 1 << 26
 SHOWN = 3  # probabilities in a table, unless more are asked for
 
 
@@ -76,7 +69,7 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         serve,
         "answer requests over HTTP, by Ray Serve; the config may be a model folder",
     )
-    serve_options(start)
+    serve_command.options(start)
     for each in (ask, make, start):
         each.add_argument(
             "--method", metavar="LABEL", help="label of the method, where the run has several"
@@ -95,49 +88,6 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         sub = actions.add_parser(action, help=text)
         for argument in arguments:
             sub.add_argument(argument, metavar=argument.upper())
-
-
-def serve_options(start: argparse.ArgumentParser) -> None:
-    """Add the options of `serve`."""
-    ui.address_options(start)
-    start.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a name under which clients may ask, "
-        "beside the address and localhost; may be repeated",
-    )
-    start.add_argument(
-        "--max-pixels",
-        type=int,
-        default=MAX_PIXELS,
-        metavar="N",
-        help=f"most pixels of all images of a request together (default: {MAX_PIXELS})",
-    )
-    start.add_argument(
-        "--replicas",
-        default="1",
-        metavar="N",
-        help="replicas of the model, or MIN:MAX, whose number follows the load (default: 1)",
-    )
-    start.add_argument(
-        "--cpus", type=int, default=1, metavar="N", help="CPU cores of a replica (default: 1)"
-    )
-    start.add_argument(
-        "--gpus",
-        type=float,
-        default=0.0,
-        metavar="FRACTION",
-        help="GPUs of a replica, also a fraction of one (default: 0)",
-    )
-    start.add_argument(
-        "--address",
-        default="",
-        metavar="HOST:PORT",
-        help="the Ray cluster to run on, from one of its nodes, or `auto` "
-        "(default: RAY_ADDRESS if set, else a private one)",
-    )
 
 
 def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
@@ -270,69 +220,5 @@ def tasks(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """Answer requests over HTTP until interrupted."""
-    if args.max_pixels < 1:
-        raise UserError(
-            f"--max-pixels is {args.max_pixels}; "
-            "give the most pixels that all images of a request may have together, at least 1"
-        )
-    replicas = ReplicaSettings.of(args.replicas, args.cpus, args.gpus)
-    port = ui.free_port(args.host, args.port)
-    ui.warn_if_exposed(args.host, port, "ask it, at your expense: it asks for no password")
-    source = bundle_of_arguments(args)
-    names = ", ".join(task.name for task in source.tasks)
-    options = ServerOptions(
-        port, args.host, args.allow_host, args.max_pixels, replicas, args.address
-    )
-    with running(source, options) as address:
-        stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):  # replaces the handlers of Ray
-            signal.signal(number, lambda *_: stop.set())
-        print(
-            f"serving {names} on {address}: POST /predict, "
-            "GET /tasks, GET /health, GET /metrics; stop with Ctrl-C",
-            flush=True,
-        )
-        stop.wait()
-    return 0
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Options of `serve`.
-
-    port, host: to listen on. names: hosts under which clients may ask, beside the address and
-    localhost. max_pixels: of all images of a request. address: of a cluster that is there.
-    """
-
-    port: int
-    host: str
-    names: Sequence[str]
-    max_pixels: int
-    replicas: ReplicaSettings
-    address: str = ""
-
-
-@contextmanager
-def running(source: Bundle, options: ServerOptions) -> Iterator[str]:
-    """Inside, serve a bundle by Ray Serve; yield the server's address."""
-    from pipeline.serving.application import started
-
-    with started(options.address, options.replicas, options.max_pixels) as application:
-        handle = application.deploy(source)
-        # Imports Ray Serve, which reads at import what `started` has set.
-        from pipeline.serving.deployment import ONGOING, predict_of
-        from pipeline.serving.http_server import Bounds, Front, Hosts, listening
-
-        requests = Bounds.requests + ONGOING * (options.replicas.most - 1)
-        front = Front(
-            predict_of(handle),
-            handle.tasks.remote().result(),
-            Hosts(options.host, options.names),
-            application.count_replicas,
-            Bounds(requests=requests),
-        )
-        with listening(front, options.host, options.port):
-            host = options.host
-            if ":" in host:
-                host = f"[{host}]"
-            yield f"http://{host}:{options.port}"
+    settings = serve_command.settings_of(args)
+    return serve_command.serve(bundle_of_arguments(args), settings)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from ray.serve.handle import DeploymentHandle
 
 from pipeline.serving.http_server import Bounds, Reply
 from pipeline.serving.replicas import ReplicaSettings
+from pipeline.serving.requests import RawRequest, parse_request
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget
@@ -32,14 +32,11 @@ from workers.serving.server import Answer, Predictor, Rule
 ONGOING = 64  # requests that a replica works on
 BUSY = 16  # requests of a replica from which on more replicas are started, where they may be
 HEALTH_S = 1.0  # between two looks at each replica: a dead one is replaced after this time
-BATCH_REQUESTS = 32
+BATCH_IMAGES = 64  # most that are computed together, of several requests
 BATCH_WAIT_S = 0.005  # how long the first request of a batch waits for others
 IMAGES = 64  # most in one request
 IMAGE_BYTES = 16 << 20
 READERS = min(4, os.cpu_count() or 1)  # requests that are decoded in parallel
-# Most lists and objects in a body: each takes memory before the body can be checked.
-PARTS = 1 << 22
-FIELDS = {"images", "tasks", "rule", "top"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,11 @@ class DecodedRequest:
     tasks: list[str | None]
     rule: Rule
     top: int
+
+
+def count_images(requests: Sequence[DecodedRequest]) -> int:
+    """Return how many images some requests have together."""
+    return sum(len(request.tasks) for request in requests)
 
 
 @serve.deployment(
@@ -95,11 +97,11 @@ class Deployment:
             },
         }
 
-    async def predict(self, data: bytes) -> Reply:
-        """Answer the body of POST /predict."""
+    async def predict(self, raw: RawRequest) -> Reply:
+        """Answer POST /predict."""
         loop = asyncio.get_running_loop()
         try:
-            request = await loop.run_in_executor(self.readers, self.decode, data)
+            request = await loop.run_in_executor(self.readers, self.decode, raw)
             answers = await self.answer_batch(request)
             if isinstance(answers, UserError):
                 raise answers
@@ -107,17 +109,19 @@ class Deployment:
             return Reply(400, {"error": " ".join(str(error).split())})
         return Reply(200, {"predictions": [answer.row() for answer in answers]})
 
-    def decode(self, data: bytes) -> DecodedRequest:
-        """Decode the body of a request. Raise `UserError` when it cannot be answered."""
-        body = parse_request(data)
-        images = body["images"]
-        rule = body.get("rule", "refuse")
-        top = body.get("top", 0)
-        tasks = self.served.check_request(len(images), body.get("tasks"), rule, top)
+    def decode(self, raw: RawRequest) -> DecodedRequest:
+        """Decode the images of a request. Raise `UserError` when it cannot be answered."""
+        request = parse_request(raw)
+        images = [*request.images]
+        tasks = self.served.check_request(len(images), request.tasks, request.rule, request.top)
         pixels = self.served.pixels_of(images, self.limits, self.budget)
-        return DecodedRequest(pixels, tasks, rule, self.served.limit_top(top))
+        return DecodedRequest(pixels, tasks, request.rule, self.served.limit_top(request.top))
 
-    @serve.batch(max_batch_size=BATCH_REQUESTS, batch_wait_timeout_s=BATCH_WAIT_S)
+    @serve.batch(
+        max_batch_size=BATCH_IMAGES,
+        batch_wait_timeout_s=BATCH_WAIT_S,
+        batch_size_fn=count_images,
+    )
     async def answer_batch(self, requests: list[DecodedRequest]) -> list[list[Answer] | UserError]:
         """Answer requests that arrived at the same moment, whatever their tasks."""
         return await asyncio.to_thread(answer_requests, self.served, requests)
@@ -133,18 +137,18 @@ def deployment_of(replicas: ReplicaSettings) -> Any:
     return Deployment.options(ray_actor_options=resources, **number)  # type: ignore[attr-defined]
 
 
-def predict_of(handle: DeploymentHandle[Any]) -> Callable[[bytes], Awaitable[Reply]]:
+def predict_of(handle: DeploymentHandle[Any]) -> Callable[[RawRequest], Awaitable[Reply]]:
     """Return a function that asks a replica, and another one if that died meanwhile.
 
     Its reply has status 503 when the second one died too, or when there is no room.
     """
 
-    async def predict(data: bytes) -> Reply:
+    async def predict(request: RawRequest) -> Reply:
         try:
             try:
-                return await ask(handle, data)
+                return await ask(handle, request)
             except (RayActorError, ReplicaUnavailableError):
-                return await ask(handle, data)  # a prediction has no effect: it may run twice
+                return await ask(handle, request)  # a prediction has no effect: it may run twice
         except (RayError, RayServeException) as error:
             return Reply(
                 503,
@@ -157,9 +161,9 @@ def predict_of(handle: DeploymentHandle[Any]) -> Callable[[bytes], Awaitable[Rep
     return predict
 
 
-async def ask(handle: DeploymentHandle[Any], data: bytes) -> Reply:
+async def ask(handle: DeploymentHandle[Any], request: RawRequest) -> Reply:
     """Return the reply of a replica, which drops the request when this is cancelled."""
-    response = handle.predict.remote(data)
+    response = handle.predict.remote(request)
     try:
         reply: Reply = await response
         return reply
@@ -205,43 +209,3 @@ def batches_of(served: Predictor, requests: Sequence[DecodedRequest]) -> list[li
     for index, request in enumerate(requests):
         batches.setdefault((request.rule, request.top), []).append(index)
     return list(batches.values())
-
-
-def parse_request(data: bytes) -> dict[str, Any]:
-    """Parse JSON with `images` and optionally `tasks`, `rule`, `top`. Raise `UserError` if not."""
-    shape = '{"images": [BASE64, ...], "tasks": NAME or [NAME, ...]}'
-    if data.count(b"[") + data.count(b"{") > PARTS:
-        raise UserError(
-            f"the body holds more than {PARTS} lists and objects; send images as base64"
-        )
-    try:
-        body = json.loads(data, parse_constant=_refuse_constant)
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        if "digits" in str(error):  # of Python's limit for whole numbers
-            raise UserError(
-                "the body holds a number of thousands of digits; send none that long"
-            ) from None
-        raise UserError(f"the body is not JSON; send {shape}") from None
-    if not isinstance(body, dict) or not isinstance(body.get("images"), list) or not body["images"]:
-        raise UserError(f"the body has no list of images; send {shape}")
-    unknown = sorted(set(body) - FIELDS)
-    if unknown:
-        raise UserError(
-            f"the body has a field {unknown[0][:80]!r}; it may have {', '.join(sorted(FIELDS))}"
-        )
-    if not has_valid_tasks(body.get("tasks")):
-        raise UserError("tasks must be a name, or a list with a name or null for each image")
-    return body
-
-
-def has_valid_tasks(tasks: object) -> bool:
-    """Return whether `tasks` of a request is a name, null, or a list of these."""
-    if tasks is None or isinstance(tasks, str):
-        return True
-    return isinstance(tasks, list) and all(task is None or isinstance(task, str) for task in tasks)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise UserError(f"the body holds {name}, which is not JSON; send finite numbers")

@@ -7,6 +7,7 @@ there are too many connections, the one that has been incomplete for longest is 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import ipaddress
 import re
 import resource
@@ -17,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvicorn
@@ -25,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pipeline.serving.requests import RawRequest
 from pipeline.serving.server_metrics import CONTENT_TYPE, ServerMetrics
 from workers.errors import UserError
 
@@ -32,6 +35,13 @@ CONNECTIONS = 16_384
 FILES = 512  # file descriptors that the rest of the process needs
 MB = 1 << 20
 START_S = 30.0
+# Headers of answers by their status.
+HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
+# Route -> the file that answers it, and its content type.
+PAGES = {
+    "GET /": ("page.html", "text/html; charset=utf-8"),
+    "GET /openapi.json": ("openapi.json", "application/json"),
+}
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::\d{1,5})?")
 
 
@@ -44,10 +54,11 @@ class Refused(UserError):
 
 
 class Reply(NamedTuple):
-    """An HTTP status and the body: values of JSON, or the text of the metrics."""
+    """An HTTP status and the body: values of JSON, or bytes of a content type."""
 
     status: int
     body: dict[str, Any] | bytes
+    content_type: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,19 +134,21 @@ def is_address(name: str) -> bool:
 class Front:
     """The ASGI application.
 
-    predict: answers the body of POST /predict; it is cancelled when nobody waits for the answer.
+    predict: answers POST /predict; it is cancelled when nobody waits for the answer.
     tasks: what GET /tasks answers. count_replicas: how many replicas can answer, called in a thread
-    at most once a second.
+    at most once a second. token: that every route but /health asks for; empty: none does.
     """
 
     def __init__(
         self,
-        predict: Callable[[bytes], Awaitable[Reply]],
+        predict: Callable[[RawRequest], Awaitable[Reply]],
         tasks: Mapping[str, Any],
         hosts: Hosts,
         count_replicas: Callable[[], int] = lambda: 1,
         bounds: Bounds | None = None,
+        token: str = "",
     ):
+        self.token = token.encode()
         self.predict = predict
         self.tasks = tasks
         self.hosts = hosts
@@ -170,9 +183,9 @@ class Front:
                 flush=True,
             )
             reply = Reply(500, {"error": "the server failed; its output says why"})
-        headers = {"retry-after": "1"} if reply.status == 503 else None
+        headers = HEADERS.get(reply.status)
         if isinstance(reply.body, bytes):
-            response = Response(reply.body, reply.status, headers, CONTENT_TYPE)
+            response = Response(reply.body, reply.status, headers, reply.content_type)
         else:
             response = JSONResponse(reply.body, reply.status, headers)
         self.metrics.count(request.url.path, reply.status, time.monotonic() - started)
@@ -181,19 +194,22 @@ class Front:
     async def reply(self, request: Request) -> Reply:
         """Return the reply to a request. Raise `Refused` when it is not answered."""
         self.check_host(request)
-        route = request.method, request.url.path
-        if route == ("GET", "/health"):
+        route = f"{request.method} {request.url.path}"
+        if route == "GET /health":
             return await self.health_reply()
-        if route == ("GET", "/tasks"):
+        self.check_token(request)
+        if route == "GET /tasks":
             return Reply(200, dict(self.tasks))
-        if route == ("GET", "/metrics"):
+        if route == "GET /metrics":
             await self.update_replicas()
-            return Reply(200, self.metrics.text())
-        if route != ("POST", "/predict"):
+            return Reply(200, self.metrics.text(), CONTENT_TYPE)
+        if route in PAGES:
+            return page(route)
+        if route != "POST /predict":
             raise Refused(
                 404,
-                f"there is no {route[0][:20]} {route[1][:80]}; "
-                "there are POST /predict, GET /tasks, GET /health and GET /metrics",
+                f"there is no {route[:100]}; there are POST /predict, "
+                "GET /tasks, GET /health, GET /metrics, GET /openapi.json and GET /",
             )
         self.check_room()
         upload = await self.receive(request)
@@ -201,7 +217,7 @@ class Front:
             self.check_room()
             self.predictions += 1
             try:
-                return await self.answer(request, bytes(upload.data))
+                return await self.answer(request, raw_request(request, bytes(upload.data)))
             finally:
                 self.predictions -= 1
         finally:
@@ -222,6 +238,17 @@ class Front:
                 403,
                 f"pages of {origin[:80]!r} may not ask here; "
                 "start the server with --allow-host NAME to allow those of NAME",
+            )
+
+    def check_token(self, request: Request) -> None:
+        """Raise `Refused` when the request does not have the token."""
+        expected = b"bearer " + self.token
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        credentials = f"{scheme.lower()} {token.strip()}".encode("latin-1", "replace")
+        if self.token and not hmac.compare_digest(credentials, expected):
+            raise Refused(
+                401,
+                "this server asks for its token; send it in the header Authorization: Bearer TOKEN",
             )
 
     def check_room(self) -> None:
@@ -314,12 +341,12 @@ class Front:
         upload.data = bytearray()
         self.uploads.pop(upload, None)
 
-    async def answer(self, request: Request, body: bytes) -> Reply:
+    async def answer(self, request: Request, raw: RawRequest) -> Reply:
         """Return the model's reply.
 
         Raise `Refused` when it takes too long, `ClientDisconnect` when the client has left.
         """
-        work = asyncio.ensure_future(self.predict(body))
+        work = asyncio.ensure_future(self.predict(raw))
         left = asyncio.ensure_future(disconnected(request.receive))
         try:
             await asyncio.wait(
@@ -337,6 +364,17 @@ class Front:
         finally:
             work.cancel()
             left.cancel()
+
+
+def raw_request(request: Request, body: bytes) -> RawRequest:
+    """Return what the model needs of a request."""
+    return RawRequest(body, request.headers.get("content-type", ""), request.url.query)
+
+
+def page(route: str) -> Reply:
+    """Return one of the files that describe the server."""
+    name, content_type = PAGES[route]
+    return Reply(200, (Path(__file__).parent / name).read_bytes(), content_type)
 
 
 async def disconnected(receive: Callable[[], Awaitable[Message]]) -> None:

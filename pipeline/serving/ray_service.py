@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from pipeline.serving.application import count_running
-from pipeline.serving.commands import MAX_PIXELS
 from pipeline.serving.deployment import Deployment, predict_of
 from pipeline.serving.http_server import Bounds, Front, Hosts
+from pipeline.serving.serve_command import MAX_PIXELS, token_of
 from workers.serving.bundle import Bundle
 
 
@@ -47,7 +47,9 @@ class Ingress:
         tasks = await model.tasks.remote()
         count_replicas = partial(count_running, serve.get_replica_context().app_name)
         # Serve listens on all addresses of its node.
-        self.front = Front(predict_of(model), tasks, Hosts("", hosts), count_replicas)
+        hosts_allowed = Hosts("", hosts)
+        token = token_of("")  # of the environment
+        self.front = Front(predict_of(model), tasks, hosts_allowed, count_replicas, token=token)
 
     async def __call__(self, request: Request) -> Response:
         """Return the answer to a request; an empty one to a client that has left."""

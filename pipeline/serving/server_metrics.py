@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-ROUTES = ("/predict", "/tasks", "/health", "/metrics")
+ROUTES = ("/predict", "/tasks", "/health", "/metrics", "/openapi.json", "/")
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 # seconds, up to the longest time that an answer may take
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

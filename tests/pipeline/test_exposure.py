@@ -19,7 +19,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.config import TrackingSettings
-from pipeline.serving import commands
+from pipeline.serving import commands, serve_command
 from pipeline.tracking import mlflow_client, ui
 from pipeline.tracking.outbox import Outbox
 
@@ -104,15 +104,15 @@ def test_a_model_is_served_where_it_was_asked_for_after_the_warning(
 ) -> None:
     asked: list[str] = []
 
-    def running(source: Any, options: commands.ServerOptions) -> Any:
-        asked.append(options.host)
+    def running(source: Any, settings: serve_command.ServerSettings) -> Any:
+        asked.append(settings.host)
         raise Ended
 
     class EmptyBundle:
         tasks = ()
 
     monkeypatch.setattr(commands, "bundle_of_arguments", lambda args: EmptyBundle())
-    monkeypatch.setattr(commands, "running", running)
+    monkeypatch.setattr(serve_command, "running", running)
     with pytest.raises(Ended):
         cli.main(["serve", "model", "--host", host])
     assert asked == [host]

@@ -8,22 +8,30 @@ import base64
 import http.client
 import io
 import json
+import re
 import resource
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 from PIL import Image
 from serving import Finished, finished
 from starlette.requests import Request
 
-from pipeline.serving import http_server
+from pipeline.serving import http_server, requests, serve_command
+from pipeline.serving.client import Client
 from pipeline.serving.http_server import Bounds, Front, Hosts, Reply, listening
+from pipeline.serving.requests import RawRequest
+from pipeline.serving.server_metrics import ROUTES
 from pipeline.tracking import ui
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
@@ -36,8 +44,8 @@ SOON = Bounds(head_s=0.5, body_s=0.5, answer_s=0.5, idle_s=1)
 PATIENCE_S = 60.0  # an upper bound where a test waits for a deadline
 
 
-async def echo(body: bytes) -> Reply:
-    return Reply(200, {"bytes": len(body)})
+async def echo(request: RawRequest) -> Reply:
+    return Reply(200, {"bytes": len(request.body)})
 
 
 class Server:
@@ -79,8 +87,9 @@ def serving(
     predict: Any = echo,
     count_replicas: Callable[[], int] = lambda: 1,
     bounds: Bounds | None = None,
+    token: str = "",
 ) -> Iterator[Server]:
-    front = Front(predict, {"tasks": []}, Hosts("127.0.0.1"), count_replicas, bounds)
+    front = Front(predict, {"tasks": []}, Hosts("127.0.0.1"), count_replicas, bounds, token)
     with listening(front, "127.0.0.1", 0) as port:
         yield Server(front, port)
 
@@ -154,7 +163,7 @@ def test_a_second_head_on_the_same_connection_has_a_deadline_too() -> None:
 
 
 def test_a_client_that_does_not_read_its_answer_is_cut() -> None:
-    async def much(body: bytes) -> Reply:
+    async def much(request: RawRequest) -> Reply:
         return Reply(200, {"text": "x" * (32 << 20)})
 
     with serving(much, bounds=SOON) as server, socket.socket() as client:
@@ -232,7 +241,7 @@ class Stuck:
     def __init__(self) -> None:
         self.begun, self.cancelled = threading.Event(), threading.Event()
 
-    async def __call__(self, body: bytes) -> Reply:
+    async def __call__(self, request: RawRequest) -> Reply:
         self.begun.set()
         try:
             await asyncio.sleep(3600)
@@ -275,10 +284,10 @@ def test_a_full_queue_refuses_predictions_and_nothing_else() -> None:
 
 
 def test_one_failure_ends_no_other_request(capfd: pytest.CaptureFixture[str]) -> None:
-    async def broken(body: bytes) -> Reply:
-        if body == b"bad":
+    async def broken(request: RawRequest) -> Reply:
+        if request.body == b"bad":
             raise RuntimeError("a fault")
-        return await echo(body)
+        return await echo(request)
 
     with serving(broken) as server:
         assert server.ask("POST", "/predict", b"bad")[0] == 500
@@ -386,6 +395,70 @@ def test_a_port_that_is_taken_is_said_in_one_sentence() -> None:
         pass
 
 
+# ---- a token -------------------------------------------------------------------------------------
+SECRET = "a-token-of-some-length"
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        ("POST", "/predict"),
+        ("GET", "/tasks"),
+        ("GET", "/metrics"),
+        ("GET", "/"),
+        ("GET", "/openapi.json"),
+        ("GET", "/nowhere"),
+    ],
+)
+@pytest.mark.parametrize(
+    "credentials",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        f"Basic {SECRET}",
+        f"Bearer {SECRET}x",
+        f"Bearer {SECRET[:-1]}",
+    ],
+)
+def test_every_route_but_health_asks_for_the_token(
+    route: tuple[str, str], credentials: str | None
+) -> None:
+    headers = {"Authorization": credentials} if credentials is not None else {}
+    with serving(token=SECRET) as server:
+        status, body = server.ask(*route, b"{}" if route[0] == "POST" else None, **headers)
+        assert (status, SECRET in body["error"]) == (401, False)
+        assert "Authorization: Bearer TOKEN" in body["error"]
+        assert server.ask("GET", "/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_who_has_the_token_is_answered(scheme: str) -> None:
+    with serving(token=SECRET) as server:
+        headers = {"Authorization": f"{scheme} {SECRET}"}
+        assert server.ask("GET", "/tasks", **headers) == (200, {"tasks": []})
+        assert server.ask("POST", "/predict", b"abc", **headers) == (200, {"bytes": 3})
+
+
+def test_a_token_is_read_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(serve_command.TOKEN, raising=False)
+    assert serve_command.token_of("") == ""
+    monkeypatch.setenv(serve_command.TOKEN, f"{SECRET}-0")
+    assert serve_command.token_of("") == f"{SECRET}-0"
+    (tmp_path / "token").write_text(f"{SECRET}\n")
+    assert serve_command.token_of(str(tmp_path / "token")) == SECRET
+    for text in ("", "short", "with a space, and long enough", "\u00e4" * 20):
+        (tmp_path / "token").write_text(text)
+        with pytest.raises(UserError, match="give at least 16 letters") as raised:
+            serve_command.token_of(str(tmp_path / "token"))
+        assert text[:5] not in str(raised.value) or not text
+    with pytest.raises(UserError, match=r"--token-file .*gone cannot be read \(No such file"):
+        serve_command.token_of(str(tmp_path / "gone"))
+
+
 # ---- images --------------------------------------------------------------------------------------
 def one_bit(side: int) -> bytes:
     """A PNG of some kB with side x side pixels."""
@@ -433,6 +506,80 @@ def test_the_model_answers_through_the_front(model: tuple[Server, Finished]) -> 
         answer.class_ for answer in run.served.predict(images, "two")
     ]
     assert server.ask("GET", "/tasks")[1]["limits"]["pixels"] == 10_000_000
+
+
+def test_files_arrays_and_base64_are_the_same_request(
+    model: tuple[Server, Finished], tmp_path: Path
+) -> None:
+    server, run = model
+    images = run.images("two")[0][:3]
+    expected = asked(server, images)[1]["predictions"]
+    paths = [tmp_path / "a.png", tmp_path / "b.png"]
+    for path, image in zip(paths, images, strict=False):
+        path.write_bytes(image)
+    client = Client(f"http://127.0.0.1:{server.port}/")
+    assert client.is_ready()
+    assert client.tasks() == server.ask("GET", "/tasks")[1]
+    assert client.predict([*paths, images[2]], "two") == expected
+    assert client.predict(images, ["two", "two", "two"]) == expected
+    pictures = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
+    pixels = np.stack([np.asarray(picture) for picture in pictures])
+    assert client.predict(pixels, "two") == expected
+    assert client.predict(pixels.transpose(0, 3, 1, 2), "two") == expected
+    assert len(client.predict(pixels, "two", top=1)[0]["probabilities"]) == 1
+    assert {row["task"] for row in client.predict(images, [None, "two", "two"], "confident")}
+
+
+def test_a_client_says_what_the_server_says(model: tuple[Server, Finished]) -> None:
+    server, run = model
+    client = Client(f"http://127.0.0.1:{server.port}")
+    with pytest.raises(UserError, match="did you mean two"):
+        client.predict(run.images("two")[0][:1], "tow")
+    with pytest.raises(UserError, match=r"^there is no GET /nowhere"):
+        client.ask("/nowhere")
+
+
+def test_a_client_repeats_what_there_was_no_room_for() -> None:
+    replies = [Reply(503, {"error": "later"}), Reply(200, {"predictions": []})]
+
+    async def predict(request: RawRequest) -> Reply:
+        return replies.pop(0)
+
+    with serving(predict, token=SECRET) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        assert Client(url, SECRET).predict([b"x"]) == []
+        replies.append(Reply(503, {"error": "later"}))
+        with pytest.raises(UserError, match="later"):
+            Client(url, SECRET, patience_s=0).predict([b"x"])
+        with pytest.raises(UserError, match="asks for its token"):
+            Client(url).predict([b"x"])
+    assert not Client(url).is_ready()
+
+
+def test_answers_are_as_the_description_says(model: tuple[Server, Finished]) -> None:
+    server, run = model
+    description = server.ask("GET", "/openapi.json")[1]
+    schemas = description["components"]["schemas"]
+    jsonschema.validate(asked(server, run.images("two")[0][:2])[1], schemas["Predictions"])
+    jsonschema.validate(server.ask("GET", "/tasks")[1], schemas["Tasks"])
+    jsonschema.validate(asked(server, [])[1], schemas["Error"])
+    assert sorted(description["paths"]) == sorted(ROUTES)
+    content = description["paths"]["/predict"]["post"]["requestBody"]["content"]
+    assert {*content} == {"application/json", requests.FORM, requests.ARRAY}
+    for kind in ("application/json", requests.FORM):
+        assert set(content[kind]["schema"]["properties"]) == requests.FIELDS
+
+
+def test_the_page_needs_no_other_server() -> None:
+    with serving() as server, urllib.request.urlopen(f"http://127.0.0.1:{server.port}/") as answer:
+        page = answer.read().decode()
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        links = re.findall(r"(?:href|src)=\"([^\"]*)\"", page)
+        assert "://" not in page
+        assert {f"/{link}" for link in links} < set(ROUTES)
+        for link in links:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/{link}") as linked:
+                assert linked.status == 200
 
 
 def test_images_with_too_many_pixels_together_are_refused_before_one_is_decoded(
@@ -519,7 +666,7 @@ def test_a_field_that_is_no_such_value_gets_one_sentence(
 
 @pytest.mark.parametrize("part", ["[],", "{},"])
 def test_a_body_of_millions_of_parts_is_refused_before_it_is_parsed(part: str) -> None:
-    from pipeline.serving.deployment import PARTS, parse_request
+    from pipeline.serving.requests import PARTS, parse_json
 
     with pytest.raises(UserError, match="lists and objects"):
-        parse_request(f'{{"images": [{part * PARTS}0]}}'.encode())
+        parse_json(f'{{"images": [{part * PARTS}0]}}'.encode())

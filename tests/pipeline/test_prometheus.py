@@ -27,6 +27,7 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.launch import machine
 from pipeline.launch.machine import sample_machine, sampling
 from pipeline.serving.http_server import Front, Hosts, Reply, listening
+from pipeline.serving.requests import RawRequest
 from pipeline.tracking import prometheus, ui
 from pipeline.tracking.points import machine_points
 from pipeline.tracking.prometheus import run_metrics, serving_metrics
@@ -241,7 +242,7 @@ def ask(url: str, query: str) -> list[Any]:
     return results
 
 
-async def answer_at_once(body: bytes) -> Reply:
+async def answer_at_once(request: RawRequest) -> Reply:
     return Reply(200, {})
 
 

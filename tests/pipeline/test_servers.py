@@ -378,10 +378,10 @@ def test_mlflow_outlives_a_storm(run: Any, mlflow_server: Any) -> None:
     ],
 )
 def test_a_malformed_request_gets_one_sentence(data: Any, message: str) -> None:
-    from pipeline.serving.deployment import parse_request
+    from pipeline.serving.requests import parse_json
 
     with pytest.raises(UserError, match=message):
-        parse_request(data)
+        parse_json(data)
 
 
 def test_requests_that_meet_are_answered_together_each_its_own(

@@ -1,0 +1,131 @@
+"""Forms and arrays of requests: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.serving.client import form_bytes, npy_bytes
+from pipeline.serving.requests import (
+    ARRAY,
+    FORM,
+    FORM_PARTS,
+    RawRequest,
+    array_of,
+    parse_request,
+)
+from workers.errors import UserError
+
+PIXELS = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
+HEADER = f"{FORM}; boundary=B"
+
+
+def part(name: str, content: bytes) -> bytes:
+    return b'--B\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (
+        name.encode(),
+        content,
+    )
+
+
+def parse_form(*parts: bytes, end: bytes = b"--B--\r\n", header: str = HEADER) -> Any:
+    return parse_request(RawRequest(b"".join(parts) + end, header))
+
+
+def parse_array(data: bytes, query: str = "") -> Any:
+    return parse_request(RawRequest(data, ARRAY, query))
+
+
+def saved(array: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def test_a_form_has_a_file_for_each_image_and_fields() -> None:
+    hard = b"\r\n\r\n--A\r\n\x00\xff--B\r"  # what only the delimiter ends
+    request = parse_form(part("images", hard), part("tasks", b"two"), part("images", b""))
+    assert request.images == [hard, b""]
+    assert (request.tasks, request.rule, request.top) == ("two", "refuse", 0)
+    request = parse_form(
+        part("images", b"a"),
+        part("tasks", "f\u00fcnf".encode()),
+        part("tasks", b""),
+        part("rule", b"confident"),
+        part("top", b"3"),
+    )
+    assert (request.tasks, request.rule, request.top) == (["f\u00fcnf", None], "confident", 3)
+    assert parse_form(part("images", b"a"), part("tasks", b"")).tasks is None
+
+
+def test_what_the_client_sends_is_read() -> None:
+    body, content_type = form_bytes([("tasks", "two"), ("top", "2")], [b"\x89PNG", b"\r\n"])
+    request = parse_request(RawRequest(body, content_type))
+    assert (request.images, request.tasks, request.top) == ([b"\x89PNG", b"\r\n"], "two", 2)
+    request = parse_array(npy_bytes(PIXELS.transpose(0, 3, 1, 2)), "tasks=two&tasks=&top=1")
+    assert np.array_equal(request.images, PIXELS)
+    assert (request.tasks, request.top) == (["two", None], 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "more", "message"),
+    [
+        ([], {}, "has no file `images`"),
+        ([part("tasks", b"two")], {}, "has no file `images`"),
+        ([part("images", b"a"), part("taks", b"")], {}, "has a field 'taks'"),
+        ([part("images", b"a")], {"end": b""}, "has no end"),
+        ([b"--B\r\n\r\nimage\r\n"], {}, "has no head|has a field ''"),
+        ([b"--B\r\nno head"], {"end": b"\r\n--B--"}, "has no head"),
+        ([part("x" * 5000, b"a")], {}, "has no head"),
+        ([part("images", b"a")], {"header": FORM}, "has no boundary"),
+        ([part("images", b"a")] * (FORM_PARTS + 1), {}, f"more than {FORM_PARTS} parts"),
+        ([part("images", b"a"), part("top", b"-1")], {}, "top is '-1'"),
+        ([part("images", b"a"), part("top", b"9" * 99)], {}, "top is '9999"),
+        ([part("images", b"a"), part("tasks", b"\xff")], {}, "not UTF-8"),
+    ],
+)
+def test_a_form_that_is_none_gets_one_sentence(parts: Any, more: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_form(*parts, **more)
+
+
+@pytest.mark.parametrize(
+    ("data", "query", "message"),
+    [
+        (b"", "", "the body is no array"),
+        (b"\x93NUMPY", "", "the body is no array"),
+        (saved(PIXELS)[:-1], "", r"has 119 bytes, and its shape \(2, 4, 5, 3\)"),
+        (saved(PIXELS.astype(np.float32)), "", r"is float32 \(2, 4, 5, 3\); send uint8"),
+        (saved(PIXELS[0]), "", r"is uint8 \(4, 5, 3\)"),
+        (saved(PIXELS[:0]), "", r"is uint8 \(0, 4, 5, 3\)"),
+        (saved(np.asfortranarray(PIXELS)), "", "is uint8"),
+        (saved(np.zeros((FORM_PARTS + 1, 1, 1, 3), np.uint8)), "", "257 images in one request"),
+        (saved(PIXELS), "taks=two", "has a field 'taks'"),
+        (saved(PIXELS), "tasks=" + "&tasks=" * FORM_PARTS, "more than 256 fields"),
+    ],
+)
+def test_an_array_that_is_none_gets_one_sentence(data: bytes, query: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_array(data, query)
+
+
+def test_objects_are_never_unpickled() -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (pytest.fail, ("it was unpickled",))
+
+    array = np.empty(1, object)
+    array[0] = Trap()
+    with pytest.raises(UserError, match="is object"):
+        array_of(saved(array))
+
+
+@pytest.mark.parametrize("shape", [(2, 99_999, 99_999, 3), (2, 10**30, 10**30, 3)])
+def test_a_shape_that_is_only_claimed_allocates_nothing(shape: tuple[int, ...]) -> None:
+    stream = io.BytesIO()
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, header)
+    with pytest.raises(UserError, match=r"has 1 bytes, and its shape .* needs others"):
+        array_of(stream.getvalue() + b"x")

@@ -154,7 +154,7 @@ def test_every_field_of_kuberay_is_in_the_table_and_as_old_as_the_files_say(name
 
 
 def test_the_three_manifests_start_the_same_cluster() -> None:
-    """But for what only one needs: the page of the one that stays, the config of the job."""
+    """But for what one alone needs: a page, the config of a job, the port of a service."""
     specs = []
     for name in MANIFESTS:
         spec = cluster_spec(name)
@@ -164,6 +164,8 @@ def test_the_three_manifests_start_the_same_cluster() -> None:
         pod["volumes"] = [each for each in pod["volumes"] if each["name"] != "config"]
         mounts = pod["containers"][0]["volumeMounts"]
         pod["containers"][0]["volumeMounts"] = [each for each in mounts if each["name"] != "config"]
+        ports = pod["containers"][0]["ports"]
+        pod["containers"][0]["ports"] = [each for each in ports if each["name"] != "serve"]
         worker = spec["workerGroupSpecs"][0]
         for key in ("replicas", "minReplicas", "maxReplicas"):
             worker.pop(key)
@@ -258,6 +260,10 @@ def test_the_service_has_rays_schema_and_names_deployments_that_there_are() -> N
     arguments = ray_service.ServiceArguments.model_validate(served.args)
     name = body("kuberay-service.yaml")["metadata"]["name"]
     assert arguments.hosts == [f"{name}-serve-svc"], "the Service that KubeRay makes"
+    head = pods("kuberay-service.yaml")["head"]["containers"][0]
+    assert {"name": "serve", "containerPort": 8000} in head["ports"], (
+        "where ports are listed, KubeRay makes the Service from the one of this name"
+    )
     deployments: Any = (ray_service.Ingress, Deployment)
     assert [each.name for each in served.deployments] == [each.name for each in deployments]
 

@@ -82,6 +82,7 @@ def test_a_preempted_job_saves_goes_back_into_the_queue_and_goes_on(
     slurm.call("scancel", "--batch", "--signal=USR1", job)
     slurm.wait(job, "PENDING", 90)
     assert "told to stop; what was under way is saved" in logs_of(slurm, job)
+    time.sleep(5)  # a node refuses the job for the second in which it was put back
     slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
     slurm.wait(job, "COMPLETED")
     assert before.items() <= small_run.attempts(tmp_path / "storage").items()
@@ -131,8 +132,8 @@ def test_nodes_of_two_kinds_are_a_heterogeneous_job(
 ) -> None:
     """A rank of three CPUs has room on the second node alone, whose component Ray runs on too."""
     config = reference.config(tmp_path, cluster={"workers": 1, "cpus_per_worker": 3})
-    small = ["--nodes=1", "--cpus-per-task=1", "--mem=4G"]
-    large = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=3", "--mem=4G"]
+    small = ["--nodes=1", "--cpus-per-task=1", "--mem=8G"]
+    large = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=3", "--mem=8G"]
     job = slurm.submit(*small, ":", *large, *launch(config, tmp_path))
     slurm.wait(job, "COMPLETED")
     assert small_run.results(tmp_path / "storage").keys() == reference.expected.keys()

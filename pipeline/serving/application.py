@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,6 +15,8 @@ from pipeline.launch.cluster import address_of, connect
 from pipeline.serving.replicas import ReplicaSettings
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
+
+ROUTES_S = 30.0  # at most, until a handle asks no replica of the model before
 
 
 class ModelHolder:
@@ -64,6 +67,8 @@ class Application:
         self.replicas = replicas
         self.total_pixels = total_pixels
         self.name = f"accrete-{uuid.uuid4().hex[:8]}"
+        self.digest = ""  # of the model that is served
+        self.handle: Any = None  # of the replicas
         this_node = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
@@ -71,35 +76,52 @@ class Application:
         self.holder = ray.remote(**options)(ModelHolder).remote()
 
     def deploy(self, bundle: Bundle) -> Any:
-        """Serve a bundle, and return the handle of its replicas when it answers.
+        """Serve a bundle, and return what GET /tasks answers when all replicas have it.
 
         Replicas of the model before finish what they answer, and are replaced one after another by
         replicas that have loaded the new one. Raise `UserError` when the bundle cannot be loaded;
-        the replicas that are there go on then.
+        the model before is served then.
         """
         import numpy as np  # start-up time
-        from ray import serve
 
-        from pipeline.serving.deployment import deployment_of
-
-        digest = bundle.body["sha256"]
+        digest = str(bundle.body["sha256"])
         files = {}
         for name in bundle.body["files"]:
             data = np.frombuffer(bundle.read(name), np.uint8)
             files[name] = self.ray.put(data)
         self.ray.get(self.holder.add.remote(digest, bundle.body, files))
-        model = partial(held_bundle, self.holder, digest)
-        application = deployment_of(self.replicas).bind(
-            model, self.total_pixels, self.replicas.device
-        )
         try:
-            handle = serve.run(application, name=self.name, route_prefix=None)
+            self.handle = self._run(digest)
         except RuntimeError as error:  # what Ray Serve raises
+            if self.digest:
+                self._run(self.digest)
             raise UserError(
                 f"{bundle.where} cannot be served ({last_line(error)}); mend that and try again"
             ) from None
+        self.digest = digest
+        tasks = self._tasks_of(digest)
         self.ray.get(self.holder.keep_only.remote(digest))
-        return handle
+        return tasks
+
+    def _run(self, digest: str) -> Any:
+        """Have Ray Serve run a model that the holder has. Return the handle when it answers."""
+        from ray import serve
+
+        from pipeline.serving.deployment import deployment_of
+
+        model = partial(held_bundle, self.holder, digest)
+        deployment = deployment_of(self.replicas)
+        application = deployment.bind(model, self.total_pixels, self.replicas.device)
+        return serve.run(application, name=self.name, route_prefix=None)
+
+    def _tasks_of(self, digest: str) -> Any:
+        """Return the tasks of a model, once the handle asks replicas of it."""
+        deadline = time.monotonic() + ROUTES_S
+        while True:
+            tasks = self.handle.tasks.remote().result()
+            if tasks["model"] == digest or time.monotonic() > deadline:
+                return tasks
+            time.sleep(0.1)
 
     def count_replicas(self) -> int:
         """Return how many replicas can answer now."""

@@ -12,6 +12,7 @@ from pipeline.serving import serve_command
 from workers.errors import UserError
 
 if TYPE_CHECKING:
+    from pipeline.serving.model_source import ModelSource
     from workers.serving.bundle import Bundle
 
 SHOWN = 3  # probabilities in a table, unless more are asked for
@@ -67,7 +68,8 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     start = command(
         "serve",
         serve,
-        "answer requests over HTTP, by Ray Serve; the config may be a model folder",
+        "answer requests over HTTP, by Ray Serve; the config may be a model folder, or "
+        "models:/NAME@ALIAS of MLflow",
     )
     serve_command.options(start)
     for each in (ask, make, start):
@@ -221,4 +223,18 @@ def tasks(args: argparse.Namespace) -> int:
 def serve(args: argparse.Namespace) -> int:
     """Answer requests over HTTP until interrupted."""
     settings = serve_command.settings_of(args)
-    return serve_command.serve(bundle_of_arguments(args), settings)
+    return serve_command.serve(source_of_arguments(args), settings)
+
+
+def source_of_arguments(args: argparse.Namespace) -> ModelSource:
+    """Return the source of the model that a command names."""
+    from pipeline.results import bundles
+    from pipeline.serving.model_source import FixedModel, FolderModel, RegisteredModel
+    from pipeline.yaml_files import absolute
+
+    if args.config.startswith("models:/"):
+        return RegisteredModel(args.config, args.storage)
+    bundle = bundle_of_arguments(args)
+    if bundles.is_model_folder(args.config):
+        return FolderModel(absolute(args.config))
+    return FixedModel(bundle)

@@ -86,6 +86,7 @@ class Deployment:
         """Return the body of the answer to GET /tasks."""
         body = self.served.bundle.body
         return {
+            "model": body["sha256"],
             "method": body["method"],
             "scenario": body["scenario"],
             "infers": self.served.infers_task,

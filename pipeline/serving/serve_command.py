@@ -18,6 +18,7 @@ from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 
 if TYPE_CHECKING:
+    from pipeline.serving.model_source import ModelSource
     from workers.serving.bundle import Bundle
 
 # Most pixels of one request's images, and of all images that are decoded at the same moment.
@@ -43,6 +44,12 @@ def options(start: argparse.ArgumentParser) -> None:
         default=MAX_PIXELS,
         metavar="N",
         help=f"most pixels of all images of a request together (default: {MAX_PIXELS})",
+    )
+    start.add_argument(
+        "--storage",
+        default="storage",
+        help="storage folder whose MLflow has models:/NAME@ALIAS, unless MLFLOW_TRACKING_URI is "
+        "set (default: storage)",
     )
     start.add_argument(
         "--token-file",
@@ -111,15 +118,14 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
     )
 
 
-def serve(source: Bundle, settings: ServerSettings) -> int:
+def serve(source: ModelSource, settings: ServerSettings) -> int:
     """Answer requests over HTTP until interrupted."""
-    names = ", ".join(task.name for task in source.tasks)
     with running(source, settings) as address:
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):  # replaces the handlers of Ray
             signal.signal(number, lambda *_: stop.set())
         print(
-            f"serving {names} on {address}: POST /predict, "
+            f"serving on {address}: POST /predict, "
             "GET /tasks, GET /health, GET /metrics, and GET / for people; stop with Ctrl-C",
             flush=True,
         )
@@ -152,26 +158,36 @@ def token_of(path: str) -> str:
 
 
 @contextmanager
-def running(source: Bundle, settings: ServerSettings) -> Iterator[str]:
-    """Inside, serve a bundle by Ray Serve; yield the server's address."""
+def running(source: ModelSource, settings: ServerSettings) -> Iterator[str]:
+    """Inside, serve what a source has by Ray Serve; yield the server's address."""
     from pipeline.serving.application import started
 
+    version = source.version()
+    bundle = source.open()
     with started(settings.address, settings.replicas, settings.max_pixels) as application:
-        handle = application.deploy(source)
         # Imports Ray Serve, which reads at import what `started` has set.
         from pipeline.serving.deployment import ONGOING, predict_of
         from pipeline.serving.http_server import Bounds, Front, Hosts, listening
+        from pipeline.serving.updates import Updates, following
 
+        tasks = application.deploy(bundle)
         requests = Bounds.requests + ONGOING * (settings.replicas.most - 1)
         front = Front(
-            predict_of(handle),
-            handle.tasks.remote().result(),
+            predict_of(application.handle),
+            tasks,
             Hosts(settings.host, settings.names),
             application.count_replicas,
             Bounds(requests=requests),
             settings.token,
         )
-        with listening(front, settings.host, settings.port):
+
+        def update(bundle: Bundle) -> None:
+            front.tasks = application.deploy(bundle)
+
+        with (
+            listening(front, settings.host, settings.port),
+            following(Updates(source, version, update)),
+        ):
             host = settings.host
             if ":" in host:
                 host = f"[{host}]"

@@ -1,0 +1,116 @@
+"""A server under load: every good request is answered though a replica dies and the model changes,
+and bad ones get one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Finished, finished
+
+from benchmarks.serve_load import (
+    BAD_SHARE,
+    REQUESTS,
+    bad_bodies,
+    body_of,
+    kill_replica,
+    load,
+    server,
+)
+from pipeline.serving.client import Client
+from workers.serving import bundle as bundles
+
+PATIENCE_S = 300.0
+MORE_BYTES = 64 << 20  # of the server's own process, between a fifth of a load and its end
+
+
+@pytest.fixture(scope="module")
+def run(lab: Any) -> Finished:
+    return finished(lab, "meat", epochs=1)
+
+
+@pytest.fixture
+def folder(run: Finished, tmp_path: Path) -> str:
+    run.bundle.write(str(tmp_path / "model"))
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def address(folder: str) -> Iterator[tuple[str, int]]:
+    with server(folder, "--replicas", "2") as started:
+        yield started
+
+
+@pytest.mark.slow
+def test_every_request_of_a_storm_is_answered_though_a_replica_is_killed(
+    run: Finished, address: tuple[str, int]
+) -> None:
+    url, process = address
+    image = base64.b64encode(run.images("two")[0][0]).decode()
+    figures = asyncio.run(
+        load(
+            f"{url}/predict",
+            body_of([image], "two"),
+            bad_bodies(image, "two"),
+            process=process,
+            halfway=partial(kill_replica, process),
+        )
+    )
+    assert figures.unanswered == []
+    assert figures.good[200] == len(figures.seconds) == round(REQUESTS * (1 - BAD_SHARE))
+    assert set(figures.good) <= {200, 503}
+    assert set(figures.bad) == {400}
+    assert figures.resident[-1] - figures.resident[2] < MORE_BYTES
+    wait_for_tasks(Client(url), 2)
+
+
+@pytest.mark.slow
+def test_tasks_come_and_go_while_requests_are_answered(
+    run: Finished, folder: str, address: tuple[str, int]
+) -> None:
+    client = Client(address[0])
+    images = run.images("two")[0][:2]
+    stop, answers, problems = threading.Event(), [0], []
+
+    def keep_asking() -> None:
+        expected = [answer.class_ for answer in run.served.predict(images, "two")]
+        while not stop.is_set():
+            try:
+                predictions = Client(address[0], patience_s=0).predict(images, "two")
+                assert [row["class"] for row in predictions] == expected
+                answers[0] += 1
+            except Exception as error:
+                problems.append(repr(error))
+
+    thread = threading.Thread(target=keep_asking)
+    thread.start()
+    try:
+        data = bundles.export_task(run.bundle, "three")
+        bundles.remove_task(folder, "three")
+        wait_for_tasks(client, 1)
+        with pytest.raises(ValueError, match="task 'three' is not served"):
+            client.predict(images, "three")
+        bundles.import_task(folder, data, "three.task")
+        wait_for_tasks(client, 2)
+        for _ in range(10):
+            assert client.predict(images, "three")[0]["task"] == "three"
+    finally:
+        stop.set()
+        thread.join(PATIENCE_S)
+    assert problems == []
+    assert answers[0] > 10
+
+
+def wait_for_tasks(client: Client, count: int) -> None:
+    """Wait until a server that is ready serves so many tasks."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not client.is_ready() or len(client.tasks()["tasks"]) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

@@ -1,0 +1,161 @@
+"""A running server follows its model: a folder whose tasks change, an alias that moves."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from serving import Finished, finished
+
+from pipeline.serving import updates
+from pipeline.serving.model_source import FixedModel, FolderModel, RegisteredModel
+from pipeline.serving.updates import Updates, following
+from pipeline.tracking import publish
+from pipeline.tracking.mlflow_client import open_store
+from workers.errors import UserError
+from workers.serving import bundle as bundles
+from workers.serving.bundle import Bundle
+
+
+@pytest.fixture(scope="module")
+def run(lab: Any) -> Finished:
+    return finished(lab, "meat", epochs=1)
+
+
+@pytest.fixture
+def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client of a new database of MLflow, which the environment names, and its experiment."""
+    client, uri, experiment = open_store(str(tmp_path / "tracking"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    return SimpleNamespace(client=client, uri=uri, experiment=experiment)
+
+
+@dataclass
+class Source:
+    """A source whose version, bundle and errors a test sets."""
+
+    bundle: Bundle
+    number: str = "1"
+    error: Exception | None = None
+    opened: list[str] = field(default_factory=list)
+
+    def version(self) -> str:
+        if self.error is not None:
+            raise self.error
+        return self.number
+
+    def open(self) -> Bundle:
+        self.opened.append(self.number)
+        return self.bundle
+
+
+def test_a_new_version_is_served_once(run: Finished, capfd: pytest.CaptureFixture[str]) -> None:
+    source = Source(run.bundle)
+    deployed: list[Bundle] = []
+    follower = Updates(source, "1", deployed.append)
+    follower.look()
+    assert (source.opened, deployed) == ([], [])
+    source.number = "2"
+    follower.look()
+    follower.look()
+    assert (source.opened, deployed) == (["2"], [run.bundle])
+    assert capfd.readouterr().err == "accrete: now serving two, three\n"
+
+
+def test_a_model_that_cannot_be_served_is_said_once_and_tried_again_later(
+    run: Finished, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[Exception | None] = [UserError("no such method"), UserError("no such method")]
+
+    def deploy(bundle: Bundle) -> None:
+        if outcomes:
+            raise outcomes.pop() or AssertionError
+
+    source = Source(run.bundle, "2")
+    follower = Updates(source, "1", deploy)
+    follower.look()
+    assert capfd.readouterr().err == ("accrete: the model before is still served: no such method\n")
+    follower.look()
+    assert source.opened == ["2"], "it waits before it tries again"
+    monkeypatch.setattr(updates, "REPEAT_S", 0.0)
+    follower.paused_until = 0.0
+    follower.look()
+    assert capfd.readouterr().err == ""
+    follower.look()
+    assert (follower.version, source.opened) == ("2", ["2"] * 3)
+    source.error = UserError("the storage is away")
+    follower.look()
+    assert "the storage is away" in capfd.readouterr().err
+
+
+def test_no_error_ends_the_watch(
+    run: Finished, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates, "POLL_S", 0.01)
+    served = threading.Event()
+    source = Source(run.bundle, "2", RuntimeError("a fault"))
+
+    def deploy(bundle: Bundle) -> None:
+        served.set()
+
+    with following(Updates(source, "1", deploy)):
+        assert not served.wait(0.1)
+        source.error = None
+        assert served.wait(60)
+    assert "RuntimeError: a fault" in capfd.readouterr().err
+
+
+def test_a_folder_has_another_version_when_a_task_comes_or_goes(
+    run: Finished, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "model")
+    run.bundle.write(folder)
+    source = FolderModel(folder)
+    both = source.version()
+    assert both == FixedModel(run.bundle).version() == source.open().body["sha256"]
+    data = bundles.export_task(run.bundle, "three")
+    bundles.remove_task(folder, "three")
+    one = source.version()
+    assert [task.name for task in source.open().tasks] == ["two"]
+    bundles.import_task(folder, data, "three.task")
+    assert len({both, one, source.version()}) >= 2
+    assert [task.name for task in source.open().tasks] == ["two", "three"]
+
+
+def test_an_alias_names_another_version_when_it_moves(
+    run: Finished, tracking: Any, tmp_path: Path
+) -> None:
+    bundles_by_version = {}
+    for version, tasks in (("1", run.bundle.tasks), ("2", run.bundle.tasks[:1])):
+        folder = str(tmp_path / version)
+        changed = run.bundle.with_tasks(tasks)
+        changed.write(folder)
+        run_id = tracking.client.create_run(tracking.experiment).info.run_id
+        assert publish.log(tracking.uri, run_id, folder, "digits").version == version
+        bundles_by_version[version] = changed.body
+    source = RegisteredModel("models:/digits@champion", "storage")
+    assert source.version() == "2"
+    assert source.open().body == bundles_by_version["2"]
+    tracking.client.set_registered_model_alias("digits", "champion", "1")
+    assert source.version() == "1"
+    opened = source.open()
+    assert opened.body == bundles_by_version["1"]
+    assert opened.read("backbone.safetensors") == run.bundle.read("backbone.safetensors")
+    assert RegisteredModel("models:/digits/2", "storage").version() == "2"
+    with pytest.raises(UserError, match="models:/digits@chief cannot be found"):
+        RegisteredModel("models:/digits@chief", "storage").version()
+
+
+def test_what_is_no_model_of_mlflow_gets_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for uri in ("models:/", "models:/digits", "models:/a/b/c", "models:/digits@"):
+        with pytest.raises(UserError, match="is no model of MLflow; give models:/NAME@ALIAS"):
+            RegisteredModel(uri, "storage")
+    with pytest.raises(UserError, match=r"there is no database .*; name the storage folder"):
+        RegisteredModel("models:/digits@champion", str(tmp_path)).version()

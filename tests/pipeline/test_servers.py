@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ import requests
 from serving import Finished, finished
 
 from pipeline.tracking import publish, ui
+from pipeline.tracking.mlflow_client import open_store
 from workers.errors import UserError
 from workers.serving.server import Answer
 
@@ -359,6 +361,42 @@ def test_mlflow_outlives_a_storm(run: Any, mlflow_server: Any) -> None:
     assert sum(status_counts.values()) == STORM
     assert memory(process) - before < MORE_BYTES
     assert post(url, data)[0] == 200
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_serves_a_registered_model(run: Finished, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "serving.md").read_text()
+    command = re.search(r"```\n(export MLFLOW_TRACKING_URI=.*?)```", page, re.DOTALL)
+    assert command is not None
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
+    run.bundle.write(str(tmp_path / "bundle"))
+    client, uri, experiment = open_store(str(tmp_path / "storage"))
+    run_id = client.create_run(experiment).info.run_id
+    published = publish.log(uri, run_id, str(tmp_path / "bundle"), "demo-meat")
+    assert published.model == "models:/demo-meat@champion"
+    port = ui.free_port("127.0.0.1")
+    assert "--port 5001" in command[1]
+    text = command[1].replace("--port 5001", f"--host 127.0.0.1 --port {port}")
+    environment = {"PATH": "/usr/bin:/bin", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    process = started(["bash", "-c", text], tmp_path / "log", str(tmp_path), **environment)
+    try:
+        until_up(process, f"http://127.0.0.1:{port}/ping", tmp_path / "log")
+        body = records({"image": b64(run.images("two")[0][0]), "task": "two"})
+        status, answer = post(f"http://127.0.0.1:{port}/invocations", body)
+        assert (status, json.loads(answer)["predictions"][0]["task"]) == (200, "two")
+    finally:
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started in its group."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 # ---- without a server ----------------------------------------------------------------------------

@@ -29,7 +29,6 @@ import psutil
 from PIL import Image
 
 from benchmarks.harness import Report, interleave, start
-from pipeline.serving.deployment import BATCH_IMAGES, DecodedRequest, answer_requests
 from pipeline.tracking import ui
 from workers.serving.server import Predictor
 
@@ -181,6 +180,9 @@ def server(model: str, *options: str) -> Iterator[tuple[str, int]]:
 
 def batching(model: str) -> float:
     """Return how many times as much CPU single images take one by one as in batches."""
+    # Ray reads its environment at import, which tests set after that of this module.
+    from pipeline.serving.deployment import BATCH_IMAGES, DecodedRequest, answer_requests
+
     predictor = Predictor.open(model)
     side = predictor.augment.size_in
     pixels = np.zeros((1, 3, side, side), np.uint8)

@@ -25,6 +25,7 @@ from benchmarks.serve_load import (
     server,
 )
 from pipeline.serving.client import Client
+from tests.several_nodes import nodes_up, wait_for
 from workers.serving import bundle as bundles
 
 PATIENCE_S = 300.0
@@ -106,6 +107,20 @@ def test_tasks_come_and_go_while_requests_are_answered(
         thread.join(PATIENCE_S)
     assert problems == []
     assert answers[0] > 10
+
+
+@pytest.mark.slow
+def test_a_server_on_a_cluster_that_is_there_leaves_nothing_behind(
+    run: Finished, folder: str
+) -> None:
+    images = run.images("two")[0][:2]
+    expected = [answer.class_ for answer in run.served.predict(images, "two")]
+    with nodes_up([1, 1]) as nodes:
+        with server(folder, "--address", nodes.address, "--replicas", "1:2") as (url, _):
+            predictions = Client(url).predict(images, "two")
+            assert [row["class"] for row in predictions] == expected
+            assert len(nodes.nodes_running("ServeReplica")) == 1
+        wait_for(lambda: not nodes.nodes_running("ServeReplica"), PATIENCE_S)
 
 
 def wait_for_tasks(client: Client, count: int) -> None:

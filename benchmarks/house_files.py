@@ -222,13 +222,22 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 
 
 def tokens_by_line(text: str, tree: ast.Module) -> list[int]:
-    """Return how many tokens of code start on each line that has one."""
+    """Return how many tokens of code start on each line that has one.
+
+    A formatted string is one token, also from Python 3.12 on, which splits it.
+    """
     docstrings = docstring_lines(tree)
     counts: Counter[int] = Counter()
+    depth = 0  # of formatted strings
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         line = token.start[0]
-        if token.type not in NO_CODE and line not in docstrings:
+        name = tokenize.tok_name[token.type]
+        if depth == 0 and token.type not in NO_CODE and line not in docstrings:
             counts[line] += 1
+        if name == "FSTRING_START":
+            depth += 1
+        elif name == "FSTRING_END":
+            depth -= 1
     return list(counts.values())
 
 

@@ -59,6 +59,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("ctr_tsm", "sgd"): {"mask_lr": 0.1},
     ("ctr_full", "sgd"): {"mask_lr": 0.1},
     # Each task initializes a new classifier twice.
+    ("bic", "adamw"): {"train": {"epochs": 6}},
     ("der", "adamw"): {"train": {"epochs": 10, "lr": 3e-3}},
     ("der_p", "adamw"): {"train": {"epochs": 10, "lr": 3e-3}},
     ("der_p", "sgd"): {"mask_lr": 0.05},
@@ -74,12 +75,13 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     # On some CPUs the rate of `OPTIMIZERS` is too high for so few steps.
     ("replay", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},
     # `every: 1` makes the second task draw among candidate paths too.
-    ("rpsnet", "adamw"): {"every": 1, "train": {"epochs": 6, "lr": 3e-3}},
+    ("rpsnet", "adamw"): {"every": 1, "train": {"epochs": 10, "lr": 3e-3}},
     # At `keep: 0.5` an inverted mask would keep as many units, and a test could not tell.
     ("simple_der", "adamw"): {"keep": 0.4, "train": {"epochs": 10, "lr": 3e-3}},
     ("supsup", "sgd"): {"mask_lr": 1.0},
     ("supsup_nn", "sgd"): {"mask_lr": 1.0},
     ("ucir", "adamw"): {"train": {"epochs": 6, "lr": 3e-3}},
+    ("wa", "adamw"): {"train": {"epochs": 6}},
     ("wsn", "sgd"): {"mask_lr": 1.0},
 }
 

@@ -223,12 +223,18 @@ def remove_task(folder: AnyPath, task: str) -> str:
 
 
 def collect_garbage(
-    storage: AnyPath = "storage", earlier: bool = False, dry_run: bool = True
+    storage: AnyPath = "storage",
+    earlier: bool = False,
+    dry_run: bool = True,
+    older_than_days: float = 0.0,
+    keep_gb: float = 0.0,
 ) -> pd.DataFrame:
     """Return what no named run and no search needs: a row for each folder, with its `bytes`.
 
-    earlier: also what runs needed only before their configs or images were changed. dry_run: False
-    deletes it; `deleted` is False where a run that has begun needs it, or a process is at work.
+    earlier: also what runs needed only before their configs or images were changed.
+    older_than_days: what was written so long ago alone. keep_gb: the newest stay, so many GB of
+    them. dry_run: False deletes the rest; `deleted` is False where a run that has begun needs it,
+    or a process is at work.
     """
     from pipeline import app
     from pipeline.graph.store import Store
@@ -236,15 +242,17 @@ def collect_garbage(
     from pipeline.yaml_files import absolute
 
     store = Store(absolute(os.fspath(storage)))
-    garbage = dict(app.find_garbage(store, earlier))
-    staying = {*garbage}
+    garbage = app.find_garbage(store, earlier, older_than_days * 86400, keep_gb * 1e9)
+    paths = [folder.path for folder in garbage]
+    staying = {*paths}
     if not dry_run:
-        needed_again, busy = app.delete_garbage(store, [*garbage], earlier)
+        needed_again, busy = app.delete_garbage(store, paths, earlier)
         staying = {*needed_again, *busy}
     rows = []
-    for path, size in garbage.items():
-        rows.append({"path": path, "bytes": size, "deleted": path not in staying})
-    return data_frame(rows, ("path", "bytes", "deleted"))
+    for path, size_bytes, written in garbage:
+        is_deleted = path not in staying
+        rows.append({"path": path, "bytes": size_bytes, "written": written, "deleted": is_deleted})
+    return data_frame(rows, ("path", "bytes", "written", "deleted"))
 
 
 # ---- methods and data ----------------------------------------------------------------------------

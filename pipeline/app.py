@@ -45,7 +45,7 @@ from pipeline.graph.selection import (
     stages_named,
 )
 from pipeline.graph.stage import Graph, Stage
-from pipeline.graph.store import Lookup, Store, version_notes
+from pipeline.graph.store import Garbage, Lookup, Store, version_notes
 from pipeline.launch.cluster import is_submitted_job
 from pipeline.results import runs as stored_runs
 from pipeline.results.data_frame import data_frame
@@ -273,8 +273,9 @@ def _prepare(
     if may_use_cache and "://" not in storage and not os.path.isdir(storage):
         config = configs.load(source, list(overrides))  # a bad config makes no storage folder
     store = Store(storage)
-    store.check_writable()
-    store.sweep()
+    store.check_usable(to_write=to_run)
+    if to_run:
+        store.sweep()
     if not several:
         refuse_replicas(config, configs.name_of_source(source), "this needs one model")
     if to_run:
@@ -777,6 +778,7 @@ def report(run: PreparedRun, report_command: str) -> WrittenReport:
     from pipeline.tracking.recorder import log_to_stderr
 
     store = run.store
+    store.check_writable()
     record = store.record(run.config.name)
     if record is None:
         record = record_of(run.graph, run.config, run.tasks, provenance())
@@ -845,6 +847,7 @@ def analyse(
                 "so that their numbers could not be told apart; name each config once, "
                 "and give each a `name` of its own (--set changes all of them)"
             )
+        run.store.check_writable()
         prepared.append(run)
         runs.append(analysis.FinishedRun(run.config, run.graph, run.store, current_record(run)))
         analysis.check_finished(runs[-1])
@@ -906,13 +909,26 @@ def _record_analysis(
 
 
 # ---- garbage collection --------------------------------------------------------------------------
-def find_garbage(store: Store, earlier: bool = False) -> list[tuple[str, int]]:
-    """Return what no named run and no search needs: folders below the storage, with their bytes.
+def find_garbage(
+    store: Store, earlier: bool = False, older_than_s: float = 0.0, keep_bytes: float = 0.0
+) -> list[Garbage]:
+    """Return folders below the storage that no named run and no search needs, by their path.
 
-    earlier: also what runs needed only before their configs were changed. Raise `UserError` when a
-    record cannot be read.
+    earlier: also what runs needed only before their configs were changed. older_than_s: those alone
+    that were written so long ago. keep_bytes: the newest ones stay, so many bytes of them. Raise
+    `UserError` when a record cannot be read.
     """
-    return store.garbage(keys_of_searches(store.storage), earlier)
+    garbage = store.garbage(keys_of_searches(store.storage), earlier)
+    newest_first = sorted(garbage, key=lambda folder: folder.written, reverse=True)
+    written_before = time.time() - older_than_s
+    size_bytes = 0
+    chosen = []
+    for folder in newest_first:
+        size_bytes += folder.size_bytes
+        is_old = not older_than_s or folder.written <= written_before
+        if is_old and size_bytes > keep_bytes:
+            chosen.append(folder)
+    return sorted(chosen)
 
 
 def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[str], list[str]]:
@@ -923,7 +939,7 @@ def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[
     needed_again: list[str] = []
     busy: list[str] = []
     with store.claimed_by_gc():
-        garbage = {path for path, _ in find_garbage(store, earlier)}
+        garbage = {folder.path for folder in find_garbage(store, earlier)}
         for path in paths:
             if path not in garbage:
                 needed_again.append(path)

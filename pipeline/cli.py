@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +34,12 @@ from workers.storage.regular_file import write_named
 if TYPE_CHECKING:
     from pipeline.app import PreparedRun, RunPlan
     from pipeline.graph.stage import Stage
-    from pipeline.graph.store import Lookup
+    from pipeline.graph.store import Garbage, Lookup
     from pipeline.launch.cost import Forecast
 
 BUCKET = re.compile(r"in bucket '([^']+)'")  # names the bucket in an error of pyarrow
+AGE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[dhm])")
+AGE_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0}  # in seconds
 LONGEST_ERROR = 4000  # characters of an error that are printed; that of a worker may be long
 
 
@@ -450,6 +453,23 @@ def _add_storage_commands(add_command: AddCommand) -> None:
         help="also those that runs needed only before their config files or images were changed",
     )
     gc_parser.add_argument("--storage", default="storage", help="storage folder (default: storage)")
+    gc_parser.add_argument(
+        "--older-than",
+        type=age_seconds,
+        default=0.0,
+        metavar="AGE",
+        help="those alone that were written so long ago, as in 30d, 12h or 90m",
+    )
+    gc_parser.add_argument(
+        "--keep-gb",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="keep the newest ones, N GB of them",
+    )
+    gc_parser.add_argument(
+        "--dry-run", action="store_true", help="list them with their ages, and delete nothing"
+    )
     gc_parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
@@ -737,13 +757,15 @@ def compare(args: argparse.Namespace) -> int:
     """Write the page that lays finished runs side by side."""
     from pipeline.report import comparison_files
 
-    result = comparison_files.compare(args.run, args.storage)
+    result = comparison_files.compare(args.run, args.storage, must_write=not args.out)
     page = result.page
     if args.out:
         write_named("--out", args.out, result.html)
         page = args.out
     text = comparison_files.format_comparison(result.comparison)
-    print(f"{text}\n\npage: {page}\ntables: {result.folder}")
+    print(f"{text}\n\npage: {page}")
+    if result.folder:
+        print(f"tables: {result.folder}")
     return 0
 
 
@@ -807,25 +829,31 @@ def collect_garbage(args: argparse.Namespace) -> int:
     from pipeline.yaml_files import absolute
 
     store = Store(absolute(args.storage))
-    garbage = app.find_garbage(store, args.earlier)
+    garbage = app.find_garbage(store, args.earlier, args.older_than, args.keep_gb * 1e9)
     changed = store.earlier_names()
     if changed and not args.earlier:
         print(
             "what runs needed before their config files or images were changed is kept "
             f"({', '.join(changed)}); --earlier lets go of it"
         )
-    size = sum(size_bytes for _, size_bytes in garbage)
+    size = sum(folder.size_bytes for folder in garbage)
     if not garbage:
-        print("nothing to delete: every result belongs to a named run")
+        reason = "every result belongs to a named run"
+        if args.older_than or args.keep_gb:
+            reason += ", is younger than --older-than or within --keep-gb"
+        print(f"nothing to delete: {reason}")
         return 0
     print(
         f"{len(garbage)} results and remains of interrupted ones, "
         f"{size / 1e6:.1f} MB, belong to no named run"
     )
+    if args.dry_run:
+        print(garbage_text(garbage))
+        return 0
     if not args.yes and ask("delete them? [y/N] ") not in ("y", "yes"):
         print("nothing was deleted")
         return 0
-    paths = [path for path, _ in garbage]
+    paths = [folder.path for folder in garbage]
     needed_again, busy = app.delete_garbage(store, paths, args.earlier)
     if needed_again:
         print(f"{len(needed_again)} of them are kept: a run has begun that needs them")
@@ -833,6 +861,27 @@ def collect_garbage(args: argparse.Namespace) -> int:
         print(f"{len(busy)} of them are kept: a process is at work on them")
     print("deleted")
     return 0
+
+
+def garbage_text(garbage: Sequence[Garbage]) -> str:
+    """Return a line for each folder: its path, when it was written, its size."""
+    from pipeline.console import table_text
+
+    rows = []
+    for folder in garbage:
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.written))
+        rows.append([folder.path, written, f"{folder.size_bytes / 1e6:.1f}"])
+    return table_text(["folder", "written", "MB"], rows)
+
+
+def age_seconds(text: str) -> float:
+    """Return an age such as `30d`, `12h` or `90m` in seconds."""
+    match = AGE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.40} is no age; give a number with d, h or m behind it, as in 30d"
+        )
+    return float(match["number"]) * AGE_UNITS[match["unit"]]
 
 
 def methods(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyarrow import fs
 
@@ -25,6 +25,7 @@ from workers.errors import UserError
 from workers.storage.artifact import (
     MANIFEST,
     Artifact,
+    StoredFile,
     delete_dir,
     exists,
     is_leftover,
@@ -33,6 +34,7 @@ from workers.storage.artifact import (
     list_files,
     read_json,
     resolve,
+    stored_files,
     temporary_name,
     withdraw,
     write_bytes,
@@ -87,12 +89,38 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
+class Garbage(NamedTuple):
+    """A folder that nothing needs. path: below the storage. written: when its last file was, in
+    seconds since the epoch."""
+
+    path: str
+    size_bytes: int
+    written: float
+
+
 class Store:
     """`<storage>/stages/<key>/` and the records of named runs."""
 
     def __init__(self, storage: str):
         self.storage = storage
         self.root = join(storage, "stages")
+
+    def check_usable(self, to_write: bool) -> None:
+        """Raise `UserError` when the storage cannot be used.
+
+        to_write: False where it is only read; then a storage that exists need not be writable.
+        """
+        if to_write or not self._exists():
+            self.check_writable()
+
+    def _exists(self) -> bool:
+        try:
+            with patience(FIRST_CONTACT_S):
+                return exists(self.storage)
+        except OSError as error:
+            raise UserError(
+                f"storage {self.storage!r} cannot be read ({error}); {access_remedy(self.storage)}"
+            ) from None
 
     def check_writable(self) -> None:
         """Raise `UserError` when the storage cannot be written."""
@@ -258,10 +286,9 @@ class Store:
         entries = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
         return sorted(entry.base_name for entry in entries if entry.type == fs.FileType.Directory)
 
-    def garbage(self, search_keys: set[str], earlier: bool = False) -> list[tuple[str, int]]:
-        """Folders below the storage, with their bytes, that no named run needs: results of no named
-        run, what interrupted attempts left beside a result that stands, its checkpoints and
-        failures.
+    def garbage(self, search_keys: set[str], earlier: bool = False) -> list[Garbage]:
+        """Folders below the storage that no named run needs: results of no named run, what
+        interrupted attempts left beside a result that stands, its checkpoints and failures.
 
         search_keys: keys of the stages that searches need. earlier: also what runs needed only
         before their configs were changed. Raise `UserError` when a record cannot be read.
@@ -286,7 +313,7 @@ class Store:
                     )
                 needed |= needed_keys(earlier_record)
         files_in = {
-            area: list_files(join(self.storage, area))
+            area: stored_files(join(self.storage, area))
             for area in ("stages", "checkpoints", failures.FOLDER)
         }
         standing: dict[str, str] = {}  # key -> the attempt that its manifest names
@@ -294,9 +321,9 @@ class Store:
             artifact = Artifact.open(self.root, key)
             if artifact:
                 standing[key] = artifact.manifest["attempt"]
-        sizes: dict[str, int] = {}
+        garbage: dict[str, Garbage] = {}
         for area, files in files_in.items():
-            for path, size in files.items():
+            for path, file in files.items():
                 key, _, rest = path.partition("/")
                 attempt, below, _ = rest.partition("/")
                 if key not in needed or (area != "stages" and key in standing):
@@ -306,8 +333,11 @@ class Store:
                 else:
                     continue
                 garbage_path = f"{area}/{folder}"
-                sizes[garbage_path] = sizes.get(garbage_path, 0) + size
-        return sorted(sizes.items())
+                others = garbage.get(garbage_path, Garbage(garbage_path, 0, 0.0))
+                size_bytes = others.size_bytes + file.size_bytes
+                written = max(others.written, file.written)
+                garbage[garbage_path] = Garbage(garbage_path, size_bytes, written)
+        return sorted(garbage.values())
 
     # ---- what a source looked like when it was last seen, so that results stand after the raw data
     # is gone
@@ -325,11 +355,11 @@ class Store:
             return None
 
 
-def unclear(files_in: Mapping[str, Mapping[str, int]]) -> set[str]:
+def unclear(files_in: Mapping[str, Mapping[str, StoredFile]]) -> set[str]:
     """Return the keys whose manifest must be read to know which of their files are garbage.
 
     They have files of several attempts, checkpoints or failures. files_in: area of the storage
-    (stages, checkpoints, failures) -> path below it -> bytes.
+    (stages, checkpoints, failures) -> path below it -> file.
     """
     attempts: dict[str, set[str]] = {}
     for path in files_in["stages"]:

@@ -5,6 +5,7 @@ Imports that load matplotlib or torch stand inside functions, so that mistakes a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ RunSource = str | Sequence["RunTables"]
 class ComparisonResult:
     """Runs that were laid side by side.
 
-    page: path or URI of the page. folder: where it lies, with its tables as CSV.
+    page: path or URI of the page. folder: where it lies, with its tables as CSV. Both are empty
+    where nothing could be written.
     """
 
     page: str
@@ -52,11 +54,14 @@ class ComparisonResult:
         return self.comparison.notes
 
 
-def compare(sources: Sequence[RunSource], storage: str) -> ComparisonResult:
+def compare(
+    sources: Sequence[RunSource], storage: str, must_write: bool = True
+) -> ComparisonResult:
     """Lay runs side by side, and write the page and its tables into the storage of the first.
 
-    storage: of runs that are given by name. Raise `UserError` when there are fewer than two runs,
-    when one cannot be read, or when they have no task in common.
+    must_write: whether a storage that may only be read is an error; else page and folder of the
+    result are empty there. storage: of runs that are given by name. Raise `UserError` when there
+    are fewer than two runs, when one cannot be read, or when they have no task in common.
     """
     from pipeline.yaml_files import absolute
 
@@ -81,10 +86,15 @@ def compare(sources: Sequence[RunSource], storage: str) -> ComparisonResult:
     storages.append(storage)
     folder = join(storages[0], "compare", folder_name(names))
     page = comparison_page.render_page(comparison).encode()
-    for name, rows in comparison.tables().items():
-        write_bytes(join(folder, f"{name}.csv"), files.as_csv(rows))
     page_path = join(folder, "compare.html")
-    write_bytes(page_path, page)
+    try:
+        for name, rows in comparison.tables().items():
+            write_bytes(join(folder, f"{name}.csv"), files.as_csv(rows))
+        write_bytes(page_path, page)
+    except OSError as error:
+        if must_write or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        folder = page_path = ""
     return ComparisonResult(page_path, folder, comparison, page)
 
 

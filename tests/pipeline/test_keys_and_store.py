@@ -4,13 +4,14 @@ import errno
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from pyarrow import fs
 
-from pipeline import app
+from pipeline import app, cli
 from pipeline.graph.run import look_up_all
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup, Store, key_of, why
@@ -216,8 +217,44 @@ def test_garbage_is_what_no_named_run_needs(tmp_path: Path) -> None:
         )
     )
     Attempt(store.root, "unfinished").write("a", b"1")  # may be under way
-    assert [path for path, _ in app.find_garbage(store)] == ["stages/lost"]
+    assert [path for path, *_ in app.find_garbage(store)] == ["stages/lost"]
     assert app.find_garbage(store)[0][1] > 5
+
+
+def test_garbage_is_chosen_by_its_age_and_the_newest_may_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(str(tmp_path))
+    store.save_record(cast(Any, {"name": "r", "stages": []}))
+    for days, key in enumerate(("new", "yesterday", "older")):
+        publish(store, key, {"a": b"x" * 1000})
+        written = time.time() - days * 86400 - 60
+        for path in (tmp_path / "stages" / key).rglob("*"):
+            os.utime(path, (written, written))
+
+    def keys(**options: Any) -> list[str]:
+        return [path.partition("/")[2] for path, *_ in app.find_garbage(store, **options)]
+
+    assert keys() == ["new", "older", "yesterday"]
+    assert keys(older_than_s=86400) == ["older", "yesterday"]
+    assert keys(older_than_s=2 * 86400) == ["older"]
+    sizes = [folder.size_bytes for folder in app.find_garbage(store)]
+    assert keys(keep_bytes=sizes[0]) == ["older", "yesterday"]
+    assert keys(keep_bytes=sizes[0] + sizes[2]) == ["older"]
+    assert keys(keep_bytes=sum(sizes)) == []
+    assert keys(keep_bytes=sizes[0], older_than_s=2 * 86400) == ["older"]
+    command = ["gc", "--storage", str(tmp_path), "--older-than"]
+    assert cli.main([*command, "36h", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "stages/older" in printed
+    assert "stages/yesterday" not in printed
+    assert keys() == ["new", "older", "yesterday"]
+    assert cli.main([*command, "1d", "--yes"]) == 0
+    assert keys() == ["new"]
+    assert cli.main([*command, "30d", "--yes"]) == 0
+    assert "is younger than --older-than" in capsys.readouterr().out
+    assert cli.main([*command, "a month"]) == 2
+    assert "is no age; give a number with d, h or m" in capsys.readouterr().err
 
 
 def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result_stands(
@@ -238,7 +275,7 @@ def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result
         path.name for path in (tmp_path / "stages" / "k").iterdir()
     }, "on a disk they go with it"
     interrupted.write("a", b"half")  # it was not dead, and is dropped when it would commit
-    assert {path for path, _ in app.find_garbage(store)} == {
+    assert {path for path, *_ in app.find_garbage(store)} == {
         "checkpoints/k",
         f"stages/k/{interrupted.name}",
     }
@@ -297,3 +334,18 @@ def test_on_an_object_store_many_results_are_looked_up_at_a_time_and_each_miss_h
         "an earlier stage changed",
         "new",
     )
+
+
+def test_a_storage_that_is_only_read_need_not_be_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("pipeline.graph.store.write_bytes", refuse)
+    store = Store(str(tmp_path))
+    store.check_usable(to_write=False)
+    with pytest.raises(UserError, match="Read-only file system"):
+        store.check_usable(to_write=True)
+    with pytest.raises(UserError, match="Read-only file system"):
+        Store(str(tmp_path / "new")).check_usable(to_write=False)

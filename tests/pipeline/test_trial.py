@@ -274,7 +274,7 @@ def test_garbage_is_what_no_run_and_no_search_needs(plan: trial.Plan, tmp_path: 
     (search_folder / "search.json").write_text(json.dumps(state))
     assert app.find_garbage(store) == []
     search_folder.rename(tmp_path / "elsewhere")
-    assert {name.split("/")[1] for name, _ in app.find_garbage(store)} == keys
+    assert {name.split("/")[1] for name, *_ in app.find_garbage(store)} == keys
     (tmp_path / "elsewhere").rename(search_folder)
     Path(trial.record_path(plan.storage, plan.name, 0)).write_text("{")
     with pytest.raises(UserError, match="what it needs is not known"):

@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Required, TypedDict, cast
+from typing import Any, NamedTuple, Required, TypedDict, cast
 from urllib.parse import urlsplit, urlunsplit
 
 from pyarrow import fs
@@ -263,18 +263,31 @@ def is_leftover(name: str) -> bool:
     return False
 
 
-def list_files(uri: str) -> dict[str, int]:
-    """Return path below `uri` -> bytes for every file below it; empty where `uri` is missing.
+class StoredFile(NamedTuple):
+    """Size of a file, and when it was written, in seconds since the epoch."""
+
+    size_bytes: int
+    written: float
+
+
+def stored_files(uri: str) -> dict[str, StoredFile]:
+    """Return every file below `uri` by its path below it; empty where `uri` is missing.
 
     It takes one request, or one for each thousand files.
     """
     system, path = resolve(uri)
     infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
-    sizes: dict[str, int] = {}
+    files: dict[str, StoredFile] = {}
     for info in infos:
         if info.type == fs.FileType.File:
-            sizes[info.path[len(path) :].strip("/")] = info.size or 0
-    return sizes
+            written = (info.mtime_ns or 0) / 1e9
+            files[info.path[len(path) :].strip("/")] = StoredFile(info.size or 0, written)
+    return files
+
+
+def list_files(uri: str) -> dict[str, int]:
+    """Return path below `uri` -> bytes for every file below it; empty where `uri` is missing."""
+    return {path: file.size_bytes for path, file in stored_files(uri).items()}
 
 
 def delete_dir(uri: str) -> None:

@@ -337,8 +337,8 @@ esac""",
     *ray.nodes*) echo "nodes $3 $4" >> "$SAID"; [ "$(grep -c '^nodes' "$SAID")" -ge 2 ];;
     esac;;
 -m) token=$(cat "$RAY_AUTH_TOKEN_PATH") rights=$(stat -c %a "$RAY_AUTH_TOKEN_PATH")
-    echo "driver $* address=$RAY_ADDRESS mode=$RAY_AUTH_MODE token=$token rights=$rights" >> "$SAID"
     trap 'echo "driver was asked to end" >> "$SAID"; exit "${ENDS_WITH:-143}"' TERM
+    echo "driver $* address=$RAY_ADDRESS mode=$RAY_AUTH_MODE token=$token rights=$rights" >> "$SAID"
     [ -z "$STAYS" ] || while :; do sleep 0.05; done
     exit "${DRIVER_CODE:-0}";;
 esac""",

@@ -165,10 +165,16 @@ done
     fail "not all of ${nodes[*]} joined Ray at $ip:$port; look for a firewall between them"
 
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then set -- "$@" --set "seeds=[$SLURM_ARRAY_TASK_ID]"; fi
+asked=
+ask_to_end() {  # also where the signal comes while the driver is being started
+    asked=yes
+    [ -z "$driver" ] || kill -TERM "$driver" 2> /dev/null || :
+}
+trap 'preempted=yes; ask_to_end' USR1
+trap ask_to_end TERM INT
 RAY_ADDRESS=$ip:$port "$python" -m pipeline run "$@" &
 driver=$!
-trap 'preempted=yes; kill -TERM "$driver" 2> /dev/null || :' USR1
-trap 'kill -TERM "$driver" 2> /dev/null || :' TERM INT
+[ -z "$asked" ] || ask_to_end
 while kill -0 "$driver" 2> /dev/null; do wait "$driver" || :; done  # a signal ends `wait` too
 code=0
 wait "$driver" || code=$?

@@ -9,7 +9,7 @@ import re
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -166,6 +166,15 @@ def _experiment_id(client: MlflowClient, address: str, storage: str, name: str) 
     if experiment.lifecycle_stage == "deleted":
         client.restore_experiment(experiment.experiment_id)
     return experiment.experiment_id
+
+
+def tag_experiment(client: MlflowClient, experiment: str, name: str, value: str) -> None:
+    """Set a tag of an experiment, unless it has that value, or may only be read."""
+    from mlflow.exceptions import MlflowException
+
+    with suppress(MlflowException):
+        if client.get_experiment(experiment).tags.get(name) != value:
+            client.set_experiment_tag(experiment, name, value)
 
 
 def _artifact_location(address: str, storage: str) -> str | None:

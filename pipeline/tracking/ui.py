@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
@@ -68,13 +67,9 @@ def share_view(client: MlflowClient, experiment: str) -> None:
 
     MLflow keeps a view that a person shares in such a tag. Pages that do not know it show all runs.
     """
-    from mlflow.exceptions import MlflowException
+    from pipeline.tracking.mlflow_client import tag_experiment  # start-up time
 
-    tag = f"mlflow.sharedViewState.{VIEW}"
-    text = json.dumps(METHODS_VIEW)
-    with suppress(MlflowException):  # who may only read sees MLflow's own list
-        if client.get_experiment(experiment).tags.get(tag) != text:
-            client.set_experiment_tag(experiment, tag, text)
+    tag_experiment(client, experiment, f"mlflow.sharedViewState.{VIEW}", json.dumps(METHODS_VIEW))
 
 
 def run_link(base: str, experiment: str, run: str) -> str:

@@ -79,9 +79,9 @@ def installed_closure(names: list[str]) -> set[str]:
         closure.add(plain)
         for text in importlib.metadata.requires(name) or ():
             requirement = Requirement(text)
-            wanted = [{"extra": extra} for extra in (extras or {""})]
+            environments = [{"extra": extra} for extra in (extras or {""})]
             marker = requirement.marker
-            if marker is not None and not any(marker.evaluate(each) for each in wanted):
+            if marker is not None and not any(marker.evaluate(each) for each in environments):
                 continue
             needed = requirement.name.lower().replace("_", "-")
             if needed not in closure:

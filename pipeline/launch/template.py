@@ -17,7 +17,7 @@ from pipeline.yaml_files import dump_yaml
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "cluster"
 DIRECTIVE = "#SBATCH "
 
-KeyPath = tuple[str | int, ...]  # keys of mappings and places in lists that lead to a value
+KeyPath = tuple[str | int, ...]  # keys of mappings and indices of lists that lead to a value
 
 
 def read_template(name: str) -> str:
@@ -37,7 +37,9 @@ def with_values(text: str, values: Mapping[KeyPath, Any]) -> str:
     for path, value in values.items():
         node, column = _node_at(root, path)
         replaced.append((node.start_mark.index, node.end_mark.index, _text_of(value, column)))
-    for start, end, new in sorted(replaced, reverse=True):  # from the end, so that places stay
+    for start, end, new in sorted(
+        replaced, reverse=True
+    ):  # from the end: offsets before it stay valid
         text = text[:start] + new + text[end:]
     return text
 
@@ -67,6 +69,6 @@ def _text_of(value: Any, column: int) -> str:
 def with_directives(text: str, directives: list[str]) -> str:
     """Return a script for Slurm with these lines of `#SBATCH` in place of its own."""
     lines = text.splitlines(keepends=True)
-    places = [index for index, line in enumerate(lines) if line.startswith(DIRECTIVE)]
+    line_numbers = [index for index, line in enumerate(lines) if line.startswith(DIRECTIVE)]
     new = [f"{DIRECTIVE}{directive}\n" for directive in directives]
-    return "".join([*lines[: places[0]], *new, *lines[places[-1] + 1 :]])
+    return "".join([*lines[: line_numbers[0]], *new, *lines[line_numbers[-1] + 1 :]])

@@ -151,9 +151,9 @@ def serving_metrics(
             f"tracking.prometheus is {address!r}, and nothing can listen there "
             f"({error.strerror or error}); {ADDRESS_RULE}"
         ) from None
-    shown = f"[{host}]" if ":" in host else host
+    url_host = f"[{host}]" if ":" in host else host
     try:
-        yield f"http://{shown}:{server.server_port}/metrics"
+        yield f"http://{url_host}:{server.server_port}/metrics"
     finally:
         server.shutdown()
         server.server_close()

@@ -251,11 +251,11 @@ def backbone_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
 def read_sources(store: Store, graph: Graph, config: Config, images: Images) -> Sources:
     """Return the device-seconds of finished stages by kind.
 
-    They are of runs in this storage with the backbone and the kind of device of `config`.
+    They are of runs in this storage with the backbone of `config`, and of the kind of device that
+    it gives to each kind of stage.
     """
     sources: dict[SourceKind, list[Measured]] = {}
     read_keys: set[str] = set()
-    on_cpu = not config.cluster.gpus_per_worker
     for record in comparable_records(store, graph, config):
         tasks = {}
         for task in record.get("tasks", ()):
@@ -273,6 +273,7 @@ def read_sources(store: Store, graph: Graph, config: Config, images: Images) -> 
             if artifact is None:
                 continue
             measured = measure(artifact, work_of(step, inputs, tasks, images))
+            on_cpu = not config.cluster.of_step(step).gpus_per_worker
             if measured is not None and measured.device.startswith("cpu") == on_cpu:
                 sources.setdefault(kind, []).append(measured)
     return sources

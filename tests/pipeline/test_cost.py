@@ -164,6 +164,14 @@ def test_what_was_measured_of_something_else_does_not_count(site: Site, change: 
     assert prediction.costs["finetune/a/train"].images == TRAIN
 
 
+def test_a_kind_of_stage_is_measured_on_the_device_that_the_config_gives_it(site: Site) -> None:
+    finished(*site)  # on a CPU
+    cluster = {"workers": 1, "gpus_per_worker": 1, "stages": {"evaluate": {"gpus": 0}}}
+    prediction = costs(*site, name="next", train={"epochs": 4}, cluster=cluster)
+    assert prediction.costs["finetune/a/evaluate"].basis == "same method"
+    assert prediction.costs["finetune/a/train"].basis == "not measured"
+
+
 def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(
     site: Site, tmp_path: Path
 ) -> None:

@@ -36,7 +36,8 @@ MANIFESTS = {
 LAUNCHERS = ("ray-aws.yaml", "ray-gcp.yaml")
 # A RayCluster stands here in the `spec` of each kind.
 CLUSTER_KEYS = {"RayCluster": "", "RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
-NOT_KUBERAYS = ("template", "submitterPodTemplate", "rayStartParams")  # pods; options of Ray
+# pods; options of Ray
+NOT_KUBERAYS = ("template", "submitterPodTemplate", "rayStartParams", "securityContext")
 
 
 def body(name: str) -> dict[str, Any]:
@@ -154,13 +155,17 @@ def test_every_field_of_kuberay_is_in_the_table_and_as_old_as_the_files_say(name
 
 
 def test_the_three_manifests_start_the_same_cluster() -> None:
-    """But for what one alone needs: a page, the config of a job, the port of a service."""
+    """But for what one alone needs: a page, the config of a job; of a service its port, its token,
+    and nodes that follow the load."""
     specs = []
     for name in MANIFESTS:
         spec = cluster_spec(name)
+        for key in ("enableInTreeAutoscaling", "autoscalerOptions"):
+            spec.pop(key, None)
         head = spec["headGroupSpec"]
         head["rayStartParams"].pop("dashboard-host", None)
         pod = head["template"]["spec"]
+        pod.pop("serviceAccountName")
         pod["volumes"] = [each for each in pod["volumes"] if each["name"] != "config"]
         mounts = pod["containers"][0]["volumeMounts"]
         pod["containers"][0]["volumeMounts"] = [each for each in mounts if each["name"] != "config"]
@@ -169,7 +174,9 @@ def test_the_three_manifests_start_the_same_cluster() -> None:
         worker = spec["workerGroupSpecs"][0]
         for key in ("replicas", "minReplicas", "maxReplicas"):
             worker.pop(key)
-        worker["template"]["spec"]["containers"][0].pop("resources")
+        container = worker["template"]["spec"]["containers"][0]
+        container.pop("resources")
+        container.pop("env", None)
         specs.append(spec)
     assert specs[0] == specs[1] == specs[2]
 
@@ -266,6 +273,38 @@ def test_the_service_has_rays_schema_and_names_deployments_that_there_are() -> N
     )
     deployments: Any = (ray_service.Ingress, Deployment)
     assert [each.name for each in served.deployments] == [each.name for each in deployments]
+
+
+def test_nodes_of_the_service_hold_its_replicas_and_follow_their_number() -> None:
+    from pipeline.serving.deployment import BUSY
+
+    spec = cluster_spec("kuberay-service.yaml")
+    assert spec["enableInTreeAutoscaling"] is True
+    assert spec["headGroupSpec"]["template"]["spec"]["serviceAccountName"] == "", (
+        "the autoscaler's role would be given to every pod of that account"
+    )
+    text = body("kuberay-service.yaml")["spec"]["serveConfigV2"]
+    ingress, model = yaml.safe_load(text)["applications"][0]["deployments"]
+    scaling = model["autoscaling_config"]
+    assert scaling["target_ongoing_requests"] == BUSY
+    group = spec["workerGroupSpecs"][0]
+    cpus = int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
+    readers = ingress["num_replicas"] * ingress["ray_actor_options"]["num_cpus"]
+    for nodes, replicas in (("minReplicas", "min_replicas"), ("maxReplicas", "max_replicas")):
+        needed = scaling[replicas] * model["ray_actor_options"]["num_cpus"] + readers
+        assert needed <= group[nodes] * cpus
+
+
+def test_the_service_asks_for_the_token_of_a_secret_where_there_is_one() -> None:
+    from pipeline.serving.serve_command import TOKEN
+
+    container = pods("kuberay-service.yaml")["workers"]["containers"][0]
+    (variable,) = container["env"]
+    assert variable["name"] == TOKEN
+    secret = variable["valueFrom"]["secretKeyRef"]
+    assert secret["optional"] is True, "without the Secret, pods would not start"
+    command = "kubectl create secret generic {name} --from-literal={key}=".format(**secret)
+    assert command in (CLUSTER / "README.md").read_text()
 
 
 # ---- all of them ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ import yaml
 from pipeline.config import Config
 from pipeline.launch.machines import machine_for
 from pipeline.launch.portable import Portable
-from pipeline.launch.sizes import Size
+from pipeline.launch.sizes import MEMORY_GB_PER_CPU, Size
 from pipeline.launch.template import KeyPath, read_template, with_directives, with_values
 from pipeline.shell.invocation import this_python
 from workers.errors import UserError
@@ -29,7 +30,8 @@ IMAGE = "accrete:ray2.60.0-py311"
 CACHE_SIZE = "60Gi"
 LONGEST_NAME = 40  # characters: KubeRay adds some, and Kubernetes takes 63
 LARGEST_INDEX = 1000  # of a job array, unless Slurm is configured otherwise
-SERVING = Size(2, 4, 0, 16, 0, "")  # nodes that serve a bundle
+SERVING_NODES = (2, 4)  # fewest and most that serve a bundle
+REPLICAS_PER_NODE = 3  # of one CPU each, where they take no GPU
 JOB = "job submit --address http://127.0.0.1:8265 --working-dir ."
 OTHER_CHARACTERS = re.compile(r"[^a-z0-9-]+")
 
@@ -135,18 +137,10 @@ def kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submission:
         **cluster_values((*spec, "rayClusterSpec"), size, pods, has_claim, config_map=name),
     }
     template, _, _ = read_template("kuberay-job.yaml").partition("---\n")
-    service = read_template("kuberay-service.yaml")
-    served = {
-        ("metadata", "name"): name,
-        ("spec", "serveConfigV2"): serve_config(
-            service, f"{storage}/models/{run.config.name}", [f"{name}-serve-svc"]
-        ),
-        **cluster_values((*spec, "rayClusterConfig"), SERVING, pods, has_claim),
-    }
     files = {
         "kuberay-job.yaml": f"{with_values(template, job)}---\n{config_map(name, run.files)}",
         "kuberay-cluster.yaml": with_values(read_template("kuberay-cluster.yaml"), cluster),
-        "kuberay-service.yaml": with_values(service, served),
+        "kuberay-service.yaml": kuberay_service(run.config, pods, has_claim),
     }
     manifest = os.path.join(folder, "kuberay-job.yaml")
     return Submission(files, [shlex.join(["kubectl", "apply", "-f", manifest])])
@@ -218,11 +212,51 @@ def toleration(text: str) -> dict[str, str]:
     return {"key": key, "operator": "Equal", "value": value}
 
 
-def serve_config(manifest: str, bundle: str, hosts: list[str]) -> str:
-    """Return the configuration of Ray Serve in a manifest, for another bundle and other hosts."""
+def kuberay_service(config: Config, pods: Pods, has_claim: bool) -> str:
+    """Return the manifest of a service for the bundle of a run.
+
+    Replicas take no GPU, or as much of one as a rank of the run does.
+    """
+    name = name_of(config)
+    template = read_template("kuberay-service.yaml")
+    gpus_per_replica = min(1.0, config.cluster.gpus_per_worker)
+    replicas_per_node = REPLICAS_PER_NODE
+    if gpus_per_replica:
+        replicas_per_node = int(1 / gpus_per_replica)
+    fewest, most = SERVING_NODES
+    cpus = max(REPLICAS_PER_NODE, replicas_per_node) + 1  # one for those that read requests
+    memory_gb = MEMORY_GB_PER_CPU * cpus
+    size = Size(fewest, cpus, math.ceil(gpus_per_replica), memory_gb, 0, "")
+    cluster: KeyPath = ("spec", "rayClusterConfig")
+    group = (*cluster, "workerGroupSpecs", 0)
+    token = (*group, "template", "spec", "containers", 0, "env", 0, "valueFrom", "secretKeyRef")
+    values: dict[KeyPath, Any] = {
+        ("metadata", "name"): name,
+        ("spec", "serveConfigV2"): serve_config(
+            template, config, most * replicas_per_node, gpus_per_replica
+        ),
+        **cluster_values(cluster, size, pods, has_claim),
+        (*cluster, "headGroupSpec", "template", "spec", "serviceAccountName"): "",
+        (*group, "maxReplicas"): most,
+        (*token, "name"): f"{name}-clients",
+    }
+    return with_values(template, values)
+
+
+def serve_config(manifest: str, config: Config, most_replicas: int, gpus_per_replica: float) -> str:
+    """Return the configuration of Ray Serve in a manifest, for the bundle of a run."""
     text = yaml.safe_load(manifest)["spec"]["serveConfigV2"]
-    arguments: KeyPath = ("applications", 0, "args")
-    return with_values(text, {(*arguments, "bundle"): bundle, (*arguments, "hosts"): hosts})
+    application: KeyPath = ("applications", 0)
+    model = (*application, "deployments", 1)
+    values: dict[KeyPath, Any] = {
+        (*application, "args", "bundle"): f"{config.storage}/models/{config.name}",
+        (*application, "args", "hosts"): [f"{name_of(config)}-serve-svc"],
+        (*model, "autoscaling_config", "max_replicas"): most_replicas,
+    }
+    if gpus_per_replica:
+        values[(*application, "args", "device")] = "cuda"
+        values[(*model, "ray_actor_options")] = {"num_cpus": 1, "num_gpus": gpus_per_replica}
+    return with_values(text, values)
 
 
 def config_map(name: str, files: Mapping[str, str]) -> str:

@@ -338,3 +338,24 @@ def test_the_smallest_machine_that_fits_is_taken(cloud: str) -> None:
         assert machine_for(cloud, size) == machine
     with pytest.raises(UserError, match="lower --ranks-per-node"):
         machine_for(cloud, Size(1, 2, 9, 8, 1, ""))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpus_per_replica", "replicas", "cpus"),
+    [(2, 1.0, 4, 4), (1, 1.0, 4, 4), (0.5, 0.5, 8, 4), (0.125, 0.125, 32, 9)],
+)
+def test_a_service_puts_its_replicas_on_gpus_where_the_run_is(
+    gpus: float, gpus_per_replica: float, replicas: int, cpus: int
+) -> None:
+    files = launched(DEMO, "--on", "kuberay", "--set", f"cluster.gpus_per_worker={gpus}")
+    spec = yaml.safe_load(files["kuberay-service.yaml"])["spec"]
+    group = spec["rayClusterConfig"]["workerGroupSpecs"][0]
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["image"].endswith("-gpu")
+    limits = {"cpu": str(cpus), "memory": f"{4 * cpus}Gi", "nvidia.com/gpu": 1}
+    assert container["resources"] == {"requests": limits, "limits": limits}
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    assert application["args"]["device"] == "cuda"
+    _, model = application["deployments"]
+    assert model["ray_actor_options"] == {"num_cpus": 1, "num_gpus": gpus_per_replica}
+    assert model["autoscaling_config"]["max_replicas"] == replicas

@@ -45,11 +45,10 @@ def b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def post(url: str, data: bytes) -> tuple[int, str]:
+def post(url: str, data: bytes, **headers: str) -> tuple[int, str]:
     """By a client that reads an answer which comes before it has sent everything."""
-    answer = requests.post(
-        url, data=data, headers={"Content-Type": "application/json"}, timeout=120
-    )
+    headers["Content-Type"] = "application/json"
+    answer = requests.post(url, data=data, headers=headers, timeout=120)
     return answer.status_code, answer.text
 
 
@@ -185,6 +184,7 @@ def test_ray_serve_answers_mixed_requests_and_refuses_bad_ones(run: Any, ray_ser
     assert post(f"{url}/nowhere", b"{}")[0] == 404
 
 
+SECRET = "a-token-of-a-service"
 SERVICE = """
 import sys, time
 from pipeline.config import ClusterSettings
@@ -201,29 +201,33 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_a_service_on_a_cluster_answers_as_the_server_does(run: Any, tmp_path: Path) -> None:
-    """As a RayService starts it: behind Serve's own proxy, with the limits of `serve`."""
+    """As a RayService starts it: behind Serve's own proxy, with the limits of `serve`, and the token
+    of a Secret in the environment."""
+    with_token = {"Authorization": f"Bearer {SECRET}"}
     port = ui.free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
     run.bundle.write(str(tmp_path / "model"))
     command = [sys.executable, "-c", SERVICE, str(tmp_path / "model"), str(port)]
     root = str(Path(__file__).parents[2])
-    process = started(command, tmp_path / "log", root, PYTHONPATH=root)
+    process = started(command, tmp_path / "log", root, PYTHONPATH=root, ACCRETE_SERVE_TOKEN=SECRET)
     try:
         until_up(process, f"{url}/health", tmp_path / "log")
         images = [run.images(name)[0][0] for name in run.names]
         body = {"images": [b64(image) for image in images], "tasks": run.names}
-        status, text = post(f"{url}/predict", json.dumps(body).encode())
+        data = json.dumps(body).encode()
+        assert post(f"{url}/predict", data)[0] == 401
+        status, text = post(f"{url}/predict", data, **with_token)
         assert status == 200, text
         answers = json.loads(text)["predictions"]
         expected = run.served.predict(images, run.names)
         assert [answer["class"] for answer in answers] == [each.class_ for each in expected]
-        listed = requests.get(f"{url}/tasks", timeout=60).json()
+        listed = requests.get(f"{url}/tasks", headers=with_token, timeout=60).json()
         assert [task["name"] for task in listed["tasks"]] == run.names
-        assert post(f"{url}/predict", b"{")[0] == 400
-        assert post(f"{url}/predict", b"x" * (33 << 20))[0] == 413
-        assert post(f"{url}/nowhere", b"{}")[0] == 404
+        assert post(f"{url}/predict", b"{", **with_token)[0] == 400
+        assert post(f"{url}/predict", b"x" * (33 << 20), **with_token)[0] == 413
+        assert post(f"{url}/nowhere", b"{}", **with_token)[0] == 404
         for host, status in (("accrete-serve-svc", 200), ("elsewhere.example", 421)):
-            answer = requests.get(f"{url}/tasks", headers={"Host": host}, timeout=60)
+            answer = requests.get(f"{url}/tasks", headers={"Host": host, **with_token}, timeout=60)
             assert answer.status_code == status
     finally:
         ended(process)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     PositiveFloat,
@@ -119,6 +120,19 @@ class StreamSettings(Frozen):
         return [{"card": entry} if isinstance(entry, str) else entry for entry in value]
 
 
+def _check_gpus(gpus: float) -> float:
+    """Return an amount of GPUs. Raise `ValueError` for one that Ray does not give."""
+    if gpus > 1 and gpus % 1:
+        raise ValueError(
+            "a rank gets a part of one GPU, or whole GPUs; give a fraction below 1, or a whole "
+            "number"
+        )
+    return gpus
+
+
+Gpus = Annotated[float, Field(ge=0, le=1000), AfterValidator(_check_gpus)]
+
+
 class StageLimits(Frozen):
     """What a rank takes while it runs one kind of stage, and how long a try may take.
 
@@ -131,7 +145,7 @@ class StageLimits(Frozen):
         description="as `cpus_per_worker`; for `ingest`: all CPUs divided by it is the number of "
         "its tasks that run at a time",
     )
-    gpus: float | None = Field(None, ge=0, le=1000, description="as `gpus_per_worker`")
+    gpus: Gpus | None = Field(None, description="as `gpus_per_worker`")
     memory_gb: float | None = Field(None, ge=0, le=1e6, description="as `memory_gb_per_worker`")
     resources: dict[str, Annotated[float, Field(gt=0, le=1e9)]] | None = Field(
         None, description="as `resources`, in place of it"
@@ -176,12 +190,10 @@ class ClusterSettings(Frozen):
         description="also the number of threads of a rank; "
         "results are bit-equal for equal numbers, and differ by rounding for others",
     )
-    gpus_per_worker: float = Field(
+    gpus_per_worker: Gpus = Field(
         0.0,
-        ge=0,
-        le=1000,
-        description="a fraction: ranks share a GPU, and communicate by gloo, "
-        "because NCCL needs a GPU per rank",
+        description="a fraction: ranks share a GPU, each with that part of its memory, and "
+        "communicate by gloo, because NCCL needs a GPU per rank",
     )
     memory_gb_per_worker: float = Field(
         0.0, ge=0, le=1e6, description="memory that Ray reserves for a rank; 0: none"
@@ -270,6 +282,22 @@ class ClusterSettings(Frozen):
         }
         changed = {name: value for name, value in resources.items() if value is not None}
         return self.model_copy(update=changed)
+
+    def of_any_step(self) -> ClusterSettings:
+        """Return the settings of a rank that can run every kind of stage: the most of each
+        resource that one of them takes."""
+        kinds = [self, *(self.of_step(step) for step in self.stages)]
+        resources: dict[str, float] = {}
+        for kind in kinds:
+            for name, amount in kind.resources.items():
+                resources[name] = max(amount, resources.get(name, 0.0))
+        most = {
+            "cpus_per_worker": max(kind.cpus_per_worker for kind in kinds),
+            "gpus_per_worker": max(kind.gpus_per_worker for kind in kinds),
+            "memory_gb_per_worker": max(kind.memory_gb_per_worker for kind in kinds),
+            "resources": resources,
+        }
+        return self.model_copy(update=most)
 
     def time_limit(self, step: str) -> float | None:
         """Return how many seconds a try of one kind of stage may take; None for any number."""

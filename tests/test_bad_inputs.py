@@ -387,6 +387,8 @@ def test_an_empty_folder_is_no_config_and_no_data(
         ("train.epochs=[1", ["--set", "not readable as YAML"]),
         ("train.epoch=3", ["train.epoch is not a known key", "did you mean 'epochs'"]),
         ("data=", ["data is None", "a mapping"]),
+        ("cluster.gpus_per_worker=1.5", ["is 1.5", "a part of one GPU, or whole GPUs"]),
+        ("cluster.stages.train.gpus=2.5", ["is 2.5", "a part of one GPU, or whole GPUs"]),
     ],
 )
 def test_a_bad_override_is_refused(

@@ -27,6 +27,7 @@ from pipeline.launch.limits import Deadline
 from pipeline.launch.machine import sampling
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers import dist, preemption
+from workers.data.device_memory import limit_memory
 from workers.errors import UserError
 from workers.loop import run_stage
 
@@ -88,6 +89,7 @@ class LocalExecutor(Executor):
         settings = self.cluster.of_step(stage.step)
         torch.set_num_threads(settings.cpus_per_worker)
         device = torch.device("cuda" if settings.gpus_per_worker else "cpu")
+        limit_memory(device, settings.gpus_per_worker)
         return run_stage(stage.job, dist.Group(0, 1, device), report)
 
     def close(self) -> None:

@@ -49,16 +49,15 @@ def size_of(
     for option, value in (("--ranks-per-node", ranks_per_node), ("--hours", hours)):
         if value < 0:
             raise UserError(f"{option} is {value}; give 1 or more, or leave it out")
-    cluster = config.cluster
-    kinds = [cluster, *(cluster.of_step(step) for step in cluster.stages)]
-    gpus_per_rank = max(kind.gpus_per_worker for kind in kinds)
+    cluster = config.cluster.of_any_step()
+    gpus_per_rank = cluster.gpus_per_worker
     if not ranks_per_node:
         ranks_per_node = 1
         if 0 < gpus_per_rank < 1:
             ranks_per_node = int(1 / gpus_per_rank)
     ranks = max(1, cluster.workers) * max(1, cluster.groups)
     ranks_per_node = min(ranks, ranks_per_node)
-    cpus = max(LEAST_CPUS, ranks_per_node * max(kind.cpus_per_worker for kind in kinds))
+    cpus = max(LEAST_CPUS, ranks_per_node * cluster.cpus_per_worker)
     time_limit, why = hours, "as --hours says"
     if not hours:
         time_limit, why = hours_of(forecast)
@@ -66,7 +65,7 @@ def size_of(
         math.ceil(ranks / ranks_per_node),
         cpus,
         math.ceil(ranks_per_node * gpus_per_rank),
-        max(memory_gb_of(kind, ranks_per_node, cpus) for kind in kinds),
+        memory_gb_of(cluster, ranks_per_node, cpus),
         time_limit,
         why,
     )

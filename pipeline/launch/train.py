@@ -20,6 +20,7 @@ from pipeline.launch.machine import sampling
 from pipeline.launch.queue import STOP
 from pipeline.launch.shares import resources_per_worker
 from workers import dist, preemption
+from workers.data.device_memory import limit_memory
 from workers.loop import run_stage
 from workers.storage.artifact import delete_dir, join, parent
 
@@ -83,7 +84,7 @@ def make_trainer(
         train_loop_config={
             "queue": queue,
             "group": group,
-            "gpu": use_gpu,
+            "gpus": cluster.gpus_per_worker,
             "threads": cluster.cpus_per_worker,
             "sample_s": sample_s,
         },
@@ -108,10 +109,11 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
     context = ray.train.get_context()
     device = torch.device("cpu")
-    if config["gpu"]:
+    if config["gpus"]:
         from ray.train.torch import get_device
 
         device = get_device()
+        limit_memory(device, config["gpus"])
     torch.set_num_threads(config["threads"])
     rank = dist.Group(context.get_world_rank(), context.get_world_size(), device)
     queue = config["queue"]

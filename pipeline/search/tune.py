@@ -360,13 +360,13 @@ def scheduler_of(search: Search) -> ASHAScheduler | None:
 
 
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:
-    """Return what Tune reserves for one trial.
+    """Return what Tune reserves for one trial: the most that one of its stages takes.
 
     A trial of several workers only waits for its worker groups, which reserve what they need.
     """
     if cluster.workers > 1:
         return {"memory": 1 << 20}  # Tune asks for some resource
-    return resources_per_worker(cluster)
+    return resources_per_worker(cluster.of_any_step())
 
 
 def room_for(cluster_state: ClusterState, cluster: ClusterSettings, name: str) -> int:
@@ -374,7 +374,7 @@ def room_for(cluster_state: ClusterState, cluster: ClusterSettings, name: str) -
 
     name: of this driver's registration. Raises `UserError` when none fits.
     """
-    trial = cluster.model_copy(update={"workers": max(1, cluster.workers)})
+    trial = cluster.of_any_step().model_copy(update={"workers": max(1, cluster.workers)})
     check_fits(cluster_state, trial)
     as_many_as_fit = trial.model_copy(update={"groups": 0})
     return len(sizes_of_groups(cluster_state, as_many_as_fit, name, sys.maxsize))

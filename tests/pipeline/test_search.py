@@ -337,6 +337,12 @@ def test_the_number_of_parallel_trials_follows_from_the_cluster() -> None:
         "CPU": 1,
         "GPU": 0.25,
     }
+    stages = {"train": {"gpus": 0.5}, "evaluate": {"cpus": 4}}
+    assert room({"CPU": 8.0, "GPU": 4.0}, workers=1, stages=stages) == 2
+    assert tune.resources_of(config.ClusterSettings(workers=1, stages=stages)) == {
+        "CPU": 4,
+        "GPU": 0.5,
+    }, "a trial runs all kinds of stages in one process"
     with pytest.raises(UserError, match="1 workers that take 1 CPUs, 1 GPUs each do not fit"):
         room({"CPU": 8.0}, gpus_per_worker=1)
 

@@ -201,8 +201,8 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_a_service_on_a_cluster_answers_as_the_server_does(run: Any, tmp_path: Path) -> None:
-    """As a RayService starts it: behind Serve's own proxy, with the limits of `serve`, and the token
-    of a Secret in the environment."""
+    """As a RayService starts it: behind Serve's own proxy, with the limits of `serve`, and the
+    token of a Secret in the environment."""
     with_token = {"Authorization": f"Bearer {SECRET}"}
     port = ui.free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"

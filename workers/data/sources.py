@@ -27,6 +27,7 @@ from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, Cutter, View
 from workers.data.decoding import DECODING, decode, resize_square
+from workers.data.device_memory import free_bytes
 from workers.data.memory import TensorPool
 from workers.data.order import Ints
 from workers.data.pictures import (
@@ -100,13 +101,11 @@ class Resident:
         else:
             self.pixels = self.blocks.data.reshape(self.shape)
         self.on_device: Tensor | None = None
-        if device.type != "cpu":
-            free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
-            if 2 * self.pixels.nbytes < free_bytes:
-                everything = self._read(np.arange(len(samples)))
-                self.on_device = torch.from_numpy(everything).to(device)
-                self.blocks = None
-                del self.pixels
+        if device.type != "cpu" and 2 * self.pixels.nbytes < free_bytes(device):
+            everything = self._read(np.arange(len(samples)))
+            self.on_device = torch.from_numpy(everything).to(device)
+            self.blocks = None
+            del self.pixels
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """See `Source.steps`; all rows are decoded already."""

@@ -38,6 +38,8 @@ from pipeline.results.trials import (
     as_number,
     best,
     completed,
+    forgetting,
+    gpu_hours,
     load,
     pareto,
     score,
@@ -49,11 +51,13 @@ COLUMNS = (
     "phase",
     "status",
     "accuracy",
+    "forgetting",
     "bytes",
     "tasks_completed",
     "stages_run",
     "stages_reused",
     "device_s",
+    "gpu_s",
     "message",
 )
 STATUS_STYLES = {"finished": "done", "stopped": "soft", "running": "pending", "failed": "bad"}
@@ -141,11 +145,13 @@ def trial_rows(search: Search) -> list[files.Row]:
                 "status": trial["status"],
                 **settings,
                 "accuracy": score(trial),
+                "forgetting": forgetting(trial["results"]),
                 "bytes": size(trial),
                 "tasks_completed": completed(trial),
                 "stages_run": trial["stages"]["run"],
                 "stages_reused": trial["stages"]["reused"],
                 "device_s": float(trial["device_s"]),
+                "gpu_s": float(trial.get("gpu_s", 0.0)),
                 "message": trial["message"],
             }
         )
@@ -502,7 +508,11 @@ def render_cost(search: Search) -> str:
         ["stages reused", f"{num_reused:,}"],
         ["wall time", wall_text],
     ]
-    rows += _budget_cells(search, {"hours": wall_s / 3600, "stages": num_run})
+    gpus = gpu_hours(search.trials)
+    if gpus:
+        rows.insert(1, ["GPU time", f"{format_seconds(3600 * gpus)} ({gpus:.3g} GPU-hours)"])
+    used = {"hours": wall_s / 3600, "stages": num_run, "gpu_hours": gpus}
+    rows += _budget_cells(search, used)
     saved = ""
     if num_run and num_reused:
         share = 100 * num_reused / (num_run + num_reused)
@@ -571,6 +581,7 @@ def render_trials(search: Search, varied: Sequence[Parameter]) -> str:
         cells.append(marks.get(trial["number"], ""))
         cells.append(f'<span class="{STATUS_STYLES[status]}">{status}</span>')
         cells.append(format_value(score(trial), "rate"))
+        cells.append(format_value(forgetting(trial["results"]), "rate"))
         cells.append(plots.format_bytes(size(trial)))
         cells.append(str(completed(trial)))
         for parameter in varied:
@@ -581,7 +592,7 @@ def render_trials(search: Search, varied: Sequence[Parameter]) -> str:
         cells.append(f"{trial['stages']['run']} / {trial['stages']['reused']}")
         cells.append(format_seconds(float(trial["device_s"])))
         rows.append(cells)
-    heading = ["trial", "", "status", "accuracy", "bytes", "tasks"]
+    heading = ["trial", "", "status", "accuracy", "forgetting", "bytes", "tasks"]
     order = "the best first"
     if has_phases:
         heading.insert(1, "for task")
@@ -595,8 +606,9 @@ def render_trials(search: Search, varied: Sequence[Parameter]) -> str:
     return (
         f'<h2 id="trials">All trials</h2><p>Order: {order}, then trials stopped early by how many '
         "tasks they completed, then running and failed ones. Accuracy: average on validation "
-        f"images over the completed tasks; bytes: what is stored per task{legend}. The same table "
-        f"as files: <code>trials.csv</code>, <code>trials.parquet</code>.</p>{table}"
+        "images over the completed tasks; forgetting: how far accuracy on the tasks before the "
+        f"last completed one is below their best; bytes: what is stored per task{legend}. The same "
+        f"table as files: <code>trials.csv</code>, <code>trials.parquet</code>.</p>{table}"
     )
 
 

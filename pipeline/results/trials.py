@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
@@ -28,6 +28,7 @@ TRIAL_TYPES: dict[str, tuple[type, ...]] = {
     "results": (list,),
     "stages": (dict,),
     "device_s": (int, float),
+    "gpu_s": (int, float),
     "rounds": (list,),
 }
 SEARCH_TYPES: dict[str, type] = {
@@ -73,7 +74,8 @@ class Trial(TypedDict):
     """`trials/NNNN.json`.
 
     phase: the task that is searched; "" in a search of one phase. params: by dotted key of the
-    config. device_s: seconds of stages times their workers. graph: the run record of its graph.
+    config. device_s: seconds of stages times their workers. gpu_s: the same times the GPUs that a
+    worker took, absent from early records. graph: the run record of its graph.
     history: task -> parameters that it was trained with, where they differ from task to task.
     """
 
@@ -86,6 +88,7 @@ class Trial(TypedDict):
     stages: StageCounts
     device_s: float
     rounds: list[Round]
+    gpu_s: NotRequired[float]
     wall_s: NotRequired[float]
     started: NotRequired[str]
     ended: NotRequired[str | None]
@@ -212,6 +215,32 @@ def size(trial: Trial) -> float:
 def completed(trial: Trial) -> int:
     """Return how many tasks the trial has learned, also before the first that it was judged on."""
     return trial["results"][-1]["position"] + 1 if trial["results"] else 0
+
+
+def gpu_hours(trials: Iterable[Trial]) -> float:
+    """Return the GPU time of all stages that trials have run, in hours."""
+    return sum(trial.get("gpu_s", 0.0) for trial in trials) / 3600
+
+
+def forgetting(results: Sequence[TrialResult]) -> float:
+    """Return the forgetting after the last of the results, averaged over the tasks before it.
+
+    Of a task it is the best accuracy after any earlier task minus the accuracy now (Chaudhry et
+    al., arXiv 1801.10112), as `metrics.forgetting`. 0 for one task; NaN where an accuracy is
+    missing.
+    """
+    if not results:
+        return math.nan
+    if len(results) < results[-1]["position"] + 1:
+        return math.nan  # judged after some tasks alone
+    losses = []
+    for index, learned in enumerate(results[:-1]):
+        task = learned["task"]
+        rates = [as_number(result["per_task"].get(task)) for result in results[index:]]
+        if any(math.isnan(rate) for rate in rates):
+            return math.nan
+        losses.append(max(rates[:-1]) - rates[-1])
+    return sum(losses) / len(losses) if losses else 0.0
 
 
 class _Scored(NamedTuple):
@@ -358,6 +387,7 @@ def _read_trial(folder: str, file_name: str, problems: list[str]) -> Trial | Non
         "results": [],
         "stages": {},
         "device_s": 0.0,
+        "gpu_s": 0.0,
         "rounds": [],
         **body,
     }

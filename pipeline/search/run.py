@@ -108,6 +108,7 @@ def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tupl
         search.tasks,
         search.method_tasks,
         each=settings.scheduler == "pbt",
+        max_forgetting=settings.max_forgetting,
     )
     if settings.protocol != "per_task":
         yield 0, plan
@@ -152,10 +153,14 @@ def no_winner(search: Search, phase: str, resume_command: str) -> str:
     """Return a sentence on why no trial can win."""
     records = search.records(phase)
     messages = [record["message"] for record in records if record["status"] == "failed"]
+    stopped_for = [record["message"] for record in records if record["status"] == "stopped"]
     if not records:
         reason = "its budget was used up before a trial began; raise it, as in --set budget.hours=N"
     elif messages:
         reason = f"{len(messages)} of {len(records)} trials failed, the first one so: {messages[0]}"
+    elif any(stopped_for):
+        first = next(message for message in stopped_for if message)
+        reason = f"none of its {len(records)} trials finished, and one was stopped so: {first}"
     else:
         reason = (
             "none of its trials came to its last task; raise the budget, as in --set budget.hours=N"

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from pipeline.console import Console
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
-from pipeline.results.trials import SeedTest, Trial
+from pipeline.results.trials import SeedTest, Trial, gpu_hours
 from pipeline.search.spec import Search
 
 
@@ -39,6 +39,8 @@ class SearchScreen:
         end = ""
         if record["status"] == "stopped":
             end = ", stopped early"
+            if record["message"]:
+                end += f": {record['message']}"
         elif record["status"] == "failed":
             end = f", failed: {record['message']}"
         phase = f"{record['phase']}, " if record["phase"] else ""
@@ -67,7 +69,8 @@ class SearchScreen:
             text += f"{len(self.search.space.grid())} points"
         else:
             bounds = settings.budget.model_dump(exclude_none=True).items()
-            text += f"budget {', '.join(f'{value:g} {name}' for name, value in bounds)}"
+            texts = [f"{value:g} {name}" for name, value in bounds]
+            text += f"budget {', '.join(texts)}".replace("gpu_hours", "GPU-hours")
         text += f", judged on validation images of {len(self.search.tasks)} tasks"
         known = len(self.search.records())
         if known:
@@ -82,11 +85,14 @@ class SearchScreen:
         run = sum(record["stages"]["run"] for record in records)
         reused = sum(record["stages"]["reused"] for record in records)
         hours = sum(record["device_s"] for record in records) / 3600
+        gpu_text = ""
+        if gpu_hours(records):
+            gpu_text = f", {gpu_hours(records):.3f} GPU-hours"
         winner = next(record for record in records if record["number"] == trial)
         accuracy = winner["results"][-1]["accuracy"]
         return (
             f"\n{len(records)} trials, {run} stages run, {reused} reused, {hours:.3f} "
-            "device-hours\n"
+            f"device-hours{gpu_text}\n"
             f"winner: trial {trial}, {point_text(winner['params'])}: "
             f"{100 * accuracy:.2f} % on validation images\n"
             f"its config: {path}"

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
@@ -18,13 +18,13 @@ from pipeline.graph import build, raw_data
 from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
-from pipeline.results.trials import Trial
+from pipeline.results.trials import Trial, gpu_hours
 from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
 from pipeline.search.space import Params, Space
 from pipeline.search.trial import folder, now, with_history
 from workers.errors import UserError, did_you_mean
-from workers.job import Frozen, key_inputs
+from workers.job import Frozen, Neutral, key_inputs
 from workers.methods import METHODS
 from workers.storage.artifact import exists, join, read_json, write_bytes
 
@@ -37,7 +37,8 @@ FREE_OF_BASE = ("name", "storage", "cluster", "tracking")
 
 class Budget(Frozen):
     """Bounds after which no further trial begins; at least one. hours: wall-clock time, summed over
-    all sessions of the search."""
+    all sessions of the search. gpu_hours: time of the stages that were run, times the GPUs that
+    each took."""
 
     trials: PositiveInt | None = Field(None, description="trials in all")
     hours: float | None = Field(
@@ -46,11 +47,19 @@ class Budget(Frozen):
     stages: PositiveInt | None = Field(
         None, description="stages that were run, not counting those found in the store"
     )
+    gpu_hours: float | None = Field(
+        None,
+        gt=0,
+        le=1e9,
+        description="time of stages times their GPUs; when they are over, running trials are "
+        "stopped at their next result, too",
+    )
 
     @model_validator(mode="after")
     def _bounded(self) -> Budget:
-        if self.trials is None and self.hours is None and self.stages is None:
-            raise ValueError("it has no bound; give trials, hours or stages")
+        bounds = (self.trials, self.hours, self.stages, self.gpu_hours)
+        if all(bound is None for bound in bounds):
+            raise ValueError("it has no bound; give trials, hours, stages or gpu_hours")
         return self
 
 
@@ -89,6 +98,13 @@ class SearchSettings(Frozen):
     )
     grace: PositiveInt = Field(1, description="asha: tasks that every trial learns")
     reduction: int = Field(2, ge=2, description="asha: one of this many trials passes each rung")
+    max_forgetting: Annotated[float | None, Neutral(None)] = Field(
+        None,
+        ge=0,
+        le=1,
+        description="average forgetting (0 to 1) of validation accuracy beyond which a trial is "
+        "stopped after a task, and does not win",
+    )
     objectives: tuple[Literal["accuracy", "bytes"], ...] = Field(
         ("accuracy",),
         min_length=1,
@@ -100,7 +116,7 @@ class SearchSettings(Frozen):
         "a trial may be and win with fewer bytes",
     )
     budget: Budget = Field(
-        Budget(trials=16), description="when the search ends: trials, hours or stages"
+        Budget(trials=16), description="when the search ends: trials, hours, stages or gpu_hours"
     )
     seed: NonNegativeInt = Field(0, description="draws the points; training uses the base's seed")
     seeds: tuple[NonNegativeInt, ...] = Field(
@@ -166,6 +182,22 @@ class SearchSettings(Frozen):
             raise ValueError(
                 f"scheduler {self.scheduler} judges by accuracy alone; "
                 "use scheduler none, or objectives [accuracy]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_forgetting(self) -> SearchSettings:
+        if self.max_forgetting is None:
+            return self
+        if self.protocol == "per_task":
+            raise ValueError(
+                "protocol per_task judges trials once, which tells nothing of forgetting; "
+                "leave max_forgetting out, or use protocol end_of_stream"
+            )
+        if self.scheduler == "pbt":
+            raise ValueError(
+                "in scheduler pbt a trial takes over what others have learned, and none is "
+                "stopped; leave max_forgetting out, or use scheduler asha or none"
             )
         return self
 
@@ -243,13 +275,21 @@ class Search:
 
     @property
     def is_budget_used(self) -> bool:
-        """Whether the budget of hours or stages is used up."""
+        """Whether the budget of hours, stages or GPU-hours is used up."""
         budget = self.settings.budget
+        if self.is_gpu_budget_used:
+            return True
         if budget.hours is not None and self.elapsed_s >= 3600 * budget.hours:
             return True
         if budget.stages is None:
             return False
         return sum(record["stages"]["run"] for record in self.records()) >= budget.stages
+
+    @property
+    def is_gpu_budget_used(self) -> bool:
+        """Whether the budget of GPU-hours is used up by results so far."""
+        budget = self.settings.budget.gpu_hours
+        return budget is not None and gpu_hours(self.records()) >= budget
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -350,6 +390,7 @@ def prepare(
     for point_config in point_configs:
         _check_validation_images(point_config, path)
     config = point_configs[0]
+    _check_gpu_budget(settings, config, path)
     if replica_configs(config):
         raise UserError(
             f"{path}: the config that it searches has `seeds` or `orders`, and a trial trains with "
@@ -422,6 +463,17 @@ def _check_validation_images(config: configs.Config, path: str) -> None:
         raise UserError(
             f"{path}: a search is judged on validation images, and data.val_fraction of "
             f"method {label!r} is 0; hold some out, as in set: {{data.val_fraction: 0.1}}"
+        )
+
+
+def _check_gpu_budget(settings: SearchSettings, config: configs.Config, path: str) -> None:
+    """Raise `UserError` when trials that take no GPU have a budget of GPU-hours."""
+    hours = settings.budget.gpu_hours
+    if hours is not None and not config.cluster.of_any_step().gpus_per_worker:
+        raise UserError(
+            f"{path}: budget.gpu_hours is {hours:g}, and trials take no GPU "
+            "(cluster.gpus_per_worker is 0), so they would never use it up; give them one with "
+            "--set cluster.gpus_per_worker=1, or give a budget of trials, hours or stages"
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from pipeline import config
+from pipeline.config import ClusterSettings
 from pipeline.graph import build
 from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.run import Executor, look_up_each, mark_outdated, run_graph
@@ -20,7 +21,7 @@ from pipeline.graph.store import Lookup, Store
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.launch import executor
 from pipeline.results.tables import RunTables
-from pipeline.results.trials import Round, Trial, TrialResult
+from pipeline.results.trials import Round, Trial, TrialResult, forgetting
 from pipeline.search import space
 from pipeline.search.population import lineage
 from pipeline.search.space import Params
@@ -49,6 +50,7 @@ class Plan:
     chosen_so_far: task -> parameters that earlier phases have chosen for it.
     each: each task keeps the parameters that it was trained with (population-based training).
     until: how many tasks trials learn now; None: all.
+    max_forgetting: average forgetting beyond which a trial is stopped; None: no such bound.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Plan:
     chosen_so_far: Mapping[str, Params] = field(default_factory=dict)
     each: bool = False
     until: int | None = None
+    max_forgetting: float | None = None
 
     @property
     def is_last(self) -> bool:
@@ -139,23 +142,26 @@ def now() -> str:
 class Count:
     """Observes the walks of one trial: counts stages that it ran and stages that it reused.
 
-    seconds: of the stages that it ran, times their workers.
+    cluster: what a worker takes for a kind of stage. seconds: of the stages that it ran, times
+    their workers. gpu_seconds: the same times the GPUs of a worker.
     """
 
+    cluster: ClusterSettings
     run: int = 0
     reused: int = 0
     seconds: float = 0.0
+    gpu_seconds: float = 0.0
 
     @classmethod
-    def after(cls, record: Trial | None) -> Count:
+    def after(cls, record: Trial | None, cluster: ClusterSettings) -> Count:
         """Return the count of a trial that was interrupted, from its record.
 
         It will find the stages that it ran before, which is no reuse.
         """
         if record is None:
-            return cls()
+            return cls(cluster)
         run = record["stages"]["run"]
-        return cls(run, -run, record["device_s"])
+        return cls(cluster, run, -run, record["device_s"], record.get("gpu_s", 0.0))
 
     def on_event(self, walk: Walk, event: Event) -> None:
         """Count a stage that is done."""
@@ -166,7 +172,11 @@ class Count:
             return
         self.run += 1
         workers = int(event.body.get("workers") or 1)
-        self.seconds += float(event.body.get("wall_s") or 0.0) * workers
+        seconds = float(event.body.get("wall_s") or 0.0) * workers
+        self.seconds += seconds
+        self.gpu_seconds += (
+            seconds * self.cluster.of_step(walk.graph[event.stage].step).gpus_per_worker
+        )
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
         """Do nothing: decisions are not counted."""
@@ -194,12 +204,13 @@ def run_trial(
     if previous is not None:
         record["stages"] = previous["stages"]
         record["device_s"] = previous["device_s"]
+        record["gpu_s"] = previous.get("gpu_s", 0.0)
     if parent is not None:
         _take_over(record, plan, parent)
     write_record(plan.storage, plan.name, record)
     started = time.monotonic() - record["wall_s"]
     try:
-        _learn(plan, record, report, started, Count.after(previous))
+        _learn(plan, record, report, started, previous)
     except UserError as error:
         record["status"] = "failed"
         record["message"] = " ".join(str(error).split())
@@ -226,6 +237,7 @@ def _new_record(plan: Plan, number: int, params: Mapping[str, Any]) -> Trial:
         "results": [],
         "stages": {"run": 0, "reused": 0},
         "device_s": 0.0,
+        "gpu_s": 0.0,
         "wall_s": 0.0,
         "started": now(),
         "ended": None,
@@ -255,8 +267,12 @@ def _take_over(record: Trial, plan: Plan, parent: int) -> None:
     record["started"] = previous["started"]
 
 
-def _learn(plan: Plan, record: Trial, report: Report, started: float, count: Count) -> None:
+def _learn(
+    plan: Plan, record: Trial, report: Report, started: float, previous: Trial | None
+) -> None:
     """Learn the tasks that `record` has no result of, one after the other.
+
+    previous: the record of this trial when it was interrupted.
 
     With `plan.each`, the tasks to come are trained with the parameters of the record.
     """
@@ -279,6 +295,7 @@ def _learn(plan: Plan, record: Trial, report: Report, started: float, count: Cou
         store.claimed_by_gc()
     ):  # garbage collection must know the graph before stages are looked up
         write_record(plan.storage, plan.name, record)
+    count = Count.after(previous, settings.cluster)
     runner = Runner(store, settings, graph, count)
     try:
         for position, task in enumerate(plan.tasks[: plan.until]):
@@ -291,6 +308,7 @@ def _learn(plan: Plan, record: Trial, report: Report, started: float, count: Cou
             record["results"] = [*record["results"], result]
             record["stages"] = {"run": count.run, "reused": max(0, count.reused)}
             record["device_s"] = round(count.seconds, 3)
+            record["gpu_s"] = round(count.gpu_seconds, 3)
             record["wall_s"] = round(time.monotonic() - started, 3)
             record["history"] = {}
             if plan.each:
@@ -302,10 +320,29 @@ def _learn(plan: Plan, record: Trial, report: Report, started: float, count: Cou
                 # with the last result, so that a trial that has all tasks is not stopped
                 record["status"] = "finished"
                 record["ended"] = now()
+            message = _forgets_too_much(plan, record)
+            if message:
+                record["status"] = "stopped"
+                record["message"] = message
+                record["ended"] = now()
             write_record(plan.storage, plan.name, record)
             report(result)
+            if message:
+                return
     finally:
         runner.close()
+
+
+def _forgets_too_much(plan: Plan, record: Trial) -> str:
+    """Return a sentence when a trial forgets more than the search allows; "" when it does not."""
+    average = forgetting(record["results"])
+    if plan.max_forgetting is None or not average > plan.max_forgetting:
+        return ""
+    count = len(record["results"])
+    return (
+        f"forgetting of {100 * average:.1f} % after {count} tasks is more than max_forgetting, "
+        f"{100 * plan.max_forgetting:g} %"
+    )
 
 
 def _graph_of_trial(plan: Plan, settings: config.Config, store: Store) -> tuple[Graph, list[Task]]:

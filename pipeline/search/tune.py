@@ -176,6 +176,7 @@ def build_tuner(
         run_config=tune.RunConfig(
             name=tune_name(search),
             **where_ray_writes(join(search.storage, "ray")),
+            stop=GpuBudgetStopper(search),
             verbose=0,
             callbacks=[callback, tune.logger.JsonLoggerCallback()],
             failure_config=tune.FailureConfig(max_failures=RetryPolicy.of(search.cluster).trial),
@@ -260,6 +261,21 @@ def _is_in_later_round(record: Trial, plan: Plan) -> bool:
     return len(record["rounds"]) == plan.until - 1
 
 
+class GpuBudgetStopper(tune.Stopper):
+    """Stops each running trial at its next result, once the GPU-hours of the search are used up."""
+
+    def __init__(self, search: Search):
+        self.search = search
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Return whether a trial stops."""
+        return self.search.is_gpu_budget_used
+
+    def stop_all(self) -> bool:
+        """Return False: trials end at their own results."""
+        return False
+
+
 class RecordCallback(TrialProgressCallback):
     """Notifies of each trial that has a new result or has ended, in place of Tune's output.
 
@@ -300,8 +316,8 @@ class RecordCallback(TrialProgressCallback):
         if record is None:
             return
         if end_status and record["status"] == "running":
-            is_out_of_time = time.monotonic() > self.end
-            if end_status == "stopped" and (is_out_of_time or not self.plan.is_last):
+            is_over = time.monotonic() > self.end or search.is_gpu_budget_used
+            if end_status == "stopped" and (is_over or not self.plan.is_last):
                 return  # it continues in the next round, or when the budget is raised
             record["status"] = end_status
             record["message"] = ""

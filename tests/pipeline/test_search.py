@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import fake_search
 import pytest
 import yaml
 from ray.tune.execution.tune_controller import TuneController
@@ -103,6 +104,14 @@ BAD = [
         ["100000 points"],
     ),
     ({"seeds": [1, 1]}, ["list each once"]),
+    ({"budget": {"gpu_hours": 0}}, ["budget.gpu_hours", "0"]),
+    (
+        {"budget": {"gpu_hours": 2}},
+        ["gpu_hours is 2", "take no GPU", "--set cluster.gpus_per_worker=1"],
+    ),
+    ({"max_forgetting": 2}, ["max_forgetting", "1"]),
+    ({"max_forgetting": 0.1, "protocol": "per_task"}, ["per_task", "max_forgetting"]),
+    ({"max_forgetting": 0.1, "scheduler": "pbt"}, ["pbt", "max_forgetting"]),
     ({"set": {"data.val_fraction": 0}}, ["validation images", "data.val_fraction"]),
 ]
 
@@ -200,6 +209,9 @@ def test_a_search_resumes_with_other_workers_and_other_tracking(tmp_path: Path) 
 def test_a_different_search_of_the_same_name_is_not_resumed(tmp_path: Path) -> None:
     spec.write_state(prepared(tmp_path))
     prepared(tmp_path, budget={"trials": 50}, seeds=[1], tolerance=0.1)  # these may change
+    prepared(tmp_path, "cluster.gpus_per_worker=1", budget={"gpu_hours": 3})
+    with pytest.raises(UserError, match="cannot be continued"):
+        prepared(tmp_path, max_forgetting=0.1)
     for change in (
         {"space": {"methods.meat.lambda": SPACE["methods.meat.lambda"]}},
         {"seed": 4},
@@ -319,6 +331,22 @@ def test_a_first_rung_that_cannot_compare_independent_tasks_is_reported(tmp_path
         has_note = bool(note)
         assert bool(search.note) == has_note
         assert (f"note: {search.note}" in SearchScreen(search).head()) == has_note
+
+
+def test_a_budget_of_gpu_hours_ends_when_trials_have_used_it(tmp_path: Path) -> None:
+    more = ["cluster.stages={evaluate: {gpus: 0.5}}"]  # the only stages on a GPU
+    search = prepared(tmp_path, *more, budget={"gpu_hours": 2})
+    spec.write_state(search)
+    used: list[bool] = []
+    for number in range(3):
+        used.append(search.is_budget_used)
+        record = cast(Trial, fake_search.trial(number, gpu_s=3600.0))
+        trial.write_record(search.storage, search.name, record)
+    assert used == [False, False, True]
+    stopper = tune.GpuBudgetStopper(search)
+    assert stopper("x", {})
+    assert not stopper.stop_all(), "trials that have just begun end at their own results"
+    assert not tune.GpuBudgetStopper(prepared(tmp_path, *more, budget={"gpu_hours": 4}))("x", {})
 
 
 def test_the_number_of_parallel_trials_follows_from_the_cluster() -> None:

@@ -149,11 +149,13 @@ def test_the_tables_hold_every_trial_with_its_settings_as_columns(forty: Any) ->
         "status",
         *fake.SPACE,
         "accuracy",
+        "forgetting",
         "bytes",
         "tasks_completed",
         "stages_run",
         "stages_reused",
         "device_s",
+        "gpu_s",
         "message",
     ]
     assert list(table[0]) == list(rows[0])

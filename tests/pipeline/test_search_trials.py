@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import fake_search
+import numpy as np
 import pytest
 
-from pipeline.results.trials import best, load, pareto, score, size
+from pipeline.results import metrics
+from pipeline.results.trials import best, forgetting, gpu_hours, load, pareto, score, size
 from workers.errors import UserError
 
 
@@ -81,6 +83,27 @@ def test_the_score_is_the_last_accuracy_not_the_best() -> None:
 
 
 # ---- the front -----------------------------------------------------------------------------------
+def test_forgetting_is_that_of_the_matrix_of_rates() -> None:
+    rng = np.random.default_rng(3)
+    for count in (1, 2, 5):
+        rates = np.tril(rng.uniform(0, 1, (count, count)))
+        results: Any = []
+        for position in range(count):
+            per_task = {f"t{i}": float(rates[position, i]) for i in range(position + 1)}
+            results.append({"task": f"t{position}", "position": position, "per_task": per_task})
+        assert forgetting(results) == pytest.approx(metrics.forgetting(rates)), count
+    assert math.isnan(forgetting([]))
+    assert math.isnan(forgetting(results[1:])), "the first task was not judged when it was new"
+    del results[2]["per_task"]["t1"]
+    assert math.isnan(forgetting(results))
+
+
+def test_gpu_hours_are_those_of_all_trials_and_none_of_early_records() -> None:
+    some = [fake_search.trial(0, gpu_s=1800.0), fake_search.trial(1, gpu_s=5400.0)]
+    assert gpu_hours(some) == 2
+    assert gpu_hours([fake_search.trial(2)]) == 0
+
+
 def test_the_front_has_the_trials_that_none_beats_in_accuracy_and_bytes() -> None:
     assert pareto(
         points((0.9, 900), (0.8, 100), (0.85, 500), (0.84, 600), (0.79, 100), (0.9, 950))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from pipeline.graph import build
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.launch import local
-from pipeline.results.trials import Trial, TrialResult
+from pipeline.results.trials import Trial, TrialResult, best
 from pipeline.search import trial
 from pipeline.search.space import with_params
 from tests import small_run
@@ -126,12 +127,66 @@ def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(plan: tria
     run(plan)
     settings = config.check({**with_params(plan.body, PARAMS), "name": "s-0000"}, "s")
     graph, _ = build.graph_of(settings, Store(plan.storage), {}, "val")
-    count = trial.Count()
+    count = trial.Count(settings.cluster)
     for stage in graph:
         if stage.step != "ingest":
             manifest = loop.run_stage(cast(StageJob, stage.job), Group(), lambda event: None)
             count.on_event(cast(Walk, None), Event(EventKind.DONE, stage.id, body=manifest))
     assert (count.run, count.reused, count.seconds) == (0, 7, 0.0)
+
+
+def test_time_on_gpus_is_counted_by_what_a_kind_of_stage_takes() -> None:
+    stages = {"train": {"gpus": 0.5}, "evaluate": {"gpus": 0}}
+    cluster = config.ClusterSettings(workers=2, gpus_per_worker=1, stages=stages)
+    steps = {"b": "backbone", "m/a/train": "train", "m/a/evaluate": "evaluate"}
+    walk = cast(Walk, SimpleNamespace(graph={k: SimpleNamespace(step=v) for k, v in steps.items()}))
+    count = trial.Count(cluster)
+    for stage_id in steps:
+        count.on_event(walk, Event(EventKind.DONE, stage_id, body={"wall_s": 10.0, "workers": 2}))
+    assert (count.seconds, count.gpu_seconds) == (60, 20 + 10)
+    body = cast(Trial, {"stages": {"run": 3, "reused": 0}, "device_s": 60.0, "gpu_s": 30.0})
+    assert trial.Count.after(body, cluster).gpu_seconds == 30
+
+
+def forgetful(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> trial.Plan:
+    """Make each task's accuracy fall by 0.2 with each later task; allow a fall of 0.3."""
+
+    def fall(store: Store, graph_record: Any, label: str, task: str, position: int) -> TrialResult:
+        names = plan.tasks[: position + 1]
+        per_task = {name: 0.9 - 0.2 * (position - i) for i, name in enumerate(names)}
+        mean = sum(per_task.values()) / len(per_task)
+        return {
+            "task": task,
+            "position": position,
+            "accuracy": mean,
+            "bytes": 1.0,
+            "per_task": per_task,
+        }
+
+    monkeypatch.setattr(trial, "result_of", fall)
+    return replace(plan, max_forgetting=0.25)
+
+
+def test_a_trial_that_forgets_too_much_is_stopped_and_does_not_win(
+    plan: trial.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = forgetful(plan, monkeypatch)
+    results = run(plan)
+    assert tasks_of(results) == ["a", "b", "c"], "0.2 after the second task is allowed"
+    ended = record(plan)
+    assert ended["status"] == "stopped"
+    assert ended["message"] == (
+        "forgetting of 30.0 % after 3 tasks is more than max_forgetting, 25 %"
+    )
+    assert ended["ended"]
+    assert best([ended]) is None
+    monkeypatch.setattr(trial.Runner, "run", lambda *_: pytest.fail("ran again"))
+    assert run(plan) == results, "what has ended is reported again"
+    strict = replace(plan, max_forgetting=0.1, name="strict")
+    monkeypatch.undo()
+    forgetful(plan, monkeypatch)
+    assert tasks_of(run(strict)) == ["a", "b"]
+    assert record(strict)["status"] == "stopped"
 
 
 def test_a_trial_that_ended_tells_again_what_it_found_and_runs_nothing(

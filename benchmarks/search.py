@@ -21,10 +21,10 @@ import yaml
 
 from benchmarks import stream
 from benchmarks.harness import Report, start
-from pipeline.console import Console
 from pipeline.results.trials import Trial
 from pipeline.search import run as search
 from pipeline.search import spec
+from pipeline.search.screen import SearchScreen
 
 TRIALS = 100
 SIDE_BY_SIDE = 2
@@ -82,7 +82,7 @@ def main() -> None:
         prepared = prepare(Path(folder))
         began = time.monotonic()
         with redirect_stdout(io.StringIO()):
-            search.run_search(prepared, "", notify, Console)
+            search.run_search(prepared, "", notify, SearchScreen(prepared))
         records = prepared.records()
     first, *further = ended.values()
     report.note("start of Ray, ingest and the first trial, wall", f"{first.at - began:.1f} s")

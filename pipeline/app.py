@@ -73,6 +73,7 @@ from workers.storage.lock import stage_lock
 
 if TYPE_CHECKING:
     import pandas as pd
+    from prometheus_client import Metric
 
     from pipeline.graph.run import Executor
     from pipeline.graph.walk import Event
@@ -542,9 +543,12 @@ def _metrics_of(
     if not config.tracking.prometheus:
         yield
         return
-    from pipeline.tracking.prometheus import serving_metrics  # start-up time
+    from pipeline.tracking.prometheus import run_metrics, serving_metrics  # start-up time
 
-    with serving_metrics(config.tracking.prometheus, journal.snapshot, graph) as url:
+    def collect() -> Iterator[Metric]:
+        return run_metrics(journal.snapshot(), graph)
+
+    with serving_metrics(config.tracking.prometheus, collect) as url:
         say(f"metrics for Prometheus: {url}")
         yield
 

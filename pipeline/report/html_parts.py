@@ -97,11 +97,16 @@ svg .key { fill: var(--soft); }
 """
 
 
-def render_document(title: str, sections: Iterable[str]) -> str:
-    """Return the whole page. title: HTML of the browser's title, without the project's name."""
+def render_document(title: str, sections: Iterable[str], reload_s: int = 0) -> str:
+    """Return the whole page.
+
+    title: HTML of the browser's title, without the project's name. reload_s: seconds after which a
+    browser loads the page again; 0: never.
+    """
+    reload = f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">{reload}'
         f"<title>{title} · Accrete</title><style>{STYLE}</style></head>"
         f"<body><main>{''.join(sections)}</main></body></html>"
     )

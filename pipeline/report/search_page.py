@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -60,6 +62,8 @@ COLUMNS = (
     "gpu_s",
     "message",
 )
+RELOAD_S = 20  # a browser loads the page of a running search again
+OLDEST_MINUTES = 5  # age of the page of a search that runs, at most
 STATUS_STYLES = {"finished": "done", "stopped": "soft", "running": "pending", "failed": "bad"}
 STATUS_TEXTS = {
     "finished": "finished",
@@ -98,12 +102,15 @@ SCHEDULERS = {
 }
 
 
-def build(storage: str, name: str) -> dict[str, bytes]:
+def build(storage: str, name: str, is_running: bool | None = None) -> dict[str, bytes]:
     """Return all files of the report by name: `search.html`, `trials.csv`, `trials.parquet`, PNGs.
 
-    Raise UserError when there is no such search.
+    is_running: whether the search goes on; None: as its lock says. Raise UserError when there is no
+    such search.
     """
     search = load(storage, name)
+    if is_running is not None:
+        search = replace(search, is_running=is_running)
     varied = search_parameters(search)
     shares, reason = measure_importance(search, varied)
     pictures = search_pictures.search_pictures(search, varied, shares)
@@ -178,7 +185,8 @@ def render_page(
     sections.append(render_trials(search, varied))
     sections.append(render_failures(search))
     sections.append(render_settings(search))
-    return render_document(f"{escape(str(search.name))} · search", sections)
+    reload_s = RELOAD_S if search.is_running else 0
+    return render_document(f"{escape(str(search.name))} · search", sections, reload_s)
 
 
 def count_text(count: float, noun: str) -> str:
@@ -190,17 +198,27 @@ def render_head(search: Search) -> str:
     """Return title, state, introduction and links."""
     protocol = str(search.settings.get("protocol", "end_of_stream"))
     state = "finished"
-    if not search.winner:
+    live = ""
+    if search.is_running:
+        written = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        state = f'<span class="pending">running at {written}</span>'
+        live = (
+            '<p class="soft">This page loads itself again while the search runs. It is written at '
+            f"least every {OLDEST_MINUTES} minutes: if that time is older, the search was killed. "
+            "The same command continues it.</p>"
+        )
+    elif not search.winner:
         state = '<span class="pending">not finished: there is no winner yet</span>'
     trials = count_text(len(search.trials), "trial")
     budget = (search.settings.get("budget") or {}).get("trials")
     if budget and not search.winner and protocol != "per_task":
         trials += f" of {budget} planned"
     statuses = [trial["status"] for trial in search.trials]
-    counts = []
-    for status, text in STATUS_TEXTS.items():
-        if status in statuses:
-            counts.append(f"{statuses.count(status)} {text}")
+    counts = [
+        f"{statuses.count(status)} {status_text(search, status)}"
+        for status in STATUS_TEXTS
+        if status in statuses
+    ]
     num_tasks = search.settings.get("first_tasks")
     if not num_tasks:
         num_tasks = max(map(completed, search.trials), default=0)
@@ -216,8 +234,15 @@ def render_head(search: Search) -> str:
         f"the winner is chosen. {escape(protocol_text)}</p>"
         f"<p>{escape(_describe_algorithm(search))}. "
         f"Trials: {', '.join(counts) or 'none has started'}.</p>"
-        f"{render_links(_links(search))}"
+        f"{live}{render_links(_links(search))}"
     )
+
+
+def status_text(search: Search, status: str) -> str:
+    """Return what the page says of trials with a status: without a process none is running."""
+    if status != "running" or search.is_running is None:
+        return STATUS_TEXTS[status]
+    return "running" if search.is_running else "interrupted"
 
 
 def _links(search: Search) -> list[tuple[str, str]]:
@@ -579,7 +604,7 @@ def render_trials(search: Search, varied: Sequence[Parameter]) -> str:
             cells.append(escape(trial["phase"]))
         status = trial["status"]
         cells.append(marks.get(trial["number"], ""))
-        cells.append(f'<span class="{STATUS_STYLES[status]}">{status}</span>')
+        cells.append(f'<span class="{STATUS_STYLES[status]}">{status_text(search, status)}</span>')
         cells.append(format_value(score(trial), "rate"))
         cells.append(format_value(forgetting(trial["results"]), "rate"))
         cells.append(plots.format_bytes(size(trial)))

@@ -14,6 +14,7 @@ from pyarrow import fs
 from pipeline.graph.run_record import RunRecord
 from workers.errors import UserError
 from workers.storage.artifact import exists, join, read_json, resolve
+from workers.storage.lock import is_locked
 
 STATUSES = ("finished", "stopped", "running", "failed")
 # accuracies closer than this are equal: the order of a summation must not choose a winner
@@ -124,7 +125,8 @@ class Search:
     """The records of a search.
 
     record: its search.json. trials: sorted by number. winner: its winner.json, None before there is
-    one. problems: sentences on files that could not be used and are left out.
+    one. problems: sentences on files that could not be used and are left out. is_running: whether
+    a process searches now; None where that is not known, as in a bucket.
     """
 
     name: str
@@ -132,6 +134,7 @@ class Search:
     trials: list[Trial]
     winner: Winner | None
     problems: list[str]
+    is_running: bool | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -317,7 +320,13 @@ def load(storage: str, name: str) -> Search:
             trials.append(trial)
     trials.sort(key=lambda trial: trial["number"])
     winner = _read_winner(join(folder, "winner.json"), problems)
-    return Search(name, record, trials, winner, problems)
+    is_running = is_locked(join(storage, "searches"), lock_key(name))
+    return Search(name, record, trials, winner, problems, is_running)
+
+
+def lock_key(name: str) -> str:
+    """Return the key of the lock that the process holds which runs a search."""
+    return f"search-{name}"
 
 
 def keys_of_searches(storage: str) -> set[str]:

@@ -9,9 +9,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import app
 from pipeline import config as configs
@@ -21,9 +23,10 @@ from pipeline.graph import build
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.launch.cluster import connect
-from pipeline.results.trials import SeedTest, Trial, best, pareto
+from pipeline.results.trials import SeedTest, Trial, best, lock_key, pareto
 from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
+from pipeline.search.live_page import LivePage
 from pipeline.search.screen import SearchScreen
 from pipeline.search.space import Params
 from pipeline.search.spec import Search, state_of, write_state
@@ -33,6 +36,9 @@ from pipeline.yaml_files import dump_yaml, read_yaml
 from workers.errors import UserError
 from workers.storage.artifact import join, write_bytes
 from workers.storage.lock import stage_lock
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 WINNER_CONFIG = "winner.yaml"  # in the folder of the search
 TrialObserver = Callable[[Trial], None]  # called when a trial has a new result or has ended
@@ -53,11 +59,11 @@ class Outcome:
 
 # ---- the search ----------------------------------------------------------------------------------
 def run_search(
-    search: Search, resume_command: str, notify: TrialObserver, open_screen: OpenScreen
+    search: Search, resume_command: str, notify: TrialObserver, screen: SearchScreen
 ) -> Outcome:
     """Run all phases and return the winner. Trials of earlier sessions are not run again, but
-    `notify` is called with them, too. open_screen: shows how data is ingested. Raise `UserError`
-    when there is no winner."""
+    `notify` is called with them, too. screen: says what is going on when nothing ends for a while.
+    Raise `UserError` when there is no winner."""
     started = time.monotonic()
     session = {"started": now(), "wall_s": 0.0}
     search.sessions.append(session)
@@ -71,17 +77,19 @@ def run_search(
         notify(record)
 
     write_state(search)
-    ray = connect(search.cluster)
+    with screen.activity(lambda: "starting Ray"):
+        ray = connect(search.cluster)
     os.environ |= TUNE_ENVIRONMENT
     try:
-        ingest(search, resume_command, open_screen)
+        ingest(search, resume_command, screen.open_console)
         from pipeline.search import tune  # imports ray.tune, which takes seconds
 
         chosen_so_far: dict[str, Params] = {}
         chosen: int | None = None
         for first, plan in phases(search, chosen_so_far):
             run_trials = tune.run_population if plan.each else tune.run_phase
-            run_trials(search, plan, first, save_time_and_notify)
+            with screen.activity(screen.describe):
+                run_trials(search, plan, first, save_time_and_notify)
             chosen = best(search.records(plan.phase), search.settings.tolerance)
             if chosen is None:
                 raise UserError(no_winner(search, plan.phase, resume_command))
@@ -226,8 +234,9 @@ def execute(
     is no winner.
     """
     screen.say(screen.head())
+    screen.say(f"its page, from now on: {page_of(search)}")
     try:
-        with stage_lock(join(search.storage, "searches"), f"search-{search.name}", wait=False):
+        with stage_lock(join(search.storage, "searches"), lock_key(search.name), wait=False):
             return _search_and_record(search, screen, resume_command, report_command)
     except BlockingIOError:
         raise UserError(
@@ -244,22 +253,29 @@ def _search_and_record(
     recorder.start(state_of(search))
     files: dict[str, bytes] = {}
     status = "KILLED"
+    page = LivePage(partial(export, search, is_running=True))
 
     def notify(record: Trial) -> None:
         screen(record)
         recorder.trial(record)
+        page.on_result()
 
     try:
-        outcome = run_search(search, resume_command, notify, screen.open_console)
+        with page.writing(), _metrics_of(search, screen):
+            outcome = run_search(search, resume_command, notify, screen)
         path = write_winner(search, outcome, [])
         screen.say(screen.won(outcome.trial, path))
+        export(search, is_running=True)
         seeds = search.settings.seeds
         tests = [evaluate_winner(search, outcome, seed, resume_command, screen) for seed in seeds]
         write_winner(search, outcome, tests)
-        files = export(search)
+        files = export(search, is_running=False)
         status = "FINISHED"
-    except UserError:
-        status = "FAILED"
+    except BaseException as error:
+        if isinstance(error, UserError):
+            status = "FAILED"
+        with suppress(OSError, UserError):
+            files = export(search, is_running=False)
         raise
     finally:
         winner = load_trials(search.storage, search.name).winner
@@ -268,6 +284,23 @@ def _search_and_record(
     written = WrittenReport(page_of(search), recorder.warnings, recorder.links())
     screen.say("\n".join(written.lines))
     return written
+
+
+@contextmanager
+def _metrics_of(search: Search, screen: SearchScreen) -> Iterator[None]:
+    """Inside, answer Prometheus where the base config names an address."""
+    address = search.tracking.prometheus
+    if not address:
+        yield
+        return
+    from pipeline.tracking.prometheus import search_metrics, serving_metrics  # start-up time
+
+    def collect() -> Iterator[Metric]:
+        return search_metrics(search.name, list(screen.records.values()), search.budget_used())
+
+    with serving_metrics(address, collect) as url:
+        screen.say(f"metrics for Prometheus: {url}")
+        yield
 
 
 def is_search(path: str) -> bool:
@@ -282,11 +315,14 @@ def report(search: Search) -> WrittenReport:
     return WrittenReport(page_of(search), recorder.warnings, recorder.links())
 
 
-def export(search: Search) -> dict[str, bytes]:
-    """Write the report beside the records; return its files by name."""
+def export(search: Search, is_running: bool | None = None) -> dict[str, bytes]:
+    """Write the report beside the records; return its files by name.
+
+    is_running: whether the page says that the search goes on; None: as the lock of the search says.
+    """
     from pipeline.report import search_page  # imports matplotlib
 
-    files = search_page.build(search.storage, search.name)
+    files = search_page.build(search.storage, search.name, is_running)
     for name, data in files.items():
         write_bytes(join(folder(search.storage, search.name), name), data)
     return files

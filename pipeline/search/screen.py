@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
-from pipeline.console import Console
+from pipeline.console import Console, Heartbeat, format_seconds
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
 from pipeline.results.trials import SeedTest, Trial, gpu_hours
 from pipeline.search.spec import Search
 
+MOST_TRIALS = 4  # named in a line about trials that run
+
 
 class SearchScreen:
     """Prints one line per trial that has ended, and returns the texts for start and end.
+
+    Inside `activity`, a line says how far the trials are when none has ended for a while.
 
     stream: where it prints, standard output by default; the runs of the search do so too.
     """
@@ -24,10 +29,13 @@ class SearchScreen:
         self.search = search
         self.stream = stream or sys.stdout
         self.printed: set[int] = set()  # numbers of trials
+        self.records: dict[int, Trial] = {record["number"]: record for record in search.records()}
+        self.heartbeat = Heartbeat(self._show_activity)
 
     def __call__(self, record: Trial) -> None:
         """Print a trial, once it has ended."""
         number = record["number"]
+        self.records[number] = record
         if record["status"] == "running" or number in self.printed:
             return
         self.printed.add(number)
@@ -53,6 +61,30 @@ class SearchScreen:
     def say(self, text: str) -> None:
         """Print some lines."""
         print(text, file=self.stream, flush=True)
+        self.heartbeat.touch()
+
+    def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
+        """Inside, print what `describe` returns when nothing was printed for a while."""
+        return self.heartbeat.activity(describe)
+
+    def _show_activity(self, activity: str, seconds: float) -> None:
+        self.say(f"{activity} ({format_seconds(seconds)} so far)")
+
+    def describe(self) -> str:
+        """Return how many trials have ended, and how far the others are."""
+        records = sorted(self.records.copy().values(), key=lambda record: record["number"])
+        statuses = [record["status"] for record in records]
+        num_ended = len(statuses) - statuses.count("running")
+        text = f"trials: {num_ended} ended"
+        learned = []
+        for record in records:
+            if record["status"] == "running" and record["results"]:
+                num_learned = record["results"][-1]["position"] + 1
+                tasks = f"{num_learned} of {len(self.search.tasks)} tasks"
+                learned.append(f"trial {record['number']} has learned {tasks}")
+        if len(learned) > MOST_TRIALS:
+            learned = [*learned[:MOST_TRIALS], f"and {len(learned) - MOST_TRIALS} more"]
+        return ", ".join([text, *learned])
 
     def open_console(self, graph: Graph, lookups: dict[str, Lookup]) -> Console:
         """Return what shows a run of the search where the search prints."""

@@ -273,23 +273,30 @@ class Search:
         """Wall-clock time of all sessions."""
         return float(sum(session["wall_s"] for session in self.sessions))
 
+    def budget_used(self) -> dict[str, float]:
+        """Return the used share of each bound of the budget but the number of trials."""
+        budget = self.settings.budget
+        shares: dict[str, float] = {}
+        if budget.hours is not None:
+            shares["hours"] = self.elapsed_s / 3600 / budget.hours
+        if budget.stages is None and budget.gpu_hours is None:
+            return shares
+        records = self.records()
+        if budget.stages is not None:
+            shares["stages"] = sum(record["stages"]["run"] for record in records) / budget.stages
+        if budget.gpu_hours is not None:
+            shares["gpu_hours"] = gpu_hours(records) / budget.gpu_hours
+        return shares
+
     @property
     def is_budget_used(self) -> bool:
         """Whether the budget of hours, stages or GPU-hours is used up."""
-        budget = self.settings.budget
-        if self.is_gpu_budget_used:
-            return True
-        if budget.hours is not None and self.elapsed_s >= 3600 * budget.hours:
-            return True
-        if budget.stages is None:
-            return False
-        return sum(record["stages"]["run"] for record in self.records()) >= budget.stages
+        return any(share >= 1 for share in self.budget_used().values())
 
     @property
     def is_gpu_budget_used(self) -> bool:
         """Whether the budget of GPU-hours is used up by results so far."""
-        budget = self.settings.budget.gpu_hours
-        return budget is not None and gpu_hours(self.records()) >= budget
+        return self.budget_used().get("gpu_hours", 0.0) >= 1
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -1,20 +1,21 @@
-"""Metrics of a run in Prometheus' format, over HTTP while its driver is at work.
+"""Metrics of a run or a search in Prometheus' format, over HTTP while its driver is at work.
 
-They are made of the run's status when Prometheus asks, so a run has no work with them. Names and
-units: docs/tracking.md.
+They are made when Prometheus asks, so a run has no work with them. Names and units:
+docs/tracking.md.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pipeline.config import ADDRESS_RULE, address_of
 from pipeline.graph.live_status import STAGE_STATES, LiveStatus
 from pipeline.graph.stage import Graph
+from pipeline.results.trials import STATUSES, Trial, best, gpu_hours, score
 from workers.errors import UserError, require_package
 
 if TYPE_CHECKING:
@@ -126,23 +127,75 @@ def _machine_metrics(status: LiveStatus) -> Iterator[Metric]:
     yield from (cpu, memory, gpu_memory, gpu_use)
 
 
+def search_metrics(
+    name: str, trials: Sequence[Trial], budget_used: Mapping[str, float]
+) -> Iterator[Metric]:
+    """Yield the metrics of a search from the records of its trials.
+
+    budget_used: bound of the budget -> used share.
+    """
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+    by_status = GaugeMetricFamily(
+        "accrete_search_trials", "Trials of the search by status", labels=["search", "status"]
+    )
+    counts = Counter(trial["status"] for trial in trials)
+    for status in STATUSES:
+        by_status.add_metric([name, status], counts[status])
+    yield by_status
+    accuracy = GaugeMetricFamily(
+        "accrete_search_best_accuracy",
+        "Highest validation accuracy of a finished trial",
+        labels=["search", "task"],
+    )
+    for phase in dict.fromkeys(trial["phase"] for trial in trials):
+        of_phase = [trial for trial in trials if trial["phase"] == phase]
+        number = best(of_phase)
+        if number is not None:
+            winner = next(trial for trial in of_phase if trial["number"] == number)
+            accuracy.add_metric([name, phase], score(winner))
+    yield accuracy
+    stages = CounterMetricFamily(
+        "accrete_search_stages", "Stages that trials needed", labels=["search", "how"]
+    )
+    for how in ("run", "reused"):
+        stages.add_metric([name, how], sum(trial["stages"][how] for trial in trials))
+    yield stages
+    device_s = CounterMetricFamily(
+        "accrete_search_device_seconds", "Time of stages times their workers", labels=["search"]
+    )
+    device_s.add_metric([name], sum(trial["device_s"] for trial in trials))
+    yield device_s
+    gpu_s = CounterMetricFamily(
+        "accrete_search_gpu_seconds", "Time of stages times their GPUs", labels=["search"]
+    )
+    gpu_s.add_metric([name], 3600 * gpu_hours(trials))
+    yield gpu_s
+    used = GaugeMetricFamily(
+        "accrete_search_budget_used_ratio",
+        "Used share of a bound of the budget",
+        labels=["search", "bound"],
+    )
+    for bound, share in budget_used.items():
+        used.add_metric([name, bound], share)
+    yield used
+
+
 @contextmanager
-def serving_metrics(
-    address: str, read_status: Callable[[], LiveStatus], graph: Graph
-) -> Iterator[str]:
-    """Inside, answer Prometheus with the metrics of a run; yield the URL.
+def serving_metrics(address: str, collect: Callable[[], Iterator[Metric]]) -> Iterator[str]:
+    """Inside, answer Prometheus with what `collect` yields; yield the URL.
 
     address: the setting `tracking.prometheus`. Raise `UserError` when it cannot be used.
     """
     require_package("prometheus_client", "tracking.prometheus", "leave the setting out")
     from prometheus_client import CollectorRegistry, start_http_server
 
-    class RunCollector:
+    class LiveCollector:
         def collect(self) -> Iterator[Metric]:
-            return run_metrics(read_status(), graph)
+            return collect()
 
     registry = CollectorRegistry()
-    registry.register(RunCollector())
+    registry.register(LiveCollector())
     host, port = address_of(address)
     try:
         server, thread = start_http_server(port, host, registry)

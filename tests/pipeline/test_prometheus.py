@@ -13,8 +13,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import fake_search
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
@@ -26,11 +27,12 @@ from pipeline.graph.live_status import LiveStatus, MachineSample
 from pipeline.graph.stage import Graph, Stage
 from pipeline.launch import machine
 from pipeline.launch.machine import sample_machine, sampling
+from pipeline.results.trials import Trial
 from pipeline.serving.http_server import Front, Hosts, Reply, listening
 from pipeline.serving.requests import RawRequest
 from pipeline.tracking import prometheus, ui
 from pipeline.tracking.points import machine_points
-from pipeline.tracking.prometheus import run_metrics, serving_metrics
+from pipeline.tracking.prometheus import run_metrics, search_metrics, serving_metrics
 from tests import small_run
 from workers.errors import UserError
 
@@ -73,6 +75,14 @@ def status() -> LiveStatus:
         },
         "machines": {"gpu-1": SAMPLE},
     }
+
+
+def metrics() -> Iterator[Any]:
+    return run_metrics(status(), GRAPH)
+
+
+def metrics_of_a_search() -> Iterator[Any]:
+    return search_metrics("meat", [cast(Trial, fake_search.trial(0))], {})
 
 
 def text_of_run(of: LiveStatus) -> str:
@@ -139,9 +149,9 @@ def test_what_is_no_address_is_refused_before_anything_runs(value: Any, tmp_path
 
 def test_an_address_in_use_is_one_sentence() -> None:
     with (
-        serving_metrics("0", status, GRAPH) as url,
+        serving_metrics("0", metrics) as url,
         pytest.raises(UserError, match=r"^tracking\.prometheus is .*nothing can listen there"),
-        serving_metrics(str(urllib.parse.urlsplit(url).port), status, GRAPH),
+        serving_metrics(str(urllib.parse.urlsplit(url).port), metrics),
     ):
         raise AssertionError
 
@@ -252,11 +262,13 @@ def test_prometheus_reads_a_run_and_a_server_and_answers_the_queries_of_the_page
 ) -> None:
     front = Front(answer_at_once, {}, Hosts("127.0.0.1"))
     with (
-        serving_metrics("0", status, GRAPH) as run_url,
+        serving_metrics("0", metrics) as run_url,
+        serving_metrics("0", metrics_of_a_search) as search_url,
         listening(front, "127.0.0.1", ui.free_port("127.0.0.1", 0)) as port,
     ):
         server_url = f"http://127.0.0.1:{port}"
         targets = [urllib.parse.urlsplit(run_url).netloc, f"127.0.0.1:{port}"]
+        targets.append(urllib.parse.urlsplit(search_url).netloc)
         with running_prometheus(tmp_path, targets) as url:
             deadline = time.monotonic() + 120
             missing = ["up == 1", *queries()]
@@ -267,6 +279,6 @@ def test_prometheus_reads_a_run_and_a_server_and_answers_the_queries_of_the_page
                 urllib.request.urlopen(request, timeout=60).close()
                 time.sleep(0.3)
                 missing = [query for query in missing if not ask(url, query)]
-            assert len(ask(url, "up == 1")) == 2
+            assert len(ask(url, "up == 1")) == 3
             [stages] = ask(url, 'accrete_run_stages{state="done"}')
             assert stages["value"][1] == "2"

@@ -20,6 +20,7 @@ import yaml
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial as TuneTrial
 
+import pipeline
 from pipeline import config
 from pipeline.results.trials import SeedTest, Trial, best
 from pipeline.search import run, spec, trial, tune
@@ -459,12 +460,18 @@ def test_a_killed_search_resumes_and_has_the_same_winner(tmp_path: Path) -> None
         assert time.monotonic() < deadline
         assert process.poll() is None, (tmp_path / "killed.out").read_text()
         time.sleep(0.01)
+    live = (search_folder(killed) / "search.html").read_text()
+    assert 'http-equiv="refresh"' in live, "the page is there while the search runs"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    pipeline.load_search(path).report()
+    assert 'http-equiv="refresh"' not in (search_folder(killed) / "search.html").read_text()
     finished_before = finished(records(killed))
     assert 2 <= len(finished_before) < 5
     output = searched(path, tmp_path / "again")
     assert "known from before" in output
+    assert f"its page, from now on: {search_folder(killed) / 'search.html'}" in output
+    assert 'http-equiv="refresh"' not in (search_folder(killed) / "search.html").read_text()
     after = {record["number"]: record for record in records(killed)}
     for record in finished_before:
         assert after[record["number"]] == record

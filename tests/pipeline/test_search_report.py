@@ -22,8 +22,9 @@ from PIL import Image
 
 from pipeline.report import plots, search_page, search_plots
 from pipeline.report.parameters import measure_importance, search_parameters, short_names
-from pipeline.results.trials import Search, Trial, best, load, pareto, score
+from pipeline.results.trials import Search, Trial, best, load, lock_key, pareto, score
 from workers.errors import UserError
+from workers.storage.lock import stage_lock
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
 
@@ -339,6 +340,33 @@ def test_an_unfinished_search_shows_what_is_there(tmp_path: Path) -> None:
     assert "Leading so far: trial" in text
     assert "On test images" not in text
     check_page(search_result)
+
+
+def test_the_page_says_whether_the_search_runs_now(tmp_path: Path) -> None:
+    some = [*fake.trials(3), fake.trial(3, status="running", results=[])]
+    fake.write(tmp_path, fake.record(), some)
+    name = fake.record()["name"]
+
+    def page() -> str:
+        search_result = load(str(tmp_path), name)
+        varied = search_parameters(search_result)
+        return search_page.render_page(search_result, varied, [], "")
+
+    with stage_lock(str(tmp_path / "searches"), lock_key(name), wait=False):
+        running = page()
+    assert '<meta http-equiv="refresh" content="20">' in running
+    assert "loads itself again while the search runs" in running
+    assert "1 running." in running
+    assert ">running<" in running
+    assert "interrupted" not in running
+    killed = page()  # the system frees the lock of a process that is killed
+    assert "refresh" not in killed
+    assert "1 interrupted." in killed
+    assert ">running" not in killed
+    assert "not finished: there is no winner yet" in killed
+    whole = search_page.build(str(tmp_path), name, is_running=True)["search.html"].decode()
+    assert "loads itself again" in whole, "in a bucket there is no lock"
+    check_page((None, {"search.html": running.encode()}))
 
 
 def test_a_search_without_trials_and_one_of_one_trial(tmp_path: Path) -> None:

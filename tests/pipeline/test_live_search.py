@@ -1,0 +1,179 @@
+"""What a search shows while it runs: its page, lines on the screen, and metrics."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import fake_search
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pipeline import console
+from pipeline.results.trials import Trial
+from pipeline.search import live_page
+from pipeline.search.live_page import LivePage, pause_s
+from pipeline.search.screen import SearchScreen
+from pipeline.search.spec import Search
+from pipeline.tracking.prometheus import search_metrics
+
+
+def trial(number: int, status: str = "finished", num_results: int = 5, **more: Any) -> Trial:
+    body = fake_search.trial(number, status=status, **more)
+    body["results"] = body["results"][:num_results]
+    return cast(Trial, body)
+
+
+# ---- the page ------------------------------------------------------------------------------------
+class Pages:
+    """Counts pages, and waits for them."""
+
+    def __init__(self, error: Exception | None = None):
+        self.written = threading.Semaphore(0)
+        self.error = error
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.written.release()
+        if self.error is not None:
+            raise self.error
+
+    def wait(self) -> None:
+        assert self.written.acquire(timeout=60)
+
+
+@pytest.fixture
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "CHANGED_S", 0.0)
+    monkeypatch.setattr(live_page, "LOOK_S", 0.001)
+
+
+@pytest.mark.usefixtures("_no_pause")
+def test_the_page_is_written_at_the_start_and_after_results() -> None:
+    pages = Pages()
+    page = LivePage(pages)
+    threads = threading.active_count()
+    with page.writing():
+        pages.wait()
+        for _ in range(3):
+            page.on_result()
+            pages.wait()
+        assert pages.count == 4
+    assert threading.active_count() == threads, "the thread has ended"
+
+
+@pytest.mark.usefixtures("_no_pause")
+def test_the_page_is_written_again_without_results_so_that_its_time_says_that_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_page, "UNCHANGED_S", 0.01)
+    pages = Pages()
+    with LivePage(pages).writing():
+        pages.wait()
+        pages.wait()
+
+
+@pytest.mark.usefixtures("_no_pause")
+def test_a_page_that_cannot_be_written_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    pages = Pages(OSError("disk full"))
+    page = LivePage(pages)
+    with page.writing():
+        pages.wait()
+        page.on_result()
+        pages.wait()
+    assert "the report of the search was not written: disk full" in caplog.text
+
+
+def test_results_that_come_fast_make_few_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "LOOK_S", 0.001)
+    pages = Pages()
+    page = LivePage(pages)
+    with page.writing():
+        pages.wait()
+        for _ in range(100):
+            page.on_result()
+            time.sleep(0.001)
+    assert pages.count == 1, "within CHANGED_S"
+
+
+def test_a_page_that_takes_long_is_written_less_often() -> None:
+    assert pause_s(0.1) == 10
+    assert pause_s(2.0) == pytest.approx(40), "a twentieth of the time"
+    assert pause_s(3600.0) == 240, "the page promises to be at most five minutes old"
+
+
+# ---- lines ---------------------------------------------------------------------------------------
+def screen_of(*records: Trial) -> tuple[SearchScreen, io.StringIO]:
+    """Return the screen of a search of five tasks, some trials of which are known."""
+    stream = io.StringIO()
+    search = SimpleNamespace(
+        records=lambda: list(records),
+        tasks=tuple(fake_search.TASKS),
+    )
+    return SearchScreen(cast(Search, search), stream), stream
+
+
+def test_a_line_says_how_far_the_trials_are() -> None:
+    screen, _ = screen_of(trial(0), trial(1, "stopped"))
+    assert screen.describe() == "trials: 2 ended"
+    screen(trial(3, "running", 2))
+    screen(trial(2, "running", 0))
+    text = "trials: 2 ended, trial 3 has learned 2 of 5 tasks"
+    assert screen.describe() == text, "the other one has no result yet"
+    for number in range(4, 10):
+        screen(trial(number, "running", 1))
+    assert screen.describe().endswith("trial 6 has learned 1 of 5 tasks, and 3 more")
+
+
+def test_a_search_is_silent_for_ten_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console.Heartbeat, "_watch", lambda self, ended: None)
+    now = [1000.0]
+    screen, stream = screen_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now[0])
+        with screen.activity(screen.describe):
+            for _ in range(60):
+                now[0] += 1
+                screen.heartbeat.beat()
+                if now[0] == 1020:
+                    screen(trial(0))
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["trials: 0 ended (9.0 s so far)", "trials: 0 ended (18.0 s so far)"]
+    assert lines[2].startswith("trial 0: ")
+    assert lines[3] == "trials: 1 ended (29.0 s so far)"
+    assert len(lines) == 7
+
+
+# ---- metrics -------------------------------------------------------------------------------------
+def test_metrics_say_what_the_records_say() -> None:
+    trials = [
+        trial(0, accuracy=0.5, gpu_s=30.0),
+        trial(1, accuracy=0.75, gpu_s=60.0),
+        trial(2, "failed", 0),
+        trial(3, "running", 1),
+    ]
+
+    class Collector:
+        def collect(self) -> Iterator[Any]:
+            return search_metrics("meat", trials, {"hours": 0.25})
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    lines = generate_latest(registry).decode().splitlines()
+    assert {line for line in lines if not line.startswith("#")} == {
+        'accrete_search_trials{search="meat",status="finished"} 2.0',
+        'accrete_search_trials{search="meat",status="stopped"} 0.0',
+        'accrete_search_trials{search="meat",status="running"} 1.0',
+        'accrete_search_trials{search="meat",status="failed"} 1.0',
+        'accrete_search_best_accuracy{search="meat",task=""} 0.75',
+        'accrete_search_stages_total{how="run",search="meat"} 32.0',
+        'accrete_search_stages_total{how="reused",search="meat"} 32.0',
+        'accrete_search_device_seconds_total{search="meat"} 1360.0',
+        'accrete_search_gpu_seconds_total{search="meat"} 90.0',
+        'accrete_search_budget_used_ratio{bound="hours",search="meat"} 0.25',
+    }

@@ -60,6 +60,7 @@ COLUMNS = (
     "stages_reused",
     "device_s",
     "gpu_s",
+    "origin",
     "message",
 )
 RELOAD_S = 20  # a browser loads the page of a running search again
@@ -140,6 +141,7 @@ def trial_rows(search: Search) -> list[files.Row]:
         values = [t["params"][parameter.key] for t in search.trials if parameter.key in t["params"]]
         if any(math.isnan(as_number(value)) for value in values):
             text_keys.add(parameter.key)
+    origins = search.origins()
     rows = []
     for trial in search.trials:
         settings = dict(trial["params"])
@@ -159,6 +161,7 @@ def trial_rows(search: Search) -> list[files.Row]:
                 "stages_reused": trial["stages"]["reused"],
                 "device_s": float(trial["device_s"]),
                 "gpu_s": float(trial.get("gpu_s", 0.0)),
+                "origin": origins.get(trial["number"], ""),
                 "message": trial["message"],
             }
         )
@@ -263,6 +266,10 @@ def _describe_algorithm(search: Search) -> str:
     text = f"{algorithm}; {scheduler}" if scheduler else algorithm
     if "bytes" in (search.settings.get("objectives") or []):
         text += ". The search optimizes both accuracy and bytes"
+    origins = search.origins()
+    if origins:
+        earlier = search.record["warm_start"].get("search")
+        text += f". The first {count_text(len(origins), 'trial')} have points of search {earlier}"
     if search.record.get("note"):
         text += f" ({search.record['note']})"
     return text
@@ -638,13 +645,18 @@ def render_trials(search: Search, varied: Sequence[Parameter]) -> str:
 
 
 def _trial_marks(search: Search) -> dict[int, str]:
-    """Return the marks of the chosen trials and of those on the front, by number."""
+    """Return by number the marks of the chosen trials, of those on the front, and of those with a
+    point of an earlier search."""
     marks: dict[int, str] = {}
     if search_plots.sizes_differ(search):
         for phase in search.phases:
             marks |= dict.fromkeys(pareto(search.of(phase)), '<span class="soft">front</span>')
     label = f"<b>{search_plots.chosen_label(search)}</b>"
-    return marks | dict.fromkeys(search.chosen().values(), label)
+    marks |= dict.fromkeys(search.chosen().values(), label)
+    for number, origin in search.origins().items():
+        of_earlier = f'<span class="soft">of {escape(origin)}</span>'
+        marks[number] = f"{marks.get(number, '')} {of_earlier}".strip()
+    return marks
 
 
 def render_failures(search: Search) -> str:

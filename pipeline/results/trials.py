@@ -165,6 +165,16 @@ class Search:
         """Return the trial with a number; None when there is none."""
         return next((trial for trial in self.trials if trial["number"] == number), None)
 
+    def origins(self) -> dict[int, str]:
+        """Return the trial of an earlier search, as `NAME 7`, of each trial that has its point."""
+        warm_start = self.record.get("warm_start")
+        if not isinstance(warm_start, dict) or not isinstance(warm_start.get("points"), list):
+            return {}
+        points = warm_start["points"]
+        numbers = [point.get("trial") for point in points if isinstance(point, dict)]
+        name = warm_start.get("search")
+        return {number: f"{name} {trial}" for number, trial in enumerate(numbers)}
+
     def chosen(self) -> dict[str, int]:
         """Return the number of the trial that each phase has chosen.
 

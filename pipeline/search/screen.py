@@ -107,6 +107,12 @@ class SearchScreen:
         known = len(self.search.records())
         if known:
             text += f"; {known} {_plural('trial', known)} known from before"
+        warm_start = self.search.warm_start
+        if warm_start is not None:
+            points = f"{len(warm_start.points)} {_plural('point', len(warm_start.points))}"
+            text += f"; {points} of search {warm_start.search} first"
+            if settings.algorithm == "tpe":
+                text += f", {len(warm_start.observations)} of its other trials known to tpe"
         if self.search.note:
             text += f"\nnote: {self.search.note}"
         return text

@@ -23,6 +23,7 @@ from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
 from pipeline.search.space import Params, Space
 from pipeline.search.trial import folder, now, with_history
+from pipeline.search.warm_start import WarmStart, warm_start_of
 from workers.errors import UserError, did_you_mean
 from workers.job import Frozen, Neutral, key_inputs
 from workers.methods import METHODS
@@ -104,6 +105,15 @@ class SearchSettings(Frozen):
         le=1,
         description="average forgetting (0 to 1) of validation accuracy beyond which a trial is "
         "stopped after a task, and does not win",
+    )
+    warm_start: Annotated[str | None, Neutral(None)] = Field(
+        None,
+        pattern=configs.NAME,
+        description="an earlier search of the storage, whose best points are tried first; tpe also "
+        "learns from its other trials where the same data, stream and settings judged them",
+    )
+    warm_points: Annotated[PositiveInt, Neutral(4)] = Field(
+        4, description="warm_start: how many points are tried first"
     )
     objectives: tuple[Literal["accuracy", "bytes"], ...] = Field(
         ("accuracy",),
@@ -202,6 +212,23 @@ class SearchSettings(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _check_warm_start(self) -> SearchSettings:
+        if self.warm_start is None:
+            return self
+        if self.warm_start == self.name:
+            raise ValueError(
+                f"warm_start is {self.warm_start!r}, the name of this search itself; name an "
+                "earlier search, or give this one another name"
+            )
+        if self.algorithm == "grid" or self.protocol == "per_task":
+            kind = "algorithm grid" if self.algorithm == "grid" else "protocol per_task"
+            raise ValueError(
+                f"{kind} tries no points of another search; leave warm_start out, or use "
+                "algorithm random or tpe and protocol end_of_stream"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_counts(self) -> SearchSettings:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds are {list(self.seeds)}; list each once")
@@ -231,6 +258,7 @@ class Search:
     note: a sentence on what the settings mean for this stream; "" when there is none.
     digest: of everything that must not change when the search continues.
     sessions: when each run of the search started, and how long it took.
+    warm_start: what it takes from an earlier search.
     """
 
     settings: SearchSettings
@@ -244,6 +272,7 @@ class Search:
     note: str = ""
     digest: str = ""
     sessions: list[dict[str, Any]] = field(default_factory=list)
+    warm_start: WarmStart | None = None
 
     @property
     def name(self) -> str:
@@ -437,8 +466,36 @@ def prepare(
         _note(settings, point_configs),
         _digest(settings, body, graph),
     )
-    search.sessions = _earlier_sessions(search)
+    state = _earlier_state(search)
+    search.sessions = [session for session in state.get("sessions", []) if "wall_s" in session]
+    search.warm_start = WarmStart.of_record(state.get("warm_start"))
+    if settings.warm_start is not None and search.warm_start is None:
+        search.warm_start = _warm_start(search, store, path)
     return search
+
+
+def _warm_start(search: Search, store: Store, path: str) -> WarmStart:
+    """Return what a search that begins takes from an earlier one. path: of the search file."""
+    settings = search.settings
+    assert settings.warm_start is not None
+
+    def evaluate_key(params: Params) -> str:
+        config = _config_of(search.body, params, path)
+        graph, _ = build.graph_of(config, store, search.provenance, "val")
+        return graph[f"{next(iter(config.methods))}/{search.tasks[-1]}/evaluate"].key
+
+    try:
+        earlier = load_trials(search.storage, settings.warm_start)
+    except UserError as error:
+        raise UserError(f"{path}: warm_start: {error}") from None
+    return warm_start_of(
+        earlier,
+        search.space,
+        settings.warm_points,
+        settings.seed,
+        evaluate_key,
+        path,
+    )
 
 
 def _config_of(body: dict[str, Any], params: Params, where: str) -> configs.Config:
@@ -549,21 +606,21 @@ def _digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str
     return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _earlier_sessions(search: Search) -> list[dict[str, Any]]:
-    """Return the sessions of a search that continues. Raise `UserError` when the storage has
-    another search of this name."""
+def _earlier_state(search: Search) -> dict[str, Any]:
+    """Return the search.json of a search that continues; empty for one that begins. Raise
+    `UserError` when the storage has another search of this name."""
     search_folder = folder(search.storage, search.name)
     try:
         state = read_json(join(search_folder, "search.json"))
     except (FileNotFoundError, ValueError):
-        return []
+        return {}
     if not isinstance(state, dict) or state.get("digest") != search.digest:
         raise UserError(
             f"search {search.name!r} is in {search.storage} with another space, base, data "
             "or code, so it cannot be continued; give this one another name with --set "
             f"name=NAME, or remove {search_folder} (stages in the store are reused all the same)"
         )
-    return [session for session in state.get("sessions", []) if "wall_s" in session]
+    return state
 
 
 def write_state(search: Search) -> None:
@@ -579,6 +636,9 @@ def state_of(search: Search) -> dict[str, Any]:
         settings["budget"]["trials"] = len(search.space.grid())
     dimensions = search.settings.space
     created = search.sessions[0]["started"] if search.sessions else now()
+    warm_start = {}
+    if search.warm_start is not None:
+        warm_start = {"warm_start": search.warm_start.record()}
     return {
         "name": search.name,
         "digest": search.digest,
@@ -592,4 +652,5 @@ def state_of(search: Search) -> dict[str, Any]:
         "sessions": search.sessions,
         "note": search.note,
         "created": created,
+        **warm_start,
     }

@@ -73,9 +73,15 @@ class Optuna:
         self.study = optuna.create_study(
             directions=[directions[name] for name in search.settings.objectives]
         )
+        if search.warm_start is not None:
+            for index, point in enumerate(search.warm_start.observations):
+                number = -1 - index  # of no trial of this search
+                self.ask(number, point.params)
+                self.tell(number, {"accuracy": point.accuracy, "bytes": point.bytes})
 
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Params:
-        """Return the parameters of a trial. known: those of a trial of an earlier session."""
+        """Return the parameters of a trial. known: those that it has to have, as a trial of an
+        earlier session."""
         seed = derive_seed(self.search.settings.seed, "tpe", number) % 2**32
         self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
         if known is not None:
@@ -229,12 +235,21 @@ class AskingSearcher(Searcher):
 
     def _params(self, number: int, known: Trial | None) -> Params | None:
         """Return the parameters of a trial; None behind the last point of a grid."""
-        known_params = known["params"] if known is not None else None
+        known_params = self._first_params(number)
+        if known is not None:
+            known_params = known["params"]
         if self.optuna is not None:
             return self.optuna.ask(number, known_params)
         if known_params is not None:
             return known_params
         return points_of(self.search, number, self.first)
+
+    def _first_params(self, number: int) -> Params | None:
+        """Return the point of an earlier search that a trial starts with; None for most trials."""
+        warm_start = self.search.warm_start
+        if warm_start is None or number - self.first >= len(warm_start.points):
+            return None
+        return dict(warm_start.points[number - self.first].params)
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         """Report the last result of a trial to Optuna."""

@@ -27,41 +27,9 @@ from pipeline.search import run, spec, trial, tune
 from pipeline.search.screen import SearchScreen
 from tests import small_run
 from tests.pipeline.nodes import nodes_of
+from tests.pipeline.small_search import SPACE, prepared, written
 from workers.errors import UserError
 from workers.storage.lock import stage_lock
-
-SPACE = {
-    "methods.meat.lambda": {"dist": "uniform", "low": 0.5, "high": 1.0},
-    "methods.meat.alpha": {"dist": "choice", "values": [0.5, 1, 2]},
-}
-
-
-def written(
-    folder: Path,
-    cards: Any = ("a", "b"),
-    changes: dict[str, Any] | None = None,
-    method: str = "meat",
-    **body: Any,
-) -> str:
-    """A search file over a small base of digits."""
-    if not (folder / "base.yaml").exists():
-        settings = small_run.make_body(
-            folder,
-            small_run.make_cards(folder, cards),
-            methods=[method],
-            data={"val_fraction": 0.3},
-            **(changes or {}),
-        )
-        small_run.write_config(folder / "base.yaml", settings)
-    return small_run.write_config(
-        folder / "small.yaml",
-        {"base": "base.yaml", "space": SPACE, "budget": {"trials": 3}, "seeds": [], **body},
-    )
-
-
-def prepared(folder: Path, *overrides: str, **body: Any) -> spec.Search:
-    return spec.prepare(written(folder, **body), list(overrides), {})
-
 
 BAD = [
     ({"spce": {}}, ["spce", "did you mean 'space'"]),
@@ -110,6 +78,12 @@ BAD = [
         {"budget": {"gpu_hours": 2}},
         ["gpu_hours is 2", "take no GPU", "--set cluster.gpus_per_worker=1"],
     ),
+    ({"warm_start": "small"}, ["warm_start is 'small'", "this search itself"]),
+    ({"warm_start": "nothing"}, ["there is no search 'nothing'"]),
+    ({"warm_start": "../nothing"}, ["warm_start"]),
+    ({"warm_start": "a", "warm_points": 0}, ["warm_points"]),
+    ({"warm_start": "a", "algorithm": "grid"}, ["grid", "leave warm_start out"]),
+    ({"warm_start": "a", "protocol": "per_task"}, ["per_task", "leave warm_start out"]),
     ({"max_forgetting": 2}, ["max_forgetting", "1"]),
     ({"max_forgetting": 0.1, "protocol": "per_task"}, ["per_task", "max_forgetting"]),
     ({"max_forgetting": 0.1, "scheduler": "pbt"}, ["pbt", "max_forgetting"]),

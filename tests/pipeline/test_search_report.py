@@ -157,6 +157,7 @@ def test_the_tables_hold_every_trial_with_its_settings_as_columns(forty: Any) ->
         "stages_reused",
         "device_s",
         "gpu_s",
+        "origin",
         "message",
     ]
     assert list(table[0]) == list(rows[0])
@@ -367,6 +368,19 @@ def test_the_page_says_whether_the_search_runs_now(tmp_path: Path) -> None:
     whole = search_page.build(str(tmp_path), name, is_running=True)["search.html"].decode()
     assert "loads itself again" in whole, "in a bucket there is no lock"
     check_page((None, {"search.html": running.encode()}))
+
+
+def test_trials_with_points_of_an_earlier_search_are_marked(tmp_path: Path) -> None:
+    points = [{"trial": 7}, {"trial": 3}]
+    body = fake.record() | {"warm_start": {"search": "earlier", "points": points}}
+    fake.write(tmp_path, body, fake.trials(4))
+    files = search_page.build(str(tmp_path), body["name"])
+    rows = csv.DictReader(io.StringIO(files["trials.csv"].decode()))
+    assert [row["origin"] for row in rows] == ["earlier 7", "earlier 3", "", ""]
+    text = words((None, files))
+    assert "The first 2 trials have points of search earlier" in text
+    assert "of earlier 7" in text
+    check_page((None, {"search.html": files["search.html"]}))
 
 
 def test_a_search_without_trials_and_one_of_one_trial(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,14 +26,37 @@ from typing import Any
 from tests import small_run
 
 KEY, SECRET = "AKIATESTKEYOFNOBODY", "thissecretmustnotappearanywhere"
+# Arguments: a port, 0 for a free one, and a file, or "". Reads what the file holds and, when
+# standard input ends, writes what the server holds into it: between two requests, so that nothing
+# is lost that was answered.
 SERVER = """
-import logging, sys
-from moto.server import ThreadedMotoServer
+import logging, os, pickle, sys, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3.models import s3_backends
+from werkzeug.serving import make_server
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
+port, path = int(sys.argv[1]), sys.argv[2]
+account, partition = "123456789012", "aws"
+buckets = s3_backends[account][partition].buckets
+if path and os.path.exists(path):
+    with open(path, "rb") as stream:
+        buckets.update(pickle.load(stream))
+    for name in buckets:
+        s3_backends.bucket_accounts[name] = (partition, account)
+application = DomainDispatcherApplication(create_backend_app)
+turn = threading.Lock()
+def answer(*request):
+    with turn:
+        return application(*request)
+server = make_server("127.0.0.1", port, answer, threaded=True)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.port, flush=True)
 sys.stdin.read()
+turn.acquire()
+if path:
+    with open(path, "wb") as stream:
+        pickle.dump(dict(buckets), stream)
+os._exit(0)
 """
 BODY = (
     b"<?xml version='1.0'?><Error><Code>%s</Code><Message>a fault of the "
@@ -247,18 +270,41 @@ def answer(
         request.wfile.write(data)
 
 
+@dataclass
+class Server:
+    """A process of an S3 server, which can be ended and started again.
+
+    state: file that keeps what is in it meanwhile; empty: it is lost. port: the first start chooses
+    a free one.
+    """
+
+    state: str = ""
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, and wait until it listens."""
+        command = [sys.executable, "-c", SERVER, str(self.port), self.state]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout
+        self.port = int(self.process.stdout.readline())
+
+    def stop(self) -> None:
+        """End the process, if there is one."""
+        if self.process:
+            self.process.communicate(timeout=60)
+            self.process = None
+
+
 @contextlib.contextmanager
 def server() -> Iterator[int]:
     """Run an empty S3 server inside the context, and yield its port."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    running = Server()
     try:
-        assert process.stdout
-        yield int(process.stdout.readline())
+        running.start()
+        yield running.port
     finally:
-        process.kill()
-        process.communicate()
+        running.stop()
 
 
 def files(port: int, bucket: str) -> dict[str, bytes]:
@@ -296,13 +342,13 @@ def fetched(port: int, bucket: str, folder: Path) -> Path:
     return folder
 
 
-def leaks(folder: Path) -> list[str]:
-    """Return the paths below `folder` of files that contain the access key or the secret."""
+def leaks(folder: Path, secrets: Iterable[str] = (KEY, SECRET)) -> list[str]:
+    """Return the paths below `folder` of files that contain one of the secrets."""
     leaking = []
     for path in folder.rglob("*"):
         if path.is_file():
             data = path.read_bytes()
-            if KEY.encode() in data or SECRET.encode() in data:
+            if any(secret.encode() in data for secret in secrets):
                 leaking.append(str(path))
     return leaking
 
@@ -323,13 +369,17 @@ def start(argv: list[str], out: Path, env: dict[str, str], stop_before: int = 0)
 def main_into(argv: list[str], out: str, env: dict[str, str], stop_before: int) -> None:
     """Run the command line in this process, which `start` started; arguments as there.
 
-    A request is sent once by pyarrow, so that the project's retries are tested, with short pauses.
+    A request is sent once by pyarrow, so that the project's retries are tested, with short pauses;
+    so are those of the record.
     """
+    from pipeline.tracking import outbox
     from workers.storage import filesystem
 
     os.environ.update(env)
     filesystem.TRIES = 1
     filesystem.FIRST_S = 0.01
+    outbox.FIRST_S = 0.1
+    outbox.LONGEST_S = 0.5
     if stop_before:
         writes = itertools.count(1)
         put = filesystem.RetryingFilesystem.put

@@ -2,8 +2,6 @@
 recorded afterwards, in order and once."""
 
 import json
-import os
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +14,11 @@ from fake_mlflow import Away, FakeMlflow, Refused
 
 from pipeline.config import TrackingSettings
 from pipeline.shell.invocation import this_command
-from pipeline.tracking import mlflow_client, outbox, ui
+from pipeline.tracking import mlflow_client, outbox
 from pipeline.tracking.recorder import Recorder
 from pipeline.tracking.run_writer import RunIdentity
-from tests import small_run
+from tests import mlflow_server, small_run
+from tests.mlflow_server import MlflowServer
 
 IDS = [s.id for s in fake_run.stages() if s.step != "report"]
 REPORT = {"report.html": b"a page", "summary.csv": b"a,b\n1,2\n"}
@@ -335,60 +334,9 @@ def test_temporary_errors_are_told_apart_from_permanent_ones() -> None:
 
 
 # ---- a real server -------------------------------------------------------------------------------
-class RealServer:
-    """A process of `mlflow server` on a free port, with SQLite in a folder; tests kill and restart
-    it."""
-
-    def __init__(self, folder: Any) -> None:
-        folder.mkdir()
-        self.folder, self.port = folder, ui.free_port("127.0.0.1")
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        command = ui.server_command(str(self.folder), "127.0.0.1", self.port)
-        environment = ui.server_environment(f"sqlite:///{self.folder}/mlflow.db")
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        assert ui.wait_until_up(self.process, "127.0.0.1", self.port)
-
-    def kill(self) -> None:
-        if self.process:
-            os.killpg(self.process.pid, 9)  # the server and the one process that it has started
-            self.process.wait()
-            self.process = None
-
-    def contents(self) -> Any:
-        """Return (label, task) -> (status, metric histories, parameters, files)."""
-        client, _, experiment = mlflow_client.open_store("", self.uri)
-        runs = client.search_runs([experiment], max_results=1000)
-        runs_by_name = {
-            (r.data.tags.get("label", ""), r.data.tags.get("task", "")): (
-                r.info.status,
-                {
-                    name: [
-                        (m.step, m.value) for m in client.get_metric_history(r.info.run_id, name)
-                    ]
-                    for name in r.data.metrics
-                },
-                r.data.params,
-                sorted(f.path for f in client.list_artifacts(r.info.run_id)),
-            )
-            for r in runs
-        }
-        assert len(runs_by_name) == len(runs), "a run is there twice"
-        return runs_by_name
-
-
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[Any]:
-    server = RealServer(tmp_path / "server")
+    server = MlflowServer(tmp_path / "server")
     yield server
     server.kill()
 
@@ -419,7 +367,7 @@ def test_a_server_that_is_killed_and_restarted_has_the_whole_record(
     recorder.finish(REPORT)
     assert recorder.warnings == []
     assert ["does not answer" in line for line in lines] == [True, False]
-    contents = real.contents()
+    contents = mlflow_server.contents(real.uri)
     assert len(contents) == 1 + 1 + 3 + 3 * 4
     assert {status for status, *_ in contents.values()} == {"FINISHED"}
     for label in fake_run.METHODS:
@@ -450,7 +398,7 @@ def test_report_records_what_a_run_could_not_send_to_the_server(real: Any, tmp_p
     real.start()
     output = small_run.run(["report", config], tmp_path / "said.txt")
     assert "incomplete" not in output
-    contents = real.contents()
+    contents = mlflow_server.contents(real.uri)
     assert contents.keys() == {
         ("", ""),
         ("", "backbone"),

@@ -369,15 +369,15 @@ def test_a_server_that_is_killed_and_restarted_has_the_whole_record(
     assert ["does not answer" in line for line in lines] == [True, False]
     contents = mlflow_server.contents(real.uri)
     assert len(contents) == 1 + 1 + 3 + 3 * 4
-    assert {status for status, *_ in contents.values()} == {"FINISHED"}
+    assert {run.status for run in contents.values()} == {"FINISHED"}
     for label in fake_run.METHODS:
-        metrics = contents[label, ""][1]
+        metrics = contents[label, ""].metrics
         for position, task in enumerate(t["name"] for t in fake_run.TASKS):
             assert [step for step, _ in metrics[f"acc/{task}"]] == list(range(position, 4))
         assert [step for step, _ in metrics["average_accuracy"]] == [0, 1, 2, 3]
-        losses = contents[label, "leaves"][1]["train/loss"]
+        losses = contents[label, "leaves"].metrics["train/loss"]
         assert [step for step, _ in losses] == list(range(1, 7))
-    assert contents["", ""][2]["backbone.img_size"] == "32"
+    assert contents["", ""].params["backbone.img_size"] == "32"
 
 
 @pytest.mark.slow
@@ -406,5 +406,5 @@ def test_report_records_what_a_run_could_not_send_to_the_server(real: Any, tmp_p
         ("finetune", "base"),
         ("finetune", "a"),
     }
-    assert {status for status, *_ in contents.values()} == {"FINISHED"}
-    assert "report.html" in contents["", ""][3]
+    assert {run.status for run in contents.values()} == {"FINISHED"}
+    assert "report.html" in contents["", ""].files

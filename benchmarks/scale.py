@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import gc
 import io
+import statistics
 import tempfile
+import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
@@ -26,16 +28,22 @@ from pipeline import app
 from pipeline.config import Config
 from pipeline.console import Console
 from pipeline.graph.build import graph_of
-from pipeline.graph.run import look_up_all, run_graph
+from pipeline.graph.event_log import FILE as EVENTS_FILE
+from pipeline.graph.journal import journal_of
+from pipeline.graph.run import Watcher, look_up_all, run_graph
+from pipeline.graph.run_log import FILE as LOG_FILE
+from pipeline.graph.run_log import RunLog, driver_log
 from pipeline.graph.run_record import record_of
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
+from pipeline.launch.time_left import TimeLeftEstimator
 from workers.storage.artifact import Attempt
 
 TASKS = 25
 METHODS = (1, 10, 100)  # stars, and as many chains
 STAR_TASKS = 5_000
+WATCHED = 0.001  # seconds of driver CPU per stage of a run that is printed, logged and recorded
 DRIVER_DEMAND = 0.010  # seconds of driver CPU per stage, all parts together
 GROWTH_DEMAND = 1.2  # most that a stage costs in a larger graph, relative to a smaller one
 STORE_DEMAND = 1.5  # the same for look-ups of published results: folders of a disk grow too
@@ -50,6 +58,7 @@ class Instant:
     def submit(self, stage: Stage, depth: int) -> None:
         body = {"kind": "train", "sizes": {}, "wall_s": 0.0}
         self.events += [
+            Event(EventKind.STARTED, stage.id, body={"where": "group 0 on 10.0.0.1"}),
             Event(EventKind.PROGRESS, stage.id, body={"task": stage.task}),
             Event(EventKind.DONE, stage.id, body=body),
         ]
@@ -103,6 +112,59 @@ def parts_of(store: Store, graph: Graph, config: Config) -> dict[str, Callable[[
         "walk, events, screen": walk,
         "record": lambda: store.save_record(record_of(graph, config, [], {})),
     }
+
+
+class Observed(NamedTuple):
+    """What a run leaves behind. screen, log, events: lines on an output that is no terminal, in
+    driver.log, and in events.jsonl. cpu_s: CPU time of the driver, with that of its threads."""
+
+    screen: int
+    log: int
+    events: int
+    cpu_s: float
+
+
+def observed_run(store: Store, graph: Graph) -> Observed:
+    """Run stages that are done at once, watched as a run is, and count what that leaves behind.
+
+    store: has no result of any stage.
+    """
+    lookups = look_up_all(graph, store, None)
+    output = io.StringIO()
+    estimate = TimeLeftEstimator(graph, groups=1)
+    began = time.process_time()
+    with (
+        driver_log(store.storage, graph.name),
+        journal_of(store, graph, lookups, set(graph.stages), "accrete run", estimate) as journal,
+    ):
+        observers: list[Watcher] = [Console(graph, lookups, output), RunLog(), journal]
+        outcome = run_graph(graph, store, lambda todo: Instant(), 0, observers, lookups)
+    cpu_s = time.process_time() - began
+    assert outcome.ran == len(graph)
+    folder = Path(store.storage) / "runs" / graph.name
+    return Observed(
+        len(output.getvalue().splitlines()),
+        len((folder / LOG_FILE).read_text().splitlines()),
+        len((folder / EVENTS_FILE).read_text().splitlines()),
+        cpu_s,
+    )
+
+
+def note_observed(report: Report, graph: Graph) -> None:
+    """Note what a run of a graph prints and logs, and demand that it costs little CPU time."""
+    runs: list[Observed] = []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append(observed_run(Store(folder), graph))
+    count = len(graph)
+    first = runs[0]
+    report.note(
+        f"a run of {count} stages leaves",
+        f"{first.screen} lines on the screen, {first.log} in driver.log, "
+        f"{first.events} in events.jsonl",
+    )
+    cpu_s = statistics.median(run.cpu_s for run in runs) / count
+    report.below(f"a run of {count} stages: walk, lines and events, CPU per stage", cpu_s, WATCHED)
 
 
 def publish(store: Store, graph: Graph) -> None:
@@ -176,6 +238,7 @@ def main() -> None:
             "driver",
         )
         report.below("driver, CPU per stage, most", max(cost.values()), DRIVER_DEMAND)
+        note_observed(report, runs[METHODS[1]][1])
         demand_flat(report, "driver, CPU per stage", cost)
         for store, graph, _ in runs.values():
             publish(store, graph)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from benchmarks import scale
 from pipeline import cli
-from pipeline.graph import run_log
+from pipeline.graph import event_log, run_log
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.store import Store
 from pipeline.graph.walk import Decision, DecisionKind, Event, EventKind, Walk
 from tests import small_run
 from workers.errors import UserError
@@ -183,3 +188,24 @@ def test_a_message_is_one_line_without_escape_sequences(tmp_path: Path) -> None:
     [line] = read_log(tmp_path, "r").splitlines()
     assert "forged" in line
     assert "\x1b" not in line
+
+
+# ---- many stages ---------------------------------------------------------------------------------
+def test_a_run_of_a_thousand_stages_writes_a_few_lines_for_each(tmp_path: Path) -> None:
+    stages = [Stage(f"m{n}/a/train", "train", f"key{n}", {}) for n in range(1000)]
+    graph = Graph.of("many", stages)
+    observed = scale.observed_run(Store(str(tmp_path)), graph)
+    assert observed.screen == 1000, "where nobody watches, a line when a stage is done"
+    assert observed.log == 3 * 1000, "launched, started, done"
+    assert observed.events == 4 * 1000 + 2, "the same and its progress; start and end of the run"
+    events = tmp_path / "runs" / "many" / event_log.FILE
+    assert max(map(len, events.read_text().splitlines())) < 400
+    kinds = Counter(json.loads(line)["event"] for line in events.read_text().splitlines())
+    assert kinds == {
+        "run_started": 1,
+        "decision_launch": 1000,
+        "started": 1000,
+        "progress": 1000,
+        "done": 1000,
+        "run_ended": 1,
+    }

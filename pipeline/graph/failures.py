@@ -1,4 +1,5 @@
-"""What is written about a failed try of a stage: its traceback, and the line that raised the error.
+"""What is written about a failed try of a stage: its traceback, the end of its log, and the line
+that raised the error.
 
 Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`. `gc` deletes
 the files of stages that have a result, and of stages that no run needs.
@@ -13,6 +14,7 @@ import stat
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 from workers.storage.artifact import join, write_bytes
 from workers.storage.secrets import redact
@@ -28,12 +30,15 @@ REMOTE_FRAME = re.compile(
 MAX_MESSAGE = 500  # characters of an error's message in `describe`; the file has all of them
 MAX_WRITE_ERROR = 200  # characters of the reason why the file was not written
 STDERR = 2
+LOG_LINES = 50  # of a log, and at most LOG_BYTES of it
+LOG_BYTES = 16 << 10
+ANSI = re.compile(r"\x1b\[[0-9;]*m")  # colours, which Ray puts into tracebacks
 
 
 def describe(error: Exception) -> str:
     """Return the type and message of an error, with the innermost line of this project that
     raised it or passed it on."""
-    message = " ".join(redact(str(error)).split())
+    message = " ".join(ANSI.sub("", redact(str(error))).split())
     text = f"{type(error).__name__}: {message[:MAX_MESSAGE]}"
     frame = innermost_frame(error)
     if frame:
@@ -60,37 +65,72 @@ def innermost_frame(error: BaseException) -> str:
     return ""
 
 
+class Origin(NamedTuple):
+    """Where a try failed. host: name or address of the machine. log: file with its stderr."""
+
+    stage: str
+    key: str
+    host: str
+    rank: int
+    world: int
+    process: int
+    log: str
+
+
 def keep(
     storage: str, stage_id: str, key: str, error: Exception, rank: int = 0, world: int = 1
 ) -> str:
-    """Write the whole traceback of a failed stage below `storage`, with host, rank and log.
+    """Write the whole traceback of a stage that failed in this process, as `write` does."""
+    log = log_path()
+    origin = Origin(stage_id, key, platform.node(), rank, world, os.getpid(), log)
+    trace = "".join(traceback.format_exception(error))
+    return write(storage, origin, trace, end_of_log(log))
+
+
+def write(storage: str, origin: Origin, text: str, log_end: str) -> str:
+    """Write what is known of a failed try below `storage`, and the end of its log.
 
     Return the path of the file, or the reason why it was not written: a storage that cannot be
     reached must not hide the error itself.
     """
-    host = platform.node()
-    process = os.getpid()
-    file_name = f"{time.strftime('%Y%m%dT%H%M%S')}-{host}-rank{rank}-{process}{SUFFIX}"
-    path = join(storage, FOLDER, key, file_name)
-    log = log_path() or "the terminal of this process"
+    host = re.sub(r"[^\w.-]", "_", origin.host)  # addresses of IPv6 have colons
+    process = f"rank{origin.rank}-{origin.process}"
+    file_name = f"{time.strftime('%Y%m%dT%H%M%S')}-{host}-{process}{SUFFIX}"
+    path = join(storage, FOLDER, origin.key, file_name)
     lines = [
-        f"stage: {stage_id}",
-        f"key: {key}",
+        f"stage: {origin.stage}",
+        f"key: {origin.key}",
         f"time: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
-        f"host: {host}",
-        f"rank: {rank} of {world}",
-        f"process: {process}",
-        f"log: {log}",
+        f"host: {origin.host}",
+        f"rank: {origin.rank} of {origin.world}",
+        f"process: {origin.process}",
+        f"log: {origin.log or 'the terminal of this process'}",
+        "",
+        ANSI.sub("", text).rstrip(),
     ]
-    heading = "\n".join(lines)
-    trace = "".join(traceback.format_exception(error))
-    text = f"{heading}\n\n{trace}"
+    if log_end:
+        lines += ["", f"the end of its log ({origin.log}):", ANSI.sub("", log_end).rstrip()]
+    body = "\n".join([*lines, ""])
     try:
-        write_bytes(path, redact(text).encode(errors="replace"))
+        write_bytes(path, redact(body).encode(errors="replace"))
     except Exception as write_error:
         reason = " ".join(str(write_error).split())
         return f"not kept: {reason[:MAX_WRITE_ERROR]}"
     return path
+
+
+def end_of_log(path: str) -> str:
+    """Return the last lines of a log; empty where there is none, or it cannot be read."""
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - LOG_BYTES))
+            text = stream.read(LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-LOG_LINES:])
 
 
 def log_path() -> str:

@@ -26,7 +26,7 @@ from pipeline.graph.run import Executor
 from pipeline.graph.stage import IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
-from pipeline.launch import ray_internals
+from pipeline.launch import dead_workers, ray_internals
 from pipeline.launch.attempt import Manifest, Progress, RunOnDriver, attempt_stage, run_ingest
 from pipeline.launch.cluster import (
     ClusterState,
@@ -339,7 +339,7 @@ class RayExecutor(Executor):
             message = "its node was lost"
             moved = True
         except Exception as error:
-            message = failures.describe(error)
+            message = self._explain_end(index, error)
         if group.starts > RetryPolicy.of(self.cluster).group and not moved:
             raise UserError(
                 f"worker {self.pools.name_of(index)} could not be started in {group.starts} "
@@ -354,6 +354,15 @@ class RayExecutor(Executor):
         sizes = self._sizes(self._answer(self.queue.get_cluster_state.remote()))
         if self.leaving_since is None and index in sizes:
             self._start(index, sizes[index], group.starts)
+
+    def _explain_end(self, index: int, error: Exception) -> str:
+        """Return why a group ended with an error."""
+        workers = dead_workers.dead_workers(error)
+        if not workers:
+            return failures.describe(error)
+        stage = self._answer(self.queue.stage_of.remote(index))
+        nodes = self.rank_nodes.get(index, [])
+        return dead_workers.describe(self.ray, workers, nodes, stage, self.store.storage)
 
     def _report_waiting_groups(self) -> None:
         late = []

@@ -181,6 +181,10 @@ class Queue:
         self.dismissed.pop(group, None)
         self.abandoned.add(group)
 
+    def stage_of(self, group: int) -> Stage | None:
+        """Return the stage that a group runs, or that it has run last."""
+        return self.running.get(group) or self.last.get(group)
+
     def close(self) -> None:
         """Have every group end when it asks for its next stage."""
         self.closed = True

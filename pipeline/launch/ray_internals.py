@@ -134,6 +134,19 @@ def is_startup_timeout(error: Exception) -> bool:
     return isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
 
 
+def died_workers(error: Exception) -> dict[int, str]:
+    """Return what Ray says of each worker whose process died and so ended its group, by rank."""
+    from ray.exceptions import ActorDiedError
+
+    cause = getattr(error, "cause", error)  # of an error in a Ray task
+    reports = {}
+    for rank, failure in getattr(cause, "worker_failures", {}).items():
+        death = getattr(failure, "health_check_failure", failure)
+        if isinstance(death, ActorDiedError):
+            reports[rank] = str(death)
+    return reports
+
+
 def run_config(name: str, location: dict[str, Any], restarts: int) -> Any:
     """Return the `RunConfig` of a trainer that prints errors alone.
 

@@ -120,6 +120,23 @@ def test_no_password_of_an_error_is_kept(tmp_path: Path) -> None:
     assert "hush" not in event.message + text
 
 
+def test_a_failure_has_the_end_of_the_log_without_colours_and_secrets(tmp_path: Path) -> None:
+    log = tmp_path / "worker.err"
+    log.write_text("".join(f"line {number}\n" for number in range(500)) + "s3://me:hush@bucket/x\n")
+    end = failures.end_of_log(str(log))
+    assert end.splitlines()[0] == f"line {501 - failures.LOG_LINES}"
+    origin = failures.Origin("a/train", "k1", "fe80::1", 3, 4, 7, str(log))
+    path = failures.write(str(tmp_path), origin, "\x1b[36mred\x1b[39m\n", end)
+    assert Path(path).name.endswith("-fe80__1-rank3-7.txt")
+    text = Path(path).read_text()
+    assert "host: fe80::1\nrank: 3 of 4\nprocess: 7\n" in text
+    assert f"\n\nred\n\nthe end of its log ({log}):\nline " in text
+    assert "hush" not in text
+    log.write_bytes(b"\xff" * (failures.LOG_BYTES + 10))
+    assert len(failures.end_of_log(str(log))) <= failures.LOG_BYTES
+    assert failures.end_of_log(str(tmp_path / "none")) == failures.end_of_log("") == ""
+
+
 def test_gc_takes_failures_of_stages_that_stand_or_that_no_run_needs(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for key in ("k1", "k2", "k3"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from pipeline.launch import ray_internals
+from pipeline.launch import dead_workers, ray_internals
 
 
 def test_the_resource_of_the_head_node_has_the_name_that_ray_gives_it() -> None:
@@ -134,6 +134,28 @@ def test_a_group_that_does_not_come_up_is_told_from_other_errors_of_the_controll
     assert ray_internals.is_startup_timeout(ControllerError(WorkerGroupStartupTimeoutError(2)))
     assert not ray_internals.is_startup_timeout(ControllerError(ValueError("x")))
     assert not ray_internals.is_startup_timeout(ValueError("x"))
+
+
+def test_ray_train_says_which_worker_died_with_its_process_and_the_address_of_its_node() -> None:
+    from ray.core.generated import common_pb2
+    from ray.exceptions import ActorDiedError, RayTaskError
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+    from ray.train.v2.api.exceptions import WorkerGroupError
+
+    messages: Any = common_pb2
+    context = messages.ActorDiedErrorContext(
+        error_message="killed", pid=41, node_ip_address="10.0.0.2", actor_id=b"0" * 16
+    )
+    death = WorkerHealthCheckFailedError("a check failed", ActorDiedError(context))
+    failures = {2: ValueError("x"), 1: death}
+    error = WorkerGroupError("text", failures)
+    of_a_task: Any = RayTaskError("run_segment", "text", ValueError("x"))
+    of_a_task.cause = error
+    for raised in (error, of_a_task):
+        [worker] = dead_workers.dead_workers(raised)
+        assert worker[:3] == (1, "10.0.0.2", 41)
+        assert "killed" in worker.report
+    assert dead_workers.dead_workers(ValueError("x")) == []
 
 
 def test_ray_train_takes_our_settings_of_failures_and_of_logging() -> None:

@@ -256,6 +256,8 @@ def test_the_page_of_the_cluster_that_stays_is_on_loopback() -> None:
 
 
 def test_the_service_has_rays_schema_and_names_deployments_that_there_are() -> None:
+    from ray.serve import Application
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
     from ray.serve.schema import ServeDeploySchema
 
     from pipeline.serving import ray_service
@@ -264,6 +266,10 @@ def test_the_service_has_rays_schema_and_names_deployments_that_there_are() -> N
     text = body("kuberay-service.yaml")["spec"]["serveConfigV2"]
     (served,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
     assert served.import_path == f"{ray_service.__name__}:{ray_service.application.__name__}"
+    builder: Any = ray_service.application
+    assert isinstance(
+        call_user_app_builder_with_args_if_necessary(builder, served.args), Application
+    )
     arguments = ray_service.ServiceArguments.model_validate(served.args)
     name = body("kuberay-service.yaml")["metadata"]["name"]
     assert arguments.hosts == [f"{name}-serve-svc"], "the Service that KubeRay makes"

@@ -66,8 +66,12 @@ class Ingress:
         return Response(body["body"], head["status"], headers)
 
 
-def application(arguments: ServiceArguments) -> Application:
-    """Return the application that serves a bundle."""
+def application(args: dict[str, Any]) -> Application:
+    """Return the application that serves a bundle. args: values of `ServiceArguments`.
+
+    Serve makes no model of them: it knows no annotation that is a text, as all of this module are.
+    """
+    arguments = ServiceArguments.model_validate(args)
     open_model = partial(Bundle.open, arguments.bundle)
     model = Deployment.bind(  # type: ignore[attr-defined]
         open_model, arguments.max_pixels, arguments.device

@@ -191,8 +191,8 @@ from pipeline.config import ClusterSettings
 from pipeline.launch.cluster import connect
 connect(ClusterSettings(address="local"))
 from ray import serve
-from pipeline.serving.ray_service import ServiceArguments, application
-arguments = ServiceArguments(bundle=sys.argv[1], hosts=["accrete-serve-svc"])
+from pipeline.serving.ray_service import application
+arguments = {"bundle": sys.argv[1], "hosts": ["accrete-serve-svc"]}
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[2])})
 serve.run(application(arguments), name="accrete", route_prefix="/")
 time.sleep(600)

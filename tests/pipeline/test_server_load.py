@@ -7,6 +7,8 @@ import asyncio
 import base64
 import threading
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from benchmarks.serve_load import (
     server,
 )
 from pipeline.serving.client import Client
+from pipeline.serving.deployment import BUSY
 from tests.several_nodes import nodes_up, wait_for
 from workers.serving import bundle as bundles
 
@@ -121,6 +124,48 @@ def test_a_server_on_a_cluster_that_is_there_leaves_nothing_behind(
             assert [row["class"] for row in predictions] == expected
             assert len(nodes.nodes_running("ServeReplica")) == 1
         wait_for(lambda: not nodes.nodes_running("ServeReplica"), PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_a_second_replica_is_started_under_load_and_no_request_is_lost(
+    run: Finished, folder: str
+) -> None:
+    images = run.images("two")[0][:1]
+    expected = [answer.class_ for answer in run.served.predict(images, "two")]
+    stop, problems = threading.Event(), list[str]()
+    answers = Counter[int]()  # by number of the thread
+
+    def keep_asking(url: str, number: int) -> None:
+        client = Client(url, patience_s=PATIENCE_S)
+        while not stop.is_set():
+            try:
+                assert [row["class"] for row in client.predict(images, "two")] == expected
+                answers[number] += 1
+            except Exception as error:
+                problems.append(repr(error))
+
+    with server(folder, "--replicas", "1:2") as (url, _):
+        assert num_replicas(url) == 1
+        threads = [threading.Thread(target=keep_asking, args=(url, n)) for n in range(2 * BUSY)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_for(lambda: num_replicas(url) == 2, PATIENCE_S)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+        assert Client(url).is_ready()
+    assert problems == []
+    assert len(answers) == len(threads)
+
+
+def num_replicas(url: str) -> int:
+    """Return how many replicas can answer, as the server's metrics say."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    [line] = [line for line in text.splitlines() if line.startswith("accrete_replicas ")]
+    return int(float(line.split()[1]))
 
 
 def wait_for_tasks(client: Client, count: int) -> None:

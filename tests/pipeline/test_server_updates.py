@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from serving import Finished, finished
 
+from benchmarks.serve_load import server
 from pipeline.serving import updates
+from pipeline.serving.client import Client
 from pipeline.serving.model_source import FixedModel, FolderModel, RegisteredModel
 from pipeline.serving.updates import Updates, following
 from pipeline.tracking import publish
 from pipeline.tracking.mlflow_client import open_store
+from tests.several_nodes import wait_for
 from workers.errors import UserError
 from workers.serving import bundle as bundles
 from workers.serving.bundle import Bundle
@@ -159,3 +162,42 @@ def test_what_is_no_model_of_mlflow_gets_one_sentence(
             RegisteredModel(uri, "storage")
     with pytest.raises(UserError, match=r"there is no database .*; name the storage folder"):
         RegisteredModel("models:/digits@champion", str(tmp_path)).version()
+
+
+@pytest.mark.slow
+def test_an_alias_that_moves_and_goes_back_is_served_without_a_lost_request(
+    run: Finished, tracking: Any, tmp_path: Path
+) -> None:
+    for version, tasks in (("1", run.bundle.tasks), ("2", run.bundle.tasks[:1])):
+        folder = str(tmp_path / version)
+        run.bundle.with_tasks(tasks).write(folder)
+        run_id = tracking.client.create_run(tracking.experiment).info.run_id
+        publish.log(tracking.uri, run_id, folder, "digits")
+    images = run.images("two")[0][:2]
+    expected = [answer.class_ for answer in run.served.predict(images, "two")]
+    stop, problems = threading.Event(), list[str]()
+
+    def keep_asking(url: str) -> None:
+        client = Client(url, patience_s=0)
+        while not stop.is_set():
+            try:
+                assert [row["class"] for row in client.predict(images, "two")] == expected
+            except Exception as error:
+                problems.append(repr(error))
+
+    with server("models:/digits@champion") as (url, _):
+        thread = threading.Thread(target=keep_asking, args=(url,))
+        thread.start()
+        try:
+            client = Client(url)
+            seen = [client.tasks()]
+            for version, count in (("1", 2), ("2", 1)):
+                tracking.client.set_registered_model_alias("digits", "champion", version)
+                wait_for(lambda n=count: len(client.tasks()["tasks"]) == n, 300)
+                seen.append(client.tasks())
+        finally:
+            stop.set()
+            thread.join(300)
+    assert problems == []
+    assert [len(answer["tasks"]) for answer in seen] == [1, 2, 1]
+    assert seen[0]["model"] == seen[2]["model"] != seen[1]["model"]

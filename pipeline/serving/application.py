@@ -16,6 +16,8 @@ from pipeline.serving.replicas import ReplicaSettings
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 
+GUARD_S = 2.0  # between two looks for the server
+GUARDS = "accrete-servers"  # namespace of the actors that look
 ROUTES_S = 30.0  # at most, until a handle asks no replica of the model before
 
 
@@ -74,6 +76,7 @@ class Application:
         )
         options = {"num_cpus": 0, "scheduling_strategy": this_node}
         self.holder = ray.remote(**options)(ModelHolder).remote()
+        self.guard: Any = None
 
     def deploy(self, bundle: Bundle) -> Any:
         """Serve a bundle, and return what GET /tasks answers when all replicas have it.
@@ -126,6 +129,38 @@ class Application:
     def count_replicas(self) -> int:
         """Return how many replicas can answer now."""
         return count_running(self.name)
+
+    def start_guard(self) -> None:
+        """See to it that the application ends when this process is killed."""
+        options = {"num_cpus": 0, "lifetime": "detached", "namespace": GUARDS, "name": self.name}
+        self.guard = self.ray.remote(**options)(Guard).remote()
+        self.guard.watch.remote(self.holder, self.name)
+
+    def delete(self) -> None:
+        """Leave nothing of it on the cluster."""
+        from ray import serve
+
+        serve.delete(self.name)
+        if self.guard is not None:
+            self.ray.kill(self.guard)
+
+
+class Guard:
+    """An actor that outlives the server, to delete its application when it was killed."""
+
+    def watch(self, holder: Any, name: str) -> None:
+        """Wait for the end of the holder of the model, which ends with the server."""
+        import ray
+        from ray import serve
+
+        while True:
+            try:
+                ray.get(holder.__ray_ready__.remote())
+            except ray.exceptions.RayActorError:
+                break
+            time.sleep(GUARD_S)
+        serve.delete(name)
+        ray.actor.exit_actor()
 
 
 def count_running(name: str) -> int:
@@ -184,13 +219,15 @@ def started(address: str, replicas: ReplicaSettings, total_pixels: int) -> Itera
         # Ray Serve's own proxy has no deadlines for heads and bodies.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         application = Application(ray, replicas, total_pixels)
+        if not is_private:
+            application.start_guard()
         yield application
     finally:
         with suppress(Exception):  # an error of closing must not hide why serving ended
             if is_private:
                 serve.shutdown()
             elif application is not None:
-                serve.delete(application.name)
+                application.delete()
         ray.shutdown()
 
 

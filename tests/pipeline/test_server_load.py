@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
+import signal
 import threading
 import time
 import urllib.request
@@ -27,11 +29,11 @@ from benchmarks.serve_load import (
     server,
 )
 from pipeline.serving.client import Client
-from pipeline.serving.deployment import BUSY
 from tests.several_nodes import nodes_up, wait_for
 from workers.serving import bundle as bundles
 
 PATIENCE_S = 300.0
+MANY = 32  # requests at a time, of which one replica is to have at most half
 MORE_BYTES = 64 << 20  # of the server's own process, between a fifth of a load and its end
 
 
@@ -124,6 +126,22 @@ def test_a_server_on_a_cluster_that_is_there_leaves_nothing_behind(
             assert [row["class"] for row in predictions] == expected
             assert len(nodes.nodes_running("ServeReplica")) == 1
         wait_for(lambda: not nodes.nodes_running("ServeReplica"), PATIENCE_S)
+        assert not nodes.nodes_running("Guard")
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_leaves_no_replica_on_the_cluster(
+    run: Finished, folder: str
+) -> None:
+    with (
+        nodes_up([1, 1]) as nodes,
+        server(folder, "--address", nodes.address) as (url, process),
+    ):
+        assert Client(url).is_ready()
+        assert nodes.nodes_running("ServeReplica")
+        os.kill(process, signal.SIGKILL)
+        wait_for(lambda: not nodes.nodes_running("ServeReplica"), PATIENCE_S)
+        wait_for(lambda: not nodes.nodes_running("Guard"), PATIENCE_S)
 
 
 @pytest.mark.slow
@@ -146,7 +164,7 @@ def test_a_second_replica_is_started_under_load_and_no_request_is_lost(
 
     with server(folder, "--replicas", "1:2") as (url, _):
         assert num_replicas(url) == 1
-        threads = [threading.Thread(target=keep_asking, args=(url, n)) for n in range(2 * BUSY)]
+        threads = [threading.Thread(target=keep_asking, args=(url, n)) for n in range(MANY)]
         for thread in threads:
             thread.start()
         try:

@@ -131,6 +131,9 @@ def test_a_killed_worker_has_its_node_its_rank_and_its_log(tmp_path: Path) -> No
     died = f"rank 0 on {address} died: process {worker.pid} was killed or crashed"
     assert f"{STAGE}: failed: {died}" in output
     assert "RayTaskError" not in output
+    assert "(raylet)" not in output
+    driver_log = (tmp_path / "storage" / "runs" / "small" / "driver.log").read_text()
+    assert "a raylet: A worker died or was killed" in driver_log
     answer = answer_of_the_named_command(output)
     assert f"host: {address}\nrank: 0 of 1\nprocess: {worker.pid}\n" in answer
     assert "The actor is dead because its worker process has died" in answer

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from workers.errors import UserError, require_package
 from workers.storage.artifact import exists, join, resolve, temporary_name, write_bytes
 from workers.storage.filesystem import without_retries
 
+LOG = logging.getLogger("accrete.ray")
 # Set where a person has not set them, before Ray is imported: it reads some at import.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -146,7 +148,9 @@ def start_private(ray: Any, cpus: int) -> None:
 
 
 def quiet() -> dict[str, Any]:
-    """Return the arguments of `ray.init` that keep it from printing."""
+    """Return the arguments of `ray.init` that keep it from printing. What raylets tell goes to
+    driver.log."""
+    ray_internals.log_messages_of_raylets(partial(LOG.info, "a raylet: %s"))
     return {"log_to_driver": False, "logging_level": logging.ERROR}
 
 

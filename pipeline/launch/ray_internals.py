@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,27 @@ def listen_on_loopback() -> Iterator[None]:
             os.environ[OTHER_NODES_VARIABLE] = variable_before
         if constants is not None:
             constants.ENABLE_RAY_CLUSTER = constant_before
+
+
+def log_messages_of_raylets(log: Callable[[str], None]) -> None:
+    """Have what raylets tell this driver logged, such as that a worker died: Ray prints it in long
+    lines between those of the run."""
+    from ray._private import worker
+
+    module: Any = worker
+    if getattr(module.print_to_stdstream, "logs_messages", False):
+        return
+    print_as_ray = module.print_to_stdstream
+
+    def log_or_print(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if data.get("pid") != "raylet":
+            print_as_ray(data, ignore_prefix)
+            return
+        for line in data["lines"]:
+            log(str(line))
+
+    log_or_print.logs_messages = True  # type: ignore[attr-defined]
+    module.print_to_stdstream = log_or_print
 
 
 def open_channel(address: str) -> Any:

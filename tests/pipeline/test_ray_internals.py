@@ -136,6 +136,26 @@ def test_a_group_that_does_not_come_up_is_told_from_other_errors_of_the_controll
     assert not ray_internals.is_startup_timeout(ValueError("x"))
 
 
+def test_messages_of_raylets_are_logged_and_those_of_workers_are_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray._private import worker
+
+    module: Any = worker
+    source = inspect.getsource(module.listen_error_messages)
+    assert "print_to_stdstream(" in source
+    assert '"pid": "raylet"' in source
+    printed: list[Any] = []
+    monkeypatch.setattr(module, "print_to_stdstream", lambda *given: printed.append(given))
+    logged: list[str] = []
+    for _ in range(2):  # each connection asks for it
+        ray_internals.log_messages_of_raylets(logged.append)
+    module.print_to_stdstream({"pid": "raylet", "lines": ["a", "b"]}, ignore_prefix=False)
+    assert (logged, printed) == (["a", "b"], [])
+    module.print_to_stdstream({"pid": 7, "lines": ["c"]}, ignore_prefix=True)
+    assert printed == [({"pid": 7, "lines": ["c"]}, True)]
+
+
 def test_ray_train_says_which_worker_died_with_its_process_and_the_address_of_its_node() -> None:
     from ray.core.generated import common_pb2
     from ray.exceptions import ActorDiedError, RayTaskError

@@ -107,6 +107,13 @@ class Slurm:
             assert not states & {"FAILED", "TIMEOUT", "CANCELLED"}, (states, self.logs())
             time.sleep(0.5)
 
+    def wait_for_restart(self, job: str, seconds: float = 120) -> None:
+        """Wait until a job was put back into the queue: it may be there for a second alone."""
+        deadline = time.monotonic() + seconds
+        while " Restarts=1 " not in self.call("scontrol", "-o", "show", "job", job):
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.5)
+
     def logs(self) -> str:
         """Return what all jobs have printed so far, and what Ray printed in those that failed."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))

@@ -43,6 +43,7 @@ demo: $(BIN)/accrete
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # Two processes that share nothing; those tests of a file that share what was run once stay together.

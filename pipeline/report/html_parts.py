@@ -59,6 +59,7 @@ th.left, td.left { text-align: left; }
 table.summary { width: 100%; }
 table.summary td { padding-top: 9px; padding-bottom: 9px; vertical-align: top; }
 td .soft { font-size: 13px; }
+td .reason { white-space: normal; width: 26ch; }
 td.best { font-weight: 650; }
 th.left:first-child, td.left:first-child { position: sticky; left: 0; background: var(--paper); }
 .note {

@@ -611,7 +611,11 @@ def render_trials(search: Search, varied: Sequence[Parameter]) -> str:
             cells.append(escape(trial["phase"]))
         status = trial["status"]
         cells.append(marks.get(trial["number"], ""))
-        cells.append(f'<span class="{STATUS_STYLES[status]}">{status_text(search, status)}</span>')
+        reason = ""
+        if status == "stopped" and trial["message"]:
+            reason = f'<div class="soft reason">{escape(trial["message"])}</div>'
+        state = f'<span class="{STATUS_STYLES[status]}">{status_text(search, status)}</span>'
+        cells.append(state + reason)
         cells.append(format_value(score(trial), "rate"))
         cells.append(format_value(forgetting(trial["results"]), "rate"))
         cells.append(plots.format_bytes(size(trial)))

@@ -406,6 +406,17 @@ def test_searches_in_which_nothing_has_finished(tmp_path: Path, status: str) -> 
     check_page(search_result)
 
 
+def test_a_trial_that_forgot_too_much_says_so_in_its_row(tmp_path: Path) -> None:
+    reason = "forgetting of 30.0 % after 3 tasks is more than max_forgetting, 25 %"
+    stopped = fake.trial(5, None, "stopped", message=reason)
+    search_result = made(
+        tmp_path, [*fake.trials(4, "none"), stopped, fake.trial(6, None, "stopped")]
+    )
+    assert words(search_result).count(reason) == 1
+    assert f"stopped early {reason}" in words(search_result)
+    check_page(search_result)
+
+
 def test_damaged_records_are_named_on_the_page(tmp_path: Path) -> None:
     name = fake.write(tmp_path, fake.record(), fake.trials(6), fake.winner(fake.trial(77)))
     (tmp_path / "searches" / name / "trials/0003.json").write_text("{")

@@ -346,6 +346,45 @@ def test_a_storage_that_is_away_is_waited_for_once_and_not_by_every_image_in_tur
         assert len(samples([feed], 0)) == feed.steps_per_epoch, "a new epoch asks the storage again"
 
 
+def test_a_fetch_that_fails_late_does_not_end_the_next_epoch(
+    counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    publish(counted_bucket.folder, "colours", MANY, shard_images=60)
+    read = Shards.read
+    is_away = threading.Event()
+    is_next_epoch = threading.Event()
+    is_second_running = threading.Event()
+    lock = threading.Lock()
+    begun: list[str] = []
+    late: list[str] = []  # fetches that still run after the first has failed
+
+    def fail_one_at_once(shards: Shards, shard: str, offset: int, size: int) -> bytes:
+        if is_away.is_set():
+            with lock:
+                begun.append(shard)
+                is_first = len(begun) == 1
+            if is_first:
+                assert is_second_running.wait(30)
+            else:
+                late.append(shard)
+                is_second_running.set()
+                assert is_next_epoch.wait(30)
+            raise StorageUnavailable("no answer")
+        if not is_next_epoch.is_set():
+            is_next_epoch.set()
+            time.sleep(0.2)  # the late ones fail before this one is read
+        return read(shards, shard, offset, size)
+
+    monkeypatch.setattr(Shards, "read", fail_one_at_once)
+    feed = feed_of(URI, "streamed", 0, 2, batch=64)
+    is_away.set()
+    with pytest.raises(StorageUnavailable, match="no answer"):
+        list(feed.epoch(0))
+    is_away.clear()
+    assert len(samples([feed], 0)) == feed.steps_per_epoch
+
+
 def test_an_epoch_that_is_dropped_does_not_wait_for_the_storage(
     colours: SampleTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,7 +170,8 @@ class BucketReader:
     """Fetches ranges of shards on an object store before their records are read.
 
     After a storage gave no answer, every fetch that has not begun fails with the same error, until
-    `ahead` is called anew: else each of them would wait for the storage as long as the first.
+    `ahead` is called anew: else each of them would wait for the storage as long as the first. What
+    is still being fetched then is fetched again.
 
     cache: keeps what was fetched; without it at most MEMORY_BYTES are kept in memory. What is not
         read yet is never forgotten for it: ranges are fetched ahead only while there is room.
@@ -198,6 +199,7 @@ class BucketReader:
         self._lock = Lock()
         self._mending = Lock()
         self._unavailable = ""  # how a storage failed to answer: why fetches fail at once
+        self._num_failures = 0  # calls of `ahead` after a storage gave no answer
         self._is_closed = False
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
@@ -207,7 +209,7 @@ class BucketReader:
         num_unread = 0  # ranges that no step has needed before those that wait
         is_planned = np.zeros(len(self.ranges.starts), bool)  # a set of 13 M numbers is 1.4 GB
         with self._lock:
-            self._unavailable = ""
+            self._forget_failure()
             self._latest_call = call
             self._forget_plans()
         try:
@@ -230,6 +232,16 @@ class BucketReader:
                 if self._latest_call is call:
                     self._forget_plans()
             raise
+
+    def _forget_failure(self) -> None:
+        """Ask a storage again that gave no answer. What is being fetched may fail as well."""
+        if not self._unavailable:
+            return
+        self._unavailable = ""
+        self._num_failures += 1
+        unfinished = [number for number, future in self._futures.items() if not future.done()]
+        for number in unfinished:
+            self._forget(number)
 
     def _forget_plans(self) -> None:
         self._planned.clear()
@@ -327,7 +339,7 @@ class BucketReader:
     def _start(self, number: int) -> Future[bytes | None]:
         """Start to fetch a range, which may pass the limit where it is needed now."""
         self._has_room(number)
-        future = self._threads.submit(self._run, number)
+        future = self._threads.submit(self._run, number, self._num_failures)
         self._futures[number] = future
         self._bytes_in_memory += self._size(number)
         if not self._num_unread[number]:
@@ -354,9 +366,10 @@ class BucketReader:
             return len(self._futures) >= 2 * self.num_ahead + FETCH_THREADS
         return bool(self._futures) and self._bytes_in_memory + size > MEMORY_BYTES
 
-    def _run(self, number: int) -> bytes | None:
+    def _run(self, number: int, num_failures: int) -> bytes | None:
         """Fetch a range in a thread, and start the next one that is planned.
 
+        num_failures: when the fetch began; after a later one nobody waits for this fetch.
         A callback of the future would do this as well, and would be a reference cycle: the threads
         of a reader that is dropped would stay until the garbage collector runs.
         """
@@ -365,10 +378,11 @@ class BucketReader:
             return self._fetch_or_find(number)
         except BaseException as error:
             with self._lock:
-                self._forget(number)
-                if isinstance(error, StorageUnavailable):
-                    self._unavailable = str(error)
-                    self._planned.clear()
+                if num_failures == self._num_failures:
+                    self._forget(number)
+                    if isinstance(error, StorageUnavailable):
+                        self._unavailable = str(error)
+                        self._planned.clear()
             raise
         finally:
             with self._lock:

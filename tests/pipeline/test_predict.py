@@ -173,15 +173,13 @@ def test_other_mistakes_get_one_sentence(
 # ---- MLflow --------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    import mlflow
-
     from pipeline.tracking.mlflow_client import open_store
 
     client, uri, experiment = open_store(str(tmp_path_factory.mktemp("tracking")))
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(uri)
-    yield SimpleNamespace(client=client, uri=uri, experiment=experiment)
-    mlflow.set_tracking_uri(before)
+    with pytest.MonkeyPatch.context() as patch:
+        # `set_tracking_uri` would set it for the tests that come later, too
+        patch.setenv("MLFLOW_TRACKING_URI", uri)
+        yield SimpleNamespace(client=client, uri=uri, experiment=experiment)
 
 
 def published(tracking: Any, finished: Finished, folder: Path, name: str = "") -> Any:

@@ -10,6 +10,9 @@ import pytest
 
 # Before torch is imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before Ray is imported, which reads it then: clusters that tests start in this process ask for
+# tokens, as those of `accrete` do.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 # Modules besides test files whose failing assertions show the compared values.
 HELPERS = (
     "checks",

@@ -571,7 +571,9 @@ def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path
         "and takes over what the other one has learned"
     )
     assert poor["rounds"][0]["params"] == first_points[1]
-    assert poor["rounds"][0]["accuracy"] < good["rounds"][0]["accuracy"]
+    # after the first task, of few images, both may still guess
+    assert poor["rounds"][0]["accuracy"] <= good["rounds"][0]["accuracy"]
+    assert poor["rounds"][1]["accuracy"] < good["rounds"][1]["accuracy"]
     for record in trials:
         assert record["status"] == "finished"
         assert list(record["history"]) == ["a", "b", "c"]

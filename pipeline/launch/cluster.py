@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config import ClusterSettings
+from pipeline.graph.failures import ANSI
 from pipeline.launch import ray_internals
 from workers.errors import UserError, require_package
 from workers.storage.artifact import exists, join, resolve, temporary_name, write_bytes
@@ -407,10 +408,7 @@ def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
     try:
         node_facts = NodeFacts(*ray.get(answer))
     except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
-        raise UserError(
-            f"node {node} cannot run this project's code ({str(error).strip().splitlines()[-1]}); "
-            "install the versions of constraints.txt there"
-        ) from None
+        raise describe_unfit(f"node {node}", error) from None
     except ray.exceptions.RayError:
         return
     check_versions(node, node_facts.versions, versions())
@@ -420,6 +418,16 @@ def check_node(ray: Any, node: Node, answer: Any, storage: str) -> None:
             "give a folder that all nodes share, "
             "or a bucket whose credentials they have, with --set storage=PLACE"
         )
+
+
+def describe_unfit(where: str, error: Exception) -> UserError:
+    """Return the error for a person where a process of Ray could not start this project's code.
+    error: what Ray raised; the last line of its text is the reason."""
+    reason = ANSI.sub("", str(error)).strip().splitlines()[-1]
+    return UserError(
+        f"{where} cannot run this project's code ({reason}); "
+        "install this project and the versions of its constraints.txt there"
+    )
 
 
 def check_versions(node: Node, on_node: Mapping[str, str], on_driver: Mapping[str, str]) -> None:

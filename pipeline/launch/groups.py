@@ -36,6 +36,7 @@ from pipeline.launch.cluster import (
     address_of,
     check_nodes,
     connect,
+    describe_unfit,
     register_actor,
 )
 from pipeline.launch.limits import Deadline, timeout_text
@@ -532,7 +533,9 @@ def describe_breakdown(ray: Any, error: Exception) -> UserError:
             f"the connection to the Ray cluster was lost ({reason}); what finished is kept, "
             "run the same command again when the head node and its client port answer"
         )
-    reason = str(error).strip().splitlines()[0]
+    if getattr(error, "actor_init_failed", False):
+        return describe_unfit("the head node of the Ray cluster", error)
+    reason = failures.ANSI.sub("", str(error)).strip().splitlines()[0]
     if isinstance(error, ray.exceptions.GetTimeoutError):
         reason = f"its head node has not answered for {ANSWER_TIMEOUT_S:.0f} s"
     return UserError(

@@ -6,6 +6,7 @@ The driver is stepped by hand, with a fake Ray that runs no task.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -407,6 +408,31 @@ def test_a_head_node_that_does_not_answer_ends_the_run_with_one_sentence(
     ):
         driver.poll()
     assert driver.executor.is_broken
+
+
+@pytest.mark.parametrize(
+    ("traceback_text", "message"),
+    [
+        (
+            "The actor with name Queue failed to import on the worker.\n\n"
+            "\x1b[36mray::Queue.__init__()\x1b[39m (pid=7, ip=10.0.0.1)\n"
+            "\x1b[31mModuleNotFoundError\x1b[0m: No module named 'pipeline'",
+            r"the head node of the Ray cluster cannot run this project's code "
+            r"\(ModuleNotFoundError: No module named 'pipeline'\); .*constraints\.txt",
+        ),
+        (None, r"Ray itself broke down \(The actor died unexpectedly"),
+    ],
+)
+def test_a_head_node_without_this_project_is_not_a_breakdown_of_ray(
+    traceback_text: str | None, message: str
+) -> None:
+    error = ray.exceptions.ActorDiedError()
+    if traceback_text is not None:
+        arguments = ("Queue.__init__", traceback_text, RuntimeError(), "ray::Queue", 7, "10.0.0.1")
+        error = ray.exceptions.ActorDiedError(ray.exceptions.RayTaskError(*arguments))
+    sentence = str(groups.describe_breakdown(ray, error))
+    assert re.match(message, sentence)
+    assert "\x1b" not in sentence
 
 
 def test_a_client_that_lost_its_connection_reports_it_and_names_no_file(

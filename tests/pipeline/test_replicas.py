@@ -180,8 +180,9 @@ def test_a_further_seed_runs_its_own_stages_alone(small: Any, capsys: Any) -> No
 
 @pytest.mark.slow
 def test_every_command_that_looks_at_runs_takes_a_run_of_several_seeds(
-    small: Any, capsys: Any
+    small: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal leaves columns out
     folder, path = small
     storage = str(folder / "storage")
     listed = printed(capsys, "runs", "--storage", storage)

@@ -15,6 +15,7 @@ from tests import s3, small_run
 from tests.recovery import Reference
 from workers.storage.artifact import list_files
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("ACCRETE_DATA", "../shared/data"))
 
 
@@ -174,6 +175,7 @@ def test_images_in_a_bucket_are_ingested_and_learned_by_a_cluster(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a cloud: a config names the bucket, its credentials come from the environment."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)  # for workers of Ray
     monkeypatch.chdir(tmp_path)
     small_run.make_card(tmp_path, "leaves", "0123", train=30, test=10)
     client = s3.client_of(bucket.upstream)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,6 +55,7 @@ WAITING_NOTE_S = 8.0  # after so long without its workers, a group is reported a
 ANSWER_TIMEOUT_S = 45.0  # less than the 60 s after which Ray ends a driver without its head node
 GRACE_S = 60.0  # how long a preempted driver waits for its groups to save their state
 CLOSE_TIMEOUT_S = 10.0
+CLOSED_S = 0.5  # between two looks of a thread of ingest whether the executor was closed
 INGEST_THREADS = 8  # each waits for Ray tasks, which do the work
 
 
@@ -509,6 +510,7 @@ class RayExecutor(Executor):
 
     def close(self) -> None:
         self.stop_listening()
+        self.map.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
         if self.is_broken:
             # A good end would wait for what does not answer. Ray's processes end with this one.
@@ -520,6 +522,8 @@ class RayExecutor(Executor):
                 self.ray.get(self.queue.close.remote())
                 tasks = [group.task for group in self.groups.values()]
                 self.ray.wait(tasks, num_returns=len(tasks), timeout=CLOSE_TIMEOUT_S)
+        # What waits for a task of Ray when Ray shuts down waits for ever, and this process with it.
+        wait([run for run in self.ingests if not run.cancelled()], timeout=CLOSE_TIMEOUT_S)
         sweep(self.store, self.owner)
         if self.session.is_ours:
             self.ray.shutdown()
@@ -552,15 +556,16 @@ def sweep(store: Store, owner: str) -> None:
 
 
 class RayMap:
-    """`map` over Ray tasks, with results in order.
+    """`map` over Ray tasks, with results in order, from several threads.
 
     All users of one RayMap together have at most `limit` tasks under way, so that many small data
-    sets do not start a process each.
+    sets do not start a process each. After `close` all users get `Preempted`, within CLOSED_S.
     """
 
     def __init__(self, ray: Any, limit: int):
         self.ray = ray
         self.free = threading.BoundedSemaphore(limit)
+        self.is_closed = False
 
     def __call__(
         self, fn: Callable[[Any], Any], items: Iterable[Any], deadline: Deadline
@@ -579,26 +584,42 @@ class RayMap:
                 yield self._next_result(under_way, deadline)
         finally:
             for task in under_way:
-                self.ray.cancel(task, force=True)
+                if self.ray.is_initialized():  # else a call would start Ray again
+                    self.ray.cancel(task, force=True)
                 self.free.release()
+
+    def close(self) -> None:
+        """End the tasks that are under way, and start no more."""
+        self.is_closed = True
 
     def _acquire(self, under_way: deque[Any], deadline: Deadline) -> bool:
         """Take a slot. With nothing under way, wait for it; else return whether one was free."""
-        if under_way:
-            return self.free.acquire(blocking=False)
-        is_taken = self.free.acquire(timeout=deadline.left_s)
-        deadline.check()
-        return is_taken
+        while not self.free.acquire(timeout=0 if under_way else self._patience_s(deadline)):
+            if under_way:
+                return False
+            deadline.check()
+        if self.is_closed:
+            self.free.release()
+            raise preemption.Preempted
+        return True
 
     def _next_result(self, under_way: deque[Any], deadline: Deadline) -> Any:
-        try:
-            result = self.ray.get(under_way[0], timeout=deadline.left_s)
-        except self.ray.exceptions.GetTimeoutError:
-            deadline.check()
-            raise
-        except self.ray.exceptions.RayTaskError as error:
-            # The sentence is that of the cause, the traceback that of the remote process.
-            raise error.cause from error
-        under_way.popleft()
-        self.free.release()
-        return result
+        while True:
+            try:
+                result = self.ray.get(under_way[0], timeout=self._patience_s(deadline))
+            except self.ray.exceptions.GetTimeoutError:
+                deadline.check()
+                continue
+            except self.ray.exceptions.RayTaskError as error:
+                # The sentence is that of the cause, the traceback that of the remote process.
+                raise error.cause from error
+            under_way.popleft()
+            self.free.release()
+            return result
+
+    def _patience_s(self, deadline: Deadline) -> float:
+        """Return how long to wait before a look at the deadline and at `is_closed`. Raise
+        `Preempted` when this is closed."""
+        if self.is_closed:
+            raise preemption.Preempted
+        return CLOSED_S if deadline.left_s is None else min(CLOSED_S, deadline.left_s)

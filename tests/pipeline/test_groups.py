@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import ray.exceptions
 
 from pipeline.config import ClusterSettings
 from pipeline.graph.retries import RetryPolicy
-from pipeline.graph.stage import Stage
+from pipeline.graph.stage import IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import groups
@@ -103,6 +104,10 @@ class IdleRay:
     def cluster_resources(self) -> dict[str, float]:
         """Return one CPU."""
         return {"CPU": 1.0}
+
+    def is_initialized(self) -> bool:
+        """Return that tasks can be cancelled."""
+        return True
 
     def shutdown(self) -> None:
         """Do nothing."""
@@ -469,6 +474,32 @@ def test_a_preempted_driver_dismisses_its_groups_and_exits_when_they_have_ended(
         assert driver.groups == {}, "no group may start again"
     finally:
         preemption.requested.clear()
+
+
+def test_no_ingest_waits_for_ray_when_it_shuts_down(
+    make_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that waits for a task of Ray then would never end, nor would the process."""
+    driver = make_driver([1.0])
+    calls = []
+
+    def get_in_vain(task: Task, timeout: float | None = None) -> None:
+        calls.append("get")
+        time.sleep(20 if timeout is None else timeout)
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(driver.ray, "get", get_in_vain)
+    monkeypatch.setattr(driver.ray, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(groups, "run_ingest", lambda store, stage, map_fn, *_: list(map_fn(0, [1])))
+    stage = Stage("data/a", "ingest", "key", {}, (), job=object.__new__(IngestJob))
+    driver.executor.submit(stage, 0)
+    while not calls:
+        time.sleep(0.01)
+    [ingest] = driver.executor.ingests
+    driver.executor.close()
+    assert calls[-1] == "shutdown"
+    assert ingest.done()
+    assert len(driver.ray.cancelled) == 1
 
 
 def test_folders_of_killed_drivers_of_this_machine_are_deleted_and_all_others_stay(

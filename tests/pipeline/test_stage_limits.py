@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from pipeline.launch.pools import Pools, without_workers
 from pipeline.launch.queue import STRIDE, ReadyStage
 from tests import small_run
 from tests.pipeline.nodes import nodes_of
+from workers import preemption
 from workers.errors import UserError
 from workers.job import StageJob
 
@@ -233,14 +235,18 @@ class SlowRay:
         """Return a decorator of functions whose `remote` returns its argument."""
         return lambda function: SimpleNamespace(remote=lambda item: item)
 
-    def get(self, task: int, timeout: float) -> Any:
+    def get(self, task: int, timeout: float | None) -> Any:
         """Wait in vain."""
-        time.sleep(timeout)
+        time.sleep(60 if timeout is None else timeout)
         raise self.exceptions.GetTimeoutError
 
     def cancel(self, task: int, force: bool) -> None:
         """Note that a task was ended."""
         self.cancelled.append(task)
+
+    def is_initialized(self) -> bool:
+        """Return that tasks can be ended."""
+        return True
 
 
 def test_tasks_of_ingest_are_ended_at_the_deadline_and_their_slots_are_free_again() -> None:
@@ -259,6 +265,24 @@ def test_ingest_that_waits_for_slots_of_another_ingest_keeps_its_deadline() -> N
     deadline = Deadline(limited(ingest={"timeout_s": 0.05}), "ingest")
     with pytest.raises(StageTimeout):
         list(ray_map(str, range(5), deadline))
+
+
+def test_ingest_without_a_deadline_ends_when_its_executor_is_closed() -> None:
+    """One waits for a task, two for its slot."""
+    ray = SlowRay()
+    ray_map = RayMap(ray, limit=1)
+    deadline = Deadline(limited(), "ingest")
+    with ThreadPoolExecutor(3) as threads:
+        users = [threads.submit(list, ray_map(str, range(5), deadline)) for _ in range(3)]
+        while ray_map.free.acquire(blocking=False):  # until one has its slot
+            ray_map.free.release()
+            time.sleep(0.01)
+        ray_map.close()
+        for user in users:
+            with pytest.raises(preemption.Preempted):
+                user.result(timeout=20)
+    assert ray.cancelled == [0]
+    assert ray_map.free.acquire(blocking=False)
 
 
 # ---- pools of worker groups ----------------------------------------------------------------------

@@ -7,6 +7,8 @@ import contextlib
 import functools
 import json
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,34 @@ def test_a_killed_ray_is_reported_and_the_same_command_resumes_the_run(
         published_attempts(tmp_path),
         small_run.run(["run", config], tmp_path / "again.txt"),
     )
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_stop_during_ingest_ends(tmp_path: Path) -> None:
+    """As a user starts it: its process must also come to an end by itself."""
+    cards = {"base": small_run.make_card(tmp_path, "base", "01")}
+    for name in "ab":
+        cards[name] = small_run.make_card(tmp_path, name, "0123456789", train=160)
+    body = small_run.make_body(tmp_path, cards, cluster={"workers": 1, "address": "local"})
+    config = small_run.write_config(tmp_path / "config.yaml", body)
+    out = tmp_path / "out.txt"
+    with out.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "run", config],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    while process.poll() is None and "data/base: " not in out.read_text():
+        time.sleep(0.02)
+    process.terminate()
+    try:
+        code = process.wait(60)
+    finally:
+        process.kill()
+    output = out.read_text()
+    assert code == 143, output
+    assert "accrete: told to stop; " in output
+    assert not ("data/a: " in output and "data/b: " in output), "no ingest was under way"
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from pipeline.tracking.mlflow_client import MlflowClientAdapter, SystemMetrics, 
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.run_writer import RunIdentity, RunWriter
 from pipeline.tracking.ui import accuracies_link, page_base, run_link
+from workers import preemption
 from workers.errors import UserError, require_package
 from workers.storage.artifact import Artifact, Manifest, join
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pipeline.graph.stage import Graph, Stage
     from pipeline.tracking.mlflow_client import Point
 
+STOPPED_PATIENCE_S = 5.0  # as `tracking.patience_s`, where this process was told to stop
 SEND_S = 30.0  # between two messages about the use of workers' machines
 MOST_SAMPLES = 20_000  # that wait for MLflow, the last ones
 Log = Callable[[str], None]
@@ -272,8 +274,12 @@ def answers(settings: TrackingSettings, storage: str) -> bool:
 def close(outbox: Outbox, patience_s: float, content: str, remedy: str) -> None:
     """Wait for an outbox, and warn when some of its content was not written.
 
+    patience_s: how long for a server that does not answer; where this process was told to stop, at
+    most STOPPED_PATIENCE_S, because whoever stops it waits for its end.
     remedy: the command that writes it again, for people.
     """
+    if isinstance(sys.exception(), (preemption.Preempted, KeyboardInterrupt)):
+        patience_s = min(patience_s, STOPPED_PATIENCE_S)
     if outbox.close(patience_s):
         outbox.warn(
             f"MLflow did not answer for {patience_s:.0f} s at the end: {content} is incomplete; "

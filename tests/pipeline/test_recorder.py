@@ -17,9 +17,11 @@ from pipeline.config import TrackingSettings
 from pipeline.report import page
 from pipeline.shell.invocation import this_command
 from pipeline.tracking import mlflow_client, run_writer, ui
+from pipeline.tracking import recorder as recorder_module
 from pipeline.tracking.mlflow_client import Point
 from pipeline.tracking.points import without_constants
 from pipeline.tracking.recorder import Recorder
+from workers import preemption
 from workers.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pictures")
@@ -274,6 +276,28 @@ def test_a_tracking_server_that_does_not_answer_is_reported_in_two_sentences(
         "python -m pipeline report x.yaml writes it"
     ]
     assert recorder.links() == []
+
+
+@pytest.mark.parametrize("stop", [preemption.Preempted, KeyboardInterrupt])
+def test_a_run_that_is_told_to_stop_does_not_wait_for_a_server_that_is_away(
+    stop: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "STOPPED_PATIENCE_S", 0.1)
+    settings = TrackingSettings(uri="http://127.0.0.1:9", experiment="x", patience_s=20)
+    recorder = Recorder(settings, str(tmp_path), lambda line: None)
+    recorder.start(fake_run.record())
+
+    def run() -> None:
+        try:
+            raise stop
+        finally:
+            recorder.finish({}, "KILLED")
+
+    started = time.monotonic()
+    with pytest.raises(stop):
+        run()
+    assert time.monotonic() - started < settings.patience_s
+    assert "is incomplete" in recorder.warnings[0]
 
 
 def test_tracking_that_is_off_writes_nothing(tmp_path: Path) -> None:

@@ -581,19 +581,20 @@ def _budget_cells(search: Search, used: Mapping[str, float]) -> list[list[str]]:
 # ---- trials --------------------------------------------------------------------------------------
 def rank_trials(search: Search) -> list[Trial]:
     """Sort trials by phase and status; finished ones by accuracy, stopped ones by progress."""
+    phases = {phase: index for index, phase in enumerate(search.phases)}
     statuses = list(STATUS_STYLES)
 
     def rank(trial: Trial) -> tuple[Any, ...]:
+        progress = completed(trial) if trial["status"] == "stopped" else 0
         accuracy = score(trial)
+        if math.isnan(accuracy):
+            accuracy = -math.inf
         num_bytes = size(trial)
-        return (
-            search.phases.index(trial["phase"]),
-            statuses.index(trial["status"]),
-            -completed(trial) if trial["status"] == "stopped" else 0,
-            math.inf if math.isnan(accuracy) else -accuracy,
-            math.inf if math.isnan(num_bytes) else num_bytes,
-            trial["number"],
-        )
+        if math.isnan(num_bytes):
+            num_bytes = math.inf
+        phase = phases[trial["phase"]]
+        status = statuses.index(trial["status"])
+        return phase, status, -progress, -accuracy, num_bytes, trial["number"]
 
     return sorted(search.trials, key=rank)
 

@@ -6,14 +6,15 @@ A new figure is one function, and one line in SEARCH_FIGURES.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.report import plots, search_plots
 from pipeline.report.figures import CaptionedFigure, Picture
-from pipeline.report.parameters import Parameter
+from pipeline.report.parameters import MOST_TRIALS, Parameter
 from pipeline.results.trials import Search
 
 MOST_DRAWN = 12  # parameters in one picture; of more, the most important ones
+MOST_LINES = 500  # trials in a picture with a line for each; of more, the most accurate ones
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,24 @@ class Drawn:
         if len(self.search.phases) > 1:
             return "trial that was chosen for each task"
         return "winner" if self.search.winner else "leading trial"
+
+    def with_few_trials(self) -> Drawn:
+        """Return the same with at most MOST_LINES trials, those that were chosen among them."""
+        if len(self.search.trials) <= MOST_LINES:
+            return self
+        standing = self.search.standing()
+        numbers = sorted(standing, key=lambda number: -standing[number])[:MOST_LINES]
+        kept = {*numbers, *self.search.chosen().values()}
+        trials = [trial for trial in self.search.trials if trial["number"] in kept]
+        return replace(self, search=replace(self.search, trials=trials))
+
+    @property
+    def left_out_trials_text(self) -> str:
+        """A sentence about trials that `with_few_trials` leaves out; empty where it leaves none."""
+        count = len(self.search.trials)
+        if count <= MOST_LINES:
+            return ""
+        return f" Only the {MOST_LINES} most accurate of {count:,} trials are drawn."
 
     @property
     def left_out_text(self) -> str:
@@ -93,8 +112,8 @@ def parallel_figure(drawn: Drawn) -> CaptionedFigure | None:
         caption += " Trials that did not learn all tasks are dashed, failed ones dotted."
     if drawn.has_absent:
         caption += " A trial without a setting passes through the '-' below its axis."
-    caption += drawn.left_out_text
-    figure = search_plots.draw_parallel(drawn.search, drawn.parameters)
+    caption += drawn.left_out_text + drawn.left_out_trials_text
+    figure = search_plots.draw_parallel(drawn.with_few_trials().search, drawn.parameters)
     return CaptionedFigure("Trials and their settings", caption, figure)
 
 
@@ -102,8 +121,12 @@ def importance_figure(drawn: Drawn) -> CaptionedFigure | None:
     """Importance of settings; None when it cannot be measured."""
     if not drawn.shares:
         return None
+    count = drawn.count("finished")
+    which = f"{count}"
+    if count > MOST_TRIALS:
+        which = f"last {MOST_TRIALS:,}"
     caption = (
-        f"Share of the variance in accuracy between the {drawn.count('finished')} finished trials "
+        f"Share of the variance in accuracy between the {which} finished trials "
         "that each setting explains, alone or together with others (fANOVA, from Optuna). "
         "A setting near 0 % can be left as it is. With few trials this is only a hint."
     )
@@ -141,7 +164,8 @@ def curves_figure(drawn: Drawn) -> CaptionedFigure | None:
             " A line that ends early is a trial that was stopped to save its further cost, "
             "that failed, or that still runs."
         )
-    figure = search_plots.draw_curves(drawn.search)
+    caption += drawn.left_out_trials_text
+    figure = search_plots.draw_curves(drawn.with_few_trials().search)
     return CaptionedFigure("Trials along the stream", caption, figure)
 
 

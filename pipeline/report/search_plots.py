@@ -365,7 +365,8 @@ def draw_importance(shares: Mapping[str, float], names: Mapping[str, str]) -> Fi
 
 def draw_slices(search: Search, varied: Sequence[Parameter]) -> Figure:
     """Draw accuracy against each parameter, one panel per parameter."""
-    trials = [trial for trial in search.trials if trial["number"] in search.standing()]
+    standing = search.standing()
+    trials = [trial for trial in search.trials if trial["number"] in standing]
     columns = min(3, len(varied))
     rows = -(-len(varied) // columns)
     width = max(4.6, 3.45 * columns)

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -263,12 +264,6 @@ class _Scored(NamedTuple):
     accuracy: float
     bytes: float
 
-    def beats(self, other: _Scored) -> bool:
-        """Return whether this trial is nowhere worse and somewhere better."""
-        if self.accuracy < other.accuracy or self.bytes > other.bytes:
-            return False
-        return self.accuracy > other.accuracy or self.bytes < other.bytes
-
 
 def pareto(trials: Iterable[Trial]) -> list[int]:
     """Return the sorted numbers of the finished trials that no other finished one beats in accuracy
@@ -276,12 +271,16 @@ def pareto(trials: Iterable[Trial]) -> list[int]:
 
     Trials that are equal in both are treated alike. One of unknown size counts as larger than all.
     """
-    scored = _scored(trials)
-
-    def is_beaten(trial: _Scored) -> bool:
-        return any(other.beats(trial) for other in scored)
-
-    return sorted(trial.number for trial in scored if not is_beaten(trial))
+    front: list[int] = []
+    smallest: float | None = None  # bytes of the trials that are more accurate
+    by_accuracy = sorted(_scored(trials), key=lambda trial: -trial.accuracy)
+    for _, group in itertools.groupby(by_accuracy, key=lambda trial: trial.accuracy):
+        equal = list(group)
+        least = min(trial.bytes for trial in equal)
+        if smallest is None or least < smallest:
+            front += [trial.number for trial in equal if trial.bytes == least]
+            smallest = least
+    return sorted(front)
 
 
 def best(trials: Iterable[Trial], tolerance: float = 0.0) -> int | None:

@@ -76,7 +76,7 @@ def run_search(
         save_time()  # so that the time of a session that is killed counts, too
         notify(record)
 
-    write_state(search)
+    save_time()
     with screen.activity(lambda: "starting Ray"):
         ray = connect(search.cluster)
     os.environ |= TUNE_ENVIRONMENT
@@ -162,17 +162,20 @@ def no_winner(search: Search, phase: str, resume_command: str) -> str:
     records = search.records(phase)
     messages = [record["message"] for record in records if record["status"] == "failed"]
     stopped_for = [record["message"] for record in records if record["status"] == "stopped"]
+    used_up = [bound for bound, share in search.budget_used().items() if share >= 1]
+    more = f"raise the budget, as in --set budget.{(used_up or ['hours'])[0]}=N"
     if not records:
-        reason = "its budget was used up before a trial began; raise it, as in --set budget.hours=N"
+        reason = f"its budget was used up before a trial began; {more}"
     elif messages:
         reason = f"{len(messages)} of {len(records)} trials failed, the first one so: {messages[0]}"
     elif any(stopped_for):
         first = next(message for message in stopped_for if message)
-        reason = f"none of its {len(records)} trials finished, and one was stopped so: {first}"
-    else:
         reason = (
-            "none of its trials came to its last task; raise the budget, as in --set budget.hours=N"
+            f"none of its {len(records)} trials finished, and one was stopped so: {first}; give "
+            "it more trials by budget.trials, or a larger max_forgetting under another name"
         )
+    else:
+        reason = f"none of its trials came to its last task; {more}"
     for_task = f" for task {phase!r}" if phase else ""
     return (
         f"search {search.name!r} has no winner{for_task}: {reason}; "
@@ -254,6 +257,8 @@ def _search_and_record(
     files: dict[str, bytes] = {}
     status = "KILLED"
     page = LivePage(partial(export, search, is_running=True))
+    tests: list[SeedTest] = []
+    write_state(search)  # before there is a page of it
 
     def notify(record: Trial) -> None:
         screen(record)
@@ -263,12 +268,13 @@ def _search_and_record(
     try:
         with page.writing(), _metrics_of(search, screen):
             outcome = run_search(search, resume_command, notify, screen)
-        path = write_winner(search, outcome, [])
-        screen.say(screen.won(outcome.trial, path))
-        export(search, is_running=True)
-        seeds = search.settings.seeds
-        tests = [evaluate_winner(search, outcome, seed, resume_command, screen) for seed in seeds]
-        write_winner(search, outcome, tests)
+            path = write_winner(search, outcome, tests)
+            screen.say(screen.announce_winner(outcome.trial, path))
+            page.on_result()
+            for seed in search.settings.seeds:
+                tests.append(evaluate_winner(search, outcome, seed, resume_command, screen))
+                write_winner(search, outcome, tests)
+                page.on_result()
         files = export(search, is_running=False)
         status = "FINISHED"
     except BaseException as error:
@@ -278,9 +284,11 @@ def _search_and_record(
             files = export(search, is_running=False)
         raise
     finally:
-        winner = load_trials(search.storage, search.name).winner
+        winner = None
+        with suppress(OSError, UserError):  # an error here must not hide why the search ended
+            winner = load_trials(search.storage, search.name).winner
         recorder.finish(files, winner, status)
-    screen.say(screen.tested(tests))
+    screen.say(screen.describe_tests(tests))
     written = WrittenReport(page_of(search), recorder.warnings, recorder.links())
     screen.say("\n".join(written.lines))
     return written

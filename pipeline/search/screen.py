@@ -117,7 +117,7 @@ class SearchScreen:
             text += f"\nnote: {self.search.note}"
         return text
 
-    def won(self, trial: int, path: str) -> str:
+    def announce_winner(self, trial: int, path: str) -> str:
         """Return the totals and the winner. trial: its number. path: of its config."""
         records = self.search.records()
         run = sum(record["stages"]["run"] for record in records)
@@ -136,7 +136,7 @@ class SearchScreen:
             f"its config: {path}"
         )
 
-    def tested(self, tests: Sequence[SeedTest]) -> str:
+    def describe_tests(self, tests: Sequence[SeedTest]) -> str:
         """Return the accuracy of the winner on test data, over its seeds."""
         if not tests:
             return "no seeds, so the winner was not measured on test data"

@@ -233,11 +233,15 @@ class Space:
     def draw_point(self, seed: int, number: int) -> Params:
         """Return point `number` of a random search. It depends on nothing else but the seed."""
         params: Params = {}
-        for key, dimension in self.dimensions.items():
+        for key in self.dimensions:
             if self.applies(key, params):
-                rng = random.Random(derive_seed(seed, "search", number, key))
-                params[key] = dimension.draw(rng)
+                params[key] = self.draw(key, seed, number)
         return params
+
+    def draw(self, key: str, seed: int, number: int) -> Any:
+        """Return the value that point `number` of a random search has in one dimension."""
+        rng = random.Random(derive_seed(seed, "search", number, key))
+        return self.dimensions[key].draw(rng)
 
     def suggest(self, trial: Trial) -> Params:
         """Return the point that Optuna suggests."""

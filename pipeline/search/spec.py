@@ -18,18 +18,19 @@ from pipeline.graph import build, raw_data
 from pipeline.graph.replica_configs import replica_configs
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
-from pipeline.results.trials import Trial, gpu_hours
+from pipeline.results.trials import Trial
 from pipeline.results.trials import load as load_trials
 from pipeline.search import space as spaces
 from pipeline.search.space import Params, Space
 from pipeline.search.trial import folder, now, with_history
-from pipeline.search.warm_start import WarmStart, warm_start_of
+from pipeline.search.warm_start import WarmStart, WarmStartSettings, warm_start_of
 from workers.errors import UserError, did_you_mean
 from workers.job import Frozen, Neutral, key_inputs
 from workers.methods import METHODS
 from workers.storage.artifact import exists, join, read_json, write_bytes
 
 MAX_GRID_POINTS = 10_000
+IDLE_TRIALS = 32  # in a row, after which no further one begins where their number has no bound
 # settings that may change when a search continues
 FREE = ("budget", "seeds", "tolerance", "concurrent")
 # keys of the base that may change then, because they change no result
@@ -38,8 +39,8 @@ FREE_OF_BASE = ("name", "storage", "cluster", "tracking")
 
 class Budget(Frozen):
     """Bounds after which no further trial begins; at least one. hours: wall-clock time, summed over
-    all sessions of the search. gpu_hours: time of the stages that were run, times the GPUs that
-    each took."""
+    all sessions of the search. gpu_hours: time of the stages that were run and of tries that
+    failed, times the GPUs that each took."""
 
     trials: PositiveInt | None = Field(None, description="trials in all")
     hours: float | None = Field(
@@ -214,6 +215,11 @@ class SearchSettings(Frozen):
     @model_validator(mode="after")
     def _check_warm_start(self) -> SearchSettings:
         if self.warm_start is None:
+            if "warm_points" in self.model_fields_set:
+                raise ValueError(
+                    f"warm_points is {self.warm_points}, and no warm_start names an earlier "
+                    "search; name one, or leave warm_points out"
+                )
             return self
         if self.warm_start == self.name:
             raise ValueError(
@@ -246,6 +252,18 @@ class SearchSettings(Frozen):
         return self.protocol == "per_task" or self.scheduler == "pbt"
 
 
+class Cost(NamedTuple):
+    """What a trial has used. stages: that it ran. gpu_s: their time times their GPUs."""
+
+    stages: int
+    gpu_s: float
+
+    @classmethod
+    def of(cls, record: Trial) -> Cost:
+        """Return the cost of a trial by its record."""
+        return cls(record["stages"]["run"], record.get("gpu_s", 0.0))
+
+
 @dataclass
 class Search:
     """A search whose file was read and checked.
@@ -259,6 +277,7 @@ class Search:
     digest: of everything that must not change when the search continues.
     sessions: when each run of the search started, and how long it took.
     warm_start: what it takes from an earlier search.
+    costs: what each trial has used, by number; None before it is asked for.
     """
 
     settings: SearchSettings
@@ -273,6 +292,7 @@ class Search:
     digest: str = ""
     sessions: list[dict[str, Any]] = field(default_factory=list)
     warm_start: WarmStart | None = None
+    costs: dict[int, Cost] | None = None
 
     @property
     def name(self) -> str:
@@ -310,17 +330,35 @@ class Search:
             shares["hours"] = self.elapsed_s / 3600 / budget.hours
         if budget.stages is None and budget.gpu_hours is None:
             return shares
-        records = self.records()
+        costs = list(self._costs_of_trials().values())
         if budget.stages is not None:
-            shares["stages"] = sum(record["stages"]["run"] for record in records) / budget.stages
+            shares["stages"] = sum(cost.stages for cost in costs) / budget.stages
         if budget.gpu_hours is not None:
-            shares["gpu_hours"] = gpu_hours(records) / budget.gpu_hours
+            shares["gpu_hours"] = sum(cost.gpu_s for cost in costs) / 3600 / budget.gpu_hours
         return shares
+
+    def _costs_of_trials(self) -> dict[int, Cost]:
+        """Return what each trial has used, by number. The records are read once."""
+        if self.costs is None:
+            self.costs = {record["number"]: Cost.of(record) for record in self.records()}
+        return self.costs
+
+    def add_cost(self, record: Trial) -> None:
+        """Note what a trial has used, by its new record."""
+        self._costs_of_trials()[record["number"]] = Cost.of(record)
 
     @property
     def is_budget_used(self) -> bool:
         """Whether the budget of hours, stages or GPU-hours is used up."""
         return any(share >= 1 for share in self.budget_used().values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last IDLE_TRIALS trials have run no stage: they failed at once, or all points
+        of the space were tried before."""
+        costs = self._costs_of_trials()
+        last = sorted(costs)[-IDLE_TRIALS:]
+        return len(last) == IDLE_TRIALS and not any(costs[number].stages for number in last)
 
     @property
     def is_gpu_budget_used(self) -> bool:
@@ -449,7 +487,7 @@ def prepare(
     if report_config is not None:
         build.graph_of(report_config, store, provenance)
     tasks = tuple(names[: settings.first_tasks])
-    _check_rungs(settings, len(tasks), path)
+    _check_early_stops(settings, len(tasks), path)
     method_tasks = _method_tasks(graph, tasks)
     if settings.has_params_per_task:
         for params in points:
@@ -491,9 +529,8 @@ def _warm_start(search: Search, store: Store, path: str) -> WarmStart:
     return warm_start_of(
         earlier,
         search.space,
-        settings.warm_points,
-        settings.seed,
-        evaluate_key,
+        WarmStartSettings(settings.warm_points, settings.seed, settings.max_forgetting),
+        evaluate_key if settings.algorithm == "tpe" else None,
         path,
     )
 
@@ -550,13 +587,18 @@ def _check_first_tasks(settings: SearchSettings, count: int, path: str) -> None:
         )
 
 
-def _check_rungs(settings: SearchSettings, count: int, path: str) -> None:
-    """Raise `UserError` when a scheduler has nothing to decide between the first and the last of
-    `count` tasks."""
+def _check_early_stops(settings: SearchSettings, count: int, path: str) -> None:
+    """Raise `UserError` when what stops trials early has nothing to decide between the first and
+    the last of `count` tasks."""
     if settings.scheduler == "asha" and settings.grace >= count:
         raise UserError(
             f"{path}: grace is {settings.grace}, and trials learn {count} tasks, so asha would "
             "stop none of them early; give a smaller grace, or use scheduler none"
+        )
+    if settings.max_forgetting is not None and count < 2:
+        raise UserError(
+            f"{path}: max_forgetting stops trials that forget earlier tasks, and they learn "
+            f"{count} task; leave it out"
         )
     if settings.scheduler == "pbt" and count < 2:
         raise UserError(

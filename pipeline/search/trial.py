@@ -31,6 +31,7 @@ from workers.job import Task
 from workers.storage.artifact import join, read_json, write_bytes
 
 ENDED = ("finished", "stopped", "failed")
+FAILED_TRIES = (EventKind.FAILED, EventKind.LOST, EventKind.MOVED, EventKind.DAMAGED)
 Report = Callable[[TrialResult], None]
 
 
@@ -142,44 +143,66 @@ def now() -> str:
 class Count:
     """Observes the walks of one trial: counts stages that it ran and stages that it reused.
 
-    cluster: what a worker takes for a kind of stage. seconds: of the stages that it ran, times
-    their workers. gpu_seconds: the same times the GPUs of a worker.
+    cluster: what a worker takes for a kind of stage. on_change: is called when a stage is done or
+    has failed. seconds: of the stages that it ran and of tries that failed, times their workers.
+    gpu_seconds: the same times the GPUs of a worker. began: stage that runs -> when a worker began
+    with it, on the monotonic clock.
     """
 
     cluster: ClusterSettings
+    on_change: Callable[[], None]
     run: int = 0
     reused: int = 0
     seconds: float = 0.0
     gpu_seconds: float = 0.0
+    began: dict[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def after(cls, record: Trial | None, cluster: ClusterSettings) -> Count:
-        """Return the count of a trial that was interrupted, from its record.
+    def go_on_after(self, record: Trial) -> None:
+        """Begin with the count of a trial that was interrupted, from its record.
 
         It will find the stages that it ran before, which is no reuse.
         """
-        if record is None:
-            return cls(cluster)
-        run = record["stages"]["run"]
-        return cls(cluster, run, -run, record["device_s"], record.get("gpu_s", 0.0))
+        self.run = record["stages"]["run"]
+        self.reused = -self.run
+        self.seconds = record["device_s"]
+        self.gpu_seconds = record.get("gpu_s", 0.0)
+
+    def on_progress(self, event: Event) -> None:
+        """Note when a worker begins with a stage."""
+        if event.kind is EventKind.STARTED:
+            self.began[event.stage] = time.monotonic()
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Count a stage that is done."""
-        if event.kind is not EventKind.DONE:
+        """Count a stage that is done, or the time of a try that failed."""
+        if event.kind is EventKind.DONE:
+            self.began.pop(event.stage, None)
+            if event.body.get("reused"):  # another trial ran it meanwhile
+                self.reused += 1
+            else:
+                self.run += 1
+                workers = int(event.body.get("workers") or 1)
+                wall_s = float(event.body.get("wall_s") or 0.0)
+                self._add(walk.graph[event.stage], wall_s * workers)
+        elif event.kind in FAILED_TRIES and event.stage in self.began:
+            wall_s = time.monotonic() - self.began.pop(event.stage)
+            self._add(walk.graph[event.stage], wall_s * max(1, self.cluster.workers))
+        else:
             return
-        if event.body.get("reused"):  # another trial ran it meanwhile
-            self.reused += 1
-            return
-        self.run += 1
-        workers = int(event.body.get("workers") or 1)
-        seconds = float(event.body.get("wall_s") or 0.0) * workers
+        self.on_change()
+
+    def _add(self, stage: Stage, seconds: float) -> None:
+        """Add the time of a stage times its workers."""
         self.seconds += seconds
-        self.gpu_seconds += (
-            seconds * self.cluster.of_step(walk.graph[event.stage].step).gpus_per_worker
-        )
+        self.gpu_seconds += seconds * self.cluster.of_step(stage.step).gpus_per_worker
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
         """Do nothing: decisions are not counted."""
+
+    def write_into(self, record: Trial) -> None:
+        """Set the counts of a record."""
+        record["stages"] = {"run": self.run, "reused": max(0, self.reused)}
+        record["device_s"] = round(self.seconds, 3)
+        record["gpu_s"] = round(self.gpu_seconds, 3)
 
 
 def run_trial(
@@ -193,7 +216,7 @@ def run_trial(
     """
     previous = read_record(plan.storage, plan.name, number)
     if previous is not None and _is_complete(previous, plan):
-        for result in previous["results"]:
+        for result in comparable_results(previous):
             report(result)
         if previous["status"] == "failed":
             raise TrialFailed(previous["message"])
@@ -205,6 +228,8 @@ def run_trial(
         record["stages"] = previous["stages"]
         record["device_s"] = previous["device_s"]
         record["gpu_s"] = previous.get("gpu_s", 0.0)
+        record["wall_s"] = previous.get("wall_s", 0.0)
+        record["started"] = previous.get("started", record["started"])
     if parent is not None:
         _take_over(record, plan, parent)
     write_record(plan.storage, plan.name, record)
@@ -218,6 +243,14 @@ def run_trial(
         record["wall_s"] = round(time.monotonic() - started, 3)
         write_record(plan.storage, plan.name, record)
         raise TrialFailed(record["message"]) from None
+
+
+def comparable_results(record: Trial) -> list[TrialResult]:
+    """Return the results by which a scheduler compares a trial with others: not the one after which
+    it was stopped for its forgetting."""
+    if record["status"] == "stopped" and record["message"]:
+        return record["results"][:-1]
+    return record["results"]
 
 
 def _is_complete(record: Trial, plan: Plan) -> bool:
@@ -295,7 +328,15 @@ def _learn(
         store.claimed_by_gc()
     ):  # garbage collection must know the graph before stages are looked up
         write_record(plan.storage, plan.name, record)
-    count = Count.after(previous, settings.cluster)
+
+    def save_count() -> None:
+        count.write_into(record)
+        record["wall_s"] = round(time.monotonic() - started, 3)
+        write_record(plan.storage, plan.name, record)
+
+    count = Count(settings.cluster, save_count)
+    if previous is not None:
+        count.go_on_after(previous)
     runner = Runner(store, settings, graph, count)
     try:
         for position, task in enumerate(plan.tasks[: plan.until]):
@@ -306,10 +347,6 @@ def _learn(
                 continue
             result = result_of(store, graph_record, label, task, position)
             record["results"] = [*record["results"], result]
-            record["stages"] = {"run": count.run, "reused": max(0, count.reused)}
-            record["device_s"] = round(count.seconds, 3)
-            record["gpu_s"] = round(count.gpu_seconds, 3)
-            record["wall_s"] = round(time.monotonic() - started, 3)
             record["history"] = {}
             if plan.each:
                 names = [name for name in plan.tasks[: position + 1] if name in history]
@@ -325,10 +362,10 @@ def _learn(
                 record["status"] = "stopped"
                 record["message"] = message
                 record["ended"] = now()
-            write_record(plan.storage, plan.name, record)
-            report(result)
+            save_count()
             if message:
-                return
+                return  # no scheduler may compare others with its accuracy
+            report(result)
     finally:
         runner.close()
 
@@ -402,7 +439,7 @@ class Runner:
                 cluster.model_copy(update=workers),
                 self.graph,
                 todo,
-                lambda event: None,
+                self.count.on_progress,
                 lambda stage: {},
             )
         return SharedExecutor(self.executor)

@@ -90,16 +90,25 @@ class Optuna:
         self.asked[number] = trial
         return self.search.space.suggest(trial)
 
-    def tell(self, number: int, result: Mapping[str, Any] | None) -> None:
-        """Report the result of a trial; None for one that has none."""
+    def tell(self, number: int, result: Mapping[str, Any] | None, is_finished: bool = True) -> None:
+        """Report the last result of a trial; None for one that has none.
+
+        A trial that was stopped early is reported as pruned: its accuracy is that of fewer tasks,
+        or it forgets too much.
+        """
         known = result or {}
         objectives = self.search.settings.objectives
         values = [float(known.get(name, math.nan)) for name in objectives]
         trial = self.asked.pop(number)
+        states = self.optuna.trial.TrialState
         if any(math.isnan(value) for value in values):
-            self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
-        else:
+            self.study.tell(trial, state=states.FAIL)
+        elif is_finished:
             self.study.tell(trial, values)
+        else:
+            if len(values) == 1:
+                trial.report(values[0], known["position"] + 1)
+            self.study.tell(trial, state=states.PRUNED)
 
 
 # ---- Ray Tune ------------------------------------------------------------------------------------
@@ -114,7 +123,7 @@ def run_population(search: Search, plan: Plan, first: int, notify: TrialObserver
             for record in records
             if record["status"] == "running" and len(record["rounds"]) <= position
         ]
-        if unfinished or not records:
+        if unfinished or not records or search.is_gpu_budget_used:
             return  # the budget is used up
 
 
@@ -212,11 +221,11 @@ class AskingSearcher(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         """Return what `trainable` gets as `tuned`, or FINISHED."""
-        number = self.next
+        number = self._next_number()
         known = self.known.get(number)
         if self.max_trials is not None and number >= self.first + self.max_trials:
             return Searcher.FINISHED
-        if known is None and self.search.is_budget_used:
+        if known is None and self._has_ended():
             return Searcher.FINISHED
         if known is not None and _is_in_later_round(known, self.plan):
             self.next = number + 1
@@ -232,6 +241,19 @@ class AskingSearcher(Searcher):
         self.next = number + 1
         self.numbers[trial_id] = number
         return {"number": number, "params": params, "parent": None}
+
+    def _next_number(self) -> int:
+        """Return the number of the next trial. Without GPU-hours left, trials of earlier sessions
+        that have not ended are left as they are."""
+        number = self.next
+        if self.search.is_gpu_budget_used:
+            while number in self.known and self.known[number]["status"] == "running":
+                number += 1
+        return number
+
+    def _has_ended(self) -> bool:
+        """Return whether no further trial begins."""
+        return self.search.is_budget_used or (self.max_trials is None and self.search.is_idle)
 
     def _params(self, number: int, known: Trial | None) -> Params | None:
         """Return the parameters of a trial; None behind the last point of a grid."""
@@ -258,9 +280,11 @@ class AskingSearcher(Searcher):
         number = self.numbers.pop(trial_id)
         record = read_record(self.search.storage, self.search.name, number)
         last = None
+        is_finished = False
         if record and record["results"] and record["status"] != "failed":
             last = record["results"][-1]
-        self.optuna.tell(number, last)
+            is_finished = record["status"] == "finished"
+        self.optuna.tell(number, last, is_finished)
 
     def save(self, checkpoint_path: str) -> None:
         """Save nothing: a search continues from the records of its trials."""
@@ -330,6 +354,7 @@ class RecordCallback(TrialProgressCallback):
         record = read_record(search.storage, search.name, trial.config["number"])
         if record is None:
             return
+        search.add_cost(record)
         if end_status and record["status"] == "running":
             is_over = time.monotonic() > self.end or search.is_gpu_budget_used
             if end_status == "stopped" and (is_over or not self.plan.is_last):

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import config as configs
 from pipeline.results import trials
-from pipeline.results.trials import Trial, as_number, score, size
+from pipeline.results.trials import Trial, as_number, forgetting, score, size
 from pipeline.search.space import Choice, Dimension, Int, Params, Space, with_params
 from workers.errors import UserError
 
@@ -34,6 +34,16 @@ class EarlierPoint:
     params: Params
     accuracy: float
     bytes: float
+
+
+@dataclass(frozen=True)
+class WarmStartSettings:
+    """count: how many of the best points are tried first. seed: draws settings that the earlier
+    search does not know. max_forgetting: of the search that begins; None: no such bound."""
+
+    count: int
+    seed: int
+    max_forgetting: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,47 +77,58 @@ class WarmStart:
 def warm_start_of(
     earlier: trials.Search,
     space: Space,
-    count: int,
-    seed: int,
-    evaluate_key: EvaluateKey,
+    settings: WarmStartSettings,
+    evaluate_key: EvaluateKey | None,
     path: str,
 ) -> WarmStart:
     """Return what a search takes from an earlier one.
 
-    count: how many of the best points are tried first. seed: draws settings that the earlier search
-    does not know. path: of the search file. Raise `UserError` when none of its points is in
-    `space`.
+    evaluate_key: None where nothing is told the results of the earlier search. path: of the search
+    file. Raise `UserError` when the earlier search has no trial to take from.
     """
-    finished = [
-        trial
-        for trial in earlier.trials
-        if trial["status"] == "finished"
-        and not trial.get("history")
-        and not math.isnan(score(trial))
-    ]
-    finished.sort(key=lambda trial: (-score(trial), trial["number"]))
+    candidates = [trial for trial in earlier.trials if can_be_taken(trial, settings)]
+    if not candidates:
+        raise UserError(
+            f"{path}: warm_start names search {earlier.name!r}, and none of its "
+            f"{len(earlier.trials)} trials finished with one setting for all tasks and within "
+            "max_forgetting; wait until one has, or leave warm_start out"
+        )
+    candidates.sort(key=lambda trial: (-score(trial), trial["number"]))
     points: dict[str, EarlierPoint] = {}
-    judged_alike: set[str] = set()
-    for trial in finished:
-        params = point_in(space, trial, earlier.record["config"], seed)
+    observations: list[EarlierPoint] = []
+    for trial in candidates:
+        params = point_in(space, trial, earlier.record["config"], settings.seed)
         if params is None or repr(params) in points:
             continue
-        points[repr(params)] = EarlierPoint(trial["number"], params, score(trial), size(trial))
+        point = EarlierPoint(trial["number"], params, score(trial), size(trial))
+        is_first = len(points) < settings.count
+        points[repr(params)] = point
+        if is_first or evaluate_key is None:
+            continue
         if evaluate_key(params) == _last_key(trial):
-            judged_alike.add(repr(params))
+            observations.append(point)
     if not points:
         raise UserError(
-            f"{path}: warm_start names search {earlier.name!r}, and of its {len(finished)} "
-            "finished trials with the same settings for all tasks none is a point of this space; "
-            "widen the space, or leave warm_start out"
+            f"{path}: warm_start names search {earlier.name!r}, and none of its "
+            f"{len(candidates)} finished trials is a point of this space; widen the space, or "
+            "leave warm_start out"
         )
-    first = list(points)[:count]
-    rest = [name for name in points if name not in first and name in judged_alike]
-    return WarmStart(
-        earlier.name,
-        tuple(points[name] for name in first),
-        tuple(points[name] for name in rest),
-    )
+    first = tuple(points.values())[: settings.count]
+    return WarmStart(earlier.name, first, tuple(observations))
+
+
+def can_be_taken(trial: Trial, settings: WarmStartSettings) -> bool:
+    """Return whether a trial has a result for all tasks, learned with one point, and never forgot
+    more than this search allows."""
+    if trial["status"] != "finished" or trial["phase"] or trial.get("history"):
+        return False
+    if math.isnan(score(trial)):
+        return False
+    if settings.max_forgetting is None:
+        return True
+    results = trial["results"]
+    averages = [forgetting(results[: count + 1]) for count in range(len(results))]
+    return not any(average > settings.max_forgetting for average in averages)
 
 
 def point_in(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> Params | None:
@@ -120,20 +141,16 @@ def point_in(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> 
     labels = list(with_params(body, trial["params"]).get("methods") or {})
     if len(labels) == 1:
         known["method"] = labels[0]
-    drawn = space.draw_point(seed, trial["number"])
     params: Params = {}
     for key, dimension in space.dimensions.items():
         if not space.applies(key, params):
             continue
-        value = MISSING
         if key in known:
             value = value_in(dimension, known[key])
             if value is MISSING:
                 return None
-        elif key in drawn:
-            value = drawn[key]
-        if value is MISSING:
-            return None
+        else:
+            value = space.draw(key, seed, trial["number"])
         params[key] = value
     return params
 

@@ -392,6 +392,8 @@ def _trial_points(trial: Trial) -> list[Point]:
     if trial["status"] not in RUN_STATUS:
         return points
     costs: dict[str, Any] = {"device_s": trial.get("device_s"), "wall_s": trial.get("wall_s")}
+    if trial.get("gpu_s"):
+        costs["gpu_s"] = trial["gpu_s"]
     for kind, count in (trial.get("stages") or {}).items():
         costs[f"stages_{kind}"] = count
     for name, value in costs.items():

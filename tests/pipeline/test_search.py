@@ -3,11 +3,14 @@ Ray Tune."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,10 +22,11 @@ import pytest
 import yaml
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial as TuneTrial
+from ray.tune.search import Searcher
 
 import pipeline
 from pipeline import config
-from pipeline.results.trials import SeedTest, Trial, best
+from pipeline.results.trials import SeedTest, Trial, best, load
 from pipeline.search import run, spec, trial, tune
 from pipeline.search.screen import SearchScreen
 from tests import small_run
@@ -82,11 +86,16 @@ BAD = [
     ({"warm_start": "nothing"}, ["there is no search 'nothing'"]),
     ({"warm_start": "../nothing"}, ["warm_start"]),
     ({"warm_start": "a", "warm_points": 0}, ["warm_points"]),
+    ({"warm_points": 2}, ["warm_points is 2", "leave warm_points out"]),
     ({"warm_start": "a", "algorithm": "grid"}, ["grid", "leave warm_start out"]),
     ({"warm_start": "a", "protocol": "per_task"}, ["per_task", "leave warm_start out"]),
     ({"max_forgetting": 2}, ["max_forgetting", "1"]),
     ({"max_forgetting": 0.1, "protocol": "per_task"}, ["per_task", "max_forgetting"]),
     ({"max_forgetting": 0.1, "scheduler": "pbt"}, ["pbt", "max_forgetting"]),
+    (
+        {"max_forgetting": 0.1, "protocol": "first_k_tasks", "first_tasks": 1},
+        ["1 task", "leave it out"],
+    ),
     ({"set": {"data.val_fraction": 0}}, ["validation images", "data.val_fraction"]),
 ]
 
@@ -266,6 +275,25 @@ def test_a_kill_does_not_change_the_points_that_tpe_suggests(tmp_path: Path) -> 
     assert sum(late) / 10 > 0.85, "it looks where accuracy was high"
 
 
+def test_tpe_does_not_look_where_trials_were_stopped_early(tmp_path: Path) -> None:
+    """Above 0.75 a trial is stopped after one task, whose accuracy is the higher one."""
+    pytest.importorskip("optuna")
+    search = prepared(tmp_path, algorithm="tpe", budget={"trials": 60})
+    spec.write_state(search)
+    asked = asking(search)
+    stopped = []
+    for number in range(40):
+        share = asked.suggest(str(number))["params"]["methods.meat.lambda"]
+        is_stopped = share > 0.75
+        accuracy = 0.9 if is_stopped else 0.6 + share / 10
+        status = "stopped" if is_stopped else "finished"
+        body = fake_search.trial(number, status=status, accuracy=accuracy)
+        trial.write_record(search.storage, search.name, cast(Trial, body))
+        asked.on_trial_complete(str(number))
+        stopped.append(is_stopped)
+    assert sum(stopped[20:]) <= 10, "half of them would be chance"
+
+
 @pytest.mark.parametrize("count", range(2, 11))
 def test_successive_halving_stops_no_trial_that_trained_on_all_tasks(count: int) -> None:
     settings = SimpleNamespace(scheduler="asha", grace=1, reduction=2)
@@ -316,12 +344,73 @@ def test_a_budget_of_gpu_hours_ends_when_trials_have_used_it(tmp_path: Path) -> 
     for number in range(3):
         used.append(search.is_budget_used)
         record = cast(Trial, fake_search.trial(number, gpu_s=3600.0))
-        trial.write_record(search.storage, search.name, record)
+        search.add_cost(record)
     assert used == [False, False, True]
     stopper = tune.GpuBudgetStopper(search)
     assert stopper("x", {})
     assert not stopper.stop_all(), "trials that have just begun end at their own results"
     assert not tune.GpuBudgetStopper(prepared(tmp_path, *more, budget={"gpu_hours": 4}))("x", {})
+
+
+def on_gpus(tmp_path: Path, count: int, gpu_s: float, **more: Any) -> spec.Search:
+    """Return a search with trials that are at work, each with a result and some time on GPUs."""
+    stages = "cluster.stages={evaluate: {gpus: 0.5}}"
+    search = prepared(tmp_path, stages, **{"budget": {"gpu_hours": 2}, **more})
+    spec.write_state(search)
+    for number in range(count):
+        params = search.space.draw_point(0, number)
+        body = fake_search.trial(number, params, status="running", gpu_s=gpu_s, accuracy=0.5)
+        trial.write_record(search.storage, search.name, cast(Trial, body))
+    return search
+
+
+def asking(search: spec.Search, until: int | None = None) -> tune.AskingSearcher:
+    plan = trial.Plan(search.name, search.storage, search.body, {}, search.tasks, until=until)
+    return tune.AskingSearcher(search, plan, 0)
+
+
+def test_trials_that_were_interrupted_wait_for_gpu_hours(tmp_path: Path) -> None:
+    search = on_gpus(tmp_path, 2, gpu_s=3600.0)
+    assert asking(search).suggest("x") == Searcher.FINISHED
+    more = prepared(tmp_path, "cluster.stages={evaluate: {gpus: 0.5}}", budget={"gpu_hours": 3})
+    asked = asking(more)
+    assert [asked.suggest(str(number))["number"] for number in range(3)] == [0, 1, 2]
+
+
+def test_a_population_ends_with_its_gpu_hours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[int | None] = []
+
+    def run_round(search: spec.Search, plan: trial.Plan, *_: Any) -> None:
+        rounds.append(plan.until)
+        for number in range(2):
+            body = fake_search.trial(number, status="running", gpu_s=3600.0)
+            body["rounds"] = [{}] * (plan.until or 0)
+            trial.write_record(search.storage, search.name, cast(Trial, body))
+
+    monkeypatch.setattr(tune, "run_phase", run_round)
+    budget = {"trials": 2, "gpu_hours": 2}
+    search = on_gpus(tmp_path, 0, gpu_s=0.0, scheduler="pbt", budget=budget)
+    plan = trial.Plan(search.name, search.storage, search.body, {}, ("a", "b", "c"))
+    tune.run_population(search, plan, 0, lambda record: None)
+    assert rounds == [1], "the first round has used all of it"
+    assert asking(search, until=2).suggest("x") == Searcher.FINISHED
+
+
+def test_a_search_ends_when_trials_run_nothing_any_more(tmp_path: Path) -> None:
+    search = prepared(tmp_path, budget={"stages": 1000})
+    spec.write_state(search)
+    asked = asking(search)
+    for number in range(spec.IDLE_TRIALS + 1):
+        assert asked.suggest(str(number)) != Searcher.FINISHED
+        body = fake_search.trial(number, status="failed")
+        body["stages"] = {"run": int(number == 0), "reused": 0}
+        search.add_cost(cast(Trial, body))
+    assert asked.suggest("x") == Searcher.FINISHED
+    bounded = prepared(tmp_path / "bounded", budget={"trials": 1000})
+    bounded.costs = search.costs
+    assert asking(bounded).suggest("x") != Searcher.FINISHED, "as many as were asked for"
 
 
 def test_the_number_of_parallel_trials_follows_from_the_cluster() -> None:
@@ -604,3 +693,97 @@ def test_a_second_process_does_not_change_a_running_search_or_its_record(
         pytest.raises(UserError, match="being run by another process"),
     ):
         run.execute(search, SearchScreen(search), "", "")
+
+
+# ---- the page, its winner and its end ------------------------------------------------------------
+class QuietRecorder:
+    """Stands in for the recorder, and keeps how the search ended."""
+
+    warnings: tuple[str, ...] = ()
+    statuses: tuple[str, ...] = ()
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Record nothing."""
+
+    def start(self, state: Any) -> None:
+        """Do nothing."""
+
+    def links(self) -> list[str]:
+        """Return none."""
+        return []
+
+    def finish(self, files: Any, winner: Any, status: str) -> None:
+        """Keep the status."""
+        QuietRecorder.statuses = (*QuietRecorder.statuses, status)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> type[QuietRecorder]:
+    monkeypatch.setattr(run, "SearchRecorder", QuietRecorder)
+    monkeypatch.setattr(QuietRecorder, "statuses", ())
+    return QuietRecorder
+
+
+def test_a_port_for_prometheus_that_is_taken_is_what_the_error_says(
+    tmp_path: Path, recorder: type[QuietRecorder]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        tracking = f"{{enabled: false, prometheus: {port}}}"
+        search = prepared(tmp_path, f"set.tracking={tracking}")
+        with pytest.raises(UserError, match="nothing can listen there"):
+            run.execute(search, SearchScreen(search, io.StringIO()), "", "")
+    assert recorder.statuses == ("FAILED",)
+
+
+def test_the_page_is_that_of_a_running_search_until_the_winner_is_measured(
+    tmp_path: Path, recorder: type[QuietRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread writes it when the winner is known, and after each of its seeds."""
+    search = prepared(tmp_path, seeds=[0, 1])
+    pages: list[tuple[bool | None, int]] = []
+    written = threading.Semaphore(0)
+    monkeypatch.setattr("pipeline.search.live_page.CHANGED_S", 0.0)
+    monkeypatch.setattr("pipeline.search.live_page.LOOK_S", 0.001)
+
+    def export(search: spec.Search, is_running: bool | None = None) -> dict[str, bytes]:
+        winner = load(search.storage, search.name).winner
+        pages.append((is_running, len(winner["tests"]) if winner else -1))
+        written.release()
+        return {}
+
+    def one_trial(search: spec.Search, *_: Any) -> run.Outcome:
+        assert written.acquire(timeout=60), "the first page is there before a trial"
+        trial.write_record(search.storage, search.name, cast(Trial, fake_search.trial(0)))
+        return run.Outcome(0, {})
+
+    def measure(search: spec.Search, outcome: run.Outcome, seed: int, *_: Any) -> SeedTest:
+        assert written.acquire(timeout=60)
+        return {
+            "seed": seed,
+            "run": f"seed{seed}",
+            "average_accuracy": 0.5,
+            "forgetting": 0.0,
+            "bytes_per_task": 1.0,
+        }
+
+    monkeypatch.setattr(run, "export", export)
+    monkeypatch.setattr(run, "run_search", one_trial)
+    monkeypatch.setattr(run, "evaluate_winner", measure)
+    run.execute(search, SearchScreen(search, io.StringIO()), "", "")
+    assert pages[:3] == [(True, -1), (True, 0), (True, 1)]
+    assert pages[-1] == (False, 2)
+    assert recorder.statuses == ("FINISHED",)
+
+
+def test_why_there_is_no_winner_names_the_bound_that_is_used_up(tmp_path: Path) -> None:
+    search = on_gpus(tmp_path, 2, gpu_s=3600.0)
+    assert "--set budget.gpu_hours=N" in run.no_winner(search, "", "")
+    for number in range(2):
+        body = fake_search.trial(number, status="stopped", message="it forgets 30 %")
+        trial.write_record(search.storage, search.name, cast(Trial, body))
+    text = run.no_winner(search, "", "")
+    assert "it forgets 30 %" in text
+    assert "a larger max_forgetting under another name" in text

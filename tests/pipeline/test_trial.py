@@ -4,6 +4,7 @@ it ended."""
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,7 +128,7 @@ def test_a_stage_that_another_process_has_run_by_now_counts_as_reused(plan: tria
     run(plan)
     settings = config.check({**with_params(plan.body, PARAMS), "name": "s-0000"}, "s")
     graph, _ = build.graph_of(settings, Store(plan.storage), {}, "val")
-    count = trial.Count(settings.cluster)
+    count = trial.Count(settings.cluster, lambda: None)
     for stage in graph:
         if stage.step != "ingest":
             manifest = loop.run_stage(cast(StageJob, stage.job), Group(), lambda event: None)
@@ -140,12 +141,28 @@ def test_time_on_gpus_is_counted_by_what_a_kind_of_stage_takes() -> None:
     cluster = config.ClusterSettings(workers=2, gpus_per_worker=1, stages=stages)
     steps = {"b": "backbone", "m/a/train": "train", "m/a/evaluate": "evaluate"}
     walk = cast(Walk, SimpleNamespace(graph={k: SimpleNamespace(step=v) for k, v in steps.items()}))
-    count = trial.Count(cluster)
+    count = trial.Count(cluster, lambda: None)
     for stage_id in steps:
         count.on_event(walk, Event(EventKind.DONE, stage_id, body={"wall_s": 10.0, "workers": 2}))
     assert (count.seconds, count.gpu_seconds) == (60, 20 + 10)
     body = cast(Trial, {"stages": {"run": 3, "reused": 0}, "device_s": 60.0, "gpu_s": 30.0})
-    assert trial.Count.after(body, cluster).gpu_seconds == 30
+    count.go_on_after(body)
+    assert count.gpu_seconds == 30
+
+
+def test_time_of_a_try_that_failed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    cluster = config.ClusterSettings(workers=2, gpus_per_worker=0.5)
+    walk = cast(Walk, SimpleNamespace(graph={"m/a/train": SimpleNamespace(step="train")}))
+    changes: list[str] = []
+    count = trial.Count(cluster, lambda: changes.append("changed"))
+    count.on_progress(Event(EventKind.STARTED, "m/a/train"))
+    now[0] += 7
+    count.on_event(walk, Event(EventKind.PROGRESS, "m/a/train"))
+    count.on_event(walk, Event(EventKind.LOST, "m/a/train"))
+    count.on_event(walk, Event(EventKind.FAILED, "m/a/train"))
+    assert (count.run, count.seconds, count.gpu_seconds, changes) == (0, 14, 7, ["changed"])
 
 
 def forgetful(plan: trial.Plan, monkeypatch: pytest.MonkeyPatch) -> trial.Plan:
@@ -172,8 +189,9 @@ def test_a_trial_that_forgets_too_much_is_stopped_and_does_not_win(
 ) -> None:
     plan = forgetful(plan, monkeypatch)
     results = run(plan)
-    assert tasks_of(results) == ["a", "b", "c"], "0.2 after the second task is allowed"
+    assert tasks_of(results) == ["a", "b"], "no scheduler compares others with the last result"
     ended = record(plan)
+    assert tasks_of(ended["results"]) == ["a", "b", "c"], "0.2 after the second task is allowed"
     assert ended["status"] == "stopped"
     assert ended["message"] == (
         "forgetting of 30.0 % after 3 tasks is more than max_forgetting, 25 %"
@@ -185,7 +203,8 @@ def test_a_trial_that_forgets_too_much_is_stopped_and_does_not_win(
     strict = replace(plan, max_forgetting=0.1, name="strict")
     monkeypatch.undo()
     forgetful(plan, monkeypatch)
-    assert tasks_of(run(strict)) == ["a", "b"]
+    assert tasks_of(run(strict)) == ["a"]
+    assert tasks_of(record(strict)["results"]) == ["a", "b"]
     assert record(strict)["status"] == "stopped"
 
 
@@ -222,6 +241,34 @@ def test_a_trial_that_was_killed_goes_on(plan: trial.Plan, monkeypatch: pytest.M
     )
     assert record(plan)["device_s"] > cut["device_s"] > 0
     assert trained_tasks == ["c"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("the evaluation failed")])
+def test_stages_before_a_kill_or_a_failure_are_counted(
+    plan: trial.Plan, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """The trial ends after the training of task b, before the result that has it."""
+
+    def run_until_b(job: Any, *rest: Any) -> Any:
+        if job.step == "evaluate" and job.task.name == "b":
+            raise error
+        return loop.run_stage(job, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "run_stage", run_until_b)
+        with pytest.raises((KeyboardInterrupt, trial.TrialFailed)):
+            run(plan)
+    cut = record(plan)
+    assert tasks_of(cut["results"]) == ["a"]
+    published = list(Path(plan.storage, "stages").glob("*/manifest.json"))
+    assert cut["stages"] == {"run": len(published), "reused": 0}
+    times = [json.loads(path.read_text())["wall_s"] for path in published]
+    assert cut["device_s"] >= round(sum(times), 3) > 0
+    if cut["status"] == "running":
+        run(plan)
+        assert record(plan)["stages"] == {"run": 10, "reused": 0}
+        assert record(plan)["started"] == cut["started"]
+        assert record(plan).get("wall_s", 0.0) > cut.get("wall_s", 0.0) > 0
 
 
 def test_a_trial_that_fails_says_why_each_time(plan: trial.Plan) -> None:

@@ -14,7 +14,7 @@ from pipeline.results import trials
 from pipeline.results.trials import Trial, load
 from pipeline.search import spec, trial, tune
 from pipeline.search.space import Dimension, Space
-from pipeline.search.warm_start import WarmStart, point_in, warm_start_of
+from pipeline.search.warm_start import WarmStart, WarmStartSettings, point_in, warm_start_of
 from tests.pipeline.small_search import prepared
 from workers.errors import UserError
 
@@ -91,12 +91,27 @@ def test_a_trial_of_another_method_is_a_point_where_the_space_has_that_method() 
     assert point_in(space, earlier_trial(0, {"method": "ewc"}, 0.5), body, 0) is None
 
 
-def taken(some: list[Trial], count: int = 2, key: str = "other") -> WarmStart:
+def test_a_drawn_setting_belongs_to_the_values_that_it_depends_on() -> None:
+    """`keep` stands in the space for one value of `alpha` alone, and the earlier search has no
+    `keep`; whatever point of the whole space is drawn, it does not decide."""
+    keep = {"dist": "uniform", "low": 0.1, "high": 0.9, "when": {ALPHA: [2]}}
+    alpha = {"dist": "choice", "values": [0.5, 1, 2]}
+    space = space_of({ALPHA: alpha, "methods.meat.gamma": keep})
+    for number in range(8):
+        point = point_in(space, earlier_trial(number, {ALPHA: 2}, 0.5), BASE, 0)
+        assert point is not None
+        assert 0.1 <= point["methods.meat.gamma"] <= 0.9
+
+
+def taken(
+    some: list[Trial], count: int = 2, key: str = "other", max_forgetting: float | None = None
+) -> WarmStart:
     """Return what a search over lambda takes from these trials."""
     record = fake_search.record("first") | {"config": {"methods": {"meat": {}}}}
     earlier = trials.Search("first", record, some, None, [])
     space = space_of({LAMBDA: DIMENSIONS[LAMBDA]})
-    return warm_start_of(earlier, space, count, 0, lambda params: key, "second.yaml")
+    settings = WarmStartSettings(count, 0, max_forgetting)
+    return warm_start_of(earlier, space, settings, lambda params: key, "second.yaml")
 
 
 def judged(number: int, params: dict[str, Any], accuracy: float, key: str) -> Trial:
@@ -117,12 +132,28 @@ def test_the_best_finished_trials_come_first_and_each_point_once() -> None:
         earlier_trial(4, {LAMBDA: 0.8}, 0.95, status="stopped"),
         earlier_trial(5, {LAMBDA: 0.9}, 0.95, history={"flowers": {LAMBDA: 0.6}}),
         earlier_trial(6, {LAMBDA: 1.0}, float("nan")),
+        earlier_trial(7, {LAMBDA: 0.8}, 0.95, phase="flowers"),
     ]
     assert [point.trial for point in taken(some).points] == [1, 0]
     assert [point.trial for point in taken(some, 1).points] == [1]
     assert taken(some, 9) == taken(some)
-    with pytest.raises(UserError, match=r"second\.yaml: warm_start names search 'first'.* none is"):
+    with pytest.raises(UserError, match=r"second\.yaml: warm_start names search 'first'.* space;"):
         taken(some[3:])
+    with pytest.raises(UserError, match=r"none of its 4 trials finished .*wait until one has"):
+        taken(some[4:])
+
+
+def test_a_trial_that_forgets_more_than_this_search_allows_is_not_taken() -> None:
+    some = []
+    for number, rate in enumerate((0.3, 0.7)):
+        results = [
+            {"task": "a", "position": 0, "accuracy": 0.8, "bytes": 1.0, "per_task": {"a": 0.8}},
+            {"task": "b", "position": 1, "accuracy": 0.9, "bytes": 1.0, "per_task": {"a": rate}},
+        ]
+        params = {LAMBDA: 0.6 + number / 10}
+        some.append(cast(Trial, fake_search.trial(number, params, results=results)))
+    assert [point.trial for point in taken(some).points] == [0, 1]
+    assert [point.trial for point in taken(some, max_forgetting=0.4).points] == [1]
 
 
 def test_only_trials_that_were_judged_alike_are_observations() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mimetypes
 import os
 import posixpath
 import random
@@ -348,13 +349,15 @@ class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return retry(call, self.where, doing, may_be_gone=may_be_gone)
 
     def put(self, path: str, data: bytes) -> None:
-        """Write one whole object, or nothing."""
+        """Write one whole object, or nothing. Its type follows from its name, for browsers."""
         system = self.system
         if len(data) < SMALL:
             system = self.small
+        content_type, _ = mimetypes.guess_type(path)
+        metadata = {"Content-Type": content_type or "application/octet-stream"}
 
         def write() -> None:
-            with system.open_output_stream(path) as stream:
+            with system.open_output_stream(path, metadata=metadata) as stream:
                 stream.write(data)
 
         # In a thread: Ctrl-C arrives in the main thread, which waits for the end of the upload.

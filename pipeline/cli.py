@@ -360,7 +360,11 @@ def _add_launch_command(add_command: AddCommand) -> None:
             help=f"{text}; may be repeated",
         )
     on_kubernetes.add_argument(
-        "--service-account", default="", metavar="NAME", help="stands for a role of the cloud"
+        "--service-account",
+        default="",
+        metavar="NAME",
+        help="stands for a role of the cloud; also on Ray's launcher: an instance profile of AWS, "
+        "or the e-mail of a service account of Google Cloud",
     )
     on_kubernetes.add_argument(
         "--secret", default="", metavar="NAME", help="a Secret whose keys are environment variables"

@@ -680,6 +680,11 @@ def load(
     for override in overrides or []:
         apply_override(body, override)
     refuse_secrets(body, f"{where}: ")
+    if "space" in body and "methods" not in body:
+        raise UserError(
+            f"{where}: this is a search, with a `space`; use `python -m pipeline search`, "
+            "or give the config that it names as `base`"
+        )
     config = check(body, where, with_methods)
     if not overrides:
         return config

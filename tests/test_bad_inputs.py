@@ -747,7 +747,7 @@ def test_a_cluster_that_does_not_answer_is_told_at_once(
 def test_a_cluster_without_the_accelerators_asked_for_is_refused(site: Any) -> None:
     site.set(cluster__workers=1, cluster__gpus_per_worker=64, train__epochs=1)
     message = in_a_process(["run", site.config()])
-    assert "do not fit into this cluster" in message
+    assert "has no room for" in message
     assert "lower cluster.workers or what each takes, add nodes" in message
 
 

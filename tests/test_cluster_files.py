@@ -372,6 +372,7 @@ wait "$task" || { echo "srun: error: exit code $?" >&2; exit 1; }""",
     "ray": """case "$1" in
 health-check) echo "health-check $3" >> "$SAID"; [ "$(grep -c '^health-check' "$SAID")" -ge 3 ];;
 start) [ -z "$RAY_FAILS" ] || exit 1
+    echo "ray ${*: -1}" >> "$SAID"
     trap 'echo stopped >> "$SAID"; exit 1' TERM
     while :; do sleep 0.05; done;;
 esac""",
@@ -382,10 +383,12 @@ esac""",
     *ray.nodes*) echo "nodes $3 $4" >> "$SAID"; [ "$(grep -c '^nodes' "$SAID")" -ge 2 ];;
     esac;;
 -m) token=$(cat "$RAY_AUTH_TOKEN_PATH") rights=$(stat -c %a "$RAY_AUTH_TOKEN_PATH")
-    trap 'echo "driver was asked to end" >> "$SAID"; exit "${ENDS_WITH:-143}"' TERM
+    trap 'asked=yes; echo "driver was asked to end" >> "$SAID"' TERM
     echo "driver $* address=$RAY_ADDRESS mode=$RAY_AUTH_MODE token=$token rights=$rights" >> "$SAID"
-    [ -z "$STAYS" ] || while :; do sleep 0.05; done
-    exit "${DRIVER_CODE:-0}";;
+    [ -n "$STAYS" ] || exit "${DRIVER_CODE:-0}"
+    while [ -z "$asked" ]; do sleep 0.05; done
+    for _ in {1..20}; do sleep 0.05; done  # it saves
+    exit "${ENDS_WITH:-143}";;
 esac""",
     "sleep": "exec /bin/sleep 0.02",
 }
@@ -458,6 +461,8 @@ def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everyth
         "--ray-client-server-port=7003",
         "--num-cpus=8",
         "--block",
+        "--export=ALL",
+        " /tmp/ray-42 ",
         "mode=token",
     ):
         assert words in head
@@ -469,9 +474,12 @@ def test_a_job_starts_the_head_then_the_others_runs_the_driver_and_stops_everyth
         "--cpus-per-task=8",
         "--num-cpus=8",
         "--block",
+        "--export=ALL",
+        " /tmp/ray-42 ",
         "mode=token",
     ):
         assert words in other_lines
+    assert lines.count("ray --temp-dir=/tmp/ray-42") == 2, "of this job alone"
     asked = [i for i, line in enumerate(lines) if line == "health-check 10.0.0.7:7001"]
     assert len(asked) == 3
     assert starts[0] < max(asked) < starts[1], "the others join a head that answers"
@@ -544,6 +552,22 @@ def test_a_preempted_job_saves_and_goes_back_into_the_queue(
     assert lines.count("stopped") == 2
     assert lines.count("scontrol requeue 42") == requeues
     assert not list(tmp_path.glob(".ray-*"))
+
+
+def test_two_signals_end_the_driver_once(slurm: Any) -> None:
+    """A second one would end it before it has saved: preempted shortly before the time limit."""
+    process = job({**slurm, "STAYS": "1"}, "configs/demo.yaml")
+    log = Path(slurm["SAID"])
+    for awaited in ("driver -m", "driver was asked to end"):
+        while not (log.exists() and awaited in log.read_text()):
+            assert process.poll() is None, process.communicate()
+            os.sched_yield()
+        process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, out + err
+    lines = logged_commands(slurm)
+    assert lines.count("driver was asked to end") == 1
+    assert lines.count("scontrol requeue 42") == 1
 
 
 def test_slurm_may_put_the_job_back_into_the_queue() -> None:

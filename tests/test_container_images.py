@@ -17,6 +17,8 @@ from typing import NamedTuple
 import pytest
 from packaging.requirements import Requirement
 
+from pipeline.shell import version
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCKERFILE = REPOSITORY / "configs" / "cluster" / "Dockerfile"
 PINNED = dict(
@@ -47,16 +49,16 @@ def instructions(text: str) -> list[Instruction]:
 
 def stages(text: str) -> dict[str, list[Instruction]]:
     """Return the instructions of each stage by name, after those of the stage that it is from."""
-    found: dict[str, list[Instruction]] = {}
+    by_name: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
     for instruction in instructions(text):
         if instruction.name == "FROM":
             image, _, name = instruction.text.partition(" AS ")
-            current = [*found.get(image, [instruction])]
-            found[name] = current
+            current = [*by_name.get(image, [instruction])]
+            by_name[name] = current
         else:
             current.append(instruction)
-    return found
+    return by_name
 
 
 STAGES = stages(DOCKERFILE.read_text())
@@ -151,6 +153,28 @@ def test_what_is_copied_exists_and_is_sent_to_the_builder(target: str) -> None:
         assert (REPOSITORY / path).exists(), path
         assert any(path == each or fnmatch(path, f"{each}/*") for each in sent), path
     assert {path.partition("/")[0] for path in copied} == {*sent}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_copy_of_what_is_copied_knows_its_version_and_commit(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the rest of the checkout, and without git."""
+    for line in texts(target, "COPY"):
+        *sources, goal = [word for word in line.split() if not word.startswith("--")]
+        if goal.startswith("/"):
+            continue
+        for source in sources:
+            (tmp_path / goal).mkdir(exist_ok=True)
+            (tmp_path / goal / (source if goal == "./" else "")).touch()
+    for name in ("pyproject.toml", "constraints.txt"):
+        assert (tmp_path / name).is_file(), f"the code reads {name}"
+        (tmp_path / name).write_text((REPOSITORY / name).read_text())
+    assert version.get_version(tmp_path).commit == ""
+    monkeypatch.setenv("ACCRETE_COMMIT", "1234-dirty")
+    assert version.get_version(tmp_path).commit == "1234-dirty"
+    assert "COMMIT" in texts(target, "ARG")
+    assert "ACCRETE_COMMIT=$COMMIT" in texts(target, "ENV")
 
 
 def requirements(*options: str) -> list[str]:

@@ -71,7 +71,7 @@ def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
     # where the run ends before
     continuation = "what ran on it goes on from its last checkpoint|what ran on it has gone on"
     assert re.search(f"was lost(; ({continuation})|, and with it at most)", output)
-    assert " joined (1 CPUs)" in output
+    assert " joined (1 CPU)" in output
     assert "Traceback" not in output
     assert before.items() <= small_run.attempts(tmp_path / "storage").items()
     assert small_run.results(tmp_path / "storage") == reference.expected

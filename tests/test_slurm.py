@@ -62,10 +62,21 @@ def until_published(folder: Path, slurm: Slurm, job: str) -> None:
 def test_a_run_on_two_nodes_has_the_results_of_one_process_and_a_short_log(
     slurm: Slurm, reference: Any, tmp_path: Path
 ) -> None:
+    """Also where the job gets a part of the submitter's variables: the token reaches all nodes."""
     config = reference.config(tmp_path, cluster={"workers": 1, "groups": 2})
-    job = slurm.submit(*launch(config, tmp_path))
+    variables = "--export=PATH,HOME,SLURM_CONF,PYTHONPATH,ACCRETE_PYTHON,ACCRETE_RAY"
+    job = slurm.submit(variables, *launch(config, tmp_path))
+    until_published(tmp_path, slurm, job)
+    for node in ("node1", "node2"):
+        raylets = [
+            process.environ()
+            for process in psutil.process_iter()
+            if process.name() == "raylet" and of_step(process, job, node)
+        ]
+        assert [environment["RAY_AUTH_MODE"] for environment in raylets] == ["token"]
     slurm.wait(job, "COMPLETED")
     assert small_run.results(tmp_path / "storage") == reference.expected
+    assert not Path(f"/tmp/ray-{job}").exists(), "Ray's files are gone from the nodes"
     log = logs_of(slurm, job)
     assert "report:" in log
     assert "Ray runtime" not in log

@@ -30,9 +30,7 @@ steps=() sizes=() driver='' preempted=''
 
 folder=$PWD/.ray-$SLURM_JOB_ID
 log=$PWD/ray-$SLURM_JOB_ID.log
-rm -rf "$folder"  # of an earlier start of this job that was killed
-(umask 077 && mkdir "$folder" &&
-    "$python" -c 'import secrets; print(secrets.token_hex(32))' > "$folder/token")
+temporary=/tmp/ray-$SLURM_JOB_ID  # Ray's files on each node: those of another user's job are his
 
 finish() {
     code=$?
@@ -57,6 +55,9 @@ finish() {
 trap finish EXIT
 trap 'preempted=yes; exit 143' USR1
 trap 'exit 143' TERM INT
+rm -rf "$folder"  # of an earlier start of this job that was killed
+(umask 077 && mkdir "$folder" &&
+    "$python" -c 'import secrets; print(secrets.token_hex(32))' > "$folder/token")
 
 # Whoever reaches Ray's ports needs its token. The ports are free ones: nodes may be shared by jobs.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token RAY_USAGE_STATS_ENABLED=0
@@ -96,7 +97,10 @@ print(*free[:3])' "$SLURM_JOB_ID")
 
 # The task of each node: Ray, until the file `end` appears. A task that ends by itself with code 0
 # is a success to srun; one that srun has to signal is an error, also at the end of a good run.
-task='"$@" &
+task='temporary=$1
+shift
+trap "rm -rf $temporary" EXIT
+"$@" --temp-dir="$temporary" &
 ray=$!
 trap "kill -TERM $ray" TERM
 while kill -0 "$ray" 2> /dev/null; do
@@ -116,8 +120,10 @@ start_ray() {
     shift
     cpus=$(value_of SLURM_CPUS_PER_TASK "$component")  # srun does not inherit sbatch's
     if [ -n "${SLURM_HET_SIZE:-}" ]; then choice+=(--het-group="$component"); fi
-    srun --overlap --ntasks-per-node=1 --cpus-per-task="${cpus:=1}" --nodes="$count" \
-        --ntasks="$count" "${choice[@]}" bash -c "$task" "$folder/end" "$ray" start --block \
+    # All variables, also where the job was submitted with --export: Ray needs those of the token.
+    srun --export=ALL --overlap --ntasks-per-node=1 --cpus-per-task="${cpus:=1}" \
+        --nodes="$count" --ntasks="$count" "${choice[@]}" \
+        bash -c "$task" "$folder/end" "$temporary" "$ray" start --block \
         --num-cpus="$cpus" --dashboard-agent-listen-port=0 "$@" >> "$log" 2>&1 &
     steps+=($!)
 }
@@ -165,16 +171,17 @@ done
     fail "not all of ${nodes[*]} joined Ray at $ip:$port; look for a firewall between them"
 
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then set -- "$@" --set "seeds=[$SLURM_ARRAY_TASK_ID]"; fi
-asked=
-ask_to_end() {  # also where the signal comes while the driver is being started
-    asked=yes
-    [ -z "$driver" ] || kill -TERM "$driver" 2> /dev/null || :
+is_ending='' is_signalled=''
+end_driver() {  # by one signal: a second one would end it before it has saved
+    [ -n "$driver" ] && [ -z "$is_signalled" ] || return 0
+    is_signalled=yes
+    kill -TERM "$driver" 2> /dev/null || :
 }
-trap 'preempted=yes; ask_to_end' USR1
-trap ask_to_end TERM INT
+trap 'preempted=yes is_ending=yes; end_driver' USR1
+trap 'is_ending=yes; end_driver' TERM INT
 RAY_ADDRESS=$ip:$port "$python" -m pipeline run "$@" &
 driver=$!
-[ -z "$asked" ] || ask_to_end
+[ -z "$is_ending" ] || end_driver  # the signal came while the driver was being started
 while kill -0 "$driver" 2> /dev/null; do wait "$driver" || :; done  # a signal ends `wait` too
 code=0
 wait "$driver" || code=$?

@@ -22,29 +22,35 @@ from workers.errors import UserError
 
 # Options of one platform alone, by their names in the parsed arguments.
 ONLY_ON = {
-    "array": "slurm",
-    "image": "kuberay",
-    "select": "kuberay",
-    "tolerate": "kuberay",
-    "service_account": "kuberay",
-    "secret": "kuberay",
-    "cloud": "ray",
-    "spot": "ray",
-    "machine_image": "ray",
-    "project": "ray",
+    "array": ("slurm",),
+    "image": ("kuberay",),
+    "select": ("kuberay",),
+    "tolerate": ("kuberay",),
+    "service_account": ("kuberay", "ray"),
+    "secret": ("kuberay",),
+    "cloud": ("ray",),
+    "spot": ("ray",),
+    "machine_image": ("ray",),
+    "project": ("ray",),
 }
-SEEN = {"slurm": None, "kuberay": VOLUME, "ray": ""}  # folder of this machine's disks on the nodes
+SHARED = {"slurm": None, "kuberay": VOLUME, "ray": ""}  # see `portable`
+# Nodes of a cloud come while the run waits for them, so it says how many groups there will be.
+GROUPS = {"slurm": 0, "kuberay": 0, "ray": 1}
 
 ForecastOf = Callable[[str, list[str]], Forecast]  # of a config with overrides
 
 
 def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
     """Write the files for a platform, and print how large the run is and what submits it."""
-    for option, platform in ONLY_ON.items():
-        if getattr(args, option) and args.on != platform:
+    for option, platforms in ONLY_ON.items():
+        if getattr(args, option) and args.on not in platforms:
             name = option.replace("_", "-")
-            raise UserError(f"--{name} is of --on {platform}, not of {args.on}; leave it out")
-    run = portable(args.config, args.overrides, SEEN[args.on] or "", SEEN[args.on])
+            raise UserError(
+                f"--{name} works with --on {' or '.join(platforms)} alone; leave it out"
+            )
+    if args.project and args.cloud != "gcp":
+        raise UserError("--project works with --cloud gcp alone; leave it out")
+    run = portable(args.config, args.overrides, SHARED[args.on], GROUPS[args.on])
     forecast = None
     note = ""
     if not args.hours:
@@ -56,7 +62,7 @@ def launch(args: argparse.Namespace, forecast_of: ForecastOf) -> int:
     folder = args.out or f"{run.config.name}-{args.on}"
     submission = submission_on(args, run, size, folder)
     paths = write(submission, folder)
-    lines = [f"wrote {', '.join(paths)}", str(size)]
+    lines = [f"wrote {', '.join(paths)}", str(size), f"storage: {run.config.storage}"]
     if note:
         lines.append(note)
     print("\n".join([*lines, "read them, then:", *(f"  {line}" for line in submission.commands)]))
@@ -82,6 +88,7 @@ def submission_on(args: argparse.Namespace, run: Portable, size: Size, folder: s
                 args.cloud or Machines.cloud,
                 args.spot,
                 args.machine_image,
-                args.project or Machines.project,
+                args.project,
+                args.service_account,
             )
             return ray_launcher(run, size, folder, machines)

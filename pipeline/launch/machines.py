@@ -19,6 +19,7 @@ class Machine(NamedTuple):
 
 
 T4 = "nvidia-tesla-t4"
+RAY_SHARE = 0.7  # of a machine's memory that Ray's launcher lets ranks reserve
 # The smallest of each cloud first.
 MACHINES = {
     "aws": (
@@ -54,7 +55,8 @@ def machine_for(cloud: str, size: Size) -> Machine:
     is none."""
     for machine in MACHINES[cloud]:
         has_gpus = machine.gpus >= size.gpus and bool(machine.gpus) == bool(size.gpus)
-        if has_gpus and machine.cpus >= size.cpus and machine.memory_gb >= size.memory_gb:
+        memory_gb = max(size.memory_gb, size.reserved_gb / RAY_SHARE)
+        if has_gpus and machine.cpus >= size.cpus and machine.memory_gb >= memory_gb:
             return machine
     raise UserError(
         f"no machine of {cloud} that is known here has {size.cpus} CPUs, {size.gpus} GPUs and "

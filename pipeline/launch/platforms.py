@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -20,20 +21,28 @@ from pipeline.launch.portable import Portable
 from pipeline.launch.sizes import MEMORY_GB_PER_CPU, Size
 from pipeline.launch.template import KeyPath, read_template, with_directives, with_values
 from pipeline.shell.invocation import this_python
+from pipeline.shell.version import CHECKOUT, COMMIT, git_commit
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
 VOLUME = "/storage"  # where pods see the claim
 CLAIM = "accrete-storage"
+SERVICE_SUFFIX = "-model"  # of the name of a service
 RUN_FOLDER = "/home/ray/run"  # where the head's pod sees a config
 IMAGE = "accrete:ray2.60.0-py311"
 CACHE_SIZE = "60Gi"
 LONGEST_NAME = 40  # characters: KubeRay adds some, and Kubernetes takes 63
+DIGEST = 6  # characters of a digest, where a name had to be changed
 LARGEST_INDEX = 1000  # of a job array, unless Slurm is configured otherwise
 SERVING_NODES = (2, 4)  # fewest and most that serve a bundle
 REPLICAS_PER_NODE = 3  # of one CPU each, where they take no GPU
-JOB = "job submit --address http://127.0.0.1:8265 --working-dir ."
+PAGE = "http://127.0.0.1:8265"
+JOB = f"job submit --address {PAGE} --working-dir ."
+NO_ACCOUNT = "nodes have no role that may use the bucket: name one with --service-account"
 OTHER_CHARACTERS = re.compile(r"[^a-z0-9-]+")
+IMAGE_NAME = re.compile(r"[a-z0-9][\w./:-]*")
+AWS_HEAD = "m6i.2xlarge"
+CLOUD_SCOPE = "https://www.googleapis.com/auth/cloud-platform"  # what its roles allow
 
 
 @dataclass(frozen=True)
@@ -63,17 +72,23 @@ class Pods:
 @dataclass(frozen=True)
 class Machines:
     """What a person chooses of machines on a cloud. image: of machines with GPUs. project: of
-    Google Cloud."""
+    Google Cloud. account: instance profile on AWS, e-mail of a service account on Google Cloud."""
 
     cloud: str = "aws"
     is_spot: bool = False
     image: str = ""
-    project: str = "PROJECT"
+    project: str = ""
+    account: str = ""
 
 
-def name_of(config: Config) -> str:
-    """Return the name of a run as platforms take it."""
-    return OTHER_CHARACTERS.sub("-", f"accrete-{config.name}".lower())[:LONGEST_NAME].strip("-")
+def name_of(config: Config, suffix: str = "") -> str:
+    """Return the name of a run as platforms take it: other runs have other names."""
+    full = f"accrete-{config.name}{suffix}"
+    name = OTHER_CHARACTERS.sub("-", full.lower()).strip("-")
+    if name == full and len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(full.encode()).hexdigest()[:DIGEST]
+    return f"{name[: LONGEST_NAME - DIGEST - 1].strip('-')}-{digest}"
 
 
 # ---- Slurm ---------------------------------------------------------------------------------------
@@ -105,7 +120,12 @@ def slurm(run: Portable, size: Size, folder: str, with_array: bool = False) -> S
     ]
     script = with_directives(read_template("slurm.sh"), directives)
     config = os.path.join(folder, run.file)
-    commands = [shlex.join(["sbatch", os.path.join(folder, "slurm.sh"), config])]
+    command = shlex.join(["sbatch", os.path.join(folder, "slurm.sh"), config])
+    if Path.cwd() != CHECKOUT:  # whose environment the script looks for
+        python = this_python()
+        ray = os.path.join(os.path.dirname(python), "ray")
+        command = f"ACCRETE_PYTHON={shlex.quote(python)} ACCRETE_RAY={shlex.quote(ray)} {command}"
+    commands = [command]
     return Submission({"slurm.sh": script, **run.files}, commands)
 
 
@@ -123,7 +143,11 @@ def array_seeds(config: Config) -> tuple[int, ...]:
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
 def kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submission:
-    """Return the manifests of a run on Kubernetes: a job, a cluster that stays, a service."""
+    """Return the manifests of a run on Kubernetes: a job, a cluster that stays, a service.
+
+    Raise `UserError` when the image is no name to which the device can be added.
+    """
+    check_image(pods.image)
     name = name_of(run.config)
     storage = run.config.storage
     has_claim = is_local(storage)
@@ -144,6 +168,16 @@ def kuberay(run: Portable, size: Size, folder: str, pods: Pods) -> Submission:
     }
     manifest = os.path.join(folder, "kuberay-job.yaml")
     return Submission(files, [shlex.join(["kubectl", "apply", "-f", manifest])])
+
+
+def check_image(image: str) -> None:
+    """Raise `UserError` when an image is no name to which the device can be added."""
+    if IMAGE_NAME.fullmatch(image) and not image.endswith(("-cpu", "-gpu")):
+        return
+    raise UserError(
+        f"--image is {image!r}; give the name and tag that the images have in the registry, "
+        f"without -gpu or -cpu and without a digest, such as registry/{IMAGE}"
+    )
 
 
 def cluster_values(
@@ -215,9 +249,10 @@ def toleration(text: str) -> dict[str, str]:
 def kuberay_service(config: Config, pods: Pods, has_claim: bool) -> str:
     """Return the manifest of a service for the bundle of a run.
 
-    Replicas take no GPU, or as much of one as a rank of the run does.
+    Replicas take no GPU, or as much of one as a rank of the run does. Its name is not that of the
+    cluster: KubeRay would give both the same Service.
     """
-    name = name_of(config)
+    name = name_of(config, SERVICE_SUFFIX)
     template = read_template("kuberay-service.yaml")
     gpus_per_replica = min(1.0, config.cluster.gpus_per_worker)
     replicas_per_node = REPLICAS_PER_NODE
@@ -250,7 +285,7 @@ def serve_config(manifest: str, config: Config, most_replicas: int, gpus_per_rep
     model = (*application, "deployments", 1)
     values: dict[KeyPath, Any] = {
         (*application, "args", "bundle"): f"{config.storage}/models/{config.name}",
-        (*application, "args", "hosts"): [f"{name_of(config)}-serve-svc"],
+        (*application, "args", "hosts"): [f"{name_of(config, SERVICE_SUFFIX)}-serve-svc"],
         (*model, "autoscaling_config", "max_replicas"): most_replicas,
     }
     if gpus_per_replica:
@@ -271,8 +306,10 @@ def config_map(name: str, files: Mapping[str, str]) -> str:
 def ray_launcher(run: Portable, size: Size, folder: str, machines: Machines) -> Submission:
     """Return the file of a cluster on a cloud, and the config that it runs.
 
-    Raise `UserError` when storage is no bucket, or GPUs have no machine image.
+    Raise `UserError` when storage is no bucket, GPUs have no machine image, Google Cloud has no
+    project, or the current folder is not the checkout.
     """
+    check_current_folder(folder)
     if is_local(run.config.storage):
         raise UserError(
             f"storage is {run.config.storage!r}, a folder of this machine, which the nodes do not "
@@ -283,7 +320,14 @@ def ray_launcher(run: Portable, size: Size, folder: str, machines: Machines) -> 
             "nodes with GPUs need a machine image with NVIDIA's driver 580 or newer, for CUDA 13, "
             "and its container toolkit; name one with --machine-image"
         )
+    if machines.cloud == "gcp" and not machines.project:
+        raise UserError("--cloud gcp needs the project that pays; name it with --project ID")
     file = f"ray-{machines.cloud}.yaml"
+    if file in run.files:
+        raise UserError(
+            f"the config is called {run.config.name!r}, and {file} is the cluster's file; give it "
+            "another name with --set name=NAME"
+        )
     worker: KeyPath = ("available_node_types", "worker")
     values: dict[KeyPath, Any] = {
         ("cluster_name",): name_of(run.config),
@@ -299,24 +343,35 @@ def ray_launcher(run: Portable, size: Size, folder: str, machines: Machines) -> 
         values[("docker", "worker_run_options")] = ["--gpus all"]
     machine_values = {"aws": aws_machine, "gcp": gcp_machine}[machines.cloud]
     values |= machine_values(worker, size, machines)
-    path = os.path.relpath(os.path.join(folder, file))
-    config = os.path.relpath(os.path.join(folder, run.file))
-    if config.startswith(os.pardir):
-        raise UserError(
-            f"--out is {folder!r}, outside of the current folder, which a job takes along; "
-            "name a folder in it"
-        )
-    job = f"{JOB} -- python -m pipeline run {shlex.quote(config)}"
-    path = shlex.quote(path)
+    path = shlex.quote(os.path.relpath(os.path.join(folder, file)))
+    config = shlex.quote(os.path.relpath(os.path.join(folder, run.file)))
+    job = f"{JOB} -- {COMMIT}={git_commit()} python -m pipeline run {config}"
     ray = os.path.join(os.path.dirname(this_python()), "ray")
     commands = [
         f"{ray} get-auth-token --generate > /dev/null; export RAY_AUTH_MODE=token",
         f"{ray} up -y {path}",
-        f"{ray} dashboard {path} &",
+        f"{ray} dashboard {path} & until curl -so /dev/null {PAGE}; do sleep 1; done",
         f"{ray} {job}",
         f"{ray} down -y {path}",
     ]
+    if not machines.account:
+        commands.insert(0, f"# {NO_ACCOUNT}")
     return Submission({file: with_values(text, values), **run.files}, commands)
+
+
+def check_current_folder(folder: str) -> None:
+    """Raise `UserError` unless the current folder is the checkout, which jobs take along, and
+    `folder` lies in it."""
+    if Path.cwd() != CHECKOUT:
+        raise UserError(
+            f"a job takes the current folder along, which is not the checkout; go to {CHECKOUT}, "
+            "and give the same command there"
+        )
+    if os.path.relpath(folder).startswith(os.pardir):
+        raise UserError(
+            f"--out is {folder!r}, outside of the current folder, which a job takes along; "
+            "name a folder in it"
+        )
 
 
 def aws_machine(worker: KeyPath, size: Size, machines: Machines) -> dict[KeyPath, Any]:
@@ -326,7 +381,13 @@ def aws_machine(worker: KeyPath, size: Size, machines: Machines) -> dict[KeyPath
         node["ImageId"] = machines.image
     if machines.is_spot:
         node["InstanceMarketOptions"] = {"MarketType": "spot"}
-    return {(*worker, "node_config"): node}
+    values: dict[KeyPath, Any] = {(*worker, "node_config"): node}
+    if machines.account:
+        profile = {"Name": machines.account}
+        node["IamInstanceProfile"] = profile
+        head: KeyPath = ("available_node_types", "head", "node_config")
+        values[head] = {"InstanceType": AWS_HEAD, "IamInstanceProfile": profile}
+    return values
 
 
 def gcp_machine(worker: KeyPath, size: Size, machines: Machines) -> dict[KeyPath, Any]:
@@ -349,6 +410,9 @@ def gcp_machine(worker: KeyPath, size: Size, machines: Machines) -> dict[KeyPath
             {"acceleratorType": machine.accelerator, "acceleratorCount": machine.gpus}
         ]
         values[(*config, "metadata")] = {"items": [driver]}
+    if machines.account:
+        account = {"email": machines.account, "scopes": [CLOUD_SCOPE]}
+        values[(*config, "serviceAccounts")] = [account]
     if machines.image:
         source: KeyPath = (*config, "disks", 0, "initializeParams", "sourceImage")
         values[source] = machines.image

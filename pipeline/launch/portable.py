@@ -40,12 +40,13 @@ class Portable:
 
 
 def portable(
-    source: str, overrides: Sequence[str], storage: str = "", seen: str | None = None
+    source: str, overrides: Sequence[str], shared: str | None = None, groups: int = 0
 ) -> Portable:
     """Return a config as files that run on a cluster.
 
-    storage: in place of the config's, where that is a folder of this machine. seen: the folder that
-    nodes see, where they see none of this machine; None where they share its folders. Raise
+    shared: the folder that all nodes see, where they see no other one of this machine, "" for none
+    at all; None where they see the same folders. Storage is put there, unless it is in it or in a
+    bucket. groups: `cluster.groups` where the config says nothing of it; 0 leaves it out. Raise
     `UserError` when the config is not valid, or names data that the nodes do not see.
     """
     config = configs.load(source, list(overrides))
@@ -54,33 +55,35 @@ def portable(
         apply_override(body, override)
     body["name"] = config.name
     body["storage"] = absolute(config.storage)
-    if storage and is_local(body["storage"]):
-        body["storage"] = storage
+    if shared and is_local(body["storage"]) and not is_below(body["storage"], shared):
+        body["storage"] = shared
     cluster = dict(body.get("cluster") or {})
     cluster["workers"] = max(1, config.cluster.workers)
     cluster.pop("address", None)
+    if groups:
+        cluster["groups"] = config.cluster.groups or groups
     if is_local(body["storage"]):
         cluster.setdefault("cache", CACHE)
     elif not config.tracking.uri:
         body["tracking"] = "off"
     body["cluster"] = cluster
     files: dict[str, str] = {}
-    _take_cards(body["stream"]["tasks"], files, seen)
+    _take_cards(body["stream"]["tasks"], files, shared)
     weights = config.backbone.weights
-    if seen is not None and weights.endswith(".safetensors"):
-        _check_is_seen("backbone.weights", expand(weights), seen)
+    if shared is not None and weights.endswith(".safetensors"):
+        _check_is_shared("backbone.weights", expand(weights), shared)
     file = f"{config.name}.yaml"
     files[file] = dump_yaml(body)
     return Portable(configs.check(body, source), file, files)
 
 
-def _take_cards(tasks: list[Any], files: dict[str, str], seen: str | None) -> None:
+def _take_cards(tasks: list[Any], files: dict[str, str], shared: str | None) -> None:
     """Put the cards of a stream that are named by a path into `files`, and name those instead."""
     for index, entry in enumerate(tasks):
         task = {"card": entry} if isinstance(entry, str) else entry
         card = card_files.load_without_source(task["card"])
-        if seen is not None and card.source.path:
-            _check_is_seen(f"card {card.name!r}", card.source.path, seen)
+        if shared is not None and card.source.path:
+            _check_is_shared(f"card {card.name!r}", card.source.path, shared)
         if not is_path_of_card(task["card"]):
             continue
         path = Path(task["card"])
@@ -96,9 +99,14 @@ def _take_cards(tasks: list[Any], files: dict[str, str], seen: str | None) -> No
         tasks[index] = {**task, "card": f"./{file}"}
 
 
-def _check_is_seen(name: str, path: str, folder: str) -> None:
+def is_below(path: str, folder: str) -> bool:
+    """Return whether a path is a folder or lies in it."""
+    return os.path.join(path, "").startswith(os.path.join(folder, ""))
+
+
+def _check_is_shared(name: str, path: str, folder: str) -> None:
     """Raise `UserError` when nodes do not see a path. folder: all that they see of a disk."""
-    if "://" in path or (folder and os.path.join(path, "").startswith(os.path.join(folder, ""))):
+    if "://" in path or (folder and is_below(path, folder)):
         return
     remedy = "put it into a bucket, and name that: s3://bucket/folder"
     if folder:

@@ -98,23 +98,25 @@ def check_fits(state: ClusterState, cluster: ClusterSettings, steps: Sequence[st
     if alive:
         for name in per_worker:
             total[name] = sum(node.resources.get(name, 0.0) for node in alive)
-    users = f" for stages of kind {', '.join(steps)}" if steps else ""
+    users = "1 worker" if group_size == 1 else f"{group_size} workers"
+    if steps:
+        users += f" for stages of kind {', '.join(steps)}"
     setting = f" (cluster.stages.{steps[0]})" if steps else ""
     raise UserError(
-        f"{group_size} workers{users} that take {in_words(per_worker)} each do not fit into this "
-        f"cluster ({in_words(total) or 'no node'}); lower cluster.workers or what each takes"
-        f"{setting}, add nodes, "
+        f"this cluster ({in_words(total) or 'no node'}) has no room for {users} with "
+        f"{in_words(per_worker)} each; lower cluster.workers or what each takes{setting}, "
+        "add nodes, "
         "or, where nodes are started on demand, say how many groups to ask for with cluster.groups"
     )
 
 
 def in_words(resources: Mapping[str, float]) -> str:
-    """Return resources as text: `2 CPUs, 1 GPUs, 4 GB of memory`."""
+    """Return resources as text: `2 CPUs, 1 GPU, 4 GB of memory`."""
     parts = []
     for name, amount in resources.items():
         match name:
             case "CPU" | "GPU":
-                parts.append(f"{amount:g} {name}s")
+                parts.append(f"{amount:g} {name}" if amount == 1 else f"{amount:g} {name}s")
             case "memory":
                 parts.append(f"{amount / 2**30:.3g} GB of memory")
             case _:

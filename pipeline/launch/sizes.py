@@ -21,7 +21,7 @@ HOURS = 8  # where nothing comparable was measured
 @dataclass(frozen=True)
 class Size:
     """The nodes of a run, all alike. cpus, gpus, memory_gb: of each. hours: the time limit. why:
-    what the time limit rests on."""
+    what the time limit rests on. reserved_gb: the part of memory_gb that ranks reserve."""
 
     nodes: int
     cpus: int
@@ -29,6 +29,7 @@ class Size:
     memory_gb: int
     hours: int
     why: str
+    reserved_gb: float = 0.0
 
     def __str__(self) -> str:
         parts = [counted(self.cpus, "CPU"), f"{self.memory_gb} GB of memory"]
@@ -68,6 +69,7 @@ def size_of(
         memory_gb_of(cluster, ranks_per_node, cpus),
         time_limit,
         why,
+        cluster.memory_gb_per_worker * ranks_per_node,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tomllib
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import NamedTuple
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GIT_TIMEOUT_S = 5.0
+COMMIT = "ACCRETE_COMMIT"  # variable that names the commit of a copy without git
 
 
 class Version(NamedTuple):
-    """number: of pyproject.toml. commit: of git, `-dirty` where files differ; empty without git."""
+    """number: of pyproject.toml. commit: as `git_commit` returns it."""
 
     number: str
     commit: str
@@ -30,9 +32,13 @@ def get_version(checkout: Path = CHECKOUT) -> Version:
 
 
 def git_commit(checkout: Path = CHECKOUT) -> str:
-    """Return the commit of a checkout, with `-dirty` where its files differ; empty without git."""
+    """Return the commit of a checkout, with `-dirty` where its files differ.
+
+    Of a copy without git, such as an image or a job of Ray, it is what the variable ACCRETE_COMMIT
+    says, else empty.
+    """
     if not (checkout / ".git").exists():  # git would look in the folders above
-        return ""
+        return os.environ.get(COMMIT, "")
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         process = subprocess.run(

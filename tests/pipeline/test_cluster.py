@@ -97,8 +97,7 @@ def test_what_does_not_fit_is_said_with_what_there_is() -> None:
     around = nodes_of([{"CPU": 2.0}] * 2)
     with pytest.raises(
         UserError,
-        match="2 workers that take 1 CPUs, 1 GPUs each do not fit into this cluster \\(4 CPUs, 0 "
-        "GPUs\\)",
+        match="this cluster \\(4 CPUs, 0 GPUs\\) has no room for 2 workers with 1 CPU, 1 GPU each",
     ):
         shares.check_fits(around, ClusterSettings(workers=2, gpus_per_worker=1))
     # nodes may be started on demand

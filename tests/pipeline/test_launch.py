@@ -3,7 +3,9 @@ for the demo are those of configs/cluster."""
 
 from __future__ import annotations
 
+import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import yaml
 
 from pipeline import app, config
 from pipeline.cli import main
+from pipeline.launch import platforms
 from pipeline.launch.cost import Cost, Forecast
 from pipeline.launch.machines import MACHINES, machine_for
 from pipeline.launch.sizes import HOURS, Size, hours_of, size_of
@@ -29,14 +32,15 @@ PLATFORMS = {
     "kuberay-cluster.yaml": ["--on", "kuberay"],
     "kuberay-service.yaml": ["--on", "kuberay"],
     "ray-aws.yaml": ["--on", "ray", *BUCKET],
-    "ray-gcp.yaml": ["--on", "ray", "--cloud", "gcp", *BUCKET],
+    "ray-gcp.yaml": ["--on", "ray", "--cloud", "gcp", "--project", "PROJECT", *BUCKET],
 }
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty folder, where nothing was measured."""
+    """Work in an empty folder, where nothing was measured, as if it were the checkout."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(platforms, "CHECKOUT", tmp_path)
     return tmp_path
 
 
@@ -128,6 +132,17 @@ def test_the_run_has_a_storage_that_nodes_see(
     body = yaml.safe_load(text)
     assert body["storage"] == storage
     assert config.check(body, "demo.yaml").tracking.enabled == is_tracked
+
+
+def test_storage_inside_the_volume_stays_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for storage, written in (("/storage/team", "/storage/team"), ("/mnt/nfs/team", "/storage")):
+        out = storage.replace("/", "_")
+        arguments = ["--on", "kuberay", "--hours", "1", "--out", out]
+        assert main(["launch", DEMO, *arguments, "--set", f"storage={storage}"]) == 0
+        assert f"storage: {written}\n" in capsys.readouterr().out
+        service = yaml.safe_load(Path(out, "kuberay-service.yaml").read_text())
+        (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+        assert application["args"]["bundle"] == f"{written}/models/demo"
 
 
 def test_a_run_in_a_bucket_needs_no_volume() -> None:
@@ -227,8 +242,22 @@ def test_an_array_has_a_job_for_each_seed(capsys: pytest.CaptureFixture[str]) ->
             [DEMO, "--on", "slurm", "--array", "--set", "seeds=[1, 5000]"],
             "seed 5000 is more than 1000",
         ),
-        ([DEMO, "--on", "slurm", "--spot"], "--spot is of --on ray, not of slurm"),
-        ([DEMO, "--on", "ray", "--secret", "aws"], "--secret is of --on kuberay, not of ray"),
+        ([DEMO, "--on", "slurm", "--spot"], "--spot works with --on ray alone"),
+        ([DEMO, "--on", "ray", "--secret", "aws"], "--secret works with --on kuberay alone"),
+        (
+            [DEMO, "--on", "slurm", "--service-account", "a"],
+            "--service-account works with --on kuberay or ray alone",
+        ),
+        ([DEMO, "--on", "ray", *BUCKET, "--project", "a"], "--project works with --cloud gcp"),
+        ([DEMO, "--on", "ray", *BUCKET, "--cloud", "gcp"], "name it with --project ID"),
+        ([DEMO, "--on", "ray", *BUCKET, "--set", "name=ray-aws"], "ray-aws.yaml is the cluster's"),
+        ([DEMO, "--on", "kuberay", "--image", "bad name: {x"], "--image is 'bad name: {x'"),
+        ([DEMO, "--on", "kuberay", "--image", "accrete:1-gpu"], "without -gpu or -cpu"),
+        ([DEMO, "--on", "kuberay", "--image", "accrete@sha256:12"], "without a digest"),
+        (
+            [str(REPOSITORY / "configs" / "search" / "meat.yaml"), "--on", "slurm"],
+            "this is a search",
+        ),
         ([DEMO, "--on", "ray"], "name a bucket: --set storage=s3://bucket/folder"),
         (
             [DEMO, "--on", "ray", *BUCKET, "--set", "cluster.gpus_per_worker=1"],
@@ -271,7 +300,45 @@ def test_files_of_another_run_are_not_replaced(capsys: pytest.CaptureFixture[str
     assert {path.name: path.read_text() for path in Path("out").iterdir()} == before
 
 
+def test_commands_work_from_any_folder_or_are_not_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(DEMO, "--on", "slurm")
+    assert "\n  sbatch out/slurm.sh out/demo.yaml\n" in capsys.readouterr().out
+    monkeypatch.setattr(platforms, "CHECKOUT", REPOSITORY)
+    launched(DEMO, "--on", "slurm")
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if "sbatch" in line]
+    python, ray, *rest = shlex.split(command)
+    assert rest == ["sbatch", "out/slurm.sh", "out/demo.yaml"]
+    assert Path(python.removeprefix("ACCRETE_PYTHON=")).samefile(sys.executable)
+    assert Path(ray.removeprefix("ACCRETE_RAY=")).name == "ray"
+    assert main(["launch", DEMO, "--on", "ray", *BUCKET, "--out", "other"]) == 2
+    assert f"go to {REPOSITORY}" in capsys.readouterr().err
+
+
+def test_other_runs_have_other_names_on_a_platform() -> None:
+    names = [
+        platforms.name_of(settings(f"name={name}"))
+        for name in ("a.b", "a-b", "A-b", "x" * 50, "x" * 51, "demo")
+    ]
+    assert len({*names}) == len(names)
+    for name in names:
+        assert re.fullmatch(r"accrete-[a-z0-9]([a-z0-9-]*[a-z0-9])?", name)
+        assert len(name) <= platforms.LONGEST_NAME
+    assert names[-1] == "accrete-demo"
+
+
 # ---- Kubernetes ----------------------------------------------------------------------------------
+def test_a_service_and_a_cluster_have_names_of_their_own() -> None:
+    """KubeRay makes a Service for the head of each, by name."""
+    files = launched(DEMO, "--on", "kuberay", "--set", f"name={'x' * 60}")
+    manifests = [yaml.safe_load(files[f"kuberay-{kind}.yaml"]) for kind in ("cluster", "service")]
+    cluster, service = (manifest["metadata"]["name"] for manifest in manifests)
+    assert cluster != service
+    (application,) = yaml.safe_load(manifests[1]["spec"]["serveConfigV2"])["applications"]
+    assert application["args"]["hosts"] == [f"{service}-serve-svc"]
+
+
 def test_workers_go_where_a_person_says_with_credentials_of_the_platform() -> None:
     files = launched(
         DEMO,
@@ -307,6 +374,8 @@ def test_a_cluster_with_gpus_shows_them_to_its_containers(cloud: str) -> None:
     files = launched(
         DEMO,
         *("--on", "ray", "--cloud", cloud, *BUCKET, "--spot", "--machine-image", "image-1"),
+        *(("--project", "project-1") if cloud == "gcp" else ()),
+        *("--service-account", "trainer"),
         *("--set", "cluster.workers=2", "--set", "cluster.gpus_per_worker=1"),
     )
     launcher = yaml.safe_load(files[f"ray-{cloud}.yaml"])
@@ -316,13 +385,23 @@ def test_a_cluster_with_gpus_shows_them_to_its_containers(cloud: str) -> None:
     worker = launcher["available_node_types"]["worker"]
     assert worker["min_workers"] == worker["max_workers"] == launcher["max_workers"] == 2
     node = worker["node_config"]
+    head = launcher["available_node_types"]["head"]
+    assert head["resources"] == {"CPU": 0}, "a rank on the head would go on without the others"
+    body = yaml.safe_load(files["demo.yaml"])
+    assert body["cluster"]["groups"] == 1, "else a run does not wait for nodes that are coming"
     if cloud == "aws":
+        profile = {"Name": "trainer"}
+        assert head["node_config"]["IamInstanceProfile"] == profile
         assert node == {
             "InstanceType": "g5.xlarge",
             "ImageId": "image-1",
             "InstanceMarketOptions": {"MarketType": "spot"},
+            "IamInstanceProfile": profile,
         }
         return
+    assert launcher["provider"]["project_id"] == "project-1"
+    (account,) = node["serviceAccounts"]
+    assert account["email"] == "trainer"
     assert worker["resources"] == {"CPU": 4, "GPU": 1}
     assert node["guestAccelerators"] == [
         {"acceleratorType": "nvidia-tesla-t4", "acceleratorCount": 1}
@@ -338,6 +417,8 @@ def test_the_smallest_machine_that_fits_is_taken(cloud: str) -> None:
         assert machine_for(cloud, size) == machine
     with pytest.raises(UserError, match="lower --ranks-per-node"):
         machine_for(cloud, Size(1, 2, 9, 8, 1, ""))
+    size = size_of(settings("cluster.memory_gb_per_worker=12"), None)
+    assert 0.7 * machine_for(cloud, size).memory_gb >= 12, "what Ray's launcher lets ranks reserve"
 
 
 @pytest.mark.parametrize(

@@ -435,7 +435,7 @@ def test_the_number_of_parallel_trials_follows_from_the_cluster() -> None:
         "CPU": 4,
         "GPU": 0.5,
     }, "a trial runs all kinds of stages in one process"
-    with pytest.raises(UserError, match="1 workers that take 1 CPUs, 1 GPUs each do not fit"):
+    with pytest.raises(UserError, match="no room for 1 worker with 1 CPU, 1 GPU each"):
         room({"CPU": 8.0}, gpus_per_worker=1)
 
 

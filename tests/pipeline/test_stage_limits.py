@@ -345,8 +345,8 @@ def test_resources_that_no_node_has_are_one_sentence() -> None:
     with pytest.raises(UserError) as error:
         pools.check_fit(1, nodes_of([GPU_NODE]))
     assert str(error.value).startswith(
-        "1 workers for stages of kind evaluate that take 16 CPUs each do not fit into this cluster "
-        "(8 CPUs); lower cluster.workers or what each takes (cluster.stages.evaluate), add nodes"
+        "this cluster (8 CPUs) has no room for 1 worker for stages of kind evaluate with 16 CPUs "
+        "each; lower cluster.workers or what each takes (cluster.stages.evaluate), add nodes"
     )
 
 

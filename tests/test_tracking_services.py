@@ -88,6 +88,8 @@ def services_up(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> Iter
             else:
                 for experiment in (EXPERIMENT, "undisturbed"):
                     create_experiment(services.uri, experiment, artifacts)
+            # What the test itself reads is asked for again: the server may drop a connection.
+            monkeypatch.delenv("AWS_MAX_ATTEMPTS")
             yield services
     finally:
         if web:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipeline import config as configs
 from pipeline.config import Config, ConfigSource
-from pipeline.console import Heartbeat, format_seconds
+from pipeline.console import at_work
 from pipeline.graph import diagram, graph_cache, raw_data
 from pipeline.graph.journal import Journal, journal_of
 from pipeline.graph.raw_data import Source
@@ -245,10 +245,7 @@ def prepare(
     if not to_run:
         return _prepare(source, overrides, to_run, say, with_jobs, several)
 
-    def show(activity: str, seconds: float) -> None:
-        say(f"{activity} ({format_seconds(seconds)} so far)")
-
-    with Heartbeat(show).activity(lambda: "reading the config and looking at its data"):
+    with at_work(lambda: "reading the config and looking at its data", say):
         return _prepare(source, overrides, to_run, say, with_jobs, several)
 
 
@@ -437,7 +434,8 @@ def _execute(
     records = records_of(run)
     for saved in (record, *records.values()):
         store.save_record(saved)  # before the look-up: from now on `gc` keeps what this run needs
-    lookups = force(graph, look_up_all(graph, store, previous), selection)
+    with at_work(lambda: "looking for results in the storage"):
+        lookups = force(graph, look_up_all(graph, store, previous), selection)
     todo = selected_to_run(graph, lookups, selection)
     left_out = stages_to_run(graph, lookups) - todo
     LOG.info("run %s: %d stages, %d to run", config.name, len(graph), len(todo))
@@ -451,7 +449,8 @@ def _execute(
             outcome = run_graph(graph, store, _no_executor, 0, [screen], lookups)
             return _finish(run, record, outcome, files, [], links)
     elif not run.has_jobs:
-        full = with_jobs(run)
+        with screen.activity(lambda: "loading PyTorch"):
+            full = with_jobs(run)
         if full.keys != run.keys:  # raw data has changed since the graph was read from the cache
             return _execute(full, open_screen, resume_command, report_command, selection)
         run = full
@@ -787,15 +786,17 @@ def report(run: PreparedRun, report_command: str) -> WrittenReport:
     if record is None:
         record = record_of(run.graph, run.config, run.tasks, provenance())
     picture = diagram.to_svg(run.graph, {})
-    files = build_report(run, record)
-    if not run.replicas:
-        files = analysis_section.add_section(files, record, store)
+    with at_work(lambda: "building the report"):
+        files = build_report(run, record)
+        if not run.replicas:
+            files = analysis_section.add_section(files, record, store)
     recorder = open_recorder(run, log_to_stderr, report_command)
-    recorder.start(record, picture)
-    evaluations = [stage for stage in run.graph if stage.step == "evaluate"]
-    if all(Artifact.open(store.root, stage.key) for stage in evaluations):
-        log_models(recorder, run)
-    recorder.finish(files)
+    with at_work(recorder.describe_rest):
+        recorder.start(record, picture)
+        evaluations = [stage for stage in run.graph if stage.step == "evaluate"]
+        if all(Artifact.open(store.root, stage.key) for stage in evaluations):
+            log_models(recorder, run)
+        recorder.finish(files)
     page_path = export(store, run.config.name, files)
     return WrittenReport(page_path, recorder.warnings, recorder.links())
 
@@ -858,7 +859,8 @@ def analyse(
         card_graph, other_tasks = cards_graph(run.config, run.store, other_cards)
         analysis.check_covered(runs[-1:], other_tasks)
         bring(card_graph, run.config, run.store, open_screen, command)
-    measured = analysis.analyse_runs(runs, images, map_images, robustness, other_tasks)
+    with at_work(lambda: "measuring attention"):
+        measured = analysis.analyse_runs(runs, images, map_images, robustness, other_tasks)
     first = prepared[0]
     records = [run.record for run in runs]
     files = analysis_section.analysis_files(measured.parts, records, first.store)
@@ -868,7 +870,8 @@ def analyse(
     links: list[str] = []
     for run, analysed_run in zip(prepared, runs, strict=True):
         run_files = files if run is first else {}
-        written = _record_analysis(run, analysed_run.record, measured, run_files, images)
+        with at_work(lambda: "recording in MLflow"):
+            written = _record_analysis(run, analysed_run.record, measured, run_files, images)
         pages.append(written.page)
         warnings += written.warnings
         links += written.links if run is first else []

@@ -759,9 +759,11 @@ def analyse(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Write the page that lays finished runs side by side."""
+    from pipeline.console import at_work
     from pipeline.report import comparison_files
 
-    result = comparison_files.compare(args.run, args.storage, must_write=not args.out)
+    with at_work(lambda: "comparing"):
+        result = comparison_files.compare(args.run, args.storage, must_write=not args.out)
     page = result.page
     if args.out:
         write_named("--out", args.out, result.html)

@@ -44,6 +44,11 @@ SUMMARY_HEADING = [
 ]
 
 
+def print_to_stderr(text: str) -> None:
+    """Print a line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 class Activity(NamedTuple):
     """What a command is doing. started: by a monotonic clock."""
 
@@ -77,7 +82,6 @@ class Heartbeat:
             finally:
                 self.activities.pop()
             return
-        self.touch()
         ended = threading.Event()
         thread = threading.Thread(target=self._watch, args=(ended,), name="heartbeat", daemon=True)
         thread.start()
@@ -100,6 +104,20 @@ class Heartbeat:
         activity = self.activities[-1]
         self.show(activity.describe(), now - activity.started)
         self.touch()
+
+
+@contextmanager
+def at_work(
+    describe: Callable[[], str], say: Callable[[str], object] = print_to_stderr
+) -> Iterator[None]:
+    """Inside, `say` is given what a command is doing when QUIET_S seconds have passed, again and
+    again. For what prints nothing meanwhile."""
+
+    def show(activity: str, seconds: float) -> None:
+        say(f"{activity} ({format_seconds(seconds)} so far)")
+
+    with Heartbeat(show).activity(describe):
+        yield
 
 
 class Console:
@@ -157,7 +175,10 @@ class Console:
                 self.progress(event)
             case EventKind.DONE:
                 duration = format_seconds(event.body.get("wall_s", 0.0))
-                self.say(f"{event.stage}: {_result_text(event.body)} in {duration}")
+                text = f"{_result_text(event.body)} in {duration}"
+                if event.body.get("reused"):
+                    text += ", by another process"
+                self.say(f"{event.stage}: {text}")
                 if event.body.get("note"):
                     self.say(f"{event.stage}: {event.body['note']}")
 
@@ -248,6 +269,8 @@ def columns_of_output() -> int:
 
 def progress_text(body: Mapping[str, Any]) -> str:
     """Return how far a stage is, from what its worker reports."""
+    if "waiting_for" in body:
+        return f"waits for {body['waiting_for']}"
     if "doing" in body:  # ingest
         images = str(body.get("images", 0))
         if body.get("of"):

@@ -19,7 +19,7 @@ from benchmarks import stream
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
-from pipeline.launch.queue import Queue, ReadyStage
+from pipeline.launch.queue import Queue, Rank, ReadyStage
 from workers.job import StageJob
 
 
@@ -190,7 +190,7 @@ class Cluster:
 
     def _return(self, node: int) -> None:
         self._expect_death(node)
-        self.queue.join(node, [str(node)])
+        self.queue.join(node, [Rank(str(node))])
         if not self._ask(node):
             self.idle.append(node)
 

@@ -89,9 +89,13 @@ def answer_of_the_named_command(output: str) -> str:
     match = re.search(r"; its log: ([^;]*);", output)
     assert match, output
     arguments = shlex.split(match[1])
-    at = arguments.index("logs")
+    return answer_of(*arguments[arguments.index("logs") :])
+
+
+def answer_of(*arguments: str) -> str:
+    """Return what a command prints."""
     completed = subprocess.run(
-        [sys.executable, "-m", "pipeline", *arguments[at:]],
+        [sys.executable, "-m", "pipeline", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -116,15 +120,41 @@ def test_an_error_has_its_traceback_node_rank_and_log(tmp_path: Path) -> None:
     assert NOTE in answer.rpartition("the end of its log")[2]
 
 
+def training_worker(nodes: Nodes) -> Any:
+    """Return the process of the one rank that there is."""
+    [worker] = [
+        process for process in nodes.processes(nodes.nodes[0]) if "TrainWorker" in title(process)
+    ]
+    return worker
+
+
+def test_a_killed_worker_stands_in_the_log_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    """With the number of retries that there is without a setting."""
+    with two_nodes(tmp_path, PRINT.replace("FAULT", "pass")) as nodes:
+        cluster = {"workers": 1, "address": nodes.address, "checkpoint_s": 1e-6}
+        process = start(nodes, tmp_path, train={"epochs": 200}, cluster=cluster)
+        until_checkpoint(tmp_path, STAGE, process, "out.txt")
+        worker = training_worker(nodes)
+        address = nodes.nodes[0].node_ip_address
+        worker.kill()
+        process.join(300)
+    output = (tmp_path / "out.txt").read_text()
+    assert process.exitcode == 0, output
+    died = f"rank 0 on {address} died: process {worker.pid} was killed or crashed"
+    assert f"{STAGE}: {died}" in output
+    assert "tried again from its last checkpoint (try 2 of 3)" in output
+    answer = answer_of("logs", "small", STAGE, "--storage", str(tmp_path / "storage"))
+    assert f"host: {address}\nrank: 0 of 1\nprocess: {worker.pid}\n" in answer
+    assert answer.count(f"started in group 0 on {address}") == 2
+    assert "checkpoint before step " in answer
+    assert NOTE in answer.rpartition("the end of its log (")[2]
+
+
 def test_a_killed_worker_has_its_node_its_rank_and_its_log(tmp_path: Path) -> None:
     with two_nodes(tmp_path, PRINT.replace("FAULT", "pass")) as nodes:
         process = start(nodes, tmp_path, train={"epochs": 400})
         until_checkpoint(tmp_path, STAGE, process, "out.txt")
-        [worker] = [
-            process
-            for process in nodes.processes(nodes.nodes[0])
-            if "TrainWorker" in title(process)
-        ]
+        worker = training_worker(nodes)
         address = nodes.nodes[0].node_ip_address
         worker.kill()
         output = failed_output(process, tmp_path)

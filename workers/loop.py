@@ -50,6 +50,9 @@ Runner = Callable[[StageJob, dist.Group, Report], StageResult]
 # optimizer, the feed, the augmentation, stochastic depth or the heads changes what training gives.
 TRAIN_REVISION = 5
 REPORT_S = 1.0  # shortest time between two progress reports of a stage
+CHECKPOINT_REPORT_S = 30.0  # the same for its checkpoints
+# What a stage reports that another process is computing: two drivers of one run, for example.
+WAITING = {"waiting_for": "another process, which computes this stage"}
 # With several ranks a broadcast tells whether a checkpoint is due, once in so many optimizer steps.
 AGREE_STEPS = 8
 
@@ -62,7 +65,7 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
     manifest = stored_manifest(job, group)
     if manifest is not None:
         return manifest
-    with stage_lock(job.root, job.key, group):
+    with stage_lock(job.root, job.key, group, on_wait=lambda: report(dict(WAITING))):
         # Another run may have computed the result while this one waited for the lock.
         return stored_manifest(job, group) or _run_stage(job, group, report)
 
@@ -359,7 +362,7 @@ def train_epochs(
     if start.tensors:  # else there is no checkpoint
         best_tensors = start.restore(method, optimizer)
     best = BestEpoch(start.best, best_tensors)
-    checkpoints = CheckpointSaver(job, method, optimizer, best, group)
+    checkpoints = CheckpointSaver(job, method, optimizer, best, group, report)
     meter = ProgressMeter(job, epochs, report if group.rank == 0 else None)
     history = list(start.history)
     steps = feed.steps_per_epoch
@@ -523,12 +526,15 @@ class CheckpointSaver:
         optimizer: torch.optim.Optimizer,
         best: BestEpoch,
         group: dist.Group,
+        report: Report,
     ):
         self.job = job
         self.method = method
         self.optimizer = optimizer
         self.best = best
         self.group = group
+        self.report = report
+        self.reported_at = -math.inf
         self.period_s = job.checkpoint_s or math.inf
         self.saved_at = time.monotonic()
 
@@ -559,9 +565,17 @@ class CheckpointSaver:
             checkpoint.save(
                 job.root, job.key, self.method, self.optimizer, self.best.tensors, state
             )
+            self._report_saved(epoch, step)
         self.saved_at = time.monotonic()
         if self.group.broadcast(preemption.requested.is_set()):
             raise preemption.Preempted(f"{job.id} is saved")
+
+    def _report_saved(self, epoch: int, step: int) -> None:
+        """Report a checkpoint, unless another one was reported a short time ago."""
+        now = time.monotonic()
+        if now - self.reported_at >= CHECKPOINT_REPORT_S:
+            self.reported_at = now
+            self.report({"checkpoint": {"epoch": epoch, "step": step}})
 
 
 class LossMeter:

@@ -1,7 +1,8 @@
 """What is written about a failed try of a stage: its traceback, the end of its log, and the line
 that raised the error.
 
-Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`. `gc` deletes
+Layout: `<storage>/failures/<key of the stage>/<time>-<host>-rank<rank>-<process>.txt`, with
+nanoseconds in the time, so that each try has a file of its own. `gc` deletes
 the files of stages that have a result, and of stages that no run needs.
 """
 
@@ -95,7 +96,9 @@ def write(storage: str, origin: Origin, text: str, log_end: str) -> str:
     """
     host = re.sub(r"[^\w.-]", "_", origin.host)  # addresses of IPv6 have colons
     process = f"rank{origin.rank}-{origin.process}"
-    file_name = f"{time.strftime('%Y%m%dT%H%M%S')}-{host}-{process}{SUFFIX}"
+    now = time.time_ns()
+    second = time.strftime("%Y%m%dT%H%M%S", time.localtime(now // 10**9))
+    file_name = f"{second}.{now % 10**9:09d}-{host}-{process}{SUFFIX}"
     path = join(storage, FOLDER, origin.key, file_name)
     lines = [
         f"stage: {origin.stage}",

@@ -37,6 +37,8 @@ BUCKET_WRITE_S = 20.0
 MAX_LOAD = 0.02  # share of the time that writing may take: a status grows with the graph
 PROGRESS_S = 30.0  # between two events about the progress of one stage
 MAX_MESSAGE = 2000  # characters
+# Events that change no state of the walk.
+REPORTS = (EventKind.NOTE, EventKind.STARTED, EventKind.PROGRESS, EventKind.CHECKPOINT)
 
 
 class TimeLeft(NamedTuple):
@@ -115,15 +117,23 @@ class Journal:
             case EventKind.STARTED:
                 where = str(event.body.get("where", ""))
                 self._set(event.stage, "running", where=where)
-                self.log.write("started", stage=event.stage, where=where)
+                self.log.write(
+                    "started",
+                    stage=event.stage,
+                    where=where,
+                    nodes=event.body.get("nodes") or None,
+                    gpus=event.body.get("gpus") or None,
+                )
             case EventKind.PROGRESS:
                 self._set_progress(event.stage, event.body)
+            case EventKind.CHECKPOINT:
+                self.log.write("checkpoint", stage=event.stage, **event.body)
             case EventKind.SAMPLE:
                 self._add_sample(event.body)
 
     def on_event(self, walk: Walk, event: Event) -> None:
         """Note an event of the walk."""
-        if event.kind in (EventKind.NOTE, EventKind.STARTED, EventKind.PROGRESS):
+        if event.kind in REPORTS:
             self.progress(event)
         elif event.kind is EventKind.DONE:
             wall_s = float(event.body.get("wall_s") or 0.0)
@@ -134,7 +144,8 @@ class Journal:
                 "done", stage=event.stage, key=key, wall_s=wall_s, reused=is_reused or None
             )
         else:
-            self.log.write(event.kind.value, stage=event.stage, message=event.message)
+            origin = {name: event.body.get(name) for name in ("host", "rank", "log")}
+            self.log.write(event.kind.value, stage=event.stage, message=event.message, **origin)
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
         """Note a decision on a stage."""
@@ -143,7 +154,8 @@ class Journal:
             case DecisionKind.LAUNCH:
                 self._set(decision.stage, "queued")
             case DecisionKind.FAIL:
-                self._set(decision.stage, "failed", message=reason)
+                tries = walk.tries.get(decision.stage, 0)
+                self._set(decision.stage, "failed", message=reason, tries=tries)
             case DecisionKind.BLOCK:
                 self._set(decision.stage, "blocked", message=reason)
             case _:  # it is run again

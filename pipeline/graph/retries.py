@@ -22,21 +22,14 @@ class RetryPolicy:
     """Tries after the first one.
 
     stage: of a stage that failed or lost its workers. group: of a worker group that ended before
-    its workers came up. restarts: how often Ray Train restarts the workers of a group inside one
-    trainer. trial: of a search trial whose process died.
+    its workers came up. trial: of a search trial whose process died.
     """
 
     stage: int
     group: int
-    restarts: int
     trial: int
 
     @classmethod
     def of(cls, cluster: ClusterSettings) -> RetryPolicy:
         """Return the policy that a config asks for."""
-        restarts = cluster.retries
-        if cluster.min_workers:
-            # Ray would restart an elastic group with its old size. The driver starts it anew with
-            # as many ranks as there is room for.
-            restarts = 0
-        return cls(cluster.retries, cluster.retries, restarts, cluster.retries)
+        return cls(cluster.retries, cluster.retries, cluster.retries)

@@ -105,6 +105,9 @@ class RunLog:
             LOG.info("%s", event.message)
         elif event.kind is EventKind.STARTED:
             LOG.info("%s: started in %s", event.stage, event.body.get("where", ""))
+        elif event.kind is EventKind.CHECKPOINT:
+            epoch, step = event.body["epoch"], event.body["step"]
+            LOG.info("%s: checkpoint before step %d of epoch %d", event.stage, step, epoch)
         else:
             LOG.debug("%s: %s", event.stage, event.body)
 
@@ -112,7 +115,7 @@ class RunLog:
         match event.kind:
             case EventKind.DONE:
                 LOG.info("%s: done in %.1f s", event.stage, event.body.get("wall_s", 0.0))
-            case EventKind.PROGRESS | EventKind.NOTE:
+            case EventKind.STARTED | EventKind.PROGRESS | EventKind.CHECKPOINT | EventKind.NOTE:
                 self.progress(event)
             case _:
                 LOG.info("%s: %s: %s", event.stage, event.kind, event.message)

@@ -41,8 +41,9 @@ class EventKind(StrEnum):
     LOST = "lost"  # its workers died
     MOVED = "moved"  # its node was lost or is preempted: this counts as no try
     DAMAGED = "damaged"  # a file of a parent's result, named by `key`, is damaged
-    STARTED = "started"  # a worker has begun with it; body: `where`
+    STARTED = "started"  # a worker has begun with it; body: `where`, `nodes`, `gpus`
     PROGRESS = "progress"  # body: how far it is
+    CHECKPOINT = "checkpoint"  # its state was saved; body: `epoch` and `step` of the next step
     NOTE = "note"  # a message about the cluster, of no stage
     SAMPLE = "sample"  # body: use of a worker's machine, of no stage
 
@@ -177,7 +178,9 @@ class Walk:
             case EventKind.DONE:
                 self._set_state(event.stage, State.DONE)
                 return None
-            case EventKind.STARTED | EventKind.PROGRESS | EventKind.NOTE | EventKind.SAMPLE:
+            case EventKind.STARTED | EventKind.PROGRESS | EventKind.CHECKPOINT:
+                return None
+            case EventKind.NOTE | EventKind.SAMPLE:
                 return None
             case EventKind.DAMAGED:
                 return self._recompute_parent(event) or self._fail(event)
@@ -212,7 +215,8 @@ class Walk:
         return Decision(DecisionKind.MOVE, event.stage, event.message)
 
     def _retry(self, event: Event) -> Decision | None:
-        if event.final or not self._has_try_left(event.stage):
+        has_try_left = self._has_try_left(event.stage)
+        if event.final or not has_try_left:
             return None
         self._set_state(event.stage, State.WAITING)
         return Decision(DecisionKind.RETRY, event.stage, event.message)

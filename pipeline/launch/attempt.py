@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipeline.graph.walk import Event, EventKind
 from pipeline.launch.limits import Deadline, StageTimeout
 from workers import dist, preemption
 from workers.errors import DamagedArtifact, UserError
+from workers.loop import WAITING
 from workers.storage.artifact import Artifact
 from workers.storage.lock import stage_lock
 
@@ -38,9 +40,9 @@ def attempt_stage(
     except DamagedArtifact as error:
         return Event(EventKind.DAMAGED, stage.id, str(error), key=error.key)
     except StageTimeout as error:
-        return Event(EventKind.FAILED, stage.id, str(error))
+        return Event(EventKind.FAILED, stage.id, str(error), body=origin_of(group))
     except UserError as error:
-        return Event(EventKind.FAILED, stage.id, str(error), final=True)
+        return Event(EventKind.FAILED, stage.id, str(error), final=True, body=origin_of(group))
     except Exception as error:
         if "/gloo/" in str(error) or isinstance(error, torch.distributed.DistError):
             # A collective fails on all ranks when one of them is gone.
@@ -48,7 +50,20 @@ def attempt_stage(
         group = group or dist.Group()
         trace = failures.keep(storage, stage.id, stage.key, error, group.rank, group.world)
         message = f"{failures.describe(error)}; traceback: {trace}"
-        return Event(EventKind.FAILED, stage.id, message)
+        return Event(EventKind.FAILED, stage.id, message, body=origin_of(group))
+
+
+def origin_of(group: dist.Group | None) -> dict[str, Any]:
+    """Return where a try failed: host, rank and log of this process."""
+    rank = group.rank if group is not None else 0
+    return {"host": platform.node(), "rank": rank, "log": failures.log_path()}
+
+
+def progress_event(stage_id: str, body: dict[str, Any]) -> Event:
+    """Return the event of what a worker reports: how far its stage is, or a checkpoint."""
+    if "checkpoint" in body:
+        return Event(EventKind.CHECKPOINT, stage_id, body=body["checkpoint"])
+    return Event(EventKind.PROGRESS, stage_id, body=body)
 
 
 def run_ingest(
@@ -65,7 +80,7 @@ def run_ingest(
         deadline.check()
         progress(Event(EventKind.PROGRESS, stage.id, body=body))
 
-    with stage_lock(store.root, stage.key):
+    with stage_lock(store.root, stage.key, on_wait=lambda: report(dict(WAITING))):
         artifact = Artifact.open(store.root, stage.key)
         if artifact:  # another driver was faster
             return {**artifact.manifest, "reused": True}

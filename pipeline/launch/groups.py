@@ -50,7 +50,7 @@ from workers.storage import checkpoint
 from workers.storage.artifact import delete_dir, is_leftover, join, temporary_name
 
 LOOK_S = 5.0  # between two looks at the cluster
-WHERE_S = 1.0  # between two looks at which group runs which stage
+TIME_CHECK_S = 1.0  # between two looks for stages that take too long
 WAITING_NOTE_S = 8.0  # after so long without its workers, a group is reported as waiting
 ANSWER_TIMEOUT_S = 45.0  # less than the 60 s after which Ray ends a driver without its head node
 GRACE_S = 60.0  # how long a preempted driver waits for its groups to save their state
@@ -165,8 +165,7 @@ class RayExecutor(Executor):
         self.used_nodes: set[str] = set()  # nodes on which a group has been
         self.stages: dict[str, Stage] = {}  # submitted to groups, by id
         self.outbox: list[ReadyStage] = []
-        self.running: dict[int, str] = {}  # group -> the stage that it was seen to run
-        self.last_where = -math.inf
+        self.last_time_check = -math.inf
         self.driver_stages: deque[Stage] = deque()
         self.leaving_since: float | None = None
         self.is_broken = False
@@ -252,12 +251,15 @@ class RayExecutor(Executor):
         for event in events:
             if event.kind is EventKind.SAMPLE:
                 self.progress(event)
-            elif event.kind is not EventKind.PROGRESS:
+            elif event.kind is EventKind.STARTED:
+                self._report_group_start(event)
+            elif event.kind not in (EventKind.PROGRESS, EventKind.CHECKPOINT):
                 self.outstanding.pop(event.stage, None)
-        events = [event for event in events if event.kind is not EventKind.SAMPLE]
+        reported = (EventKind.SAMPLE, EventKind.STARTED)
+        events = [event for event in events if event.kind not in reported]
         self._replace_ended_groups()
         self._report_waiting_groups()
-        self._report_where()
+        self._end_overdue_stages()
         is_stage_lost = any(event.kind is EventKind.LOST for event in events)
         if is_stage_lost or self.clock() - self.last_look > LOOK_S:
             self._look_at_cluster()
@@ -390,23 +392,27 @@ class RayExecutor(Executor):
                     f"that take {in_words(per_worker)} each; free now: {in_words(free)}"
                 )
 
-    def _report_where(self) -> None:
-        """Report which group has begun with which stage, and on which nodes. End those whose stage
-        has taken too long."""
-        if self.clock() - self.last_where < WHERE_S:
+    def _report_group_start(self, event: Event) -> None:
+        """Report that a group has begun with a stage, on which nodes and GPUs."""
+        nodes = [self.state.nodes.get(node) for node in event.body["nodes"]]
+        addresses = list(dict.fromkeys(node.address for node in nodes if node is not None))
+        where = f"{self.pools.name_of(event.body['group'])} on {', '.join(addresses)}"
+        gpus = event.body["gpus"]
+        if gpus:
+            where += f" (GPU {', '.join(gpus)})"
+        body = {"where": where, "nodes": addresses, "gpus": gpus}
+        self.progress(replace(event, body=body))
+
+    def _end_overdue_stages(self) -> None:
+        """End the groups whose stage has taken too long."""
+        if self.clock() - self.last_time_check < TIME_CHECK_S:
             return
-        self.last_where = self.clock()
+        self.last_time_check = self.clock()
         running = self._answer(self.queue.running_stages.remote())
         for group, (stage, seconds) in running.items():
-            if self.running.get(group) != stage.id:
-                nodes = [self.state.nodes.get(node) for node in self.rank_nodes.get(group, ())]
-                addresses = dict.fromkeys(node.address for node in nodes if node is not None)
-                name = self.pools.name_of(group)
-                self._report_start(stage.id, f"{name} on {', '.join(addresses)}")
             limit_s = self.cluster.time_limit(stage.step)
             if limit_s is not None and seconds > limit_s:
                 self._time_out(group, stage, limit_s)
-        self.running = {group: stage.id for group, (stage, _) in running.items()}
 
     def _time_out(self, index: int, stage: Stage, limit_s: float) -> None:
         """End the workers of a group whose stage has taken too long. The stage failed, and another

@@ -21,10 +21,11 @@ from pipeline.launch.attempt import (
     Progress,
     RunOnDriver,
     attempt_stage,
+    progress_event,
     run_ingest,
 )
 from pipeline.launch.limits import Deadline
-from pipeline.launch.machine import sampling
+from pipeline.launch.machine import gpu_number, sampling
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from workers import dist, preemption
 from workers.data.device_memory import limit_memory
@@ -69,9 +70,18 @@ class LocalExecutor(Executor):
         stage = self.waiting.take()
         if stage is None:
             return []
-        where = {"where": f"this process, {platform.node()}"}
-        self.progress(Event(EventKind.STARTED, stage.id, body=where))
+        self.progress(Event(EventKind.STARTED, stage.id, body=self._place_of(stage)))
         return [attempt_stage(stage, lambda: self.run(stage), self.store.storage)]
+
+    def _place_of(self, stage: Stage) -> dict[str, Any]:
+        """Return where a stage runs, as the body of its event."""
+        node = platform.node()
+        where = f"this process, {node}"
+        gpus = []
+        if self.cluster.of_step(stage.step).gpus_per_worker and stage.job is not None:
+            gpus = [gpu_number(torch.device("cuda"))]
+            where += f" (GPU {gpus[0]})"
+        return {"where": where, "nodes": [node], "gpus": gpus}
 
     def run(self, stage: Stage) -> Manifest:
         """Run a stage and return its manifest. Raise `StageTimeout` when it reports its progress
@@ -84,7 +94,7 @@ class LocalExecutor(Executor):
 
         def report(body: dict[str, Any]) -> None:
             deadline.check()
-            self.progress(Event(EventKind.PROGRESS, stage.id, body=body))
+            self.progress(progress_event(stage.id, body))
 
         settings = self.cluster.of_step(stage.step)
         torch.set_num_threads(settings.cpus_per_worker)

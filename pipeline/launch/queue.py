@@ -142,6 +142,13 @@ class QueueNews(NamedTuple):
     rank_nodes: dict[int, list[str]]
 
 
+class Rank(NamedTuple):
+    """Where a rank of a group is. node: id of its node. gpu: its number there; empty for none."""
+
+    node: str
+    gpu: str = ""
+
+
 class Queue:
     """Hands stages from the driver to worker groups, and their events back. It runs in an actor."""
 
@@ -152,7 +159,7 @@ class Queue:
         self.started: dict[int, float] = {}  # group -> when it took that stage, by the clock
         self.last: dict[int, Stage] = {}  # group -> the stage it ran last
         self.events: list[Event] = []
-        self.rank_nodes: dict[int, list[str]] = {}  # group that is up -> the nodes of its ranks
+        self.ranks: dict[int, list[Rank]] = {}  # of each group that is up
         self.abandoned: set[int] = set()  # groups that the driver gave up and starts anew
         self.dismissed: dict[int, bool] = {}  # group that is to end -> whether at once
         self.closed = False
@@ -164,7 +171,8 @@ class Queue:
             self._ready_of(ready.pool).append(ready)
         events = self.events
         self.events = []
-        return QueueNews(events, dict(self.rank_nodes))
+        rank_nodes = {group: [rank.node for rank in ranks] for group, ranks in self.ranks.items()}
+        return QueueNews(events, rank_nodes)
 
     def dismiss(self, groups: list[int], at_once: bool) -> None:
         """Have groups end: at once, when the state of their stage is saved; else after it."""
@@ -177,7 +185,7 @@ class Queue:
         self._lose(group, message, moved)
         if group in self.last:
             self._ready_of(group // STRIDE).release(self.last[group].id)
-        self.rank_nodes.pop(group, None)
+        self.ranks.pop(group, None)
         self.dismissed.pop(group, None)
         self.abandoned.add(group)
 
@@ -209,11 +217,11 @@ class Queue:
         return True
 
     # ---- called by worker groups -----------------------------------------------------------------
-    def join(self, group: int, nodes: list[str]) -> None:
-        """From rank 0 of a group that has come up. nodes: of its ranks. If the group ran a stage,
-        that stage is lost: its workers died."""
+    def join(self, group: int, ranks: list[Rank]) -> None:
+        """From rank 0 of a group that has come up. If the group ran a stage, that stage is lost:
+        its workers died."""
         self._lose(group, "its workers died")
-        self.rank_nodes[group] = nodes
+        self.ranks[group] = ranks
         self.abandoned.discard(group)
 
     def next_stage(self, group: int) -> Stage | str | None:
@@ -231,6 +239,13 @@ class Queue:
             self.running[group] = stage
             self.started[group] = self.clock()
             self.last[group] = stage
+            ranks = self.ranks.get(group, [])
+            body = {
+                "group": group,
+                "nodes": [rank.node for rank in ranks],
+                "gpus": [rank.gpu for rank in ranks if rank.gpu],
+            }
+            self.events.append(Event(EventKind.STARTED, stage.id, body=body))
         return stage
 
     def post(self, group: int, event: Event) -> bool:
@@ -240,7 +255,7 @@ class Queue:
         no longer runs are ignored: it was abandoned and is not quite gone.
         """
         stage = self.running.get(group)
-        if event.kind in (EventKind.PROGRESS, EventKind.SAMPLE):
+        if event.kind in (EventKind.PROGRESS, EventKind.CHECKPOINT, EventKind.SAMPLE):
             self.events.append(event)
         elif stage is not None and stage.id == event.stage:
             if event.kind is EventKind.LOST:
@@ -256,6 +271,6 @@ class Queue:
     def _lose(self, group: int, message: str, moved: bool = False) -> None:
         stage = self.running.pop(group, None)
         if stage is not None:
-            nodes = self.rank_nodes.get(group, [])
+            nodes = [rank.node for rank in self.ranks.get(group, [])]
             body = {"nodes": nodes, "moved": moved}
             self.events.append(Event(EventKind.LOST, stage.id, message, body=body))

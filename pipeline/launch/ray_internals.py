@@ -168,16 +168,16 @@ def died_workers(error: Exception) -> dict[int, str]:
     return reports
 
 
-def run_config(name: str, location: dict[str, Any], restarts: int) -> Any:
+def run_config(name: str, location: dict[str, Any]) -> Any:
     """Return the `RunConfig` of a trainer that prints errors alone.
 
-    location: where Ray writes its own files. restarts: how often the workers of the group are
-    restarted. A failed controller ends the trainer at once.
+    location: where Ray writes its own files. A failed worker or controller ends the trainer at
+    once.
     """
     # The names in ray.train are typed as those of its version 1.
     from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig
 
-    failures = FailureConfig(max_failures=restarts, controller_failure_limit=0)
+    failures = FailureConfig(max_failures=0, controller_failure_limit=0)
     return RunConfig(
         name=name,
         failure_config=failures,

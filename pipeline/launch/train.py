@@ -10,14 +10,13 @@ import torch
 
 from pipeline.config import ClusterSettings
 from pipeline.graph.live_status import MachineSample
-from pipeline.graph.retries import RetryPolicy
 from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import ray_internals
-from pipeline.launch.attempt import attempt_stage
+from pipeline.launch.attempt import attempt_stage, progress_event
 from pipeline.launch.cluster import where_ray_writes
-from pipeline.launch.machine import sampling
-from pipeline.launch.queue import STOP
+from pipeline.launch.machine import gpu_number, sampling
+from pipeline.launch.queue import STOP, Rank
 from pipeline.launch.shares import resources_per_worker
 from workers import dist, preemption
 from workers.data.device_memory import limit_memory
@@ -45,10 +44,10 @@ def run_segment(
     seconds between two samples of the use of the workers' machines; 0: none. Returns NO_ROOM where
     an elastic group did not come up.
 
-    A worker that dies while its group comes up leaves the group's resources reserved until the
-    trainer ends. Ray's own retries would wait for them for ever. So the first such failure ends the
-    trainer, and the next one is started. Ray never restarts an elastic group: the driver does, with
-    as many ranks as there is room for.
+    Ray never restarts the workers of a group: the driver starts another group, which alone can say
+    what happened to a worker that died, and has as many ranks as there is room for. A worker that
+    dies while its group comes up leaves the group's resources reserved until the trainer ends. So
+    that failure ends the trainer, and the next one is started.
     """
     while True:
         trainer = make_trainer(queue, group, cluster, workers, storage, name, sample_s)
@@ -95,9 +94,7 @@ def make_trainer(
             resources_per_worker=resources_per_worker(cluster),
             placement_strategy=cluster.placement,
         ),
-        run_config=ray_internals.run_config(
-            name, where_ray_writes(storage), RetryPolicy.of(cluster).restarts
-        ),
+        run_config=ray_internals.run_config(name, where_ray_writes(storage)),
     )
 
 
@@ -118,9 +115,10 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     rank = dist.Group(context.get_world_rank(), context.get_world_size(), device)
     queue = config["queue"]
     group = config["group"]
-    nodes = rank.gather(ray.get_runtime_context().get_node_id())
+    gpu = gpu_number(device) if device.type == "cuda" else ""
+    ranks = rank.gather(Rank(ray.get_runtime_context().get_node_id(), gpu))
     if rank.rank == 0:
-        ray.get(queue.join.remote(group, nodes))
+        ray.get(queue.join.remote(group, ranks))
 
     def post_sample(sample: MachineSample) -> None:
         queue.post.remote(group, Event(EventKind.SAMPLE, "", body=dict(sample)))
@@ -178,7 +176,7 @@ class ProgressReporter:
     def __call__(self, body: dict[str, Any]) -> None:
         if self._should_leave():
             preemption.requested.set()
-        event = Event(EventKind.PROGRESS, self.stage.id, body=body)
+        event = progress_event(self.stage.id, body)
         self.answer = self.queue.post.remote(self.group, event)
 
     def _should_leave(self) -> bool:

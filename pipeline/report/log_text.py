@@ -119,6 +119,8 @@ def event_text(event: RunEvent) -> str:
             return f"started in {values.get('where', 'a process')}"
         case "progress":
             return progress_line(values.get("progress"))
+        case "checkpoint":
+            return f"checkpoint before step {values.get('step')} of epoch {values.get('epoch')}"
         case "done":
             is_known = isinstance(values.get("wall_s"), (int, float))
             return f"done in {format_seconds(values['wall_s'])}" if is_known else "done"
@@ -126,4 +128,11 @@ def event_text(event: RunEvent) -> str:
             return "queued"
         case _:
             text = event.kind.removeprefix(DECISION)
-    return f"{text}: {message}" if message else text
+    if message:
+        text += f": {message}"
+    if values.get("host"):
+        origin = [f"rank {values.get('rank')} on {values['host']}"]
+        if values.get("log"):
+            origin.append(f"log {values['log']}")
+        text += f" ({', '.join(origin)})"
+    return text

@@ -144,11 +144,14 @@ def bundle(args: argparse.Namespace) -> int:
             f"bundle: --task is {args.task!r}, and a bundle has all tasks; leave --task out, or "
             "add --onnx FILE"
         )
-    source = bundle_of_arguments(args)
-    if args.onnx:  # first: what cannot be written leaves no folder behind
-        _write_onnx(source, args)
-    if args.out:
-        _write_folder(source, args)
+    from pipeline.console import at_work  # start-up time
+
+    with at_work(lambda: "writing the model"):
+        source = bundle_of_arguments(args)
+        if args.onnx:  # first: what cannot be written leaves no folder behind
+            _write_onnx(source, args)
+        if args.out:
+            _write_folder(source, args)
     return 0
 
 

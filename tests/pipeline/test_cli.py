@@ -27,6 +27,7 @@ from pipeline.report import page
 from pipeline.results.tables import RunTables
 from pipeline.tracking import ui
 from tests import small_run
+from workers.loop import WAITING
 from workers.storage import artifact
 from workers.storage.lock import stage_lock
 
@@ -365,6 +366,36 @@ def beats(screen: console.Console, now: list[float], seconds: int) -> None:
     for _ in range(seconds):
         now[0] += 1
         screen.heartbeat.beat()
+
+
+def test_what_waits_for_another_process_or_comes_from_it_says_so() -> None:
+    stream = Terminal()
+    screen, walk = watched(stream)
+    screen.progress(Event(EventKind.PROGRESS, "meat/a/train", body=dict(WAITING)))
+    assert "meat/a/train: waits for another process, which computes" in stream.getvalue()
+    body = {"kind": "backbone", "parameters": 5, "wall_s": 61.0, "reused": True}
+    for decision in walk.decide():
+        walk.record(decision)
+    screen.on_event(walk, Event(EventKind.DONE, "meat/a/train", body=body))
+    text = "backbone of 5 parameters in 1 min 01 s, by another process"
+    assert f"meat/a/train: {text}\n" in stream.getvalue()
+
+
+def test_commands_that_print_nothing_for_long_say_what_they_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(console, "QUIET_S", 0.0)
+    monkeypatch.setattr(console, "LOOK_S", 0.001)
+    is_printed = threading.Event()
+    lines: list[str] = []
+
+    def say(text: str) -> None:
+        lines.append(text)
+        is_printed.set()
+
+    with console.at_work(lambda: "comparing", say):
+        assert is_printed.wait(60)
+    assert re.fullmatch(r"comparing \(\d+\.\d s so far\)", lines[0])
 
 
 def test_where_nobody_watches_there_is_a_line_within_ten_seconds(

@@ -90,13 +90,30 @@ def test_an_error_from_another_process_is_named_by_its_line_there(tmp_path: Path
     )
 
 
+def test_tries_that_fail_within_a_second_have_files_of_their_own_in_their_order(
+    tmp_path: Path,
+) -> None:
+    for count in range(5):
+
+        def run(count: int = count) -> dict[str, object]:
+            raise ValueError(f"try {count}")
+
+        attempt.attempt_stage(stage_of(), run, str(tmp_path))
+    last_lines = [path.read_text().splitlines() for path in traceback_files(tmp_path)]
+    tries = [line for lines in last_lines for line in lines if line.startswith("ValueError")]
+    assert tries == [f"ValueError: try {count}" for count in range(5)]
+
+
 def test_a_sentence_for_people_needs_no_traceback_and_a_storage_that_is_away_hides_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused() -> dict[str, object]:
         raise UserError("mend it")
 
-    assert attempt.attempt_stage(stage_of(), refused, str(tmp_path)).message == "mend it"
+    event = attempt.attempt_stage(stage_of(), refused, str(tmp_path), dist.Group(2, 4))
+    assert event.message == "mend it"
+    assert event.body["host"] == platform.node(), "as when the disk of this node is full"
+    assert event.body["rank"] == 2
     assert not traceback_files(tmp_path)
 
     def away(*_: object) -> None:

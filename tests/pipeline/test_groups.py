@@ -23,8 +23,8 @@ from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import groups
 from pipeline.launch.cluster import ClusterState
-from pipeline.launch.groups import LOOK_S, WHERE_S, RayExecutor, RaySession, sweep
-from pipeline.launch.queue import STRIDE, Queue
+from pipeline.launch.groups import LOOK_S, RayExecutor, RaySession, sweep
+from pipeline.launch.queue import STRIDE, Queue, Rank
 from pipeline.launch.train import NO_ROOM
 from tests.pipeline.nodes import nodes_of
 from workers import preemption
@@ -168,10 +168,10 @@ class Driver:
         self.poll()
         return stage
 
-    def run_stage_on(self, index: int, *nodes: str) -> Stage:
+    def run_stage_on(self, index: int, *nodes: str, gpu: str = "") -> Stage:
         """Let a group come up on these nodes and take a new stage, and return the stage."""
         stage = self.submit(f"s{index}")
-        self.queue.join(index, list(nodes))
+        self.queue.join(index, [Rank(node, gpu) for node in nodes])
         taken = self.queue.next_stage(index)
         assert isinstance(taken, Stage)
         assert taken.id == stage.id
@@ -208,9 +208,8 @@ def cpus(*counts: float, **how: Any) -> Any:
 def test_it_is_reported_where_a_stage_runs(make_driver: Any) -> None:
     driver = make_driver([1.0, 1.0])
     driver.run_stage_on(0, "0")
-    driver.clock.now += WHERE_S
-    driver.poll()
-    assert driver.starts == {"s0": "group 0 on 10.0.0.0"}
+    driver.run_stage_on(1, "1", gpu="3")
+    assert driver.starts == {"s0": "group 0 on 10.0.0.0", "s1": "group 1 on 10.0.0.1 (GPU 3)"}
 
 
 def test_as_many_groups_start_as_fit_and_more_when_nodes_join(
@@ -294,7 +293,7 @@ def test_workers_of_a_stage_that_takes_too_long_are_ended_and_the_try_counts(
     driver.poll()
     assert driver.groups[0].task is not task
     assert driver.groups[0].starts == 1, "the end of the group is no failed start"
-    driver.queue.join(0, ["0"])
+    driver.queue.join(0, [Rank("0")])
     assert driver.queue.next_stage(0).id == stage.id
     driver.clock.now += 59
     assert driver.poll() == [], "the second try has its own time"
@@ -315,10 +314,9 @@ def test_stages_that_take_other_resources_run_on_groups_of_their_own(make_driver
     driver.submit("e", "evaluate")
     assert driver.sizes() == {0: 1, STRIDE: 1}
     assert driver.groups[STRIDE].cluster.cpus_per_worker == 2
-    driver.queue.join(STRIDE, ["0"])
+    driver.queue.join(STRIDE, [Rank("0")])
     assert driver.queue.next_stage(0) is None or driver.queue.running == {}
     assert driver.queue.next_stage(STRIDE).id == "e"
-    driver.clock.now += WHERE_S
     driver.poll()
     assert driver.starts["e"] == "group 0 for evaluate on 10.0.0.0"
 
@@ -341,7 +339,7 @@ def test_an_idle_group_ends_for_stages_that_need_its_resources(make_driver: Any)
 def test_stages_that_fit_onto_no_node_are_one_sentence_when_they_are_due(make_driver: Any) -> None:
     driver = make_driver([2.0], stages={"evaluate": {"cpus": 3}})
     driver.run_stage_on(0, "0")
-    with pytest.raises(UserError, match=r"for stages of kind evaluate that take 3 CPUs each do"):
+    with pytest.raises(UserError, match=r"for stages of kind evaluate with 3 CPUs each"):
         driver.submit("e", "evaluate")
 
 
@@ -364,7 +362,7 @@ def test_an_elastic_group_grows_and_shrinks_between_two_stages(make_driver: Any)
         driver.end_group(0, "")
         driver.poll()
         assert driver.sizes() == {0: int(count)}
-        driver.queue.join(0, ["0"])
+        driver.queue.join(0, [Rank("0")])
         driver.poll()
 
 

@@ -133,9 +133,9 @@ def test_a_line_says_how_far_the_trials_are() -> None:
 def test_a_search_is_silent_for_ten_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console.Heartbeat, "_watch", lambda self, ended: None)
     now = [1000.0]
-    screen, stream = screen_of()
     with monkeypatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: now[0])
+        screen, stream = screen_of()
         with screen.activity(screen.describe):
             for _ in range(60):
                 now[0] += 1

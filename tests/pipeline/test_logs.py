@@ -50,9 +50,11 @@ def write_events(storage: str) -> None:
     log = EventLog(storage, "r")
     log.write("run_started", run="r", stages=2, to_run=2, host="node-1", pid=7)
     log.write("decision_launch", stage=STAGE)
-    log.write("started", stage=STAGE, where="node-2")
+    log.write("started", stage=STAGE, where="node-2", nodes=["node-2"], gpus=["3"])
     log.write("progress", stage=STAGE, progress={"task": "a", "done": 1, "of": 3})
-    log.write("failed", stage=STAGE, message="RuntimeError: no more memory")
+    log.write("checkpoint", stage=STAGE, epoch=2, step=0)
+    origin = {"host": "node-2", "rank": 1, "log": "/logs/w.err"}
+    log.write("failed", stage=STAGE, message="RuntimeError: no more memory", **origin)
     log.write("decision_retry", stage=STAGE, reason="try 2 of 3")
     log.write("done", stage=STAGE, key=KEY, wall_s=61.0)
     log.write("started", stage="data/a", where="node-3")
@@ -73,8 +75,15 @@ def test_a_stage_has_its_events_and_the_whole_traceback_of_each_failed_try(
     fail(storage, "the first one", "20260102T1")
     text = printed(capsys, "r", STAGE, "--storage", storage)
     lines = [line.split("  ", 1)[-1] for line in text.splitlines()]
-    expected = ["queued", "started in node-2", "a 1/3", "failed: RuntimeError: no more memory"]
-    assert lines[1:7] == [*expected, "retry: try 2 of 3", "done in 1 min 01 s"]
+    assert lines[1:8] == [
+        "queued",
+        "started in node-2",
+        "a 1/3",
+        "checkpoint before step 0 of epoch 2",
+        "failed: RuntimeError: no more memory (rank 1 on node-2, log /logs/w.err)",
+        "retry: try 2 of 3",
+        "done in 1 min 01 s",
+    ]
     assert "node-3" not in text, "an event of another stage"
     assert text.index("failed try 1 of 2") < text.index("the first one")
     assert text.index("the first one") < text.index("failed try 2 of 2")

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.graph.stage import Stage
 from pipeline.graph.walk import Event, EventKind
-from pipeline.launch.queue import STRIDE, Queue, ReadyQueue, ReadyStage
+from pipeline.launch.queue import STRIDE, Queue, QueueNews, Rank, ReadyQueue, ReadyStage
 
 
 def stage(name: str, *parents: str) -> Stage:
@@ -25,6 +25,13 @@ def take(queue: Queue, group: int) -> Stage:
 def taken_id(queue: Queue, group: int) -> str:
     """Return the id of the stage that a group gets."""
     return take(queue, group).id
+
+
+def news_of(queue: Queue) -> QueueNews:
+    """Return what happened since the last call, without the starts of stages."""
+    events, rank_nodes = queue.offer([])
+    ends = [event for event in events if event.kind is not EventKind.STARTED]
+    return QueueNews(ends, rank_nodes)
 
 
 def test_the_deepest_stage_goes_first_and_a_chain_keeps_its_group() -> None:
@@ -47,7 +54,7 @@ def test_a_group_that_asks_for_a_stage_before_its_last_one_ended_has_lost_that_o
     queue.offer([ReadyStage(0, stage("a"))])
     queue.next_stage(0)
     assert queue.next_stage(0) is None
-    events, _ = queue.offer([])
+    events, _ = news_of(queue)
     assert [(e.kind, e.stage) for e in events] == [("lost", "a")]
 
 
@@ -57,7 +64,7 @@ def test_a_stage_that_ended_is_not_lost() -> None:
     queue.next_stage(0)
     queue.post(0, Event(EventKind.DONE, "a"))
     queue.next_stage(0)
-    events, _ = queue.offer([])
+    events, _ = news_of(queue)
     assert [e.kind for e in events] == ["done"]
 
 
@@ -68,18 +75,18 @@ def test_of_several_ranks_that_report_a_failure_the_first_counts() -> None:
     queue.post(0, Event(EventKind.PROGRESS, "a"))
     queue.post(0, Event(EventKind.FAILED, "a", "rank 1"))
     queue.post(0, Event(EventKind.FAILED, "a", "rank 0"))
-    events, _ = queue.offer([])
+    events, _ = news_of(queue)
     assert [(e.kind, e.message) for e in events] == [("progress", ""), ("failed", "rank 1")]
 
 
 def test_the_stage_of_an_abandoned_group_is_lost_and_the_group_is_not_up() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
-    queue.join(4, ["node-1"])
+    queue.join(4, [Rank("node-1")])
     queue.next_stage(4)
-    assert queue.offer([])[1] == {4: ["node-1"]}
+    assert news_of(queue)[1] == {4: ["node-1"]}
     queue.abandon(4, "node lost", True)
-    events, up = queue.offer([])
+    events, up = news_of(queue)
     assert [(e.kind, e.message, e.body) for e in events] == [
         ("lost", "node lost", {"nodes": ["node-1"], "moved": True})
     ]
@@ -89,10 +96,10 @@ def test_the_stage_of_an_abandoned_group_is_lost_and_the_group_is_not_up() -> No
 def test_a_group_that_joins_again_has_lost_its_stage_on_the_nodes_it_had() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
-    queue.join(0, ["node-1", "node-2"])
+    queue.join(0, [Rank("node-1"), Rank("node-2")])
     queue.next_stage(0)
-    queue.join(0, ["node-2", "node-3"])
-    events, up = queue.offer([])
+    queue.join(0, [Rank("node-2"), Rank("node-3")])
+    events, up = news_of(queue)
     assert [(e.kind, e.body) for e in events] == [
         ("lost", {"nodes": ["node-1", "node-2"], "moved": False})
     ]
@@ -114,7 +121,7 @@ def test_a_dismissed_group_stops_after_its_stage_or_at_once() -> None:
     assert queue.next_stage(0) == queue.next_stage(1) == "stop"
     queue.abandon(1, "")
     assert queue.next_stage(1) is None, "workers of an abandoned group get no stage"
-    queue.join(1, ["node-1"])
+    queue.join(1, [Rank("node-1")])
     assert taken_id(queue, 1) == "c", "a group that joins again is not dismissed"
 
 
@@ -123,22 +130,22 @@ def test_events_of_a_stage_that_a_group_no_longer_has_are_ignored() -> None:
     queue.offer([ReadyStage(1, stage("a")), ReadyStage(0, stage("b"))])
     queue.next_stage(0)
     queue.abandon(0, "given up")
-    queue.join(0, ["node-1"])
+    queue.join(0, [Rank("node-1")])
     assert taken_id(queue, 0) == "b"
     for kind in (EventKind.DONE, EventKind.LOST, EventKind.FAILED):
         queue.post(0, Event(kind, "a"))
     queue.post(0, Event(EventKind.DONE, "b"))
-    assert [(e.kind, e.stage) for e in queue.offer([])[0]] == [("lost", "a"), ("done", "b")]
+    assert [(e.kind, e.stage) for e in news_of(queue)[0]] == [("lost", "a"), ("done", "b")]
 
 
 def test_a_stage_that_several_ranks_report_lost_is_lost_once_with_the_nodes_of_its_group() -> None:
     queue = Queue()
     queue.offer([ReadyStage(0, stage("a"))])
-    queue.join(0, ["node-1", "node-2"])
+    queue.join(0, [Rank("node-1"), Rank("node-2")])
     queue.next_stage(0)
     queue.post(0, Event(EventKind.LOST, "a", "a worker of its group is gone"))
     queue.post(0, Event(EventKind.LOST, "a", "a worker of its group is gone"))
-    assert [(e.kind, e.body["nodes"]) for e in queue.offer([])[0]] == [
+    assert [(e.kind, e.body["nodes"]) for e in news_of(queue)[0]] == [
         ("lost", ["node-1", "node-2"])
     ]
 
@@ -223,14 +230,28 @@ def test_a_stage_that_took_too_long_failed_and_its_group_is_given_up() -> None:
     seconds = iter([10.0, 25.0])
     queue = Queue(clock=lambda: next(seconds))
     queue.offer([ReadyStage(0, stage("a"))])
-    queue.join(0, ["node"])
+    queue.join(0, [Rank("node")])
     queue.next_stage(0)
     running = queue.running_stages()
     assert (running[0].stage.id, running[0].seconds) == ("a", 15.0)
     assert not queue.time_out(0, "b", "late"), "it runs another stage"
     assert queue.time_out(0, "a", "late")
     assert not queue.time_out(0, "a", "late")
-    events, rank_nodes = queue.offer([])
+    events, rank_nodes = news_of(queue)
     assert [(e.kind, e.stage, e.message) for e in events] == [("failed", "a", "late")]
     assert rank_nodes == {}
     assert queue.next_stage(0) is None, "what is left of the group gets nothing"
+
+
+def test_each_stage_that_a_group_takes_is_an_event_with_nodes_and_gpus() -> None:
+    """However short the stage is: the event stands in the queue before that of its end."""
+    queue = Queue()
+    queue.offer([ReadyStage(0, stage("a"))])
+    queue.join(2, [Rank("node-1", "3"), Rank("node-2")])
+    queue.next_stage(2)
+    queue.post(2, Event(EventKind.CHECKPOINT, "a", body={"epoch": 1, "step": 0}))
+    queue.post(2, Event(EventKind.DONE, "a"))
+    started, saved, done = queue.offer([]).events
+    assert (started.kind, started.stage) == ("started", "a")
+    assert started.body == {"group": 2, "nodes": ["node-1", "node-2"], "gpus": ["3"]}
+    assert (saved.kind, done.kind) == ("checkpoint", "done")

@@ -59,6 +59,8 @@ def test_a_failure_a_retry_and_the_end_of_the_run_are_logged(tmp_path: Path) -> 
             log.on_decision(WALK, Decision(DecisionKind.RETRY, "a/train", "no room"))
             log.progress(Event(EventKind.NOTE, "", "node n1 joined"))
             log.progress(Event(EventKind.PROGRESS, "a/train", body={"epoch": 1}))
+            saved = Event(EventKind.CHECKPOINT, "a/train", body={"epoch": 1, "step": 30})
+            log.on_event(WALK, saved)
             raise UserError("stage a/train failed")
 
     with pytest.raises(UserError):
@@ -68,6 +70,7 @@ def test_a_failure_a_retry_and_the_end_of_the_run_are_logged(tmp_path: Path) -> 
         "INFO accrete.run: a/train: failed: no room",
         "INFO accrete.run: a/train: retry: no room",
         "INFO accrete.run: node n1 joined",
+        "INFO accrete.run: a/train: checkpoint before step 30 of epoch 1",
         "INFO accrete.run: the run ended with UserError: stage a/train failed",
     ]
 

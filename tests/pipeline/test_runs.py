@@ -498,6 +498,19 @@ def test_what_a_stranger_wrote_moves_no_cursor(store: Store) -> None:
     assert "news" in text
 
 
+def test_failed_tries_are_counted_also_the_last_one(store: Store) -> None:
+    graph = make_graph()
+    save_record(store, graph)
+    walk = Walk.over(graph, [], retries=1)
+    notes = Journal(store, graph, misses(graph), {*graph.stages}, "go on", no_estimate)
+    for decision in walk.decide():
+        walk.record(decision)
+    for message in ("first", "second"):
+        step(notes, walk, Event(EventKind.FAILED, "data/a", message))
+    assert notes.snapshot()["stages"]["data/a"]["tries"] == 2
+    assert notes.snapshot()["stages"]["data/a"]["state"] == "failed"
+
+
 def test_watch_prints_changes_until_the_run_ends(
     store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,7 +522,9 @@ def test_watch_prints_changes_until_the_run_ends(
     for decision in walk.decide():
         walk.record(decision)
         notes.on_decision(walk, decision)
-    notes.progress(Event(EventKind.STARTED, "data/a", body={"where": "here"}))
+    body = {"where": "here", "nodes": ["n1"], "gpus": []}
+    notes.progress(Event(EventKind.STARTED, "data/a", body=body))
+    notes.progress(Event(EventKind.CHECKPOINT, "data/a", body={"epoch": 1, "step": 2}))
     notes._write()
     seconds = iter([0, 1])
 
@@ -522,5 +537,11 @@ def test_watch_prints_changes_until_the_run_ends(
 
     monkeypatch.setattr(time, "sleep", go_on)
     lines = output(capsys, "status", "r", "--storage", store.storage, "--watch").splitlines()
+    path = Path(store.storage, "runs", "r", "events.jsonl")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    [started] = [event for event in events if event["event"] == "started"]
+    assert (started["where"], started["nodes"]) == ("here", ["n1"])
+    [saved] = [event for event in events if event["event"] == "checkpoint"]
+    assert (saved["stage"], saved["epoch"], saved["step"]) == ("data/a", 1, 2)
     assert lines[:2] == ["data/a: running, here", "data/a: done"]
     assert lines[-1].startswith("run r: interrupted ")

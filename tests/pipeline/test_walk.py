@@ -112,6 +112,7 @@ def test_a_final_error_is_not_retried() -> None:
     launch_all(walk)
     event = Event(EventKind.FAILED, "base", "bad config", final=True)
     assert reaction(walk, event) is DecisionKind.FAIL
+    assert walk.tries == {"base": 1}, "it counts as a failed try all the same"
 
 
 def test_a_failure_in_one_branch_does_not_stop_the_other_branches() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from workers.storage import lock
 from workers.storage.lock import stage_lock
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -52,6 +53,27 @@ def test_one_waits_until_the_other_is_done(tmp_path: Path) -> None:
     assert got.wait(60)
     process.join(60)
     assert not any((tmp_path / "claims").iterdir())
+
+
+def test_who_waits_is_asked_to_say_so_at_once_and_from_time_to_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "ROUND_S", 0.05)
+    root = str(tmp_path / "stages")
+    process, _, leave = held(root)
+    calls: list[int] = []
+
+    def say() -> None:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            leave.set()
+
+    with stage_lock(root, "k", on_wait=say):
+        assert len(calls) >= 3
+    process.join(60)
+    calls.clear()
+    with stage_lock(root, "k", on_wait=say):
+        assert calls == [], "nobody holds it"
 
 
 def test_a_process_that_dies_frees_its_claim(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from workers.job import StageJob
 from workers.methods.base import Progress
 from workers.storage import checkpoint
 from workers.storage.artifact import Artifact
+from workers.storage.lock import stage_lock
 
 AUGMENTED = {
     "val_fraction": 0.125,
@@ -197,6 +199,40 @@ def test_checkpoints_are_written_no_more_often_than_asked_for(lab: Lab) -> None:
         job = again(augmented(lab, "linear").stages(0)[0], f"every-{seconds}", checkpoint_s=seconds)
         interrupt(lab, job, PER_EPOCH + 2)
         assert not folder_of(job).exists()
+
+
+def test_checkpoints_are_reported_but_not_each_of_many(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reported(name: str) -> list[dict[str, int]]:
+        job = again(augmented(lab, "linear").stages(0)[0], name, checkpoint_s=1e-9)
+        bodies: list[dict[str, Any]] = []
+        loop.run_stage(job, Group(), bodies.append)
+        return [body["checkpoint"] for body in bodies if "checkpoint" in body]
+
+    assert reported("few") == [{"epoch": 0, "step": 1}]
+    monkeypatch.setattr(loop, "CHECKPOINT_REPORT_S", 0.0)
+    each = reported("each")
+    assert each[0] == {"epoch": 0, "step": 1}
+    assert {"epoch": 1, "step": 0} in each
+    assert len(each) > PER_EPOCH
+
+
+def test_a_stage_that_another_process_computes_is_reported_as_waiting(lab: Lab) -> None:
+    job = again(augmented(lab, "linear").stages(0)[0], "waiting")
+    bodies: list[dict[str, Any]] = []
+    waits = threading.Event()
+
+    def report(body: dict[str, Any]) -> None:
+        bodies.append(body)
+        waits.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        with stage_lock(job.root, job.key):
+            second = threads.submit(loop.run_stage, job, Group(), report)
+            assert waits.wait(60)
+        second.result(60)
+    assert bodies[0] == {"waiting_for": "another process, which computes this stage"}
 
 
 # ---- one task after another ----------------------------------------------------------------------

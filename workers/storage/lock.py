@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,17 @@ ROUND_S = 10.0  # how long ranks wait for rank 0 at a time: their collectives ha
 
 @contextmanager
 def stage_lock(
-    root: str, key: str, group: dist.Group | None = None, wait: bool = True
+    root: str,
+    key: str,
+    group: dist.Group | None = None,
+    wait: bool = True,
+    on_wait: Callable[[], object] | None = None,
 ) -> Iterator[None]:
     """Hold the lock of the result `key` below `root`. All ranks of a group hold it together.
 
     The system frees it when this process ends, however it ends. wait: if false, raise
-    `BlockingIOError` when another process holds the lock.
+    `BlockingIOError` when another process holds the lock. on_wait: is called on rank 0 when it is
+    found locked, and every ROUND_S while this process waits.
 
     The lock saves work; correctness does not depend on it. Machines without shared file locks may
     compute the same result twice, and one copy is discarded (see artifact.py). Nothing is locked on
@@ -37,9 +42,7 @@ def stage_lock(
         return
     is_first = group is None or group.rank == 0
     path = join(os.path.dirname(root.removeprefix("file://").rstrip("/")), "claims", key)
-    timeout_s = 0.0
-    if wait:
-        timeout_s = ROUND_S
+    timeout_s = 0.0  # of the first try
     descriptor: int | None = None
     try:
         while True:
@@ -52,6 +55,9 @@ def stage_lock(
                 break
             if not wait:
                 raise BlockingIOError(f"another process has the claim on {key!r}")
+            timeout_s = ROUND_S
+            if is_first and on_wait is not None:
+                on_wait()
         yield
     finally:
         if descriptor is not None:

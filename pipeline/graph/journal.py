@@ -130,6 +130,10 @@ class Journal:
                 self.log.write("checkpoint", stage=event.stage, **event.body)
             case EventKind.SAMPLE:
                 self._add_sample(event.body)
+            case EventKind.GROUPS:
+                with self.guard:
+                    self.status["groups"] = event.body
+                    self.is_changed = True
 
     def on_event(self, walk: Walk, event: Event) -> None:
         """Note an event of the walk."""

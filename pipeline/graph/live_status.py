@@ -79,7 +79,8 @@ class LiveStatus(TypedDict):
     started, updated: seconds since the epoch. command: what a person types to go on with the run.
     message: why it failed. left_s: seconds until its end, about; None where nothing comparable was
     measured. left_without: stages that `left_s` leaves out for that reason. machines: node -> the
-    last sample of its use.
+    last sample of its use. groups: worker groups that are `up`, and `starting`: they wait for room
+    or for their processes.
     """
 
     name: str
@@ -94,6 +95,7 @@ class LiveStatus(TypedDict):
     left_without: int
     stages: dict[str, LiveStage]
     machines: NotRequired[dict[str, MachineSample]]
+    groups: NotRequired[dict[str, int]]
 
 
 def lock_key(name: str) -> str:

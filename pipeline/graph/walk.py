@@ -46,6 +46,7 @@ class EventKind(StrEnum):
     CHECKPOINT = "checkpoint"  # its state was saved; body: `epoch` and `step` of the next step
     NOTE = "note"  # a message about the cluster, of no stage
     SAMPLE = "sample"  # body: use of a worker's machine, of no stage
+    GROUPS = "groups"  # body: how many worker groups are `up` and `starting`, of no stage
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Walk:
                 return None
             case EventKind.STARTED | EventKind.PROGRESS | EventKind.CHECKPOINT:
                 return None
-            case EventKind.NOTE | EventKind.SAMPLE:
+            case EventKind.NOTE | EventKind.SAMPLE | EventKind.GROUPS:
                 return None
             case EventKind.DAMAGED:
                 return self._recompute_parent(event) or self._fail(event)

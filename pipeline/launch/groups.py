@@ -166,6 +166,7 @@ class RayExecutor(Executor):
         self.stages: dict[str, Stage] = {}  # submitted to groups, by id
         self.outbox: list[ReadyStage] = []
         self.last_time_check = -math.inf
+        self.reported_groups: dict[str, int] = {}  # as in the last event of kind GROUPS
         self.driver_stages: deque[Stage] = deque()
         self.leaving_since: float | None = None
         self.is_broken = False
@@ -258,6 +259,7 @@ class RayExecutor(Executor):
         reported = (EventKind.SAMPLE, EventKind.STARTED)
         events = [event for event in events if event.kind not in reported]
         self._replace_ended_groups()
+        self._report_groups()
         self._report_waiting_groups()
         self._end_overdue_stages()
         is_stage_lost = any(event.kind is EventKind.LOST for event in events)
@@ -367,6 +369,14 @@ class RayExecutor(Executor):
         stage = self._answer(self.queue.stage_of.remote(index))
         nodes = self.rank_nodes.get(index, [])
         return dead_workers.describe(self.ray, workers, nodes, stage, self.store.storage)
+
+    def _report_groups(self) -> None:
+        """Report how many groups there are, where that has changed."""
+        num_up = len(self.rank_nodes)
+        counts = {"up": num_up, "starting": max(0, len(self.groups) - num_up)}
+        if counts != self.reported_groups:
+            self.reported_groups = counts
+            self.progress(Event(EventKind.GROUPS, "", body=counts))
 
     def _report_waiting_groups(self) -> None:
         late = []

@@ -65,6 +65,12 @@ def run_metrics(status: LiveStatus, graph: Graph) -> Iterator[Metric]:
     for step, values in seconds.items():
         durations.add_metric([run, step], len(values), sum(values))
     yield durations
+    groups = GaugeMetricFamily(
+        "accrete_run_groups", "Worker groups by state", labels=["run", "state"]
+    )
+    for group_state, count in status.get("groups", {}).items():
+        groups.add_metric([run, group_state], count)
+    yield groups
     yield from _running_metrics(status)
     yield from _machine_metrics(status)
 

@@ -129,6 +129,7 @@ class Driver:
     def __init__(self, folder: Path, cpus: list[float], width: int = 9, **cluster: Any) -> None:
         self.notes: list[str] = []
         self.starts: dict[str, str] = {}  # stage -> where it was seen to run
+        self.group_counts: list[dict[str, int]] = []  # that were reported
         self.ray = IdleRay()
         state = nodes_of([{"CPU": count} for count in cpus])
         self.handle = QueueHandle(state)
@@ -150,6 +151,8 @@ class Driver:
         """Note what the executor reports."""
         if event.kind is EventKind.STARTED:
             self.starts[event.stage] = event.body["where"]
+        elif event.kind is EventKind.GROUPS:
+            self.group_counts.append(event.body)
         else:
             self.notes.append(event.message)
 
@@ -210,6 +213,17 @@ def test_it_is_reported_where_a_stage_runs(make_driver: Any) -> None:
     driver.run_stage_on(0, "0")
     driver.run_stage_on(1, "1", gpu="3")
     assert driver.starts == {"s0": "group 0 on 10.0.0.0", "s1": "group 1 on 10.0.0.1 (GPU 3)"}
+
+
+def test_the_number_of_groups_is_reported_when_it_changes(make_driver: Any) -> None:
+    driver = make_driver([1.0], width=1)
+    driver.submit("first")
+    for _ in range(3):
+        driver.poll()
+    driver.queue.join(0, [Rank("0")])
+    for _ in range(3):
+        driver.poll()
+    assert driver.group_counts == [{"up": 0, "starting": 1}, {"up": 1, "starting": 0}]
 
 
 def test_as_many_groups_start_as_fit_and_more_when_nodes_join(

@@ -74,6 +74,7 @@ def status() -> LiveStatus:
             "s4": {"state": "queued", "tries": 1},
         },
         "machines": {"gpu-1": SAMPLE},
+        "groups": {"up": 2, "starting": 1},
     }
 
 
@@ -116,6 +117,8 @@ def test_the_metrics_say_what_the_status_says() -> None:
         'accrete_stage_duration_seconds_sum{run="two-tasks",step="train"} 2.0',
         'accrete_stage_duration_seconds_count{run="two-tasks",step="evaluate"} 1.0',
         'accrete_stage_duration_seconds_sum{run="two-tasks",step="evaluate"} 0.5',
+        'accrete_run_groups{run="two-tasks",state="up"} 2.0',
+        'accrete_run_groups{run="two-tasks",state="starting"} 1.0',
         f"accrete_stage_images_per_second{{{labels}}} 640.0",
         f"accrete_stage_data_wait_ratio{{{labels}}} 0.125",
         'accrete_node_cpu_ratio{node="gpu-1",run="two-tasks"} 0.25',

@@ -18,6 +18,8 @@ from workers.serving.bundle import Bundle
 
 GUARD_S = 2.0  # between two looks for the server
 GUARDS = "accrete-servers"  # namespace of the actors that look
+# States of a replica of Ray Serve in which it answers; the latter on a node that is taken away.
+ANSWERING = ("RUNNING", "PENDING_MIGRATION")
 ROUTES_S = 30.0  # at most, until a handle asks no replica of the model before
 
 
@@ -175,8 +177,8 @@ def count_running(name: str) -> int:
     deployment = application.deployments.get(Deployment.name)  # type: ignore[attr-defined]
     if deployment is None:
         return 0
-    count: int = deployment.replica_states.get("RUNNING", 0)  # type: ignore[call-overload]
-    return count
+    states: Any = deployment.replica_states
+    return sum(states.get(state, 0) for state in ANSWERING)
 
 
 def last_line(error: Exception) -> str:

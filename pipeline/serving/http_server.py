@@ -61,6 +61,10 @@ class Reply(NamedTuple):
     content_type: str = ""
 
 
+COUNT_S = 1.0  # shortest time between two counts of the replicas
+NO_REPLICA = "no replica of the model can answer, one is being started; send this again later"
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Limits for clients.
@@ -160,11 +164,12 @@ class Front:
         self.connections = self.bounds.connections
         self.held = 0  # bytes of bodies
         self.predictions = 0  # that run or wait
-        self.replicas = 0  # that could answer when they were counted last
+        # That could answer when they were counted last; None where that is not known.
+        self.replicas: int | None = None
         self.counted_until = 0.0
         self.counting = asyncio.Lock()
         self.metrics = ServerMetrics(
-            lambda: self.predictions, lambda: self.held, lambda: self.replicas
+            lambda: self.predictions, lambda: self.held, lambda: self.replicas or 0
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -263,7 +268,15 @@ class Front:
         await self.update_replicas()
         if self.replicas:
             return Reply(200, {"status": "ok"})
-        return Reply(503, {"error": "no replica of the model can answer; one is being started"})
+        return Reply(503, {"error": NO_REPLICA})
+
+    async def until_no_replica(self) -> None:
+        """Return when it is known that no replica can answer, after COUNT_S at least."""
+        while True:
+            await asyncio.sleep(COUNT_S)
+            await self.update_replicas()
+            if self.replicas == 0:
+                return
 
     async def update_replicas(self) -> None:
         """Count the replicas that can answer, unless that was done within the last second."""
@@ -274,8 +287,8 @@ class Front:
                 count = asyncio.to_thread(self.count_replicas)
                 self.replicas = await asyncio.wait_for(count, self.bounds.head_s)
             except Exception:  # whoever knows cannot be asked
-                self.replicas = 0
-            self.counted_until = time.monotonic() + 1
+                self.replicas = None
+            self.counted_until = time.monotonic() + COUNT_S
 
     # ---- bodies ----------------------------------------------------------------------------------
     async def receive(self, request: Request) -> Upload:
@@ -344,18 +357,26 @@ class Front:
     async def answer(self, request: Request, raw: RawRequest) -> Reply:
         """Return the model's reply.
 
-        Raise `Refused` when it takes too long, `ClientDisconnect` when the client has left.
+        Raise `Refused` when it takes too long, or when no replica can answer: the request would
+        wait for the start of the next one. Raise `ClientDisconnect` when the client has left.
         """
+        if self.replicas == 0 and time.monotonic() < self.counted_until:
+            raise Refused(503, NO_REPLICA)
         work = asyncio.ensure_future(self.predict(raw))
         left = asyncio.ensure_future(disconnected(request.receive))
+        no_replica = asyncio.ensure_future(self.until_no_replica())
         try:
             await asyncio.wait(
-                {work, left}, timeout=self.bounds.answer_s, return_when=asyncio.FIRST_COMPLETED
+                {work, left, no_replica},
+                timeout=self.bounds.answer_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if work.done():
                 return work.result()
             if left.done():
                 raise ClientDisconnect
+            if no_replica.done():
+                raise Refused(503, NO_REPLICA)
             raise Refused(
                 504,
                 f"there was no answer within {self.bounds.answer_s:g} s; "
@@ -364,6 +385,7 @@ class Front:
         finally:
             work.cancel()
             left.cancel()
+            no_replica.cancel()
 
 
 def raw_request(request: Request, body: bytes) -> RawRequest:

@@ -309,6 +309,44 @@ def test_a_server_without_a_replica_that_answers_is_not_ready() -> None:
         assert "accrete_replicas 2.0" in server.metrics()
 
 
+def test_requests_do_not_wait_for_the_next_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "COUNT_S", 0.05)
+    num_asked = 0
+
+    async def hang(raw: RawRequest) -> Reply:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    with serving(hang, count_replicas=lambda: 0) as server:
+        for _ in range(2):
+            status, body = server.ask("POST", "/predict", b"x")
+            assert (status, body["error"]) == (503, http_server.NO_REPLICA)
+        assert server.front.predictions == 0
+    assert num_asked >= 1
+
+
+def test_requests_go_on_where_nobody_knows_the_number_of_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "COUNT_S", 0.01)
+    counts = 0
+
+    def broken() -> int:
+        nonlocal counts
+        counts += 1
+        raise RuntimeError("no controller")
+
+    async def answer_late(raw: RawRequest) -> Reply:
+        while counts < 3:
+            await asyncio.sleep(0.01)
+        return await echo(raw)
+
+    with serving(answer_late, count_replicas=broken) as server:
+        assert server.ask("POST", "/predict", b"xy") == (200, {"bytes": 2})
+
+
 @pytest.mark.parametrize("length", ["34000000", "9" * 15, "9" * 5000])
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(length: str) -> None:
     head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from serving import Finished, finished
 
 from benchmarks.serve_load import (
@@ -29,6 +31,7 @@ from benchmarks.serve_load import (
     server,
 )
 from pipeline.serving.client import Client
+from pipeline.serving.http_server import Bounds
 from tests.several_nodes import nodes_up, wait_for
 from workers.serving import bundle as bundles
 
@@ -112,6 +115,34 @@ def test_tasks_come_and_go_while_requests_are_answered(
         thread.join(PATIENCE_S)
     assert problems == []
     assert answers[0] > 10
+
+
+@pytest.mark.slow
+def test_without_a_replica_a_request_is_refused_at_once_and_answered_by_the_next(
+    run: Finished, folder: str
+) -> None:
+    """One replica alone: a request does not wait for the start of the next one."""
+    image = run.images("two")[0][0]
+    body = body_of([base64.b64encode(image).decode()], "two")
+    with server(folder) as (url, process):
+        assert ask(url, body)[0] == 200
+        kill_replica(process)
+        statuses: dict[int, float] = {}  # -> longest time of an answer
+        deadline = time.monotonic() + PATIENCE_S
+        while 503 not in statuses or ask(url, body)[0] != 200:
+            started = time.monotonic()
+            status, answer = ask(url, body)
+            statuses[status] = max(time.monotonic() - started, statuses.get(status, 0.0))
+            assert status == 200 or "send this" in json.loads(answer)["error"]
+            assert time.monotonic() < deadline, statuses
+    assert set(statuses) <= {200, 503}
+    assert statuses[503] < Bounds.answer_s / 3
+
+
+def ask(url: str, body: bytes) -> tuple[int, bytes]:
+    """Return status and body of the answer to POST /predict."""
+    answer = requests.post(f"{url}/predict", data=body, timeout=PATIENCE_S)
+    return answer.status_code, answer.content
 
 
 @pytest.mark.slow

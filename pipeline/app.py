@@ -941,21 +941,23 @@ def find_garbage(
 def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[str], list[str]]:
     """Delete the garbage in `paths` that is garbage still.
 
-    Return the paths that a run needs by now, and those that a process is computing.
+    earlier: also forget what runs were before their configs were changed, as far as none of it is
+    left. Return the paths that a run needs by now, and those that a process is computing.
     """
     needed_again: list[str] = []
     busy: list[str] = []
     with store.claimed_by_gc():
-        garbage = {folder.path for folder in find_garbage(store, earlier)}
+        remaining_paths = {folder.path for folder in find_garbage(store, earlier)}
         for path in paths:
-            if path not in garbage:
+            if path not in remaining_paths:
                 needed_again.append(path)
                 continue
             try:
                 with stage_lock(store.root, path.split("/")[1], wait=False):
                     delete_dir(join(store.storage, path))
+                remaining_paths.remove(path)
             except BlockingIOError:
                 busy.append(path)
         if earlier:
-            store.forget_earlier()
+            store.forget_earlier({path.split("/")[1] for path in remaining_paths})
     return needed_again, busy

@@ -271,10 +271,28 @@ class Store:
         """Runs whose config was changed, and of which earlier results are kept."""
         return [name for name in self.run_names() if self._earlier(name)]
 
-    def forget_earlier(self) -> None:
-        """Lets go of what runs were before their configs were changed."""
-        for name in self.earlier_names():
-            delete_dir(join(self.storage, "runs", name, EARLIER))
+    def forget_earlier(self, remaining_keys: set[str]) -> None:
+        """Delete the records of what runs were before their configs were changed, but for those
+        that protect something.
+
+        remaining_keys: of what nothing but earlier records needs, and what was not deleted. A
+        record that cannot be read may need any of them.
+        """
+        system, _ = resolve(self.storage)
+        for name in self.run_names():
+            records = self._earlier(name)
+            num_protecting = 0
+            for path, record in records.items():
+                needed = remaining_keys
+                if record is not None:
+                    needed = remaining_keys & needed_keys(record)
+                if needed:
+                    num_protecting += 1
+                    continue
+                with suppress(FileNotFoundError):
+                    system.delete_file(resolve(path)[1])
+            if records and not num_protecting:
+                delete_dir(join(self.storage, "runs", name, EARLIER))
 
     def run_names(self) -> list[str]:
         """Return the sorted names of all runs in the storage."""

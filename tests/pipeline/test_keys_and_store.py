@@ -257,6 +257,45 @@ def test_garbage_is_chosen_by_its_age_and_the_newest_may_stay(
     assert "is no age; give a number with d, h or m" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("bound", [["--older-than", "30d"], ["--keep-gb", "0.000001"]])
+def test_an_earlier_record_protects_its_results_until_the_last_of_them_is_deleted(
+    bound: list[str], tmp_path: Path
+) -> None:
+    store = Store(str(tmp_path))
+    stages = [{"id": key, "key": key, "step": "train"} for key in ("data", "aged", "young")]
+    store.save_record(cast(Any, {"name": "r", "stages": stages}))
+    for stage_of_record in stages:
+        publish(store, stage_of_record["key"], {"a": b"x" * 500})
+    written = time.time() - 40 * 86400
+    for path in (tmp_path / "stages" / "aged").rglob("*"):
+        os.utime(path, (written, written))
+    store.save_record(cast(Any, {"name": "r", "stages": stages[:1]}))
+    command = ["gc", "--storage", str(tmp_path), "--yes"]
+    assert cli.main([*command, "--earlier", *bound]) == 0
+    assert {path.name for path in (tmp_path / "stages").iterdir()} == {"data", "young"}
+    assert store.earlier_names() == ["r"]
+    assert app.find_garbage(store) == []
+    assert cli.main([*command, "--earlier"]) == 0
+    assert {path.name for path in (tmp_path / "stages").iterdir()} == {"data"}
+    assert not (tmp_path / "runs" / "r" / "earlier").exists()
+
+
+def test_an_earlier_record_that_cannot_be_read_stays_as_long_as_it_may_need_something(
+    tmp_path: Path,
+) -> None:
+    store = Store(str(tmp_path))
+    publish(store, "k", {"a": b"1"})
+    stages = [{"id": "a", "key": "k", "step": "train"}]
+    store.save_record(cast(Any, {"name": "r", "stages": stages}))
+    store.save_record(cast(Any, {"name": "r", "stages": []}))
+    (path,) = (tmp_path / "runs" / "r" / "earlier").iterdir()
+    path.write_text("{")
+    app.delete_garbage(store, [], earlier=True)
+    assert path.exists()
+    app.delete_garbage(store, ["stages/k"], earlier=True)
+    assert not path.exists()
+
+
 def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result_stands(
     tmp_path: Path,
 ) -> None:

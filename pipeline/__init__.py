@@ -232,9 +232,9 @@ def collect_garbage(
     """Return what no named run and no search needs: a row for each folder, with its `bytes`.
 
     earlier: also what runs needed only before their configs or images were changed.
-    older_than_days: what was written so long ago alone. keep_gb: the newest stay, so many GB of
-    them. dry_run: False deletes the rest; `deleted` is False where a run that has begun needs it,
-    or a process is at work.
+    older_than_days: only what is older. keep_gb: the newest stay, so many GB of them. dry_run:
+    False deletes the rest; `deleted` is False where a run that has begun needs it, or a process is
+    at work. Raise `UserError` when there is no such storage.
     """
     from pipeline import app
     from pipeline.graph.store import Store

@@ -60,6 +60,7 @@ from pipeline.yaml_files import absolute
 from workers.errors import UserError
 from workers.job import Task
 from workers.storage.artifact import (
+    READ_ONLY,
     Artifact,
     Attempt,
     cached_artifacts,
@@ -921,10 +922,18 @@ def find_garbage(
 ) -> list[Garbage]:
     """Return folders below the storage that no named run and no search needs, by their path.
 
-    earlier: also what runs needed only before their configs were changed. older_than_s: those alone
-    that were written so long ago. keep_bytes: the newest ones stay, so many bytes of them. Raise
-    `UserError` when a record cannot be read.
+    earlier: also what runs needed only before their configs were changed. older_than_s: only what
+    is older. keep_bytes: the newest ones stay, so many bytes of them. Raise `UserError` when there
+    is no such storage, when a record cannot be read, or when a bound is no finite number of at
+    least 0.
     """
+    for what, bound in (("age", older_than_s), ("size", keep_bytes)):
+        if not math.isfinite(bound) or bound < 0:
+            raise UserError(
+                f"the {what} that bounds garbage is {bound}; it must be a finite number of at "
+                "least 0"
+            )
+    store.check_exists()
     garbage = store.garbage(keys_of_searches(store.storage), earlier)
     newest_first = sorted(garbage, key=lambda folder: folder.written, reverse=True)
     written_before = time.time() - older_than_s
@@ -942,8 +951,21 @@ def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[
     """Delete the garbage in `paths` that is garbage still.
 
     earlier: also forget what runs were before their configs were changed, as far as none of it is
-    left. Return the paths that a run needs by now, and those that a process is computing.
+    left. Return the paths that a run needs by now, and those that a process is computing. Raise
+    `UserError` when the storage may only be read.
     """
+    try:
+        return _delete_garbage(store, paths, earlier)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        raise UserError(
+            f"storage {store.storage!r} may only be read here ({error.strerror or error}), and gc "
+            "deletes from it; run gc as a user, and on a machine, that may write there"
+        ) from None
+
+
+def _delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[str], list[str]]:
     needed_again: list[str] = []
     busy: list[str] = []
     with store.claimed_by_gc():

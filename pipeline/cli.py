@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
-import os
+import math
 import re
 import shlex
 import sys
@@ -430,6 +430,7 @@ def _add_compare_command(add_command: AddCommand) -> None:
     )
     compare_parser.add_argument(
         "--storage",
+        type=storage_folder,
         default="storage",
         help="storage folder of runs that are given by name (default: storage)",
     )
@@ -442,7 +443,10 @@ def _add_storage_commands(add_command: AddCommand) -> None:
         "ui", ui, "serve MLflow on this machine and print links to the runs", config=False
     )
     ui_parser.add_argument(
-        "--storage", default="storage", help="storage folder of the runs (default: storage)"
+        "--storage",
+        type=storage_folder,
+        default="storage",
+        help="storage folder of the runs (default: storage)",
     )
     mlflow_ui.address_options(ui_parser)
     gc_parser = add_command(
@@ -456,17 +460,22 @@ def _add_storage_commands(add_command: AddCommand) -> None:
         action="store_true",
         help="also those that runs needed only before their config files or images were changed",
     )
-    gc_parser.add_argument("--storage", default="storage", help="storage folder (default: storage)")
+    gc_parser.add_argument(
+        "--storage",
+        type=storage_folder,
+        default="storage",
+        help="storage folder (default: storage)",
+    )
     gc_parser.add_argument(
         "--older-than",
         type=age_seconds,
         default=0.0,
         metavar="AGE",
-        help="those alone that were written so long ago, as in 30d, 12h or 90m",
+        help="only results older than AGE, as in 30d, 12h or 90m",
     )
     gc_parser.add_argument(
         "--keep-gb",
-        type=float,
+        type=gigabytes,
         default=0.0,
         metavar="N",
         help="keep the newest ones, N GB of them",
@@ -515,7 +524,10 @@ def _add_looking_commands(add_command: AddCommand) -> None:
     )
     for sub in (runs_parser, status_parser, logs_parser):
         sub.add_argument(
-            "--storage", default="storage", help="storage folder of the runs (default: storage)"
+            "--storage",
+            type=storage_folder,
+            default="storage",
+            help="storage folder of the runs (default: storage)",
         )
 
 
@@ -817,14 +829,11 @@ def logs(args: argparse.Namespace) -> int:
 
 def ui(args: argparse.Namespace) -> int:
     """Serve MLflow on this machine, and print links to the runs of a storage folder."""
+    from pipeline.graph.live_status import check_readable
     from pipeline.yaml_files import absolute
 
     storage = absolute(args.storage)
-    if "://" not in storage and not os.path.isdir(storage):
-        raise UserError(
-            f"storage {args.storage!r} does not exist; "
-            "give the folder that holds the runs with --storage"
-        )
+    check_readable(storage)
     return mlflow_ui.serve(storage, args.host, args.port)
 
 
@@ -849,10 +858,14 @@ def collect_garbage(args: argparse.Namespace) -> int:
             reason += ", is younger than --older-than or within --keep-gb"
         print(f"nothing to delete: {reason}")
         return 0
-    print(
-        f"{len(garbage)} results and remains of interrupted ones, "
-        f"{size / 1e6:.1f} MB, belong to no named run"
-    )
+    size_text = f"{size / 1e6:.1f} MB"
+    if len(garbage) == 1:
+        print(f"1 result or remains of an interrupted one, {size_text}, belongs to no named run")
+    else:
+        print(
+            f"{len(garbage)} results and remains of interrupted ones, {size_text}, "
+            "belong to no named run"
+        )
     if args.dry_run:
         print(garbage_text(garbage))
         return 0
@@ -862,11 +875,18 @@ def collect_garbage(args: argparse.Namespace) -> int:
     paths = [folder.path for folder in garbage]
     needed_again, busy = app.delete_garbage(store, paths, args.earlier)
     if needed_again:
-        print(f"{len(needed_again)} of them are kept: a run has begun that needs them")
+        print(staying_sentence(len(needed_again), "a run has begun that needs"))
     if busy:
-        print(f"{len(busy)} of them are kept: a process is at work on them")
+        print(staying_sentence(len(busy), "a process is at work on"))
     print("deleted")
     return 0
+
+
+def staying_sentence(count: int, reason: str) -> str:
+    """Return how many of the listed folders are kept. reason: ends before `it` or `them`."""
+    if count == 1:
+        return f"1 of them is kept: {reason} it"
+    return f"{count} of them are kept: {reason} them"
 
 
 def garbage_text(garbage: Sequence[Garbage]) -> str:
@@ -888,6 +908,28 @@ def age_seconds(text: str) -> float:
             f"{text!r:.40} is no age; give a number with d, h or m behind it, as in 30d"
         )
     return float(match["number"]) * AGE_UNITS[match["unit"]]
+
+
+def gigabytes(text: str) -> float:
+    """Return a number of gigabytes: finite, and at least 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.40} is no number of gigabytes; give a finite number of at least 0, as in 20"
+        )
+    return number
+
+
+def storage_folder(text: str) -> str:
+    """Return the path or URI of a storage as it is; an empty one is an error."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            "an empty text names no storage; give the folder that holds the runs"
+        )
+    return text
 
 
 def methods(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from tests import s3, small_run
 from tests.recovery import Reference
-from workers.storage.artifact import list_files
+from workers.storage.artifact import join, list_files
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("ACCRETE_DATA", "../shared/data"))
@@ -60,6 +60,10 @@ def test_a_run_through_errors_that_pass_has_the_same_numbers(
         code, output = through(argv, bucket, tmp_path)
         assert code == 0, output
         assert expected in output
+    bucket.share = 0.0
+    code, output = through(["gc", "--storage", join(bucket.uri, "nowhere")], bucket, tmp_path)
+    assert code == 2
+    assert "holds no file; give the folder that holds the runs" in output
 
 
 @pytest.mark.parametrize("call", [9, 31])

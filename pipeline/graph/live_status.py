@@ -25,6 +25,7 @@ from workers.storage.artifact import (
     temporary_name,
     write_bytes,
 )
+from workers.storage.filesystem import access_remedy
 from workers.storage.lock import is_locked
 
 FILE = "status.json"
@@ -189,8 +190,13 @@ def is_alive(storage: str, status: LiveStatus) -> bool:
 
 def check_readable(storage: str) -> None:
     """Raise `UserError` when a storage is no folder that can be listed."""
-    if is_local(storage) and not os.path.isdir(resolve(storage)[1]):
-        raise UserError(
-            f"storage {storage!r} does not exist; "
-            "give the folder that holds the runs with --storage"
-        )
+    if not is_local(storage):
+        return
+    folder = resolve(storage)[1]
+    remedy = "give the folder that holds the runs with --storage"
+    if not os.path.exists(folder):
+        raise UserError(f"storage {storage!r} does not exist; {remedy}")
+    if not os.path.isdir(folder):
+        raise UserError(f"storage {storage!r} is no folder; {remedy}")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise UserError(f"storage {storage!r} cannot be listed; {access_remedy(storage)}")

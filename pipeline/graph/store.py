@@ -19,6 +19,7 @@ from pyarrow import fs
 
 from pipeline.config import NAME, flatten
 from pipeline.graph import failures, run_record
+from pipeline.graph.live_status import check_readable
 from pipeline.graph.run_record import RunRecord, is_stage, needed_keys
 from pipeline.graph.stage import Graph, Stage
 from workers.errors import UserError
@@ -112,6 +113,15 @@ class Store:
         """
         if to_write or not self._exists():
             self.check_writable()
+
+    def check_exists(self) -> None:
+        """Raise `UserError` when there is no such storage, or when it cannot be read."""
+        check_readable(self.storage)
+        if not self._exists():
+            raise UserError(
+                f"storage {self.storage!r} holds no file; "
+                "give the folder that holds the runs with --storage"
+            )
 
     def _exists(self) -> bool:
         try:
@@ -237,7 +247,7 @@ class Store:
 
     def claimed_by_gc(self) -> AbstractContextManager[None]:
         """Held while garbage is deleted, and while it is written down what a run needs. On an
-        object store it holds nothing back (see claim.py): there a run that begins in the seconds of
+        object store it holds nothing back (see lock.py): there a run that begins in the seconds of
         the deletion may have to compute something again."""
         from workers.storage.lock import stage_lock
 

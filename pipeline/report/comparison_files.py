@@ -5,7 +5,6 @@ Imports that load matplotlib or torch stand inside functions, so that mistakes a
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from workers.errors import UserError
-from workers.storage.artifact import join, write_bytes
+from workers.storage.artifact import READ_ONLY, join, write_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,7 +60,8 @@ def compare(
 
     must_write: whether a storage that may only be read is an error; else page and folder of the
     result are empty there. storage: of runs that are given by name. Raise `UserError` when there
-    are fewer than two runs, when one cannot be read, or when they have no task in common.
+    are fewer than two runs, when one cannot be read, when they have no task in common, or when the
+    page must be written and cannot.
     """
     from pipeline.yaml_files import absolute
 
@@ -92,8 +92,13 @@ def compare(
             write_bytes(join(folder, f"{name}.csv"), files.as_csv(rows))
         write_bytes(page_path, page)
     except OSError as error:
-        if must_write or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+        if error.errno not in READ_ONLY:
             raise
+        if must_write:
+            raise UserError(
+                f"storage {storages[0]!r} may only be read here ({error.strerror or error}), "
+                "and the page belongs into it; write the page to another file with --out FILE"
+            ) from None
         folder = page_path = ""
     return ComparisonResult(page_path, folder, comparison, page)
 

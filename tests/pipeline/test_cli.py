@@ -4,6 +4,7 @@ is few lines for people."""
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import json
 import re
@@ -28,7 +29,7 @@ from pipeline.results.tables import RunTables
 from pipeline.tracking import ui
 from tests import small_run
 from workers.loop import WAITING
-from workers.storage import artifact
+from workers.storage import artifact, lock
 from workers.storage.lock import stage_lock
 
 STAGES = 8  # 2 cards, the backbone, 2 tasks each trained and evaluated, the report
@@ -310,11 +311,58 @@ def test_gc_deletes_what_no_named_run_needs_and_nothing_else(
     assert "nothing to delete" in output(capsys, "gc", "--storage", str(littered.storage))
 
 
-def test_gc_of_a_storage_that_is_not_there_deletes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("nowhere", "does not exist"), ("run.json", "is no folder"), ("", "an empty text")],
+)
+def test_gc_of_what_is_no_storage_says_so(
+    name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "nothing to delete" in output(capsys, "gc", "--storage", str(tmp_path / "nowhere"))
-    assert not (tmp_path / "nowhere").exists()
+    (tmp_path / "run.json").write_text("{}")
+    storage = name and str(tmp_path / name)
+    assert cli.main(["gc", "--storage", storage]) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert "give the folder that holds the runs" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("size", ["-1", "nan", "1e400", "inf", "many"])
+def test_gc_refuses_a_size_that_cannot_be_kept(
+    size: str, littered: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = folders(littered)
+    command = ["gc", "--yes", "--storage", str(littered.storage), f"--keep-gb={size}"]
+    assert cli.main(command) == 2
+    error = capsys.readouterr().err
+    assert f"'{size}' is no number of gigabytes; give a finite number of at least 0" in error
+    assert folders(littered) == before
+
+
+def test_gc_says_that_a_storage_may_only_be_read(
+    littered: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: str) -> int:
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    before = folders(littered)
+    monkeypatch.setattr(lock, "_try_lock", refuse)
+    assert cli.main(["gc", "--yes", "--storage", str(littered.storage)]) == 2
+    assert capsys.readouterr().err == (
+        f"accrete: storage '{littered.storage}' may only be read here (Read-only file system), and "
+        "gc deletes from it; run gc as a user, and on a machine, that may write there\n"
+    )
+    assert folders(littered) == before
+
+
+def test_gc_counts_one_result_as_one(littered: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads((littered.storage / "runs" / "faster" / "run.json").read_text())
+    lost = sorted(folders(littered) - {stage["key"] for stage in record["stages"]})
+    for key in lost[1:]:
+        shutil.rmtree(littered.storage / "stages" / key)
+    text = output(capsys, "gc", "--dry-run", "--storage", str(littered.storage))
+    assert text.startswith("1 result or remains of an interrupted one, ")
+    assert " MB, belongs to no named run\n" in text
 
 
 # ---- what is printed -----------------------------------------------------------------------------
@@ -629,7 +677,7 @@ def test_gc_keeps_what_a_process_is_computing(
     root = str(littered.storage / "stages")
     with stage_lock(root, lost[0]):
         text = output(capsys, "gc", "--yes", "--storage", str(littered.storage))
-    assert "1 of them are kept: a process is at work on them" in text
+    assert "1 of them is kept: a process is at work on it" in text
     assert folders(littered) == before - {*lost[1:]}
 
 
@@ -752,14 +800,13 @@ def test_plan_says_that_a_key_version_was_raised(
 
 
 def test_a_lost_connection_is_no_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lost(*_: Any) -> None:
         raise ConnectionError("Client is shutting down.")
 
     monkeypatch.setattr(ui, "serve", lost)
-    monkeypatch.setattr("os.path.isdir", lambda path: True)
-    assert cli.main(["ui"]) == 2
+    assert cli.main(["ui", "--storage", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         "accrete: a connection was lost or refused (Client is shutting down.); what finished is "
         "kept, "

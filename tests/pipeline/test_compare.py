@@ -3,6 +3,7 @@ differs, one page, one sentence per mistake."""
 
 import copy
 import csv
+import errno
 import math
 import re
 import statistics
@@ -14,6 +15,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.graph.store import Store
+from pipeline.report import comparison_files
 from pipeline.report.comparison import METRICS, Spread, compare_runs, group_runs
 from pipeline.report.comparison_page import render_page
 from pipeline.results.tables import RunTables
@@ -316,6 +318,22 @@ def test_the_command_writes_page_and_tables_and_prints_a_short_table(
     with (folder / "summary.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert {r["entry"] for r in rows} == {"one (2 seeds)", "three"}
+
+
+def test_a_storage_that_may_only_be_read_is_one_sentence_that_names_out(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: str, data: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    monkeypatch.setattr(comparison_files, "write_bytes", refuse)
+    command = ["compare", "one", "two", "--storage", stored]
+    assert cli.main(command) == 2
+    assert capsys.readouterr().err == (
+        f"accrete: storage '{stored}' may only be read here (Read-only file system), and the page "
+        "belongs into it; write the page to another file with --out FILE\n"
+    )
+    assert cli.main([*command, "--out", str(tmp_path / "page.html")]) == 0
 
 
 def test_many_names_make_a_folder_that_a_file_system_takes() -> None:

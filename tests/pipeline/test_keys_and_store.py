@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import threading
 import time
@@ -294,6 +295,16 @@ def test_an_earlier_record_that_cannot_be_read_stays_as_long_as_it_may_need_some
     assert path.exists()
     app.delete_garbage(store, ["stages/k"], earlier=True)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"keep_bytes": -1.0}, {"keep_bytes": math.nan}, {"older_than_s": -math.inf}]
+)
+def test_bounds_of_garbage_that_cannot_be_are_refused(
+    bounds: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="must be a finite number of at least 0"):
+        app.find_garbage(Store(str(tmp_path)), **bounds)
 
 
 def test_remains_of_interrupted_and_damaged_attempts_are_garbage_once_the_result_stands(

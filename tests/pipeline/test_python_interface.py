@@ -426,6 +426,7 @@ FOR_COMMANDS_ALONE = {
     "pipeline.launch.portable": "launch",
     "pipeline.launch.sizes": "launch",
     "pipeline.report.replicas": "the text at the end of a run of several seeds",
+    "pipeline.graph.live_status": "ui: whether the storage is there",
     "pipeline.graph.run_log": "--log-level",
     "pipeline.search.schema": "schema",
     "pipeline.serving": "serve",

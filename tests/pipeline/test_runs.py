@@ -462,6 +462,18 @@ def test_an_unknown_run_is_one_sentence(
     assert len(text.splitlines()) == 1
 
 
+def test_a_storage_that_cannot_be_listed_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for command in ("runs", "gc"):
+        text = output(capsys, command, "--storage", str(tmp_path), code=2)
+        assert text == (
+            f"accrete: storage '{tmp_path}' cannot be listed; "
+            "choose another folder or mend its permissions\n"
+        )
+
+
 def test_storages_without_runs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "nowhere")
     assert "does not exist; give the folder" in output(capsys, "runs", "--storage", missing, code=2)

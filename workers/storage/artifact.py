@@ -44,6 +44,7 @@ from workers.storage.secrets import refuse_secrets
 MANIFEST = "manifest.json"
 DAMAGED_SUFFIX = ".damaged"  # of a manifest that was withdrawn
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # file systems without them
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)  # what says that nothing may be written
 LARGE_BYTES = 64 << 20
 MAX_JSON_BYTES = 64 << 20
 _cached: ContextVar[Mapping[tuple[str, str], Artifact]] = ContextVar(

@@ -28,6 +28,7 @@ MATRIX_METRICS = (
     "learning_accuracy",
     *(f"{prefix}_{name}" for prefix, name in product(EXTRA_COUNTS, AVERAGES)),
 )
+ROUNDING = 1e-12  # means of equal numbers differ by less
 # columns of a training history that are no curves
 NOT_CURVES = ("epoch", "val_correct", "val_total", "images")
 # columns of a table of sizes that are no sizes in bytes
@@ -89,11 +90,13 @@ def history_points(rows: Sequence[Row], step: str) -> list[Point]:
 def matrix_points(matrix: Matrix) -> list[Point]:
     """Return `acc/TASK` for every known entry, and the averages of every complete row.
 
-    The step of a point is the number of tasks that were learned before.
+    The step of a point is the number of tasks that were learned before. A curve begins just after
+    its task was learned, whatever is measured first: of a constant one this point alone is written.
     """
     points = []
     for after, on_task in np.ndindex(matrix.source.shape):
-        if matrix.source[after, on_task] in ("measured", "follows"):
+        has_begun = matrix.source[on_task, on_task] == "measured"
+        if has_begun and matrix.source[after, on_task] in ("measured", "follows"):
             name = key_name(f"acc/{matrix.tasks[on_task]}")
             points.append(Point(name, float(matrix.rates[after, on_task]), after, after))
     for after, row in enumerate(matrix.over_time[: matrix.finished]):
@@ -105,18 +108,21 @@ def matrix_points(matrix: Matrix) -> list[Point]:
 
 
 def without_constants(points: Sequence[Point]) -> list[Point]:
-    """Leave the first point alone of each curve that has one value: MLflow shows a metric with one
-    point as a number, others as charts."""
-    values: dict[str, set[float]] = {}
+    """Leave only the first point of each curve that has one value, up to rounding: MLflow shows a
+    metric with one point as a number, others as charts."""
+    first_values: dict[str, float] = {}
+    varying_names = set()
     for point in points:
-        values.setdefault(point.name, set()).add(point.value)
+        first = first_values.setdefault(point.name, point.value)
+        if not math.isclose(point.value, first, rel_tol=ROUNDING, abs_tol=ROUNDING):
+            varying_names.add(point.name)
     names: set[str] = set()
-    varying = []
+    chosen_points = []
     for point in points:
-        if point.name not in names or len(values[point.name]) > 1:
-            varying.append(point)
+        if point.name not in names or point.name in varying_names:
+            chosen_points.append(point)
         names.add(point.name)
-    return varying
+    return chosen_points
 
 
 def size_points(rows: Sequence[Row]) -> list[Point]:
@@ -134,10 +140,11 @@ def size_points(rows: Sequence[Row]) -> list[Point]:
 
 def pick_points(rows: Sequence[Row]) -> list[Point]:
     """Return `picked_right/TASK` after each task: the share of the task's images for which the
-    model inferred the right task."""
+    model inferred the right task. A curve begins as that of `acc/TASK` does."""
+    begun_tasks = {row["task"] for row in rows if row["images"] and row["task"] == row["after"]}
     points = []
     for row in rows:
-        if row["images"]:
+        if row["images"] and row["task"] in begun_tasks:
             after = row["after_index"]
             name = key_name(f"picked_right/{row['task']}")
             points.append(Point(name, row["share_right"], after, after))

@@ -456,11 +456,13 @@ class RunWriter:
 
         client = self.ready()
         method = self._run(label, "")
-        points = [
-            *curves.matrix_points(tables.matrix(label)),
-            *curves.without_constants(curves.size_points(tables.sizes(label))),
-            *curves.pick_points(tables.picks(label)),
-        ]
+        points = curves.without_constants(
+            [
+                *curves.matrix_points(tables.matrix(label)),
+                *curves.size_points(tables.sizes(label)),
+                *curves.pick_points(tables.picks(label)),
+            ]
+        )
         if not again:
             points = [p for p in points if (label, p.name, p.step) not in self.logged_points]
         if self.identity.pictures:

@@ -107,13 +107,11 @@ def test_an_interrupted_run_has_every_point_once(recorded: Any) -> None:
     histories, runs = recorded.after.histories, recorded.after.runs
     for label in fake_run.METHODS:
         run = runs[label, ""].info.run_id
-        assert [histories[run, f"acc/{t['name']}"] for t in fake_run.TASKS] == [4, 3, 2, 1]
-        assert (
-            histories[run, "average_accuracy"]
-            == histories[run, "forgetting"]
-            == histories[run, "growth"]
-            == 4
-        )
+        forgets = label == "finetune"  # what does not change is one point
+        lengths = [histories[run, f"acc/{task['name']}"] for task in fake_run.TASKS]
+        assert lengths == ([4, 3, 2, 1] if forgets else [1, 1, 1, 1])
+        assert histories[run, "average_accuracy"] == histories[run, "growth"] == 4
+        assert histories[run, "forgetting"] == (4 if forgets else 1)
         assert histories[runs[label, "leaves"].info.run_id, "train/loss"] == 6
     assert histories[runs["", ""].info.run_id, "average_accuracy/meat"] == 4
 
@@ -190,16 +188,20 @@ def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded
 
 def test_what_does_not_change_is_a_number_and_no_curve(recorded: Any) -> None:
     state = recorded.after
-    run_id = state.runs["hat-small", ""].info.run_id
     lengths = {}
-    for name in state.runs["hat-small", ""].data.metrics:
-        history = state.client.get_metric_history(run_id, name)
-        lengths[name] = len(history)
-        if name.startswith("size/") and len(history) > 1:
-            assert len({point.value for point in history}) > 1, name
-    assert lengths["size/backbone"] == 1
-    assert lengths["size/total"] > 1
-    assert lengths["average_accuracy"] > 1
+    for (label, task), run in state.runs.items():
+        for name in run.data.metrics:
+            history = state.client.get_metric_history(run.info.run_id, name)
+            lengths[label, task, name] = len(history)
+            if len(history) > 1:
+                assert len({point.value for point in history}) > 1, (label, task, name)
+    assert lengths["hat-small", "", "size/backbone"] == 1
+    assert lengths["hat-small", "", "size/total"] > 1
+    assert lengths["hat-small", "", "average_accuracy"] > 1
+    assert lengths["", "", "average_accuracy/hat-small"] > 1
+    assert lengths["hat-small", "", "forgetting"] == 1, "its masks forget nothing"
+    assert lengths["", "", "forgetting/hat-small"] == 1
+    assert lengths["finetune", "", "forgetting"] > 1
 
 
 def test_a_curve_whose_value_changes_late_is_whole() -> None:
@@ -207,6 +209,14 @@ def test_a_curve_whose_value_changes_late_is_whole() -> None:
     varying = [Point("b", float(step == 2), step, step) for step in range(3)]
     assert without_constants([*constant, *varying]) == [constant[0], *varying]
     assert without_constants(varying[:2]) == varying[:1]
+
+
+def test_a_mean_of_equal_numbers_is_constant_however_it_was_rounded() -> None:
+    rates = [0.1, 0.1, 0.1]
+    means = [sum(rates[:count]) / count for count in (1, 2, 3)]
+    assert len({*means}) == 2
+    points = [Point("average_accuracy", mean, step, step) for step, mean in enumerate(means)]
+    assert without_constants(points) == points[:1]
 
 
 def test_the_list_of_runs_opens_on_what_is_compared(recorded: Any) -> None:

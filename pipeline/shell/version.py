@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GIT_TIMEOUT_S = 5.0
+CODE = ("pipeline", "workers", "pyproject.toml", "constraints.txt")  # what results depend on
 COMMIT = "ACCRETE_COMMIT"  # variable that names the commit of a copy without git
 
 
@@ -32,18 +33,28 @@ def get_version(checkout: Path = CHECKOUT) -> Version:
 
 
 def git_commit(checkout: Path = CHECKOUT) -> str:
-    """Return the commit of a checkout, with `-dirty` where its files differ.
+    """Return the commit of a checkout, with `-dirty` where its code differs or has new files.
 
     Of a copy without git, such as an image or a job of Ray, it is what the variable ACCRETE_COMMIT
-    says, else empty.
+    says. Empty where that is not set, and where git does not answer.
     """
     if not (checkout / ".git").exists():  # git would look in the folders above
         return os.environ.get(COMMIT, "")
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False
+        commit = _ask_git(checkout, "rev-parse", "--short=12", "HEAD")
+        changes = _ask_git(
+            checkout, "status", "--porcelain", "--untracked-files=normal", "--", *CODE
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return ""
+    return f"{commit}-dirty" if changes else commit
+
+
+def _ask_git(checkout: Path, *arguments: str) -> str:
+    """Return what git prints. Raise SubprocessError where it fails or takes too long."""
+    # other processes may be at work on the checkout, and it may be read-only
+    command = ["git", "--no-optional-locks", "-C", str(checkout), *arguments]
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True
+    )
     return process.stdout.strip()

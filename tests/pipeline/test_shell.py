@@ -163,6 +163,30 @@ def test_a_version_names_the_commit_where_there_is_one(tmp_path: Path) -> None:
     assert text == f"accrete 1.3 (commit {commit}-dirty) from {tmp_path}"
 
 
+def test_new_code_makes_a_checkout_dirty_and_a_tag_hides_no_commit(tmp_path: Path) -> None:
+    (tmp_path / "workers").mkdir()
+    (tmp_path / "workers" / "loop.py").write_text("")
+    (tmp_path / "pyproject.toml").write_text("")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    assert version.git_commit(tmp_path) == "", "no checkout"
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert version.git_commit(tmp_path) == "", "no commit"
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
+    commit = version.git_commit(tmp_path)
+    subprocess.run([*git, "tag", "-a", "v9", "-m", "nine"], check=True)
+    assert re.fullmatch("[0-9a-f]{12}", commit)
+    assert version.git_commit(tmp_path) == commit
+    (tmp_path / "notes.txt").write_text("")
+    assert version.git_commit(tmp_path) == commit, "no result depends on it"
+    new_method = tmp_path / "workers" / "new.py"
+    new_method.write_text("")
+    assert version.git_commit(tmp_path) == f"{commit}-dirty"
+    new_method.unlink()
+    (tmp_path / "workers" / "loop.py").unlink()
+    assert version.git_commit(tmp_path) == f"{commit}-dirty"
+
+
 def test_printed_commands_begin_as_the_process_was_started(
     environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

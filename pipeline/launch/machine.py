@@ -32,7 +32,9 @@ def sample_gpu(device: torch.device) -> GpuSample:
     """Return the use of a GPU."""
     free, total = torch.cuda.mem_get_info(device)
     sample: GpuSample = {"memory_bytes": total - free}
-    with suppress(ImportError, RuntimeError):  # nvidia-ml-py is an extra
+    # nvidia-ml-py is an extra, and its errors derive from Exception alone: part of a GPU (MIG) has
+    # no such figure
+    with suppress(Exception):
         sample["utilization"] = torch.cuda.utilization(device) / 100
     return sample
 

@@ -209,6 +209,29 @@ def test_a_sample_is_of_this_machine_and_has_the_names_of_mlflow() -> None:
     }
 
 
+def test_a_gpu_without_figures_of_its_use_does_not_end_the_sampling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a part of a GPU under MIG."""
+
+    class NVMLError(Exception):
+        """It derives from Exception alone, as that of nvidia-ml-py."""
+
+    def refuse(device: torch.device) -> int:
+        raise NVMLError("Not Supported")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    monkeypatch.setattr(torch.cuda, "utilization", refuse)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    samples: list[MachineSample] = []
+    with sampling(torch.device("cuda", 1), samples.append, 0.01):
+        wait_until = time.monotonic() + 30
+        while len(samples) < 2 and time.monotonic() < wait_until:
+            time.sleep(0.01)
+    assert len(samples) >= 2
+    assert all(sample["gpus"] == {"1": {"memory_bytes": 70}} for sample in samples)
+
+
 def test_a_period_of_zero_samples_nothing() -> None:
     samples: list[MachineSample] = []
     with sampling(torch.device("cpu"), samples.append, 0.0):

@@ -13,13 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from pipeline.graph.walk import Decision, Event, EventKind, Walk
+from pipeline.graph.walk import Decision, DecisionKind, Event, EventKind, Walk
 from workers.errors import UserError
 from workers.storage.secrets import redact
 
 LOG = logging.getLogger("accrete.run")
 LEVELS = ("debug", "info", "warning", "error")
 FILE = "driver.log"
+ON_SCREEN = "is_on_screen"  # attribute of a record that the lines of a run repeat
+FAILURES = (EventKind.FAILED, EventKind.LOST, EventKind.DAMAGED)
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -29,6 +31,11 @@ class OneLineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = " ".join(redact(super().format(record)).splitlines())
         return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def is_not_on_screen(record: logging.LogRecord) -> bool:
+    """Return whether a record tells what the lines of a run on the terminal do not."""
+    return not getattr(record, ON_SCREEN, False)
 
 
 class FileHandler(logging.StreamHandler[TextIO]):
@@ -46,6 +53,8 @@ def log_to_stderr(level: str) -> None:
     handler.setLevel(level.upper())
     handler.setFormatter(OneLineFormatter(LINE if level in ("debug", "info") else "%(message)s"))
     handler.set_name("stderr")
+    if level == "warning":
+        handler.addFilter(is_not_on_screen)
     for old in [old for old in logger.handlers if old.get_name() == "stderr"]:
         logger.removeHandler(old)
     logger.addHandler(handler)
@@ -97,7 +106,7 @@ def driver_log(storage: str, name: str) -> Iterator[None]:
 
 
 class RunLog:
-    """Logs what happens to each stage of a run, at info: the terminal shows failures as well."""
+    """Logs what happens to each stage of a run: failures as warnings, all else at info."""
 
     def progress(self, event: Event) -> None:
         """Log the progress of a stage, or a note about the cluster."""
@@ -118,8 +127,12 @@ class RunLog:
             case EventKind.STARTED | EventKind.PROGRESS | EventKind.CHECKPOINT | EventKind.NOTE:
                 self.progress(event)
             case _:
-                LOG.info("%s: %s: %s", event.stage, event.kind, event.message)
+                level = logging.WARNING if event.kind in FAILURES else logging.INFO
+                text = f"{event.stage}: {event.kind}: {event.message}"
+                LOG.log(level, "%s", text, extra={ON_SCREEN: True})
 
     def on_decision(self, walk: Walk, decision: Decision) -> None:
         text = f": {decision.reason}" if decision.reason else ""
-        LOG.info("%s: %s%s", decision.stage, decision.kind, text)
+        level = logging.WARNING if decision.kind is DecisionKind.FAIL else logging.INFO
+        line = f"{decision.stage}: {decision.kind}{text}"
+        LOG.log(level, "%s", line, extra={ON_SCREEN: True})

@@ -67,12 +67,23 @@ def test_a_failure_a_retry_and_the_end_of_the_run_are_logged(tmp_path: Path) -> 
         fail()
     lines = [line.split(" ", 2)[2] for line in read_log(tmp_path, "r").splitlines()]
     assert lines == [
-        "INFO accrete.run: a/train: failed: no room",
+        "WARNING accrete.run: a/train: failed: no room",
         "INFO accrete.run: a/train: retry: no room",
         "INFO accrete.run: node n1 joined",
         "INFO accrete.run: a/train: checkpoint before step 30 of epoch 1",
         "INFO accrete.run: the run ended with UserError: stage a/train failed",
     ]
+
+
+@pytest.mark.parametrize(("level", "count"), [("warning", 0), ("info", 1)])
+def test_a_failure_that_the_screen_shows_is_not_printed_twice(
+    level: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_log.log_to_stderr(level)
+    with run_log.driver_log(str(tmp_path), "r"):
+        run_log.RunLog().on_event(WALK, Event(EventKind.LOST, "a/train", "its node was lost"))
+    assert capsys.readouterr().err.count("a/train: lost") == count
+    assert "WARNING accrete.run: a/train: lost: its node was lost" in read_log(tmp_path, "r")
 
 
 def test_secrets_are_redacted_in_the_log_and_on_stderr(

@@ -57,7 +57,7 @@ class LiveStage(TypedDict, total=False):
 
 class GpuSample(TypedDict, total=False):
     """Use of a GPU by all processes. utilization: share of the time in which it computed, left out
-    where nvidia-ml-py is not installed."""
+    where nvidia-ml-py is not installed or has no figure."""
 
     memory_bytes: int
     utilization: float
@@ -79,9 +79,9 @@ class LiveStatus(TypedDict):
 
     started, updated: seconds since the epoch. command: what a person types to go on with the run.
     message: why it failed. left_s: seconds until its end, about; None where nothing comparable was
-    measured. left_without: stages that `left_s` leaves out for that reason. machines: node -> the
-    last sample of its use. groups: worker groups that are `up`, and `starting`: they wait for room
-    or for their processes.
+    measured, or a stage takes longer than forecast. left_without: stages that `left_s` leaves out,
+    because nothing comparable was measured. machines: node -> the last sample of its use. groups:
+    worker groups that are `up`, and `starting`: they wait for room or for their processes.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 The work of a stage is counted in epochs, that of an evaluation in tasks. Finished stages of the
 same method and step give the seconds of one; where there are none, other methods' of that step do.
+Once a stage takes longer than that, nobody knows how long, and no time is given.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def estimate_time_left(
         left_s = _left_of(stage, live, unit_s, clock())
         if left_s is None:
             without += 1
+        elif left_s < 0:
+            return TimeLeft(None, 0)
         else:
             seconds[stage.id] = left_s
     if todo and not seconds:
@@ -91,7 +94,10 @@ def _seconds_per_unit(
 def _left_of(
     stage: Stage, live: LiveStage, unit_s: Mapping[tuple[str | None, str], float], now: float
 ) -> float | None:
-    """Return the seconds that a stage will take from now on; None where that is not known."""
+    """Return the seconds that a stage will take from now on; None where nothing was measured.
+
+    They are below 0 where it takes longer than forecast.
+    """
     reported = live.get("progress", {}).get("left_s")
     if live["state"] == "running" and isinstance(reported, (int, float)):
         return max(0.0, float(reported))
@@ -100,5 +106,5 @@ def _left_of(
         return None
     expected_s = per_unit * units_of(stage)
     if live["state"] == "running":
-        return max(0.0, expected_s - (now - live.get("since", now)))
+        return expected_s - (now - live.get("since", now))
     return expected_s

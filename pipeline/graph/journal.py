@@ -42,8 +42,8 @@ REPORTS = (EventKind.NOTE, EventKind.STARTED, EventKind.PROGRESS, EventKind.CHEC
 
 
 class TimeLeft(NamedTuple):
-    """seconds: until the run ends, about; None where nothing was measured, or a stage takes longer
-    than forecast. without: stages that are left out of it, because nothing comparable was
+    """seconds: until the run ends, about; None where nothing was measured, or a stage is late by
+    more than that. without: stages that are left out of it, because nothing comparable was
     measured."""
 
     seconds: float | None

@@ -79,7 +79,7 @@ class LiveStatus(TypedDict):
 
     started, updated: seconds since the epoch. command: what a person types to go on with the run.
     message: why it failed. left_s: seconds until its end, about; None where nothing comparable was
-    measured, or a stage takes longer than forecast. left_without: stages that `left_s` leaves out,
+    measured, or a stage is late by more than that. left_without: stages that `left_s` leaves out,
     because nothing comparable was measured. machines: node -> the last sample of its use. groups:
     worker groups that are `up`, and `starting`: they wait for room or for their processes.
     """

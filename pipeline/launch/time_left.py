@@ -2,7 +2,7 @@
 
 The work of a stage is counted in epochs, that of an evaluation in tasks. Finished stages of the
 same method and step give the seconds of one; where there are none, other methods' of that step do.
-Once a stage takes longer than that, nobody knows how long, and no time is given.
+Once a stage is late by more than all that is left, nobody knows how long, and no time is given.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def estimate_time_left(
     unit_s = _seconds_per_unit(graph, stages)
     todo: set[str] = set()
     seconds: dict[str, float] = {}
+    latest_s = 0.0  # how much longer than forecast a stage has taken so far
     without = 0
     for stage in graph:
         live = stages[stage.id]
@@ -66,13 +67,15 @@ def estimate_time_left(
         left_s = _left_of(stage, live, unit_s, clock())
         if left_s is None:
             without += 1
-        elif left_s < 0:
-            return TimeLeft(None, 0)
         else:
-            seconds[stage.id] = left_s
+            seconds[stage.id] = max(0.0, left_s)
+            latest_s = max(latest_s, -left_s)
     if todo and not seconds:
         return TimeLeft(None, without)
-    return TimeLeft(wall_time(graph, todo, seconds, max(1, slots)), without)
+    run_s = wall_time(graph, todo, seconds, max(1, slots))
+    if latest_s > run_s:
+        return TimeLeft(None, 0)
+    return TimeLeft(run_s, without)
 
 
 def _seconds_per_unit(

@@ -349,8 +349,10 @@ def test_time_left_is_what_stages_of_the_kind_took_per_epoch_and_task() -> None:
     assert estimate_time_left(graph, stages, 1, clock=lambda: 105.0) == TimeLeft(17.0, 0)
     stages["m/b/train"] = {"state": "running", "since": 101.0}
     assert estimate_time_left(graph, stages, 1, clock=lambda: 121.0) == TimeLeft(26.0, 0)
-    overdue = estimate_time_left(graph, stages, 1, clock=lambda: 142.0)
-    assert overdue == TimeLeft(None, 0), "it takes longer than forecast, nobody knows how long"
+    late = estimate_time_left(graph, stages, 1, clock=lambda: 142.0)
+    assert late == TimeLeft(6.0, 0), "by 1 s, and an evaluation of 6 s follows"
+    later = estimate_time_left(graph, stages, 1, clock=lambda: 148.0)
+    assert later == TimeLeft(None, 0), "by more than all that is left, and nobody knows how long"
     assert TimeLeftEstimator(graph, 0)({key: {"state": "waiting"} for key in stages}) == (None, 5)
     stages = {key: {"state": "failed"} for key in stages}
     assert estimate_time_left(graph, stages, 1) == TimeLeft(0.0, 0)

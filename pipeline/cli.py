@@ -120,8 +120,7 @@ def one_line(text: str) -> str:
     Secrets are redacted, escape sequences and other unprintable characters are replaced, and the
     middle of a very long text is left out.
     """
-    words = secrets.redact(text).split()
-    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(words))
+    line = secrets.printable(" ".join(text.split()))
     if len(line) <= LONGEST_ERROR:
         return line
     half = LONGEST_ERROR // 2
@@ -794,7 +793,7 @@ def list_runs(args: argparse.Namespace) -> int:
     from pipeline.yaml_files import absolute
 
     text = run_text.runs_text(app.list_runs(args.storage), absolute(args.storage))
-    print(run_text.printable(text))
+    print(secrets.printable(text))
     return 0
 
 
@@ -808,7 +807,7 @@ def status(args: argparse.Namespace) -> int:
         write_named("--svg", args.svg, run_text.run_picture(storage, name).encode())
     if not args.watch:
         text = run_text.status_text(runs.run_status(storage, name), args.all)
-        print(run_text.printable(text))
+        print(secrets.printable(text))
         return 0
     try:
         run_text.watch(name, storage, args.all)

@@ -18,7 +18,7 @@ from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
 from pipeline.graph.walk import ENDED, Decision, DecisionKind, Event, EventKind, State, Walk
 from pipeline.results.tables import Matrix, Row, RunTables
-from workers.storage.secrets import redact
+from workers.storage.secrets import printable
 
 QUIET_S = 9.0  # with the time between two looks, no 10 s are without a line
 LOOK_S = 1.0  # between two looks whether a line is due
@@ -218,7 +218,8 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        line = f"[{self.ended}/{self.total}] {redact(text)}"
+        text = " ".join(text.splitlines())
+        line = f"[{self.ended}/{self.total}] {printable(text)}"
         with self.guard:
             self.live.pop("", None)
             erased = self._erase()
@@ -230,7 +231,7 @@ class Console:
         """Note the line of a stage that runs, and show it on a terminal."""
         with self.guard:
             self.live.pop("", None)
-            self.live[stage_id] = text
+            self.live[stage_id] = printable(" ".join(text.splitlines()))
             if not self.is_terminal:
                 return
             erased = self._erase()

@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from contextlib import suppress
-from typing import Any, Literal, NotRequired, TypedDict, get_args
+from typing import Any, Literal, NotRequired, TypedDict, TypeGuard, get_args
 
 from workers.errors import UserError
 from workers.storage.artifact import (
@@ -32,6 +32,8 @@ FILE = "status.json"
 HEARTBEAT_S = 10.0  # longest time between two writes on a disk
 BUCKET_HEARTBEAT_S = 60.0
 MISSED = 4  # heartbeats in a row without which a driver counts as gone
+LARGEST = 1e15  # number in a status or an event
+LONGEST = 10_000  # characters of a text in a status
 
 StageState = Literal["waiting", "queued", "running", "reused", "done", "failed", "blocked"]
 STAGE_STATES: tuple[StageState, ...] = get_args(StageState)
@@ -143,6 +145,17 @@ def read_status(storage: str, name: str) -> LiveStatus | None:
     return status if _is_status(status, name) else None
 
 
+def is_amount(value: Any) -> TypeGuard[float]:
+    """Whether a JSON value is a number that can be shown: finite, and not absurdly large."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and -LARGEST < value < LARGEST
+
+
+def is_text(value: Any) -> bool:
+    """Whether a JSON value is a text that can be shown: not absurdly long."""
+    return isinstance(value, str) and len(value) <= LONGEST
+
+
 def _is_status(value: Any, name: str) -> bool:
     """Whether a JSON value has the form of a status: the storage may be a stranger's."""
     if not isinstance(value, dict) or value.get("name") != name:
@@ -152,10 +165,11 @@ def _is_status(value: Any, name: str) -> bool:
     stages = value.get("stages")
     left_s = value.get("left_s")
     return (
-        all(isinstance(value.get(key), str) for key in texts)
-        and all(isinstance(value.get(key), (int, float)) for key in numbers)
-        and isinstance(value.get("message", ""), str)
-        and isinstance(left_s, (int, float, type(None)))
+        all(is_text(value.get(key)) for key in texts)
+        and all(is_amount(value.get(key)) for key in numbers)
+        and is_text(value.get("message", ""))
+        and "left_s" in value
+        and (left_s is None or is_amount(left_s))
         and isinstance(stages, dict)
         and all(_is_stage(stage) for stage in stages.values())
     )
@@ -164,9 +178,9 @@ def _is_status(value: Any, name: str) -> bool:
 def _is_stage(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and isinstance(value.get("state"), str)
-        and all(isinstance(value.get(key, ""), str) for key in ("where", "message"))
-        and all(isinstance(value.get(key, 0), (int, float)) for key in ("since", "tries", "wall_s"))
+        and value.get("state") in STAGE_STATES
+        and all(is_text(value.get(key, "")) for key in ("where", "message"))
+        and all(is_amount(value.get(key, 0)) for key in ("since", "tries", "wall_s"))
         and isinstance(value.get("progress", {}), dict)
     )
 

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from pipeline.graph.walk import Decision, DecisionKind, Event, EventKind, Walk
 from workers.errors import UserError
-from workers.storage.secrets import redact
+from workers.storage.secrets import printable
 
 LOG = logging.getLogger("accrete.run")
 LEVELS = ("debug", "info", "warning", "error")
@@ -29,8 +29,7 @@ class OneLineFormatter(logging.Formatter):
     """Formats a record as one printable line without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = " ".join(redact(super().format(record)).splitlines())
-        return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+        return printable(" ".join(super().format(record).splitlines()))
 
 
 def is_not_on_screen(record: logging.LogRecord) -> bool:

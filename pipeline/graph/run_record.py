@@ -16,6 +16,7 @@ from workers.job import Task
 KEY_VERSION = 1  # raise it when `store.key_of` changes: every result is then computed anew
 # A key names a folder: a record from elsewhere must not lead out of the store.
 PLAIN = re.compile(r"[\w-]+")
+LONGEST_NAME = 1000  # characters of what a record calls a stage
 
 
 class StageRecord(TypedDict):
@@ -121,11 +122,14 @@ def recorded_config(graph: Graph, config: Config) -> dict[str, Any]:
 
 
 def graph_of_record(record: RunRecord) -> Graph:
-    """Return the graph of a run as its record has it, to be looked at: without jobs."""
-    stages = [_stage_of(entry) for entry in record["stages"]]
-    known = {stage.id for stage in stages}
-    whole = [stage for stage in stages if known.issuperset(stage.parents)]
-    return Graph.of(record["name"], whole)
+    """Return the graph of a run as its record has it, to be looked at: without jobs, and without
+    stages whose parents the record lacks."""
+    stages: dict[str, Stage] = {}
+    for entry in record["stages"]:  # parents come first
+        stage = _stage_of(entry)
+        if stages.keys() >= {*stage.parents}:
+            stages[stage.id] = stage
+    return Graph.of(record["name"], list(stages.values()))
 
 
 def _stage_of(entry: StageRecord) -> Stage:
@@ -146,6 +150,24 @@ def needed_keys(record: RunRecord) -> set[str]:
     return {
         stage["key"] for stage in record["stages"] if is_stage(stage) and stage["step"] != "report"
     }
+
+
+def is_complete_stage(entry: Any) -> bool:
+    """Return whether an entry of a record has all that is read of a stage, in its form: the storage
+    may be a stranger's."""
+    if not is_stage(entry):
+        return False
+    parents = entry.get("parents")
+    names = [entry["id"], entry["step"], entry.get("replica", "")]
+    names += [entry[key] for key in ("label", "task") if entry.get(key) is not None]
+    return (
+        "label" in entry
+        and "task" in entry
+        and all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in names)
+        and isinstance(entry.get("inputs"), (dict, type(None)))
+        and isinstance(parents, (list, type(None)))
+        and all(isinstance(parent, str) for parent in parents or ())
+    )
 
 
 def is_stage(entry: Any) -> bool:

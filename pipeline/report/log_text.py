@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pipeline.console import format_seconds
+from pipeline.graph.event_log import MAX_TEXT
+from pipeline.graph.live_status import is_amount
 from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.graph.store import Store
-from pipeline.report.run_text import printable, progress_line
+from pipeline.report.run_text import progress_line
 from pipeline.results.runs import find_record
 from pipeline.results.stage_log import RunEvent, failed_keys, read_events, read_failure
 from pipeline.shell.invocation import logs_command
 from workers.errors import UserError, did_you_mean
+from workers.storage.secrets import printable
 
 MOST_EVENTS = 40  # that are printed without --all, the last ones
 MOST_TRIES = 3  # likewise
+LONGEST_LINE = 2 * MAX_TEXT  # characters
 MOST_NAMES = 8  # stages that an error names
 DECISION = "decision_"
 ROUTINE = ("progress", "decision_launch")  # events that the log of a whole run leaves out
@@ -101,14 +106,22 @@ def event_lines(events: Sequence[RunEvent], with_all: bool, with_stage: bool = T
     for event in events[first:]:
         time = event.time[:19].replace("T", " ")
         owner = f"{event.stage}: " if event.stage and with_stage else ""
-        lines.append(f"{time}  {owner}{event_text(event)}")
+        line = f"{time}  {owner}{event_text(event)}"
+        lines.append(line[:LONGEST_LINE])
     return lines
+
+
+def short_text(value: Any) -> str:
+    """Return a text or number of an event, cut to MAX_TEXT characters; empty for anything else."""
+    if isinstance(value, str):
+        return value[:MAX_TEXT]
+    return str(value) if is_amount(value) else ""
 
 
 def event_text(event: RunEvent) -> str:
     """Return what an event says, in a few words."""
-    values = event.values
-    message = str(values.get("message") or values.get("reason") or "")
+    values = {name: short_text(value) for name, value in event.values.items()}
+    message = values.get("message") or values.get("reason") or ""
     match event.kind:
         case "run_started":
             where = f"process {values.get('pid')} on {values.get('host')}"
@@ -118,12 +131,12 @@ def event_text(event: RunEvent) -> str:
         case "started":
             return f"started in {values.get('where', 'a process')}"
         case "progress":
-            return progress_line(values.get("progress"))
+            return progress_line(event.values.get("progress"))
         case "checkpoint":
             return f"checkpoint before step {values.get('step')} of epoch {values.get('epoch')}"
         case "done":
-            is_known = isinstance(values.get("wall_s"), (int, float))
-            return f"done in {format_seconds(values['wall_s'])}" if is_known else "done"
+            wall_s = event.values.get("wall_s")
+            return f"done in {format_seconds(wall_s)}" if is_amount(wall_s) else "done"
         case "decision_launch":
             return "queued"
         case _:

@@ -27,12 +27,12 @@ from pipeline.results.runs import (
     run_status,
 )
 from workers.storage.artifact import join
-from workers.storage.secrets import redact
+from workers.storage.secrets import printable
 
 WATCH_S = 2.0  # between two looks
 MOST_STAGES = 40  # more are listed with --all alone
 MOST_METHODS = 4  # whose accuracies stand in a line
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MOST_CHARACTERS = 200  # of the progress of a stage
 CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
 ENDED = ("done", "reused", "waiting", "missing")  # states of stages that a short list leaves out
 ORDER = ("done", "reused", "running", "queued", "waiting", "missing", "failed", "blocked")
@@ -104,12 +104,6 @@ def changes(before: Sequence[StageStatus] | None, stages: Sequence[StageStatus])
 
 
 # ---- texts ---------------------------------------------------------------------------------------
-def printable(text: str) -> str:
-    """Return lines without secrets and without what a terminal would obey: names and messages may
-    be a stranger's."""
-    return "".join(c if c.isprintable() or c == "\n" else REPLACEMENT for c in redact(text))
-
-
 def runs_text(overviews: Sequence[RunOverview], storage: str) -> str:
     """Return the table of runs, those started last first."""
     if not overviews:
@@ -222,6 +216,6 @@ def progress_line(body: object) -> str:
     if not isinstance(body, Mapping):
         return ""
     try:
-        return progress_text(body)
-    except (KeyError, TypeError, ValueError):
+        return progress_text(body)[:MOST_CHARACTERS]
+    except (KeyError, TypeError, ValueError, OverflowError):
         return ""

@@ -28,7 +28,15 @@ from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import MANIFEST, exists, is_local, join, list_files
 
 State = Literal[
-    "running", "finished", "failed", "killed", "interrupted", "preempted", "stopped", "unfinished"
+    "running",
+    "finished",
+    "failed",
+    "killed",
+    "interrupted",
+    "preempted",
+    "stopped",
+    "unfinished",
+    "damaged",
 ]
 MOST_NAMES = 8  # runs that an error names
 
@@ -48,7 +56,8 @@ class RunOverview:
     """A run in a list.
 
     started: ISO 8601, of the last start. done: stages with a result, of `total`, without the
-    report. `unfinished` is a run of which no driver has left word.
+    report. `unfinished` is a run of which no driver has left word; of a `damaged` one the record
+    cannot be read.
     """
 
     name: str
@@ -127,6 +136,8 @@ def list_runs(storage: str) -> list[RunOverview]:
         record = store.record(name)
         if record is not None:
             overviews.append(_overview(store, record, has_result))
+        elif exists(store.record_path(name)):
+            overviews.append(RunOverview(name, "damaged", "", 0, 0, ()))
     return sorted(overviews, key=lambda overview: overview.started, reverse=True)
 
 

@@ -32,6 +32,7 @@ from tests import small_run
 from workers import preemption
 from workers.errors import UserError
 from workers.storage.lock import is_locked, stage_lock
+from workers.storage.secrets import printable
 
 RECORD = {"key_version": 1, "config": {}, "created": "2026-01-02T03:04:05+0000", "tasks": []}
 
@@ -511,7 +512,7 @@ def test_what_a_stranger_wrote_moves_no_cursor(store: Store) -> None:
         journal_of(store, graph, misses(graph), {*graph.stages}, "x\x1b[2J", no_estimate),
     ):
         raise UserError("bad \x1b[31m news")
-    text = run_text.printable(run_text.status_text(runs.run_status(store.storage, "r")))
+    text = printable(run_text.status_text(runs.run_status(store.storage, "r")))
     assert "\x1b" not in text
     assert "news" in text
 

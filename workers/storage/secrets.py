@@ -1,4 +1,4 @@
-"""Refuse URIs that hold a password or a key, and remove secrets from texts.
+"""Refuse URIs that hold a password or a key, and remove secrets from texts that are printed.
 
 URIs of configs and cards are copied into records that other people read.
 """
@@ -35,6 +35,7 @@ URIS = (
 )
 SHORTEST = 4  # characters of a secret; shorter ones occur in ordinary words
 HIDDEN = "***"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of a character that cannot be printed
 URI = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 NAMES = re.compile(r"key|secret|token|pass|credential|signature|^sig$", re.IGNORECASE)
 WITH_PORT = ("hdfs", "ray")  # schemes whose host has a port, and whose path may hold an "@"
@@ -100,6 +101,12 @@ def redact(text: str) -> str:
     for secret in _environment_secrets():
         text = text.replace(secret, HIDDEN)
     return PARAMETER.sub(_without_value, USER.sub("", text))
+
+
+def printable(text: str) -> str:
+    """Return lines without secrets and without what a terminal would obey: names and messages may
+    be a stranger's."""
+    return "".join(c if c.isprintable() or c == "\n" else REPLACEMENT for c in redact(text))
 
 
 def _without_value(match: re.Match[str]) -> str:

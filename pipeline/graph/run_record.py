@@ -152,11 +152,14 @@ def needed_keys(record: RunRecord) -> set[str]:
     }
 
 
-def is_complete_stage(entry: Any) -> bool:
-    """Return whether an entry of a record has all that is read of a stage, in its form: the storage
-    may be a stranger's."""
-    if not is_stage(entry):
-        return False
+def can_be_shown(record: RunRecord) -> bool:
+    """Return whether a record has all that is read to show a run, in its form: the storage may be a
+    stranger's. What a run needs is known from less: see `needed_keys`."""
+    return isinstance(record.get("config"), dict) and all(map(_is_complete, record["stages"]))
+
+
+def _is_complete(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry of a record, which is a stage, has the form that is read."""
     parents = entry.get("parents")
     names = [entry["id"], entry["step"], entry.get("replica", "")]
     names += [entry[key] for key in ("label", "task") if entry.get(key) is not None]

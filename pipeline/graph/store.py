@@ -20,7 +20,7 @@ from pyarrow import fs
 from pipeline.config import NAME, flatten
 from pipeline.graph import failures, run_record
 from pipeline.graph.live_status import check_readable
-from pipeline.graph.run_record import RunRecord, is_complete_stage, needed_keys
+from pipeline.graph.run_record import RunRecord, is_stage, needed_keys
 from pipeline.graph.stage import Graph, Stage
 from workers.errors import UserError
 from workers.storage.artifact import (
@@ -234,9 +234,8 @@ class Store:
             isinstance(record, dict)
             and record.get("name") == name
             and isinstance(record.get("stages"), list)
-            and isinstance(record.get("config"), dict)
         )
-        return record if whole and all(map(is_complete_stage, record["stages"])) else None
+        return record if whole and all(is_stage(s) for s in record["stages"]) else None
 
     def save_record(self, record: RunRecord) -> None:
         """Writes the record of a run that begins, before it looks up what stands: from now on

@@ -20,7 +20,7 @@ from pipeline.graph.live_status import (
     is_alive,
     read_status,
 )
-from pipeline.graph.run_record import RunRecord, StageRecord
+from pipeline.graph.run_record import RunRecord, StageRecord, can_be_shown
 from pipeline.graph.store import Store
 from pipeline.results.tables import RunTables
 from pipeline.yaml_files import absolute
@@ -134,7 +134,7 @@ def list_runs(storage: str) -> list[RunOverview]:
     overviews = []
     for name in store.run_names():
         record = store.record(name)
-        if record is not None:
+        if record is not None and can_be_shown(record):
             overviews.append(_overview(store, record, has_result))
         elif exists(store.record_path(name)):
             overviews.append(RunOverview(name, "damaged", "", 0, 0, ()))
@@ -158,6 +158,7 @@ def _overview(store: Store, record: RunRecord, has_result: Callable[[str], bool]
     runs = [
         RunTables.load(store.storage, _evaluations(replica))
         for replica in store.records(record).values()
+        if can_be_shown(replica)
     ]
     labels = dict.fromkeys(stage["label"] for stage in record["stages"] if stage["label"])
     methods = [MethodAccuracy(label, _mean_accuracy(runs, label)) for label in labels]
@@ -299,7 +300,7 @@ def find_record(store: Store, name: str) -> RunRecord:
     check_readable(store.storage)
     is_name = re.fullmatch(NAME, name) is not None
     record = store.record(name) if is_name else None
-    if record is not None:
+    if record is not None and can_be_shown(record):
         return record
     if is_name and exists(store.record_path(name)):
         raise UserError(

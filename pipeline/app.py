@@ -587,15 +587,19 @@ def _run_stages(
             SAMPLE_S if config.tracking.samples_machines else 0.0,
         )
 
-    return run_graph(
-        run.graph,
-        run.store,
-        make_executor,
-        RetryPolicy.of(config.cluster).stage,
-        [screen, recording, run_log, journal],
-        lookups,
-        selected=todo,
-    )
+    def describe() -> str:
+        return "ending the workers" if journal.is_over else "starting"
+
+    with screen.activity(describe):
+        return run_graph(
+            run.graph,
+            run.store,
+            make_executor,
+            RetryPolicy.of(config.cluster).stage,
+            [screen, recording, run_log, journal],
+            lookups,
+            selected=todo,
+        )
 
 
 def _finish(

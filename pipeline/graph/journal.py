@@ -190,6 +190,13 @@ class Journal:
             self.status["stages"][stage_id] = stage
             self.is_changed = True
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no stage runs or waits any more."""
+        with self.guard:
+            states = {stage["state"] for stage in self.status["stages"].values()}
+        return not states & {"waiting", "queued", "running"}
+
     def _set_progress(self, stage_id: str, body: dict[str, Any]) -> None:
         with self.guard:
             stage = self.status["stages"].get(stage_id)

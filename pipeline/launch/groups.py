@@ -345,7 +345,10 @@ class RayExecutor(Executor):
             message = "its node was lost"
             moved = True
         except Exception as error:
-            message = self._explain_end(index, error)
+            message = "its workers cannot be reached, their node may be lost"
+            moved = moved or ray_internals.are_unreachable(error)
+            if not moved:
+                message = self._explain_end(index, error)
         if group.starts > RetryPolicy.of(self.cluster).group and not moved:
             raise UserError(
                 f"worker {self.pools.name_of(index)} could not be started in {group.starts} "

@@ -46,6 +46,9 @@ def listen_on_loopback() -> Iterator[None]:
             constants.ENABLE_RAY_CLUSTER = constant_before
 
 
+NODE_DIED = "its node has died"  # in what Ray says of an actor on a lost node
+
+
 def log_messages_of_raylets(log: Callable[[str], None]) -> None:
     """Have what raylets tell this driver logged, such as that a worker died: Ray prints it in long
     lines between those of the run."""
@@ -156,16 +159,34 @@ def is_startup_timeout(error: Exception) -> bool:
 
 
 def died_workers(error: Exception) -> dict[int, str]:
-    """Return what Ray says of each worker whose process died and so ended its group, by rank."""
+    """Return what Ray says of each worker whose process died and so ended its group, by rank.
+
+    A worker whose node is lost is none of them.
+    """
     from ray.exceptions import ActorDiedError
 
-    cause = getattr(error, "cause", error)  # of an error in a Ray task
     reports = {}
-    for rank, failure in getattr(cause, "worker_failures", {}).items():
-        death = getattr(failure, "health_check_failure", failure)
-        if isinstance(death, ActorDiedError):
-            reports[rank] = str(death)
+    for rank, failure in _worker_failures(error).items():
+        if isinstance(failure, ActorDiedError) and NODE_DIED not in str(failure):
+            reports[rank] = str(failure)
     return reports
+
+
+def are_unreachable(error: Exception) -> bool:
+    """Return whether a group ended because workers could not be reached: their node is lost, though
+    Ray may not have declared it dead yet."""
+    from ray.exceptions import RayActorError
+
+    failures = _worker_failures(error).values()
+    is_any_lost = any(isinstance(failure, RayActorError) for failure in failures)
+    return is_any_lost and not died_workers(error)
+
+
+def _worker_failures(error: Exception) -> dict[int, Any]:
+    """Return why the workers of a group failed, by rank: what a health check of one raised."""
+    cause = getattr(error, "cause", error)  # of an error in a Ray task
+    failures = getattr(cause, "worker_failures", {}).items()
+    return {rank: getattr(failure, "health_check_failure", failure) for rank, failure in failures}
 
 
 def run_config(name: str, location: dict[str, Any]) -> Any:

@@ -252,6 +252,25 @@ def test_the_stage_of_a_lost_node_moves_at_once_without_using_a_retry(
     )
 
 
+def test_a_group_whose_workers_cannot_be_reached_moves_its_stage_without_using_a_retry(
+    make_driver: Any,
+) -> None:
+    """Ray may declare their node dead half a minute later."""
+    driver = make_driver([1.0, 1.0], retries=0)
+    stage = driver.run_stage_on(0, "0")
+    failure = ray.exceptions.ActorUnavailableError("connection reset", b"0" * 16)
+    error: Any = ValueError("Training failed due to worker errors")
+    error.worker_failures = {0: failure}
+    driver.end_group(0, error)
+    driver.poll()
+    [event] = driver.poll()
+    assert (event.kind, event.stage) == ("moved", stage.id)
+    assert event.message == (
+        "its workers cannot be reached, their node may be lost, and it has no checkpoint yet"
+    )
+    assert 0 in driver.groups, "another group is started"
+
+
 def test_a_node_that_is_declared_lost_after_its_group_has_ended_is_said_to_be_replaced(
     make_driver: Any,
 ) -> None:

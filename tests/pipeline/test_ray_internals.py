@@ -158,7 +158,7 @@ def test_messages_of_raylets_are_logged_and_those_of_workers_are_printed(
 
 def test_ray_train_says_which_worker_died_with_its_process_and_the_address_of_its_node() -> None:
     from ray.core.generated import common_pb2
-    from ray.exceptions import ActorDiedError, RayTaskError
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
     from ray.train.v2.api.exceptions import WorkerGroupError
 
@@ -175,7 +175,16 @@ def test_ray_train_says_which_worker_died_with_its_process_and_the_address_of_it
         [worker] = dead_workers.dead_workers(raised)
         assert worker[:3] == (1, "10.0.0.2", 41)
         assert "killed" in worker.report
+        assert not ray_internals.are_unreachable(raised)
     assert dead_workers.dead_workers(ValueError("x")) == []
+    assert not ray_internals.are_unreachable(WorkerGroupError("text", {0: ValueError("x")}))
+    lost = messages.ActorDiedErrorContext(
+        error_message="The actor died because its node has died. Node Id: 5", actor_id=b"0" * 16
+    )
+    for failure in (ActorDiedError(lost), ActorUnavailableError("connection reset", b"0" * 16)):
+        gone = WorkerGroupError("text", {0: WorkerHealthCheckFailedError("x", failure)})
+        assert dead_workers.dead_workers(gone) == []
+        assert ray_internals.are_unreachable(gone)
 
 
 def test_ray_train_takes_our_settings_of_failures_and_of_logging() -> None:

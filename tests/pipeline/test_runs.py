@@ -528,6 +528,11 @@ def test_failed_tries_are_counted_also_the_last_one(store: Store) -> None:
         step(notes, walk, Event(EventKind.FAILED, "data/a", message))
     assert notes.snapshot()["stages"]["data/a"]["tries"] == 2
     assert notes.snapshot()["stages"]["data/a"]["state"] == "failed"
+    assert not notes.is_over
+    for decision in walk.decide():
+        walk.record(decision)
+        notes.on_decision(walk, decision)
+    assert notes.is_over, "the others are blocked"
 
 
 def test_watch_prints_changes_until_the_run_ends(

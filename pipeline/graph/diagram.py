@@ -114,9 +114,9 @@ def to_svg(
     states = [state for state in COLOURS if state in set(status.values())]
     top = MARGIN + LEGEND_H if states else MARGIN
     corners = _corners(graph, box_h, top)
-    width = max(corner.x for corner in corners.values()) + BOX_W + MARGIN
+    width = max((corner.x for corner in corners.values()), default=0) + BOX_W + MARGIN
     width = max(width, 2 * MARGIN + LEGEND_W * len(states))
-    height = max(corner.y for corner in corners.values()) + box_h + MARGIN
+    height = max((corner.y for corner in corners.values()), default=0) + box_h + MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" '

@@ -38,6 +38,7 @@ LONGEST = 10_000  # characters of a text in a status
 StageState = Literal["waiting", "queued", "running", "reused", "done", "failed", "blocked"]
 STAGE_STATES: tuple[StageState, ...] = get_args(StageState)
 RunState = Literal["running", "finished", "stopped", "failed", "interrupted", "preempted"]
+RUN_STATES: tuple[RunState, ...] = get_args(RunState)
 
 
 class LiveStage(TypedDict, total=False):
@@ -142,6 +143,10 @@ def read_status(storage: str, name: str) -> LiveStatus | None:
         status = read_json(status_uri(storage, name))
     except (FileNotFoundError, ValueError):
         return None
+    except OSError:  # on a disk: it is no file, or may not be read
+        if not is_local(storage):
+            raise
+        return None
     return status if _is_status(status, name) else None
 
 
@@ -160,12 +165,13 @@ def _is_status(value: Any, name: str) -> bool:
     """Whether a JSON value has the form of a status: the storage may be a stranger's."""
     if not isinstance(value, dict) or value.get("name") != name:
         return False
-    texts = ("state", "host", "command")
+    texts = ("host", "command")
     numbers = ("pid", "started", "updated", "left_without")
     stages = value.get("stages")
     left_s = value.get("left_s")
     return (
-        all(is_text(value.get(key)) for key in texts)
+        value.get("state") in RUN_STATES
+        and all(is_text(value.get(key)) for key in texts)
         and all(is_amount(value.get(key)) for key in numbers)
         and is_text(value.get("message", ""))
         and "left_s" in value

@@ -138,7 +138,7 @@ def _stage_of(entry: StageRecord) -> Stage:
         entry["step"],
         entry["key"],
         entry.get("inputs") or {},
-        tuple(entry.get("parents") or ()),
+        tuple(dict.fromkeys(entry.get("parents") or ())),
         entry.get("label"),
         entry.get("task"),
         replica=entry.get("replica", ""),

@@ -218,9 +218,13 @@ class Store:
         if not isinstance(names, dict):
             return {"": record}
         records = {}
+        names_read: set[str] = set()
         for replica, name in names.items():
             is_name = isinstance(name, str) and re.fullmatch(NAME, name)
-            replica_record = self.record(name) if is_name else None
+            if not is_name or name in names_read:  # each replica has a run
+                continue
+            names_read.add(name)
+            replica_record = self.record(name)
             if replica_record is not None:
                 records[replica] = replica_record
         return records

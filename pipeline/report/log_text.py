@@ -10,7 +10,7 @@ from pipeline.graph.event_log import MAX_TEXT
 from pipeline.graph.live_status import is_amount
 from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.graph.store import Store
-from pipeline.report.run_text import progress_line
+from pipeline.report.run_text import in_one_line, progress_line
 from pipeline.results.runs import find_record
 from pipeline.results.stage_log import RunEvent, failed_keys, read_events, read_failure
 from pipeline.shell.invocation import logs_command
@@ -106,7 +106,7 @@ def event_lines(events: Sequence[RunEvent], with_all: bool, with_stage: bool = T
     for event in events[first:]:
         time = event.time[:19].replace("T", " ")
         owner = f"{event.stage}: " if event.stage and with_stage else ""
-        line = f"{time}  {owner}{event_text(event)}"
+        line = f"{in_one_line(time)}  {in_one_line(owner + event_text(event))}"
         lines.append(line[:LONGEST_LINE])
     return lines
 

@@ -47,12 +47,13 @@ def run_picture(storage: str, name: str) -> str:
     links = {}
     times = {}
     for stage in run.stages:
-        links[stage.id] = f"{quote(report, safe='/:')}#{quote(f'stage-{stage.id}')}"
+        anchor = quote(f"stage-{stage.id}", errors="replace")
+        links[stage.id] = f"{quote(report, safe='/:', errors='replace')}#{anchor}"
         duration = stage.wall_s if stage.wall_s is not None else stage.since_s
         if duration is not None:
             times[stage.id] = format_seconds(duration)
     states = {stage.id: stage.state for stage in run.stages}
-    return diagram.to_svg(graph_of_record(record), states, times, links)
+    return printable(diagram.to_svg(graph_of_record(record), states, times, links))
 
 
 def watch(name: str, storage: str, with_all: bool) -> None:
@@ -104,6 +105,11 @@ def changes(before: Sequence[StageStatus] | None, stages: Sequence[StageStatus])
 
 
 # ---- texts ---------------------------------------------------------------------------------------
+def in_one_line(text: str) -> str:
+    """Return a text without line breaks: a stranger's must not look like lines of ours."""
+    return " ".join(text.split())
+
+
 def runs_text(overviews: Sequence[RunOverview], storage: str) -> str:
     """Return the table of runs, those started last first."""
     if not overviews:
@@ -112,11 +118,12 @@ def runs_text(overviews: Sequence[RunOverview], storage: str) -> str:
     for run in overviews:
         started = run.started[:16].replace("T", " ")
         share = f"{run.done}/{run.total}"
-        rows.append([run.name, run.state, started, share])
+        rows.append([run.name, run.state, in_one_line(started), share])
     heading = ["run", "state", "started", "stages"]
     lines = table_text(heading, rows, left=("run", "state")).splitlines()
     room = columns_of_output() - len(lines[0]) - 2
-    texts = ["average accuracy", *(methods_text(run.methods, room) for run in overviews)]
+    texts = ["average accuracy"]
+    texts += [in_one_line(methods_text(run.methods, room)) for run in overviews]
     return "\n".join(f"{line}  {text}".rstrip() for line, text in zip(lines, texts, strict=True))
 
 
@@ -147,7 +154,7 @@ def status_text(run: RunStatus, with_all: bool = False) -> str:
         for stage in listed:
             duration = stage.wall_s if stage.wall_s is not None else stage.since_s
             took = "" if duration is None else format_seconds(duration)
-            rows.append([stage.id, stage.state, took, stage_text(stage)])
+            rows.append([in_one_line(stage.id), stage.state, took, stage_text(stage)])
         table = table_text(["stage", "state", "time", ""], rows, left=("stage", "state", ""))
         lines += ["", *[line.rstrip() for line in table.splitlines()]]
     if len(listed) < len(run.stages):
@@ -176,7 +183,7 @@ def headline(run: RunStatus) -> str:
     resume = ""
     if run.state not in ("running", "failed") and driver.command:
         resume = f"; to go on: {driver.command}"
-    return f"run {run.name}: {text}{resume}"
+    return in_one_line(f"run {run.name}: {text}{resume}")
 
 
 def left_text(run: RunStatus) -> str:
@@ -208,7 +215,7 @@ def stage_text(stage: StageStatus) -> str:
         parts.append(f"{stage.tries} failed tries")
     if stage.message and stage.state not in ("done", "reused", "running"):
         parts.append(stage.message)
-    return ", ".join(parts)
+    return in_one_line(", ".join(parts))
 
 
 def progress_line(body: object) -> str:

@@ -133,12 +133,29 @@ def list_runs(storage: str) -> list[RunOverview]:
     has_result = _result_finder(storage)
     overviews = []
     for name in store.run_names():
+        if not re.fullmatch(NAME, name):  # no run can have it
+            continue
+        overview = _overview_of(store, name, has_result)
+        if overview is not None:
+            overviews.append(overview)
+    return sorted(overviews, key=lambda overview: overview.started, reverse=True)
+
+
+def _overview_of(store: Store, name: str, has_result: Callable[[str], bool]) -> RunOverview | None:
+    """Return a run in a list; None for a folder without a record.
+
+    On a disk, a record that is no file or may not be read is damaged: it stops no list.
+    """
+    try:
         record = store.record(name)
         if record is not None and can_be_shown(record):
-            overviews.append(_overview(store, record, has_result))
-        elif exists(store.record_path(name)):
-            overviews.append(RunOverview(name, "damaged", "", 0, 0, ()))
-    return sorted(overviews, key=lambda overview: overview.started, reverse=True)
+            return _overview(store, record, has_result)
+        if not exists(store.record_path(name)):
+            return None
+    except OSError:
+        if not is_local(store.storage):
+            raise
+    return RunOverview(name, "damaged", "", 0, 0, ())
 
 
 def _result_finder(storage: str) -> Callable[[str], bool]:
@@ -195,7 +212,8 @@ def _mean_accuracy(runs: Sequence[RunTables], label: str) -> float | None:
 def _average_accuracy(tables: RunTables, label: str) -> float | None:
     try:
         value = tables.matrix(label).final.get("average_accuracy", math.nan)
-    except (KeyError, TypeError, ValueError, UserError):  # a result of another version, or damaged
+    # a record or a result of another version, or damaged
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UserError):
         return None
     return None if math.isnan(value) else value
 

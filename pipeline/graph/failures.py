@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from workers.storage.artifact import join, write_bytes
-from workers.storage.secrets import redact
+from workers.storage.secrets import printable, redact
 
 FOLDER = "failures"
 SUFFIX = ".txt"
@@ -39,7 +39,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")  # colours, which Ray puts into tracebacks
 def describe(error: Exception) -> str:
     """Return the type and message of an error, with the innermost line of this project that
     raised it or passed it on."""
-    message = " ".join(ANSI.sub("", redact(str(error))).split())
+    message = printable(" ".join(ANSI.sub("", str(error)).split()))
     text = f"{type(error).__name__}: {message[:MAX_MESSAGE]}"
     frame = innermost_frame(error)
     if frame:

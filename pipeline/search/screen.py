@@ -13,6 +13,7 @@ from pipeline.graph.stage import Graph
 from pipeline.graph.store import Lookup
 from pipeline.results.trials import SeedTest, Trial, gpu_hours
 from pipeline.search.spec import Search
+from workers.storage.secrets import printable
 
 MOST_TRIALS = 4  # named in a line about trials that run
 
@@ -60,7 +61,7 @@ class SearchScreen:
 
     def say(self, text: str) -> None:
         """Print some lines."""
-        print(text, file=self.stream, flush=True)
+        print(printable(text), file=self.stream, flush=True)
         self.heartbeat.touch()
 
     def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:

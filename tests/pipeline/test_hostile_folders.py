@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline import cli
+from pipeline.graph import failures
 from pipeline.graph.store import Store
 
 BREAK = "text\nrun ok: finished"
@@ -160,3 +161,9 @@ def test_a_line_break_of_a_stranger_makes_no_line(
         (storage / "runs" / "r" / "status.json").write_text(text)
         for words in (["runs"], ["status", "r"], ["logs", "r"]):
             assert "\nrun ok" not in printed(capsys, storage, *words)
+
+
+def test_an_error_is_described_without_what_a_terminal_obeys() -> None:
+    text = failures.describe(ValueError("file \x1b[31m\x1b]0;title\x07 \x1b[2Jx\nsecond line"))
+    assert text.isprintable()
+    assert text.endswith("[2Jx second line")

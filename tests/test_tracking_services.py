@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.store.artifact import s3_artifact_repo
 
 from pipeline.shell.invocation import this_command
 from tests import mlflow_server, postgres, s3, small_run
@@ -81,6 +82,8 @@ def services_up(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> Iter
             services = Services(database, server, bucket, database.uri)
             for name, value in services.environment.items():
                 monkeypatch.setenv(name, value)
+            # MLflow keeps a client for minutes, which leads to the proxy of another test.
+            s3_artifact_repo._cached_get_s3_client.cache_clear()
             if way == "server":
                 web = MlflowServer(folder / "web", database.uri, artifacts)
                 web.start()
@@ -88,8 +91,6 @@ def services_up(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> Iter
             else:
                 for experiment in (EXPERIMENT, "undisturbed"):
                     create_experiment(services.uri, experiment, artifacts)
-            # What the test itself reads is asked for again: the server may drop a connection.
-            monkeypatch.delenv("AWS_MAX_ATTEMPTS")
             yield services
     finally:
         if web:

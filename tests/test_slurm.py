@@ -113,7 +113,9 @@ def test_a_run_goes_on_when_a_node_is_lost(slurm: Slurm, longer: Reference, tmp_
     for process in {*lost, *steps}:
         process.kill()
     slurm.wait(job, "COMPLETED")
-    assert " was lost; " in logs_of(slurm, job)
+    log = logs_of(slurm, job)
+    # Of the second, the run may end before Ray declares the node dead.
+    assert " was lost; " in log or "their node may be lost, and" in log
     assert small_run.results(tmp_path / "storage") == longer.expected
 
 

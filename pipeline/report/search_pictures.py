@@ -60,8 +60,8 @@ class Drawn:
             return self
         standing = self.search.standing()
         numbers = sorted(standing, key=lambda number: -standing[number])[:MOST_LINES]
-        kept = {*numbers, *self.search.chosen().values()}
-        trials = [trial for trial in self.search.trials if trial["number"] in kept]
+        drawn_numbers = {*numbers, *self.search.chosen().values()}
+        trials = [trial for trial in self.search.trials if trial["number"] in drawn_numbers]
         return replace(self, search=replace(self.search, trials=trials))
 
     @property

@@ -1,4 +1,4 @@
-"""Files of a source: list them, open them, and print names that come from strangers.
+"""Files of a source: list them and open them.
 
 Cards and formats both stand on this module, so it knows neither.
 """
@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import errno
 import os
-import posixpath
 import stat
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress
+from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 from pyarrow import fs
 
+from pipeline.data.file_kinds import IMAGE_FILES, START_BYTES, is_hidden, starts_as_image
+from pipeline.data.names import MAX_NAMED, is_utf8, printable, suffix_of
 from workers.errors import UserError
-from workers.storage.artifact import is_local, join, resolve
+from workers.storage.artifact import is_local, resolve
 from workers.storage.filesystem import access_remedy
 from workers.storage.hub_files import open_hub
 
-Split = Literal["train", "test"]
-SPLITS: tuple[Split, ...] = ("train", "test")
 CARDS = Path(__file__).resolve().parents[2] / "datasets"
 SPECIAL_FILES = {
     stat.S_ISFIFO: "a named pipe",
@@ -32,21 +30,23 @@ SPECIAL_FILES = {
     stat.S_ISCHR: "a device",
     stat.S_ISBLK: "a device",
 }
-# of programs, not of people; in lower case
-LITTER_FOLDERS = frozenset(("__macosx", "$recycle.bin", "system volume information", "lost+found"))
-MAX_NAMED = 3  # reasons that an error lists for files that are left out, and names per reason
 NOT_A_URI = "corrupt: `?` or `#` in its name, which no URI can hold; rename it"
 OUTSIDE_LINK = (
     "link: to a folder outside the source; "
     "move that folder into the source, or let source.path name one that holds both"
 )
+HIDDEN = "hidden"  # the problem of a hidden file
+NO_EXTENSION = "other file: no extension"
 
 
 class Entry(NamedTuple):
     """One file below a source, or a link that is not followed.
 
-    name: path below the source. size: bytes. modified: modification time in nanoseconds, 0 where
-    it is unknown. problem: why the entry is not used.
+    Attributes:
+        name: Path below the source.
+        size: Bytes.
+        modified: Modification time in nanoseconds, 0 if it is unknown.
+        problem: Why the entry is not used; HIDDEN for hidden files.
     """
 
     name: str
@@ -55,66 +55,18 @@ class Entry(NamedTuple):
     problem: str | None = None
 
 
-# ---- names ---------------------------------------------------------------------------------------
-def nfc(name: str) -> str:
-    """Return a name in Unicode's form NFC: some disks store names in NFD, which looks the same."""
-    return name if name.isascii() else unicodedata.normalize("NFC", name)
-
-
-def is_utf8(text: str) -> bool:
-    """Whether a file name is UTF-8; Python keeps other bytes as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def printable(text: str) -> str:
-    """Escape what terminals and tables cannot print: other bytes than UTF-8, control characters."""
-    decoded = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in decoded)
-
-
-def suffix_of(name: str) -> str:
-    """Return the extension of a file name in lower case, with its dot; empty where it has none."""
-    dot = name.rfind(".")
-    return name[dot:].lower() if dot >= 0 else ""
-
-
-def check_unicode_forms(where: str, names: Iterable[str]) -> None:
-    """Raise UserError where two paths look the same because one is in NFC and the other is not."""
-    names = [*names]
-    if all(map(str.isascii, names)):
-        return
-    first: dict[str, str] = {}  # path in NFC -> the path as it was met first
-    for name in names:
-        for path in _path_prefixes(name):
-            known = first.setdefault(nfc(path), path)
-            if known != path:
-                raise UserError(
-                    f"{where}: {known!a} and {path!a} are the same name in two Unicode forms "
-                    "(NFC and NFD); merge them, or rename one"
-                )
-
-
-def _path_prefixes(name: str) -> Iterator[str]:
-    """Yield the folders above a path from the top down, then the path itself."""
-    for index, character in enumerate(name):
-        if character == "/":
-            yield name[:index]
-    yield name
-
-
 def describe_left_out(problems: Iterable[tuple[str, str | None]]) -> str:
     """Return the first files that are left out, by reason, for the end of a sentence.
 
-    problems: name and reason of each file; files without a reason are skipped. Empty where no file
-    has one.
+    Args:
+        problems: Name and reason of each file; files without a reason are skipped.
+
+    Returns:
+        An empty text if no file has a reason.
     """
     names: dict[str, list[str]] = {}
     for name, problem in problems:
-        if problem:
+        if problem and problem != HIDDEN:
             names.setdefault(problem, []).append(printable(name))
     parts = []
     for problem, group in list(names.items())[:MAX_NAMED]:
@@ -132,8 +84,10 @@ def absolute_uri(path: str) -> str:
 def open_source(uri: str) -> tuple[fs.FileSystem, str]:
     """Return the filesystem of a URI and the path inside it.
 
-    What pyarrow does not know (`hf://`) is opened through fsspec. Raise StorageUnavailable where
-    the hub cannot be reached.
+    Addresses that pyarrow does not know (`hf://`) are opened through fsspec.
+
+    Raises:
+        StorageUnavailable: If the hub cannot be reached.
     """
     if not uri.startswith("hf://"):
         return resolve(uri)
@@ -149,20 +103,24 @@ def open_file(uri: str) -> pa.NativeFile:
     return system.open_input_file(path)
 
 
+def is_folder(uri: str) -> bool:
+    """Whether a path or URI is a folder."""
+    system, path = open_source(uri)
+    if isinstance(system, fs.LocalFileSystem):
+        return os.path.isdir(path)
+    return bool(system.get_file_info(path).type == fs.FileType.Directory)
+
+
 def remedy(uri: str) -> str:
-    """Return what a person should check where a source cannot be read."""
+    """Return what a person should check if a source cannot be read."""
     if is_local(uri) or uri.startswith("hf://"):
         return "check the path, the network and your permissions"
     return access_remedy(uri)
 
 
 # ---- listing -------------------------------------------------------------------------------------
-def class_folders(path: str, split: str) -> tuple[str, list[str]]:
-    """Return the URI of a split and the sorted names of its folders; none where it is missing.
-
-    Hidden folders and those that programs leave behind are passed over.
-    """
-    uri = join(absolute_uri(path).rstrip("/"), split)
+def list_folders(uri: str) -> list[str]:
+    """Return the sorted names of the folders in a folder that are not hidden."""
     system, folder = open_source(uri)
     names: list[str] = []
     if not isinstance(system, fs.LocalFileSystem):
@@ -170,92 +128,115 @@ def class_folders(path: str, split: str) -> tuple[str, list[str]]:
         names = [info.base_name for info in infos if info.type == fs.FileType.Directory]
     elif os.path.isdir(folder):
         names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
-    is_class = [not name.startswith(".") and name.lower() not in LITTER_FOLDERS for name in names]
-    return uri, sorted(compress(names, is_class))
+    return sorted(name for name in names if not is_hidden(name))
 
 
-def list_entries(uri: str, folders: Sequence[str], suffixes: frozenset[str]) -> list[Entry] | None:
-    """List the files of a source, sorted, without hidden ones; None where it does not exist.
+def list_entries(
+    uri: str, folders: Sequence[str], suffixes: frozenset[str], most: int | None = None
+) -> list[Entry] | None:
+    """List all files below a source, sorted, hidden ones too.
 
-    folders: the folders below the source that are listed; "" is the source itself. suffixes: of the
-    files that are read. A source that is a single file is listed under its base name. Raise
-    UserError where it cannot be listed.
+    Args:
+        uri: Of a folder or of a single file, which is listed under its base name.
+        folders: Folders below the source that are looked at before the others. A link in them to a
+            folder of the source is followed, unless that is in one of them too. "": the source.
+        suffixes: Of the files that are read.
+        most: Stop after so many names.
+
+    Returns:
+        None if the source does not exist.
+
+    Raises:
+        UserError: If the source cannot be listed.
     """
     system, path = open_source(uri)
     try:
         if isinstance(system, fs.LocalFileSystem):
-            return _list_local(path, folders, suffixes)
-        return _list_remote(system, path, folders)
+            return _list_local(path, folders, suffixes, most)
+        return _list_remote(system, path)
     except UserError:
         raise
     except Exception as error:  # the hub's HTTP client raises kinds of its own
         if not isinstance(error, OSError) and not uri.startswith("hf://"):
             raise
-        text = str(error).strip() or type(error).__name__
-        reason = printable(text.splitlines()[0])
-        raise UserError(f"source {uri!r} cannot be listed ({reason}); {remedy(uri)}") from None
+        reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+        where = printable(getattr(error, "filename", None) or uri)
+        reason = printable(reason.splitlines()[0])
+        raise UserError(f"{where} cannot be listed ({reason}); {remedy(uri)}") from None
 
 
-def _list_local(path: str, folders: Sequence[str], suffixes: frozenset[str]) -> list[Entry] | None:
+def _list_local(
+    path: str, folders: Sequence[str], suffixes: frozenset[str], most: int | None
+) -> list[Entry] | None:
     if not os.path.exists(path):
         return None
     if os.path.isdir(path):
-        return FolderWalk(path, suffixes).entries_below(folders)
+        return FolderWalk(path, suffixes, most).entries_below(folders)
     info = os.stat(path)
     return [Entry(os.path.basename(path), info.st_size, info.st_mtime_ns)]
 
 
-def _list_remote(system: fs.FileSystem, path: str, folders: Sequence[str]) -> list[Entry] | None:
+def _list_remote(system: fs.FileSystem, path: str) -> list[Entry] | None:
     top = system.get_file_info(path)
     if top.type == fs.FileType.File:
         return [Entry(top.base_name, top.size, top.mtime_ns or 0)]
     if top.type == fs.FileType.NotFound:
         return None
     base = path.rstrip("/") + "/"
-    entries: set[Entry] = set()  # folders may lie in each other
-    for folder in folders:
-        start = posixpath.join(path, folder).rstrip("/")
-        selector = fs.FileSelector(start, allow_not_found=True, recursive=True)
-        for info in system.get_file_info(selector):
-            name = info.path.removeprefix(base)
-            is_hidden = any(part.startswith(".") for part in name.split("/"))
-            if info.type != fs.FileType.File or is_hidden:
-                continue
-            problem = NOT_A_URI if set(name) & set("?#") else None
-            entries.add(Entry(name, info.size, info.mtime_ns or 0, problem))
+    entries: list[Entry] = []
+    for info in system.get_file_info(fs.FileSelector(path, recursive=True)):
+        if info.type != fs.FileType.File:
+            continue
+        name = info.path.removeprefix(base)
+        problem = HIDDEN if is_hidden(name) else None
+        if problem is None and set(name) & set("?#"):
+            problem = NOT_A_URI
+        elif problem is None and not suffix_of(name):
+            problem = NO_EXTENSION
+        entries.append(Entry(name, info.size, info.mtime_ns or 0, problem))
     return sorted(entries, key=lambda entry: entry[:3])
 
 
 class FolderWalk:
-    """Lists the files below folders of a source on a disk.
+    """Lists the files below a source on a disk.
 
-    A link to a file stands for the file. A link to a folder is followed where it leads to a folder
-    of the source that is not read anyway, and each folder is read once: else its images would come
-    again, under the label of the folder that holds the link.
+    A link to a file stands for the file. A link to a folder is followed if it leads to a folder of
+    the source that is not read anyway, and each folder is read once: else its images would come
+    again, under the label of the folder that holds the link. Hidden folders come last, so that
+    links may lead into them.
     """
 
-    def __init__(self, root: str, suffixes: frozenset[str]):
+    def __init__(self, root: str, suffixes: frozenset[str], most: int | None = None):
         self.root = root
         self.base = os.path.realpath(root)
         self.suffixes = suffixes
+        self.most = most
         self.visited: dict[str, str] = {}  # real path of each folder -> its name below the source
         self.ancestors: set[str] = set()  # real paths of the folders above those
         self.entries: list[Entry] = []
-        self.links: list[str] = []  # to folders; read after all that is no link
+        self.links: list[str] = []  # to folders; read after the folders
+        self.followed: set[str] = set()  # links that were read, or skipped with a reason
+        self.hidden: list[str] = []  # folders
 
     def entries_below(self, folders: Sequence[str]) -> list[Entry]:
-        """Return the sorted entries of these folders."""
-        for name in sorted(set(folders)):
-            real = self._real(name)
-            if not os.path.isdir(real) or real in self.visited:
-                continue
-            if real == os.path.join(self.base, name).rstrip("/"):
+        """Return all sorted entries, those of some folders read before the others."""
+        for first in (sorted(set(folders)), [""]):
+            for name in first:
+                real = self._real(name)
+                if not os.path.isdir(real) or real in self.visited:
+                    continue
+                if real == os.path.join(self.base, name).rstrip("/"):
+                    self._visit(name)
+                else:
+                    self.links.append(name)
+            self.links = sorted(set(self.links) - self.followed)
+            for name in self.links:  # it grows while links are followed
+                self.followed.add(name)
+                self._follow(name)
+            self.links = []
+        for name in self.hidden:
+            if self._real(name) not in self.visited:
                 self._visit(name)
-            else:
-                self.links.append(name)
-        self.links.sort()
-        for name in self.links:  # it grows while links are followed
-            self._follow(name)
         return sorted(self.entries)
 
     def _real(self, name: str) -> str:
@@ -265,16 +246,22 @@ class FolderWalk:
         waiting = [(start, self._real(start))]
         while waiting:
             name, real = waiting.pop()
+            if real in self.visited:
+                continue
             self.visited[real] = name
             self._add_ancestors(real)
             for child in sorted(os.scandir(real), key=lambda child: child.name):
+                if self.most is not None and len(self.entries) >= self.most:
+                    return
                 child_name = f"{name}/{child.name}" if name else child.name
-                if child.name.startswith("."):
-                    pass
-                elif child.is_dir(follow_symlinks=False):
-                    waiting.append((child_name, child.path))
+                if child.is_dir(follow_symlinks=False):
+                    if is_hidden(child.name) and not is_hidden(name or "x"):
+                        self.hidden.append(child_name)
+                    else:
+                        waiting.append((child_name, child.path))
                 elif child.is_symlink() and os.path.isdir(child.path):
-                    self.links.append(child_name)
+                    if not is_hidden(child_name):
+                        self.links.append(child_name)
                 else:
                     self.entries.append(_file_entry(child_name, child, self.suffixes))
 
@@ -304,15 +291,28 @@ class FolderWalk:
 
 
 def _file_entry(name: str, child: os.DirEntry[str], suffixes: frozenset[str]) -> Entry:
-    """Return the entry of what is no folder."""
+    """Return the entry of a file, or of whatever else is not a folder."""
     try:
         info = child.stat()
     except OSError as error:
         return Entry(name, 0, 0, _link_problem(name, error, suffixes))
-    if stat.S_ISREG(info.st_mode):
-        return Entry(name, info.st_size, info.st_mtime_ns)
-    kinds = (kind for is_kind, kind in SPECIAL_FILES.items() if is_kind(info.st_mode))
-    return Entry(name, 0, 0, f"other file: {next(kinds, 'no plain file')}")
+    if not stat.S_ISREG(info.st_mode):
+        kinds = (kind for is_kind, kind in SPECIAL_FILES.items() if is_kind(info.st_mode))
+        return Entry(name, 0, 0, f"other file: {next(kinds, 'no plain file')}")
+    problem = None
+    if is_hidden(name):
+        problem = HIDDEN
+    elif not suffix_of(name) and not _starts_as_image(child.path):
+        problem = NO_EXTENSION
+    return Entry(name, info.st_size, info.st_mtime_ns, problem)
+
+
+def _starts_as_image(path: str) -> bool:
+    try:
+        with open(path, "rb") as stream:
+            return starts_as_image(stream.read(START_BYTES))
+    except OSError:
+        return False
 
 
 def _link_problem(name: str, error: OSError, suffixes: frozenset[str]) -> str:
@@ -322,6 +322,65 @@ def _link_problem(name: str, error: OSError, suffixes: frozenset[str]) -> str:
         reason = "to itself"
     else:
         reason = f"that cannot be followed ({error.strerror})"
-    if suffix_of(name) in suffixes:
+    if suffix_of(name) and suffix_of(name) in suffixes:
         return f"link: {reason}"
     return f"other file: a link {reason}"
+
+
+# ---- folders -------------------------------------------------------------------------------------
+class Folder:
+    """One folder of a source, with the files and folders in it.
+
+    Args:
+        name: Path below the source, empty for the source itself.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.entries: list[Entry] = []
+        self.folders: dict[str, Folder] = {}
+
+    @property
+    def base_name(self) -> str:
+        """The name without the folders above."""
+        return self.name.rpartition("/")[2]
+
+    @cached_property
+    def images(self) -> list[str]:
+        """Names of the images directly in it."""
+        return [
+            entry.name.rpartition("/")[2]
+            for entry in self.entries
+            if not entry.problem and suffix_of(entry.name) in IMAGE_FILES
+        ]
+
+    @cached_property
+    def with_images(self) -> list[Folder]:
+        """The folders in it that have images, directly or below."""
+        return [child for child in self.folders.values() if child.images or child.with_images]
+
+    def walk(self) -> Iterator[Folder]:
+        """Yield this folder and all below it, those above first."""
+        waiting = [self]
+        for folder in waiting:  # it grows
+            yield folder
+            waiting.extend(folder.folders.values())
+
+
+def folder_tree(entries: Iterable[Entry]) -> Folder:
+    """Return the folders of listed files that are not hidden."""
+    root = Folder("")
+    known = {"": root}
+    for entry in entries:
+        if entry.problem == HIDDEN:
+            continue
+        path = entry.name.rpartition("/")[0]
+        folder = known.get(path)
+        if folder is None:
+            folder = root
+            for part in path.split("/"):
+                name = f"{folder.name}/{part}" if folder.name else part
+                folder = folder.folders.setdefault(part, Folder(name))
+            known[path] = folder
+        folder.entries.append(entry)
+    return root

@@ -1,12 +1,80 @@
-"""Names of images in shards."""
+"""Names that come from people's data: Unicode forms, what a terminal can show, extensions, keys."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Iterable, Iterator
 
-from pipeline.data.listing import nfc
+from workers.errors import UserError
 
 MAX_KEY_PART = 255  # characters of a part of a key, as many as a file system gives a name
+MAX_NAME = 60  # characters of the name of a data set
+MAX_NAMED = 3  # names that a sentence lists
+MAX_QUOTED = 60  # characters of a name in a sentence
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+def nfc(name: str) -> str:
+    """Return a name in Unicode form NFC: some disks store names in NFD, which looks the same."""
+    return name if name.isascii() else unicodedata.normalize("NFC", name)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a file name is UTF-8; Python keeps other bytes as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable(text: str) -> str:
+    """Escape what terminals cannot print: bytes that are not UTF-8, control characters."""
+    decoded = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in decoded)
+
+
+def quoted(name: str) -> str:
+    """Return a name for a sentence: escaped, in quotes, not too long."""
+    text = printable(name)
+    if len(text) > MAX_QUOTED:
+        text = f"{text[: MAX_QUOTED - 3]}..."
+    return f"'{text}'"
+
+
+def listed(names: Iterable[str], most: int = MAX_NAMED) -> str:
+    """Return the first of some names for a sentence."""
+    all_names = [*names]
+    text = ", ".join(map(quoted, all_names[:most]))
+    more = len(all_names) - most
+    return f"{text} and {more} more" if more > 0 else text
+
+
+def counted(number: int, noun: str, is_exact: bool = True) -> str:
+    """Return a number with its noun: `1 image`, `2 images`, `more than 1000 images`."""
+    plural = noun if number == 1 else f"{noun}{'es' if noun.endswith('s') else 's'}"
+    prefix = "" if is_exact else "more than "
+    return f"{prefix}{number} {plural}"
+
+
+def suffix_of(name: str) -> str:
+    """Return the extension of a file name in lower case, with its dot; empty if it has none."""
+    base = name.rpartition("/")[2]
+    dot = base.rfind(".")
+    return base[dot:].lower() if dot >= 0 else ""
+
+
+def name_of(text: str, default: str = "data") -> str:
+    """Return a name that cards, tasks and files can have, made of any text."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", plain)
+    name = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9]+$", "", name)[:MAX_NAME]
+    return name or default
 
 
 def key_part(text: str) -> str:
@@ -15,3 +83,27 @@ def key_part(text: str) -> str:
     WebDataset ends a key at the first dot.
     """
     return re.sub(r"[^\w\-]+", "_", nfc(text))[:MAX_KEY_PART] or "_"
+
+
+def check_unicode_forms(where: str, names: Iterable[str]) -> None:
+    """Raise UserError if two paths look the same because one is in NFC and the other is not."""
+    names = [*names]
+    if all(map(str.isascii, names)):
+        return
+    first: dict[str, str] = {}  # path in NFC -> the path as it was met first
+    for name in names:
+        for path in _path_prefixes(name):
+            known = first.setdefault(nfc(path), path)
+            if known != path:
+                raise UserError(
+                    f"{where}: {known!a} and {path!a} are the same name in two Unicode forms "
+                    "(NFC and NFD); merge them, or rename one"
+                )
+
+
+def _path_prefixes(name: str) -> Iterator[str]:
+    """Yield the folders above a path from the top down, then the path itself."""
+    for index, character in enumerate(name):
+        if character == "/":
+            yield name[:index]
+    yield name

@@ -1,81 +1,144 @@
-"""Tables of paths and labels, CSV or Parquet, read row by row in bounds."""
+"""Tables of paths and labels, read row by row in bounds: CSV, JSON lines, Parquet and Arrow."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from pipeline.data.formats.base import IMAGE_SUFFIXES
-from pipeline.data.listing import open_file, printable, remedy, suffix_of
+from pipeline.data.column_files import batches_of, schema_of
+from pipeline.data.file_kinds import COLUMN_FILES, IMAGE_SUFFIXES, JSON_TABLES
+from pipeline.data.listing import open_file, remedy
+from pipeline.data.names import printable, suffix_of
 from workers.errors import UserError
 
-TEXT_SUFFIXES = frozenset((".csv", ".tsv", ".txt"))
-TABLE_SUFFIXES = TEXT_SUFFIXES | {".parquet"}
 DELIMITERS = (",", ";", "\t", "|")
 MOST_LINE = 1 << 20  # characters of a line, and of a row in quotes over several lines
 MOST_COLUMNS = 1000
-ROWS_AT_ONCE = 4096  # of a Parquet file
+MOST_COMMENTS = 100  # lines before the header
+JSON_ROWS = 200  # whose fields are the columns of a JSON table
 BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+END = "\x03\x04\x03"  # a line behind the last one: a quote that is not closed takes it
+SEPARATOR_LINE = "sep="  # how Excel notes the delimiter before the header
 
 
 class Row(NamedTuple):
-    """One row of a table. number: as a person counts them, from 1, without the header. values: of
-    the columns that were asked for; None where there is none."""
+    """One row of a table.
+
+    Attributes:
+        number: As a person counts rows, from 1, without the header.
+        values: Of the columns that were asked for; None if there is none.
+    """
 
     number: int
     values: tuple[str | None, ...]
 
 
-def column_names(uri: str) -> list[str]:
+def column_names(uri: str, has_header: bool | None = None) -> list[str]:
     """Return the names of a table's columns; `0`, `1`, ... for a CSV without a header.
 
-    Raise `UserError` where it cannot be read as a table.
+    Args:
+        uri: Of the table.
+        has_header: Whether the first row of a CSV holds names; None: if no cell is called like an
+            image.
+
+    Raises:
+        UserError: If the file cannot be read as a table.
     """
-    if suffix_of(uri) == ".parquet":
-        with _reading(uri), open_file(uri) as stream, pq.ParquetFile(stream) as file:
-            return list(file.schema_arrow.names)
+    suffix = suffix_of(uri)
+    if suffix in COLUMN_FILES:
+        return list(schema_of(uri).names)
     with _reading(uri), open_file(uri) as stream:
-        first = next(_csv_rows(uri, stream), [])
-    return _names_of(first)
+        if suffix in JSON_TABLES:
+            return _json_fields(uri, stream)
+        first = next(_csv_rows(uri, stream), Cells(0, []))
+    return _names_of(first.texts, has_header)
 
 
-def read_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
+def read_rows(uri: str, columns: Sequence[str], has_header: bool | None = None) -> Iterator[Row]:
     """Yield the values of some columns of a table as text.
 
-    Raise `UserError` where it cannot be read to its end, or lacks a column.
+    Args:
+        uri: Of the table.
+        columns: Names as `column_names` returns them.
+        has_header: As in `column_names`; None: if the first row has all these columns, and no cell
+            that is called like an image.
+
+    Raises:
+        UserError: If the table cannot be read to its end, or lacks a column.
     """
-    if suffix_of(uri) == ".parquet":
-        yield from _parquet_rows(uri, columns)
+    suffix = suffix_of(uri)
+    if suffix in COLUMN_FILES:
+        yield from _column_rows(uri, columns)
         return
     with _reading(uri), open_file(uri) as stream:
-        rows = _csv_rows(uri, stream)
-        first = next(rows, [])
-        names = _names_of(first)
-        check_columns(uri, names, columns)
-        indices = [names.index(column) for column in columns]
-        number = 0
-        if not _is_header(first):
-            number = 1
-            yield Row(number, _values_at(first, indices))
-        for cells in rows:
-            if cells:
-                number += 1
-                yield Row(number, _values_at(cells, indices))
+        if suffix in JSON_TABLES:
+            check_columns(uri, _json_fields(uri, stream), columns)
+            stream.seek(0)
+            yield from _json_rows(uri, stream, columns)
+        else:
+            yield from _csv_values(uri, stream, columns, has_header)
 
 
 def check_columns(uri: str, names: Sequence[str], columns: Sequence[str]) -> None:
-    """Raise `UserError` where a table lacks a column."""
+    """Raise `UserError` if a table lacks a column."""
     for column in columns:
         if column not in names:
             raise UserError(
                 f"{printable(uri)} has no column {column!r}; its columns are "
                 f"{', '.join(map(printable, names[:20]))}"
             )
+
+
+# ---- CSV -----------------------------------------------------------------------------------------
+class Cells(NamedTuple):
+    """A row of a CSV. line: number of the line that it begins in, from 1."""
+
+    line: int
+    texts: list[str]
+
+
+def _csv_values(
+    uri: str, stream: pa.NativeFile, columns: Sequence[str], has_header: bool | None
+) -> Iterator[Row]:
+    rows = _csv_rows(uri, stream)
+    first = next(rows, Cells(0, []))
+    if has_header is None and set(columns) <= {str(n) for n in range(len(first.texts))}:
+        has_header = _is_header(first.texts) and set(columns) <= set(_names_of(first.texts, True))
+    names = _names_of(first.texts, has_header)
+    check_columns(uri, names, columns)
+    indices = [names.index(column) for column in columns]
+    number = 0
+    if names != _names_of(first.texts, True):
+        number = 1
+        yield Row(number, _values_at(first.texts, indices))
+    for line, cells in rows:
+        if len(cells) > len(first.texts) and any(cells[len(first.texts) :]):
+            raise _wrong_number(uri, line, cells, first.texts)
+        if cells:
+            number += 1
+            yield Row(number, _values_at(cells, indices))
+
+
+def _unclosed(uri: str, line: int) -> UserError:
+    return UserError(
+        f"{printable(uri)}: a quote that is opened in line {line} is not closed; close it, or "
+        "remove it"
+    )
+
+
+def _wrong_number(uri: str, line: int, cells: Sequence[str], first: Sequence[str]) -> UserError:
+    if any("\n" in cell for cell in cells):
+        return _unclosed(uri, line)
+    return UserError(
+        f"{printable(uri)}: line {line} has {len(cells)} cells, and the first row has "
+        f"{len(first)}; put a cell that holds the delimiter into quotes"
+    )
 
 
 def _values_at(cells: Sequence[str], indices: Sequence[int]) -> tuple[str | None, ...]:
@@ -91,27 +154,61 @@ def _is_header(cells: Sequence[str]) -> bool:
     return not any(suffix_of(cell.strip()) in IMAGE_SUFFIXES for cell in cells)
 
 
-def _names_of(first: Sequence[str]) -> list[str]:
-    if _is_header(first):
+def _names_of(first: Sequence[str], has_header: bool | None) -> list[str]:
+    if _is_header(first) if has_header is None else has_header:
         return [cell.strip() for cell in first]
     return [str(index) for index in range(len(first))]
 
 
-def _csv_rows(uri: str, stream: pa.NativeFile) -> Iterator[list[str]]:
+def _csv_rows(uri: str, stream: pa.NativeFile) -> Iterator[Cells]:
     encoding = BYTE_ORDER_MARKS.get(stream.read(2), "utf-8-sig")
     stream.seek(0)
     raw: Any = stream
     with io.TextIOWrapper(raw, encoding, newline="") as text:
-        first = text.readline(MOST_LINE)
+        start = _Start.of(uri, _lines(uri, text))
         text.seek(0)
-        reader = csv.reader(_lines(uri, text), delimiter=_delimiter(uri, first))
+        lines = _lines(uri, text)
+        for _ in range(start.num_lines):
+            next(lines)
+        reader = csv.reader(chain(lines, (END,)), delimiter=start.delimiter)
+        line = start.num_lines + 1
         for cells in reader:
+            if cells == [END]:
+                return
+            if cells and cells[-1].endswith(END):
+                raise _unclosed(uri, line)
             if len(cells) > MOST_COLUMNS:
                 raise UserError(
-                    f"{printable(uri)} has {len(cells)} columns in line {reader.line_num}, more "
+                    f"{printable(uri)} has {len(cells)} columns in line {line}, more "
                     f"than {MOST_COLUMNS}; give a table of paths and labels"
                 )
-            yield cells
+            yield Cells(line, cells)
+            line = start.num_lines + reader.line_num + 1
+
+
+class _Start(NamedTuple):
+    """The lines before the header of a CSV, and its delimiter."""
+
+    num_lines: int
+    delimiter: str
+
+    @classmethod
+    def of(cls, uri: str, lines: Iterator[str]) -> _Start:
+        """Return how many lines are comments (`# ...`) or Excel's `sep=;`."""
+        delimiter = ""
+        for number, line in enumerate(lines):
+            first = line.strip()
+            if number == 0 and first.lower().startswith(SEPARATOR_LINE) and len(first) == 5:
+                delimiter = first[-1]
+            elif number == 0 and first.lower() == SEPARATOR_LINE:
+                delimiter = "\t"
+            elif not first.startswith("#") or number >= MOST_COMMENTS or _has_cells(uri, first):
+                return cls(number, delimiter or _delimiter(uri, line))
+        return cls(0, delimiter or ",")
+
+
+def _has_cells(uri: str, line: str) -> bool:
+    return any(delimiter in line for delimiter in DELIMITERS)
 
 
 def _delimiter(uri: str, first: str) -> str:
@@ -134,18 +231,52 @@ def _lines(uri: str, text: io.TextIOWrapper) -> Iterator[str]:
         yield line
 
 
-def _parquet_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
+# ---- JSON lines, Parquet and Arrow ---------------------------------------------------------------
+def _json_objects(uri: str, stream: pa.NativeFile) -> Iterator[dict[str, Any]]:
+    raw: Any = stream
+    text = io.TextIOWrapper(raw, "utf-8-sig")
+    try:
+        for number, line in enumerate(_lines(uri, text), 1):
+            if not line.strip():
+                continue
+            try:
+                body = json.loads(line)
+            except (ValueError, RecursionError):
+                body = None
+            if not isinstance(body, dict):
+                raise UserError(f"{printable(uri)}: line {number} is no JSON object; mend it")
+            yield body
+    finally:
+        text.detach()
+
+
+def _json_fields(uri: str, stream: pa.NativeFile) -> list[str]:
+    names: dict[str, None] = {}
+    for number, body in enumerate(_json_objects(uri, stream)):
+        if number == JSON_ROWS or len(names) > MOST_COLUMNS:
+            break
+        names.update(dict.fromkeys(body))
+    return [*names]
+
+
+def _json_rows(uri: str, stream: pa.NativeFile, columns: Sequence[str]) -> Iterator[Row]:
+    for number, body in enumerate(_json_objects(uri, stream), 1):
+        yield Row(number, tuple(_text_of(body.get(column)) for column in columns))
+
+
+def _column_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
     number = 0
-    with _reading(uri), open_file(uri) as stream, pq.ParquetFile(stream) as file:
-        check_columns(uri, file.schema_arrow.names, columns)
-        for batch in file.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
-            values = [batch[column].to_pylist() for column in columns]
-            for row in zip(*values, strict=True):
-                number += 1
-                yield Row(number, tuple(map(_text_of, row)))
+    check_columns(uri, schema_of(uri).names, columns)
+    for batch in batches_of(uri, columns):
+        values = [batch[column].to_pylist() for column in columns]
+        for row in zip(*values, strict=True):
+            number += 1
+            yield Row(number, tuple(map(_text_of, row)))
 
 
 def _text_of(value: Any) -> str | None:
+    if isinstance(value, dict):  # an image of the hub whose bytes lie in a file
+        value = value.get("path")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value is None or isinstance(value, (bytes, dict, list)):
@@ -168,9 +299,6 @@ class _reading:
             raise UserError(f"{where} is not text in UTF-8; save it as UTF-8") from None
         if isinstance(error, csv.Error):
             raise UserError(f"{where} is not readable as CSV ({error}); mend or write it again")
-        if isinstance(error, pa.ArrowInvalid):
-            reason = printable(str(error).splitlines()[0])
-            raise UserError(f"{where} is not readable as Parquet ({reason}); fetch it again")
         if isinstance(error, OSError):
             reason = printable(str(error.strerror or error).splitlines()[0])
             raise UserError(f"{where} cannot be read ({reason}); {remedy(self.uri)}") from None

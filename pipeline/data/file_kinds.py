@@ -1,0 +1,68 @@
+"""Kinds of files in people's data, by name and by their first bytes."""
+
+from __future__ import annotations
+
+import re
+
+from pipeline.data.names import suffix_of, words
+
+IMAGE_SUFFIXES = words(
+    """.jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .heic .heif .avif"""
+)
+# of listed files: a file without an extension is listed with a problem unless it begins as an image
+IMAGE_FILES = IMAGE_SUFFIXES | {""}
+TEXT_TABLES = frozenset((".csv", ".tsv", ".txt"))
+JSON_TABLES = frozenset((".jsonl", ".ndjson"))
+COLUMN_FILES = frozenset((".parquet", ".arrow"))
+TABLE_SUFFIXES = TEXT_TABLES | JSON_TABLES | COLUMN_FILES
+OTHER_TABLES = frozenset((".json", ".xls", ".xlsx", ".ods", ".xml", ".yaml", ".db", ".sqlite"))
+TAR_SUFFIX = ".tar"
+PACKED_SUFFIXES = (".zip", ".tgz", ".tbz2", ".txz", ".gz", ".bz2", ".xz", ".7z", ".rar", ".zst")
+# of programs, not of people; in lower case
+LITTER = frozenset(
+    [
+        "__macosx",
+        "$recycle.bin",
+        "system volume information",
+        "lost+found",
+        "thumbs.db",
+        "desktop.ini",
+        ".ds_store",
+    ]
+)
+IMAGE_START = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|RIFF....WEBP|BM....\0\0\0\0|II\*\0|MM\0\*|P[1-6]\s"
+    rb"|....ftyp(heic|heix|hevc|mif1|msf1|avif|avis)",
+    re.DOTALL,
+)
+START_BYTES = 16  # of a file; enough for IMAGE_START
+
+
+def is_hidden(path: str) -> bool:
+    """Whether a path below a source is hidden, or left behind by a program (`__MACOSX`)."""
+    return any(
+        (part.startswith(".") and part not in (".", "..")) or part.lower() in LITTER
+        for part in path.split("/")
+    )
+
+
+def is_packed(name: str) -> bool:
+    """Whether a file is a compressed archive by its name."""
+    return name.lower().endswith(PACKED_SUFFIXES)
+
+
+def starts_as_image(data: bytes) -> bool:
+    """Whether the first bytes of a file are those of an image."""
+    return IMAGE_START.match(data) is not None
+
+
+def describe_kind(name: str) -> str:
+    """Return what a file that is not read is: `table`, `archive`, `image` or `other file`."""
+    suffix = suffix_of(name)
+    if suffix in IMAGE_SUFFIXES:
+        return "image"
+    if suffix in (TABLE_SUFFIXES | OTHER_TABLES) - {".txt"}:
+        return "table"
+    if suffix == TAR_SUFFIX or is_packed(name):
+        return "archive"
+    return "other file"

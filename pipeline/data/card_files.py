@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from pipeline.config import sentence_of
 from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, Source, permuted
-from pipeline.data.listing import CARDS, nfc
+from pipeline.data.listing import CARDS
+from pipeline.data.names import nfc
 from pipeline.data.source_classes import Memory, labels_of_source
 from pipeline.yaml_files import expand, is_path_of_card, read_yaml
 from workers.errors import UserError, did_you_mean

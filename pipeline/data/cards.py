@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.data.archives import Archive
-from pipeline.data.listing import Split
+from pipeline.data.splits import IGNORE, SPLITS, Part, Split
 from workers.job import Frozen, Neutral, key_inputs
 
 # each name is a module in pipeline/data/formats
@@ -35,10 +35,11 @@ class Source(Frozen):
         "path starts at the folder of the card's file, for cards in `datasets` at the folder above",
     )
     name: str = Field("", description="data set inside scikit-learn or torchvision")
-    splits: dict[Split, str] = Field(
+    splits: dict[Part, str] = Field(
         {"train": "train", "test": "test"},
-        description="sub-folder, glob or table of each split below `path`; for webdataset, a list "
-        "of paths below `path`, absolute paths or URLs, with braces; "
+        description="sub-folder, glob or table of each split below `path`, or a list of them; "
+        "`{label}` stands for the folder of a class; `ignore`: what is not read; for webdataset, "
+        "paths below `path`, absolute paths or URLs, with braces; with `split`, its values; "
         "without `train`, a card to be tested on alone",
     )
     image: str = Field(
@@ -57,43 +58,54 @@ class Source(Frozen):
     split: Annotated[str | None, Neutral(None)] = Field(
         None,
         min_length=1,
-        description="column of the split in csv; `splits` then gives its values, and `path` names "
-        "the table",
+        description="column of the split in csv and Parquet (`path` then names the table), "
+        "json:FIELD in tar; `splits` gives its values; a list of columns: the one that is 1; in "
+        "csv, the column of the image: a folder in its path, or the beginning of its name",
     )
-    numbers: Annotated[Numbers, Neutral("places")] = Field(
-        "places",
-        description="what a label that is a number means in Parquet and csv: a place in `classes`, "
-        "from 0, or the name of a class, such as 102",
+    numbers: Annotated[Numbers | None, Neutral("places")] = Field(
+        None,
+        description="what a label that is a number means: `names`: the name of a class, such as "
+        "102; `places`: a place in `classes`, from 0; unset: a name, and refused if it could be "
+        "both",
     )
     files: Annotated[str, Neutral("{}")] = Field(
         "{}",
         description="in csv, where an image lies from the folder of its table: `{}` stands for "
-        "what its row says, as in `images/{}.jpg`; of a list, the first that is there",
+        "what its row says, as in `images/{}.jpg`, `{label}` and `{split}` for its label and "
+        "split; `**/{}`: anywhere below; of a list, exactly one must be there",
+    )
+    range: Annotated[tuple[float, float] | None, Neutral(None)] = Field(
+        None,
+        description="the values of black and white in images of more than 8 bits, such as "
+        "[0, 4095]; unset: those that the format declares (16 bits: 65535, float: 0 to 1)",
     )
 
     @field_validator("splits", mode="before")
     @classmethod
-    def _join_lists(cls, splits: Any) -> Any:
+    def _join_splits(cls, splits: Any) -> Any:
         if not isinstance(splits, dict):
             return splits
-        return {split: _joined(shards) for split, shards in splits.items()}
+        return {split: _joined(parts) for split, parts in splits.items()}
 
-    @field_validator("files", mode="before")
+    @field_validator("files", "split", mode="before")
     @classmethod
-    def _join_files(cls, files: Any) -> Any:
-        return _joined(files)
+    def _join_list(cls, parts: Any) -> Any:
+        return _joined(parts)
+
+    @field_validator("range")
+    @classmethod
+    def _check_range(cls, limits: tuple[float, float] | None) -> tuple[float, float] | None:
+        if limits is not None and not limits[0] < limits[1]:
+            raise ValueError(f"range is {list(limits)}; the second number must be the larger one")
+        return limits
 
     @model_validator(mode="after")
     def _check_shards(self) -> Source:
-        for split, shards in self.splits.items():
-            if self.format == "webdataset":
-                check_shard_patterns(shards)
-            elif LIST_MARK in shards:
-                raise ValueError(
-                    f"splits.{split} lists shards, which format webdataset alone reads; name one "
-                    "sub-folder or glob"
-                )
-        if self.format == "webdataset" and not "".join(self.splits.values()).strip(": "):
+        if self.format != "webdataset":
+            return self
+        for shards in self.splits.values():
+            check_shard_patterns(shards)
+        if not "".join(self.splits.values()).strip(": "):
             raise ValueError("splits name no shard; write shard-{000000..000099}.tar")
         return self
 
@@ -101,17 +113,25 @@ class Source(Frozen):
         """Return where images of tables may lie, as the card lists them."""
         return tuple(part.strip() for part in self.files.split(LIST_MARK))
 
-    def shard_patterns(self, split: Split) -> tuple[str, ...]:
-        """Return the shards of a split as the card lists them: with braces, not below `path`."""
-        patterns = (part.strip() for part in self.splits.get(split, "").split(LIST_MARK))
-        return tuple(filter(None, patterns))
+    def split_columns(self) -> tuple[str, ...]:
+        """Return the columns that say the split; none without such a column."""
+        return tuple(self.split.split(LIST_MARK)) if self.split else ()
+
+    def parts_of(self, split: Part) -> tuple[str, ...]:
+        """Return the folders, files, globs or values of a split as the card lists them."""
+        text = self.splits.get(split)
+        return () if text is None else tuple(part.strip() for part in text.split(LIST_MARK))
+
+    def named_splits(self) -> tuple[Split, ...]:
+        """Return the splits that the card names, those of train first."""
+        return tuple(split for split in SPLITS if "".join(self.parts_of(split)))
 
 
-def _joined(shards: Any) -> Any:
-    """Return a list of shards as one text."""
-    if isinstance(shards, (list, tuple)) and all(isinstance(part, str) for part in shards):
-        return LIST_MARK.join(shards)
-    return shards
+def _joined(parts: Any) -> Any:
+    """Return a list of texts as one text."""
+    if isinstance(parts, (list, tuple)) and all(isinstance(part, (str, int)) for part in parts):
+        return LIST_MARK.join(map(str, parts))
+    return str(parts) if type(parts) is int else parts
 
 
 def check_shard_patterns(patterns: str) -> None:
@@ -135,6 +155,14 @@ class Counts(Frozen):
 
     train: int = Field(ge=0, description="train images")
     test: int = Field(ge=0, description="test images")
+    val: Annotated[int | None, Neutral(None)] = Field(
+        None, ge=0, description="validation images; null: any number"
+    )
+
+    def by_split(self) -> dict[Split, int]:
+        """Return the numbers that are given."""
+        numbers = {split: getattr(self, split) for split in SPLITS}
+        return {split: number for split, number in numbers.items() if number is not None}
 
 
 class Card(Frozen):
@@ -163,11 +191,18 @@ class Card(Frozen):
     content: str | None = Field(
         None, description="sha256 of the ingested index; what is found must equal it"
     )
-    duplicates: Literal["keep", "drop"] = Field(
-        "keep", description="exact copies inside a split are listed; `drop` leaves them out"
+    duplicates: Literal["keep", "drop", "one_split"] = Field(
+        "keep",
+        description="exact copies inside a split are listed; `drop` leaves them out; `one_split`: "
+        "test images that are held out have no copy in train",
     )
     per_class: Annotated[Counts | None, Neutral(None)] = Field(
         None, description="at most so many images of each class, by hash of the key"
+    )
+    leaks: Annotated[Literal["refuse", "allow"], Neutral("refuse")] = Field(
+        "refuse",
+        description="exact copies of train images among the test images are listed; `refuse`: if "
+        "they are more than 1 % of the test images, that is an error",
     )
     max_bad_fraction: float = Field(
         0.01, ge=0, le=1, description="largest share of corrupt or unlabelled images"
@@ -202,8 +237,15 @@ class Card(Frozen):
 
         The path of the source is not in it: data may move, and its fingerprint says what it is.
         """
-        body = key_inputs(self, ("title", "licence", "cite", "archive", "verified"))
-        body |= {"source": key_inputs(self.source, ("path",))}
+        body = key_inputs(self, ("title", "licence", "cite", "archive", "verified", "leaks"))
+        source = key_inputs(self.source, ("path",))
+        if self.source.numbers != "names":
+            source.pop(
+                "numbers", None
+            )  # `places` was the default, and unset is refused if it differs
+        if self.source.split is not None:
+            source["splits"].pop(IGNORE, None)  # such rows were left out before they were named
+        body |= {"source": source}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
 
 from pipeline.data.cards import MAX_PIXELS_PER_BYTE
 from pipeline.data.formats.base import png
-from workers.data.decoding import open_image, to_rgb
+from workers.data.decoding import ANY_RANGE, IMAGE_FORMATS, ImageLimits, is_deep, open_image, to_rgb
 
 # Pillow's formats that are stored as they are, and the extension in the shard
 STORED_FORMATS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+MODERN_FORMATS = ("AVIF", "HEIF")  # at ingest alone, where they become PNG
 SMALL_PIXELS = 1_000_000  # an image of no more may be of one colour, in as few bytes as it takes
 # passes of an interlaced PNG: first column, first row, step of columns, step of rows
 ADAM7 = (
@@ -27,28 +33,95 @@ CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of PNG's colour types
 INFLATE_BYTES = 1 << 20  # at a time
 
 
-def problem_of(data: bytes, max_pixels: int, per_byte: int = MAX_PIXELS_PER_BYTE) -> str | None:
-    """Return why the bytes are no usable image; None where they decode to the last pixel.
+class CheckedImage(NamedTuple):
+    """What is known of an image that was decoded.
 
-    per_byte: the most pixels that a byte may stand for.
+    Attributes:
+        problem: Why it cannot be used.
+        is_blank: Whether its pixels have one colour.
+        became_blank: Whether that is so though its values differ: it is transparent, or its values
+            are a small part of their range.
+        top: The largest value of an image of more than 8 bits, if it is a whole number.
+    """
+
+    problem: str | None = None
+    is_blank: bool = False
+    became_blank: bool = False
+    top: float | None = None
+
+
+def check_image(
+    data: bytes, limits: ImageLimits = ANY_RANGE, per_byte: int = MAX_PIXELS_PER_BYTE
+) -> CheckedImage:
+    """Decode an image to the last pixel.
+
+    Args:
+        data: Of the file.
+        limits: Of the data set.
+        per_byte: The most pixels that a byte may stand for.
     """
     try:
-        image = open_image(data, max_pixels)
+        image = open_any(data, limits.max_pixels)
         width, height = image.size
         if width * height > max(SMALL_PIXELS, per_byte * len(data)):
-            return (
+            return CheckedImage(
                 f"{width} x {height} pixels in {len(data)} bytes are more "
                 f"than max_pixels_per_byte = {per_byte}; if they are meant, raise it on the card"
             )
         image.verify()
         if image.format == "PNG" and not has_all_rows(data):
-            return "image file is truncated (its data ends before its last row)"
-        open_image(data, max_pixels).load()
+            return CheckedImage("image file is truncated (its data ends before its last row)")
+        image = open_any(data, limits.max_pixels)
+        image.load()
+        return _described(image, limits)
     except MemoryError:
         raise
     except Exception as error:  # Pillow's plugins raise almost anything on damaged files
-        return _pillow_problem(error)
-    return None
+        return CheckedImage(_pillow_problem(error))
+
+
+def _described(image: Image.Image, limits: ImageLimits) -> CheckedImage:
+    is_plain = image.mode in ("L", "RGB", "CMYK", "YCbCr") and "transparency" not in image.info
+    has_one_value = _has_one_value(image)
+    is_blank = has_one_value if is_plain else _has_one_value(to_rgb(image, limits.value_range))
+    top = None
+    if is_deep(image) and image.mode != "F":
+        top = float(np.asarray(image).max(initial=0))
+    return CheckedImage(None, is_blank, is_blank and not has_one_value, top)
+
+
+def _has_one_value(image: Image.Image) -> bool:
+    if is_deep(image):
+        values = np.asarray(image)
+        return bool((values == values.flat[0]).all())
+    extrema = image.getextrema()
+    bands = extrema if isinstance(extrema[0], tuple) else (extrema,)
+    return all(low == high for low, high in bands)
+
+
+def open_any(data: bytes, max_pixels: int) -> Image.Image:
+    """Open an image of any format that ingest reads, HEIC and AVIF too.
+
+    Raises:
+        ValueError: If it is HEIC, and the package for it is not installed.
+    """
+    formats: tuple[str, ...] = IMAGE_FORMATS
+    if data[4:8] == b"ftyp":
+        formats = MODERN_FORMATS
+        if data[8:11] != b"avi" and not can_read_heic():
+            raise ValueError("HEIC is read with the package pillow-heif; pip install pillow-heif")
+    return open_image(data, max_pixels, formats)
+
+
+@lru_cache(maxsize=1)
+def can_read_heic() -> bool:
+    """Whether the optional package that reads HEIC is installed."""
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        return False
+    register_heif_opener()
+    return True
 
 
 def _pillow_problem(error: Exception) -> str:
@@ -92,13 +165,14 @@ def _raw_bytes(data: bytes) -> int:
     return total
 
 
-def to_stored(data: bytes, max_pixels: int) -> tuple[bytes, str]:
+def to_stored(data: bytes, limits: ImageLimits) -> tuple[bytes, str]:
     """Return the bytes that go into the shard, and their extension.
 
-    They are the original bytes, or PNG where few programs read the original format.
+    They are the original bytes, or PNG if few programs read the original format, or if the card
+    gives the range of its values.
     """
-    image = open_image(data, max_pixels)
+    image = open_any(data, limits.max_pixels)
     extension = STORED_FORMATS.get(image.format or "")
-    if extension:
+    if extension and not (limits.value_range is not None and is_deep(image)):
         return data, extension
-    return png(to_rgb(image)), "png"
+    return png(to_rgb(image, limits.value_range)), "png"

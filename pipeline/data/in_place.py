@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -21,11 +22,14 @@ import pyarrow.parquet as pq
 from pipeline.data import ingest
 from pipeline.data.cards import Card
 from pipeline.data.formats import format_of, require_entries, source_state, units, webdataset
-from pipeline.data.formats.base import MapFn, Unit
+from pipeline.data.formats.base import MapFn, Unit, source_uri
 from pipeline.data.image_checks import STORED_FORMATS
-from pipeline.data.packs import ROWS, ImageChecker, name_of, raw_row
+from pipeline.data.listing import Entry, list_entries
+from pipeline.data.packs import ROWS, ImageChecker, name_of, notes_of, raw_row
+from pipeline.data.preview import Picture, sample_rows
 from workers.data.decoding import open_image
 from workers.data.in_place import SHARDS, urls_by_name, write_shards
+from workers.data.range_files import open_range_file
 from workers.data.shards import SCHEMA
 from workers.job import ShardUrls
 from workers.storage.artifact import (
@@ -34,6 +38,7 @@ from workers.storage.artifact import (
     FileInfo,
     Manifest,
     delete_dir,
+    is_local,
     join,
     list_files,
     read_bytes,
@@ -90,18 +95,37 @@ def index_shards(
     names = list(urls_by_name(webdataset.shard_urls(card)))
     shards = _read_all(card, names, shard_units, folder, map_fn, progress)
     rows = pa.concat_tables([shard.rows for shard in shards])
-    contents = ingest.select_contents(card, rows)
+    contents = ingest.select_contents(card, rows, _all_files(card, entries))
     attempt = Attempt(root, key)
     try:
         files = {name: shard.info for name, shard in zip(names, shards, strict=True)}
         attempt.write(SHARDS, write_shards(files))
         fields = {**extra, "fingerprint": ingest.fingerprint_of(state), "started": started}
-        ingest.publish(attempt, index_table(names, contents.selected), contents, fields)
+        index = index_table(names, contents.selected)
+        ingest.publish(attempt, index, contents, _pictures(card, contents.selected), fields)
     except BaseException:
         attempt.discard()
         raise
     delete_dir(folder)
     return Artifact.need(root, key).manifest
+
+
+def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
+    """Return all files beside the shards of a card on a disk; the shards alone elsewhere."""
+    path = source_uri(card)
+    if not card.source.path or not is_local(path) or not os.path.isdir(path):
+        return entries
+    return list_entries(path, [""], format_of(card).suffixes) or entries
+
+
+def _pictures(card: Card, rows: pa.Table) -> list[Picture]:
+    """Return some images of a card for its preview."""
+    urls = urls_by_name(webdataset.shard_urls(card))
+    pictures: list[Picture] = []
+    for row in sample_rows(rows).to_pylist():
+        data = open_range_file(urls[row["pack"]]).read_at(row["bytes"], row["offset"])
+        pictures.append(Picture.of(card, row["split"], row["label"], row["name"], data))
+    return pictures
 
 
 def _read_all(
@@ -160,8 +184,10 @@ def index_shard(job: IndexJob) -> IndexedShard:
         row = checker.row(item)
         if data is not None:
             digest = hashlib.sha256(data).hexdigest()
-            row["raw"] = raw_row(item, digest)
-            row["problem"] = row["problem"] or checker.problem(data)
+            row["raw"] = raw_row(item, checker.raw_label(item), digest)
+            checked = checker.check(data)
+            row["problem"] = row["problem"] or checked.problem
+            row |= notes_of(checked)
             if row["problem"] is None:
                 extension = STORED_FORMATS[open_image(data, job.card.max_pixels).format or ""]
                 row |= {"sha256": digest, "ext": extension}

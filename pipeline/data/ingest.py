@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,21 +27,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.data.account import ACCOUNT, Account, account_of
 from pipeline.data.cards import Card
 from pipeline.data.csv_text import to_csv
 from pipeline.data.digests import digest_of_rows, index_digest
-from pipeline.data.formats import SourceState, require_entries, source_state, units
-from pipeline.data.formats.base import UNIT_ITEMS, MapFn, Unit, check_unfolding
-from pipeline.data.listing import SPLITS
+from pipeline.data.formats import SourceState, format_of, require_entries, source_state, units
+from pipeline.data.formats.base import UNIT_ITEMS, MapFn, Unit, check_unfolding, unit_slices
+from pipeline.data.listing import Entry
 from pipeline.data.packs import (
     TABLE_SUFFIX,
     DamagedPack,
+    PackedImages,
+    RawJob,
     UnitJob,
     name_of,
     raw_rows,
     read_table,
     write_unit,
 )
+from pipeline.data.preview import PREVIEW, Picture, preview_page, sample_rows
 from pipeline.data.selection import REJECTED, reason_counts, rejected_rows, select_rows
 from pipeline.data.shard_writer import (
     ShardJob,
@@ -52,6 +56,7 @@ from pipeline.data.shard_writer import (
     read_mark,
     write_shards,
 )
+from pipeline.data.splits import SPLITS
 from workers.data.shards import INDEX, SCHEMA
 from workers.errors import UserError
 from workers.storage.artifact import (
@@ -136,12 +141,12 @@ def ingest(
         # A kill costs as much as one unit, and on a disk packs take no requests.
         with TemporaryDirectory(prefix="accrete-packs-") as packs:
             rows = read_source(source_units, card, packs, map, report, file_bytes)
-            _write_artifact(card, rows, Attempt(root, key), packs, map, report, fields)
+            _write_artifact(card, entries, rows, Attempt(root, key), packs, map, report, fields)
         return Artifact.need(root, key).manifest
     packs = join(root, key, f"packs-{state_digest[:16]}")
     try:
         rows = read_source(source_units, card, packs, map_fn, report, file_bytes)
-        _write_artifact(card, rows, Attempt(root, key), packs, map_fn, report, fields)
+        _write_artifact(card, entries, rows, Attempt(root, key), packs, map_fn, report, fields)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _full_storage(card, root, packs) from None
@@ -162,6 +167,7 @@ def is_small(units: list[Unit], file_bytes: int) -> bool:
 
 def _write_artifact(
     card: Card,
+    entries: list[Entry],
     rows: pa.Table,
     attempt: Attempt,
     packs: str,
@@ -171,32 +177,60 @@ def _write_artifact(
 ) -> None:
     """Select of the rows of a source, write the shards and publish. fields: of the manifest."""
     try:
-        contents = select_contents(card, rows)
+        contents = select_contents(card, rows, entries)
     except UserError:
         delete_dir(packs)
         raise
     plan = f"{contents.fields['content']} {card.identity()} {REVISION}"
     attempt.name = _attempt_name(attempt.root, attempt.key, packs, plan)
+    pictures = list(_pictures(card, sample_rows(contents.selected), packs))
     index = _write_all(contents.selected, card, attempt, packs, map_fn, report)
-    publish(attempt, index, contents, fields)
+    publish(attempt, index, contents, pictures, fields)
+
+
+def _pictures(card: Card, rows: pa.Table, packs: str) -> Iterator[Picture]:
+    """Yield the images of some rows for the preview; few bytes of them are in memory at a time."""
+    sizes = rows["bytes"].to_pylist()
+    for part in unit_slices(sizes):
+        images = PackedImages(packs, rows[part])
+        for row in rows[part].to_pylist():
+            data = images.image(row["pack"], row["offset"], row["bytes"])
+            yield Picture.of(card, row["split"], row["label"], row["name"], data)
 
 
 class Contents(NamedTuple):
-    """What is made of a source: the rows to write, those that are listed, and what the manifest
-    says of both."""
+    """What is made of a source.
 
+    Attributes:
+        card: Of the source.
+        selected: The rows to write.
+        rejected: The rows that are listed.
+        account: What became of every file.
+        fields: What the manifest says.
+    """
+
+    card: Card
     selected: pa.Table
     rejected: pa.Table
+    account: Account
     fields: dict[str, Any]
 
 
-def select_contents(card: Card, rows: pa.Table) -> Contents:
+def select_contents(card: Card, rows: pa.Table, entries: list[Entry]) -> Contents:
     """Select the rows to write of all rows of a source (`packs.ROWS`).
 
-    Raise UserError where too much is bad, or they are not what the card promises.
+    Args:
+        card: Of the source.
+        rows: As in `packs.ROWS`.
+        entries: All files below the source.
+
+    Raises:
+        UserError: If too much is bad, or the images are not those that the card promises.
     """
     raw_content_digest = digest_of_rows(rows["raw"].drop_null())
-    selected, rejected = select_rows(card, rows.drop_columns("raw"))
+    selected, rejected, notes = select_rows(card, rows.drop_columns("raw"))
+    account = _account(card, entries, selected, rejected, notes)
+    account.check(card)
     counts = _counts_of(selected)
     content = index_digest(selected.rename_columns({"label": "class"}))
     check_promises(card, counts, content)
@@ -210,14 +244,51 @@ def select_contents(card: Card, rows: pa.Table) -> Contents:
         "raw_content": raw_content_digest,
         "max_pixels": card.max_pixels,
     }
-    return Contents(selected, rejected, fields)
+    if card.source.range is not None:
+        fields["range"] = list(card.source.range)
+    return Contents(card, selected, rejected, account, fields)
 
 
-def publish(attempt: Attempt, index: pa.Table, contents: Contents, extra: dict[str, Any]) -> None:
-    """Write the index and rejected.csv, and commit the attempt. extra: more of the manifest, and
-    as `started` when the ingest began, in seconds of `time.monotonic`."""
+def _account(
+    card: Card, entries: list[Entry], selected: pa.Table, rejected: pa.Table, notes: list[str]
+) -> Account:
+    """Return what became of every file, or of every image if files hold many."""
+    left_out = rejected.filter(pc.equal(rejected["kept"], "no"))
+    if format_of(card).list_items is None:
+        counts = {"used": len(selected), **reason_counts(left_out)}
+        counts.pop("other file", None)
+        return account_of(card, entries, {}, notes, counts)
+    images: dict[str, str | None] = dict(
+        zip(left_out["source"].to_pylist(), left_out["reason"].to_pylist(), strict=True)
+    )
+    images |= dict.fromkeys(selected["name"].to_pylist())
+    return account_of(card, entries, images, notes)
+
+
+def publish(
+    attempt: Attempt,
+    index: pa.Table,
+    contents: Contents,
+    pictures: list[Picture],
+    extra: dict[str, Any],
+) -> None:
+    """Write the index and what people read beside it, and commit the attempt.
+
+    Args:
+        attempt: With its shards.
+        index: Of the shards.
+        contents: What was made of the source.
+        pictures: For the preview.
+        extra: More fields of the manifest; as `started` when the ingest began, in seconds of
+            `time.monotonic`.
+    """
     attempt.write(INDEX, _to_parquet(index))
     attempt.write(REJECTED_CSV, to_csv(REJECTED.names, rejected_rows(contents.rejected)))
+    attempt.write(ACCOUNT, contents.account.to_json())
+    groups = contents.selected.group_by(["split", "label"]).aggregate([([], "count_all")])
+    counts = {(row["split"], row["label"]): row["count_all"] for row in groups.to_pylist()}
+    page = preview_page(contents.card, contents.account, counts, pictures)
+    attempt.write(PREVIEW, page.encode())
     fields = {**extra, **contents.fields}
     fields["wall_s"] = round(time.monotonic() - fields.pop("started"), 3)
     attempt.commit(fields)
@@ -251,10 +322,12 @@ def _name_from(plan: str, nonce: str) -> str:
 
 
 def _counts_of(rows: pa.Table) -> dict[str, int]:
-    """Return how many rows each split has."""
+    """Return how many rows each split has; without validation images, train and test alone."""
     counts: dict[str, int] = {}
     for split in SPLITS:
         counts[split] = pc.sum(pc.equal(rows["split"], split)).as_py() or 0
+    if not counts["val"]:
+        del counts["val"]
     return counts
 
 
@@ -311,7 +384,7 @@ def read_source(
 
 def raw_content(card: Card, map_fn: MapFn) -> str:
     """Return the digest of all images of a source as they are now; they are not decoded."""
-    parts = map_fn(raw_rows, units(card, map_fn))
+    parts = map_fn(raw_rows, [RawJob(unit, card) for unit in units(card, map_fn)])
     return digest_of_rows(pa.chunked_array(parts, pa.large_binary()))
 
 
@@ -360,11 +433,13 @@ def _written_before(names: Iterable[str], attempt: Attempt, packs: str) -> dict[
 # ---- what was written ----------------------------------------------------------------------------
 def check_promises(card: Card, counts: dict[str, int], content: str) -> None:
     """Raise UserError where the card names other counts, or another digest of the content."""
-    if card.counts and card.counts.model_dump() != counts:
+    promised = card.counts.by_split() if card.counts else {}
+    if any(counts.get(split, 0) != number for split, number in promised.items()):
+        named = " and ".join(f"{number} {split}" for split, number in promised.items())
+        found = " and ".join(str(counts.get(split, 0)) for split in promised)
         raise UserError(
-            f"card {card.name!r} promises {card.counts.train} train and {card.counts.test} test "
-            f"images, its source has {counts['train']} and {counts['test']}; fetch the data again, "
-            "or mend `counts` on the card"
+            f"card {card.name!r} promises {named} images, its source has {found}; fetch the data "
+            "again, or mend `counts` on the card"
         )
     if card.content and card.content != content:
         raise UserError(

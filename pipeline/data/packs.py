@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from pyarrow import fs
 
 from pipeline.data.cards import Card
-from pipeline.data.formats.base import Item, Unit
-from pipeline.data.image_checks import problem_of, to_stored
-from pipeline.data.listing import nfc, printable
-from pipeline.data.names import key_part
+from pipeline.data.formats.base import Item, Unit, class_names
+from pipeline.data.image_checks import CheckedImage, check_image, to_stored
+from pipeline.data.labels import NUMBER
+from pipeline.data.names import key_part, nfc, printable
+from workers.data.decoding import ImageLimits
 from workers.data.range_files import ObjectFile
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join, read_bytes, resolve, write_bytes
@@ -39,13 +40,16 @@ READERS = 8  # requests to a bucket at the same time
 _TEXT = ("split", "name", "label", "problem", "key", "sha256", "ext", "pack")
 # One row an image, in the order of the source. split, name, label, problem: as in `Item`, but the
 # label is a class of the card. key: without its split. sha256, ext: of the bytes that are stored.
-# pack, offset, bytes: where these lie; null for an image with a problem. raw: see `raw_row`.
+# pack, offset, bytes: where these lie; null for an image with a problem. raw: see `raw_row`. blank:
+# "yes" for an image of one colour, "became" if its values differ. top: of more than 8 bits.
 ROWS = pa.schema(
     [
         *((name, pa.large_string()) for name in _TEXT),
         ("offset", pa.int64()),
         ("bytes", pa.int64()),
         ("raw", pa.large_binary()),
+        ("blank", pa.large_string()),
+        ("top", pa.float64()),
     ]
 )
 
@@ -63,12 +67,14 @@ class UnitJob(NamedTuple):
     name: str
 
 
-class CheckedImage(NamedTuple):
-    """What is stored of an image, or why it is not used."""
+class StoredImage(NamedTuple):
+    """What is stored of an image, or why it is not used; blank and top: as in ROWS."""
 
     problem: str | None
     sha256: str = ""
     ext: str = ""
+    blank: str = ""
+    top: float | None = None
 
 
 class PackedRange(NamedTuple):
@@ -107,21 +113,32 @@ class ImageChecker:
 
     def __init__(self, card: Card):
         self.card = card
+        self.names = class_names(card)
         self.classes = frozenset(card.classes)
-        self.class_of_nfc = {nfc(name): name for name in card.classes}
+        self.limits = ImageLimits(card.max_pixels, card.source.range)
+
+    def label(self, item: Item) -> str | None:
+        """Return the class of an image; what its label says if that is no class of the card."""
+        if self.card.source.label is None:  # images without labels, all of one class
+            return self.card.classes[0]
+        return self.names.find(item.label)
+
+    def raw_label(self, item: Item) -> str | None:
+        """Return what enters the digest of the raw content: the class, or the label as it is."""
+        if self.card.source.label is None:
+            return None if item.label is None else str(item.label)
+        return self.names.find(item.label)
 
     def row(self, item: Item) -> dict[str, Any]:
         """Return what is known of an image without its bytes."""
-        label = item.label
-        if self.card.source.label is None:  # images without labels, all of one class
-            label = self.card.classes[0]
+        label = self.label(item)
         if label is not None and label not in self.classes:
-            label = self.class_of_nfc.get(nfc(label), printable(label))
+            label = printable(label)
         problem = item.problem
         if problem is not None:
             problem = printable(problem)
         elif label not in self.classes:
-            problem = _label_problem(label)
+            problem = self._label_problem(label)
         return {
             "split": item.split,
             "name": printable(item.name),
@@ -130,12 +147,27 @@ class ImageChecker:
             "key": f"{key_part(label or '')}/{key_part(item.stem)}",
         }
 
-    def problem(self, data: bytes) -> str | None:
-        """Return why the bytes are no usable image; None where they decode."""
-        problem = problem_of(data, self.card.max_pixels, self.card.max_pixels_per_byte)
-        if problem is None:
-            return None
-        return "corrupt: " + problem.encode("utf-8", "backslashreplace").decode()
+    def _label_problem(self, label: str | None) -> str:
+        if label is None:
+            return "unlabelled: it has no label"
+        text = label.removeprefix(NUMBER)
+        near = [name for name in self.card.classes if name.casefold() == text.casefold()]
+        hint = f", and {near[0]!r:.80} is" if near else ""
+        return f"unlabelled: class {text!r:.80} is not on the card{hint}"
+
+    def check(self, data: bytes) -> CheckedImage:
+        """Decode an image; its problem begins with `corrupt`."""
+        checked = check_image(data, self.limits, self.card.max_pixels_per_byte)
+        if checked.problem is None:
+            return checked
+        problem = checked.problem.encode("utf-8", "backslashreplace").decode()
+        return checked._replace(problem=f"corrupt: {problem}")
+
+
+def notes_of(checked: CheckedImage) -> dict[str, Any]:
+    """Return the columns `blank` and `top` of an image."""
+    blank = "yes" if checked.is_blank else ""
+    return {"blank": "became" if checked.became_blank else blank, "top": checked.top}
 
 
 class _PackWriter:
@@ -149,7 +181,7 @@ class _PackWriter:
 
     def _clear(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.checked: dict[str, CheckedImage] = {}  # by the digest of the bytes in the source
+        self.checked: dict[str, StoredImage] = {}  # by the digest of the bytes in the source
         self.images: dict[str, tuple[bytes, bytes]] = {}  # sha256 -> likely rank, stored bytes
         self.num_bytes = 0
 
@@ -158,7 +190,7 @@ class _PackWriter:
         row = self.checker.row(item)
         if isinstance(data, bytes):
             raw_digest = hashlib.sha256(data).hexdigest()
-            row["raw"] = raw_row(item, raw_digest)
+            row["raw"] = raw_row(item, self.checker.raw_label(item), raw_digest)
             if row["problem"] is None:
                 self._add_image(row, data, raw_digest)
         self.rows.append(row)
@@ -176,16 +208,16 @@ class _PackWriter:
             self.checked[raw_digest] = image
         row |= image._asdict()
 
-    def _check(self, row: Mapping[str, Any], data: bytes) -> CheckedImage:
-        problem = self.checker.problem(data)
-        if problem:
-            return CheckedImage(problem)
-        stored, extension = to_stored(data, self.card.max_pixels)
+    def _check(self, row: Mapping[str, Any], data: bytes) -> StoredImage:
+        checked = self.checker.check(data)
+        if checked.problem is not None:
+            return StoredImage(checked.problem)
+        stored, extension = to_stored(data, self.checker.limits)
         digest = hashlib.sha256(stored).hexdigest()
         if digest not in self.images:
             self.images[digest] = (self._likely_rank(row["split"], row["key"]), stored)
             self.num_bytes += len(stored)
-        return CheckedImage(None, digest, extension)
+        return StoredImage(None, digest, extension, **notes_of(checked))
 
     def _likely_rank(self, split: str, key: str) -> bytes:
         """Return what sorts an image as the shards will.
@@ -235,24 +267,26 @@ class _PackWriter:
         return pa.concat_tables(self.parts)
 
 
-def _label_problem(label: str | None) -> str:
-    if label is None:
-        return "unlabelled: it has no label"
-    return f"unlabelled: class {label!r:.80} is not on the card"
-
-
-def raw_row(item: Item, digest: str) -> bytes:
+def raw_row(item: Item, label: str | None, digest: str) -> bytes:
     """Return an image as the source has it: split, name, label and digest of its bytes."""
-    row = f"{item.split}\t{nfc(item.name)}\t{nfc(str(item.label))}\t{digest}"
+    row = f"{item.split}\t{nfc(item.name)}\t{nfc(str(label))}\t{digest}"
     return row.encode("utf-8", "surrogateescape")
 
 
-def raw_rows(unit: Unit) -> pa.Array:
-    """Return the `raw_row` of each image of a unit; they are not decoded."""
+class RawJob(NamedTuple):
+    """A unit whose images are read and not decoded."""
+
+    unit: Unit
+    card: Card
+
+
+def raw_rows(job: RawJob) -> pa.Array:
+    """Return the `raw_row` of each image of a unit."""
+    checker = ImageChecker(job.card)
     rows: list[bytes] = []
-    for item, data in unit.read(*unit.args):
+    for item, data in job.unit.read(*job.unit.args):
         if isinstance(data, bytes):
-            rows.append(raw_row(item, hashlib.sha256(data).hexdigest()))
+            rows.append(raw_row(item, checker.raw_label(item), hashlib.sha256(data).hexdigest()))
     return pa.array(rows, pa.large_binary())
 
 

@@ -17,10 +17,14 @@ from numpy.typing import NDArray
 
 from pipeline.data.cards import Card
 from pipeline.data.digests import key_digests, order_of_digests
-from pipeline.data.listing import SPLITS, Split, describe_left_out, nfc
+from pipeline.data.listing import describe_left_out
+from pipeline.data.names import counted, listed, nfc
+from pipeline.data.splits import SPLITS, Split
 from workers.errors import UserError
 
 NAMED_IMAGES = 3  # images that an error lists
+DARK_TOP = 4095  # of 65535: images of 16 bits without a larger value are nearly black
+MAX_LEAKS = 0.01  # share of the test images that may be copies of train images
 SLASH = pa.scalar("/", pa.large_string())
 LIMIT_REASON = "left out: its class has per_class images"
 _NAMES = ("key", "split", "class", "reason", "kept", "source")
@@ -31,10 +35,17 @@ CLASSES = pa.schema([(name, pa.large_string()) for name in ("split", "label")])
 
 
 class Selection(NamedTuple):
-    """rows: of the images to write, in the order of the shards. rejected: as in REJECTED."""
+    """What is made of the rows of a source.
+
+    Attributes:
+        rows: Of the images to write, in the order of the shards.
+        rejected: As in REJECTED.
+        notes: What a person should know of the images.
+    """
 
     rows: pa.Table
     rejected: pa.Table
+    notes: list[str]
 
 
 def select_rows(card: Card, rows: pa.Table) -> Selection:
@@ -59,12 +70,15 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
     if card.duplicates == "drop":
         selected = selected.filter(pa.array(~duplicates))
     if card.per_class:
-        is_surplus = find_surplus(card.per_class.model_dump(), selected)
+        is_surplus = find_surplus(card.per_class.by_split(), selected)
         surplus = selected.filter(pa.array(is_surplus))
         rejected.append(_rejected(surplus, LIMIT_REASON))
         selected = selected.filter(pa.array(~is_surplus))
     check_classes(card, problems, selected)
-    return Selection(selected, _sorted_rejected(pa.concat_tables(rejected)))
+    notes = check_pixels(card, selected)
+    check_leaks(card, selected)
+    selected = selected.drop_columns(["blank", "top"])
+    return Selection(selected, _sorted_rejected(pa.concat_tables(rejected)), notes)
 
 
 def check_listed(
@@ -81,16 +95,16 @@ def check_listed(
     selected: Counter[tuple[str, str]] = Counter()
     for (split, name), size in counts.items():
         num_test = 0
-        if card.test_fraction and not has_test:
+        if card.test_fraction and not has_test and split == "train":
             num_test = num_held_out(size, card.test_fraction)
         selected[split, name] += size - num_test
         selected["test", name] += num_test
-    limits = card.per_class.model_dump() if card.per_class else {}
+    limits = {str(s): n for s, n in card.per_class.by_split().items()} if card.per_class else {}
     totals = {"train": 0, "test": 0}
     rows: list[dict[str, str]] = []
     for (split, name), size in selected.items():
         size = min(size, limits.get(split, size))
-        totals[split] += size
+        totals[split] = totals.get(split, 0) + size
         if size:
             rows.append({"split": split, "label": name})
     check_classes(card, problems, pa.Table.from_pylist(rows, CLASSES))
@@ -114,12 +128,15 @@ def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
     """
     rows = _with_unique_keys(rows)
     if card.test_fraction and not pc.any(pc.equal(rows["split"], "test")).as_py():
-        is_test = _held_out(rows, card.test_fraction)
-        split = pc.if_else(pa.array(is_test), "test", "train").cast(pa.large_string())
+        is_train = _split_numbers(rows) == 0
+        is_test = np.zeros(len(rows), bool)
+        hold_out = _held_out_together if card.duplicates == "one_split" else _held_out
+        is_test[is_train] = hold_out(rows.filter(pa.array(is_train)), card.test_fraction)
+        split = pc.if_else(pa.array(is_test), "test", rows["split"]).cast(pa.large_string())
         rows = rows.set_column(_position(rows, "split"), "split", split)
     keys = pc.binary_join_element_wise(rows["split"], rows["key"], SLASH)
     rows = rows.set_column(_position(rows, "key"), "key", keys)
-    order = order_of_digests(key_digests(rows["key"]), _is_not_train(rows))
+    order = order_of_digests(key_digests(rows["key"]), _split_numbers(rows))
     return rows.take(pa.array(order)).combine_chunks()
 
 
@@ -166,6 +183,23 @@ def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
     return is_held_out
 
 
+def _held_out_together(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
+    """Return which rows are held out if exact copies of a class stay together.
+
+    Of the copies in a class, the one whose key has the lowest sha256 decides. Images that are
+    copied into another class are not held out.
+    """
+    contents = _codes(rows["sha256"])
+    groups = contents * (int(_codes(rows["label"]).max()) + 1) + _codes(rows["label"])
+    order = order_of_digests(key_digests(rows["key"]), groups)
+    is_first = np.zeros(len(rows), bool)
+    is_first[order] = _ranks_in_groups(groups[order]) == 0
+    chosen = np.zeros(len(rows), bool)
+    chosen[is_first] = _held_out(rows.filter(pa.array(is_first)), fraction)
+    is_held_out = np.isin(groups, groups[chosen])
+    return is_held_out & ~np.isin(contents, contents[~is_held_out])
+
+
 def num_held_out(size: int, fraction: float) -> int:
     """Return how many images of a class of `size` are held out."""
     least = 1 if fraction > 0 else 0
@@ -176,7 +210,7 @@ def num_held_out(size: int, fraction: float) -> int:
 def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.Table]:
     """Return which rows are exact copies within their split, and rows that list all exact copies.
 
-    The first by key is no copy. An image of test that is in train too is listed, and is no copy
+    The first by key is no copy. An image that another split has too is listed, and is no copy
     within its split.
     """
     contents = _codes(rows["sha256"])
@@ -184,32 +218,32 @@ def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.T
     order = pc.sort_indices(
         pa.table(
             {
-                "is_test": _is_not_train(rows)[candidates],
+                "split": _split_numbers(rows)[candidates],
                 "key": rows["key"].take(pa.array(candidates)),
             }
         ),
-        sort_keys=[("is_test", "ascending"), ("key", "ascending")],
+        sort_keys=[("split", "ascending"), ("key", "ascending")],
     )
     candidates = candidates[order.to_numpy()]
     ordered = rows.take(pa.array(candidates))
     splits = ordered["split"].to_pylist()
     keys = ordered["key"].to_pylist()
-    first_keys: dict[str, dict[int, str]] = {"train": {}, "test": {}}  # split -> content -> key
+    first_keys: dict[str, dict[int, str]] = {split: {} for split in SPLITS}  # -> content -> key
     duplicates = np.zeros(len(rows), bool)
     listed: list[int] = []
     reasons: list[str] = []
     kept: list[str] = []
     for index, content in enumerate(contents[candidates].tolist()):
         first_key = first_keys[splits[index]].get(content)
-        train_key = first_keys["train"].get(content)
+        others = [split for split in SPLITS if content in first_keys[split]]
         if first_key is not None:
             listed.append(index)
             reasons.append(f"duplicate: of {first_key}")
-            kept.append("yes" if card.duplicates == "keep" else "no")
+            kept.append("no" if card.duplicates == "drop" else "yes")
             duplicates[candidates[index]] = True
-        elif train_key is not None:  # the rows of train come first: this one is of test
+        elif others:  # the rows of train come first, then those of validation
             listed.append(index)
-            reasons.append(f"in train too: {train_key}")
+            reasons.append(f"in {others[0]} too: {first_keys[others[0]][content]}")
             kept.append("yes")
         first_keys[splits[index]].setdefault(content, keys[index])
     table = _rejected(ordered.take(pa.array(listed, pa.int64())))
@@ -219,16 +253,83 @@ def find_duplicates(card: Card, rows: pa.Table) -> tuple[NDArray[np.bool_], pa.T
     return duplicates, table
 
 
-def find_surplus(limits: dict[str, int], rows: pa.Table) -> NDArray[np.bool_]:
+def find_surplus(limits: Mapping[Split, int], rows: pa.Table) -> NDArray[np.bool_]:
     """Return which rows are too many: all but the first `limits[split]` of each class."""
-    is_test = _is_not_train(rows)
-    groups = 2 * _codes(rows["label"]) + is_test
+    splits = _split_numbers(rows)
+    groups = len(SPLITS) * _codes(rows["label"]) + splits
     order = np.argsort(groups, kind="stable")
     ranks = np.empty(len(rows), np.int64)
     ranks[order] = _ranks_in_groups(groups[order])
-    allowed = np.where(is_test == 1, limits["test"], limits["train"])
-    is_surplus: NDArray[np.bool_] = ranks >= allowed
+    allowed = np.array([limits.get(split, len(rows)) for split in SPLITS], np.int64)
+    is_surplus: NDArray[np.bool_] = ranks >= allowed[splits]
     return is_surplus
+
+
+def check_pixels(card: Card, rows: pa.Table) -> list[str]:
+    """Return what a person should know of the pixels: images that have one colour.
+
+    Args:
+        card: Of the source.
+        rows: Of the images that are written, with the columns `blank` and `top`.
+
+    Raises:
+        UserError: If most images of a class became one colour though their values differ, or if
+            all images of 16 bits use a small part of their range, so that they would be black.
+    """
+    top = pc.max(rows["top"]).as_py()
+    if top is not None and card.source.range is None and top <= DARK_TOP:
+        num_deep = len(rows) - rows["top"].null_count
+        raise UserError(
+            f"card {card.name!r}: {num_deep} images have 16 bits, which declare a range of 0 to "
+            f"65535, and no value is above {top:.0f}, so that they would be nearly black; say "
+            f"source.range on the card: the values of black and white, as in [0, {DARK_TOP}], or "
+            "[0, 65535] if they are meant so"
+        )
+    is_blank = pc.fill_null(pc.not_equal(rows["blank"], ""), False)
+    has_become = pc.fill_null(pc.equal(rows["blank"], "became"), False)
+    sizes = Counter(rows["label"].to_pylist())
+    for label, number in Counter(rows["label"].filter(has_become).to_pylist()).most_common():
+        if number * 2 > sizes[label]:
+            name = rows["name"].filter(has_become).to_pylist()[0]
+            raise UserError(
+                f"card {card.name!r}: {number} of {sizes[label]} images of class {label!r:.80} "
+                f"become one colour, such as {name}: they are transparent and are laid on white, "
+                "or their values are a small part of their range; convert them to images without "
+                "an alpha channel, or say source.range on the card"
+            )
+    num_blank = pc.sum(is_blank).as_py() or 0
+    if not num_blank:
+        return []
+    blank_sizes = Counter(rows["label"].filter(is_blank).to_pylist())
+    mostly = [label for label, number in blank_sizes.items() if number * 2 > sizes[label]]
+    classes = f", most of those of {listed(sorted(mostly))}" if mostly else ""
+    return [f"{counted(num_blank, 'image')} of one colour{classes}"]
+
+
+def check_leaks(card: Card, rows: pa.Table) -> None:
+    """Raise UserError if too many test images are exact copies of train images.
+
+    Args:
+        card: `leaks: allow` allows them.
+        rows: That are written.
+    """
+    if card.leaks == "allow":
+        return
+    contents = _codes(rows["sha256"])
+    is_test = _split_numbers(rows) == SPLITS.index("test")
+    is_leak = is_test & np.isin(contents, contents[_split_numbers(rows) == 0])
+    if is_leak.sum() <= MAX_LEAKS * is_test.sum():
+        return
+    remedy = "mend source.splits"
+    if card.test_fraction:
+        remedy = "say `duplicates: one_split` on the card, so that copies are held out together"
+    examples = "; ".join(rows["name"].filter(pa.array(is_leak)).slice(0, NAMED_IMAGES).to_pylist())
+    raise UserError(
+        f"card {card.name!r}: {is_leak.sum()} of {is_test.sum()} test images are exact copies of "
+        f"train images ({examples}), so that accuracy would be measured on images that were "
+        f"trained on; remove the copies, or {remedy}, or say `leaks: allow` on the card if they "
+        "are meant"
+    )
 
 
 # ---- what is listed ------------------------------------------------------------------------------
@@ -251,7 +352,7 @@ def _rejected(rows: pa.Table, reason: str | None = None) -> pa.Table:
 def _sorted_rejected(rejected: pa.Table) -> pa.Table:
     """Return rows of rejected.csv by split, source and reason; equal ones stay as they were."""
     keys = {
-        "is_test": pa.array(_is_not_train(rejected)),
+        "split": pa.array(_split_numbers(rejected)),
         "source": rejected["source"],
         "reason": rejected["reason"],
         "row": pa.array(np.arange(len(rejected))),
@@ -300,7 +401,8 @@ def check_classes(card: Card, problems: pa.Table, selected: pa.Table) -> None:
     problems: split, name and problem of the files that are not used. selected: split and label of
     the images that are.
     """
-    for split in SPLITS:
+    checked: tuple[Split, ...] = ("train", "test")
+    for split in checked:
         labels = selected["label"].filter(pc.equal(selected["split"], split))
         missing = sorted(set(card.classes) - set(labels.unique().to_pylist()))
         if split == "train":
@@ -343,9 +445,11 @@ def _repeated(text: str, count: int) -> pa.Array:
     return pa.array([text], pa.large_string()).take(pa.array(np.zeros(count, np.int64)))
 
 
-def _is_not_train(rows: pa.Table) -> NDArray[np.int8]:
-    is_test: NDArray[np.int8] = pc.not_equal(rows["split"], "train").to_numpy().astype(np.int8)
-    return is_test
+def _split_numbers(rows: pa.Table) -> NDArray[np.int8]:
+    """Return the place of each row's split in SPLITS."""
+    numbers = pc.index_in(rows["split"], pa.array(SPLITS, pa.large_string()))
+    places: NDArray[np.int8] = numbers.to_numpy().astype(np.int8)
+    return places
 
 
 def _codes(column: pa.ChunkedArray) -> NDArray[np.int64]:

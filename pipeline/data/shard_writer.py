@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.data.listing import SPLITS
 from pipeline.data.packs import DamagedPack, PackedImages
+from pipeline.data.splits import SPLITS
 from workers.data.shards import SCHEMA
 from workers.storage.artifact import Attempt, FileInfo, join, read_bytes, write_bytes
 

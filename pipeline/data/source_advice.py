@@ -6,10 +6,11 @@ import os
 
 from pipeline.data import starter
 from pipeline.data.cards import Card
-from pipeline.data.detection.folders import contents
-from pipeline.data.detection.tree import read_tree
+from pipeline.data.detection.data_set import MOST_FILES
+from pipeline.data.detection.detect import LISTED, contents
 from pipeline.data.formats.base import source_uri
-from pipeline.data.listing import printable
+from pipeline.data.listing import list_entries
+from pipeline.data.names import printable
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import is_local
 
@@ -27,12 +28,10 @@ def advice_of(card: Card, program: str) -> str:
         return f"; {_nearest(uri)}"
     folder = uri if os.path.isdir(uri) else os.path.dirname(uri)
     try:
-        tree = read_tree(folder)
+        entries = list_entries(folder, [""], LISTED, MOST_FILES)
     except UserError:
-        tree = None
-    if tree is None:
         return ""
-    advice = f"{printable(folder)} {contents(tree)}"
+    advice = f"{printable(folder)} {contents(entries or [])}"
     command = starter.suggest(_short(uri), program)
     if command is not None:
         advice += f"; a card for what is there: `{command}`"

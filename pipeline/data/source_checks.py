@@ -15,9 +15,12 @@ from pipeline.data.cards import Card
 from pipeline.data.formats import entries_of_split, format_of
 from pipeline.data.formats.base import Item, archives_of_split
 from pipeline.data.ingest import check_promises
-from pipeline.data.listing import SPLITS, Entry, printable
+from pipeline.data.labels import Label
+from pipeline.data.listing import Entry
+from pipeline.data.names import printable
 from pipeline.data.packs import ImageChecker
 from pipeline.data.selection import CLASSES, check_classes, check_listed
+from pipeline.data.splits import SPLITS
 
 _PROBLEMS = pa.schema([(name, pa.large_string()) for name in ("split", "name", "problem")])
 
@@ -39,7 +42,7 @@ def check_source(card: Card, entries: list[Entry]) -> None:
 def _check_items(card: Card, items: Iterable[Item]) -> None:
     """Check images whose labels are known."""
     checker = ImageChecker(card)
-    rows: dict[str | None, dict[str, Any]] = {}  # of one image of each label
+    rows: dict[Label, dict[str, Any]] = {}  # of one image of each label
     counts: Counter[tuple[str, str]] = Counter()
     problems: list[dict[str, Any]] = []
     for item in items:
@@ -53,10 +56,8 @@ def _check_items(card: Card, items: Iterable[Item]) -> None:
         else:
             problems.append(_problem_row(item, row["problem"]))
     totals = check_listed(card, counts, pa.Table.from_pylist(problems, _PROBLEMS))
-    if card.counts is None:
-        return
-    promised = card.counts.model_dump()
-    if any(totals[split] < promised[split] for split in SPLITS):
+    promised = card.counts.by_split() if card.counts else {}
+    if any(totals.get(split, 0) < number for split, number in promised.items()):
         check_promises(card, totals, card.content or "")
 
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from pipeline.data.cards import Card, Numbers
-from pipeline.data.detection.columns import too_many_values
-from pipeline.data.detection.data_set import Request, check_classes, sorted_labels
-from pipeline.data.detection.libraries import torchvision_classes
-from pipeline.data.detection.parquet_files import classes_of_labels, label_counts, read_schema
-from pipeline.data.detection.shard_files import classes_of_shards
-from pipeline.data.formats import csv, entries_of_split, format_of, list_source, source_state
-from pipeline.data.formats.base import archives_of_split, source_uri
-from pipeline.data.formats.sklearn import check as check_digits
-from pipeline.data.formats.tar import LABEL_SUFFIX
+from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, Numbers
+from pipeline.data.column_files import schema_of
+from pipeline.data.formats import count_labels, list_source, source_state
+from pipeline.data.formats.base import LIBRARIES, LabelCounts, source_uri
+from pipeline.data.formats.folder import class_folders
+from pipeline.data.formats.parquet import files_of
 from pipeline.data.formats.torchvision import torchvision_set
-from pipeline.data.formats.webdataset import shard_urls
-from pipeline.data.listing import Entry, Split, check_unicode_forms, class_folders, nfc
-from workers.data.in_place import urls_by_name
+from pipeline.data.labels import Label, check_spelling, sorted_labels
+from pipeline.data.listing import Entry
+from pipeline.data.names import check_unicode_forms, nfc, printable, quoted
+from pipeline.data.splits import Split
 from workers.errors import UserError
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
+
+MAX_CLASSES = 20_000  # of one data set: a column or a folder of more is no set of classes
+MIN_IMAGES = 2  # of a class on average, of labels that are many
+FEW_CLASSES = 50  # that no number of images makes too many
 
 
 class Memory(Protocol):
@@ -37,7 +38,7 @@ class Labels(NamedTuple):
     """The classes of a source in order, and what its numbers are (see `Source.numbers`)."""
 
     classes: tuple[str, ...]
-    numbers: Numbers
+    numbers: Numbers | None
 
 
 def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
@@ -53,7 +54,8 @@ def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
         )
     if card.source.format == "folder":
         return Labels(_classes_of_folders(card, where, memory), card.source.numbers)
-    body = [card.name, card.source.model_dump(mode="json", exclude={"path"})]
+    source = card.source.model_dump(mode="json", exclude={"path", "range"})
+    body = [card.name, source | {"numbers": card.source.numbers or "places"}]  # as older versions
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     identity = f"classes-{digest[:24]}"
     stored = memory.remembered(identity) if memory is not None else None
@@ -75,7 +77,13 @@ def labels_of_source(card: Card, where: str, memory: Memory | None) -> Labels:
         return remembered
     if remembered is not None and state == list(current):
         return remembered
-    labels = _READERS[card.source.format](card, entries)
+    by_name = card.model_copy(
+        update={"source": card.source.model_copy(update={"numbers": "names"})}
+    )
+    labels = labels_of_counts(by_name, entries, count_labels(by_name, entries), _split_of(card))
+    if labels.numbers is None:
+        numbers = "names" if card.source.format == "parquet" else card.source.numbers
+        labels = labels._replace(numbers=numbers)
     if memory is not None:
         value = {"state": list(current), "classes": list(labels.classes), "numbers": labels.numbers}
         memory.remember(identity, value)
@@ -89,7 +97,7 @@ def _recalled(stored: Any) -> tuple[list[str], Labels | None]:
     state = stored.get("state")
     classes = stored.get("classes")
     numbers = stored.get("numbers")
-    if not isinstance(state, list) or numbers not in ("places", "names"):
+    if not isinstance(state, list) or numbers not in ("places", "names", None):
         return [], None
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         return [], None
@@ -101,13 +109,13 @@ def _classes_of_folders(card: Card, where: str, memory: Memory | None) -> tuple[
     digest = hashlib.sha256(f"{card.name}\n{card.num_classes}".encode()).hexdigest()
     identity = f"classes-{digest[:24]}"
     remembered = memory.remembered(identity) if memory is not None else None
+    uri = source_uri(card)
     try:
         with patience(FIRST_CONTACT_S):
-            uri, folders = class_folders(card.source.path, card.source.splits[_split_of(card)])
+            folders = class_folders(card, _split_of(card))
     except StorageUnavailable:
         if not remembered:
             raise
-        uri = card.source.path
         folders = []
     check_unicode_forms(f"{where}: folders in {uri}", folders)
     names = sorted(map(nfc, folders))
@@ -129,75 +137,99 @@ def _split_of(card: Card) -> Split:
     return "train" if card.source.splits.get("train") else "test"
 
 
-# ---- labels, by format ---------------------------------------------------------------------------
-def _of_tables(card: Card, entries: list[Entry]) -> Labels:
-    base, tables = csv.tables_of(card)
-    split_tables = [table for table in tables if table.split == _split_of(card)]
-    names: set[str] = set()
-    for row in csv.rows_of(card, base, split_tables):
-        if row.label is not None:
-            names.add(row.label)
-    return Labels(check_classes(card.source.path, sorted_labels(names)), card.source.numbers)
+# ---- from labels to classes ----------------------------------------------------------------------
+def labels_of_counts(card: Card, entries: list[Entry], counts: LabelCounts, split: Split) -> Labels:
+    """Return the classes that the labels of a split stand for.
 
+    Args:
+        card: Whose numbers are names.
+        entries: The files of its source.
+        counts: Number of images by split and label.
+        split: From which the classes come.
 
-def _of_parquet(card: Card, entries: list[Entry]) -> Labels:
-    uris = _archives(card, entries)
-    label = str(card.source.label)
-    declared = read_schema(uris[0]).classes.get(label)
-    request = Request(card.source.path)
-    counts = label_counts(uris, label, too_many_values(card.source.path, label, (), request))
-    classes, numbers = classes_of_labels(card.source.path, label, declared, counts)
-    return Labels(classes, numbers)
-
-
-def _of_tars(card: Card, entries: list[Entry]) -> Labels:
-    return _of_shards(card, _archives(card, entries))
-
-
-def _of_shards_in_place(card: Card, entries: list[Entry]) -> Labels:
-    urls = urls_by_name(shard_urls(card))
-    return _of_shards(card, [urls[entry.name] for entry in _files(card, entries)])
-
-
-def _of_shards(card: Card, uris: list[str]) -> Labels:
-    label = str(card.source.label)
-    if label == "label":  # the default, which is a column's name
-        label = LABEL_SUFFIX
-    return Labels(classes_of_shards(card.source.path, uris, label), card.source.numbers)
-
-
-def _of_torchvision(card: Card, entries: list[Entry]) -> Labels:
-    words = card.source.splits[_split_of(card)]
-    data = torchvision_set(source_uri(card), card.source.name, words, True)
-    return Labels(torchvision_classes(card.source.name, data), card.source.numbers)
-
-
-def _of_digits(card: Card, entries: list[Entry]) -> Labels:
-    check_digits(card, entries)
-    return Labels(tuple(map(str, range(10))), card.source.numbers)
-
-
-def _files(card: Card, entries: list[Entry]) -> list[Entry]:
-    return entries_of_split(card, _split_of(card), entries)
-
-
-def _archives(card: Card, entries: list[Entry]) -> list[str]:
-    """Return the files of the split that classes come from. Raise UserError without any."""
-    split = _split_of(card)
-    uris, _ = archives_of_split(card, split, entries, format_of(card).suffixes)
-    if not uris:
-        raise UserError(
-            f"card {card.name!r}: {card.source.path} has no files for source.splits.{split} "
-            f"({card.source.splits[split]!r}), from which its classes come; mend the splits"
+    Raises:
+        UserError: If the labels are no classes.
+    """
+    where = printable(card.source.path or card.source.name)
+    labels = {label: n for (of, label), n in counts.items() if of == split and label is not None}
+    declared = declared_classes(card, entries)
+    if declared is not None:
+        classes, numbers = declared
+        missing = [name for name in classes if nfc(name) not in labels]
+        if missing and labels and card.source.format not in LIBRARIES:
+            raise UserError(
+                f"{where}: class {quoted(missing[0])} of column {card.source.label!r} has no train "
+                "images; add some, or give files in which the label is the name of the class"
+            )
+        return Labels(check_classes(where, classes), numbers)
+    names = sorted_labels({str(label) for label in labels})
+    is_many = len(names) > FEW_CLASSES and MIN_IMAGES * len(names) > sum(labels.values())
+    if len(names) > MAX_CLASSES or is_many:
+        raise TooManyLabels(
+            f"{where}: the values of column {quoted(card.source.label or '')} are no classes (too "
+            "many, or neither names nor whole numbers); give a table with a class for each image"
         )
-    return uris
+    check_spelling(where, names)
+    return Labels(check_classes(where, names), _numbers_of(labels, names))
 
 
-_READERS: dict[str, Callable[[Card, list[Entry]], Labels]] = {
-    "csv": _of_tables,
-    "parquet": _of_parquet,
-    "tar": _of_tars,
-    "webdataset": _of_shards_in_place,
-    "torchvision": _of_torchvision,
-    "sklearn": _of_digits,
-}
+class TooManyLabels(UserError):
+    """The values of a label column differ in most rows."""
+
+
+def _numbers_of(labels: Iterable[Label], names: Sequence[str]) -> Numbers | None:
+    """Return `names` if a label is a number that could be the place of another class."""
+    numbers = [label for label in labels if isinstance(label, int)]
+    if any(names[label : label + 1] != [str(label)] for label in numbers):
+        return "names"
+    return None
+
+
+def declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
+    """Return the classes that the files or the library declare, and what numbers are; else None.
+
+    Numbers are places in the list, unless files list the classes in different orders.
+    """
+    source = card.source
+    if source.format == "sklearn":
+        return Labels(tuple(map(str, range(10))), None)
+    if source.format == "torchvision":
+        split = _split_of(card)
+        data = torchvision_set(
+            source_uri(card), source.name, "+".join(source.parts_of(split)), True
+        )
+        names = getattr(data, "classes", None)
+        if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
+            return Labels(tuple(names), None)
+        return None
+    if source.format != "parquet":
+        return None
+    column = source.label or ""
+    lists = [schema_of(file.uri).classes.get(column, ()) for file in files_of(card, entries)[0]]
+    if not lists or not all(lists):
+        return None
+    classes = tuple(dict.fromkeys(name for names in lists for name in names))
+    return Labels(classes, "places" if len(set(lists)) == 1 else "names")
+
+
+def check_classes(where: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the classes of a source. Raise `UserError` if a card cannot have them."""
+    if len(names) > MAX_CLASSES:
+        raise UserError(
+            f"{where} has {len(names)} classes, and more than {MAX_CLASSES} are not proposed; "
+            "write the card by hand, see datasets/README.md"
+        )
+    for name in names:
+        if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
+            raise UserError(
+                f"{where}: class {quoted(name)} is no name that can be shown and filed; rename it "
+                f"to 1 to {MAX_CLASS_CHARACTERS} printable characters"
+            )
+    check_unicode_forms(where, names)
+    if len(names) < 2:
+        found = f"one class, {quoted(names[0])}" if names else "no class"
+        raise UserError(
+            f"{where} has {found}, and a task tells at least two apart; "
+            "give the folder or file that holds all classes"
+        )
+    return tuple(names)

@@ -11,16 +11,10 @@ from importlib import import_module
 from typing import NamedTuple
 
 from pipeline.data.cards import Card
-from pipeline.data.formats.base import (
-    Format,
-    MapFn,
-    Unit,
-    entries_in_folder,
-    entries_matching,
-    source_uri,
-    split_folder,
-)
-from pipeline.data.listing import SPLITS, Entry, Split, list_entries, nfc, suffix_of
+from pipeline.data.formats.base import Format, LabelCounts, MapFn, Unit, source_uri
+from pipeline.data.listing import Entry, list_entries
+from pipeline.data.names import nfc, suffix_of
+from pipeline.data.splits import SPLITS, Split
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
@@ -32,11 +26,18 @@ def format_of(card: Card) -> Format:
     return module.FORMAT
 
 
-def list_source(card: Card) -> list[Entry] | None:
-    """List the files of a card's source, sorted; None where the source does not exist.
+def list_source(card: Card, most: int | None = None) -> list[Entry] | None:
+    """List all files below a card's source, sorted; shards in place alone are those that it names.
 
-    Where splits are folders, only these are listed; there are none where a library fetches the
-    data. Raise UserError where the source cannot be listed.
+    Args:
+        card: Of the source.
+        most: Stop after so many files.
+
+    Returns:
+        None if the source does not exist. An empty list if a library fetches the data.
+
+    Raises:
+        UserError: If the source cannot be listed.
     """
     source_format = format_of(card)
     if not source_format.suffixes:
@@ -44,12 +45,9 @@ def list_source(card: Card) -> list[Entry] | None:
     if source_format.list_shards:
         return source_format.list_shards(card)
     if source_format.list_files:
-        return source_format.list_files(card)
-    folders = [""]
-    if source_format.splits_are_folders:
-        splits = card.source.splits.values()
-        folders = [split_folder(name) for name in splits if name and ".." not in name.split("/")]
-    return list_entries(source_uri(card), folders, source_format.suffixes)
+        return source_format.list_files(card, most)
+    folders = source_format.first_folders(card)
+    return list_entries(source_uri(card), folders, source_format.suffixes, most)
 
 
 def units(card: Card, map_fn: MapFn, entries: list[Entry] | None = None) -> list[Unit]:
@@ -71,7 +69,7 @@ def require_entries(card: Card) -> list[Entry]:
     if not format_of(card).suffixes:
         return []
     entries = list_source(card)
-    if entries:
+    if entries and any(entries_of_split(card, split, entries) for split in SPLITS):
         return entries
     state = "does not exist"
     if entries is not None:
@@ -90,7 +88,7 @@ def is_local_source(card: Card) -> bool:
     paths = [card.source.path]
     if format_of(card).list_shards:
         for split in SPLITS:
-            paths += card.source.shard_patterns(split)
+            paths += card.source.parts_of(split)
     return all(map(is_local, paths))
 
 
@@ -117,7 +115,7 @@ def source_state(card: Card, entries: list[Entry] | None = None) -> SourceState 
         entries = list_source(card) or []
     image_files: set[tuple[str, int, int]] = set()  # name, bytes, modification time
     for split in SPLITS:
-        for entry in entries_of_split(card, split, entries):
+        for entry in source_format.entries_of_split(card, split, entries):
             if not entry.problem and suffix_of(entry.name) in source_format.suffixes:
                 image_files.add((nfc(entry.name), entry.size, entry.modified))
     if not image_files:
@@ -139,11 +137,13 @@ def fingerprint(card: Card) -> str | None:
 
 def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:
     """Return the files that a split takes images from."""
-    source_format = format_of(card)
-    if source_format.list_shards:
-        return [entry for entry in entries if entry.name.startswith(f"{split}-")]
-    if source_format.list_files:
-        return entries
-    if source_format.splits_are_folders:
-        return entries_in_folder(card, split, entries)
-    return entries_matching(card, split, entries)
+    return format_of(card).entries_of_split(card, split, entries)
+
+
+def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
+    """Return the number of images of a source by split and label; no pixels are read.
+
+    Raises:
+        UserError: If labels or splits cannot be read, or a row names several files.
+    """
+    return format_of(card).count_labels(card, entries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import posixpath
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,35 +16,21 @@ from PIL import Image
 from pyarrow import fs
 
 from pipeline.data.cards import Card
+from pipeline.data.labels import ClassNames, Label
 from pipeline.data.listing import (
+    HIDDEN,
     Entry,
-    Split,
     absolute_uri,
     open_file,
     open_source,
-    printable,
     remedy,
-    suffix_of,
 )
+from pipeline.data.names import printable, suffix_of
+from pipeline.data.splits import IGNORE, PARTS, TRUE_WORDS, Split, SplitUnclear
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join
 
-IMAGE_SUFFIXES = frozenset(
-    (
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".png",
-        ".webp",
-        ".bmp",
-        ".gif",
-        ".tif",
-        ".tiff",
-        ".ppm",
-        ".pgm",
-        ".pbm",
-    )
-)
+LIBRARIES = ("sklearn", "torchvision")  # formats of data that a package brings
 UNIT_ITEMS = 4096  # at most so many files, members or rows are one unit
 MIN_UNIT_BYTES = 8 << 20
 MAX_UNIT_BYTES = 256 << 20
@@ -53,14 +39,12 @@ RUN_GAP = 64 << 10  # bytes that are read and left aside rather than make two re
 RUN_BYTES = 8 << 20  # of one read of several images
 AHEAD_BYTES = 64 << 20  # that are read ahead from a bucket
 READERS = 8  # reads from a bucket at the same time
-MAX_LABEL_BYTES = 4096  # of a class name in a source
 # of one encoded image: 400 MB is an image of max_pixels with 16 bits a channel, uncompressed
 MAX_IMAGE_BYTES = 512 << 20
 # A table may hold one value once and repeat it in a million rows: the images of a source may
 # together have so many times the bytes of its files, and so many bytes whatever those are.
 MAX_UNFOLDING = 100
 MAX_UNFOLDED_BYTES = 4 << 30
-MAX_NUMBER_DIGITS = 18  # of a label that is a class number as text
 
 MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
@@ -69,16 +53,20 @@ MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 class Item:
     """One image of a source.
 
-    name: how people know it (path or row). stem: the name without folder and extension. label: its
-    class in the source's words, None where it has none. problem: why it cannot be used, where that
-    is known without its pixels. uri, offset, size: where its bytes can be read again. uri is ""
-    where they cannot, and size is None for a whole file.
+    Attributes:
+        split: Its split, IGNORE if the card leaves it out.
+        name: How people know it (path or row).
+        stem: The name without folder and extension.
+        label: Its label in the words of the source; None if it has none.
+        problem: Why it cannot be used, if that is known without its pixels.
+        uri: Where its bytes can be read again; empty if they cannot.
+        offset, size: Of its bytes in the file; size None: the whole file.
     """
 
     split: str
     name: str
     stem: str
-    label: str | None
+    label: Label
     problem: str | None = None
     uri: str = ""
     offset: int = 0
@@ -86,6 +74,7 @@ class Item:
 
 
 ItemBytes = tuple[Item, bytes | None]  # an item and the bytes of its image, None with a problem
+LabelCounts = Counter[tuple[str, Label]]  # number of images by split and label
 
 
 class Unit(NamedTuple):
@@ -103,20 +92,27 @@ class Unit(NamedTuple):
 class Format:
     """One layout of raw data; each module of this folder defines one as `FORMAT`.
 
-    units: divides a source into units, from its card, its entries and a map function.
-    suffixes: of the files that hold images. Empty where a library fetches the data.
-    splits_are_folders: whether a split is a sub-folder of the source, and not a glob.
-    list_shards: lists shards that are used where they lie, which are named one by one.
-    list_files: lists the files that the tables of a source name, and the tables.
-    list_items: lists all images with their labels, where that takes none of their bytes.
-    check: raises UserError for a source that `units` would refuse, as far as that is quick to see.
+    Attributes:
+        units: Divides a source into units, from its card, its entries and a map function.
+        count_labels: Counts images by split and label, without reading their pixels.
+        suffixes: Of the files that hold images. Empty if a library fetches the data.
+        first_folders: The folders of a source that are listed before the others.
+        list_shards: Lists shards that are used in place, which are named one by one.
+        list_files: Lists the files of a source, if that is not the folder at its path.
+        entries_of_split: The files that a split takes images from.
+        list_items: Lists all images with their labels, if that takes none of their bytes.
+        check: Raises UserError for a source that `units` would refuse, as far as that is quick.
     """
 
     units: Callable[[Card, list[Entry], MapFn], list[Unit]]
+    count_labels: Callable[[Card, list[Entry]], LabelCounts]
     suffixes: frozenset[str] = frozenset()
-    splits_are_folders: bool = False
+    first_folders: Callable[[Card], list[str]] = lambda card: [""]
     list_shards: Callable[[Card], list[Entry] | None] | None = None
-    list_files: Callable[[Card], list[Entry] | None] | None = None
+    list_files: Callable[[Card, int | None], list[Entry] | None] | None = None
+    entries_of_split: Callable[[Card, Split, list[Entry]], list[Entry]] = (
+        lambda card, split, entries: entries_matching(card, split, entries)
+    )
     list_items: Callable[[Card, list[Entry]], Iterator[Item]] | None = None
     check: Callable[[Card, list[Entry]], None] | None = None
 
@@ -139,30 +135,41 @@ def is_single_file(card: Card, entries: Sequence[Entry]) -> bool:
     return len(entries) == 1 and entries[0].name == posixpath.basename(path)
 
 
-def entries_in_folder(card: Card, split: Split, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries of a split that is a sub-folder or a file."""
-    folder = card.source.splits.get(split, "")
-    if not folder:
-        return []
-    if not split_folder(folder):
-        return [*entries]
-    return [e for e in entries if e.name == folder or e.name.startswith(f"{folder}/")]
-
-
-def split_folder(folder: str) -> str:
-    """Return the folder of a split as listings name it: empty for `.`, the source itself."""
-    return "" if folder == "." else folder
-
-
 def entries_matching(card: Card, split: Split, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries of a split that is a folder, a file, a glob or a prefix of file names."""
-    pattern = card.source.splits.get(split, "")
-    if not pattern:
+    """Return the entries of a split that is a folder, a file, a glob or a prefix of file names.
+
+    With a column of the split, every split may take rows of all files.
+    """
+    if card.source.split is not None:
+        return visible(entries) if split in card.source.named_splits() else []
+    patterns = card.source.parts_of(split)
+    if not "".join(patterns):
         return []
     if is_single_file(card, entries):  # all of it is train
         return [*entries] if split == "train" else []
-    globs = (pattern, f"{pattern}/*", f"{pattern}-*", f"{pattern}_*", f"{pattern}.*")
-    return [entry for entry in entries if any(fnmatch(entry.name, glob) for glob in globs)]
+    globs = _globs(patterns)
+    ignored = _globs(card.source.parts_of(IGNORE))
+    return [
+        entry
+        for entry in visible(entries)
+        if _matches(entry.name, globs) and not _matches(entry.name, ignored)
+    ]
+
+
+def visible(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries that are not hidden."""
+    return [entry for entry in entries if entry.problem != HIDDEN]
+
+
+def _globs(patterns: Sequence[str]) -> list[str]:
+    globs: list[str] = []
+    for text in filter(None, patterns):
+        globs += [text, f"{text}/*", f"{text}-*", f"{text}_*", f"{text}.*"]
+    return globs
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch(name, glob) for glob in globs)
 
 
 def archives_of_split(
@@ -170,7 +177,8 @@ def archives_of_split(
 ) -> tuple[list[str], list[Item]]:
     """Return the URIs of the files that hold many images, and items for all other files.
 
-    Raise UserError where one of those files cannot be opened.
+    Raises:
+        UserError: If one of those files cannot be opened.
     """
     uris: list[str] = []
     other_items: list[Item] = []
@@ -188,6 +196,74 @@ def archives_of_split(
         else:
             uris.append(base if is_single else join(base, entry.name))
     return uris, other_items
+
+
+class SplitValues:
+    """Finds the split of a row by the values of its column, or columns, of the split.
+
+    Args:
+        card: With `source.split`.
+        where: What to call the source in errors.
+    """
+
+    def __init__(self, card: Card, where: str):
+        self.columns = card.source.split_columns()
+        self.where = where
+        self.splits: dict[str, str] = {}
+        for split in PARTS:
+            for value in card.source.parts_of(split):
+                self.splits[value] = split
+
+    def value(self, values: Sequence[str | None]) -> str:
+        """Return what the columns of the split say; of several, the name of the one that is 1."""
+        if len(self.columns) == 1:
+            return values[0] or ""
+        pairs = zip(self.columns, values, strict=True)
+        names = [name for name, text in pairs if (text or "").lower() in TRUE_WORDS]
+        return names[0] if len(names) == 1 else ""
+
+    def find(self, value: str, row: int) -> str:
+        """Return the split that a value names, or IGNORE.
+
+        Args:
+            value: As `value` returns it.
+            row: Number of the row, for errors.
+
+        Raises:
+            SplitUnclear: If the card does not name the value.
+        """
+        split = self.splits.get(value)
+        if split is None:
+            column = " and ".join(map(repr, self.columns))
+            raise SplitUnclear(
+                f"{self.where}: row {row} has {printable(value)!r:.60} in column {column}, which "
+                "source.splits of the card does not name; add it there, to train, val, test or "
+                "ignore"
+            )
+        return split
+
+    def find_in_path(self, path: str, row: int) -> str:
+        """Return the split of an image by a folder of its path, or the beginning of its name."""
+        *folders, name = path.split("/")
+        for folder in folders:
+            if folder in self.splits:
+                return self.splits[folder]
+        for value, split in self.splits.items():
+            if value and name.startswith(value) and not name[len(value) :][:1].isalnum():
+                return split
+        raise SplitUnclear(
+            f"{self.where}: row {row} names {printable(path)!r:.120}, whose folders and name are "
+            "none of those in source.splits of the card; add one there, to train, val, test or "
+            "ignore"
+        )
+
+
+def class_names(card: Card) -> ClassNames:
+    """Return what finds the classes of a card; the numbers of a library are places in its list."""
+    numbers = card.source.numbers
+    if numbers is None and card.source.format in LIBRARIES:
+        numbers = "places"
+    return ClassNames(card.classes, numbers, f"card {card.name!r}")
 
 
 # ---- items ---------------------------------------------------------------------------------------
@@ -345,30 +421,6 @@ def check_unfolding(source: str, image_bytes: int, file_bytes: int) -> None:
             f"{MAX_UNFOLDING} times its own {file_bytes}, as it repeats some of them without end; "
             "fetch it again, or write it without the repetitions"
         )
-
-
-def class_of(label: Any, classes: tuple[str, ...], numbers: str = "places") -> str | None:
-    """Return the class that a label means: a name, or an index into the classes as listed.
-
-    numbers: as in `Source`. None where the label is none, or of a type that names no class.
-    """
-    if isinstance(label, bytes):
-        label = label.decode("utf-8", "replace")
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)
-    if label is None:
-        return None
-    if isinstance(label, str) and label in classes:
-        return label
-    if isinstance(label, str) and (not label.isdecimal() or len(label) > MAX_NUMBER_DIGITS):
-        return label[:MAX_LABEL_BYTES] or None
-    if not isinstance(label, (str, int)):
-        return None
-    if numbers == "names":
-        name = str(int(label))
-        return name if name in classes else f"number {label}"
-    index = int(label)
-    return classes[index] if 0 <= index < len(classes) else f"number {label}"
 
 
 def png(image: Image.Image) -> bytes:

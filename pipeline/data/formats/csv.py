@@ -1,4 +1,4 @@
-"""Tables of paths and labels, CSV or Parquet, beside the images that they name.
+"""Tables of paths and labels, CSV, JSON lines or Parquet, beside the images that they name.
 
 A path starts at the folder of its table and stays inside the source: a table may come from a
 stranger, and what it names is read and copied into shards.
@@ -8,194 +8,246 @@ from __future__ import annotations
 
 import os
 import posixpath
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import NamedTuple
 
-from pyarrow import fs
-
 from pipeline.data.cards import Card
+from pipeline.data.file_index import NO_FILE, FileFinder, FileIndex, NamedRow, several_files
+from pipeline.data.file_kinds import IMAGE_FILES, TABLE_SUFFIXES
 from pipeline.data.formats.base import (
-    IMAGE_SUFFIXES,
     Format,
     Item,
+    LabelCounts,
     MapFn,
+    SplitValues,
     Unit,
-    class_of,
     other_file,
     size_problem,
     source_uri,
     units_of_items,
+    visible,
 )
-from pipeline.data.listing import SPLITS, Entry, open_source, suffix_of
-from pipeline.data.tables import TABLE_SUFFIXES, read_rows
+from pipeline.data.labels import Label, label_of
+from pipeline.data.listing import Entry, is_folder, list_entries, open_source
+from pipeline.data.names import listed, nfc, printable, quoted, suffix_of
+from pipeline.data.splits import IGNORE, SPLITS, Split, role_of
+from pipeline.data.tables import read_rows
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join, parent
 
-OUTSIDE = "link: to a file outside the source; let source.path name a folder that holds both"
-ADDRESS = "corrupt: an address, and a table names files; fetch it and name the file"
-NO_FILE = "corrupt: there is no such file"
-NO_PATH = "corrupt: its row names no file"
 MOST_NAME = 200  # characters of a name that leads to no file
-ASKED_AT_ONCE = 1000  # files of a bucket
 
 
 class Table(NamedTuple):
-    """One table of a split. name: below the source. value: of the split column, None without."""
+    """One table. split: None if a column, or the path of each image, says it. name: below the
+    source."""
 
-    split: str
+    split: str | None
     name: str
-    value: str | None
 
 
-class TableRow(NamedTuple):
-    """A row that belongs to a split. files: names below the source, of which the first that is
-    there is meant; none with a problem."""
+class TableImage(NamedTuple):
+    """An image that a table names, in one row or several.
+
+    Attributes:
+        split: Its split, or IGNORE.
+        row: Number of its first row.
+        text: What that row says of it.
+        label: Its label.
+        name: Of the file below the source; empty with a problem.
+        problem: Why there is no file.
+    """
 
     split: str
-    number: int
+    row: int
     text: str
-    label: str | None
-    files: tuple[str, ...]
+    label: Label
+    name: str
     problem: str | None
 
 
-# ---- rows ----------------------------------------------------------------------------------------
 def tables_of(card: Card) -> tuple[str, list[Table]]:
     """Return the folder of a source as a path or URI, and its tables.
 
-    A source that is one table holds all splits: those of its split column, or train alone.
+    A source that is one table holds all splits: those that `source.split` tells apart, or train
+    alone. It reaches as far above the folder of its table as `source.files` says by `../`.
     """
     uri = source_uri(card)
-    splits = card.source.splits
-    if suffix_of(uri) in TABLE_SUFFIXES and not _is_folder(uri):
-        name = posixpath.basename(uri)
-        if card.source.split is None:
-            return parent(uri), [Table("train", name, None)]
-        return parent(uri), [Table(s, name, splits[s]) for s in SPLITS if splits.get(s)]
-    if card.source.split is not None:
+    source = card.source
+    if suffix_of(uri) in TABLE_SUFFIXES and not is_folder(uri):
+        steps = max(pattern.count("../") for pattern in source.file_patterns())
+        base = parent(uri)
+        for _ in range(steps):
+            base = parent(base)
+        name = uri[len(base) :].lstrip("/")
+        return base, [Table(None if source.split is not None else "train", name)]
+    if source.split is not None and source.split != source.image:
         raise UserError(
-            f"card {card.name!r}: source.split is {card.source.split!r}, the column of one table, "
+            f"card {card.name!r}: source.split is {source.split!r}, the column of one table, "
             f"and source.path is a folder; let it name the table"
         )
-    return uri.rstrip("/"), [Table(s, splits[s], None) for s in SPLITS if splits.get(s)]
+    tables = [Table(s, name) for s in SPLITS for name in source.parts_of(s) if name]
+    return uri.rstrip("/"), tables
 
 
-def _is_folder(uri: str) -> bool:
-    system, path = open_source(uri)
-    return bool(system.get_file_info(path).type == fs.FileType.Directory)
+class TableRow(NamedTuple):
+    """A row of a table.
 
-
-def rows_of(card: Card, base: str, tables: list[Table]) -> Iterator[TableRow]:
-    """Yield the rows of all splits, in the order of the tables."""
-    source = card.source
-    columns = [source.image, *filter(None, (source.label, source.split))]
-    patterns = source.file_patterns()
-    for table in tables:
-        folder = posixpath.dirname(table.name)
-        for row in read_rows(join(base, table.name), columns):
-            if table.value is not None and row.values[-1] != table.value:
-                continue
-            label = row.values[1] if source.label is not None else None
-            text = row.values[0] or ""
-            files: list[str] = []
-            problem = None
-            for pattern in patterns:
-                file, problem = locate(text, folder, base, pattern)
-                if file is not None:
-                    files.append(file)
-            if files:
-                problem = None
-            yield TableRow(table.split, row.number, text, label, tuple(files), problem)
-
-
-def locate(text: str, folder: str, base: str, files: str) -> tuple[str | None, str | None]:
-    """Return the name below the source of the file that a row names, and what is wrong with it.
-
-    folder: of the table, below the source. base: the source, a path or URI. files: one of
-    the patterns in `Source.files`.
+    Attributes:
+        number: From 1.
+        text: What it says of its image.
+        label: As it stands there.
+        split: That its table or column says; None if the path of the image says it.
+        word: The value of the column of the split.
     """
-    if not text or "\0" in text:
-        return None, NO_PATH
-    if "://" in text:
-        return None, ADDRESS
-    path = files.replace("{}", text)
-    if "/" not in path:
-        path = path.replace("\\", "/")  # as programs on Windows write paths
-    if posixpath.isabs(path):
-        if not is_local(base):
-            return None, OUTSIDE
-        path = os.path.relpath(path, base)
-    else:
-        path = posixpath.join(folder, path)
-    path = posixpath.normpath(path)
-    if path == ".." or path.startswith("../"):
-        return None, OUTSIDE
-    return path, None
+
+    number: int
+    text: str
+    label: str | None
+    split: str | None
+    word: str
 
 
-# ---- files ---------------------------------------------------------------------------------------
-def list_files(card: Card) -> list[Entry] | None:
-    """List the tables of a card and the images that they name; None where a table is missing."""
+def rows_of(card: Card, base: str, table: Table) -> Iterator[TableRow]:
+    """Yield the rows of a table, without those of a split that is ignored."""
+    source = card.source
+    values = SplitValues(card, printable(join(base, table.name)))
+    by_path = source.split == source.image
+    columns = [source.image, *filter(None, (source.label,))]
+    first = len(columns)
+    columns += () if by_path else source.split_columns()
+    for number, row in read_rows(join(base, table.name), columns):
+        split = table.split
+        word = ""
+        if split is None and not by_path:
+            word = values.value(row[first:])
+            split = values.find(word, number)
+        if split != IGNORE:
+            label = row[1] if source.label is not None else None
+            yield TableRow(number, row[0] or "", label, split, word)
+
+
+class _LastImages:
+    """The images of the tables that were read last: a source is asked several times in a row."""
+
+    card: Card | None = None
+    entries: list[Entry] | None = None
+    images: list[TableImage] | None = None
+
+
+def images_of(card: Card, entries: list[Entry]) -> list[TableImage]:
+    """Return the images of all tables, in the order of their rows; several rows are one image.
+
+    Raises:
+        UserError: If a row names several files, or rows give one file two labels or two splits.
+    """
+    last = _LastImages
+    if last.images is None or last.card != card or last.entries is not entries:
+        last.images = _read_images(card, entries)
+        last.card = card
+        last.entries = entries
+    return last.images
+
+
+def _read_images(card: Card, entries: list[Entry]) -> list[TableImage]:
     base, tables = tables_of(card)
-    system, path = open_source(base)
-    names = dict.fromkeys(table.name for table in tables)
-    infos = system.get_file_info([join(path, name) for name in names])
-    if not infos or any(info.type != fs.FileType.File for info in infos):
-        return None
-    entries: list[Entry] = []
-    for name, info in zip(names, infos, strict=True):
-        entries.append(Entry(name, info.size, info.mtime_ns or 0))
-    files = {row.files: None for row in rows_of(card, base, tables) if row.files}
-    file_names = list(dict.fromkeys(chain.from_iterable(files)))
-    if isinstance(system, fs.LocalFileSystem):
-        by_name = {entry.name: entry for entry in _local_entries(path, file_names)}
-    else:
-        by_name = {entry.name: entry for entry in _remote_entries(system, path, file_names)}
-    used = dict.fromkeys(_first_file(candidates, by_name) for candidates in files)
-    entries += [by_name[name] for name in used]
-    return sorted(entries)
+    index = FileIndex(
+        entry.name for entry in visible(entries) if suffix_of(entry.name) in IMAGE_FILES
+    )
+    links = {
+        entry.name.rpartition("/")[2]: entry.problem
+        for entry in entries
+        if entry.problem is not None and "folder" in entry.problem
+    }
+    images: list[TableImage] = []
+    owners: dict[str, TableImage] = {}  # file -> its first row
+    contradictions: list[tuple[TableImage, TableImage]] = []
+    for table in tables:
+        for image in _images_of_table(card, base, table, index, links):
+            first = owners.setdefault(image.name, image) if image.name else image
+            if first is image:
+                images.append(image)
+            elif (first.label, first.split) != (image.label, image.split):
+                contradictions.append((first, image))
+    if contradictions:
+        raise _contradiction(base, contradictions)
+    return [image for image in images if image.split != IGNORE]
 
 
-def _first_file(names: tuple[str, ...], entries: Mapping[str, Entry]) -> str:
-    """Return the first of some names that is a file; the first of all where none is."""
-    for name in names:
-        if name in entries and entries[name].problem is None:
-            return name
-    return names[0]
+def _images_of_table(
+    card: Card, base: str, table: Table, index: FileIndex, links: Mapping[str, str]
+) -> Iterator[TableImage]:
+    """Yield the images of a table. links: problem of each folder that is a link, by its name."""
+    source = card.source
+    where = printable(join(base, table.name))
+    finder = FileFinder(index, posixpath.dirname(table.name), base, source.file_patterns())
+    values = SplitValues(card, where)
+    rows = list(rows_of(card, base, table))
+    label_is_folder = source.label == source.image
+    named = [_named(row) for row in rows]
+    finder.look_for_moved_folders(named)
+    for row, named_row in zip(rows, named, strict=True):
+        names, problem = finder.find(named_row)
+        if problem == NO_FILE:
+            problem = next((links[part] for part in row.text.split("/") if part in links), problem)
+        if len(names) > 1:
+            raise several_files(where, row.number, row.text, names)
+        name = names[0] if names else ""
+        split = row.split
+        if split is None:
+            split = values.find_in_path(name, row.number) if name else SPLITS[0]
+        label = label_of(row.label)
+        if label_is_folder:
+            label = _folder_label(name, values.splits)
+        yield TableImage(split, row.number, row.text, label, name, problem)
 
 
-def _local_entries(base: str, names: list[str]) -> Iterator[Entry]:
-    """Yield an entry for each file. A link to a file stands for the file, wherever it lies; a link
-    to a folder is followed inside the source alone."""
-    real_base = os.path.realpath(base)
-    is_inside: dict[str, bool] = {}
-    for name in names:
-        folder = posixpath.dirname(name)
-        if folder not in is_inside:
-            real = os.path.realpath(os.path.join(base, folder))
-            is_inside[folder] = os.path.commonpath([real_base, real]) == real_base
-        if not is_inside[folder]:
-            yield Entry(name, 0, 0, OUTSIDE)
-            continue
-        try:
-            info = os.stat(os.path.join(base, name))
-        except OSError:
-            yield Entry(name, 0, 0, NO_FILE)
-            continue
-        is_file = os.path.isfile(os.path.join(base, name))
-        yield Entry(name, info.st_size, info.st_mtime_ns, None if is_file else NO_FILE)
+def _named(row: TableRow) -> NamedRow:
+    """Return what the patterns of `source.files` are filled with."""
+    label = label_of(row.label)
+    word = row.word if role_of(row.word) is not None else row.split
+    return NamedRow(row.text, "" if label is None else str(label), word or "")
 
 
-def _remote_entries(system: fs.FileSystem, base: str, names: list[str]) -> Iterator[Entry]:
-    for start in range(0, len(names), ASKED_AT_ONCE):
-        part = names[start : start + ASKED_AT_ONCE]
-        infos = system.get_file_info([join(base, name) for name in part])
-        for name, info in zip(part, infos, strict=True):
-            if info.type == fs.FileType.File:
-                yield Entry(name, info.size or 0, info.mtime_ns or 0)
-            else:
-                yield Entry(name, 0, 0, NO_FILE)
+def _folder_label(name: str, splits: dict[str, str]) -> str | None:
+    """Return the last folder of a path that is no split."""
+    folders = [part for part in name.split("/")[:-1] if part not in splits]
+    return nfc(folders[-1]) if folders else None
+
+
+def _contradiction(base: str, pairs: list[tuple[TableImage, TableImage]]) -> UserError:
+    num_files = len({first.name for first, _ in pairs})
+    first, second = pairs[0]
+    kind = "two labels"
+    both = [first.label, second.label]
+    if first.label == second.label:
+        kind = "two splits"
+        both = [first.split, second.split]
+    return UserError(
+        f"{printable(base)}: {num_files} images have {kind}, such as {quoted(first.name)} with "
+        f"{listed(str(value) for value in both)} (rows {first.row} and {second.row}); an image "
+        "needs one, so name another column or mend the table"
+    )
+
+
+# ---- the format ----------------------------------------------------------------------------------
+def list_files(card: Card, most: int | None = None) -> list[Entry] | None:
+    """List the files below the folder of a source; None if a table is missing."""
+    base, tables = tables_of(card)
+    entries = list_entries(base, [""], IMAGE_FILES | TABLE_SUFFIXES, most)
+    names = {entry.name for entry in entries or ()}
+    return entries if all(table.name in names for table in tables) else None
+
+
+def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:
+    """Return the tables of a card and the files that they name, whatever the split."""
+    _, tables = tables_of(card)
+    names = {table.name for table in tables}
+    if not names <= {entry.name for entry in entries}:
+        return []
+    names.update(image.name for image in images_of(card, entries))
+    return [entry for entry in entries if entry.name in names]
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
@@ -204,30 +256,39 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
 
 
 def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
-    """Yield the items of all rows, in the order of the tables."""
-    base, tables = tables_of(card)
+    """Yield the items of all rows, those of train first."""
+    base, _ = tables_of(card)
     _, path = open_source(base)
     root = path if is_local(base) else base
     by_name = {entry.name: entry for entry in entries}
-    for row in rows_of(card, base, tables):
-        label = class_of(row.label, card.classes, card.source.numbers)
-        name = f"row {row.number}: {row.text[:MOST_NAME]}"
-        if row.files:
-            name = _first_file(row.files, by_name)
+    images = images_of(card, entries)
+    places = {str(split): place for place, split in enumerate(SPLITS)}
+    for image in sorted(images, key=lambda image: places[image.split]):
+        name = image.name or f"row {image.row}: {image.text[:MOST_NAME]}"
         stem = os.path.splitext(posixpath.basename(name))[0]
-        entry = by_name.get(name)
-        problem = row.problem
-        if problem is None and entry is None:
-            problem = NO_FILE
-        if problem is not None or entry is None:
-            yield Item(row.split, name, stem, label, problem)
+        entry = by_name.get(image.name)
+        if entry is None:
+            yield Item(image.split, name, stem, image.label, image.problem)
             continue
         problem = entry.problem or size_problem(entry.size)
-        if problem is None and suffix_of(name) not in IMAGE_SUFFIXES:
+        if problem is None and suffix_of(name) not in IMAGE_FILES:
             problem = other_file(name)
-        yield Item(row.split, name, stem, label, problem, join(root, name), 0, entry.size)
+        uri = join(root, name)
+        yield Item(image.split, name, stem, image.label, problem, uri, 0, entry.size)
+
+
+def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
+    """Return the number of images by split and label."""
+    return Counter(
+        (image.split, image.label) for image in images_of(card, entries) if image.problem is None
+    )
 
 
 FORMAT = Format(
-    units, IMAGE_SUFFIXES | TABLE_SUFFIXES, list_files=list_files, list_items=list_items
+    units,
+    count_labels,
+    IMAGE_FILES | TABLE_SUFFIXES,
+    list_files=list_files,
+    entries_of_split=entries_of_split,
+    list_items=list_items,
 )

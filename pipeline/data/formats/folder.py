@@ -1,80 +1,248 @@
-"""Image folders: `<split>/<class>/**/<image>`."""
+"""Image folders: `<split>/<class>/**/<image>`, or as `source.splits` says with `{label}`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import translate
+from functools import lru_cache
+from typing import NamedTuple
 
 from pipeline.data.cards import Card
+from pipeline.data.file_kinds import IMAGE_FILES
 from pipeline.data.formats.base import (
-    IMAGE_SUFFIXES,
-    MAX_IMAGE_BYTES,
     Format,
     Item,
-    ItemBytes,
+    LabelCounts,
     MapFn,
     Unit,
     base_uri,
-    entries_in_folder,
     other_file,
     read_items,
     size_problem,
+    source_uri,
     unit_slices,
+    visible,
 )
-from pipeline.data.listing import SPLITS, Entry, check_unicode_forms
+from pipeline.data.listing import Entry, list_folders
+from pipeline.data.names import check_unicode_forms, nfc, suffix_of
+from pipeline.data.splits import IGNORE, PARTS, SPLITS, Split
 from workers.storage.artifact import join
+
+LABEL = "{label}"
+
+
+class SplitFolder(NamedTuple):
+    """A folder of a split, part by part of its path.
+
+    Attributes:
+        split: A split, or IGNORE.
+        parts: A regular expression for each; that of the class has a group `label`.
+        names: Of the folders before the first one that stands for several.
+    """
+
+    split: str
+    parts: tuple[re.Pattern[str], ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, split: str, text: str) -> SplitFolder:
+        """Return the folder that a card names: a path, with globs, or `{label}` for a class."""
+        texts = [part for part in text.split("/") if part not in ("", ".")]
+        names: list[str] = []
+        for part in texts:
+            if re.search(r"[*?\[{]", part):
+                break
+            names.append(part)
+        return cls(split, tuple(map(_part_pattern, texts)), tuple(names))
+
+    def match(self, path: Sequence[str]) -> tuple[bool, str | None]:
+        """Return whether a path lies in this folder, and the label that its folders say."""
+        if len(path) < len(self.parts):
+            return False, None
+        label = None
+        has_label = False
+        for pattern, part in zip(self.parts, path, strict=False):
+            match = pattern.fullmatch(part)
+            if match is None:
+                return False, None
+            if "label" in pattern.groupindex:
+                has_label = True
+                label = match["label"]
+        if not has_label and len(path) > len(self.parts) + 1:
+            label = path[len(self.parts)]
+        return True, label
+
+
+def _part_pattern(text: str) -> re.Pattern[str]:
+    if LABEL in text:
+        before, _, after = text.partition(LABEL)
+        return re.compile(f"{_glob(before)}(?P<label>.+){_glob(after)}", re.DOTALL)
+    return re.compile(_glob(text), re.DOTALL)
+
+
+def _glob(text: str) -> str:
+    """Return a regular expression for a glob, without the marks of its ends."""
+    return re.sub(r"^\(\?s:(.*)\)\\[zZ]$", r"\1", translate(text), flags=re.DOTALL)
+
+
+class LabelledEntry(NamedTuple):
+    """A file below the folder of a split, with its label; None for a file outside of a class."""
+
+    split: str
+    label: str | None
+    entry: Entry
+
+
+@lru_cache(maxsize=64)
+def _split_folders(splits: tuple[tuple[str, str], ...]) -> tuple[SplitFolder, ...]:
+    """Return the folders of all splits, those with more parts first."""
+    folders = [SplitFolder.of(split, part) for split, part in splits]
+    return tuple(sorted(folders, key=lambda folder: -len(folder.parts)))
+
+
+def split_folders(card: Card) -> tuple[SplitFolder, ...]:
+    """Return the folders of a card's splits; a file belongs to the first one that it lies in."""
+    pairs = [
+        (split, part)
+        for split in PARTS
+        for part in card.source.parts_of(split)
+        if part and ".." not in part.split("/")
+    ]
+    return _split_folders(tuple(pairs))
+
+
+def labelled_entries(card: Card, entries: Sequence[Entry]) -> Iterator[LabelledEntry]:
+    """Yield the files that lie in the folder of a split, in the order of the entries."""
+    folders = split_folders(card)
+    for entry in visible(entries):
+        path = entry.name.split("/")
+        for folder in folders:
+            is_inside, label = folder.match(path)
+            if is_inside:
+                yield LabelledEntry(folder.split, label, entry)
+                break
+
+
+def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:
+    """Return the files below the folders of a split."""
+    return [found.entry for found in labelled_entries(card, entries) if found.split == split]
+
+
+def first_folders(card: Card) -> list[str]:
+    """Return the folders of the splits, from the top down to the first one that is a pattern."""
+    folders = [folder for folder in split_folders(card) if folder.split != IGNORE]
+    return ["/".join(folder.names) for folder in folders]
+
+
+def class_folders(card: Card, split: Split) -> list[str]:
+    """Return the sorted names of the classes that have a folder in a split.
+
+    No file is looked at, so that a class may have no image.
+    """
+    folders = split_folders(card)
+    base = source_uri(card).rstrip("/")
+    names: set[str] = set()
+    for folder in folders:
+        if folder.split != split:
+            continue
+        patterns = [*folder.parts]
+        if not any("label" in pattern.groupindex for pattern in patterns):
+            patterns.append(_part_pattern(LABEL))
+        waiting: list[tuple[str, ...]] = [folder.names]
+        for pattern in patterns[len(folder.names) :]:
+            below: list[tuple[str, ...]] = []
+            for path in waiting:
+                children = list_folders(join(base, *path) if path else base)
+                below += [(*path, name) for name in children if pattern.fullmatch(name)]
+            waiting = below
+            if "label" in pattern.groupindex:
+                break
+        for path in waiting:
+            matches = ((one, *one.match((*path, "x"))) for one in folders)
+            owner, _, label = next((m for m in matches if m[1]), (folder, True, None))
+            if owner == folder and label is not None:
+                names.add(label)
+    return sorted(names)
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return the units of all files; the first folder below a split is the class."""
-    check_unicode_forms(f"source of card {card.name!r}", [entry.name for entry in entries])
-    base = base_uri(card)
-    units: list[Unit] = []
-    for split in SPLITS:
-        folder = card.source.splits.get(split, "")
-        split_entries = entries_in_folder(card, split, entries)
-        for part in unit_slices([_bytes_to_read(entry) for entry in split_entries]):
-            files = split_entries[part]
-            units.append(Unit(read_files, (base, split, folder, files), len(files)))
-    return units
+    """Return the units of all files, those of train first."""
+    items = _sorted_items(card, entries)
+    return [
+        Unit(read_items, (items[part],), part.stop - part.start)
+        for split in SPLITS
+        for part in _slices(items, split)
+    ]
+
+
+def _slices(items: list[Item], split: str) -> Iterator[slice]:
+    start = next((i for i, item in enumerate(items) if item.split == split), len(items))
+    of_split = [item for item in items if item.split == split]
+    for part in unit_slices([_bytes_to_read(item) for item in of_split]):
+        yield slice(start + part.start, start + part.stop)
+
+
+def _bytes_to_read(item: Item) -> int:
+    return 0 if item.problem else item.size or 0
 
 
 def list_items(card: Card, entries: list[Entry]) -> Iterator[Item]:
     """Yield all files of a source as items, those of train first.
 
-    Raise UserError where two names differ in their Unicode form alone.
+    Raises:
+        UserError: If two names differ in their Unicode form alone.
     """
-    check_unicode_forms(f"source of card {card.name!r}", [entry.name for entry in entries])
+    yield from _sorted_items(card, entries)
+
+
+def _sorted_items(card: Card, entries: list[Entry]) -> list[Item]:
+    found = [one for one in labelled_entries(card, entries) if one.split != IGNORE]
+    names = [one.entry.name for one in found]
+    check_unicode_forms(f"source of card {card.name!r}", names)
     base = base_uri(card)
-    for split in SPLITS:
-        folder = card.source.splits.get(split, "")
-        for entry in entries_in_folder(card, split, entries):
-            yield _item(base, split, folder, entry)
+    items = [_item(base, one) for one in found]
+    return sorted(items, key=lambda item: SPLITS.index(item.split))
 
 
-def _bytes_to_read(entry: Entry) -> int:
-    is_read = not entry.problem and entry.size <= MAX_IMAGE_BYTES
-    return entry.size if is_read else 0
-
-
-def read_files(base: str, split: str, folder: str, files: list[Entry]) -> Iterator[ItemBytes]:
-    """Yield the items of files below the folder of a split. base: path or URI of the source."""
-    return read_items([_item(base, split, folder, file) for file in files])
-
-
-def _item(base: str, split: str, folder: str, entry: Entry) -> Item:
-    path = entry.name
-    if folder != ".":
-        path = path.removeprefix(folder).lstrip("/")
-    class_folder, is_below, _ = path.partition("/")
-    stem, suffix = os.path.splitext(entry.name.rpartition("/")[2])
+def _item(base: str, found: LabelledEntry) -> Item:
+    entry = found.entry
+    stem = os.path.splitext(entry.name.rpartition("/")[2])[0]
     problem = entry.problem
-    if not problem and suffix.lower() in IMAGE_SUFFIXES:
+    if not problem and suffix_of(entry.name) in IMAGE_FILES:
         problem = size_problem(entry.size)
     elif not problem:
         problem = other_file(entry.name)
-    label = class_folder if is_below else None
-    return Item(split, entry.name, stem, label, problem, join(base, entry.name), 0, entry.size)
+    label = None if found.label is None else nfc(found.label)
+    uri = join(base, entry.name)
+    return Item(found.split, entry.name, stem, label, problem, uri, 0, entry.size)
 
 
-FORMAT = Format(units, IMAGE_SUFFIXES, splits_are_folders=True, list_items=list_items)
+def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
+    """Return the number of images by split and folder of a class.
+
+    Raises:
+        UserError: If two folders differ in their Unicode form alone.
+    """
+    counts: LabelCounts = Counter()
+    all_found = list(labelled_entries(card, entries))
+    labels = {found.label for found in all_found if found.label is not None}
+    check_unicode_forms(f"source of card {card.name!r}", sorted(labels))
+    for found in all_found:
+        is_image = suffix_of(found.entry.name) in IMAGE_FILES and not found.entry.problem
+        if found.split != IGNORE and is_image:
+            label = None if found.label is None else nfc(found.label)
+            counts[found.split, label] += 1
+    return counts
+
+
+FORMAT = Format(
+    units,
+    count_labels,
+    IMAGE_FILES,
+    first_folders=first_folders,
+    entries_of_split=entries_of_split,
+    list_items=list_items,
+)

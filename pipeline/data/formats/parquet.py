@@ -1,178 +1,214 @@
-"""Parquet tables with a column of images (bytes, or a struct with `bytes`) and one of labels."""
+"""Parquet and Arrow files with a column of images (bytes, or a struct) and one of labels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.data.cards import Card
+from pipeline.data.column_files import (
+    ARROW_SUFFIX,
+    RowGroup,
+    Schema,
+    batches_of,
+    python_value,
+    row_groups_of,
+    schema_of,
+)
+from pipeline.data.file_kinds import COLUMN_FILES
 from pipeline.data.formats.base import (
-    MAX_LABEL_BYTES,
     Format,
     Item,
     ItemBytes,
+    LabelCounts,
     MapFn,
+    SplitValues,
     Unit,
     archives_of_split,
     check_unfolding,
-    class_of,
     size_problem,
     unit_slices,
     units_of_items,
 )
-from pipeline.data.listing import SPLITS, Entry, open_file, printable
+from pipeline.data.labels import MAX_LABEL_BYTES, NUMBERS_HINT, Label, label_of
+from pipeline.data.listing import Entry, open_file
+from pipeline.data.names import nfc, printable, quoted
+from pipeline.data.splits import IGNORE, SPLITS
 from workers.errors import UserError
 
-SUFFIXES = frozenset((".parquet",))
+MOST_VALUES = 100_000  # different labels that are counted
 
 
-class ParquetJob(NamedTuple):
-    """One file to look into. columns: of the image, and of the label if there is one."""
+class ParquetFile(NamedTuple):
+    """One file to look into.
 
-    card: str
+    Attributes:
+        card: With the columns of the image, label and split.
+        split: Of all its rows; None if a column says it.
+        uri: Of the file.
+    """
+
+    card: Card
+    split: str | None
     uri: str
-    columns: tuple[str, ...]
 
 
-class RowGroup(NamedTuple):
-    """Rows of a file that are read together. size: bytes of all columns, as the file says."""
-
-    rows: int
-    size: int
+def files_of(card: Card, entries: list[Entry]) -> tuple[list[ParquetFile], list[Item]]:
+    """Return the files of all splits, and items for the other files beside them."""
+    files: list[ParquetFile] = []
+    other_items: list[Item] = []
+    splits = SPLITS if card.source.split is None else card.source.named_splits()[:1]
+    for split in splits:
+        uris, items = archives_of_split(card, split, entries, COLUMN_FILES)
+        of_file = split if card.source.split is None else None
+        files += [ParquetFile(card, of_file, uri) for uri in uris]
+        other_items += items
+    return files, other_items
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return units of consecutive row groups; every file is looked into once, by `map_fn`."""
-    columns = _columns_of(card)
-    units: list[Unit] = []
-    for split in SPLITS:
-        uris, other_items = archives_of_split(card, split, entries, SUFFIXES)
-        units += units_of_items(other_items)
-        jobs = [ParquetJob(card.name, uri, columns) for uri in uris]
-        for job, groups in zip(jobs, map_fn(list_row_groups, jobs), strict=True):
-            units += _units_of_file(job, split, groups, card.classes, card.source.numbers)
+    files, other_items = files_of(card, entries)
+    units = units_of_items(other_items)
+    for file, groups in zip(files, map_fn(list_row_groups, files), strict=True):
+        units += _units_of_file(file, groups)
     return units
 
 
 def check(card: Card, entries: list[Entry]) -> None:
-    """Raise UserError where the first file of a split cannot be read, or lacks a column."""
-    columns = _columns_of(card)
-    for split in SPLITS:
-        uris, _ = archives_of_split(card, split, entries, SUFFIXES)
-        for uri in uris[:1]:
-            list_row_groups(ParquetJob(card.name, uri, columns))
+    """Raise UserError if the first file of a split cannot be read, or lacks a column."""
+    seen: set[str | None] = set()
+    for file in files_of(card, entries)[0]:
+        if file.split not in seen:
+            seen.add(file.split)
+            list_row_groups(file)
 
 
-def _columns_of(card: Card) -> tuple[str, ...]:
-    label = card.source.label
-    return (card.source.image,) if label is None else (card.source.image, label)
+def _columns_of(card: Card) -> list[str]:
+    columns = [card.source.image, *filter(None, (card.source.label,))]
+    return [*columns, *card.source.split_columns()]
 
 
-def list_row_groups(job: ParquetJob) -> list[RowGroup]:
+def list_row_groups(file: ParquetFile) -> list[RowGroup]:
     """Return the row groups of a file.
 
-    Raise UserError where it is no Parquet, or lacks a column.
+    Raises:
+        UserError: If it cannot be read, or lacks a column.
     """
-    try:
-        with _open_parquet(job.uri) as file:
-            metadata = file.metadata
-            names = file.schema_arrow.names
-            groups: list[RowGroup] = []
-            for index in range(metadata.num_row_groups):
-                group = metadata.row_group(index)
-                groups.append(RowGroup(group.num_rows, max(group.total_byte_size, 0)))
-    except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(
-            f"{printable(job.uri)} is not readable as Parquet "
-            f"({str(error).splitlines()[0]}); fetch it again"
-        ) from None
-    missing = [column for column in job.columns if column not in names]
+    _check_columns(file, schema_of(file.uri))
+    return row_groups_of(file.uri)
+
+
+def _check_columns(file: ParquetFile, schema: Schema) -> None:
+    missing = [column for column in _columns_of(file.card) if column not in schema.names]
     if missing:
         raise UserError(
-            f"{printable(job.uri)} has no column {missing[0]!r}, only {', '.join(names)}; "
-            f"name the columns in source.image and source.label of card {job.card!r}"
+            f"{printable(file.uri)} has no column {missing[0]!r}, only "
+            f"{', '.join(map(printable, schema.names[:12]))}; name the columns in source.image and "
+            f"source.label of card {file.card.name!r}"
         )
-    return groups
 
 
-def _units_of_file(
-    job: ParquetJob, split: str, groups: list[RowGroup], classes: tuple[str, ...], numbers: str
-) -> list[Unit]:
+def _units_of_file(file: ParquetFile, groups: list[RowGroup]) -> list[Unit]:
     first_rows = list(accumulate([group.rows for group in groups], initial=0))
     units: list[Unit] = []
     for part in unit_slices([group.size for group in groups]):
         first = first_rows[part.start]
-        args = (split, job.uri, part.start, first, job.columns, classes, part.stop, numbers)
+        args = (file, part.start, part.stop, first)
         units.append(Unit(read_parquet, args, first_rows[part.stop] - first))
     return units
 
 
-@contextmanager
-def _open_parquet(uri: str) -> Iterator[pq.ParquetFile]:
-    with open_file(uri) as stream, pq.ParquetFile(stream) as file:
-        yield file
-
-
-def read_parquet(
-    split: str,
-    uri: str,
-    group: int,
-    first: int,
-    columns: tuple[str, ...],
-    classes: tuple[str, ...],
-    stop: int | None = None,
-    numbers: str = "places",
-) -> Iterator[ItemBytes]:
-    """Yield the items of the row groups from `group` to `stop`, or of `group` alone.
-
-    first: number of its first row in the file.
+def read_parquet(file: ParquetFile, start: int, stop: int, first: int) -> Iterator[ItemBytes]:
+    """Yield the items of some row groups.
 
     Rows are read one after the other, so that a group of any size needs little memory. So do rows
-    that all hold the same huge value, which a file stores once. columns: of the image, and of the
-    label if there is one. numbers: as in `Source`. Raise UserError where the group cannot be read
-    to its end.
+    that all hold the same huge value, which a file stores once.
+
+    Args:
+        file: That is read.
+        start, stop: Numbers of the first row group and of the one behind the last.
+        first: Number of the first row in the file.
+
+    Raises:
+        UserError: If the groups cannot be read to their end.
     """
-    row = first
+    source = file.card.source
+    columns = _columns_of(file.card)
+    labels = DeclaredLabels(file.card, file.uri)
+    values = SplitValues(file.card, printable(file.uri))
     num_bytes = 0
-    groups = list(range(group, stop or group + 1))
-    try:
-        with open_file(uri) as stream, pq.ParquetFile(stream) as file:
-            for batch in file.iter_batches(1, row_groups=groups, columns=list(columns)):
-                values = [_python_value(batch[column][0]) for column in columns]
-                label = values[1] if len(values) > 1 else None
-                label_class = _class_of_row(uri, row, label, classes, numbers)
-                item, data = _item(split, uri, row, values[0], label_class)
-                if isinstance(data, bytes):
-                    num_bytes += len(data)
-                check_unfolding(uri, num_bytes, stream.size())
-                yield item, data
-                row += 1
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"{printable(uri)} is not readable as Parquet beyond row {row} "
-            f"({str(error).splitlines()[0]}); fetch it again"
-        ) from None
+    with open_file(file.uri) as stream:
+        file_bytes = stream.size()
+    groups = None if file.uri.endswith(ARROW_SUFFIX) else list(range(start, stop))
+    for row, batch in enumerate(batches_of(file.uri, columns, 1, groups), first):
+        cells = [python_value(batch[column][0]) for column in columns]
+        label = labels.find(cells[1], row) if source.label is not None else None
+        split = file.split or values.find(_split_value(values, cells), row)
+        item, data = _item(split, file.uri, row, cells[0], label)
+        if isinstance(data, bytes):
+            num_bytes += len(data)
+        check_unfolding(file.uri, num_bytes, file_bytes)
+        if split != IGNORE:
+            yield item, data
 
 
-def _class_of_row(
-    uri: str, row: int, label: Any, classes: tuple[str, ...], numbers: str
-) -> str | None:
-    if isinstance(label, (str, bytes)) and len(label) > MAX_LABEL_BYTES:
-        raise UserError(
-            f"{printable(uri)}: the label of row {row} has {len(label)} characters, "
-            f"and no class has a name of more than {MAX_LABEL_BYTES}; "
-            "fetch the file again, or name another column in source.label"
-        )
-    return class_of(label, classes, numbers)
+def _split_value(values: SplitValues, cells: Sequence[Any]) -> str:
+    texts = [None if cell is None else str(cell).strip() for cell in cells]
+    return values.value(texts[-len(values.columns) :])
 
 
-def _item(split: str, uri: str, row: int, image: Any, label: str | None) -> ItemBytes:
+class DeclaredLabels:
+    """Reads the labels of a file, by the names that the file declares for its numbers (ClassLabel).
+
+    Files may list their classes in different orders: a number is the name at its place in the list
+    of its own file.
+
+    Raises:
+        UserError: If the card says that numbers are places in its own list, and a name that the
+            file declares has another place there.
+    """
+
+    def __init__(self, card: Card, uri: str):
+        self.uri = uri
+        self.column = card.source.label or ""
+        declared = schema_of(uri).classes.get(self.column, ())
+        known = {nfc(name): place for place, name in enumerate(card.classes)}
+        self.names: tuple[str, ...] = ()
+        if any(nfc(name) in known for name in declared) or card.source.numbers == "names":
+            self.names = declared
+        if card.source.numbers == "names":
+            return
+        for place, name in enumerate(declared):
+            if known.get(nfc(name), place) != place and place < len(card.classes):
+                raise UserError(
+                    f"{printable(uri)} declares class {quoted(name)} as number {place} of "
+                    f"{card.source.label!r}, and it has place {known[nfc(name)]} on card "
+                    f"{card.name!r}; {NUMBERS_HINT}"
+                )
+
+    def find(self, value: Any, row: int) -> Label:
+        """Return the label of a row. Raise UserError for one that is too long to be a class."""
+        if isinstance(value, (str, bytes)) and len(value) > MAX_LABEL_BYTES:
+            raise UserError(
+                f"{printable(self.uri)}: the label of row {row} has {len(value)} characters, "
+                f"and no class has a name of more than {MAX_LABEL_BYTES}; "
+                "fetch the file again, or name another column in source.label"
+            )
+        if value is not None and not isinstance(value, (str, bytes, int, float)):
+            raise no_classes(self.uri, self.column)
+        label = label_of(value)
+        if isinstance(label, int) and 0 <= label < len(self.names):
+            return nfc(self.names[label])
+        return label
+
+
+def _item(split: str, uri: str, row: int, image: Any, label: Label) -> ItemBytes:
     path = None
     data = image
     if isinstance(image, dict):
@@ -188,14 +224,62 @@ def _item(split: str, uri: str, row: int, image: Any, label: str | None) -> Item
     return Item(split, name, stem, label, problem), data
 
 
-def _python_value(scalar: pa.Scalar) -> Any:
-    """Return a scalar as a Python value; text that is no UTF-8 becomes bytes."""
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError:
-        if isinstance(scalar, pa.StructScalar):
-            return {name: _python_value(scalar[name]) for name in scalar}
-        return scalar.as_buffer().to_pybytes()
+def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
+    """Return the number of rows by split and label; the images are not read.
+
+    Raises:
+        UserError: If the values of the column are no classes.
+    """
+    counts: LabelCounts = Counter()
+    source = card.source
+    for file in files_of(card, entries)[0]:
+        schema = schema_of(file.uri)
+        _check_columns(file, schema)
+        if source.label is None:
+            rows = sum(group.rows for group in row_groups_of(file.uri))
+            counts[file.split or SPLITS[0], None] += rows
+            continue
+        for column in (source.label, *source.split_columns()):
+            if pa.types.is_nested(schema.types[column]):
+                raise no_classes(file.uri, column)
+        labels = DeclaredLabels(card, file.uri)
+        values = SplitValues(card, printable(file.uri))
+        columns = [source.label, *source.split_columns()]
+        row = 0
+        for batch in batches_of(file.uri, columns):
+            for cells, number in batch_counts(batch, columns):
+                split = file.split or values.find(_split_value(values, cells), row)
+                label = labels.find(cells[0], row)
+                if isinstance(cells[0], float) and isinstance(label, str):
+                    raise no_classes(file.uri, source.label)
+                if split != IGNORE:
+                    counts[split, label] += number
+            row += len(batch)
+            if len(counts) > MOST_VALUES:
+                raise no_classes(file.uri, source.label)
+    return counts
 
 
-FORMAT = Format(units, SUFFIXES, check=check)
+def batch_counts(
+    batch: pa.RecordBatch, columns: Sequence[str]
+) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yield the different values of some columns in a batch, with their number of rows."""
+    cells = []
+    for column in columns:
+        try:
+            cells.append(batch[column].to_pylist())
+        except UnicodeDecodeError:
+            cells.append([python_value(value) for value in batch[column]])
+    yield from Counter(zip(*cells, strict=True)).items()
+
+
+def no_classes(uri: str, label: str) -> UserError:
+    """Return the error of a label column that has another value in most rows, or no names."""
+    return UserError(
+        f"{printable(uri)}: the values of column {quoted(label)} are no classes (too many, or "
+        "neither names nor whole numbers); give a table with a class for each image, or name "
+        "another column in source.label"
+    )
+
+
+FORMAT = Format(units, count_labels, COLUMN_FILES, check=check)

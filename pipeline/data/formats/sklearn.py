@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image
 
 from pipeline.data.cards import Card
-from pipeline.data.formats.base import Format, Item, ItemBytes, MapFn, Unit, class_of, png
+from pipeline.data.formats.base import Format, Item, ItemBytes, LabelCounts, MapFn, Unit, png
 from pipeline.data.listing import Entry
 from workers.errors import UserError
 
@@ -18,7 +19,7 @@ NUM_DIGITS = 1797
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return one unit with all digits. Raise UserError for other data sets."""
     check(card, entries)
-    return [Unit(read_digits, (card.classes,), NUM_DIGITS)]
+    return [Unit(read_digits, (), NUM_DIGITS)]
 
 
 def check(card: Card, entries: list[Entry]) -> None:
@@ -30,15 +31,21 @@ def check(card: Card, entries: list[Entry]) -> None:
         )
 
 
-def read_digits(classes: tuple[str, ...]) -> Iterator[ItemBytes]:
+def read_digits() -> Iterator[ItemBytes]:
     """Yield the digits as PNG."""
     from sklearn.datasets import load_digits  # seconds
 
     digits = load_digits()  # images: (n, 8, 8), 0 to 16
     for row, (values, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         image = Image.fromarray((values * 255 / 16).round().astype(np.uint8))
-        item = Item("train", f"digits:{row}", f"{row:08d}", class_of(int(label), classes))
+        item = Item("train", f"digits:{row}", f"{row:08d}", int(label))
         yield item, png(image)
 
 
-FORMAT = Format(units, check=check)
+def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
+    """Return the number of digits by split and label."""
+    check(card, entries)
+    return Counter((item.split, item.label) for item, _ in read_digits())
+
+
+FORMAT = Format(units, count_labels, check=check)

@@ -2,137 +2,158 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
+import re
 import tarfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from pipeline.data.cards import Card
+from pipeline.data.file_kinds import IMAGE_SUFFIXES, TAR_SUFFIX, is_hidden
 from pipeline.data.formats.base import (
-    IMAGE_SUFFIXES,
-    MAX_LABEL_BYTES,
     Format,
     Item,
+    LabelCounts,
     MapFn,
+    SplitValues,
     Unit,
     archives_of_split,
-    class_of,
+    class_names,
     size_problem,
     units_of_items,
 )
-from pipeline.data.listing import (
-    SPLITS,
-    Entry,
-    check_unicode_forms,
-    open_file,
-    open_source,
-    printable,
-)
+from pipeline.data.labels import MAX_LABEL_BYTES, ClassNames, Label, label_of
+from pipeline.data.listing import Entry, open_file, open_source
+from pipeline.data.names import check_unicode_forms, printable
+from pipeline.data.splits import IGNORE, SPLITS
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
-SUFFIXES = frozenset((".tar",))
+SUFFIXES = frozenset((TAR_SUFFIX,))
 LABEL_SUFFIX = "cls"
+NAME_SUFFIX = "txt"  # of the member with the name of the class beside its number
+JSON_PREFIX = "json:"
+LABEL_MEMBERS = ("cls", "txt", "json", "class", "label")
 MAX_HEADER_BYTES = 1 << 20  # of one header in a tar
+MAX_JSON_BYTES = 1 << 20  # of a member with the label in a field
 BLOCK_BYTES = 1 << 20  # of one request to a bucket
+PEEKED_MEMBERS = 16  # by which keys with dots are recognised
+METADATA = re.compile(r"__[^/]*__")  # keys that WebDataset passes over
+IMAGE_ENDINGS = frozenset(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES)
 # what reading a damaged tar raises; the last two come from headers that no program writes
 DAMAGE = (tarfile.TarError, EOFError, ValueError, RecursionError)
-
-
-class TarJob(NamedTuple):
-    """One tar to list. label_suffix: extension of the members that hold labels; None: no labels.
-    classes: as the card lists them."""
-
-    split: str
-    uri: str
-    label_suffix: str | None
-    classes: tuple[str, ...]
-
-
-class TarSamples(NamedTuple):
-    """What a tar holds. members: by the sample's key and their extension. labels: text by key."""
-
-    members: dict[str, dict[str, tarfile.TarInfo]]
-    labels: dict[str, str]
 
 
 def damaged_tar(uri: str, error: Exception) -> UserError:
     """Return the error of a tar that `tarfile` cannot read. error: one of DAMAGE."""
     return UserError(
-        f"{printable(uri)} is cut short or no uncompressed tar ({error}); fetch it again, "
-        "or unpack its compression"
+        f"{printable(uri)} is cut short or no uncompressed tar "
+        f"({printable(str(error))[:200]}); fetch it again, or unpack its compression"
     )
 
 
-def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
-    """Return the units of all samples; every tar is listed once, by `map_fn`."""
+# ---- members -------------------------------------------------------------------------------------
+def split_name(uri: str, member: tarfile.TarInfo, has_dots: bool = False) -> tuple[str, str]:
+    """Return the key of a member and its extension.
+
+    Args:
+        uri: Of the tar, for errors.
+        member: Of the tar.
+        has_dots: Whether keys have dots: the extension begins at the last dot of the file name,
+            and not at the first one, as WebDataset has it.
+
+    Raises:
+        UserError: If it is no plain file inside the archive.
+    """
+    is_outside = member.name.startswith("/") or ".." in member.name.split("/")
+    if is_outside or not member.isreg() or member.issparse():
+        raise UserError(
+            f"{printable(uri)}: member {member.name!r:.200} is a link, or points outside "
+            "the archive; shards hold plain files with relative names, write this one anew"
+        )
+    folder, _, name = member.name.removeprefix("./").rpartition("/")
+    stem, _, suffix = name.rpartition(".") if has_dots else name.partition(".")
+    return f"{folder}/{stem}" if folder else stem, suffix.lower()
+
+
+def is_passed_over(member: tarfile.TarInfo) -> bool:
+    """Whether a member is a folder, hidden, or left behind by a program (`._x.jpg` of macOS)."""
+    return member.isdir() or is_hidden(member.name)
+
+
+def keys_have_dots(names: Sequence[str]) -> bool:
+    """Whether the keys of a tar have dots, by the names of its first members.
+
+    They have if an image and a label differ in their last extension alone, and what is before it
+    has a dot: `img.0001.jpg` beside `img.0001.cls`, and not `0001.image.jpg` beside `0001.cls`.
+    """
+    endings: dict[str, set[str]] = {}
+    for name in names:
+        stem, _, ending = name.rpartition(".")
+        endings.setdefault(stem, set()).add(ending.lower())
+    has_dots = False
+    for stem, found in endings.items():
+        if found & IMAGE_ENDINGS and found & set(LABEL_MEMBERS):
+            if "." not in stem.rpartition("/")[2]:
+                return False
+            has_dots = True
+    return has_dots
+
+
+def is_image_ending(suffix: str, endings: frozenset[str] | tuple[str, ...]) -> bool:
+    """Whether an extension such as `jpg` or `image.jpg` is that of an image."""
+    return suffix in endings or suffix.rpartition(".")[2] in endings
+
+
+def image_member(
+    members: Mapping[str, tarfile.TarInfo], endings: frozenset[str] | tuple[str, ...]
+) -> tarfile.TarInfo | None:
+    """Return the image of a sample: one with a plain extension before one such as `seg.png`."""
+    plain = [member for suffix, member in members.items() if suffix in endings]
+    others = [member for suffix, member in members.items() if is_image_ending(suffix, endings)]
+    return next(iter(plain or others), None)
+
+
+def label_suffix(card: Card) -> str | None:
+    """Return the extension of the member that holds the label, or `json:FIELD`."""
     # `label` is the default of a column's name in Parquet, and nobody's extension
-    label_suffix = LABEL_SUFFIX if card.source.label == "label" else card.source.label
-    jobs: list[TarJob] = []
-    items: list[Item] = []
-    for split in SPLITS:
-        uris, other_items = archives_of_split(card, split, entries, SUFFIXES)
-        jobs += [TarJob(split, uri, label_suffix, card.classes) for uri in uris]
-        items += other_items
-    for samples in map_fn(list_tar, jobs):
-        check_unicode_forms(f"source of card {card.name!r}", [item.name for item in samples])
-        items += samples
-    return units_of_items(items)
+    return LABEL_SUFFIX if card.source.label == "label" else card.source.label
 
 
-def list_tar(job: TarJob) -> list[Item]:
-    """List the samples of one tar. Raise UserError where it is cut short or hostile."""
+def member_suffix(source: str) -> str:
+    """Return the extension of the member that `json:FIELD` or an extension stands for."""
+    return "json" if source.startswith(JSON_PREFIX) else source
+
+
+def field_of(source: str, data: bytes) -> Any:
+    """Return what a member says: a field of its JSON, or its text. None if it cannot be read."""
+    if not source.startswith(JSON_PREFIX):
+        return data.decode("utf-8", "replace")
     try:
-        samples = _read_headers(job)
-    except UserError:
-        raise
-    except DAMAGE as error:
-        raise damaged_tar(job.uri, error) from None
-    archive = posixpath.basename(open_source(job.uri)[1])
-    return [_item(job, archive, key, samples) for key in samples.members]
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    value = body.get(source.removeprefix(JSON_PREFIX)) if isinstance(body, dict) else None
+    return None if isinstance(value, bool) else value
 
 
-def _read_headers(job: TarJob) -> TarSamples:
-    members: dict[str, dict[str, tarfile.TarInfo]] = {}
-    labels: dict[str, str] = {}
-    with open_file(job.uri) as file:
-        stream = HeaderReader(file, is_in_bucket=not is_local(job.uri))
-        tar = open_tar(stream)
-        for member in tar:
-            if member.isdir():
-                continue
-            key, suffix = split_name(job.uri, member)
-            members.setdefault(key, {})[suffix] = member
-            if not 0 <= member.size <= file.size() - member.offset_data:
-                raise tarfile.ReadError(
-                    f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow"
-                )
-            if suffix == job.label_suffix:
-                data = stream.read_at(min(member.size, MAX_LABEL_BYTES), member.offset_data)
-                labels[key] = data.decode("utf-8", "replace").strip()
-        if file.size() < tar.offset + tarfile.BLOCKSIZE:
-            raise tarfile.ReadError("it ends without an end mark")
-    return TarSamples(members, labels)
+def name_contradicts(names: ClassNames, label: Label, text: Any) -> str | None:
+    """Return the problem of a sample whose `.txt` names another class than its label."""
+    said = label_of(text)
+    if said is None or said not in names.by_name or label is None:
+        return None
+    found = names.find(label)
+    if found == names.by_name[said]:
+        return None
+    return f"corrupt: its label says {found!r:.60} and its .{NAME_SUFFIX} {said!r:.60}"
 
 
-def open_tar(stream: HeaderReader) -> tarfile.TarFile:
-    file: Any = stream  # tarfile uses no more of a file
-    return tarfile.open(fileobj=file, mode="r:")
-
-
-def _item(job: TarJob, archive: str, key: str, samples: TarSamples) -> Item:
-    label = class_of(samples.labels.get(key), job.classes)
-    name = f"{archive}:{key}"
-    stem = key.rsplit("/", 1)[-1]
-    for suffix, image in samples.members[key].items():
-        if f".{suffix}" in IMAGE_SUFFIXES:
-            problem = size_problem(image.size)
-            offset = image.offset_data
-            return Item(job.split, name, stem, label, problem, job.uri, offset, image.size)
-    return Item(job.split, name, stem, label, "corrupt: no image in the sample")
-
-
+# ---- reading headers -----------------------------------------------------------------------------
 class HeaderReader:
     """A file that `tarfile` reads headers from; a header that claims to be huge is refused.
 
@@ -171,18 +192,156 @@ class HeaderReader:
         return self.block[first : first + size]
 
 
-def split_name(uri: str, member: tarfile.TarInfo) -> tuple[str, str]:
-    """Return WebDataset's key of a member (all up to the first dot of its file name) and its
-    extension. Raise UserError where it is no plain file inside the archive."""
-    is_outside = member.name.startswith("/") or ".." in member.name.split("/")
-    if is_outside or not member.isreg() or member.issparse():
-        raise UserError(
-            f"{printable(uri)}: member {member.name!r:.200} is a link, or points outside "
-            "the archive; shards hold plain files with relative names, write this one anew"
-        )
-    folder, _, name = member.name.removeprefix("./").rpartition("/")
-    stem, _, suffix = name.partition(".")
-    return f"{folder}/{stem}" if folder else stem, suffix.lower()
+def open_tar(stream: HeaderReader) -> tarfile.TarFile:
+    file: Any = stream  # tarfile uses no more of a file
+    return tarfile.open(fileobj=file, mode="r:")
 
 
-FORMAT = Format(units, SUFFIXES)
+class Headers(NamedTuple):
+    """A tar that is open: its members with their keys and extensions, and its bytes."""
+
+    stream: HeaderReader
+    has_dots: bool
+
+    def text(self, member: tarfile.TarInfo, most: int) -> bytes:
+        """Return the first bytes of a member."""
+        return self.stream.read_at(min(member.size, most), member.offset_data)
+
+
+def peek_dots(file: pa.NativeFile, is_in_bucket: bool) -> bool:
+    """Whether the keys of a tar have dots, by its first members."""
+    names: list[str] = []
+    for member in islice(open_tar(HeaderReader(file, is_in_bucket)), PEEKED_MEMBERS):
+        if not is_passed_over(member):
+            names.append(member.name)
+        if len(names) == 1 and names[0].rpartition("/")[2].count(".") < 2:
+            return False
+    return keys_have_dots(names)
+
+
+Members = dict[str, tarfile.TarInfo]  # of a sample, by their extension
+
+
+def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
+    """Yield the key and the members of each sample of a tar; they follow each other.
+
+    Raises:
+        UserError: If the tar is cut short, hostile or cannot be read.
+    """
+    try:
+        with open_file(uri) as file:
+            is_in_bucket = not is_local(uri)
+            headers = Headers(HeaderReader(file, is_in_bucket), peek_dots(file, is_in_bucket))
+            tar = open_tar(headers.stream)
+            current = ""
+            members: Members = {}
+            for member in tar:
+                vars(tar)["members"] = []  # a shard may have millions
+                if is_passed_over(member):
+                    continue
+                key, suffix = split_name(uri, member, headers.has_dots)
+                if not 0 <= member.size <= file.size() - member.offset_data:
+                    raise tarfile.ReadError(
+                        f"member {member.name!r:.80} has {member.size} bytes, and so many do not "
+                        "follow"
+                    )
+                if key != current and members:
+                    yield current, members, headers
+                    members = {}
+                current = key
+                members[suffix] = member
+            if members:
+                yield current, members, headers
+            if file.size() < tar.offset + tarfile.BLOCKSIZE:
+                raise tarfile.ReadError("it ends without an end mark")
+    except UserError:
+        raise
+    except DAMAGE as error:
+        raise damaged_tar(uri, error) from None
+
+
+# ---- the format ----------------------------------------------------------------------------------
+class TarJob(NamedTuple):
+    """One tar to list. split: of all its samples; None if a field of their JSON says it."""
+
+    card: Card
+    split: str | None
+    uri: str
+
+
+def jobs_of(card: Card, entries: list[Entry]) -> tuple[list[TarJob], list[Item]]:
+    """Return the tars of all splits, and items for the other files beside them."""
+    jobs: list[TarJob] = []
+    other_items: list[Item] = []
+    splits = SPLITS if card.source.split is None else card.source.named_splits()[:1]
+    for split in splits:
+        uris, items = archives_of_split(card, split, entries, SUFFIXES)
+        of_tar = split if card.source.split is None else None
+        jobs += [TarJob(card, of_tar, uri) for uri in uris]
+        other_items += items
+    return jobs, other_items
+
+
+def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
+    """Return the units of all samples; every tar is listed once, by `map_fn`."""
+    jobs, items = jobs_of(card, entries)
+    for samples in map_fn(list_tar, jobs):
+        check_unicode_forms(f"source of card {card.name!r}", [item.name for item in samples])
+        items += samples
+    return units_of_items(items)
+
+
+def list_tar(job: TarJob) -> list[Item]:
+    """List the samples of one tar. Raise UserError if it is cut short or hostile."""
+    source = label_suffix(job.card)
+    names = class_names(job.card)
+    values = SplitValues(job.card, printable(job.uri))
+    archive = posixpath.basename(open_source(job.uri)[1])
+    by_key: dict[str, Members] = {}
+    headers: Headers | None = None
+    items: list[Item] = []
+    texts: dict[str, dict[str, Any]] = {}
+    wanted = [source] if source is not None else []
+    for key, members, headers in read_samples(job.uri):
+        by_key.setdefault(key, {}).update(members)
+        for name in (*wanted, *job.card.source.split_columns(), NAME_SUFFIX):
+            member = members.get(member_suffix(name))
+            if member is not None:
+                most = MAX_JSON_BYTES if name.startswith(JSON_PREFIX) else MAX_LABEL_BYTES
+                texts.setdefault(key, {})[name] = field_of(name, headers.text(member, most))
+    for key, members in by_key.items():
+        said = texts.get(key, {})
+        label = label_of(said.get(source or ""))
+        split = job.split
+        if split is None:
+            cells = [_text(said.get(column)) for column in job.card.source.split_columns()]
+            split = values.find(values.value(cells), len(items))
+        if split == IGNORE:
+            continue
+        name = f"{archive}:{key}"
+        stem = key.rsplit("/", 1)[-1]
+        image = image_member(members, IMAGE_ENDINGS)
+        if image is None:
+            items.append(Item(split, name, stem, label, "corrupt: no image in the sample"))
+            continue
+        problem = size_problem(image.size)
+        if source == LABEL_SUFFIX:
+            problem = problem or name_contradicts(names, label, said.get(NAME_SUFFIX))
+        offset = image.offset_data
+        items.append(Item(split, name, stem, label, problem, job.uri, offset, image.size))
+    return items
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value).strip()
+
+
+def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
+    """Return the number of samples by split and label."""
+    counts: LabelCounts = Counter()
+    for job in jobs_of(card, entries)[0]:
+        counts.update((item.split, item.label) for item in list_tar(job) if not item.problem)
+    return counts
+
+
+FORMAT = Format(units, count_labels, SUFFIXES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -12,16 +13,19 @@ from pipeline.data.formats.base import (
     Format,
     Item,
     ItemBytes,
+    LabelCounts,
     MapFn,
     Unit,
-    class_of,
     png,
     source_uri,
 )
-from pipeline.data.listing import SPLITS, Entry
+from pipeline.data.labels import label_of
+from pipeline.data.listing import Entry
+from pipeline.data.splits import SPLITS, Split
 from workers.errors import UserError
 
 IMAGES_PER_UNIT = 1024  # they are small
+LABEL_LISTS = ("targets", "labels", "_labels")  # attributes of its data sets
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
@@ -30,15 +34,20 @@ def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     name = card.source.name
     units: list[Unit] = []
     for split in SPLITS:
-        words = card.source.splits.get(split, "")
+        words = _words(card, split)
         if not words:
             continue
         size = len(torchvision_set(path, name, words, True))
         for start in range(0, size, IMAGES_PER_UNIT):
             stop = min(start + IMAGES_PER_UNIT, size)
-            args = (path, name, split, words, start, stop, card.classes)
+            args = (path, name, split, words, start, stop)
             units.append(Unit(read_torchvision, args, stop - start))
     return units
+
+
+def _words(card: Card, split: Split) -> str:
+    """Return what torchvision calls a split; several words with `+` between."""
+    return "+".join(card.source.parts_of(split))
 
 
 def check(card: Card, entries: list[Entry]) -> None:
@@ -105,14 +114,27 @@ def read_torchvision(
     words: str,
     start: int,
     stop: int,
-    classes: tuple[str, ...],
 ) -> Iterator[ItemBytes]:
     """Yield images `start` to `stop` of a split as PNG. words: as in `torchvision_set`."""
     data = torchvision_set(path, name, words, False)
     for row in range(start, stop):
         image, label = data[row]
-        item = Item(split, f"{split}:{row}", f"{row:08d}", class_of(int(label), classes))
+        item = Item(split, f"{split}:{row}", f"{row:08d}", int(label))
         yield item, png(image)
 
 
-FORMAT = Format(units, check=check)
+def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
+    """Return the number of images by split and label, as far as torchvision knows without pixels.
+
+    A data set that keeps no list of labels counts all images of a split without one.
+    """
+    counts: LabelCounts = Counter()
+    for split in filter(card.source.splits.get, SPLITS):
+        data = torchvision_set(source_uri(card), card.source.name, _words(card, split), True)
+        labels = next(filter(len, (getattr(data, name, ()) for name in LABEL_LISTS)), ())
+        counts.update((split, label_of(int(label))) for label in labels)
+        counts[split, None] += len(data) - len(labels)
+    return +counts
+
+
+FORMAT = Format(units, count_labels, check=check)

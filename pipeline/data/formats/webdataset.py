@@ -8,11 +8,11 @@ beside it could save nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import posixpath
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -23,33 +23,41 @@ from pyarrow import fs
 
 from pipeline.data.cards import Card
 from pipeline.data.formats.base import (
-    IMAGE_SUFFIXES,
-    MAX_LABEL_BYTES,
     Format,
     Item,
     ItemBytes,
+    LabelCounts,
     MapFn,
     Unit,
-    class_of,
+    class_names,
     size_problem,
 )
 from pipeline.data.formats.tar import (
     DAMAGE,
+    IMAGE_ENDINGS,
+    JSON_PREFIX,
     LABEL_SUFFIX,
     MAX_HEADER_BYTES,
+    MAX_JSON_BYTES,
+    METADATA,
+    NAME_SUFFIX,
     SUFFIXES,
+    TarJob,
     damaged_tar,
+    field_of,
+    is_image_ending,
+    is_passed_over,
+    label_suffix,
+    list_tar,
+    member_suffix,
+    name_contradicts,
+    peek_dots,
     split_name,
 )
-from pipeline.data.listing import (
-    SPLITS,
-    Entry,
-    Split,
-    absolute_uri,
-    open_source,
-    printable,
-    remedy,
-)
+from pipeline.data.labels import MAX_LABEL_BYTES, ClassNames, Label, label_of
+from pipeline.data.listing import Entry, absolute_uri, open_source, remedy
+from pipeline.data.names import printable
+from pipeline.data.splits import SPLITS, Split
 from workers.data.in_place import urls_by_name
 from workers.data.range_files import RangeFile, open_range_file
 from workers.errors import UserError
@@ -61,9 +69,6 @@ from workers.storage.web import FileVersion, WebFile, is_web
 CHUNK_BYTES = 8 << 20  # of one request; the next one is read meanwhile
 LOOKUPS = 16  # questions to a web server at the same time
 MAX_SAMPLES = 1_000_000  # of a shard: each takes a kilobyte until the index is written
-MAX_JSON_BYTES = 1 << 20  # of a member with the label in a field
-JSON_PREFIX = "json:"
-METADATA = re.compile(r"__[^/]*__")  # keys that WebDataset passes over
 # how the formats begin that every reader of shards decodes
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 WEBP = re.compile(rb"RIFF.{4}WEBP", re.DOTALL)
@@ -72,11 +77,11 @@ WEBP = re.compile(rb"RIFF.{4}WEBP", re.DOTALL)
 # ---- where the shards lie ------------------------------------------------------------------------
 def shard_urls(card: Card) -> ShardUrls:
     """Return where a card's shards lie, with braces."""
-    return ShardUrls(tuple(_absolute(card, "train")), tuple(_absolute(card, "test")))
+    return ShardUrls(*(tuple(_absolute(card, split)) for split in ("train", "test", "val")))
 
 
 def _absolute(card: Card, split: Split) -> Iterator[str]:
-    for pattern in card.source.shard_patterns(split):
+    for pattern in filter(None, card.source.parts_of(split)):
         if "://" in pattern or os.path.isabs(pattern):
             yield pattern
         else:
@@ -170,14 +175,21 @@ def _base_name(url: str) -> str:
 
 # ---- one shard -----------------------------------------------------------------------------------
 class ShardJob(NamedTuple):
-    """A shard to read. image_suffixes: extensions of images, without dots. label: extension of the
-    label member, `json:FIELD`, or None. classes: as the card lists them."""
+    """A shard to read.
 
+    Attributes:
+        card: With the classes.
+        split: Of the shard.
+        url: Where it lies.
+        endings: Extensions of images, without dots.
+        label: Extension of the label member, `json:FIELD`, or None.
+    """
+
+    card: Card
     split: str
     url: str
-    image_suffixes: tuple[str, ...]
+    endings: tuple[str, ...]
     label: str | None
-    classes: tuple[str, ...]
 
 
 @dataclass
@@ -191,18 +203,22 @@ class ShardSummary:
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return one unit for each shard."""
     urls = urls_by_name(shard_urls(card))
-    label = LABEL_SUFFIX if card.source.label == "label" else card.source.label
-    names = {suffix.lstrip(".") for suffix in IMAGE_SUFFIXES}
+    endings = set(IMAGE_ENDINGS)
     if card.source.image != "image":
         parts = re.split(r"[;\s]+", card.source.image.lower())
-        names = {part.lstrip(".") for part in parts} - {""}
+        endings = {part.lstrip(".") for part in parts} - {""}
+    label = label_suffix(card)
     jobs = [
-        ShardJob(split, urls[entry.name], tuple(sorted(names)), label, card.classes)
+        ShardJob(card, split, urls[entry.name], tuple(sorted(endings)), label)
         for split in SPLITS
-        for entry in entries
-        if entry.name.startswith(f"{split}-")
+        for entry in entries_of_split(card, split, entries)
     ]
     return [Unit(read_shard, (job,), 0) for job in jobs]
+
+
+def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:
+    """Return the shards of a split, under their names in the index."""
+    return [entry for entry in entries if entry.name.startswith(f"{split}-")]
 
 
 def read_shard(job: ShardJob, summary: ShardSummary | None = None) -> Iterator[ItemBytes]:
@@ -212,18 +228,22 @@ def read_shard(job: ShardJob, summary: ShardSummary | None = None) -> Iterator[I
     shard is cut short, hostile or cannot be read.
     """
     archive = printable(_base_name(job.url))
+    names = class_names(job.card)
     num_samples = 0
+    has_dots: bool | None = None
     try:
         file = open_range_file(job.url)
         with ShardStream(file) as stream:
             sample: Sample | None = None
             for member in _members(stream, job.url):
-                key, suffix = split_name(job.url, member)
+                if has_dots is None:
+                    has_dots = member.name.count(".") > 1 and _peek(job.url)
+                key, suffix = split_name(job.url, member, has_dots)
                 if METADATA.match(key):
                     continue
                 if sample is None or sample.key != key:
                     if sample is not None:
-                        yield sample.item(job, archive), sample.data
+                        yield sample.item(job, archive, names), sample.data
                     num_samples += 1
                     if num_samples > MAX_SAMPLES:
                         raise UserError(
@@ -233,7 +253,7 @@ def read_shard(job: ShardJob, summary: ShardSummary | None = None) -> Iterator[I
                     sample = Sample(key)
                 sample.add(suffix, member, stream, job)
             if sample is not None:
-                yield sample.item(job, archive), sample.data
+                yield sample.item(job, archive, names), sample.data
             digest = stream.finish()
     except UserError:
         raise
@@ -263,43 +283,79 @@ def _members(stream: ShardStream, url: str) -> Iterator[tarfile.TarInfo]:
                 raise tarfile.ReadError(
                     f"member {member.name!r:.80} has {member.size} bytes, and so many do not follow"
                 )
-            if not member.isdir():
+            if not is_passed_over(member):
                 yield member
         # tarfile takes a header that is none for the end
         if stream.last_header != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no header and no end mark at byte {tar.offset}")
 
 
+def _peek(url: str) -> bool:
+    """Whether the keys of a shard have dots, by its first members."""
+    file: Any = _Bytes(open_range_file(url))
+    return peek_dots(file, is_in_bucket=True)
+
+
+class _Bytes:
+    """A range file as pyarrow's files are read: the end may come earlier than asked for."""
+
+    def __init__(self, file: RangeFile):
+        self.file = file
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        return self.file.read_at(max(min(size, self.file.size - offset), 0), offset)
+
+
 @dataclass
 class Sample:
-    """The members of one key. data: bytes of the image. problem: why it cannot be used."""
+    """The members of one key.
+
+    Attributes:
+        key: Of the sample.
+        data: Bytes of the image.
+        problem: Why it cannot be used.
+        label: As its member says it.
+        text: Of the member with the name of the class.
+        offset, size: Of the image in the shard.
+        found: Kinds of members that were taken: the extension of the image, and `label`.
+    """
 
     key: str
     data: bytes | None = None
-    label: Any = None
     problem: str | None = None
+    label: Label = None
+    text: Any = None
     offset: int = 0
     size: int = 0
-    suffixes: set[str] = field(default_factory=set)
+    found: set[str] = field(default_factory=set)
 
     def add(self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ShardJob) -> None:
-        """Take what is needed of a member: the image or the label."""
-        label_suffix = job.label
-        if label_suffix is not None and label_suffix.startswith(JSON_PREFIX):
-            label_suffix = "json"
-        is_label = suffix == label_suffix
-        is_image = suffix in job.image_suffixes and not is_label
-        kind = "image" if is_image else "label"
-        if not (is_image or is_label):
+        """Take what is needed of a member: the image, the label, or the name of the class."""
+        if job.label is not None and suffix == member_suffix(job.label):
+            if "label" in self.found:
+                self._reject("corrupt: two labels for one key")
+                return
+            self.found.add("label")
+            self.label = label_of(_field(job.label, member, stream))
+        elif is_image_ending(suffix, job.endings):
+            self._add_image(suffix, member, stream, job)
+        elif suffix == NAME_SUFFIX and job.label == LABEL_SUFFIX:
+            self.text = _field(NAME_SUFFIX, member, stream)
+
+    def _add_image(
+        self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ShardJob
+    ) -> None:
+        """Take an image; `jpg` counts before `seg.jpg`, and two of one kind are a problem."""
+        known = self.found - {"label"}
+        is_plain = suffix in job.endings
+        has_plain = any(one in job.endings for one in known)
+        if has_plain and not is_plain:
             return
-        if kind in self.suffixes:
-            self._reject(f"corrupt: two {kind}s for one key")
+        if known and has_plain == is_plain:
+            self._reject("corrupt: two images for one key")
             return
-        self.suffixes.add(kind)
-        if is_image:
-            self._take_image(member, stream)
-        else:
-            self.label = _label_of(job.label or "", member, stream)
+        self.found.add(suffix)
+        self._take_image(member, stream)
 
     def _take_image(self, member: tarfile.TarInfo, stream: ShardStream) -> None:
         self.offset = member.offset_data
@@ -317,37 +373,33 @@ class Sample:
         self.problem = self.problem or problem
         self.data = None
 
-    def item(self, job: ShardJob, archive: str) -> Item:
+    def item(self, job: ShardJob, archive: str, names: ClassNames) -> Item:
         """Return the sample as an item of the source."""
-        problem = self.problem
-        if "image" not in self.suffixes:
-            problem = problem or "corrupt: no image in the sample"
+        if not self.found - {"label"}:
+            self._reject("corrupt: no image in the sample")
+        contradiction = name_contradicts(names, self.label, self.text)
+        if contradiction is not None:
+            self._reject(contradiction)
         return Item(
             job.split,
             f"{archive}:{self.key}",
             self.key.rsplit("/", 1)[-1],
-            class_of(self.label, job.classes),
-            problem,
+            self.label,
+            self.problem,
             job.url,
             self.offset,
             self.size,
         )
 
 
-def _label_of(label: str, member: tarfile.TarInfo, stream: ShardStream) -> Any:
-    """Return the label that a member holds; None where it holds none."""
+def _field(source: str, member: tarfile.TarInfo, stream: ShardStream) -> Any:
+    """Return what a member says; None if it says nothing that can be read."""
     stream.seek(member.offset_data)
-    if not label.startswith(JSON_PREFIX):
-        data = stream.take(min(member.size, MAX_LABEL_BYTES))
-        return data.decode("utf-8", "replace").strip()
+    if not source.startswith(JSON_PREFIX):
+        return field_of(source, stream.take(min(member.size, MAX_LABEL_BYTES)))
     if member.size > MAX_JSON_BYTES:
         return None
-    try:
-        body = json.loads(stream.take(member.size))
-    except (ValueError, RecursionError):
-        return None
-    value = body.get(label.removeprefix(JSON_PREFIX)) if isinstance(body, dict) else None
-    return None if isinstance(value, bool) else value
+    return field_of(source, stream.take(member.size))
 
 
 class ShardStream:
@@ -436,4 +488,21 @@ class ShardStream:
         return self._threads.submit(self.file.read_at, CHUNK_BYTES, self._next_start)
 
 
-FORMAT = Format(units, SUFFIXES, list_shards=list_shards)
+def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
+    """Return the number of samples by split and label."""
+    urls = urls_by_name(shard_urls(card))
+    counts: LabelCounts = Counter()
+    for split in SPLITS:
+        for entry in entries_of_split(card, split, entries):
+            items = list_tar(TarJob(card, split, urls[entry.name]))
+            counts.update((item.split, item.label) for item in items if not item.problem)
+    return counts
+
+
+FORMAT = Format(
+    units,
+    count_labels,
+    SUFFIXES,
+    list_shards=list_shards,
+    entries_of_split=entries_of_split,
+)

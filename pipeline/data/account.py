@@ -1,0 +1,214 @@
+"""The account of a source: every file below it is used, rejected with a reason, or not read with a
+reason, and the three numbers add up to the number of files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from pipeline.data.cards import Card
+from pipeline.data.file_kinds import IMAGE_FILES, describe_kind
+from pipeline.data.formats import csv, format_of, webdataset
+from pipeline.data.formats.base import source_uri
+from pipeline.data.formats.folder import labelled_entries
+from pipeline.data.listing import HIDDEN, Entry
+from pipeline.data.names import counted, printable, suffix_of
+from pipeline.data.splits import IGNORE, SPLITS
+from workers.data.in_place import urls_by_name
+from workers.errors import UserError
+
+ACCOUNT = "account.json"
+MAX_PLACES = 5  # folders or files that a line names
+MAX_LINES = 12
+NAMED_LENGTH = 40  # characters of a place in a line
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of every file below a source.
+
+    Attributes:
+        files: Number of all files; 0 if a library fetches the data.
+        used: Number by kind: `image`, `table`, `archive`.
+        rejected: Number by reason.
+        not_read: Number by reason.
+        places: Folders and files by reason, the first few.
+        images: Number of images by what became of them: `used`, and reasons; of the rows and
+            members of files that hold many.
+        notes: Sentences on what a person should look at.
+    """
+
+    files: int = 0
+    used: Mapping[str, int] = field(default_factory=dict)
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    not_read: Mapping[str, int] = field(default_factory=dict)
+    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    images: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def to_json(self) -> bytes:
+        """Return the file that is stored beside the data set."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Account:
+        """Return an account that was stored. Raise ValueError or TypeError for anything else."""
+        body = json.loads(data)
+        account = cls(**{name: value for name, value in body.items() if name in _FIELDS})
+        for numbers in (account.used, account.rejected, account.not_read, account.images):
+            if not all(type(number) is int for number in numbers.values()):
+                raise ValueError("a number of files is no whole number")
+        return account
+
+    def check(self, card: Card) -> None:
+        """Raise UserError if the numbers do not add up."""
+        total = sum(sum(part.values()) for part in (self.used, self.rejected, self.not_read))
+        if total != self.files:
+            raise UserError(
+                f"card {card.name!r}: its source has {self.files} files, and {total} of them are "
+                "accounted for; it changed while it was read, so run the same command again"
+            )
+
+    def lines(self) -> list[str]:
+        """Return the account as a short table for a person."""
+        lines: list[str] = []
+        if self.files:
+            numbers = [sum(part.values()) for part in (self.used, self.rejected, self.not_read)]
+            lines.append(
+                f"{counted(self.files, 'file')} = {numbers[0]} used + {numbers[1]} rejected + "
+                f"{numbers[2]} not read"
+            )
+            lines += _table("used", self.used, {})
+            lines += _table("rejected", self.rejected, self.places)
+            lines += _table("not read", self.not_read, self.places)
+        if self.images:
+            parts = [f"{number} {reason}" for reason, number in self.images.items()]
+            lines.append(f"images: {', '.join(parts)}")
+        return [*lines, *(f"note: {note}" for note in self.notes)]
+
+
+_FIELDS = frozenset(Account.__dataclass_fields__)
+
+
+def _table(
+    title: str, numbers: Mapping[str, int], places: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    rows = sorted(numbers.items(), key=lambda row: (-row[1], row[0]))
+    for reason, number in rows[:MAX_LINES]:
+        named = ", ".join(places.get(reason, ()))
+        yield f"  {title:<9}{number:>7}  {reason}{f': {named}' if named else ''}"
+    if len(rows) > MAX_LINES:
+        more = sum(number for _, number in rows[MAX_LINES:])
+        yield f"  {title:<9}{more:>7}  for {len(rows) - MAX_LINES} other reasons"
+
+
+def account_of(
+    card: Card,
+    entries: Sequence[Entry],
+    images: Mapping[str, str | None],
+    notes: Sequence[str] = (),
+    rows: Mapping[str, int] | None = None,
+) -> Account:
+    """Return the account of a source.
+
+    Args:
+        card: Of the source.
+        entries: All files below it; none if a library fetches the data.
+        images: Name of each file that was looked at -> why it is rejected, None if it is used. Not
+            needed for files that hold many images.
+        notes: Sentences on what a person should look at.
+        rows: Number of images by what became of them, of files that hold many.
+    """
+    used: Counter[str] = Counter()
+    rejected: Counter[str] = Counter()
+    not_read: Counter[str] = Counter()
+    places: dict[str, dict[str, None]] = {}
+    containers = _containers(card, entries)
+    ignored = _ignored(card, entries)
+    for entry in entries:
+        name = printable(entry.name)
+        if entry.name in containers:
+            used["table" if suffix_of(name) != ".tar" else "archive"] += 1
+            continue
+        reason = images.get(name, "")
+        if reason is None:
+            used["image"] += 1
+            continue
+        if reason and not reason.startswith("other file"):
+            group = reason.partition(":")[0]
+            rejected[group] += 1
+        else:
+            group = _reason_not_read(card, entry, ignored)
+            not_read[group] += 1
+        places.setdefault(group, {}).setdefault(_place(name), None)
+    return Account(
+        len(entries),
+        dict(used),
+        dict(rejected),
+        dict(not_read),
+        {group: _shortened(list(named)) for group, named in places.items()},
+        dict(rows or {}),
+        tuple(notes),
+    )
+
+
+def _containers(card: Card, entries: Sequence[Entry]) -> set[str]:
+    """Return the files that hold many images, and the tables that name images."""
+    source_format = format_of(card)
+    if card.source.format == "csv":
+        return {table.name for table in csv.tables_of(card)[1]}
+    if card.source.format == "folder" or not source_format.suffixes:
+        return set()
+    if source_format.list_shards is not None:
+        urls = urls_by_name(webdataset.shard_urls(card))
+        base = f"{source_uri(card).rstrip('/')}/"
+        return {*urls, *(url.removeprefix(base) for url in urls.values())}
+    names: set[str] = set()
+    for split in SPLITS:
+        for entry in source_format.entries_of_split(card, split, [*entries]):
+            if not entry.problem and suffix_of(entry.name) in source_format.suffixes:
+                names.add(entry.name)
+    return names
+
+
+def _ignored(card: Card, entries: Sequence[Entry]) -> set[str]:
+    if card.source.format != "folder" or not card.source.parts_of(IGNORE):
+        return set()
+    found = labelled_entries(card, entries)
+    return {one.entry.name for one in found if one.split == IGNORE}
+
+
+def _reason_not_read(card: Card, entry: Entry, ignored: set[str]) -> str:
+    if entry.problem == HIDDEN:
+        return "hidden"
+    if entry.problem is not None and "link" in entry.problem:
+        return "link that is not followed"
+    if entry.name in ignored:
+        return "ignored by the card"
+    if suffix_of(entry.name) in IMAGE_FILES and not entry.problem:
+        if card.source.format == "csv":
+            return "image that no row names"
+        return "image in another folder" if "/" in entry.name else "image in no folder"
+    return describe_kind(entry.name)
+
+
+def _place(name: str) -> str:
+    """Return the first folder of a file, or the file if it lies in none."""
+    folder, _, rest = name.partition("/")
+    return f"{folder}/" if rest else name
+
+
+def _shortened(names: list[str]) -> list[str]:
+    short = [name if len(name) <= NAMED_LENGTH else f"{name[:NAMED_LENGTH]}..." for name in names]
+    return [*short[:MAX_PLACES], "..."] if len(short) > MAX_PLACES else short
+
+
+def image_files(items: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
+    """Return name -> problem of the images of a source; a file is used if one of its rows is."""
+    files: dict[str, str | None] = {}
+    for name, problem in items:
+        if problem is None or name not in files:
+            files[name] = problem
+    return files

@@ -1,0 +1,176 @@
+"""The preview of a data set: a page with images of each class and split, their names, and the
+account of files, by which a person sees at a glance what was understood."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.data.account import Account
+from pipeline.data.cards import Card
+from pipeline.data.image_checks import open_any
+from pipeline.data.names import counted, printable
+from pipeline.data.splits import SPLITS
+from workers.data.decoding import MAX_PIXELS, to_rgb
+
+PREVIEW = "preview.html"
+PER_GROUP = 8  # images of a class in a split
+MAX_PICTURES = 800
+SIDE = 72  # pixels of a picture on the page
+MAX_NOTED = 60  # characters of a file's name under a picture
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem;
+  padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
+h3 small { font-weight: normal; opacity: .7; }
+pre { overflow-x: auto; font-size: 13px; }
+.note { border-left: 4px solid #d08700; padding: .3rem .8rem; margin: .4rem 0; }
+.row { display: flex; flex-wrap: wrap; gap: .5rem; }
+figure { margin: 0; width: 5.4rem; }
+figure img { width: 4.5rem; height: 4.5rem; object-fit: contain; background: #8882;
+  display: block; }
+figcaption { font-size: 11px; opacity: .75; overflow-wrap: anywhere; max-height: 2.9em;
+  overflow: hidden; }
+"""
+
+
+class Picture(NamedTuple):
+    """An image on the page.
+
+    Attributes:
+        split: Of the image.
+        label: Its class.
+        name: Of its file.
+        thumbnail: A small JPEG of it; empty if it cannot be decoded.
+    """
+
+    split: str
+    label: str
+    name: str
+    thumbnail: bytes
+
+    @classmethod
+    def of(cls, card: Card, split: str, label: str, name: str, data: bytes) -> Picture:
+        """Return a picture of an image. data: bytes of its file, which are not kept."""
+        return cls(split, label, name, _thumbnail(data, card.source.range))
+
+
+class Sheet(NamedTuple):
+    """One data set on the page.
+
+    Attributes:
+        card: Its card.
+        layout: What was understood, in a few words.
+        account: What became of its files.
+        counts: Number of images by split and class.
+        pictures: Some images of each.
+        notes: Sentences for the top of the page.
+    """
+
+    card: Card
+    layout: str
+    account: Account
+    counts: Mapping[tuple[str, str], int]
+    pictures: Sequence[Picture]
+    notes: Sequence[str] = ()
+
+
+def sample_rows(rows: pa.Table) -> pa.Table:
+    """Return the rows of a preview: the first PER_GROUP of each split and class, within bounds."""
+    splits = rows["split"].combine_chunks().dictionary_encode().indices.to_numpy()
+    labels = rows["label"].combine_chunks().dictionary_encode().indices.to_numpy()
+    if not len(rows):
+        return rows
+    groups = splits.astype(np.int64) * (int(labels.max()) + 1) + labels
+    order = np.argsort(groups, kind="stable")
+    _, firsts, sizes = np.unique(groups[order], return_index=True, return_counts=True)
+    chosen: list[int] = []
+    most = most_of_group(len(firsts))
+    for first, size in zip(firsts[:MAX_PICTURES], sizes[:MAX_PICTURES], strict=True):
+        chosen += order[first : first + min(int(size), most)].tolist()
+    return rows.take(pa.array(sorted(chosen)))
+
+
+def most_of_group(num_groups: int) -> int:
+    """Return how many images of a class in a split are shown."""
+    return max(min(PER_GROUP, MAX_PICTURES // max(num_groups, 1)), 1)
+
+
+def preview_page(
+    card: Card,
+    account: Account,
+    counts: Mapping[tuple[str, str], int],
+    pictures: Sequence[Picture],
+) -> str:
+    """Return the page of one data set that was ingested."""
+    return page_of([Sheet(card, f"format {card.source.format}", account, counts, pictures)])
+
+
+def page_of(sheets: Sequence[Sheet]) -> str:
+    """Return a page of data sets. Names from strangers are escaped; the page loads nothing."""
+    title = escape(", ".join(sheet.card.name for sheet in sheets))
+    body = "".join(_sheet(sheet, len(sheets) > 1) for sheet in sheets)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Preview: {title}</title>'
+        '<meta name="viewport" content="width=device-width">'
+        f"<style>{STYLE}</style><h1>What was understood: {title}</h1>"
+        "<p>Check that images stand under their class and in their split. Nothing is trained "
+        f"yet.</p>{body}</html>\n"
+    )
+
+
+def _sheet(sheet: Sheet, has_title: bool) -> str:
+    title = f"<h2>{escape(sheet.card.name)}</h2>" if has_title else ""
+    parts = [f"{title}<p>{escape(printable(sheet.layout))}</p>"]
+    notes = map(printable, (*sheet.notes, *sheet.account.notes))
+    parts += [f'<p class="note">{escape(note)}</p>' for note in notes]
+    lines = [line for line in sheet.account.lines() if not line.startswith("note: ")]
+    parts.append(f"<pre>{escape(chr(10).join(map(printable, lines)))}</pre>")
+    by_group: dict[tuple[str, str], list[Picture]] = {}
+    for picture in sheet.pictures:
+        by_group.setdefault((picture.split, picture.label), []).append(picture)
+    for split in SPLITS:
+        groups = {label: n for (of, label), n in sheet.counts.items() if of == split}
+        if not groups:
+            continue
+        total = counted(sum(groups.values()), "image")
+        parts.append(f"<h2>{escape(split)}: {total} of {counted(len(groups), 'class')}</h2>")
+        for label, number in sorted(groups.items()):
+            figures = "".join(map(_figure, by_group.get((split, label), [])))
+            parts.append(
+                f"<h3>{escape(printable(label))} <small>{counted(number, 'image')}</small></h3>"
+                f'<div class="row">{figures}</div>'
+            )
+    return "".join(parts)
+
+
+def _figure(picture: Picture) -> str:
+    name = printable(picture.name)
+    short = name if len(name) <= MAX_NOTED else f"...{name[-MAX_NOTED:]}"
+    tag = "(cannot be drawn)"
+    if picture.thumbnail:
+        data = base64.b64encode(picture.thumbnail).decode()
+        tag = f'<img alt="" src="data:image/jpeg;base64,{data}">'
+    return f'<figure title="{escape(name)}">{tag}<figcaption>{escape(short)}</figcaption></figure>'
+
+
+def _thumbnail(data: bytes, value_range: tuple[float, float] | None) -> bytes:
+    """Return a small JPEG of an image; empty if it cannot be decoded."""
+    try:
+        image = open_any(data, MAX_PIXELS)
+        image.draft("RGB", (SIDE, SIDE))  # of JPEG, which is decoded smaller and faster
+        image = to_rgb(image, value_range)
+        image.thumbnail((SIDE, SIDE))
+    except Exception:  # Pillow's plugins raise almost anything
+        return b""
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=90, subsampling=0)
+    return buffer.getvalue()

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.data.detection.data_set import TEST_FRACTION, DataSet, counted
-from pipeline.data.listing import printable
+from pipeline.data.detection.data_set import TEST_FRACTION, DataSet
+from pipeline.data.names import counted, printable
 from pipeline.yaml_files import dump_yaml
 
 MOST_BAD = 0.05  # share of corrupt images that a run goes on with; they are listed
@@ -55,6 +55,7 @@ def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
     held_out = ""
     if not data_set.has_test:
         held_out = _line("test_fraction", TEST_FRACTION, "share of each class, by hash of the key")
+        held_out += _line("duplicates", "one_split", "exact copies are never in train and test")
     bad = min(round(MOST_BAD + data_set.bad_fraction + 0.005, 2), 1.0)
     text = (
         f"# {_comment(data_set.layout)}: {counted(len(data_set.classes), 'class')}, "
@@ -151,6 +152,9 @@ def config_text(
     val_fraction = 0.1
     if num_train < 5 * num_classes:
         val_fraction = 0.0  # too few images to hold some out
+    held_out = "of the train images, held out to choose by"
+    if any("val" in data_set.counts for data_set in data_sets):
+        held_out += ", if a card has no validation images"
     text = (
         f"# {counted(num_classes, 'class')} in {counted(len(tasks), 'task')}. "
         f"Written by `{_comment(command)}`; edit it.\n"
@@ -182,7 +186,7 @@ def config_text(
     options = {"patch_size": backbone.patch_size, "embed_dim": 64, "depth": 4, "num_heads": 4}
     text += _line("options", options, indent=2)
     text += "data:\n"
-    text += _line("val_fraction", val_fraction, "of the train images, held out to choose by", 2)
+    text += _line("val_fraction", val_fraction, held_out, 2)
     text += _line("flip", 0.0, "0.5: where a mirrored image has the same class", 2)
     text += _train_text(has_gpu)
     text += "# Side by side. docs/methods.md lists all that there are.\nmethods:\n"

@@ -6,34 +6,32 @@ from __future__ import annotations
 import glob
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline import config as configs
 from pipeline.data.cards import Card
-from pipeline.data.detection.data_set import (
-    TEST_FRACTION,
-    DataSet,
-    Request,
-    counted,
-    name_of,
-)
+from pipeline.data.detection.data_set import TEST_FRACTION, DataSet, Request, read_card
 from pipeline.data.detection.detect import detect
-from pipeline.data.detection.packed_files import is_packed
-from pipeline.data.formats.base import IMAGE_SUFFIXES
-from pipeline.data.listing import printable, suffix_of
+from pipeline.data.detection.libraries import TORCHVISION_PATH
+from pipeline.data.file_kinds import IMAGE_SUFFIXES, TABLE_SUFFIXES, TAR_SUFFIX, is_packed
+from pipeline.data.formats.folder import LABEL, split_folders
+from pipeline.data.names import counted, name_of, printable, suffix_of
+from pipeline.data.preview import PREVIEW, Sheet, page_of
 from pipeline.data.proposal import TaskPlan, card_text, config_text, relative_to_here, tasks_of
-from pipeline.data.tables import TEXT_SUFFIXES
-from pipeline.yaml_files import parse_yaml
+from pipeline.data.splits import role_in
+from pipeline.yaml_files import override_of, parse_override, parse_yaml
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
 SCRIPT = "accrete"
 CONFIG_SUFFIXES = (".yaml", ".yml")
-DATA_SUFFIXES = frozenset((*TEXT_SUFFIXES, ".parquet", ".tar", *IMAGE_SUFFIXES))
+DATA_SUFFIXES = TABLE_SUFFIXES | IMAGE_SUFFIXES | {TAR_SUFFIX}
+# settings of a source that a person can give to `init`
+GIVEN = ("format", "image", "label", "split", "splits", "files", "numbers", "range")
 SHOWN_CLASSES = 8  # in what is printed
 LONGEST_FILE = 16 << 20  # bytes
 Say = Callable[[str], None]
@@ -43,8 +41,11 @@ Say = Callable[[str], None]
 class Starter:
     """The files that are written for some data: name of a file in the current folder -> its text.
 
-    config: the name of the config among them. stream: a line on the tasks. run_command: what a
-    person types to run the config. init_command: what they type to get it.
+    Attributes:
+        config: The name of the config among them.
+        stream: A line on the tasks.
+        run_command: What a person types to run the config.
+        init_command: What they type to get it.
     """
 
     config: str
@@ -92,21 +93,32 @@ def start(
     say: Say,
     name: str = "",
     keep: bool = False,
-    **columns: str | None,
+    settings: Sequence[str] = (),
 ) -> str:
-    """Look at data, say what it is, write its cards and a config. Return the config's path.
+    """Look at data, say what it is, and write its cards, a config and a preview.
 
-    name: of the run; empty: that of the data. keep: files that are there already, for the same
-    data, are used as they stand. columns: `image` and `label`, where they are not to be guessed.
-    Raise `UserError`, with nothing written, where the data does not fit or a file of another
-    content is there.
+    Args:
+        paths: Of data.
+        program: How a person starts Accrete.
+        say: Is given lines about what was found and written.
+        name: Of the run; empty: that of the data.
+        keep: Whether files that are there already, for the same data, are used as they stand.
+        settings: Of the cards, such as `source.label=breed`, where they are not clear.
+
+    Returns:
+        The path of the config.
+
+    Raises:
+        UserError: With nothing written, if the data does not fit or a file of another content is
+            there.
     """
+    given = given_settings(settings)
     sources: list[Source] = []
     for path in paths:
-        request = Request(path, program, **columns)
+        request = Request(path, program, *given)
         sources += [Source(data_set, path) for data_set in detect(request)]
     sources = _with_own_names(sources)
-    starter = propose(sources, name, paths, program, columns)
+    starter = propose(sources, name, paths, program, settings)
     for source in sources:
         say(describe(source.data_set))
     say(starter.stream)
@@ -114,7 +126,79 @@ def start(
         say(f"{starter.config} is there and is used as it stands")
         return starter.config
     say(write(starter))
+    say(f"preview: {write_preview(starter, sources)}")
     return starter.config
+
+
+def column_settings(image: str | None, label: str | None) -> list[str]:
+    """Return columns that a person named as settings of a card."""
+    named = {"source.image": image, "source.label": label}
+    return [override_of(key, column) for key, column in named.items() if column is not None]
+
+
+def given_settings(settings: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the settings of a source, and the classes, that a person gave.
+
+    Args:
+        settings: As `source.label=breed` or `classes=[cat, dog]`.
+
+    Raises:
+        UserError: If one is no such setting.
+    """
+    source: dict[str, Any] = {}
+    classes: tuple[str, ...] = ()
+    for text in settings:
+        key, value = parse_override(text)
+        parts = key.split(".")
+        if key == "classes" and isinstance(value, list):
+            classes = tuple(map(str, value))
+        elif parts[0] == "source" and len(parts) == 2 and parts[1] in GIVEN:
+            source[parts[1]] = value
+        elif parts[:2] == ["source", "splits"] and len(parts) == 3:
+            source.setdefault("splits", {})[parts[2]] = value
+        else:
+            raise UserError(
+                f"--set {text!r:.200}: {key!r} is no setting that `init` takes; give source."
+                f"{', source.'.join(GIVEN)}, or classes=[...]"
+            )
+    return source, classes
+
+
+def write_preview(starter: Starter, sources: Sequence[Source]) -> str:
+    """Write the page that shows what was understood, and return its path."""
+    sheets: list[Sheet] = []
+    for source in sources:
+        data_set = source.data_set
+        pictures = data_set.pictures()
+        sheets.append(
+            Sheet(
+                data_set.card,
+                data_set.layout,
+                data_set.account,
+                data_set.images,
+                pictures,
+                data_set.notes,
+            )
+        )
+    path = f"{starter.config.removesuffix('.yaml')}-{PREVIEW}"
+    Path(path).write_text(page_of(sheets), encoding="utf-8")
+    return path
+
+
+def preview_card(card: Card) -> str:
+    """Write the page that shows how a card reads its source, and return its path."""
+    data_set = read_card(card)
+    path = f"{card.name}-{PREVIEW}"
+    sheet = Sheet(
+        card,
+        data_set.layout,
+        data_set.account,
+        data_set.images,
+        data_set.pictures(),
+        data_set.notes,
+    )
+    Path(path).write_text(page_of([sheet]), encoding="utf-8")
+    return path
 
 
 # ---- the files -----------------------------------------------------------------------------------
@@ -123,12 +207,19 @@ def propose(
     name: str,
     paths: Sequence[str],
     program: str,
-    columns: Mapping[str, str | None] | None = None,
+    settings: Sequence[str] = (),
 ) -> Starter:
     """Return the cards and the config for some data sets.
 
-    name: of the run; empty: that of the data. paths, columns: as the person gave them. Raise
-    `UserError` where they cannot be written into the current folder.
+    Args:
+        sources: The data sets.
+        name: Of the run; empty: that of the data.
+        paths: As the person gave them.
+        program: How a person starts Accrete.
+        settings: As the person gave them.
+
+    Raises:
+        UserError: If they cannot be written into the current folder.
     """
     data_sets = [source.data_set for source in sources]
     if not name:
@@ -138,9 +229,8 @@ def propose(
     config = f"{name}.yaml"
     # in a file it is the same however Accrete was started
     words = ["init", *paths]
-    for option, column in (columns or {}).items():
-        if column is not None:
-            words += [f"--{option}", column]
+    for setting in settings:
+        words += ["--set", setting]
     init_command = shlex.join(words)
     command = f"{SCRIPT} {init_command}"
     run_command = shlex.join(["run", config])
@@ -148,7 +238,9 @@ def propose(
     for source in sources:
         _check_count(source.data_set)
         _check_folder(source, program)
-        path = relative_to_here(source.data_set.source["path"], source.path)
+        path = relative_to_here(source.data_set.card.source.path, source.path)
+        if source.data_set.card.source.format == "torchvision":
+            path = TORCHVISION_PATH
         card_name = source.data_set.name
         card_file = f"{name}-card.yaml" if len(sources) == 1 else f"{name}-{card_name}-card.yaml"
         files[card_file] = card_text(source.data_set, card_name, path, command)
@@ -193,21 +285,28 @@ def _check_count(data_set: DataSet) -> None:
 
 
 def _check_folder(source: Source, program: str) -> None:
-    """Raise `UserError` where results in the current folder would become part of the data."""
-    path = source.data_set.source["path"]
+    """Raise `UserError` if results in the current folder would become part of the data."""
+    card = source.data_set.card
+    path = card.source.path
     current = os.path.realpath(os.curdir)
-    splits = source.data_set.source.get("splits", {}).values()
-    takes_all = any(split == "." or "*" in split for split in splits)
-    if "://" in path or not takes_all:
-        return
     data = os.path.realpath(path)
-    if current == data or current.startswith(f"{data}/"):
+    if "://" in path or card.source.format in ("torchvision", "csv"):
+        return
+    if current != data and not current.startswith(f"{data}/"):
+        return
+    below = os.path.relpath(current, data).split("/")
+    takes = [path == "." or LABEL in path or "*" in path for path in _train_parts(card)]
+    if any(takes) or any(folder.match([*below, "x", "x"])[0] for folder in split_folders(card)):
         parent = os.path.dirname(data)
         command = f"{program} {shlex.join(['init', os.path.basename(data)])}"
         raise UserError(
             f"the current folder is that of the images, and results in it would become part of "
             f"them; use another one: `cd {shlex.quote(parent)} && {command}`"
         )
+
+
+def _train_parts(card: Card) -> list[str]:
+    return [part for split in card.source.named_splits() for part in card.source.parts_of(split)]
 
 
 def _check_texts(files: dict[str, str], config: str) -> None:
@@ -322,7 +421,7 @@ def _are_there(starter: Starter) -> bool:
 
 # ---- what is said --------------------------------------------------------------------------------
 def describe(data_set: DataSet) -> str:
-    """Return a few lines on a data set."""
+    """Return a few lines on a data set: what was understood, and the account of its files."""
     class_names = ", ".join(data_set.classes[:SHOWN_CLASSES])
     if len(data_set.classes) > SHOWN_CLASSES:
         class_names += ", ..."
@@ -331,18 +430,27 @@ def describe(data_set: DataSet) -> str:
         f"  {counted(len(data_set.classes), 'class')}: {class_names}",
     ]
     is_exact = data_set.is_exact
-    train = data_set.counts["train"]
+    counts = data_set.counts
+    numbers = [counted(n, f"{split} image", is_exact) for split, n in counts.items()]
     if data_set.has_test:
-        test = counted(data_set.counts["test"], "test image", is_exact)
-        lines.append(f"  {counted(train, 'train image', is_exact)}, {test}")
+        lines.append(f"  {', '.join(numbers)}")
     else:
         lines.append(
-            f"  {counted(train, 'image', is_exact)}; {TEST_FRACTION:.0%} of each class are held "
-            "out as test, by hash of their names"
+            f"  {counted(counts['train'], 'image', is_exact)}; {TEST_FRACTION:.0%} of each class "
+            "are held out as test, by hash of their names"
         )
-    if data_set.left_out:
-        lines.append(f"  not used: {'; '.join(data_set.left_out)}")
+    if "val" in counts:
+        lines.append("  validation images are those of the data; data.val_fraction has no effect")
+    elif _is_val_the_test(data_set):
+        lines.append("  the validation images of the data are the test images")
+    lines += [f"  note: {note}" for note in data_set.notes]
+    lines += [f"  {line}" for line in data_set.account.lines()]
     return "\n".join(lines)
+
+
+def _is_val_the_test(data_set: DataSet) -> bool:
+    parts = data_set.card.source.parts_of("test")
+    return any(role_in(part.rpartition("/")[2]) == "val" for part in parts)
 
 
 def _stream_text(tasks: Sequence[TaskPlan]) -> str:

@@ -1,187 +1,342 @@
-"""A data set as it lies at a path: what its card has to say, and what a person wants to know."""
+"""A data set as it lies at a path: a way to read it, and what comes out of that.
+
+A way to read is the `source` of a card. It is judged by the code that ingest runs, so that `init`
+and `ingest` cannot differ.
+"""
 
 from __future__ import annotations
 
-import re
+import io
 import shlex
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from pipeline.data.cards import MAX_CLASS_CHARACTERS
-from pipeline.data.listing import nfc, printable
+from PIL import Image
+
+from pipeline.config import checked
+from pipeline.data.account import Account, account_of, image_files
+from pipeline.data.cards import Card, Source
+from pipeline.data.formats import count_labels, format_of, list_source, require_entries, units
+from pipeline.data.formats.base import Item, LabelCounts, read_items
+from pipeline.data.labels import check_spelling
+from pipeline.data.listing import Entry
+from pipeline.data.names import counted, listed, nfc, printable
+from pipeline.data.packs import ImageChecker
+from pipeline.data.preview import Picture, most_of_group
+from pipeline.data.source_classes import labels_of_counts
+from pipeline.data.splits import SPLITS, SplitUnclear
 from workers.errors import UserError
 
-TEST_FRACTION = 0.2  # held out by hash where a source has no test images
-MAX_NAME = 60  # characters of a data set's name
-MAX_NAMED = 3  # names that a sentence lists
-# how people call the parts of a data set, in lower case
-TRAIN_NAMES = ("train", "training", "trn", "train_set", "trainset")
-VALIDATION_NAMES = ("val", "valid", "validation", "dev", "val_set", "valset")
-TEST_NAMES = ("test", "testing", "tst", "eval", "evaluation", "test_set", "testset")
-MAX_CLASSES = 20_000  # of one data set: a column or a folder of more is no set of classes
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """One data set.
-
-    name: for cards and tasks. layout: what lies there, in a few words. source: that of the card.
-    classes: in the order of the card; are_folders: whether the card takes them from the folders of
-    its source. counts: images of `train` and `test`; is_exact: False where they are at least so
-    many. left_out: a sentence part each on what is there and not used. bad_fraction: share of
-    images that are known to be left out. sizes: (width, height) of a few images in pixels.
-    """
-
-    name: str
-    layout: str
-    source: dict[str, Any]
-    classes: tuple[str, ...]
-    counts: dict[str, int]
-    are_folders: bool = False
-    is_exact: bool = True
-    left_out: tuple[str, ...] = ()
-    bad_fraction: float = 0.0
-    sizes: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def has_test(self) -> bool:
-        """Whether the source itself has test images."""
-        return "test" in self.counts
-
-
-@dataclass(frozen=True)
-class SplitNames:
-    """What the splits of a data set are called where it lies.
-
-    train, test: None without one. unused: those that no split of the card is.
-    """
-
-    train: str | None
-    test: str | None
-    unused: tuple[str, ...] = ()
+TEST_FRACTION = 0.2  # held out by hash if a source has no test images
+MOST_FILES = 1_000_000  # that `init` looks at below one path
+MOST_SIZED = 16  # images whose size is looked at
+MOST_READ = 4000  # images of a file of many that are looked at for a preview
+MOST_READ_BYTES = 64 << 20
+FROM_SOURCE = "from_source"  # in place of classes on a card
 
 
 @dataclass(frozen=True)
 class Request:
     """What a person asks to look at.
 
-    path: as it was given. program: how a person starts Accrete. image, label: the columns that were
-    named; None: they are guessed.
+    Attributes:
+        path: As it was given.
+        program: How a person starts Accrete.
+        given: Settings of the card's source that were given, such as `label`.
+        classes: That were given.
     """
 
     path: str
     program: str = "accrete"
-    image: str | None = None
-    label: str | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
 
-    def command(self, **options: str) -> str:
-        """Return what a person types to ask again, with options."""
-        words = ["init", self.path]
-        for name, value in options.items():
-            words += [f"--{name}", value]
+    def command(self, *settings: str, path: str = "") -> str:
+        """Return what a person types to ask again, with settings such as `source.split=fold`."""
+        words = ["init", path or self.path]
+        for setting in settings:
+            words += ["--set", setting]
         return f"{self.program} {shlex.join(words)}"
 
 
-def split_of(name: str) -> str | None:
-    """Return `train`, `val` or `test` where a name is how people call that part of a data set."""
-    word = name.lower()
-    if word in TRAIN_NAMES:
-        return "train"
-    if word in VALIDATION_NAMES:
-        return "val"
-    return "test" if word in TEST_NAMES else None
+@dataclass(frozen=True)
+class DataSet:
+    """One data set.
 
-
-def choose_splits(
-    names: Iterable[str], split_of_name: Callable[[str], str | None] = split_of
-) -> SplitNames:
-    """Return which names are train and test. Validation images serve as test without any.
-
-    split_of_name: what a name says.
+    Attributes:
+        name: For cards and tasks.
+        layout: What lies there, in a few words.
+        card: As it would be written, with classes; its path is that of the source.
+        entries: All files below the source.
+        counts: Number of images by split.
+        are_folders: Whether the card can take its classes from the folders of its source.
+        is_exact: False if there are at least so many images.
+        notes: Sentences on what is left out.
+        bad_fraction: Share of images that are known to be left out.
+        sizes: (width, height) of a few images in pixels.
+        account: What became of every file.
+        images: Number of images by split and class.
     """
-    by_split: dict[str, list[str]] = {}
-    for name in sorted(names):
-        split = split_of_name(name)
-        if split is not None:
-            by_split.setdefault(split, []).append(name)
-    for split, group in by_split.items():
-        if len(group) > 1:
+
+    name: str
+    layout: str
+    card: Card
+    entries: Sequence[Entry]
+    counts: Mapping[str, int]
+    are_folders: bool
+    is_exact: bool
+    notes: tuple[str, ...]
+    bad_fraction: float
+    sizes: tuple[tuple[int, int], ...]
+    account: Account
+    images: Mapping[tuple[str, str], int]
+
+    @property
+    def has_test(self) -> bool:
+        """Whether the source itself has test images."""
+        return "test" in self.counts
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes in the order of the card."""
+        return self.card.classes
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The source of the card as it is written: what differs from the defaults."""
+        return source_body(self.card.source)
+
+    def pictures(self) -> list[Picture]:
+        """Return some images of each split and class, for a preview."""
+        most = most_of_group(len(self.images))
+        wanted = {group: min(number, most) for group, number in self.images.items()}
+        checker = ImageChecker(self.card)
+        pictures: list[Picture] = []
+        for item, data in _some_items(self.card, [*self.entries], wanted):
+            group = (item.split, checker.label(item) or "")
+            if wanted.get(group) and data is not None:
+                wanted[group] -= 1
+                pictures.append(Picture.of(self.card, *group, item.name, data))
+        return pictures
+
+
+def source_body(source: Source) -> dict[str, Any]:
+    """Return a source as a card writes it: settings that differ from their defaults."""
+    body = source.model_dump(exclude_defaults=True)
+    body["splits"] = {
+        split: parts[0] if len(parts) == 1 else list(parts)
+        for split in (*SPLITS, "ignore")
+        if (parts := source.parts_of(split))  # type: ignore[arg-type]
+    }
+    if source.files != "{}" and len(source.file_patterns()) > 1:
+        body["files"] = list(source.file_patterns())
+    if len(source.split_columns()) > 1:
+        body["split"] = list(source.split_columns())
+    if source.range is not None:
+        body["range"] = list(source.range)
+    return body
+
+
+def read_as(
+    request: Request,
+    name: str,
+    layout: str,
+    source: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    classes: Sequence[str] = (),
+) -> DataSet:
+    """Return the data set that a way to read a path gives.
+
+    Args:
+        request: Whose settings go before those of `source`.
+        name: Of the data set.
+        layout: What lies there, in a few words.
+        source: Of the card.
+        notes: Sentences on what is left out.
+        classes: In the order of the card, if they do not follow from the labels.
+
+    Raises:
+        UserError: If it does not read so.
+    """
+    body = {**source, **request.given}
+    numbers = body.pop("numbers", None)
+    card = _card(name, body | {"numbers": "names"}, (FROM_SOURCE,))
+    entries = list_source(card, MOST_FILES) or []
+    counts = count_labels(card, entries)
+    where = printable(str(body.get("path") or name))
+    splits = [split for split in SPLITS if any(of == split for of, _ in counts)]
+    if "train" not in splits:
+        raise SplitUnclear(f"{where} has no train images{_of_others(splits)}")
+    if not classes and request.classes:
+        classes = request.classes
+    if not classes:
+        labels = labels_of_counts(card, entries, counts, "train")
+        classes = labels.classes
+        numbers = numbers or labels.numbers
+    if card.source.format != "folder":
+        body["numbers"] = numbers or "names"
+    card = _card(name, body, classes)
+    return _judged(card, layout, entries, counts, notes, where)
+
+
+def read_card(card: Card) -> DataSet:
+    """Return the data set that a card reads, with its own classes."""
+    entries = require_entries(card)
+    where = printable(card.source.path or card.name)
+    counts = count_labels(card, entries)
+    return _judged(card, f"format {card.source.format}", entries, counts, (), where)
+
+
+def _of_others(splits: Sequence[str]) -> str:
+    return f", only {' and '.join(splits)} images" if splits else ""
+
+
+def _card(name: str, source: Mapping[str, Any], classes: Sequence[str]) -> Card:
+    body = {"name": name, "licence": "unknown", "classes": [*classes], "source": {**source}}
+    return checked(Card, body, "", "the card")
+
+
+def _judged(
+    card: Card,
+    layout: str,
+    entries: list[Entry],
+    counts: LabelCounts,
+    notes: Sequence[str],
+    where: str,
+) -> DataSet:
+    """Return a data set whose labels were read; what fits no class is left out and said."""
+    checker = ImageChecker(card)
+    images: Counter[tuple[str, str]] = Counter()
+    unknown: Counter[tuple[str, str]] = Counter()
+    num_unlabelled = 0
+    for (split, label), number in counts.items():
+        name = checker.names.find(label)
+        if name is None:
+            num_unlabelled += number
+        elif name in card.classes:
+            images[split, name] += number
+        else:
+            unknown[split, str(label)] += number
+    totals = {split: sum(n for (of, _), n in images.items() if of == split) for split in SPLITS}
+    found = [*notes]
+    for split in SPLITS[1:]:
+        others = {label: n for (of, label), n in unknown.items() if of == split}
+        without = sum(n for (of, label), n in counts.items() if of == split and label is None)
+        if others and not totals[split]:
             raise UserError(
-                f"{quoted(group[0])} and {quoted(group[1])} are both {split} images; rename one"
+                f"{where}: no {split} image has a label of train; {split} has labels such as "
+                f"{listed(sorted(others))}, and train {listed(card.classes)}; write them alike, or "
+                f"leave the {split} images out"
             )
-    first = {split: group[0] for split, group in by_split.items()}
-    test = first.get("test", first.get("val"))
-    unused = tuple(name for name in first.values() if name not in (first.get("train"), test))
-    return SplitNames(first.get("train"), test, unused)
-
-
-def name_of(text: str, default: str = "data") -> str:
-    """Return a name that cards, tasks and files can have, made of any text."""
-    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", plain)
-    name = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9]+$", "", name)[:MAX_NAME]
-    return name or default
-
-
-def check_classes(where: str, classes: Iterable[str]) -> tuple[str, ...]:
-    """Return classes of a source. Raise `UserError` where they cannot be those of a card."""
-    names = tuple(classes)
-    if len(names) > MAX_CLASSES:
-        raise UserError(
-            f"{where} has {len(names)} classes, and more than {MAX_CLASSES} are not proposed; "
-            "write the card by hand, see datasets/README.md"
+        if others or without:
+            lost = counted(sum(others.values()) + without, f"{split} image")
+            named = f" ({_named(sorted(others))})" if others else ""
+            found.append(
+                f"{lost} without a label, or with one that train lacks{named} are left out"
+            )
+    check_spelling(where, {str(label) for _, label in counts if label is not None})
+    unlisted = sorted(label for of, label in unknown if of == "train")
+    if unlisted:
+        found.append(
+            f"train images of {_named(unlisted)}, which the card does not list, are left out"
         )
-    for name in names:
-        if not (name.isprintable() and 0 < len(name) <= MAX_CLASS_CHARACTERS):
-            raise UserError(
-                f"{where}: class {quoted(name)} is no name that can be shown and filed; rename it "
-                f"to 1 to {MAX_CLASS_CHARACTERS} printable characters"
-            )
-    counts = Counter(map(nfc, names))
-    for name in names:
-        if counts[nfc(name)] > 1:
-            raise UserError(
-                f"{where}: two classes are called {quoted(name)} in two Unicode forms (NFC and "
-                "NFD); merge them, or rename one"
-            )
-    if len(names) < 2:
-        listed = f"one class, {quoted(names[0])}" if names else "no class"
-        raise UserError(
-            f"{where} has {listed}, and a task tells at least two apart; "
-            "give the folder or file that holds all classes"
-        )
-    return names
+    without = sum(n for (of, label), n in counts.items() if of == "train" and label is None)
+    if without:
+        found.append(f"{counted(without, 'train image')} without a label are left out")
+    is_exact = len(entries) < MOST_FILES
+    problems: dict[str, str | None] = {}
+    source_format = format_of(card)
+    if source_format.list_items is not None:
+        rows = ((item, checker.row(item)) for item in source_format.list_items(card, entries))
+        problems = image_files((row["name"], row["problem"]) for _, row in rows)
+    rows_of_files = {}
+    if source_format.list_items is None:
+        rows_of_files = {"used": sum(totals.values())}
+        if unknown or num_unlabelled:
+            rows_of_files["unlabelled"] = sum(unknown.values()) + num_unlabelled
+    account = account_of(card, entries, problems, (), rows_of_files)
+    num_bad = sum(account.rejected.values()) or sum(unknown.values()) + num_unlabelled
+    return DataSet(
+        name=card.name,
+        layout=layout,
+        card=card,
+        entries=entries,
+        counts={split: number for split, number in totals.items() if number},
+        are_folders=_takes_folders(card, counts),
+        is_exact=is_exact,
+        notes=tuple(found),
+        bad_fraction=num_bad / max(sum(totals.values()) + num_bad, 1),
+        sizes=_sizes(card, entries),
+        account=account,
+        images=images,
+    )
 
 
-def sorted_labels(labels: Iterable[str]) -> list[str]:
-    """Return the names of classes in order: by number where all are whole numbers."""
-    names = [*labels]
-    if all(re.fullmatch(r"-?[0-9]{1,9}", name) for name in names):
-        return sorted(names, key=lambda name: (int(name), name))
-    return sorted(names)
+def _named(labels: Sequence[str]) -> str:
+    """Return classes for a sentence: `class 'a'`, `classes 'a', 'b' and 3 more`."""
+    return f"{'class' if len(labels) == 1 else 'classes'} {listed(labels)}"
 
 
-def quoted(name: str) -> str:
-    """Return a stranger's name for a sentence: escaped, in quotes, not too long."""
-    text = printable(name)
-    if len(text) > 60:
-        text = f"{text[:57]}..."
-    return f"'{text}'"
+def _takes_folders(card: Card, counts: LabelCounts) -> bool:
+    """Whether the classes are all folders of the train split, empty ones too."""
+    if card.source.format != "folder":
+        return False
+    from pipeline.data.formats.folder import class_folders  # beside those who need folders
+
+    return sorted(map(nfc, class_folders(card, "train"))) == [*card.classes]
 
 
-def listed(names: Iterable[str], most: int = MAX_NAMED) -> str:
-    """Return the first of some names for a sentence."""
-    all_names = [*names]
-    text = ", ".join(map(quoted, all_names[:most]))
-    more = len(all_names) - most
-    return f"{text} and {more} more" if more > 0 else text
+# ---- some images ---------------------------------------------------------------------------------
+def _some_items(
+    card: Card, entries: list[Entry], wanted: Mapping[tuple[str, str], int]
+) -> Iterator[tuple[Item, bytes | None]]:
+    """Yield a few images of each split and class, with their bytes."""
+    source_format = format_of(card)
+    checker = ImageChecker(card)
+    left = dict(wanted)
+    if source_format.list_items is not None:
+        items: list[Item] = []
+        for item in source_format.list_items(card, entries):
+            row = checker.row(item)
+            group = (item.split, row["label"])
+            if row["problem"] is None and left.get(group, 0) > 0:
+                left[group] -= 1
+                items.append(item)
+        yield from read_items(items)
+        return
+    all_units = units(card, map, entries)
+    per_unit = max(MOST_READ // max(len(all_units), 1), 1)
+    for unit in all_units:
+        num_bytes = 0
+        for item, data in islice(unit.read(*unit.args), per_unit):
+            group = (item.split, checker.label(item) or "")
+            if data is not None and left.get(group, 0) > 0:
+                left[group] -= 1
+                yield item, data
+            num_bytes += len(data or b"")
+            if num_bytes > MOST_READ_BYTES or not any(left.values()):
+                break
 
 
-def counted(number: int, noun: str, is_exact: bool = True) -> str:
-    """Return a number with its noun: `1 image`, `2 images`, `more than 1000 images`."""
-    plural = noun if number == 1 else f"{noun}{'es' if noun.endswith('s') else 's'}"
-    prefix = "" if is_exact else "more than "
-    return f"{prefix}{number} {plural}"
+def _sizes(card: Card, entries: list[Entry]) -> tuple[tuple[int, int], ...]:
+    """Return (width, height) of the first images in pixels; other files are skipped."""
+    sizes: list[tuple[int, int]] = []
+    for _, data in _first_items(card, entries):
+        try:
+            with Image.open(io.BytesIO(data or b"")) as image:
+                sizes.append(image.size)
+        except Exception:  # Pillow raises errors of many kinds for damaged files
+            continue
+    return tuple(sizes)
+
+
+def _first_items(card: Card, entries: list[Entry]) -> list[tuple[Item, bytes | None]]:
+    source_format = format_of(card)
+    if source_format.list_items is None:
+        first = next(iter(units(card, map, entries)), None)
+        return [] if first is None else list(islice(first.read(*first.args), MOST_SIZED))
+    items = (item for item in source_format.list_items(card, entries) if item.problem is None)
+    return list(read_items(list(islice(items, MOST_SIZED))))

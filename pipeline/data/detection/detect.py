@@ -1,31 +1,77 @@
-"""Which data sets lie at a path or address that a person gives."""
+"""Which data sets lie at a path or address that a person gives.
+
+There are three ways to read a folder: its folders are classes, a table names its images, or files
+hold many images. Each is tried. If exactly one gives a consistent data set, that is taken; if
+several do and they differ, the person is asked.
+"""
 
 from __future__ import annotations
 
 import os
 import posixpath
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from pipeline.data.detection.data_set import DataSet, Request, name_of
-from pipeline.data.detection.folders import Candidate, data_sets_in
-from pipeline.data.detection.image_tables import table_at
-from pipeline.data.detection.libraries import HUB, TORCHVISION, hub_address, torchvision_set_at
-from pipeline.data.detection.packed_files import is_packed, unpack_command
-from pipeline.data.detection.parquet_files import parquet_in, read_schema
-from pipeline.data.detection.shard_files import shards_in
-from pipeline.data.detection.tree import Folder, read_tree
-from pipeline.data.listing import is_utf8, printable, suffix_of
+from pipeline.data.detection.archives import Files, holds_images, read_columns, read_shards
+from pipeline.data.detection.data_set import MOST_FILES, DataSet, Request, read_as
+from pipeline.data.detection.folders import Layout, NoClasses, layout_of
+from pipeline.data.detection.libraries import (
+    HUB,
+    TORCHVISION,
+    hub_address,
+    torchvision_set_at,
+)
+from pipeline.data.detection.packed_files import unpack_command
+from pipeline.data.detection.tables import (
+    Found,
+    LabelUnclear,
+    NoTable,
+    Tables,
+    read_tables,
+    table_groups,
+)
+from pipeline.data.detection.words import LABEL_TABLES, is_part, says_no_labels
+from pipeline.data.file_index import FileIndex
+from pipeline.data.file_kinds import (
+    COLUMN_FILES,
+    IMAGE_FILES,
+    IMAGE_SUFFIXES,
+    TABLE_SUFFIXES,
+    TAR_SUFFIX,
+    is_packed,
+)
+from pipeline.data.formats.folder import labelled_entries
+from pipeline.data.listing import (
+    HIDDEN,
+    Entry,
+    Folder,
+    folder_tree,
+    is_folder,
+    list_entries,
+)
+from pipeline.data.names import counted, is_utf8, listed, name_of, nfc, printable, quoted, suffix_of
+from pipeline.data.splits import SplitUnclear, tokens_of
 from workers.errors import UserError, did_you_mean
-from workers.storage.artifact import exists, parent
+from workers.storage.artifact import exists, is_local, join, parent
 from workers.storage.secrets import refuse_secrets
 
 # stems that say nothing: a data set in such a file is called as its folder
 PLAIN_STEMS = ("train", "labels", "label", "data", "metadata", "images", "index", "all", "dataset")
+MOST_TABLES = 20  # of a source that are looked into
+MOST_DATA_SETS = 200  # in one folder
+LISTED = IMAGE_SUFFIXES | TABLE_SUFFIXES | {TAR_SUFFIX}
+WHAT_WOULD_DO = (
+    "what would do: class folders (CLASS/*.jpg), with or without train/ and test/ above them, a "
+    "CSV file of paths and labels, Parquet files, or WebDataset tars"
+)
 
 
 def detect(request: Request) -> list[DataSet]:
     """Return the data sets at a path or address.
 
-    Raise `UserError` where there is none, with what is there and what would do.
+    Raises:
+        UserError: If there is none, or if it can be read in several ways.
     """
     path = request.path
     if not is_utf8(path) or "${" in path or "\0" in path or not path.strip():
@@ -42,9 +88,9 @@ def detect(request: Request) -> list[DataSet]:
     if "://" not in path:
         uri = os.path.abspath(path)
     name = name_of(posixpath.basename(uri.partition("@")[0]))
-    tree = read_tree(uri)
-    if tree is not None:
-        return data_sets_in(Candidate(uri, tree, name, request))
+    if is_folder(uri):
+        entries = list_entries(uri, [""], LISTED, MOST_FILES) or []
+        return Place(request, uri, name, entries).data_sets()
     if not exists(uri):
         raise _missing(path)
     return [_file(uri, request)]
@@ -55,27 +101,25 @@ def _file(uri: str, request: Request) -> DataSet:
     if stem.lower() in PLAIN_STEMS:
         stem = posixpath.basename(parent(uri))
     name = name_of(stem)
-    match suffix_of(uri):
-        case ".csv" | ".tsv" | ".txt":
-            return table_at(uri, name, request, read_tree(parent(uri)) or Folder(""))
-        case ".parquet" if read_schema(uri).images:
-            return parquet_in(parent(uri), [posixpath.basename(uri)], name, request, uri)
-        case ".parquet":
-            return table_at(uri, name, request, read_tree(parent(uri)) or Folder(""))
-        case ".tar":
-            return shards_in(parent(uri), [posixpath.basename(uri)], name, request, uri)
+    base = parent(uri)
+    file = posixpath.basename(uri)
+    suffix = suffix_of(uri)
+    if suffix == TAR_SUFFIX:
+        return read_shards(Files(request, base, name, [file], uri))
+    if suffix in COLUMN_FILES and holds_images(uri):
+        return read_columns(Files(request, base, name, [file], uri))
+    if suffix in TABLE_SUFFIXES:
+        entries = list_entries(base, [""], LISTED, MOST_FILES) or []
+        index = FileIndex(entry.name for entry in entries if _is_image(entry))
+        return read_tables(Tables(request, base, name, {file: ""}, index, is_whole=True)).data_set
     if is_packed(uri):
-        raise _packed(uri, request)
+        command = unpack_command([request.path], "", request.program)
+        remedy = f"unpack it: `{command}`" if command else "unpack it and give the folder"
+        raise UserError(f"{printable(uri)} is a compressed archive, which is not read; {remedy}")
     raise UserError(
         f"{printable(uri)} is no config and no data set; what would do: a .yaml config, a folder "
         "of class folders, a CSV file of paths and labels, Parquet files, or WebDataset tars"
     )
-
-
-def _packed(uri: str, request: Request) -> UserError:
-    command = unpack_command([request.path], "", request.program)
-    remedy = f"unpack it: `{command}`" if command else "unpack it and give the folder"
-    return UserError(f"{printable(uri)} is a compressed archive, which is not read; {remedy}")
 
 
 def _missing(path: str) -> UserError:
@@ -85,3 +129,353 @@ def _missing(path: str) -> UserError:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
         remedy = did_you_mean(os.path.basename(path), names, remedy, os.path.dirname(path))
     return UserError(f"{printable(path)} does not exist; {remedy}")
+
+
+def _is_image(entry: Entry) -> bool:
+    return not entry.problem and suffix_of(entry.name) in IMAGE_FILES
+
+
+# ---- folders -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Place:
+    """A folder that may hold data sets.
+
+    Attributes:
+        request: What the person asked.
+        uri: Of the folder.
+        name: For a data set in it.
+        entries: All files below it.
+    """
+
+    request: Request
+    uri: str
+    name: str
+    entries: Sequence[Entry]
+
+    def data_sets(self) -> list[DataSet]:
+        """Return the data sets in this folder: one, or one for each folder in it.
+
+        Raises:
+            UserError: If there is none, or if it can be read in several ways.
+        """
+        given = self.request.given
+        if given.get("format") is not None:
+            return self._of_format(str(given["format"]))
+        found_table, table_error = self._table()
+        archive, archive_error = self._archive()
+        folders, folder_error = self._folders()
+        about_columns = {"label", "image", "split", "files"} & given.keys()
+        if about_columns and (found_table or table_error):
+            folders, folder_error = [], None
+        if found_table and folders:
+            return self._table_or_folders(found_table, folders)
+        if folders and isinstance(table_error, SplitUnclear):
+            raise table_error
+        if folders and isinstance(table_error, LabelUnclear) and table_error.has_split:
+            raise table_error
+        if folders and isinstance(table_error, _Unreadable) and table_error.says_labels:
+            raise table_error
+        ways = [folders, [found_table.data_set] if found_table else [], archive]
+        possible = [way for way in ways if way]
+        if len(possible) > 1:
+            raise self._several(possible)
+        if possible:
+            return possible[0]
+        raise self._error(table_error, archive_error, folder_error)
+
+    def _of_format(self, source_format: str) -> list[DataSet]:
+        """Return the data set that the person says how to read."""
+        given = self.request.given
+        if "splits" in given and source_format in ("folder", "csv"):
+            layout = f"format {source_format}, as given"
+            source = {"format": source_format, "path": self.uri}
+            return [read_as(self.request, self.name, layout, source)]
+        if source_format == "folder":
+            found, error = self._folders()
+        elif source_format == "csv":
+            table, error = self._table()
+            found = [table.data_set] if table else []
+        else:
+            found, error = self._archive()
+        if not found:
+            raise error or self._nothing()
+        return found
+
+    # ---- class folders ---------------------------------------------------------------------------
+    def _folders(self) -> tuple[list[DataSet], UserError | None]:
+        """Return the data sets in class folders, or why there are none."""
+        if not any(map(_is_image, self.entries)):
+            return [], None
+        splits = self.request.given.get("splits")
+        try:
+            if splits is not None and "split" not in self.request.given:
+                layout: Layout | list[Folder] = Layout({}, "class folders, splits as given")
+            else:
+                layout = layout_of(folder_tree(self.entries))
+            if isinstance(layout, list):
+                return self._data_set_each(layout), None
+            source = {"format": "folder", "path": self.uri, "splits": layout.splits}
+            return [read_as(self.request, self.name, layout.text, source, layout.notes)], None
+        except NoClasses:
+            return [], self._nothing()
+        except UserError as error:
+            return [], self._located(error)
+
+    def _data_set_each(self, folders: Sequence[Folder]) -> list[DataSet]:
+        if len(folders) > MOST_DATA_SETS:
+            raise UserError(
+                f"{printable(self.uri)} holds {len(folders)} folders of folders, and no more than "
+                f"{MOST_DATA_SETS} data sets are taken at once; give the paths of those that are "
+                "meant"
+            )
+        data_sets: list[DataSet] = []
+        for folder in sorted(folders, key=lambda folder: folder.name):
+            prefix = f"{folder.name}/"
+            entries = [
+                entry._replace(name=entry.name.removeprefix(prefix))
+                for entry in self.entries
+                if entry.name.startswith(prefix)
+            ]
+            name = name_of(folder.base_name)
+            uri = join(self.uri, folder.name)
+            data_sets += Place(self.request, uri, name, entries).data_sets()
+        used = sum(len(data_set.entries) for data_set in data_sets)
+        others = [e.name for e in self.entries if not _is_below(e.name, folders)]
+        if others and used:
+            note = f"{counted(len(others), 'file')} beside the data sets not read: {listed(others)}"
+            data_sets[0] = replace(data_sets[0], notes=(*data_sets[0].notes, note))
+        return data_sets
+
+    # ---- tables ----------------------------------------------------------------------------------
+    def _table(self) -> tuple[Found | None, UserError | None]:
+        """Return what a table says, or the first thing that is wrong with the likeliest one."""
+        names = [
+            entry.name
+            for entry in self.entries
+            if not entry.problem and suffix_of(entry.name) in TABLE_SUFFIXES
+        ]
+        names = [name for name in names if self._may_be_table(name)]
+        names.sort(key=lambda name: (suffix_of(name) == ".txt", name.count("/"), name))
+        if not names:
+            return None, None
+        index = FileIndex(entry.name for entry in self.entries if _is_image(entry))
+        found: list[tuple[str, Found]] = []
+        errors: list[UserError] = []
+        for group in table_groups(names[:MOST_TABLES]):
+            tables = Tables(self.request, self.uri, self.name, group, index)
+            is_plain_text = suffix_of(tables.first) == ".txt" and not any(group.values())
+            try:
+                found.append((tables.first, read_tables(tables)))
+            except (NoTable, LabelUnclear, SplitUnclear) as error:
+                if not is_plain_text:
+                    errors.append(error)
+            except UserError as error:
+                if not is_plain_text:
+                    errors.append(_Unreadable(str(error), _says_labels(tables)))
+        if any(one.is_strong for _, one in found):
+            found = [(name, one) for name, one in found if one.is_strong]
+        if len({tuple(sorted(one.files.items())) for _, one in found}) > 1:
+            command = self.request.command(path=join(self.request.path, found[0][0]))
+            return None, LabelUnclear(
+                f"{printable(self.uri)}: the tables {listed(name for name, _ in found)} name "
+                "images with different labels; give the one that is meant: "
+                f"`{command}`"
+            )
+        serious = [e for e in errors if not isinstance(e, NoTable)]
+        serious.sort(key=lambda error: isinstance(error, LabelUnclear))
+        if found and (found[0][1].is_strong or not serious):
+            return found[0][1], None
+        return None, next(iter(serious or errors), None)
+
+    def _may_be_table(self, name: str) -> bool:
+        """Whether a file can be a table of images: not by its name predictions, and no bytes."""
+        if says_no_labels(name):
+            return False
+        if suffix_of(name) not in COLUMN_FILES:
+            return True
+        try:
+            return not holds_images(join(self.uri, name))
+        except UserError:
+            return False
+
+    def _table_or_folders(self, table: Found, folders: list[DataSet]) -> list[DataSet]:
+        """Return the one of two ways to read a folder that counts, or raise an error."""
+        name = posixpath.basename(str(table.data_set.card.source.path))
+        classes = [cls for data_set in folders for cls in data_set.classes]
+        are_parts = all(map(is_part, classes)) or all(cls.isdecimal() for cls in classes)
+        if are_parts:
+            return [table.data_set]
+        labels = self._labels_of_folders(folders)
+        shared = [file for file in table.files if file in labels]
+        differ = [file for file in shared if labels[file] != table.files[file]]
+        covers = sum(table.data_set.counts.values()) >= len(labels)
+        if shared and not differ and covers:
+            return [table.data_set]
+        source = table.data_set.card.source
+        has_column = source.split is not None and source.split != source.image
+        if not table.is_strong and not has_column:
+            note = f"table {quoted(name)} is not read: the folders are the classes"
+            return [replace(folders[0], notes=(*folders[0].notes, note)), *folders[1:]]
+        if shared and not differ:
+            problem = f"names {sum(table.data_set.counts.values())} of {len(labels)} images"
+        elif differ:
+            problem = f"gives {quoted(differ[0])} the label {quoted(table.files[differ[0]])}"
+        else:
+            problem = "names other images"
+        as_folders = self.request.command("source.format=folder")
+        as_table = self.request.command("source.format=csv")
+        raise LabelUnclear(
+            f"{printable(self.uri)} has class folders ({listed(classes)}), and its table "
+            f"{quoted(name)} {problem}; say which is meant: `{as_folders}` or `{as_table}`"
+        )
+
+    def _labels_of_folders(self, folders: Sequence[DataSet]) -> dict[str, str]:
+        """Return the class of each image below this folder, as the data sets in folders have it."""
+        labels: dict[str, str] = {}
+        for data_set in folders:
+            prefix = posixpath.relpath(data_set.card.source.path, self.uri)
+            for one in labelled_entries(data_set.card, data_set.entries):
+                if one.label is not None and _is_image(one.entry):
+                    path = posixpath.normpath(posixpath.join(prefix, one.entry.name))
+                    labels[path] = nfc(one.label)
+        return labels
+
+    # ---- archives --------------------------------------------------------------------------------
+    def _archive(self) -> tuple[list[DataSet], UserError | None]:
+        """Return the data set in Parquet files or tars, or why there is none."""
+        files = [entry.name for entry in self.entries if not entry.problem]
+        tars = sorted(name for name in files if suffix_of(name) == TAR_SUFFIX)
+        columns = sorted(name for name in files if suffix_of(name) in COLUMN_FILES)
+        try:
+            columns = [name for name in columns if holds_images(join(self.uri, name))]
+            if columns and tars:
+                raise UserError(
+                    f"{printable(self.uri)} holds images in {listed(columns)} and in "
+                    f"{listed(tars)}; give the path of those that are meant"
+                )
+            if columns:
+                return [read_columns(self._files(columns))], None
+            if tars:
+                return [read_shards(self._files(tars))], None
+        except UserError as error:
+            return [], error
+        return [], self._arrays(files)
+
+    def _arrays(self, files: Sequence[str]) -> UserError | None:
+        """Return the error of Parquet files without image bytes, if they name no files either."""
+        columns = [name for name in files if suffix_of(name) in COLUMN_FILES]
+        if not columns:
+            return None
+        try:
+            read_columns(self._files(sorted(columns)))
+        except UserError as error:
+            return error
+        return None
+
+    def _files(self, names: Sequence[str]) -> Files:
+        return Files(self.request, self.uri, self.name, names, self.uri)
+
+    # ---- errors ----------------------------------------------------------------------------------
+    def _several(self, ways: Sequence[Sequence[DataSet]]) -> UserError:
+        texts = [way[0].layout for way in ways]
+        commands = [
+            self.request.command(f"source.format={way[0].card.source.format}") for way in ways
+        ]
+        return UserError(
+            f"{printable(self.uri)} can be read as {' and as '.join(texts)}; say which: "
+            f"{' or '.join(f'`{command}`' for command in commands)}"
+        )
+
+    def _error(
+        self,
+        table: UserError | None,
+        archive: UserError | None,
+        folders: UserError | None,
+    ) -> UserError:
+        """Return the error that says what is wrong: that of a table before that of folders."""
+        if table is not None and (not isinstance(table, NoTable) or folders is None):
+            return table
+        if archive is not None:
+            return archive
+        if table is not None and folders is not None and _is_about_one_class(folders):
+            return table
+        return folders or table or self._nothing()
+
+    def _located(self, error: UserError) -> UserError:
+        text = str(error)
+        where = printable(self.uri)
+        return error if where in text else type(error)(f"{where}: {text}")
+
+    def _nothing(self) -> UserError:
+        """Return the error that says what is in this folder, and what would do."""
+        return NoClasses(
+            f"{printable(self.uri)} {contents(self.entries)}, which is no data set of images with "
+            f"labels; {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        """Return what would do for a folder without a data set; a command if one helps."""
+        program = self.request.program
+        top = [entry for entry in self.entries if "/" not in entry.name]
+        packed = [join(self.uri, entry.name) for entry in top if is_packed(entry.name)]
+        if packed and not any(map(_is_image, self.entries)) and is_local(self.uri):
+            # what several archives hold belongs together
+            command = unpack_command(packed, self.uri if len(packed) > 1 else "", program)
+            if command is not None:
+                return f"unpack it: `{command}`"
+        links = [entry.name for entry in top if "folder outside" in (entry.problem or "")]
+        if links and len(links) == len(self.entries) and is_local(self.uri):
+            targets = {os.path.realpath(os.path.join(self.uri, name)) for name in links}
+            parents = {posixpath.dirname(path) for path in targets}
+            if len(parents) == 1:
+                return f"give the folder they lead to: `{program} {shlex.join(['init', *parents])}`"
+        return WHAT_WOULD_DO
+
+
+def _is_below(name: str, folders: Sequence[Folder]) -> bool:
+    return any(name.startswith(f"{folder.name}/") for folder in folders)
+
+
+class _Unreadable(UserError):
+    """A table cannot be read. says_labels: whether it is called as one of labels or of a split."""
+
+    def __init__(self, message: str, says_labels: bool):
+        super().__init__(message)
+        self.says_labels = says_labels
+
+
+def _says_labels(tables: Tables) -> bool:
+    stem = posixpath.basename(tables.first).rpartition(".")[0]
+    return any(tables.names.values()) or any(
+        word.lower() in LABEL_TABLES for word in tokens_of(stem)
+    )
+
+
+def _is_about_one_class(error: UserError) -> bool:
+    return "has one class" in str(error) or isinstance(error, NoClasses)
+
+
+def contents(entries: Sequence[Entry]) -> str:
+    """Return what is in a folder, as the rest of a sentence: `holds 2 folders (...)`."""
+    seen = [entry for entry in entries if entry.problem != HIDDEN]
+    top = [entry for entry in seen if "/" not in entry.name]
+    folders = sorted({e.name.partition("/")[0] for e in seen if "/" in e.name})
+    loose = sum(map(_is_image, top))
+    below = sum(map(_is_image, seen)) - loose
+    links = [entry.name for entry in top if "folder" in (entry.problem or "")]
+    files = [e.name for e in top if not _is_image(e) and e.name not in links]
+    parts: list[str] = []
+    if loose:
+        parts.append(f"{counted(loose, 'image')} in no folder of a class")
+    if folders:
+        parts.append(f"{counted(len(folders), 'folder')} ({listed(folders)})")
+    if below:
+        parts.append(f"{counted(below, 'image')} below")
+    if links:
+        parts.append(f"links to folders, which are not followed ({listed(links)})")
+    others = sorted({suffix_of(e.name) for e in seen if "/" in e.name and not _is_image(e)} - {""})
+    if not below and others:
+        parts.append(f"files {', '.join(map(printable, others[:4]))} in them, which are not read")
+    if files:
+        parts.append(f"{counted(len(files), 'other file')} ({listed(files)})")
+    return f"holds {', '.join(parts)}" if parts else "is empty"

@@ -1,366 +1,451 @@
-"""Data sets among folders: class folders with or without splits, and folders of such."""
+"""How folders of images are laid out: where the splits are, and where the classes.
+
+Each way is a mapping for `source.splits`. Where several ways are possible, the error names the
+setting that decides.
+"""
 
 from __future__ import annotations
 
-import os
 import posixpath
-import re
 import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from pipeline.data.detection.columns import LabelUnclear, TableMeant
-from pipeline.data.detection.data_set import (
-    DataSet,
-    Request,
-    check_classes,
-    choose_splits,
-    counted,
-    listed,
-    name_of,
-    quoted,
-    split_of,
+from pipeline.data.detection.words import (
+    NO_CLASSES,
+    PERHAPS_NO_CLASSES,
+    WITHOUT_LABELS,
+    WRAPPERS,
+    is_called,
 )
-from pipeline.data.detection.image_folders import TableFile, split_word
-from pipeline.data.detection.image_sizes import sizes_of_files
-from pipeline.data.detection.image_tables import table_at, tables_in, tables_of
-from pipeline.data.detection.packed_files import is_packed, unpack_command
-from pipeline.data.detection.parquet_files import parquet_in, read_schema
-from pipeline.data.detection.shard_files import shards_in
-from pipeline.data.detection.tree import Folder
-from pipeline.data.listing import nfc, printable, suffix_of
+from pipeline.data.formats.folder import LABEL
+from pipeline.data.listing import Folder
+from pipeline.data.names import listed, quoted
+from pipeline.data.splits import (
+    IGNORE,
+    SPLITS,
+    WEAK_WORDS,
+    SplitUnclear,
+    plain_word,
+    read_words,
+    rest_of,
+    role_in,
+    role_of,
+    tokens_of,
+)
+from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError
-from workers.storage.artifact import is_local, join
 
-MOST_DATA_SETS = 200  # in one folder
-WORD = re.compile(r"[a-z0-9]+")
-# of a test folder's only folder: a loader of class folders asks for one
-NO_CLASSES = frozenset(("all", "images", "imgs", "test", "testing", "unknown", "unlabeled"))
-WHAT_WOULD_DO = (
-    "what would do: class folders (CLASS/*.jpg), with or without train/ and test/ above them, a "
-    "CSV file of paths and labels, Parquet files, or WebDataset tars"
-)
+MOST_PAIRED = 20_000  # images whose names are compared
+SHARE_PAIRED = 0.9  # of the images of a folder that have another one of the same name
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A folder that may hold data sets. uri: where it lies. name: for the data set in it."""
+class Layout(NamedTuple):
+    """One way in which folders hold a data set.
 
-    uri: str
-    folder: Folder
-    name: str
-    request: Request
-
-    def below(self, folder: Folder, name: str) -> Candidate:
-        """Return a folder directly below, with the name that a data set in it would have."""
-        return Candidate(join(self.uri, folder.base_name), folder, name, self.request)
-
-
-def data_sets_in(candidate: Candidate) -> list[DataSet]:
-    """Return the data sets of a folder: one, or one for each folder in it.
-
-    Raise `UserError` where there is none.
+    Attributes:
+        splits: For `source.splits`, paths below the source.
+        text: In a few words.
+        notes: On folders that are left out.
     """
-    try:
-        return _data_sets_in(candidate)
-    except UserError:
-        data_set = _listed_in_text(candidate)
-        if data_set is None:
-            raise
-        return [data_set]
+
+    splits: dict[str, list[str]]
+    text: str
+    notes: tuple[str, ...] = ()
 
 
-def _listed_in_text(candidate: Candidate) -> DataSet | None:
-    """Return the data set of train.txt or such, with paths and labels; None without one."""
-    folder = candidate.folder
-    names = [name for name in folder.other_files if suffix_of(name) == ".txt"]
-    if not names:
-        return None
-    try:
-        return tables_in(
-            candidate.uri, replace(folder, tables=names), candidate.name, candidate.request
-        )
-    except UserError:
-        return None
+class NoClasses(UserError):
+    """There are images, and no folders of classes."""
 
 
-def _data_sets_in(candidate: Candidate) -> list[DataSet]:
-    """Return what a table in the folder says, or else what its folders are."""
-    folder = candidate.folder
-    if not folder.tables:
-        return _data_sets_by_folders(candidate)
-    table_error: UserError
-    try:
-        return [tables_in(candidate.uri, folder, candidate.name, candidate.request)]
-    except UserError as error:
-        table_error = error
-    has_images = any(below.holds_images() for below in folder.folders.values())
-    is_asked = candidate.request.label is not None or candidate.request.image is not None
-    if isinstance(table_error, TableMeant) or is_asked or not has_images:
-        raise table_error
-    try:
-        return _data_sets_by_folders(candidate)
-    except UserError:
-        is_train = any(split_word(name) == "train" for name in folder.tables)
-        if is_train or isinstance(table_error, LabelUnclear):
-            raise table_error from None
-        raise
+def is_deep(folder: Folder) -> bool:
+    """Whether a folder has folders with images."""
+    return bool(folder.with_images)
 
 
-def _data_sets_by_folders(candidate: Candidate) -> list[DataSet]:
-    folder = candidate.folder
-    with_content = [below for below in folder.folders.values() if _has_content(below)]
-    splits = [below for below in with_content if split_of(below.base_name)]
-    if all(split_of(below.base_name) == "val" for below in splits):
-        splits = _folders_with_words_of_splits(with_content)
+def layout_of(folder: Folder) -> Layout | list[Folder]:
+    """Return how a folder holds a data set, or the folders that hold one each.
+
+    Raises:
+        SplitUnclear: If it can be read in several ways.
+        NoClasses: If its images lie in no folders of classes.
+    """
+    all_children = folder.with_images
+    children, notes = _without_others(folder, all_children)
+    ignored = [child for child in all_children if child not in children]
+    if not children:
+        raise NoClasses("no folder of a class")
+    splits = _split_children(children)
+    layout: Layout | list[Folder] | None = None
     if splits:
-        return [_with_split_folders(candidate, splits)]
-    if folder.parquet or folder.tars:
-        return [_archives(candidate)]
-    with_images = [below for below in with_content if below.images or not below.is_read]
-    if with_images:
-        return [_class_folders(candidate)]
-    if len(with_content) == 1:
-        return data_sets_in(candidate.below(with_content[0], candidate.name))
-    if with_content:
-        return _data_set_each(candidate, with_content)
-    raise nothing_fits(candidate)
+        layout = _with_splits(children, splits)
+    layout = layout or _split_in_names(children)
+    if layout is None and len(children) == 1 and is_deep(children[0]):
+        layout = layout_of(children[0])
+    if layout is None:
+        layout = _class_folders(folder, children)
+    if isinstance(layout, Layout):
+        return _ignoring(layout, folder, ignored, notes)
+    return layout
 
 
-def _folders_with_words_of_splits(folders: list[Folder]) -> list[Folder]:
-    """Return the folders that are called as splits but for the same other words, as in seg_train
-    and seg_test; none where there is no train among them, or nothing else."""
-    by_rest: dict[str, list[Folder]] = {}
-    for folder in folders:
-        words = WORD.findall(folder.base_name.lower())
-        other_words = [word for word in words if split_of(word) is None]
-        if len(words) - len(other_words) == 1:
-            by_rest.setdefault(" ".join(other_words), []).append(folder)
-    for group in by_rest.values():
-        splits = {_split_in(folder.base_name) for folder in group}
-        if "train" in splits and len(splits) > 1:
-            return group
-    return []
+def _ignoring(
+    layout: Layout, folder: Folder, ignored: Sequence[Folder], notes: Iterable[str]
+) -> Layout:
+    """Return a layout that leaves out folders which would be classes otherwise."""
+    splits = dict(layout.splits)
+    top = [""] if folder.name == "" else [folder.name]
+    if ignored and any(part in (".", *top) or LABEL in part for part in splits["train"]):
+        splits[IGNORE] = [*splits.get(IGNORE, ()), *(child.name for child in ignored)]
+    return Layout(splits, layout.text, (*layout.notes, *notes))
 
 
-def _split_in(name: str) -> str | None:
-    """Return the split that a word in a name says."""
-    splits = filter(None, map(split_of, WORD.findall(name.lower())))
-    return split_of(name) or next(splits, None)
+# ---- folders that are no classes -----------------------------------------------------------------
+def _without_others(folder: Folder, children: list[Folder]) -> tuple[list[Folder], list[str]]:
+    """Return the folders that may be classes or splits, and notes on the others.
+
+    Raises:
+        SplitUnclear: If a folder may be a class or not.
+    """
+    kept = [child for child in children if not is_called(child.base_name, NO_CLASSES)]
+    if not kept:
+        return children, []
+    known = {child.base_name for child in kept}
+    are_flat = [child for child in kept if not is_deep(child)]
+    for child in [*kept]:
+        below = {one.base_name for one in child.with_images}
+        is_copy = bool(below) and below <= known - {child.base_name}
+        if is_called(child.base_name, PERHAPS_NO_CLASSES) and len(kept) > 1:
+            others = [other for other in kept if other is not child]
+            below_others = {one.base_name for other in others for one in other.with_images}
+            is_copy = is_copy or (bool(below) and below <= below_others)
+            if not (is_copy or _differs(child, others) or _pairs(child, others)):
+                raise _class_or_not(folder, child)
+            kept.remove(child)
+        elif is_copy and len(are_flat) >= len(kept) - 1 and role_of(child.base_name) is None:
+            raise _class_or_not(folder, child)
+    left_out = [child.base_name for child in children if child not in kept]
+    notes = [f"folders {listed(left_out)} are not read: their names are not those of classes"]
+    return kept, notes if left_out else []
 
 
-def _inner(folder: Folder) -> Folder:
-    """Return the only folder in a split's folder, where that holds the classes."""
-    below = [child for child in folder.folders.values() if child.holds_images()]
-    if folder.images or len(below) != 1:
-        return folder
-    num_classes = sum(child.holds_images() for child in below[0].folders.values())
-    return below[0] if num_classes > 1 else folder
+def _differs(child: Folder, others: Sequence[Folder]) -> bool:
+    """Whether a folder has images alone while all others have folders of images."""
+    return not is_deep(child) and all(is_deep(other) and not other.images for other in others)
 
 
-def _has_content(folder: Folder) -> bool:
+def _pairs(child: Folder, others: Sequence[Folder]) -> bool:
+    """Whether the images of a folder are called as those of the others, which differ."""
+    stems = set(_stems(child))
+    known: set[str] = set()
+    for other in others:
+        of_other = set(_stems(other))
+        if known & of_other:
+            return False  # numbers that begin again in each class pair with anything
+        known |= of_other
+    return bool(stems) and len(stems & known) >= SHARE_PAIRED * len(stems)
+
+
+def _stems(folder: Folder) -> Iterator[str]:
+    number = 0
     for below in folder.walk():
-        if not below.is_read or below.images or below.parquet or below.tars:
-            return True
-    return False
+        for name in below.images:
+            number += 1
+            if number > MOST_PAIRED:
+                return
+            yield name.rpartition(".")[0].lower()
 
 
-# ---- class folders -------------------------------------------------------------------------------
-def _class_folders(candidate: Candidate) -> DataSet:
-    return _class_data_set(candidate, {"train": "."}, candidate.folder, None, [], "class folders")
+def _class_or_not(folder: Folder, child: Folder) -> SplitUnclear:
+    leave_out = setting(train=folder.name or ".", ignore=child.name)
+    return SplitUnclear(
+        f"folder {quoted(child.name)} can be a class, or no part of the data; leave it out with "
+        f"{leave_out}, or name all classes with --set 'classes=[...]'"
+    )
 
 
-def _with_split_folders(candidate: Candidate, folders: list[Folder]) -> DataSet:
-    by_name = {below.base_name: below for below in folders}
-    splits = choose_splits(by_name, _split_in)
-    if splits.train is None:
-        raise UserError(
-            f"{printable(candidate.uri)} holds {listed(by_name)} and no train images; "
-            "name the folder that is learned from `train`"
+def setting(**splits: str) -> str:
+    """Return the option that says which folders the splits are."""
+    body = ", ".join(f"{split}: [{yaml_text(path)}]" for split, path in splits.items())
+    return f"--set {shlex.quote(f'source.splits={{{body}}}')}"
+
+
+def yaml_text(text: str) -> str:
+    """Return a text as YAML has it in a list."""
+    return dump_yaml([text], default_flow_style=True).strip()[1:-1]
+
+
+# ---- splits above the classes --------------------------------------------------------------------
+def _split_children(children: Sequence[Folder]) -> list[Folder]:
+    """Return the folders that are called by a split, and may be one."""
+    return [
+        child
+        for child in children
+        if role_of(child.base_name)
+        and (is_deep(child) or plain_word(child.base_name) not in WEAK_WORDS)
+    ]
+
+
+def _with_splits(children: Sequence[Folder], splits: Sequence[Folder]) -> Layout | None:
+    """Return the layout of folders that are called by splits; None if they are classes."""
+    others = [child for child in children if child not in splits]
+    roles = {role_of(child.base_name) for child in splits}
+    train = [child for child in splits if role_of(child.base_name) == "train"]
+    are_flat = not any(map(is_deep, splits))
+    if are_flat and others and roles == {"train"} and not any(map(is_deep, others)):
+        return None  # bus, car and train are classes
+    if are_flat and others:
+        names = listed(child.base_name for child in splits)
+        raise SplitUnclear(
+            f"{names} can be a class, or images of that split without labels, beside "
+            f"{listed(child.base_name for child in others)}; leave it out with "
+            f"{setting(train=_top(splits), ignore=splits[0].name)}, or name all classes with "
+            "--set 'classes=[...]'"
         )
-    train = by_name[splits.train]
-    test = by_name[splits.test] if splits.test else None
-    if train.parquet or train.tars:
-        return _archives(candidate)
-    has_classes = any(below.holds_images() for below in train.folders.values())
-    if train.tables and not has_classes:
-        return _tables_of_splits(candidate, train, test)
-    unused = [f"validation images in {quoted(name)}" for name in splits.unused]
-    if test is not None and _is_unlabelled(test):
-        images = counted(test.all_images(), "image")
-        unused = [f"{images} without labels in {quoted(test.base_name)}"]
-        test = by_name.get(splits.unused[0]) if splits.unused else None
-    train = _inner(train)
-    source_splits = {"train": _path_below(candidate, train)}
-    if test is not None:
-        test = _inner(test)
-        source_splits["test"] = _path_below(candidate, test)
-    layout = f"class folders in {' and '.join(f'{n}/' for n in source_splits.values())}"
-    return _class_data_set(candidate, source_splits, train, test, unused, layout)
+    if train and others and len(roles) == 1:
+        raise SplitUnclear(
+            f"{quoted(train[0].name)} can be a class, or the train images beside "
+            f"{listed(child.base_name for child in others)}; say which with "
+            f"{setting(train=train[0].name)}, or name all classes with --set 'classes=[...]'"
+        )
+    if not train and others:
+        return _test_beside_classes(others, splits)
+    if not train:
+        raise SplitUnclear(
+            f"there is {listed(child.base_name for child in splits)} and no train images; name the "
+            f"folder that is learned from `train`, or say {setting(train='FOLDER')}"
+        )
+    if len(train) > 1:
+        raise SplitUnclear(
+            f"{listed(child.name for child in train)} are both train images; say which with "
+            f"{setting(train=train[0].name)}, or rename one"
+        )
+    notes = [_others_note(others)] if others else []
+    return _of_splits([*splits], notes)
 
 
-def _path_below(candidate: Candidate, folder: Folder) -> str:
-    return folder.name.removeprefix(candidate.folder.name).lstrip("/")
+def _others_note(others: Iterable[Folder]) -> str:
+    return f"folders {listed(child.base_name for child in others)} are not read"
 
 
-def _is_unlabelled(test: Folder) -> bool:
-    """Whether the images of a test folder lie in no folders, or in one that is no class."""
-    names = [below.base_name.lower() for below in test.folders.values() if below.holds_images()]
-    is_flat = not names or (len(names) == 1 and names[0] in NO_CLASSES)
-    return is_flat and test.holds_images()
-
-
-def _tables_of_splits(candidate: Candidate, train: Folder, test: Folder | None) -> DataSet:
-    """Return the data set of tables that lie in the folders of their splits."""
-    names = train.tables
-    if test is not None:
-        names = [name for name in names if name in test.tables] or names
-    parts = {"train": TableFile(candidate.uri, f"{train.base_name}/{names[0]}")}
-    if test is not None and names[0] in test.tables:
-        parts["test"] = TableFile(candidate.uri, f"{test.base_name}/{names[0]}")
-    return tables_of(parts, train, candidate.name, candidate.request)
-
-
-def _class_data_set(
-    candidate: Candidate,
-    splits: dict[str, str],
-    train: Folder,
-    test: Folder | None,
-    left_out: list[str],
-    layout: str,
-) -> DataSet:
-    class_folders = [below for below in train.folders.values() if below.holds_images()]
-    if not class_folders:
-        raise nothing_fits(replace(candidate, folder=train))
-    names = [nfc(below.base_name) for below in class_folders]
-    classes = check_classes(printable(candidate.uri), sorted(names))
-    counts = {"train": sum(below.all_images() for below in class_folders)}
-    num_outside = train.images
-    if test is not None:
-        known = [below for below in test.folders.values() if nfc(below.base_name) in classes]
-        counts["test"] = sum(below.all_images() for below in known)
-        num_outside += test.all_images() - counts["test"]
-        if counts["test"] == 0 and test.is_complete():
-            raise UserError(
-                f"{printable(candidate.uri)}: {quoted(test.base_name)} has no images of the "
-                f"classes in {quoted(train.base_name)} ({listed(classes)}); name its folders "
-                "alike, or move it away: then some images of each class are held out as test"
+def _of_splits(folders: Sequence[Folder], notes: list[str], exact: bool = True) -> Layout:
+    """Return the layout of folders that are a split each."""
+    labelled = {child.base_name: child for child in folders}
+    train = next(c for c in folders if (role_of if exact else role_in)(c.base_name) == "train")
+    if not is_deep(train):
+        raise NoClasses(f"no folder of a class in {quoted(train.name)}")
+    for name, child in [*labelled.items()]:
+        if not _has_labels(child, train):
+            del labelled[name]
+            notes.append(f"images in {quoted(name)} are not read: they have no labels")
+    words = read_words(labelled, exact)
+    splits: dict[str, list[str]] = {}
+    ignored: list[str] = []
+    for split, names in words.splits.items():
+        if len(names) > 1:
+            raise SplitUnclear(
+                f"{listed(names)} are both {split} images; say which with "
+                f"{setting(train=train.name, **{split: labelled[names[0]].name})}"
             )
-    left_out = left_out + _left_out(train, class_folders, num_outside)
-    total = sum(counts.values()) + num_outside
-    is_complete = train.is_complete() and (test is None or test.is_complete())
-    return DataSet(
-        name=candidate.name,
-        layout=layout,
-        source={"format": "folder", "path": candidate.uri, "splits": splits},
-        classes=classes,
-        counts=counts,
-        are_folders=len(train.folders) == len(class_folders) and not train.links,
-        is_exact=is_complete,
-        left_out=tuple(left_out),
-        bad_fraction=(num_outside + len(train.links)) / max(total, 1),
-        sizes=sizes_of_files(_samples(candidate, splits["train"], class_folders)),
+        root = _class_root(labelled[names[0]])
+        kept, more_notes = _without_others(root, root.with_images)
+        splits[split] = [root.name]
+        ignored += [child.name for child in root.with_images if child not in kept]
+        notes += more_notes
+    folder_names = " and ".join(f"{names[0]}/" for names in splits.values())
+    if ignored:
+        splits[IGNORE] = ignored
+    return Layout(splits, f"class folders in {folder_names}", tuple(notes))
+
+
+def _has_labels(child: Folder, train: Folder) -> bool:
+    """Whether a folder has folders of classes, and not one that says that there are none."""
+    classes = {below.base_name for below in _class_root(train).with_images}
+    below = [one.base_name for one in _class_root(child).with_images]
+    return len(below) > 1 or any(
+        name in classes or not is_called(name, WITHOUT_LABELS) for name in below
     )
 
 
-def _left_out(train: Folder, class_folders: list[Folder], num_outside: int) -> list[str]:
-    parts: list[str] = []
-    if num_outside:
-        parts.append(f"{counted(num_outside, 'image')} in no folder of a class")
-    empty = [below.base_name for below in train.folders.values() if below not in class_folders]
-    if empty:
-        parts.append(f"folders without images: {listed(empty)}")
-    if train.links:
-        parts.append(f"links to folders, which are not followed: {listed(train.links)}")
-    if train.unused:
-        parts.append(f"folders that programs leave behind: {listed(train.unused)}")
-    other_files: list[str] = []
-    for folder in train.walk():
-        other_files += [*folder.other_files, *folder.tables]
-    if other_files:
-        parts.append(f"files that are no images: {listed(other_files)}")
-    return parts
+def _top(children: Sequence[Folder]) -> str:
+    """Return the folder that holds some folders."""
+    return posixpath.dirname(children[0].name) or "."
 
 
-def _samples(candidate: Candidate, split: str, class_folders: list[Folder]) -> Iterable[str]:
-    base = candidate.uri if split == "." else join(candidate.uri, split)
-    for below in class_folders:
-        for name in below.samples:
-            yield join(base, below.base_name, name)
+def _class_root(folder: Folder) -> Folder:
+    """Return the folder that holds the classes: a split's only folder, if that holds several."""
+    below = [c for c in folder.with_images if not is_called(c.base_name, NO_CLASSES)]
+    wrappers = [child for child in below if is_called(child.base_name, WRAPPERS)]
+    if len(wrappers) == 1 and is_deep(wrappers[0]):
+        below = wrappers
+    if folder.images or len(below) != 1 or len(below[0].with_images) < 2:
+        return folder
+    return _class_root(below[0])
 
 
-def _archives(candidate: Candidate) -> DataSet:
-    """Return the data set of the Parquet files or tars in a folder and below."""
-    names: dict[str, list[str]] = {"parquet": [], "tars": []}
-    for below in candidate.folder.walk():
-        prefix = _path_below(candidate, below)
-        names["parquet"] += [f"{prefix}/{name}".lstrip("/") for name in below.parquet]
-        names["tars"] += [f"{prefix}/{name}".lstrip("/") for name in below.tars]
-    if names["parquet"]:
-        first = join(candidate.uri, sorted(names["parquet"])[0])
-        if len(names["parquet"]) == 1 and not read_schema(first).images:
-            return table_at(first, candidate.name, candidate.request, candidate.folder)
-        return parquet_in(candidate.uri, names["parquet"], candidate.name, candidate.request)
-    return shards_in(candidate.uri, names["tars"], candidate.name, candidate.request)
+def _test_beside_classes(classes: Sequence[Folder], splits: Sequence[Folder]) -> Layout:
+    """Return the layout of class folders beside a folder of test images."""
+    names = {child.base_name for child in classes}
+    for child in splits:
+        below = {one.base_name for one in _class_root(child).with_images}
+        if not below & names:
+            raise SplitUnclear(
+                f"{quoted(child.name)} can be a class, or the images of a split, and has no folder "
+                f"of the classes {listed(sorted(names))}; leave it out with "
+                f"{setting(train=_top(classes), ignore=child.name)}, or name all classes with "
+                "--set 'classes=[...]'"
+            )
+    words = read_words([*(child.base_name for child in splits), "train"])
+    by_name = {child.base_name: child for child in splits}
+    found: dict[str, list[str]] = {"train": [_top(classes)]}
+    for split in SPLITS[1:]:
+        if split in words.splits:
+            found[split] = [_class_root(by_name[name]).name for name in words.splits[split]]
+    tests = listed(child.base_name for child in splits)
+    return Layout(found, f"class folders, and {tests} with folders of the same classes")
 
 
-# ---- several data sets ---------------------------------------------------------------------------
-def _data_set_each(candidate: Candidate, folders: list[Folder]) -> list[DataSet]:
-    if len(folders) > MOST_DATA_SETS:
-        raise UserError(
-            f"{printable(candidate.uri)} holds {len(folders)} folders of folders, and no more than "
-            f"{MOST_DATA_SETS} data sets are taken at once; give the paths of those that are meant"
+def _split_in_names(children: Sequence[Folder]) -> Layout | None:
+    """Return the layout of folders with a word of a split in their names; None without such.
+
+    Such are seg_train and seg_test, which hold classes, and cat_train and cat_test, which are some.
+    """
+    called = [child for child in children if role_in(child.base_name)]
+    by_rest: dict[str, list[Folder]] = {}
+    for child in called:
+        by_rest.setdefault(rest_of(child.base_name), []).append(child)
+    groups = [
+        group
+        for group in by_rest.values()
+        if "train" in (roles := {role_in(child.base_name) for child in group}) and len(roles) > 1
+    ]
+    if len(groups) == 1 and all(map(is_deep, groups[0])):
+        others = [child for child in children if child not in groups[0]]
+        return _of_splits(groups[0], [_others_note(others)] if others else [], exact=False)
+    if len(groups) > 1 and len(called) == len(children) == sum(map(len, groups)):
+        return _label_and_split(children)
+    if groups:
+        raise SplitUnclear(
+            f"{listed(child.base_name for child in groups[0])} can be splits or classes; say it "
+            f"with {setting(train='FOLDER', test='FOLDER')}, or name all classes with "
+            "--set 'classes=[...]'"
         )
-    data_sets: list[DataSet] = []
-    for below in sorted(folders, key=lambda folder: folder.name):
-        data_sets += data_sets_in(candidate.below(below, name_of(below.base_name)))
-    return data_sets
+    return None
 
 
-def nothing_fits(candidate: Candidate) -> UserError:
-    """Return the error that says what is in a folder, and what would do."""
-    return UserError(
-        f"{printable(candidate.uri)} {contents(candidate.folder)}, which is no data set of images "
-        f"with labels; {_remedy(candidate)}"
-    )
+def _label_and_split(children: Sequence[Folder]) -> Layout:
+    """Return the layout of folders such as cat_train and cat_test."""
+    patterns: dict[str, str] = {}
+    for child in children:
+        words = tokens_of(child.base_name)
+        word = next(word for word in words if role_of(word))
+        start = child.base_name.index(word)
+        before = child.base_name[:start]
+        after = child.base_name[start + len(word) :]
+        if before and after:
+            raise SplitUnclear(
+                f"{quoted(child.name)} has a split inside its name; say the splits with "
+                f"{setting(train=f'{LABEL}_train')}, or rename the folders"
+            )
+        pattern = f"{word}{_sign(after)}{LABEL}" if not before else f"{LABEL}{_sign(before)}{word}"
+        patterns[posixpath.join(posixpath.dirname(child.name), pattern)] = word
+    words_of = read_words(patterns.values())
+    splits: dict[str, list[str]] = {
+        split: [pattern for pattern, word in patterns.items() if word in words]
+        for split, words in words_of.splits.items()
+    }
+    return Layout(splits, "folders that are called by a class and a split")
 
 
-def _remedy(candidate: Candidate) -> str:
-    """Return what would do for a folder without a data set; a command where one helps."""
-    folder = candidate.folder
-    program = candidate.request.program
-    packed = [join(candidate.uri, name) for name in folder.other_files if is_packed(name)]
-    if packed and not folder.images and is_local(candidate.uri):
-        # what several archives hold belongs together
-        target = candidate.uri if len(packed) > 1 else ""
-        command = unpack_command(packed, target, program)
-        if command is not None:
-            return f"unpack it: `{command}`"
-    if folder.links and not folder.folders and is_local(candidate.uri):
-        parents = {posixpath.dirname(path) for path in _link_targets(candidate)}
-        if len(parents) == 1:
-            return f"give the folder they lead to: `{program} {shlex.join(['init', *parents])}`"
-    return WHAT_WOULD_DO
+def _sign(text: str) -> str:
+    """Return the signs between a class and a split in the name of a folder."""
+    stripped = text.strip("_-. ")
+    return text.replace(stripped, "") if stripped else text
 
 
-def _link_targets(candidate: Candidate) -> list[str]:
-    return [os.path.realpath(os.path.join(candidate.uri, name)) for name in candidate.folder.links]
+# ---- classes -------------------------------------------------------------------------------------
+def _class_folders(folder: Folder, children: Sequence[Folder]) -> Layout | list[Folder]:
+    """Return the layout of class folders, or the folders that hold a data set each."""
+    top = folder.name or "."
+    inner = _inner_splits(top, children)
+    if inner is not None:
+        return inner
+    if all(is_deep(child) and not child.images for child in children):
+        wrappers = [child for child in children if is_called(child.base_name, WRAPPERS)]
+        if len(wrappers) == 1 and len(children) > 1:
+            raise SplitUnclear(
+                f"{quoted(wrappers[0].name)} and "
+                f"{listed(child.name for child in children if child not in wrappers)} can be "
+                f"classes, or data sets of which one is meant; give the path of the one, or say "
+                f"{setting(train=wrappers[0].name)}"
+            )
+        return [*children]
+    named = _splits_in_file_names(top, children)
+    return named or Layout({"train": [top]}, "class folders")
 
 
-def contents(folder: Folder) -> str:
-    """Return what is in a folder, as the rest of a sentence: `holds 2 folders (...)`."""
-    parts: list[str] = []
-    num_below = folder.all_images() - folder.images
-    if folder.images:
-        parts.append(f"{counted(folder.images, 'image')} in no folder of a class")
-    if folder.folders:
-        names = listed(folder.folders)
-        parts.append(f"{counted(len(folder.folders), 'folder')} ({names})")
-        if num_below:
-            parts.append(f"{counted(num_below, 'image')} below")
-    if folder.links:
-        parts.append(f"links to folders, which are not followed ({listed(folder.links)})")
-    files = [*folder.tables, *folder.parquet, *folder.tars, *folder.other_files]
-    if files:
-        parts.append(f"{counted(len(files), 'other file')} ({listed(files)})")
-    return f"holds {', '.join(parts)}" if parts else "is empty"
+def _inner_splits(top: str, children: Sequence[Folder]) -> Layout | None:
+    """Return the layout of classes with folders train and test in them; None without such."""
+    words: set[str] = set()
+    for child in children:
+        below = child.with_images
+        named = [one.base_name for one in below if role_of(one.base_name)]
+        if named and len(named) < len(below):
+            raise SplitUnclear(
+                f"{quoted(child.name)} has folders {listed(named)} beside "
+                f"{listed(one.base_name for one in below if one.base_name not in named)}, which "
+                "can be splits or not; if they are none, say "
+                f"{setting(train=posixpath.join(top, LABEL))}"
+            )
+        words.update(named)
+    if not words:
+        return None
+    has_loose = any(child.images for child in children)
+    base = "" if top == "." else f"{top}/"
+    found: dict[str, list[str]] = {}
+    if has_loose and any(role_of(word) == "train" for word in words):
+        raise SplitUnclear(
+            f"the classes have images beside folders {listed(sorted(words))}; move them, or say "
+            f"{setting(train=f'{base}{LABEL}')} if they are no splits"
+        )
+    if not has_loose and not any(role_of(word) == "train" for word in words):
+        raise SplitUnclear(
+            f"the classes have folders {listed(sorted(words))} and no train images; say "
+            f"{setting(train=f'{base}{LABEL}')} if they are no splits"
+        )
+    names = sorted(words) if not has_loose else [*sorted(words), "train"]
+    for split, of_split in read_words(names).splits.items():
+        found[split] = [
+            f"{base}{LABEL}" if has_loose and name == "train" else f"{base}{LABEL}/{name}"
+            for name in of_split
+        ]
+    return Layout(found, f"class folders with {listed(sorted(words))} in them")
+
+
+def _splits_in_file_names(top: str, children: Sequence[Folder]) -> Layout | None:
+    """Return the layout of images that are called train_1.png and test_1.png; None without such."""
+    words: dict[str, int] = {}
+    total = 0
+    for child in children:
+        for below in child.walk():
+            for name in below.images:
+                total += 1
+                first = next(iter(tokens_of(name)), "")
+                if role_of(first) and name.startswith(first):
+                    words[first] = words.get(first, 0) + 1
+    roles = {role_of(word) for word in words}
+    num_named = sum(words.values())
+    if len(roles) < 2 or "train" not in roles or num_named * 2 < total:
+        return None
+    base = "" if top == "." else f"{top}/"
+    if num_named < total:
+        raise SplitUnclear(
+            f"{num_named} of {total} images have names that begin with {listed(sorted(words))}, "
+            f"which looks like a split; say {setting(train=f'{base}{LABEL}')} if it is none, or "
+            "rename the others"
+        )
+    splits: dict[str, list[str]] = {
+        split: [f"{base}{LABEL}/{word}*" for word in of_split]
+        for split, of_split in read_words(words).splits.items()
+    }
+    return Layout(splits, f"class folders, splits by the beginning of names: {listed(words)}")

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from pipeline.data.file_kinds import PACKED_SUFFIXES
 from workers.storage.artifact import is_local
 
 ZIP_SUFFIXES = (".zip",)
@@ -21,14 +22,7 @@ TAR_SUFFIXES = (
     ".tar.xz",
     ".tar.zst",
 )
-# those without a command stand for programs that few machines have
-SUFFIXES = (*ZIP_SUFFIXES, *TAR_SUFFIXES[1:], ".gz", ".bz2", ".xz", ".7z", ".rar", ".zst")
 MOST_COMMANDS = 5
-
-
-def is_packed(name: str) -> bool:
-    """Whether a file is a compressed archive by its name."""
-    return name.lower().endswith(SUFFIXES)
 
 
 def unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | None:
@@ -61,7 +55,9 @@ def _target(path: str) -> str:
 
 
 def _suffix(path: str) -> str:
-    endings = [suffix for suffix in (*SUFFIXES, *TAR_SUFFIXES) if path.lower().endswith(suffix)]
+    endings = [
+        suffix for suffix in (*PACKED_SUFFIXES, *TAR_SUFFIXES) if path.lower().endswith(suffix)
+    ]
     return max(endings, key=len, default="")
 
 

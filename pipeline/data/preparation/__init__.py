@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 from pipeline.data.archives import Archive
 from pipeline.data.cards import Card
-from pipeline.data.listing import SPLITS, Split, absolute_uri, printable, suffix_of
+from pipeline.data.listing import absolute_uri
+from pipeline.data.names import printable, suffix_of
 from pipeline.data.preparation.base import LabelledImage, Layout
 from pipeline.data.preparation.official import OfficialFolder
 from pipeline.data.preparation.target import Target
+from pipeline.data.splits import Split
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
@@ -53,7 +55,7 @@ def prepare(card: Card, source: str, folder: str | None, copy: bool) -> Prepared
     target.write(files, images, crop=archive.crop, copy=copy)
     counts = Counter(image.split for image in images)
     num_classes = len({image.label for image in images})
-    return Prepared(folder, {split: counts[split] for split in SPLITS}, num_classes)
+    return Prepared(folder, {"train": counts["train"], "test": counts["test"]}, num_classes)
 
 
 def require_layout(card: Card) -> Archive:
@@ -70,7 +72,8 @@ def require_layout(card: Card) -> Archive:
 def split_folders(card: Card) -> dict[Split, str]:
     """Return the sub-folder of each split. Raise UserError where a card has other splits."""
     folders: dict[Split, str] = {}
-    for split in SPLITS:
+    official: tuple[Split, ...] = ("train", "test")
+    for split in official:
         folder = card.source.splits.get(split, "")
         if card.source.format != "folder" or folder in ("", ".", "..") or "/" in folder:
             raise UserError(
@@ -169,7 +172,8 @@ def check_counts(card: Card, files: OfficialFolder, images: list[LabelledImage])
     is_same = card.num_classes in (None, num_classes)
     if card.counts is not None:
         expected = f"{card.counts.train} train and {card.counts.test} test images of {expected}"
-        is_same &= card.counts.model_dump() == {split: counts[split] for split in SPLITS}
+        promised = card.counts.by_split()
+        is_same &= promised == {split: counts[split] for split in promised}
     if not is_same or not images:
         raise UserError(
             f"{printable(files.path)} has {named}, and card {card.name!r} says {expected}; fetch "

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.data.cards import MAX_CLASS_CHARACTERS
-from pipeline.data.listing import Split
 from pipeline.data.preparation.official import OfficialFolder
+from pipeline.data.splits import Split
 from workers.errors import UserError
 
 

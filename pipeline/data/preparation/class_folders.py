@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from pipeline.data.listing import Split
 from pipeline.data.preparation.base import LabelledImage, Layout, class_name
 from pipeline.data.preparation.official import OfficialFolder
+from pipeline.data.splits import Split
 
 
 def read(files: OfficialFolder) -> Iterator[LabelledImage]:

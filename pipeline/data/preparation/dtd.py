@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.listing import Split
 from pipeline.data.preparation.base import LabelledImage, Layout, class_name
 from pipeline.data.preparation.official import OfficialFolder
+from pipeline.data.splits import Split
 
 LISTS: dict[str, Split] = {
     "labels/train1.txt": "train",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.listing import Split
 from pipeline.data.preparation.base import LabelledImage, Layout, class_names, value_of
 from pipeline.data.preparation.official import OfficialFolder
+from pipeline.data.splits import Split
 
 VARIANTS = "variants.txt"
 LISTS: dict[Split, str] = {

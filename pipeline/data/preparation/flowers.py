@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.listing import Split
 from pipeline.data.preparation import matlab
 from pipeline.data.preparation.base import LabelledImage, Layout
 from pipeline.data.preparation.official import OfficialFolder
+from pipeline.data.splits import Split
 from workers.errors import UserError
 
 LABELS = "imagelabels.mat"

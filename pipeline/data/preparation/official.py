@@ -11,8 +11,8 @@ import posixpath
 import stat
 from collections.abc import Iterator, Sequence
 
-from pipeline.data.formats.base import IMAGE_SUFFIXES
-from pipeline.data.listing import printable, suffix_of
+from pipeline.data.file_kinds import IMAGE_SUFFIXES
+from pipeline.data.names import printable, suffix_of
 from pipeline.data.preparation import matlab
 from workers.errors import UserError
 from workers.storage.regular_file import open_regular, read_regular

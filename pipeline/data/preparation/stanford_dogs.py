@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.data.listing import Split
 from pipeline.data.preparation import matlab
 from pipeline.data.preparation.base import LabelledImage, Layout, class_name
 from pipeline.data.preparation.official import OfficialFolder
+from pipeline.data.splits import Split
 
 LISTS: dict[Split, tuple[str, ...]] = {
     "train": ("train_list.mat", "lists/train_list.mat"),

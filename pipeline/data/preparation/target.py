@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from pipeline.data.formats.base import MAX_IMAGE_BYTES
-from pipeline.data.listing import Split, printable
+from pipeline.data.names import printable
 from pipeline.data.preparation.base import Box, LabelledImage
 from pipeline.data.preparation.official import OfficialFolder
+from pipeline.data.splits import Split
 from workers.data.decoding import open_image, to_rgb
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular

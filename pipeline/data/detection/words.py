@@ -1,0 +1,75 @@
+"""Words by which people call folders, tables and columns that are no classes and no labels."""
+
+from __future__ import annotations
+
+from pipeline.data.names import words
+from pipeline.data.splits import plain_word, tokens_of
+
+# folders that hold the images of a data set, and are no class
+WRAPPERS = words(
+    """image images img imgs photo photos picture pictures jpg jpeg jpegs png pngs data dataset
+    raw all"""
+)
+# folders beside the classes that hold no photos to learn from
+NO_CLASSES = words(
+    """annotation annotations annots segmentation segmentations segmaps labelmaps groundtruth
+    groundtruths thumb thumbs thumbnail thumbnails unlabeled unlabelled unsorted
+    unclassified unannotated uncategorized tosort depthmaps heatmaps"""
+)
+# of a test folder's only folder: a loader of class folders asks for one
+WITHOUT_LABELS = NO_CLASSES | frozenset(["all", "images", "imgs", "test", "testing", "unknown"])
+# folders that may be a class or not: a person is asked
+PERHAPS_NO_CLASSES = words(
+    """mask masks seg segs gt label labels preview previews depth overlay overlays bbox bboxes
+    tmp temp backup backups bak rejected discarded duplicates incoming inbox todo pending
+    misc extra extras small lowres resized cropped crops augmented"""
+)
+# words in the names of tables that do not say what images are
+NO_LABEL_TABLES = words(
+    """prediction predictions predicted preds pred submission submissions result results output
+    outputs score scores logits attribute attributes attrs classes names categories vocab
+    mapping log logs history metrics stats readme requirements license hierarchy"""
+)
+# words in the names of tables that say what images are
+LABEL_TABLES = words("label labels annotation annotations metadata meta truth groundtruth target")
+# in lower case, without signs between words; the first that occurs is taken before the others
+IMAGE_COLUMNS = (
+    "image",
+    "img",
+    "file",
+    "path",
+    "filename",
+    "filepath",
+    "imagepath",
+    "imgpath",
+    "imagefile",
+    "imagename",
+    "imageid",
+    "imgname",
+    "imgid",
+    "photo",
+    "picture",
+    "id",
+)
+LABEL_COLUMNS = ("label", "labels", "class", "classname", "target", "category", "labelname", "y")
+# beginnings of folders over which images are spread, as in part_1 and images_002
+PARTS = frozenset(
+    ["part", "parts", "batch", "chunk", "folder", "dir", "group", "volume", "archive", "shard"]
+) | (WRAPPERS - {"raw"})
+
+
+def is_part(name: str) -> bool:
+    """Whether a folder is called as one of several over which images are spread."""
+    letters = [word.lower() for word in tokens_of(name) if not word.isdigit()]
+    return bool(letters) and all(word in PARTS for word in letters)
+
+
+def says_no_labels(table: str) -> bool:
+    """Whether a table is called by what it has instead of labels, such as predictions.csv."""
+    stem = table.rpartition("/")[2].rpartition(".")[0]
+    return any(word.lower() in NO_LABEL_TABLES for word in tokens_of(stem))
+
+
+def is_called(name: str, known: frozenset[str]) -> bool:
+    """Whether a folder is called by one of some words."""
+    return plain_word(name) in known

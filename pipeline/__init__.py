@@ -72,6 +72,7 @@ __all__ = [
     "methods",
     "open_model",
     "prepare_data",
+    "preview_data",
     "register",
     "remove_task",
     "runs",
@@ -330,21 +331,59 @@ def shards(card: str, storage: AnyPath | None = None) -> pd.DataFrame:
 
 
 def write_config(
-    *paths: AnyPath, name: str = "", image: str | None = None, label: str | None = None
+    *paths: AnyPath,
+    name: str = "",
+    image: str | None = None,
+    label: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> str:
-    """Look at data, print what it is, and write a card and a config for it; return the config's
-    path.
+    """Look at data, print what it is, and write a card, a config and a preview for it.
 
-    paths: as `accrete init` takes them, a task each. name: of the run; empty for that of the data.
-    image, label: columns of a table, where they are not clear. `load(paths)` does so by itself.
-    Raise `UserError` where the data does not fit, or another file is there.
+    `load(paths)` does so by itself.
+
+    Args:
+        *paths: As `accrete init` takes them, a task each.
+        name: Of the run; empty for that of the data.
+        image: Column of the image in a table, if it is not clear.
+        label: Column of the label in a table, if it is not clear.
+        settings: Of the card, if the data can be read in several ways, such as
+            `{"source.split": "fold", "source.splits": {"train": [1, 2], "test": [0]}}`.
+
+    Returns:
+        The path of the config.
+
+    Raises:
+        UserError: If the data does not fit, or another file is there.
     """
     from pipeline.data import starter  # start-up time: imports pyarrow
     from pipeline.shell.invocation import this_command
+    from pipeline.yaml_files import override_of
 
+    given = [override_of(key, value) for key, value in (settings or {}).items()]
     return starter.start(
-        _paths_of(paths), this_command(), print, name=name, image=image, label=label
+        _paths_of(paths),
+        this_command(),
+        print,
+        name=name,
+        settings=starter.column_settings(image, label) + given,
     )
+
+
+def preview_data(card: str) -> str:
+    """Write a page with images of each class and split of a card, and return its path.
+
+    It stands in the current folder, and shows what `ingest` would read: the account of files, and
+    what is left out.
+
+    Args:
+        card: Name or path.
+
+    Raises:
+        UserError: If the card or its source cannot be read.
+    """
+    from pipeline.data import card_files, starter  # start-up time: imports pyarrow
+
+    return starter.preview_card(card_files.load(card))
 
 
 # ---- what people give ----------------------------------------------------------------------------

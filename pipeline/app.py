@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from pipeline import config as configs
 from pipeline.config import Config, ConfigSource
 from pipeline.console import at_work
+from pipeline.data.account import ACCOUNT, Account
+from pipeline.data.preview import PREVIEW
 from pipeline.graph import diagram, graph_cache, raw_data
 from pipeline.graph.journal import Journal, journal_of
 from pipeline.graph.raw_data import Source
@@ -189,11 +191,21 @@ class RunResult:
 
 
 class IngestedData(NamedTuple):
-    """What an ingest stage read. counts: images by split. rejected: images by reason."""
+    """What an ingest stage read.
+
+    Attributes:
+        stage: Its id.
+        counts: Images by split.
+        rejected: Images by reason.
+        account: Lines on what became of every file of the source.
+        preview: Path or URI of the page that shows some images; empty if there is none.
+    """
 
     stage: str
     counts: Mapping[str, int]
     rejected: Mapping[str, int]
+    account: Sequence[str] = ()
+    preview: str = ""
 
     @property
     def rejected_text(self) -> str:
@@ -641,8 +653,23 @@ def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> li
     for stage in stages:
         manifest = run.store.look_up(stage, verify=False).manifest or {}
         counts = manifest.get("counts", {})
-        ingested.append(IngestedData(stage.id, counts, manifest.get("rejected", {})))
+        rejected = manifest.get("rejected", {})
+        account, preview = _account_of(run.store, stage.key)
+        ingested.append(IngestedData(stage.id, counts, rejected, account, preview))
     return ingested
+
+
+def _account_of(store: Store, key: str) -> tuple[list[str], str]:
+    """Return the lines of an ingest stage's account, and its preview; results of older versions
+    have neither."""
+    artifact = Artifact.open(store.root, key)
+    if artifact is None or not {ACCOUNT, PREVIEW} <= artifact.manifest["files"].keys():
+        return [], ""
+    try:
+        lines = Account.from_json(artifact.read(ACCOUNT)).lines()
+    except (ValueError, TypeError, AttributeError):
+        return [], ""
+    return lines, artifact.uri(PREVIEW)
 
 
 def counts_text(counts: Mapping[str, int]) -> str:

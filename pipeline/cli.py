@@ -279,7 +279,9 @@ def _add_run_commands(add_command: AddCommand) -> None:
         "card", metavar="CARD", help="name or path of a card, or path of a config: all its cards"
     )
     shards_parser.add_argument(
-        "--split", choices=("train", "test"), help="print the URLs of this split, and nothing else"
+        "--split",
+        choices=("train", "val", "test"),
+        help="print the URLs of this split, and nothing else",
     )
     shards_parser.add_argument(
         "--storage", help="where a card was ingested (default: storage, or the config's)"
@@ -307,6 +309,16 @@ def _add_init_command(add_command: AddCommand) -> None:
     )
     init_parser.add_argument(
         "--image", metavar="COLUMN", help="column of the image in a table, where it is not clear"
+    )
+    init_parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the card where the data can be read in several ways, such as "
+        "source.split=fold, source.splits={train: [a], test: [b]}, source.files=images/{} or "
+        "classes=[cat, dog]; may be repeated",
     )
 
 
@@ -561,18 +573,21 @@ def _add_completion_command(add_command: AddCommand) -> None:
 
 
 def init(args: argparse.Namespace) -> int:
-    """Write a card and a config for images, and print what was found and the next command."""
+    """Write a card, a config and a preview for images, and print what was found."""
     from pipeline.data import starter  # start-up time: imports pyarrow
 
+    lines: list[str] = []
     config = starter.start(
         args.paths,
         invocation.this_command(),
-        print,
+        lines.append,
         name=args.name,
-        image=args.image,
-        label=args.label,
+        settings=starter.column_settings(args.image, args.label) + args.settings,
     )
+    preview = lines.pop()
+    print("\n".join(lines))
     print(f"next: {invocation.this_command()} run {shlex.quote(config)}")
+    print(preview)
     return 0
 
 
@@ -707,6 +722,10 @@ def ingest(args: argparse.Namespace) -> int:
     for data in app.ingest(prepared, console.Console, resume_command):
         rejected = data.rejected_text or "none rejected"
         print(f"{data.stage}: {app.counts_text(data.counts)}; {rejected}")
+        for line in data.account:
+            print(f"  {line}")
+        if data.preview:
+            print(f"  preview: {data.preview}")
     return 0
 
 

@@ -615,7 +615,9 @@ class Config(Frozen):
         entry = self.entry_of(label, task)
         return {**self._set_train(), **entry.train, **entry.steps.get(step, {})}
 
-    def configured_keep(self, label: str, step: str, where: str, task: str | None) -> str:
+    def configured_keep(
+        self, label: str, step: str, where: str = "", task: str | None = None
+    ) -> str:
         """Return the setting `keep` of a step, after a check of all that the config sets for it.
 
         It imports no torch, as `train_of` does.
@@ -722,8 +724,9 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
         )
     config = checked(Config, body, "", where)
     for label, task in _labels_and_tasks(config):
+        config.data_of(label, where)
         for step in dict.fromkeys(("train", *config.entry_of(label, task).steps)):
-            _check_validation_images(config, label, step, task, where)
+            config.configured_keep(label, step, where, task)
     _check_orders(config, where)
     _check_event_files(config, where)
     if with_methods:
@@ -747,20 +750,6 @@ def _check_event_files(config: Config, where: str) -> None:
         raise UserError(
             f"{where}: tracking.tensorboard is true and storage is {redact(config.storage)!r:.80}: "
             "event files are written into a storage on a disk only; leave tracking.tensorboard out"
-        )
-
-
-def _check_validation_images(
-    config: Config, label: str, step: str, task: str | None, where: str
-) -> None:
-    """Raise `UserError` when the best epoch is to be chosen and no images are held out for it."""
-    keep = config.configured_keep(label, step, where, task)
-    data = config.data_of(label, where)
-    if keep == "best" and not data.val_fraction:
-        key = "train.keep" if step == "train" else f"steps.{step}.keep"
-        raise UserError(
-            f"{where}: {settings_path(label, task)}.{key} is 'best' with data.val_fraction 0: "
-            "the best epoch is chosen on validation images; hold some out, or set it to last"
         )
 
 

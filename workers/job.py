@@ -466,11 +466,12 @@ class TrainSettings(Frozen):
 class ShardUrls:
     """Where the shards of a card lie that are used in place; only the person's own card says it.
 
-    train, test: absolute paths and URLs with braces, `s3://bucket/train-{0000..1023}.tar`.
+    train, test, val: absolute paths and URLs with braces, `s3://bucket/train-{0000..1023}.tar`.
     """
 
     train: tuple[str, ...] = ()
     test: tuple[str, ...] = ()
+    val: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -484,6 +485,8 @@ class Task:
     # also "base": the backbone was trained on it; "unlabelled": its labels have no meaning
     role: str = "task"
     shard_urls: ShardUrls | None = None  # None: the shards lie in the ingest stage
+    # Whether its data set has validation images of its own; else some are held out of train.
+    has_val: bool = False
 
     @property
     def num_classes(self) -> int:

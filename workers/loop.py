@@ -294,7 +294,7 @@ def step_inputs(
         data=StepData(
             make_feed=lambda split, training: Feed(job, full_tasks, split, group, training),
             task_keys=lambda task: keys_of(job.root, task, job.data.val_fraction),
-            has_validation=bool(job.data.val_fraction),
+            has_validation=bool(job.data.val_fraction) or any(t.has_val for t in full_tasks),
         ),
     )
     exemplars = exemplar_keys(method, context)
@@ -307,10 +307,12 @@ def step_inputs(
         train = optim.fit_to_images(job.train, len(samples))
         fitted_job = replace(job, train=train)
 
+    validated_tasks = tuple(t for t in full_tasks if t.has_val or job.data.val_fraction)
+
     def make_feed(split: str, training: bool) -> Feed:
         if split == "train":
             return Feed(fitted_job, training_tasks, split, group, training, exemplars)
-        return Feed(fitted_job, full_tasks, split, group, training)
+        return Feed(fitted_job, validated_tasks, split, group, training)
 
     feed = make_feed("train", True) if trains and train.epochs else None
     steps_per_epoch = feed.steps_per_epoch if feed else 0

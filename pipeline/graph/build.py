@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from pipeline.config import Config, settings_path
 from pipeline.graph.backbone import resolve
-from pipeline.graph.builder import Builder
+from pipeline.graph.builder import Builder, own_validation
 from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
@@ -61,6 +61,7 @@ def graph_of(
     add_backbone(builder, tasks, base)
     evaluations: list[str] = []
     for label in config.methods:
+        check_best_epochs(builder, label, tasks)
         evaluations += add_method(builder, label, tasks, base, unlabelled)
         check_task_settings(builder, label)
     if unlabelled is not None:
@@ -73,6 +74,24 @@ def graph_of(
 
 def _task_with_role(tasks: Sequence[Task], role: str) -> Task | None:
     return next((task for task in tasks if task.role == role), None)
+
+
+def check_best_epochs(builder: Builder, label: str, tasks: Sequence[Task]) -> None:
+    """Raise `UserError` when a best epoch is to be chosen, and a task has no validation images."""
+    config = builder.config
+    if config.data_of(label).val_fraction:
+        return
+    entry = config.methods[label]
+    for name in (None, *entry.tasks):
+        without = [t for t in tasks if not t.has_val and name in (None, t.name)]
+        for step in dict.fromkeys(("train", *config.entry_of(label, name).steps)):
+            if without and config.configured_keep(label, step, task=name) == "best":
+                key = "train.keep" if step == "train" else f"steps.{step}.keep"
+                raise UserError(
+                    f"{settings_path(label, name)}.{key} is 'best' with data.val_fraction 0: the "
+                    f"best epoch is chosen on validation images, and card {without[0].card!r} has "
+                    "none; hold some out, or set it to last"
+                )
 
 
 def check_task_settings(builder: Builder, label: str) -> None:
@@ -130,7 +149,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
         "task": base.name,
         "classes": base.classes,
         "train": key_inputs(config.backbone_train()),
-        "data": key_inputs(config.data, NOT_IN_KEYS),
+        "data": key_inputs(own_validation(config.data, (base,)), NOT_IN_KEYS),
         "finetune": METHODS["finetune"].revision,
         **shared_revisions(),
     }
@@ -319,6 +338,7 @@ class MethodStages:
                 seen,
                 previous=builder.keys_of(step_start),
                 states=builder.keys_of(state_stages),
+                read_tasks=read_tasks,
             )
             builder.add(
                 stage_id,
@@ -338,7 +358,7 @@ class MethodStages:
         """Return what the key of a training stage is made of."""
         builder = self.builder
         method = builder.method(self.label)
-        train, data = builder.train_and_data(self.label, step.name, task)
+        train, data = builder.train_and_data(self.label, step.name, task, read_tasks)
         ignored = method.ignored_settings(step.name)
         name = builder.config.methods[self.label].method
         return {
@@ -403,7 +423,12 @@ class MethodStages:
             "scenario": config.stream.scenario,
         }
         if builder.split == "val":
-            val_fraction = config.data_of(self.label).val_fraction
+            val_fraction = own_validation(config.data_of(self.label), measured).val_fraction
+            if not val_fraction and not all(task.has_val for task in measured):
+                raise UserError(
+                    "a search is judged on validation images, and data.val_fraction of method "
+                    f"{self.label!r} is 0; hold some out, as in set: {{data.val_fraction: 0.1}}"
+                )
             inputs |= {"split": "val", "val_fraction": val_fraction}
         job = builder.method_job(
             stage_id,

@@ -9,7 +9,7 @@ from pipeline.config import Config, TaskEntry
 from pipeline.data import card_files, in_place
 from pipeline.data.cards import Card
 from pipeline.data.errors import UnfitSource
-from pipeline.data.listing import nfc
+from pipeline.data.names import nfc
 from pipeline.data.source_checks import check_source
 from pipeline.graph import raw_data
 from pipeline.graph.builder import Builder
@@ -52,7 +52,10 @@ def cards_graph(config: Config, store: Store, names: Sequence[str]) -> tuple[Gra
         _add_card(builder, card)
         key = builder.keys[f"data/{card.name}"]
         urls = in_place.urls_of(card)
-        tasks.append(Task(card.name, card.name, key, card.order(), shard_urls=urls))
+        has_val = "val" in card.source.named_splits()
+        tasks.append(
+            Task(card.name, card.name, key, card.order(), shard_urls=urls, has_val=has_val)
+        )
     return Graph.of(config.name, builder.stages), tasks
 
 
@@ -139,8 +142,9 @@ def _tasks_of(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
     name = entry.name or card.name
     key = builder.keys[f"data/{card.name}"]
     urls = in_place.urls_of(card)
+    has_val = "val" in card.source.named_splits()
     if not entry.split:
-        return [Task(name, card.name, key, tuple(classes), entry.role, urls)]
+        return [Task(name, card.name, key, tuple(classes), entry.role, urls, has_val)]
     if len(classes) % entry.split:
         raise UserError(
             f"stream.tasks: {len(classes)} classes of {name!r} cannot be split into "
@@ -152,7 +156,7 @@ def _tasks_of(builder: Builder, entry: TaskEntry, card: Card) -> list[Task]:
     for index in range(entry.split):
         task_classes = tuple(classes[index * size : (index + 1) * size])
         task_name = f"{name}-{index:0{digits}d}"
-        tasks.append(Task(task_name, card.name, key, task_classes, entry.role, urls))
+        tasks.append(Task(task_name, card.name, key, task_classes, entry.role, urls, has_val))
     return tasks
 
 

@@ -130,7 +130,7 @@ class Images:
     counts: dict[str, Mapping[tuple[str, str], int] | None] = field(default_factory=dict)
 
     def of(self, data: TaskData, split: str) -> float | None:
-        """Return how many images of these classes a split (`train`, `test`) has.
+        """Return how many images of these classes a split (`train`, `val`, `test`) has.
 
         A card with a sum alone counts as the same number for each class.
         """
@@ -140,9 +140,10 @@ class Images:
         if counts is not None:
             return float(sum(counts.get((split, name), 0) for name in data.classes))
         card = self.cards.get(data.key)
-        if card is None or card.counts is None:
+        number = None if card is None or card.counts is None else getattr(card.counts, split)
+        if card is None or number is None:
             return None
-        return float(getattr(card.counts, split) * len(data.classes) / len(card.classes))
+        return float(number * len(data.classes) / len(card.classes))
 
     def _read_index(self, key: str) -> Mapping[tuple[str, str], int] | None:
         artifact = Artifact.open(self.store.root, key)
@@ -192,15 +193,16 @@ def evaluated_images(
 ) -> float | None:
     """Return the number of images of an evaluation.
 
-    They are the test images of all tasks so far, or their train images that are held out for
-    validation.
+    They are the test images of all tasks so far, or their validation images: those that the data
+    sets bring, or train images that are held out.
     """
-    is_validation = inputs.get("split") == "val"
-    split = "train" if is_validation else "test"
-    total = count_images(seen_tasks(inputs), tasks, split, images)
-    if total is not None and is_validation:
-        total *= inputs.get("val_fraction", 0.0)
-    return total
+    val_fraction = inputs.get("val_fraction", 0.0)
+    if inputs.get("split") != "val":
+        return count_images(seen_tasks(inputs), tasks, "test", images)
+    if not val_fraction:
+        return count_images(seen_tasks(inputs), tasks, "val", images)
+    total = count_images(seen_tasks(inputs), tasks, "train", images)
+    return None if total is None else total * val_fraction
 
 
 def seen_tasks(inputs: Mapping[str, Any]) -> list[str]:

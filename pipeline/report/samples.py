@@ -33,7 +33,7 @@ def sample_image(tables: RunTables, task: str) -> NDArray[np.uint8] | None:
             return None
         row: dict[str, Any] = rows.slice(0, 1).to_pylist()[0]
         data = shards.read(row["shard"], row["offset"], row["bytes"])
-        image = decode(data, SIDE, shards.max_pixels)
+        image = decode(data, SIDE, shards.limits)
     except (UserError, OSError, KeyError):
         return None
     crop_share = float(tables.record["config"].get("backbone", {}).get("crop_pct", 1.0))

@@ -4,13 +4,15 @@ tasks of such a folder."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.results.tables import Row
 from pipeline.yaml_files import absolute
-from workers.data.decoding import MAX_PIXELS
+from workers.data.decoding import MAX_PIXELS, ImageLimits
+from workers.data.shards import limits_of
 from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.serving import bundle as bundle_files
@@ -38,14 +40,31 @@ def bundle_of(graph: Graph, store: Store, label: str) -> Bundle:
     for job in jobs:
         states |= job.states
         tasks |= dict.fromkeys(job.tasks)
-    max_pixels = []
+    job = replace(jobs[-1], tasks=tuple(tasks), states=states)
+    bundle = Bundle.of_job(job, _limits_of(store, tasks))
+    return replace(bundle, where=f"run {graph.name!r}, method {label!r}")
+
+
+def _limits_of(store: Store, tasks: Iterable[Task]) -> ImageLimits:
+    """Return what holds for the images of all tasks.
+
+    Raises:
+        UserError: If two cards have different values of `source.range`.
+    """
+    found: list[ImageLimits] = []
     for key in dict.fromkeys(task.data for task in tasks):
         shards = Artifact.open(store.root, key)
         if shards is not None:
-            max_pixels.append(int(shards.manifest.get("max_pixels", MAX_PIXELS)))
-    job = replace(jobs[-1], tasks=tuple(tasks), states=states)
-    bundle = Bundle.of_job(job, max(max_pixels, default=MAX_PIXELS))
-    return replace(bundle, where=f"run {graph.name!r}, method {label!r}")
+            found.append(limits_of(shards))
+    ranges = {limits.value_range for limits in found}
+    if len(ranges) > 1:
+        named = " and ".join(sorted(map(str, ranges)))
+        raise UserError(
+            f"the cards of these tasks have different values of source.range ({named}), and a "
+            "model reads all images alike; convert the images to 8 bits"
+        )
+    max_pixels = max((limits.max_pixels for limits in found), default=MAX_PIXELS)
+    return ImageLimits(max_pixels, ranges.pop() if ranges else None)
 
 
 # ---- model folders -------------------------------------------------------------------------------

@@ -74,7 +74,9 @@ class Model:
         `UserError` when the task is not served or an image cannot be read.
         """
         self.bundle.task(task)
-        limits = Limits(self.bundle.body["max_pixels"], paths=True)
+        limits = Limits(
+            self.bundle.body["max_pixels"], value_range=self.bundle.value_range, paths=True
+        )
         parts: dict[str, list[NDArray[np.float32]]] = {}
         for start in range(0, len(images), limits.images):
             pixels = self.predictor.pixels_of(images[start : start + limits.images], limits)
@@ -149,7 +151,11 @@ def answers_of(
     if isinstance(images, os.PathLike):
         images = os.fspath(images)  # is refused as any single image is
     tasks = predictor.check_request(len(images), task, rule, top)
-    limits = Limits(predictor.bundle.body["max_pixels"], paths=True)
+    limits = Limits(
+        predictor.bundle.body["max_pixels"],
+        value_range=predictor.bundle.value_range,
+        paths=True,
+    )
     for start in range(0, len(images), limits.images):
         part = slice(start, start + limits.images)
         yield from predictor.predict(images[part], tasks[part], rule, top, limits)

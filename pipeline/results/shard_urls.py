@@ -11,7 +11,7 @@ from pipeline import config as configs
 from pipeline.data import card_files, in_place
 from pipeline.data.braces import with_braces
 from pipeline.data.cards import Card
-from pipeline.data.listing import SPLITS, Split
+from pipeline.data.splits import SPLITS, Split
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store, key_of
 from pipeline.yaml_files import absolute, read_yaml
@@ -52,7 +52,11 @@ def shard_urls_of(name: str, store: Store) -> list[ShardUrl]:
     urls = in_place.urls_of(card)
     if urls is None:
         return [ShardUrl(card.name, split, url) for split, url in _stored_urls(card, store)]
-    patterns: dict[Split, tuple[str, ...]] = {"train": urls.train, "test": urls.test}
+    patterns: dict[Split, tuple[str, ...]] = {
+        "train": urls.train,
+        "val": urls.val,
+        "test": urls.test,
+    }
     return [ShardUrl(card.name, split, url) for split in SPLITS for url in patterns[split]]
 
 

@@ -461,8 +461,6 @@ def prepare(
     _check_space(settings, space, body, path)
     points = list(space.corners())
     point_configs = [_config_of(body, params, path) for params in points]
-    for point_config in point_configs:
-        _check_validation_images(point_config, path)
     config = point_configs[0]
     _check_gpu_budget(settings, config, path)
     if replica_configs(config):
@@ -554,16 +552,6 @@ def _check_space(settings: SearchSettings, space: Space, body: dict[str, Any], p
         raise UserError(
             f"{path}: the grid has up to {space.size} points, more than {MAX_GRID_POINTS}; "
             "give fewer values, or use algorithm random"
-        )
-
-
-def _check_validation_images(config: configs.Config, path: str) -> None:
-    """Raise `UserError` when the method of a point has no validation images."""
-    label = next(iter(config.methods))
-    if not config.data_of(label).val_fraction:
-        raise UserError(
-            f"{path}: a search is judged on validation images, and data.val_fraction of "
-            f"method {label!r} is 0; hold some out, as in set: {{data.val_fraction: 0.1}}"
         )
 
 

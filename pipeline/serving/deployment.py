@@ -75,6 +75,7 @@ class Deployment:
         self.limits = Limits(
             self.served.bundle.body["max_pixels"],
             total_pixels,
+            self.served.bundle.value_range,
             images=IMAGES,
             image_bytes=IMAGE_BYTES,
             body_bytes=Bounds.body_bytes,

@@ -50,7 +50,12 @@ class ServedModel(PythonModel):
         self, context: Any, model_input: Any, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
         """Return a row per image. Raise `Refused` when the input cannot be answered."""
-        limits = Limits(self.served.bundle.body["max_pixels"], paths=os.environ.get(PATHS) == "1")
+        bundle = self.served.bundle
+        limits = Limits(
+            bundle.body["max_pixels"],
+            value_range=bundle.value_range,
+            paths=os.environ.get(PATHS) == "1",
+        )
         params = params or {}
         rule = params.get("rule", "refuse")
         top = params.get("top", 0)

@@ -1,10 +1,12 @@
-"""The commands on data sets by name: data list, data prepare."""
+"""The commands on data sets by name: data list, data preview, data prepare."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import webbrowser
 from collections.abc import Callable
+from pathlib import Path
 
 from pipeline.shell import invocation
 from workers.errors import UserError
@@ -28,6 +30,14 @@ def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "cards", nargs="*", metavar="CARD", help="tell all about these; by default a line on each"
     )
 
+    preview_parser = actions.add_parser(
+        "preview", help="open a page with images of each class and split, as the card reads them"
+    )
+    preview_parser.add_argument("card", metavar="CARD", help="name or path of a card")
+    preview_parser.add_argument(
+        "--no-open", action="store_true", help="write the page and print its path alone"
+    )
+
     prepare_parser = actions.add_parser(
         "prepare",
         help="sort official files that were fetched by hand into class folders, as links",
@@ -48,6 +58,8 @@ def data(args: argparse.Namespace) -> int:
     """Run an action on data sets."""
     if args.action == "prepare":
         return prepare_card(args)
+    if args.action == "preview":
+        return preview_card(args)
     return list_cards(args)
 
 
@@ -66,6 +78,17 @@ def prepare_card(args: argparse.Namespace) -> int:
         print(f"next: {invocation.this_command()} {words}")
     else:
         print(f"next: name it in a stream, {{card: {args.card}}}")
+    return 0
+
+
+def preview_card(args: argparse.Namespace) -> int:
+    """Write the preview of a card, print its path and open it in a browser."""
+    from pipeline.data import card_files, starter  # imports pyarrow
+
+    path = starter.preview_card(card_files.load(args.card))
+    if not args.no_open:
+        webbrowser.open(Path(path).absolute().as_uri())
+    print(f"preview: {path}")
     return 0
 
 

@@ -36,6 +36,7 @@ IMAGE_FORMATS = (
     "TIFF",
     "WEBP",
 )
+BITS_PER_SAMPLE = 258  # TIFF's tag
 TILE = (322, 323)  # TIFF's tags of a tile's sides
 RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 ORIENTATION = 274  # EXIF's tag of how an image is turned
@@ -49,6 +50,22 @@ SHORTEST_SCALED = 16  # shorter images have no scale of their own for each of th
 Image.MAX_IMAGE_PIXELS = None
 
 Pixels = NDArray[np.uint8]
+
+
+class ImageLimits(NamedTuple):
+    """What holds for all images of a data set.
+
+    Attributes:
+        max_pixels: The most pixels that an image may have.
+        value_range: The values of black and white in images of more than 8 bits; None: those that
+            the format declares (see `to_rgb`).
+    """
+
+    max_pixels: int = MAX_PIXELS
+    value_range: tuple[float, float] | None = None
+
+
+ANY_RANGE = ImageLimits()
 
 
 class Picture(NamedTuple):
@@ -83,24 +100,72 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
         raise ValueError(f"{width} x {height} is more than max_pixels = {max_pixels}")
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode -> RGB, upright. 16 bits are scaled to 8; transparent pixels lie on white."""
+def is_deep(image: Image.Image) -> bool:
+    """Whether an image has values of more than 8 bits, which are scaled."""
+    return image.mode == "F" or image.mode.startswith("I")
+
+
+def to_rgb(image: Image.Image, value_range: tuple[float, float] | None = None) -> Image.Image:
+    """Convert an image of any mode to RGB, upright; transparent pixels lie on white.
+
+    Values of more than 8 bits are scaled by one range for all images, never by the content of one.
+
+    Args:
+        image: As `open_image` returns it.
+        value_range: The values of black and white; None: those that the format declares, which
+            are 0 and 65535 for 16 bits (4095 for a TIFF of 12 bits), and 0 and 1 for float.
+
+    Raises:
+        ValueError: If the format declares no range, or a float value is outside of 0 to 1.
+    """
+    declared = _declared_range(image) if is_deep(image) and value_range is None else None
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):
-        values = np.asarray(image).astype(np.int64)
-        if image.mode != "I" or values.max(initial=0) > 255:
-            values = values >> 8
-        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    if is_deep(image):
+        image = _scaled(image, declared, value_range)
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
     return image.convert("RGB")
 
 
+def _declared_range(image: Image.Image) -> tuple[float, float]:
+    """Return the range of values that the format of an image declares."""
+    if image.mode == "F":
+        return (0.0, 1.0)
+    bits = getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))[0]
+    if image.mode == "I" and image.format not in ("PPM", "PNG"):
+        raise ValueError(
+            "its values are whole numbers of 32 bits, which declare no range; say the values of "
+            "black and white in source.range on the card, as in [0, 4095]"
+        )
+    return (0.0, 4095.0) if bits == 12 else (0.0, 65535.0)
+
+
+def _scaled(
+    image: Image.Image,
+    declared: tuple[float, float] | None,
+    value_range: tuple[float, float] | None,
+) -> Image.Image:
+    """Return an image of 8 bits."""
+    values = np.asarray(image)
+    if image.mode == "F" and not np.isfinite(values).all():
+        raise ValueError("its float values are not all finite")
+    if declared == (0.0, 65535.0):
+        return Image.fromarray((values.astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    low, high = value_range or declared or (0.0, 1.0)
+    if image.mode == "F" and value_range is None and not 0 <= values.min() <= values.max() <= 1:
+        raise ValueError(
+            f"its float values go from {values.min():g} to {values.max():g}, outside of 0 to 1; "
+            "say the values of black and white in source.range on the card, as in [0, 255]"
+        )
+    scaled = (values.astype(np.float64) - low) * (255 / (high - low))
+    return Image.fromarray(scaled.round().clip(0, 255).astype(np.uint8))
+
+
 def decode(
     data: bytes,
     side: int,
-    max_pixels: int = MAX_PIXELS,
+    limits: ImageLimits = ANY_RANGE,
     arena: Arena | None = None,
     interpolation: Interpolation = "bicubic",
 ) -> Pixels:
@@ -109,7 +174,7 @@ def decode(
 
     arena: for what is decoded on the way.
     """
-    picture = read_picture(data, None, max_pixels, arena)
+    picture = read_picture(data, None, limits, arena)
     return resize_square(Image.fromarray(picture.pixels), side, interpolation)
 
 
@@ -127,7 +192,7 @@ def resize_square(
 def read_picture(
     data: bytes,
     longest_side: int | None = None,
-    max_pixels: int = MAX_PIXELS,
+    limits: ImageLimits = ANY_RANGE,
     arena: Arena | None = None,
 ) -> Picture:
     """Decode an image; where it is longer than `longest_side`, it is reduced to that.
@@ -139,9 +204,9 @@ def read_picture(
     arena: the picture may lie in it, until it is cleared.
     """
     try:
-        picture = _read_jpeg(data, longest_side, max_pixels, arena or Arena())
+        picture = _read_jpeg(data, longest_side, limits.max_pixels, arena or Arena())
         if picture is None:
-            picture = _read_with_pillow(data, longest_side, max_pixels)
+            picture = _read_with_pillow(data, longest_side, limits)
     except (OSError, ValueError, SyntaxError) as error:
         raise UserError(
             f"an image of {len(data)} bytes cannot be decoded here ({error}), though ingest could; "
@@ -184,14 +249,18 @@ def _read_jpeg(
     return Picture(pixels, height, width)
 
 
-def _read_with_pillow(data: bytes, longest_side: int | None, max_pixels: int) -> Picture:
-    image = open_image(data, max_pixels)
+def _read_with_pillow(data: bytes, longest_side: int | None, limits: ImageLimits) -> Picture:
+    image = open_image(data, limits.max_pixels)
     width, height = image.size
     scale = _dct_scale(height, width, longest_side)
     if scale > 1:
         image.draft(None, (width // scale, height // scale))  # of JPEG; others stay as they are
+        try:
+            image.load()
+        except OSError:  # a lossless JPEG has no smaller scales
+            image = open_image(data, limits.max_pixels)
     is_turned = image.getexif().get(ORIENTATION) in TURNED
-    pixels = np.asarray(to_rgb(image))
+    pixels = np.asarray(to_rgb(image, limits.value_range))
     if is_turned:
         return Picture(pixels, width, height)
     return Picture(pixels, height, width)

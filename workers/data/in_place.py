@@ -68,7 +68,7 @@ def urls_by_name(urls: ShardUrls) -> dict[str, str]:
     """
     by_name: dict[str, str] = {}
     names: dict[str, str] = {}
-    for split, patterns in (("train", urls.train), ("test", urls.test)):
+    for split, patterns in (("train", urls.train), ("val", urls.val), ("test", urls.test)):
         for number, url in enumerate(expand(patterns)):
             name = shard_name(split, number)
             if url in names:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from workers.data.arena import Arena
 from workers.data.cache import CHECKSUM, Blocks, Cache, LocalFile
-from workers.data.decoding import DECODING, Picture, Pixels, read_picture
+from workers.data.decoding import DECODING, ImageLimits, Picture, Pixels, read_picture
 from workers.data.order import Ints
 from workers.data.reader import Reader, sequential_reader
 from workers.data.rows import SampleTable
@@ -75,8 +75,8 @@ class StreamedPictures:
             if row != last_row:
                 arena.clear()
                 data = self.reader.read(row)
-                max_pixels = self.samples.max_pixels(row)
-                picture = read_picture(data, self.longest_side, max_pixels, arena)
+                limits = self.samples.limits(row)
+                picture = read_picture(data, self.longest_side, limits, arena)
                 last_row = row
             yield picture
 
@@ -123,15 +123,15 @@ class KeptPictures:
             yield Picture(pixels.reshape(pixel_height, pixel_width, 3), height, width)
 
     def _decoded(self) -> Iterator[Picture]:
-        def read(data: bytes, max_pixels: int, arena: Arena) -> Picture:
-            return read_picture(data, self.longest_side, max_pixels, arena)
+        def read(data: bytes, limits: ImageLimits, arena: Arena) -> Picture:
+            return read_picture(data, self.longest_side, limits, arena)
 
         return decoded_rows(self.samples, self.workers, self.cache, read)
 
     def _make(self, row: int) -> Pixels:
         """Decode one row again, from where it is stored."""
         data = self.samples.bytes_of(row)
-        return read_picture(data, self.longest_side, self.samples.max_pixels(row)).pixels
+        return read_picture(data, self.longest_side, self.samples.limits(row)).pixels
 
     def _mapped(self, cache: Cache) -> tuple[Blocks, NDArray[np.uint32]]:
         """Open the file `<cache>/<hash of samples and longest side>.pictures`; write it first where
@@ -202,7 +202,7 @@ def are_small(samples: SampleTable, longest_side: int, most_bytes: int) -> bool:
 
     def size(row: int) -> int:
         data = samples.bytes_of(row)
-        return read_picture(data, longest_side, samples.max_pixels(row)).pixels.nbytes
+        return read_picture(data, longest_side, samples.limits(row)).pixels.nbytes
 
     with ThreadPoolExecutor(ESTIMATE_THREADS) as pool:
         mean_bytes = sum(pool.map(size, rows.tolist())) / len(rows)
@@ -213,11 +213,11 @@ def decoded_rows(
     samples: SampleTable,
     workers: int,
     cache: Cache | None,
-    decode: Callable[[bytes, int, Arena], T],
+    decode: Callable[[bytes, ImageLimits, Arena], T],
 ) -> Iterator[T]:
     """Yield every row decoded, in table order; threads decode some rows ahead.
 
-    decode: is given the bytes of a row, the most pixels that it may have, and memory for them,
+    decode: is given the bytes of a row, the limits of its data set, and memory for the pixels,
     which is overwritten after the next row is asked for.
     """
     reader = sequential_reader(samples, cache)
@@ -231,7 +231,7 @@ def decoded_rows(
 
     def decode_chunk(rows: Ints, arena: Arena) -> list[T]:
         arena.clear()
-        return [decode(reader.read(row), samples.max_pixels(row), arena) for row in rows.tolist()]
+        return [decode(reader.read(row), samples.limits(row), arena) for row in rows.tolist()]
 
     def submitted() -> Iterator[Future[list[T]]]:
         for rows, arena in zip(reader.ahead(chunks()), cycle(arenas), strict=False):

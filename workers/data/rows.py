@@ -1,4 +1,7 @@
-"""Which images a feed gives, and their labels; the only place where validation data is held out."""
+"""Which images a feed gives, and their labels.
+
+Validation images are held out here alone, for data sets that bring none.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.data.decoding import ImageLimits
 from workers.data.shards import Shards
 from workers.errors import UserError
 from workers.job import Task
@@ -94,10 +98,10 @@ class SampleTable:
         expected: bytes = self._digests[row].tobytes()
         return hashlib.sha256(data).hexdigest().encode() == expected
 
-    def max_pixels(self, row: int) -> int:
-        """The most pixels that a row's image may have."""
+    def limits(self, row: int) -> ImageLimits:
+        """What holds for the images of a row's data set."""
         shards: Shards = self.locations.files[self.locations.shards[row]][0]
-        return shards.max_pixels
+        return shards.limits
 
     @cached_property
     def _digests(self) -> NDArray[np.uint8]:
@@ -119,6 +123,9 @@ class SampleTable:
         body = hashlib.sha256()
         for name in ("key", "sha256"):
             body.update("\n".join(self.table[name].to_pylist()).encode() + b"\0")
+        ranges = [shards.limits.value_range for shards in self.shards]
+        if any(ranges):  # the same bytes are other pixels
+            body.update(repr(ranges).encode())
         return body.hexdigest()
 
 
@@ -170,10 +177,7 @@ def select(
     parts = []
     for index, task in enumerate(tasks):
         data = keys.index(task.data)
-        part = shards[data].select("test" if split == "test" else "train", task.classes)
-        if split != "test":
-            train, val = hold_out(part, val_fraction)
-            part = val if split == "val" else train
+        part = _rows_of(shards[data], task, split, val_fraction)
         _refuse_empty(task, split, part, val_fraction)
         if memory and task.name in memory:
             part = _remembered(task, split, part, memory[task.name])
@@ -195,6 +199,17 @@ def select(
         labels=torch.from_numpy(table["label"].to_numpy().copy()),
         tasks=torch.from_numpy(table["task"].to_numpy().copy()),
     )
+
+
+def _rows_of(shards: Shards, task: Task, split: str, val_fraction: float) -> pa.Table:
+    """Return the rows of a task in a split.
+
+    Validation images are those that the data set has, else a part of the training images.
+    """
+    if split == "test" or task.has_val:
+        return shards.select(split, task.classes)
+    train, val = hold_out(shards.select("train", task.classes), val_fraction)
+    return val if split == "val" else train
 
 
 def keys_of(root: str, task: Task, val_fraction: float) -> dict[str, list[str]]:
@@ -220,7 +235,7 @@ def _remembered(task: Task, split: str, part: pa.Table, keys: Collection[str]) -
 
 
 def _refuse_empty(task: Task, split: str, part: pa.Table, val_fraction: float) -> None:
-    if split == "val" and not len(part):
+    if split == "val" and not len(part) and not task.has_val:
         raise UserError(
             f"task {task.name!r} has no validation images with data.val_fraction = "
             f"{val_fraction}, as no class has more than one "

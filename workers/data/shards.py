@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import resource
 import weakref
 from collections import OrderedDict
@@ -22,7 +23,7 @@ from pyarrow import fs
 
 from workers.data import in_place
 from workers.data.cache import LocalFile
-from workers.data.decoding import MAX_PIXELS
+from workers.data.decoding import MAX_PIXELS, ImageLimits
 from workers.data.range_files import ObjectFile, RangeFile, open_range_file
 from workers.errors import DamagedArtifact, SourceGone, UserError
 from workers.job import ShardUrls
@@ -108,7 +109,7 @@ class Shards:
         self.is_remote = not is_local(artifact.root)
         if self.is_in_place:
             self.is_remote = not all(map(is_local, (urls or {}).values()))
-        self.max_pixels = int(artifact.manifest.get("max_pixels", MAX_PIXELS))
+        self.limits = limits_of(artifact)
         # Objects have no file descriptor, and opening one is a request: all of them are kept.
         self._objects: dict[str, RangeFile] = {}
         # A shuffled epoch opens a shard many times, which costs less than finding its path.
@@ -253,6 +254,29 @@ class Shards:
         if error.errno in (errno.EISDIR, errno.EINVAL):
             return DamagedArtifact(self.key, f"{uri} is no regular file; {again} to ingest anew")
         return UserError(f"{uri} cannot be read ({reason}); {remedy}")
+
+
+def limits_of(artifact: Artifact) -> ImageLimits:
+    """Return what holds for all images of an ingest stage.
+
+    Raises:
+        DamagedArtifact: If its manifest says what no ingest writes.
+    """
+    manifest = artifact.manifest
+    limits = ImageLimits(int(manifest.get("max_pixels", MAX_PIXELS)))
+    if "range" not in manifest:
+        return limits
+    try:
+        low, high = map(float, manifest["range"])
+    except (TypeError, ValueError):
+        low, high = 0.0, 0.0
+    if not (low < high and math.isfinite(high - low)):
+        raise DamagedArtifact(
+            artifact.key,
+            f"the manifest of {artifact.uri(INDEX)} has no range of values in `range`; "
+            "run the same command again to ingest anew",
+        )
+    return limits._replace(value_range=(low, high))
 
 
 def read_index(artifact: Artifact, files: Mapping[str, FileInfo]) -> pa.Table:

@@ -26,7 +26,7 @@ from torch import Tensor
 from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, Cutter, View
-from workers.data.decoding import DECODING, decode, resize_square
+from workers.data.decoding import DECODING, ImageLimits, decode, resize_square
 from workers.data.device_memory import free_bytes
 from workers.data.memory import TensorPool
 from workers.data.order import Ints
@@ -127,17 +127,17 @@ class Resident:
         return self.pixels[rows]
 
     def _decoded(self) -> Iterator[NDArray[np.uint8]]:
-        def square(data: bytes, max_pixels: int, arena: Arena) -> NDArray[np.uint8]:
-            return decode(data, self.view.side, max_pixels, arena, self.view.interpolation)
+        def square(data: bytes, limits: ImageLimits, arena: Arena) -> NDArray[np.uint8]:
+            return decode(data, self.view.side, limits, arena, self.view.interpolation)
 
         return decoded_rows(self.samples, self.workers, self.cache, square)
 
     def _decode(self, row: int) -> NDArray[np.uint8]:
         """Decode one row again, from where it is stored."""
-        max_pixels = self.samples.max_pixels(row)
+        limits = self.samples.limits(row)
         interpolation = self.view.interpolation
         return decode(
-            self.samples.bytes_of(row), self.view.side, max_pixels, interpolation=interpolation
+            self.samples.bytes_of(row), self.view.side, limits, interpolation=interpolation
         )
 
     def _in_memory(self) -> NDArray[np.uint8]:

@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from workers.data.decoding import MAX_PIXELS
+from workers.data.decoding import ANY_RANGE, ImageLimits
 from workers.errors import UserError
 from workers.job import BackboneSettings, Frozen, StageJob, Task, with_neutral
 from workers.methods import METHODS
@@ -92,6 +92,7 @@ class Body(Frozen):
     carried: dict[Plain, File]
     preprocessing: dict[str, Any]
     max_pixels: PositiveInt
+    range: tuple[float, float] | None = None
     provenance: dict[str, Any]
     files: dict[File, FileBody]
     sha256: str
@@ -146,10 +147,14 @@ class Bundle:
         return cls(body, fetch, uri)
 
     @classmethod
-    def of_job(cls, job: StageJob, max_pixels: int = MAX_PIXELS) -> Bundle:
+    def of_job(cls, job: StageJob, limits: ImageLimits = ANY_RANGE) -> Bundle:
         """Return the bundle of what `restore.finished_method` loads for a job, from the store.
 
         A file is read when it is fetched.
+
+        Args:
+            job: An evaluation of all tasks.
+            limits: Of the images that the tasks were trained on.
         """
         assert job.backbone is not None
         sources = {BACKBONE: StoredFile(job.backbone, "state.safetensors")}
@@ -186,16 +191,24 @@ class Bundle:
                 "mean": list(backbone_settings.mean),
                 "std": list(backbone_settings.std),
             },
-            "max_pixels": max_pixels,
+            "max_pixels": limits.max_pixels,
             "provenance": {**job.provenance, "weights": backbone_settings.weights},
             "files": files,
         }
+        if limits.value_range is not None:
+            body["range"] = list(limits.value_range)
 
         def fetch(name: str) -> bytes:
             source = sources[name]
             return artifacts[source.key].read(source.file)
 
         return cls(sealed(body), fetch, f"run of {job.method}")
+
+    @property
+    def value_range(self) -> tuple[float, float] | None:
+        """The values of black and white in images of more than 8 bits; None: as declared."""
+        value_range = self.body.get("range")
+        return None if value_range is None else (float(value_range[0]), float(value_range[1]))
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -34,14 +34,20 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 class Limits:
     """What a request may contain.
 
-    max_pixels: of one image. total_pixels: of all images of a request, by their headers; None: any
-    number. paths: whether strings may name local files; a server must not read its host's files
-    for strangers. images: in one request. image_bytes: of one encoded image. body_bytes: of all
-    images of a request as they are sent.
+    Attributes:
+        max_pixels: Most pixels of one image.
+        total_pixels: Most pixels of all images of a request, by their headers; None: any number.
+        value_range: The values of black and white in images of more than 8 bits.
+        paths: Whether strings may name local files. A server must not read its host's files for
+            strangers.
+        images: Most images of a request.
+        image_bytes: Most bytes of one encoded image.
+        body_bytes: Most bytes of all images of a request as they are sent.
     """
 
     max_pixels: int = MAX_PIXELS
     total_pixels: int | None = None
+    value_range: tuple[float, float] | None = None
     paths: bool = False
     images: int = 1024
     image_bytes: int = 32 << 20
@@ -164,7 +170,7 @@ def to_pillow(image: Any, limits: Limits) -> Image.Image:
     """
     if isinstance(image, Image.Image):
         check_pixels(image.width, image.height, limits)
-        return _decoded(lambda: to_rgb(image))
+        return _decoded(lambda: to_rgb(image, limits.value_range))
     if isinstance(image, (list, tuple, np.ndarray)):
         return Image.fromarray(array_of(image, limits))
     return decoded(encoded(image, limits), limits)
@@ -191,7 +197,7 @@ def encoded(image: Any, limits: Limits) -> bytes:
 def decoded(data: bytes, limits: Limits) -> Image.Image:
     """Decode an image file to RGB. Raise `UserError` for too many pixels before decoding."""
     image = opened(data, limits)
-    return _decoded(lambda: to_rgb(image))
+    return _decoded(lambda: to_rgb(image, limits.value_range))
 
 
 def opened(data: bytes, limits: Limits) -> Image.Image:

@@ -199,7 +199,9 @@ class Predictor:
         top: how many probabilities an answer lists; 0: all.
         """
         image_tasks = self.check_request(len(images), tasks, rule, top)
-        limits = limits or Limits(self.bundle.body["max_pixels"], paths=True)
+        limits = limits or Limits(
+            self.bundle.body["max_pixels"], value_range=self.bundle.value_range, paths=True
+        )
         pixels = self.pixels_of(images, limits)
         return self.answers(pixels, image_tasks, rule, self.limit_top(top))
 

@@ -85,6 +85,7 @@ class Manifest(TypedDict, total=False):
     fingerprint: str | None
     raw_content: str
     max_pixels: int
+    range: list[float]
     digest: str
     bytes: int
     parameters: int

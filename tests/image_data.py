@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,8 +22,12 @@ def make_image(path: Path, seed: int, size: tuple[int, int] = (12, 10)) -> Path:
 def class_folders(
     folder: Path, classes: Iterable[str], images: int = 3, size: tuple[int, int] = (12, 10)
 ) -> Path:
-    """Write `images` images into a folder for each class, and return `folder`."""
+    """Write `images` images into a folder for each class, and return `folder`.
+
+    Folders of different names, such as train and test, have different images.
+    """
+    start = zlib.crc32(folder.name.encode())
     for number, name in enumerate(classes):
         for index in range(images):
-            make_image(folder / name / f"{index}.png", 1000 * number + index, size)
+            make_image(folder / name / f"{index}.png", start + 1000 * number + index, size)
     return folder

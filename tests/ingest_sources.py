@@ -126,6 +126,7 @@ def card_of(path: Path, form: str, **changes: Any) -> Card:
             "source": {"format": form, "path": str(path), **changes.pop("source", {})},
             "max_bad_fraction": 0.5,
             "max_pixels": 1000,
+            "leaks": "allow",
             **changes,
         }
     )

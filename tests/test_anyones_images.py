@@ -132,6 +132,11 @@ def tree(*files: str) -> Callable[[Path], None]:
     return make
 
 
+def unclear_label(folder: Path) -> None:
+    table("image,class,category\na.png,x,y\n")(folder)
+    make_image(folder / "a.png", 1)
+
+
 def unix_socket(folder: Path) -> None:
     folder.mkdir()
     server = socket.socket(socket.AF_UNIX)
@@ -168,8 +173,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "notes": (table("x", "notes.doc"), "'notes.doc'"),
     "links alone": (links_out, "not followed"),
     "test alone": (tree("test/a/x.png", "test/b/x.png"), "no train images"),
-    "no class in train": (tree("train/x.png", "test/y.png"), "in no folder of a class"),
-    "other classes": (tree("train/a/x.png", "train/b/x.png", "test/c/x.png"), "no images of the"),
+    "no class in train": (
+        tree("train/x.png", "test/y.png"),
+        "2 folders ('test', 'train'), 2 images below, which is no data set of images with labels",
+    ),
+    "other classes": (
+        tree("train/a/x.png", "train/b/x.png", "test/c/x.png"),
+        "no test image has a label of train; test has labels such as 'c', and train 'a', 'b'",
+    ),
     "two names of train": (tree("train/a/x.png", "Training/b/x.png"), "both train images"),
     "class that nothing shows": (tree("a\x1b/x.png", "b/x.png"), "no name that can be shown"),
     "two unicode forms": (tree("\u00e9/x.png", "e\u0301/x.png"), "two Unicode forms"),
@@ -182,8 +193,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "latin-1": (table("image,label\n\u00fc.png,a".encode("latin-1")), "not text in UTF-8"),
     "images that are not there": (table("image,label\na.png,x\nb.png,y"), "'a.png'"),
     "images elsewhere": (table("image,label\n/etc/a.png,x\n../b.png,y"), "not below"),
-    "addresses": (table("image,label\nhttp://h/a.png,x\nhttp://h/b.png,y"), "not below"),
-    "unclear label": (table("image,class,category\na.png,x,y\n"), "columns 'image', 'class'"),
+    "addresses": (
+        table("image,label\nhttp://h/a.png,x\nhttp://h/b.png,y"),
+        "by addresses such as 'http://h/a.png', which are not fetched",
+    ),
+    "unclear label": (unclear_label, "columns 'image', 'class', 'category', and which is the label"),
     "endless line": (table("x" * (1 << 21)), "line of more than"),
     "many columns": (table(",".join("x" * 2000)), "columns in line"),
     "no parquet": (table("PAR1", "t.parquet"), "not readable as Parquet"),

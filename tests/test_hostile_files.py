@@ -30,13 +30,16 @@ from test_bad_inputs import sentence
 from pipeline import cli, yaml_files
 from pipeline import config as configs
 from pipeline.data import image_checks
+from pipeline.data.cards import MAX_PIXELS_PER_BYTE, Card
 from pipeline.data.formats import parquet as parquet_format
 from pipeline.data.formats import tar as tar_format
 from pipeline.data.formats import torchvision as torchvision_format
 from pipeline.data.formats import webdataset as webdataset_format
+from pipeline.data.packs import ImageChecker
 from pipeline.report import files as csv_files
 from tests import small_run
 from tests.hostile import BACKBONES, Site, backbones, costs, member, parquet, png, source
+from workers.data.decoding import ImageLimits
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import vit
@@ -65,13 +68,13 @@ def test_the_memory_that_a_process_takes_is_measured() -> None:
 # ---- tars ----------------------------------------------------------------------------------------
 def archive(site: Site, *members: bytes, form: str = "tar") -> str:
     """Write a tar source of two good images and these members; return the path of its config."""
-    good = [
-        member(f"{label}{n}.{ext}", data)
-        for n, label in enumerate("ab")
-        for ext, data in (("png", png(n)), ("cls", label.encode()))
-    ]
     (site.own_folder / "raw").mkdir()
-    for split in ("train", "test"):
+    for color, split in ((0, "train"), (2, "test")):
+        good = [
+            member(f"{label}{n}.{ext}", data)
+            for n, label in enumerate("ab")
+            for ext, data in (("png", png(color + n)), ("cls", label.encode()))
+        ]
         (site.own_folder / "raw" / f"{split}.tar").write_bytes(
             b"".join([*good, *members]) + bytes(2 * tarfile.BLOCKSIZE)
         )
@@ -131,8 +134,15 @@ def test_a_hostile_tar_is_refused(
     assert "train.tar" in message
 
 
+def card_of(form: str, label: str = "label") -> Card:
+    """Return a card of two classes, whose labels may be their places."""
+    source = {"format": form, "label": label, "numbers": "places", "splits": {"train": "x.tar"}}
+    body = {"name": "bad", "licence": "none", "classes": ["a", "b"], "source": source}
+    return Card.model_validate(body)
+
+
 def list_one(path: str) -> str:
-    return str(tar_format.list_tar(tar_format.TarJob("train", path, "cls", ("a", "b"))))
+    return str(tar_format.list_tar(tar_format.TarJob(card_of("tar"), "train", path)))
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.REGTYPE])
@@ -147,11 +157,13 @@ def test_huge_sizes_in_the_headers_of_a_tar_take_no_memory(kind: Any, site: Any)
 
 def read_in_place(path: str, label: str = "cls") -> str:
     """Read a shard; return the samples that have no problem."""
-    job = webdataset_format.ShardJob("train", path, ("png",), label, ("a", "b"))
+    card = card_of("webdataset", label)
+    checker = ImageChecker(card)
+    job = webdataset_format.ShardJob(card, "train", path, ("png",), label)
     good = []
     for item, _ in webdataset_format.read_shard(job):
         if item.problem is None:
-            good.append((item.name, item.label))
+            good.append((item.name, checker.label(item)))
     return str(good)
 
 
@@ -350,10 +362,10 @@ def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(
     # what Pillow would give PostScript to
     (site.own_folder / "gs").write_text(f"#!/bin/sh\ntouch {site.mark}\n")
     (site.own_folder / "gs").chmod(0o755)
-    for split in ("train", "test"):
+    for color, split in ((0, "train"), (2, "test")):
         for n, label in enumerate("ab"):
             (site.own_folder / "raw" / split / label).mkdir(parents=True)
-            (site.own_folder / "raw" / split / label / "good.png").write_bytes(png(n))
+            (site.own_folder / "raw" / split / label / "good.png").write_bytes(png(color + n))
     for name, (make, _) in IMAGES.items():
         (site.own_folder / "raw" / "train" / "a" / f"{name}.png").write_bytes(make())
     code, megabytes = costs(
@@ -372,12 +384,16 @@ def test_hostile_images_are_listed_with_their_reasons_and_take_no_memory(
         assert says in reasons[name], name
 
 
+def problem_of(data: bytes, max_pixels: int, per_byte: int = MAX_PIXELS_PER_BYTE) -> str | None:
+    return image_checks.check_image(data, ImageLimits(max_pixels), per_byte).problem
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
 @pytest.mark.parametrize("size", [(1, 1), (9, 7), (31, 40)])
 def test_complete_pngs_of_every_kind_are_accepted(mode: str, size: Any) -> None:
     buffer = io.BytesIO()
     Image.new(mode, size).save(buffer, "PNG", **({"bits": 4} if mode == "P" else {}))
-    assert image_checks.problem_of(buffer.getvalue(), 10**6) is None
+    assert problem_of(buffer.getvalue(), 10**6) is None
 
 
 @pytest.mark.parametrize(("bits", "color"), [(1, 0), (8, 2), (16, 6), (4, 3)])
@@ -396,23 +412,23 @@ def test_interlaced_pngs_are_accepted_and_truncated_ones_refused(
         palette = chunk(b"PLTE", bytes(48)) if color == 3 else b""
         body = chunk(b"IDAT", zlib.compress(bytes(total - missing)))
         data = b"\x89PNG\r\n\x1a\n" + head + palette + body + chunk(b"IEND", b"")
-        assert (image_checks.problem_of(data, 10**6) is None) == (not missing)
+        assert (problem_of(data, 10**6) is None) == (not missing)
 
 
 def test_a_blank_image_is_accepted_when_the_card_allows_it() -> None:
-    assert image_checks.problem_of(png_of(3000, 3000, 3000), 50_000_000) is not None
-    assert image_checks.problem_of(png_of(3000, 3000, 3000), 50_000_000, 10**6) is None
-    assert image_checks.problem_of(png_of(1000, 1000, 1000), 50_000_000) is None, (
+    assert problem_of(png_of(3000, 3000, 3000), 50_000_000) is not None
+    assert problem_of(png_of(3000, 3000, 3000), 50_000_000, 10**6) is None
+    assert problem_of(png_of(1000, 1000, 1000), 50_000_000) is None, (
         "a small blank image is always accepted"
     )
     grey = io.BytesIO()
     Image.new("L", (7000, 7000)).save(grey, "PNG")
-    assert image_checks.problem_of(grey.getvalue(), 50_000_000) is None
+    assert problem_of(grey.getvalue(), 50_000_000) is None
 
 
 def first_frame(data: bytes) -> int:
-    assert image_checks.problem_of(data, 50_000_000) is None
-    return len(image_checks.to_stored(data, 50_000_000)[0])
+    assert problem_of(data, 50_000_000) is None
+    return len(image_checks.to_stored(data, ImageLimits(50_000_000))[0])
 
 
 def test_only_one_of_thousands_of_frames_is_decoded() -> None:
@@ -433,10 +449,10 @@ def test_only_one_of_thousands_of_frames_is_decoded() -> None:
 def test_an_image_file_of_a_terabyte_is_listed_and_not_read(
     site: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for split in ("train", "test"):
-        for label in "ab":
+    for color, split in ((0, "train"), (2, "test")):
+        for n, label in enumerate("ab"):
             (site.own_folder / "raw" / split / label).mkdir(parents=True)
-            (site.own_folder / "raw" / split / label / "good.png").write_bytes(png(ord(label)))
+            (site.own_folder / "raw" / split / label / "good.png").write_bytes(png(color + n))
     with open(site.own_folder / "raw" / "train" / "a" / "huge.png", "wb") as stream:
         stream.truncate(1 << 40)
     assert (
@@ -1055,7 +1071,7 @@ PARQUETS: dict[str, tuple[Callable[[], bytes], str]] = {
     "pickle": (lambda: pickle.dumps(good().to_pylist()), "not readable as Parquet"),
     "label of a kind that is none": (
         lambda: parquet(good(label=[[1], [2], [3], [4]])),
-        "4 of 4 images are corrupt or unlabelled",
+        "the values of column 'label' are no classes",
     ),
     "label that is no number": (
         lambda: parquet(good(label=[float("nan"), float("inf"), 0.5, -0.5])),
@@ -1063,7 +1079,7 @@ PARQUETS: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "label of structs": (
         lambda: parquet(good(label=[{"a": 1}] * 4)),
-        "4 of 4 images are corrupt or unlabelled",
+        "the values of column 'label' are no classes",
     ),
     "label of thousands of digits": (
         lambda: parquet(good(label=["9" * 4000] * 4)),
@@ -1116,7 +1132,8 @@ def test_pickled_objects_in_parquet_stay_bytes(
 
 
 def read_rows(path: str) -> str:
-    rows = parquet_format.read_parquet("train", path, 0, 0, ("image", "label"), ("a", "b"))
+    file = parquet_format.ParquetFile(card_of("parquet"), "train", path)
+    rows = parquet_format.read_parquet(file, 0, 1, 0)
     return str(sum(1 for _ in rows))
 
 

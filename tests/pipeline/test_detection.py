@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.detection import tree
-from pipeline.data.detection.data_set import DataSet, Request, choose_splits, name_of
+from pipeline.data.detection import data_set as data_sets
+from pipeline.data.detection import detect as detection
+from pipeline.data.detection.data_set import DataSet, Request
 from pipeline.data.detection.detect import detect
+from pipeline.data.names import name_of
 from tests.image_data import class_folders, make_image
 from tests.image_sources import nested_split_folders
 from workers.errors import UserError
@@ -58,12 +60,13 @@ def test_train_and_test_are_found_under_the_names_that_people_give(
     assert data_set.counts == {"train": 12, "test": 6}
 
 
-def test_validation_images_beside_test_images_are_left_out_and_said(tmp_path: Path) -> None:
-    for split in ("train", "val", "test"):
-        class_folders(tmp_path / split, NAMES)
+def test_validation_images_beside_test_images_are_their_own_split(tmp_path: Path) -> None:
+    for split, images in (("train", 4), ("val", 1), ("test", 2)):
+        class_folders(tmp_path / split, NAMES, images)
     data_set = found(tmp_path)
-    assert data_set.source["splits"] == {"train": "train", "test": "test"}
-    assert data_set.left_out == ("validation images in 'val'",)
+    assert data_set.source["splits"] == {"train": "train", "val": "val", "test": "test"}
+    assert data_set.counts == {"train": 12, "val": 3, "test": 6}
+    assert data_set.notes == ()
 
 
 def test_train_alone_has_no_test_split(tmp_path: Path) -> None:
@@ -76,6 +79,8 @@ def test_splits_may_be_words_in_the_names_of_folders(tmp_path: Path) -> None:
     splits = {"train": "seg_train/seg_train", "test": "seg_test/seg_test"}
     assert data_set.source["splits"] == splits
     assert data_set.counts == {"train": 12, "test": 12}
+    assert "'seg_pred'" in "; ".join(data_set.notes)
+    assert data_set.account.places["image in another folder"] == ["seg_pred/"]
 
 
 def test_classes_with_words_of_splits_stay_classes(tmp_path: Path) -> None:
@@ -90,14 +95,20 @@ def test_a_flat_test_folder_has_no_labels_and_validation_serves_as_test(tmp_path
     make_image(tmp_path / "test" / "unknown" / "1.png", 1)
     data_set = found(tmp_path)
     assert data_set.source["splits"] == {"train": "train", "test": "val"}
-    assert data_set.left_out == ("1 image without labels in 'test'",)
+    (note,) = data_set.notes
+    assert "'test'" in note
+    assert "labels" in note
+    assert data_set.account.not_read == {"image in another folder": 1}
+    assert data_set.account.places["image in another folder"] == ["test/"]
 
 
 def test_a_folder_around_the_data_is_passed_through(tmp_path: Path) -> None:
     class_folders(tmp_path / "zoo" / "archive" / "images", NAMES)
     (tmp_path / "zoo" / "archive" / "README.txt").write_text("about")
     data_set = found(tmp_path / "zoo")
-    assert data_set.source["path"] == str(tmp_path / "zoo" / "archive" / "images")
+    assert data_set.source["path"] == str(tmp_path / "zoo")
+    assert data_set.source["splits"] == {"train": "archive/images"}
+    assert data_set.classes == NAMES
     assert data_set.name == "zoo"
 
 
@@ -119,47 +130,80 @@ def test_a_folder_of_data_sets_is_one_for_each(tmp_path: Path) -> None:
 
 def test_what_is_left_out_is_named(tmp_path: Path) -> None:
     class_folders(tmp_path, NAMES)
-    (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("x")
-    (tmp_path / ".hidden").mkdir()
-    (tmp_path / "__MACOSX").mkdir()
+    make_image(tmp_path / ".hidden" / "x.png", 6)
+    make_image(tmp_path / "__MACOSX" / "ant" / "x.png", 6)
     make_image(tmp_path / "stray.png", 7)
     make_image(tmp_path / ".thumbnail.png", 8)
     data_set = found(tmp_path)
     assert data_set.classes == NAMES
+    assert data_set.are_folders
+    assert data_set.bad_fraction == 0.1
+    (note,) = data_set.notes
+    assert note.startswith("1 train image without a label")
+    account = data_set.account
+    assert account.used == {"image": 9}
+    assert account.rejected == {"unlabelled": 1}
+    assert account.not_read == {"hidden": 3, "other file": 1}
+    assert account.places == {
+        "unlabelled": ["stray.png"],
+        "hidden": [".hidden/", ".thumbnail.png", "__MACOSX/"],
+        "other file": ["notes.txt"],
+    }
+    assert account.lines()[0] == "14 files = 9 used + 1 rejected + 4 not read"
+
+
+def test_a_folder_of_a_class_without_images_is_named(tmp_path: Path) -> None:
+    class_folders(tmp_path, NAMES)
+    (tmp_path / "empty").mkdir()
+    data_set = found(tmp_path)
+    assert data_set.classes == NAMES
     assert not data_set.are_folders
-    assert data_set.bad_fraction > 0
-    text = "; ".join(data_set.left_out)
-    assert "1 image in no folder of a class" in text
-    for name in ("'empty'", "'notes.txt'", "'__MACOSX'"):
-        assert name in text
-    assert ".hidden" not in text
+    assert "'empty'" in "; ".join(data_set.notes)
 
 
-def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
+def test_links_to_folders_outside_are_not_followed(tmp_path: Path) -> None:
     class_folders(tmp_path / "zoo", NAMES)
     class_folders(tmp_path / "outside", ("dog",))
     os.symlink(tmp_path / "outside", tmp_path / "zoo" / "dog")
-    os.symlink(tmp_path / "zoo", tmp_path / "zoo" / "ant" / "again")
     data_set = found(tmp_path / "zoo")
     assert data_set.classes == NAMES
     assert data_set.counts == {"train": 9}
-    assert "'dog'" in "; ".join(data_set.left_out)
+    assert data_set.account.rejected == {"link": 1}
+    assert data_set.account.places == {"link": ["dog"]}
+
+
+def test_a_link_to_a_folder_inside_is_followed_once(tmp_path: Path) -> None:
+    class_folders(tmp_path / "zoo", NAMES)
+    class_folders(tmp_path / "zoo" / ".store", ("dog",))
+    os.symlink(tmp_path / "zoo" / ".store" / "dog", tmp_path / "zoo" / "dog")
+    os.symlink(tmp_path / "zoo", tmp_path / "zoo" / "ant" / "again")
+    data_set = found(tmp_path / "zoo")
+    assert data_set.classes == (*NAMES, "dog")
+    assert data_set.counts == {"train": 12}
+    assert data_set.account.not_read == {"link that is not followed": 1}
+    assert data_set.account.places == {"link that is not followed": ["ant/"]}
 
 
 def test_a_class_that_test_has_alone_is_left_out(tmp_path: Path) -> None:
     class_folders(tmp_path / "train", NAMES)
     class_folders(tmp_path / "test", (*NAMES, "yak"))
     data_set = found(tmp_path)
+    assert data_set.classes == NAMES
     assert data_set.counts == {"train": 9, "test": 9}
-    assert "3 images in no folder of a class" in "; ".join(data_set.left_out)
+    (note,) = data_set.notes
+    assert note.startswith("3 test images without a label, or with one that train lacks")
+    assert "'yak'" in note
+    assert data_set.account.rejected == {"unlabelled": 3}
+    assert data_set.account.places == {"unlabelled": ["test/"]}
 
 
-def test_a_bound_on_names_counts_at_least_so_many(
+def test_a_bound_on_files_counts_at_least_so_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class_folders(tmp_path, NAMES)
-    monkeypatch.setattr(tree._LocalTree, "most_names", 7)
+    for module in (data_sets, detection):
+        monkeypatch.setattr(module, "MOST_FILES", 7)
     data_set = found(tmp_path)
     assert data_set.classes == NAMES
     assert not data_set.is_exact
@@ -202,9 +246,9 @@ BAD: dict[str, tuple[str, Callable[[Path], object]]] = {
     "one class": ("one class, 'ant'", lambda path: class_folders(path, ("ant",))),
     "notes": ("'x.doc'", lambda path: write(path / "x.doc")),
     "a file": ("no config and no data set", write),
-    "test alone": ("no train images", lambda path: class_folders(path / "test", NAMES)),
+    "test alone": ("'test' and no train images", lambda path: class_folders(path / "test", NAMES)),
     "other classes in test": (
-        "has no images of the classes",
+        "no test image has a label of train; test has labels such as 'x', and train 'ant', 'bee'",
         lambda path: (class_folders(path / "train", NAMES), class_folders(path / "test", ("x",))),
     ),
     "socket": ("no config and no data set", make_socket),
@@ -221,9 +265,12 @@ def test_what_does_not_fit_is_answered_with_what_is_there(case: str, tmp_path: P
     assert str(tmp_path / "data") in message
 
 
-def test_two_folders_of_one_split_are_refused() -> None:
-    with pytest.raises(UserError, match="'Train' and 'training' are both train images"):
-        choose_splits(["training", "Train", "test"])
+def test_two_folders_of_one_split_are_refused(tmp_path: Path) -> None:
+    for split in ("training", "Train", "test"):
+        class_folders(tmp_path / split, NAMES)
+    message = refusal(tmp_path)
+    assert "'Train', 'training' are both train images; say which with --set" in message
+    assert "source.splits={train: [Train]}" in message
 
 
 @pytest.mark.parametrize(

@@ -626,7 +626,8 @@ def test_images_with_too_many_pixels_together_are_refused_before_one_is_decoded(
     server, _ = model
     decoded: list[Image.Image] = []
 
-    def to_rgb(image: Image.Image) -> Image.Image:
+    def to_rgb(image: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
+        assert value_range is None
         decoded.append(image)
         return image.convert("RGB")
 

@@ -17,8 +17,8 @@ from pipeline.data import card_files, in_place, ingest, starter
 from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import DataSet, Request
 from pipeline.data.detection.detect import detect
-from pipeline.data.formats import format_of
-from pipeline.data.formats.csv import OUTSIDE, locate
+from pipeline.data.file_index import FileFinder, FileIndex, NamedRow
+from pipeline.data.formats import format_of, require_entries
 from tests import image_sources as sources
 from tests.image_data import make_image
 from tests.image_sources import (
@@ -39,7 +39,7 @@ from workers.errors import UserError
 
 
 def found(path: Path | str, **columns: str) -> DataSet:
-    (data_set,) = detect(Request(str(path), **columns))
+    (data_set,) = detect(Request(str(path), given=columns))
     return data_set
 
 
@@ -132,7 +132,11 @@ def test_the_columns_and_folders_of_a_contest_are_found(tmp_path: Path) -> None:
     source = data_set.source
     assert (source["image"], source["label"]) == ("id_code", "diagnosis")
     assert source["files"] == "train_images/{}.png"
-    assert data_set.left_out == ("table 'test.csv'",)
+    (note,) = data_set.notes
+    assert note.startswith("table 'test.csv'")
+    assert "'diagnosis'" in note
+    assert data_set.counts == {"train": 24}
+    assert data_set.account.not_read == {"image that no row names": 3, "table": 1}
 
 
 def test_images_of_one_table_may_lie_in_several_folders(tmp_path: Path) -> None:
@@ -143,11 +147,11 @@ def test_images_of_one_table_may_lie_in_several_folders(tmp_path: Path) -> None:
 
 def test_each_table_may_have_its_folder(tmp_path: Path) -> None:
     data_set = found(sources.folder_for_each_table(tmp_path / "data"))
-    assert data_set.source["files"] == ["train/{}", "test/{}"]
+    assert data_set.source["files"] == "{split}/{}"
     assert data_set.counts == {"train": 12, "test": 12}
 
 
-def test_a_test_table_whose_images_have_the_names_of_train_is_left_out(tmp_path: Path) -> None:
+def test_test_images_with_the_names_of_train_are_told_apart(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     for split, start in (("train", 0), ("test", 50)):
         lines = ["filename,label"]
@@ -156,9 +160,13 @@ def test_a_test_table_whose_images_have_the_names_of_train_is_left_out(tmp_path:
             lines.append(f"{number}.png,{'ab'[number % 2]}")
         write_table(folder / f"{split}.csv", lines)
     data_set = found(folder)
-    assert data_set.source["files"] == "train/{}"
-    assert data_set.left_out == ("table 'test.csv'",)
-    assert data_set.counts == {"train": 12}
+    assert data_set.source["files"] == "{split}/{}"
+    assert data_set.notes == ()
+    assert data_set.counts == {"train": 12, "test": 12}
+    list_items = format_of(data_set.card).list_items
+    assert list_items is not None
+    for item in list_items(data_set.card, [*data_set.entries]):
+        assert item.name.startswith(f"{item.split}/")
 
 
 def test_a_column_for_each_class_is_named(tmp_path: Path) -> None:
@@ -198,25 +206,33 @@ def test_a_table_of_images_is_not_passed_over_for_their_folders(tmp_path: Path) 
     ],
 )
 def test_paths_of_a_table_stay_inside_the_source(text: str, file: str | None) -> None:
-    name, problem = locate(text, "lists", "/data", "{}")
-    assert name == file
+    index = FileIndex(["lists/a/b.png", "images/b.png"])
+    finder = FileFinder(index, "lists", "/data", ("{}",))
+    names, problem = finder.find(NamedRow(text, "", ""))
+    assert names == ([] if file is None else [file])
     assert (problem is None) == (file is not None)
 
 
 def test_a_link_that_leads_out_is_left_out(tmp_path: Path) -> None:
-    from pipeline.data.formats.csv import list_files
-
     make_image(tmp_path / "outside" / "x.png", 1)
-    (tmp_path / "data").mkdir()
+    make_image(tmp_path / "data" / "in.png", 2)
     os.symlink(tmp_path / "outside", tmp_path / "data" / "link")
-    table = write_table(tmp_path / "data" / "t.csv", ["image,label", "link/x.png,a", "no.png,b"])
+    os.symlink(tmp_path / "outside" / "x.png", tmp_path / "data" / "x.png")
+    lines = ["image,label", "in.png,a", "link/x.png,a", "x.png,b", "no.png,b"]
+    table = write_table(tmp_path / "data" / "t.csv", lines)
     source: dict[str, Any] = {"format": "csv", "path": str(table)}
     body = {"name": "x", "licence": "", "classes": ["a", "b"], "source": source}
-    entries = list_files(Card.model_validate(body)) or []
-    problems = {entry.name: entry.problem for entry in entries}
-    assert problems["link/x.png"] == OUTSIDE
-    assert problems["no.png"] == "corrupt: there is no such file"
-    assert problems["t.csv"] is None
+    card = Card.model_validate(body)
+    list_items = format_of(card).list_items
+    assert list_items is not None
+    items = list_items(card, require_entries(card))
+    assert {item.name: item.problem for item in items} == {
+        "in.png": None,
+        "x.png": None,
+        "row 2: link/x.png": "link: to a folder outside the source; move that folder into the "
+        "source, or let source.path name one that holds both",
+        "row 4: no.png": "corrupt: there is no such file",
+    }
 
 
 BAD: dict[str, tuple[bytes, str, str]] = {

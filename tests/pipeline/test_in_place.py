@@ -83,7 +83,7 @@ SPLITS = {"train": "tiny-train-{0000..0002}.tar", "test": "tiny-val-0000.tar"}
 
 
 def card_of(path: Path | str, splits: Any = SPLITS, **changes: Any) -> Card:
-    source = {"format": "webdataset", "path": str(path), "splits": splits}
+    source = {"format": "webdataset", "path": str(path), "splits": splits, "numbers": "places"}
     source |= changes.pop("source", {})
     body = {"name": "tiny", "licence": "MIT", "classes": CLASSES, "source": source, **changes}
     return Card.model_validate(body)
@@ -110,7 +110,13 @@ def test_shards_are_indexed_where_they_lie_and_nothing_is_copied(
     manifest, shards = run(card_of(shards_folder), tmp_path / "store")
     assert manifest["wall_s"] > 0, "the report shows how long it took"
     assert manifest["counts"] == {"train": 12, "test": 4}
-    assert set(manifest["files"]) == {"index.parquet", "shards.parquet", "rejected.csv"}
+    assert set(manifest["files"]) == {
+        "index.parquet",
+        "shards.parquet",
+        "rejected.csv",
+        "account.json",
+        "preview.html",
+    }
     rows = shards.index.to_pylist()
     paths = sorted(shards_folder.glob("*-train-*")) + sorted(shards_folder.glob("*-val-*"))
     assert [shards.uri(name) for name in shards.files] == list(map(str, paths))
@@ -257,7 +263,7 @@ def test_what_cannot_be_used_is_listed_with_its_reason(tmp_path: Path) -> None:
         "a.tar:two": "corrupt: two images for one key",
         "a.tar:labels": "corrupt: two labels for one key",
         "a.tar:none": "unlabelled: it has no label",
-        "a.tar:far": "unlabelled: class 'number 2' is not on the card",
+        "a.tar:far": "unlabelled: class '2' is not on the card",
         "a.tar:only": "corrupt: no image in the sample",
         "a.tar:gif": "corrupt: not an image in JPEG, PNG or WebP",
     }
@@ -297,9 +303,10 @@ def test_braces_without_end_and_shards_that_are_listed_twice_are_refused(
         run(card_of(tmp_path, {"train": shards}), tmp_path / "store")
 
 
-def test_a_list_is_for_shards_in_place_alone() -> None:
-    with pytest.raises(ValueError, match="format webdataset alone"):
-        card_of("x", {"train": ["a", "b"]}, source={"format": "tar"})
+@pytest.mark.parametrize("form", ["folder", "csv", "parquet", "tar", "webdataset"])
+def test_a_list_names_the_parts_of_a_split_in_every_format(form: str) -> None:
+    card = card_of("x", {"train": ["a.tar", "b.tar"]}, source={"format": form})
+    assert card.source.parts_of("train") == ("a.tar", "b.tar")
 
 
 def test_a_missing_shard_is_named_and_none_at_all_is_a_source_that_is_gone(

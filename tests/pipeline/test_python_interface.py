@@ -72,6 +72,7 @@ PUBLIC = [
     "methods",
     "open_model",
     "prepare_data",
+    "preview_data",
     "register",
     "remove_task",
     "runs",

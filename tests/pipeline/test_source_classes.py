@@ -14,8 +14,7 @@ import yaml
 
 from pipeline.data import card_files
 from pipeline.data.cards import Card
-from pipeline.data.detection.parquet_files import label_counts
-from pipeline.data.formats import require_entries
+from pipeline.data.formats import count_labels, require_entries
 from pipeline.data.in_place import index_shards
 from pipeline.data.ingest import ingest
 from tests import image_sources as sources
@@ -133,9 +132,9 @@ def test_labels_are_read_again_only_where_the_source_has_changed(
 
     def count(*args: Any) -> Any:
         counts.append(1)
-        return label_counts(*args)
+        return count_labels(*args)
 
-    monkeypatch.setattr("pipeline.data.source_classes.label_counts", count)
+    monkeypatch.setattr("pipeline.data.source_classes.count_labels", count)
     assert card_files.load(path, notes).classes == first.classes
     assert counts == []
     file = next((tmp_path / "data").rglob("train-00000*"))

@@ -48,7 +48,8 @@ def test_what_is_written_is_a_valid_config_on_a_valid_card(here: Path) -> None:
     assert card.test_fraction == 0.2
     assert lines[0] == "zoo: class folders"
     assert "5 classes: ant, bee, cow, dog, eel" in lines[1]
-    assert lines[-1] == "wrote zoo-card.yaml and zoo.yaml"
+    assert lines[-2:] == ["wrote zoo-card.yaml and zoo.yaml", "preview: zoo-preview.html"]
+    assert "<html" in Path("zoo-preview.html").read_text()
 
 
 def test_a_person_can_read_the_files(here: Path) -> None:
@@ -102,7 +103,10 @@ def test_a_folder_of_data_sets_has_its_name(here: Path) -> None:
     class_folders(here.parent / "zoos" / "a", NAMES)
     class_folders(here.parent / "zoos" / "b", NAMES)
     lines = init("../zoos")
-    assert lines[-1] == "wrote zoos-a-card.yaml, zoos-b-card.yaml and zoos.yaml"
+    assert lines[-2:] == [
+        "wrote zoos-a-card.yaml, zoos-b-card.yaml and zoos.yaml",
+        "preview: zoos-preview.html",
+    ]
 
 
 def test_names_from_the_data_are_quoted_where_yaml_would_read_them_otherwise(here: Path) -> None:
@@ -137,7 +141,10 @@ def test_the_same_command_again_changes_nothing(here: Path) -> None:
     class_folders(here.parent / "zoo", NAMES)
     init("../zoo")
     before = [Path(file).read_bytes() for file in sorted(os.listdir())]
-    assert init("../zoo")[-1] == "unchanged: zoo-card.yaml and zoo.yaml"
+    assert init("../zoo")[-2:] == [
+        "unchanged: zoo-card.yaml and zoo.yaml",
+        "preview: zoo-preview.html",
+    ]
     assert [Path(file).read_bytes() for file in sorted(os.listdir())] == before
 
 
@@ -206,7 +213,10 @@ def test_init_plan_and_the_printed_command_work(
 ) -> None:
     class_folders(here.parent / "my zoo", NAMES, 4)
     assert cli.main(["init", "../my zoo"]) == 0
-    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    *_, next_line, last = capsys.readouterr().out.splitlines()
+    assert last == "preview: my-zoo-preview.html"
+    assert next_line.startswith("next: ")
+    command = next_line.removeprefix("next: ")
     assert shlex.split(command)[-2:] == ["run", "my-zoo.yaml"]
     assert cli.main(["plan", *shlex.split(command)[-1:]]) == 0
     first = capsys.readouterr().out

@@ -14,6 +14,7 @@ from scipy.io import savemat
 
 from pipeline import cli
 from pipeline.data import card_files, formats
+from pipeline.data.packs import ImageChecker
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SIDES = (20, 16)  # width and height of the made-up images
@@ -77,9 +78,11 @@ def prepare(
 def labels_of(card: str) -> dict[str, dict[str | None, int]]:
     """Return how many images of each class the lister gives, by split."""
     counts: dict[str, Counter[str | None]] = {"train": Counter(), "test": Counter()}
-    for unit in formats.units(card_files.load(card), map):
+    loaded = card_files.load(card)
+    checker = ImageChecker(loaded)
+    for unit in formats.units(loaded, map):
         for item, data in unit.read(*unit.args):
             assert item.problem is None
             assert data
-            counts[item.split][item.label] += 1
+            counts[item.split][checker.label(item)] += 1
     return {split: dict(sorted(labels.items())) for split, labels in counts.items()}

@@ -101,7 +101,10 @@ class Maker:
 
     def splits(self) -> list[str]:
         """Return the splits of a data set."""
-        return self.pick([["train"], ["train", "test"], ["train", "val", "test"], ["train", "val"]])
+        splits: list[str] = self.pick(
+            [["train"], ["train", "test"], ["train", "val", "test"], ["train", "val"]]
+        )
+        return splits
 
     def words(self, splits: list[str], unclear: bool = False) -> dict[str, str]:
         """Return what each split is called."""

@@ -197,7 +197,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         table("image,label\nhttp://h/a.png,x\nhttp://h/b.png,y"),
         "by addresses such as 'http://h/a.png', which are not fetched",
     ),
-    "unclear label": (unclear_label, "columns 'image', 'class', 'category', and which is the label"),
+    "unclear label": (
+        unclear_label,
+        "columns 'image', 'class', 'category', and which is the label",
+    ),
     "endless line": (table("x" * (1 << 21)), "line of more than"),
     "many columns": (table(",".join("x" * 2000)), "columns in line"),
     "no parquet": (table("PAR1", "t.parquet"), "not readable as Parquet"),

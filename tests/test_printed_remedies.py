@@ -49,6 +49,14 @@ def refusal(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     return error
 
 
+def config_written(capfd: pytest.CaptureFixture[str]) -> str:
+    """Return the config in the line on what to do next, which stands before that of the preview."""
+    *_, next_line, last = capfd.readouterr().out.splitlines()
+    assert next_line.startswith("next: ")
+    assert last.startswith("preview: ")
+    return shlex.split(next_line)[-1]
+
+
 @pytest.fixture
 def current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder, with a name that a shell has to quote."""
@@ -106,16 +114,17 @@ def links_to_folders(current: Path) -> str:
 def unclear_label(current: Path) -> str:
     table = plain_csv(current / "my data")
     lines = table.read_text().splitlines()
-    rows = [f"{line},{number}" for number, line in enumerate(lines[1:])]
-    write_table(table, ["file,kind,number", *rows])
+    rows = [f"{line},{NAMES[number % 3]},{number}" for number, line in enumerate(lines[1:])]
+    write_table(table, ["file,kind,sort,number", *rows])
     return "my data/labels.csv"
 
 
 def unclear_label_of_ids(current: Path) -> str:
-    lines = ["lesion,image_id,dx,age"]
+    lines = ["lesion,image_id,dx,site,age"]
     for number in range(24):
         make_image(current / "ham" / "part" / f"im{number}.jpg", number)
-        lines.append(f"{number},im{number},{NAMES[number % 4]},{number * 2}.5")
+        site = ("back", "scalp")[number % 2]
+        lines.append(f"{number},im{number},{NAMES[number % 4]},{site},{number * 2}.5")
     write_table(current / "ham" / "meta.csv", lines)
     return "ham"
 
@@ -123,9 +132,8 @@ def unclear_label_of_ids(current: Path) -> str:
 def too_many_labels(current: Path) -> str:
     lines = ["image,label,kind"]
     for number in range(120):
-        if number < 24:
-            make_image(current / "t" / f"{number}.png", number)
-        lines.append(f"{number % 24}.png,{number},{NAMES[number % 4]}")
+        make_image(current / "t" / f"{number}.png", number)
+        lines.append(f"{number}.png,{number},{NAMES[number % 4]}")
     write_table(current / "t" / "t.csv", lines)
     return "t/t.csv"
 
@@ -184,9 +192,7 @@ def test_the_command_for_a_source_works_when_pasted(
     assert commands, error
     for command in commands:
         paste(command)
-    written = capfd.readouterr().out.splitlines()[-1].removeprefix("next: ")
-    config = shlex.split(written)[-1]
-    assert cli.main(["plan", config]) == 0
+    assert cli.main(["plan", config_written(capfd)]) == 0
 
 
 def test_a_remedy_stays_when_the_shell_pastes_it_again(
@@ -270,8 +276,7 @@ def test_a_card_that_does_not_fit_is_answered_with_what_is_there_and_a_command_t
     assert len(error) < 900
     (command,) = [text for text in commands_in(error) if "init" in text]
     paste(command)
-    written = capfd.readouterr().out.splitlines()[-1].removeprefix("next: ")
-    assert cli.main(["plan", shlex.split(written)[-1]]) == 0
+    assert cli.main(["plan", config_written(capfd)]) == 0
 
 
 def test_a_source_that_is_not_there_is_answered_with_what_is_near(

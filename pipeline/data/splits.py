@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from pipeline.data.labels import label_of
 from pipeline.data.names import words
 from workers.errors import UserError
 
@@ -18,20 +20,30 @@ Role = Literal["train", "val", "test", "held out"]  # held out: validation or te
 
 ROLES: dict[Role, frozenset[str]] = {
     "train": words(
-        """train training trn tr trainset traindata trainval learn learning learnset fit"""
+        """train training trn tr trainval learn learning fit entrenamiento treino treinamento
+        entrainement apprentissage addestramento 训练"""
     ),
-    "val": words("""val valid validation validate dev devel development tune tuning valset
-        valdata"""),
-    "test": frozenset(["test", "testing", "tst", "te", "testset", "testdata"]),
-    "held out": frozenset(["eval", "evaluation", "evalset", "holdout", "heldout"]),
+    "val": words("""val valid validation validate dev devel development tune tuning validacion
+        validacao validierung validazione 验证"""),
+    "test": words("""test testing tst te ts tests prueba pruebas teste testes prova 测试"""),
+    "held out": frozenset(["eval", "evaluation", "holdout", "heldout"]),
 }
 # Words that are as likely the name of a class or a language.
-WEAK_WORDS = words("""tr te fit learn learning tune tuning dev devel development""")
+WEAK_WORDS = words("""tr te ts fit learn learning tune tuning dev devel development prova""")
 SPLIT_COLUMNS = words("""split splits set subset fold folds partition phase usage dataset group""")
 UNSURE_COLUMNS = frozenset(("group", "dataset"))  # splits only if their values say so
+SPLIT_NAMES = words("split splits set subset fold folds partition")  # as a part of a column's name
+# what may stand beside the word of a split and says nothing: train_images, 1_train, test-public
+GENERIC = words("""set sets data dataset image images img imgs pic pics photo photos picture
+    pictures file files folder dir list lists split part full small large public private final all
+    new old original raw input version v only 集""")
 TRUE_WORDS = frozenset(("1", "true", "yes", "y", "t"))
 FALSE_WORDS = frozenset(("0", "false", "no", "n", "f"))
-TOKEN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
+TOKEN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+|[\u4e00-\u9fff]{2}|集")
+
+
+_ENDS = sorted(GENERIC, key=len, reverse=True)
+MOST_WEAK = 2  # letters of a word that may not have such an end
 
 
 class SplitUnclear(UserError):
@@ -51,13 +63,31 @@ class SplitWords(NamedTuple):
 
 
 def role_of(word: str) -> Role | None:
-    """Return which part of a data set a word names; None if it names none."""
+    """Return which part of a data set a word names; None if it names none.
+
+    For example `train` for `train`, `Training`, `train_set` and `trainimages`.
+    """
     plain = plain_word(word)
-    return next((role for role, named in ROLES.items() if plain in named), None)
+    for role, named in ROLES.items():
+        if plain in named:
+            return role
+    for end in _ENDS:
+        rest = plain.removesuffix(end)
+        if rest != plain and len(rest) > MOST_WEAK:
+            for role, named in ROLES.items():
+                if rest in named:
+                    return role
+    return None
+
+
+def is_weak(word: str) -> bool:
+    """Whether a word for a split is as likely something else."""
+    return plain_word(word) in WEAK_WORDS
 
 
 def plain_word(text: str) -> str:
-    """Return a name in lower case, without the signs between its words."""
+    """Return a name in lower case, without accents and the signs between its words."""
+    text = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
     return re.sub(r"[\s_.\-]+", "", text.lower())
 
 
@@ -75,6 +105,14 @@ def tokens_of(name: str) -> list[str]:
     return TOKEN.findall(name)
 
 
+def rest_is_generic(name: str) -> bool:
+    """Whether a name holds a word for a split, and else words that say nothing and numbers."""
+    if role_of(name):
+        return True
+    rest = [token.lower() for token in tokens_of(name) if role_of(token) is None]
+    return role_in(name) is not None and all(t in GENERIC or t.isdecimal() for t in rest)
+
+
 def rest_of(name: str) -> str:
     """Return a name without the words that name a split."""
     return " ".join(token.lower() for token in tokens_of(name) if role_of(token) is None)
@@ -82,7 +120,21 @@ def rest_of(name: str) -> str:
 
 def flag_role(column: str) -> Role | None:
     """Return the part that a column such as `is_train` marks; None if it is no such column."""
-    return role_of(re.sub(r"^(is|in)[\s_.\-]*", "", column.lower()))
+    plain = plain_word(column)
+    return role_in(column) or next(
+        (role_of(plain.removeprefix(start)) for start in ("is", "in") if plain.startswith(start)),
+        None,
+    )
+
+
+def is_yes(value: str | None) -> bool:
+    """Whether a value of a flag means yes: 1, 1.0, true, ..."""
+    return str(label_of(value)).lower() in TRUE_WORDS
+
+
+def is_no(value: str | None) -> bool:
+    """Whether a value of a flag means no: 0, 0.0, false, ...; a blank means neither."""
+    return str(label_of(value)).lower() in FALSE_WORDS
 
 
 def flag_words(role: Role, values: Iterable[str]) -> SplitWords | None:
@@ -99,9 +151,9 @@ def flag_words(role: Role, values: Iterable[str]) -> SplitWords | None:
     own: Split = "test" if role == "held out" else role
     splits: dict[Split, list[str]] = {}
     for value in sorted(values):
-        if value.lower() in TRUE_WORDS:
+        if is_yes(value):
             splits.setdefault(own, []).append(value)
-        elif value.lower() in FALSE_WORDS:
+        elif is_no(value):
             splits.setdefault(other, []).append(value)
         else:
             return None

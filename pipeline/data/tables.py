@@ -21,7 +21,6 @@ DELIMITERS = (",", ";", "\t", "|")
 MOST_LINE = 1 << 20  # characters of a line, and of a row in quotes over several lines
 MOST_COLUMNS = 1000
 MOST_COMMENTS = 100  # lines before the header
-JSON_ROWS = 200  # whose fields are the columns of a JSON table
 BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 END = "\x03\x04\x03"  # a line behind the last one: a quote that is not closed takes it
 SEPARATOR_LINE = "sep="  # how Excel notes the delimiter before the header
@@ -252,8 +251,8 @@ def _json_objects(uri: str, stream: pa.NativeFile) -> Iterator[dict[str, Any]]:
 
 def _json_fields(uri: str, stream: pa.NativeFile) -> list[str]:
     names: dict[str, None] = {}
-    for number, body in enumerate(_json_objects(uri, stream)):
-        if number == JSON_ROWS or len(names) > MOST_COLUMNS:
+    for body in _json_objects(uri, stream):
+        if len(names) > MOST_COLUMNS:
             break
         names.update(dict.fromkeys(body))
     return [*names]

@@ -439,7 +439,12 @@ def digit_shards(folder: Path, name: str, classes: str) -> str:
         "name": name,
         "licence": "CC BY 4.0",
         "classes": list(classes),
-        "source": {"format": "webdataset", "path": str(folder), "splits": splits},
+        "source": {
+            "format": "webdataset",
+            "path": str(folder),
+            "splits": splits,
+            "numbers": "places",
+        },
     }
     path = folder / "cards" / f"{name}.yaml"
     path.write_text(yaml.safe_dump(body))

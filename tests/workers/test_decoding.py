@@ -11,7 +11,7 @@ from PIL import Image
 
 from workers.data import decoding
 from workers.data.arena import Arena
-from workers.data.decoding import Picture, decode, read_picture
+from workers.data.decoding import ImageLimits, Picture, decode, read_picture
 from workers.errors import UserError
 
 ORIENTATION = 274
@@ -143,7 +143,7 @@ def test_limits_hold_before_a_pixel_is_decoded(
     data = encoded(photograph(50, 51))
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(UserError, match=r"51 x 50 is more than max_pixels = 100\)"):
-        read_picture(data, 4, max_pixels=100)
+        read_picture(data, 4, ImageLimits(max_pixels=100))
 
 
 @pytest.mark.parametrize("has_simplejpeg", [True, False])

@@ -25,7 +25,7 @@ from workers.data import decoding, pictures
 from workers.data import feed as feeds
 from workers.data.batch import Batch
 from workers.data.cache import Blocks
-from workers.data.decoding import decode
+from workers.data.decoding import ImageLimits, decode
 from workers.data.feed import Feed
 from workers.data.rows import hold_out
 from workers.data.shards import INDEX, SCHEMA, Shards
@@ -731,6 +731,6 @@ def test_decoding_keeps_the_middle_square() -> None:
 
 def test_decoding_refuses_what_is_too_big_or_no_image() -> None:
     with pytest.raises(UserError, match="max_pixels"):
-        decode(encoded(Image.new("RGB", (50, 50))), 4, max_pixels=100)
+        decode(encoded(Image.new("RGB", (50, 50))), 4, ImageLimits(max_pixels=100))
     with pytest.raises(UserError, match="cannot be decoded"):
         decode(b"no image", 4)

@@ -16,10 +16,17 @@ import pyarrow as pa
 
 from pipeline.data.braces import with_braces
 from pipeline.data.column_files import Schema, batches_of, schema_of
+from pipeline.data.detection.columns import (
+    MOST_VALUES,
+    Columns,
+    label_column,
+    listed_columns,
+    split_columns,
+)
 from pipeline.data.detection.data_set import DataSet, Request, read_as
-from pipeline.data.detection.folders import setting, yaml_text
+from pipeline.data.detection.folders import setting
 from pipeline.data.detection.packed_files import unpack_command
-from pipeline.data.detection.words import IMAGE_COLUMNS, LABEL_COLUMNS
+from pipeline.data.detection.words import IMAGE_COLUMNS
 from pipeline.data.file_kinds import TAR_SUFFIX
 from pipeline.data.formats.tar import (
     IMAGE_ENDINGS,
@@ -38,7 +45,6 @@ from pipeline.data.source_classes import FEW_CLASSES, MAX_CLASSES
 from pipeline.data.splits import (
     SPLIT_COLUMNS,
     SplitUnclear,
-    SplitWords,
     plain_word,
     read_words,
     role_in,
@@ -48,9 +54,8 @@ from pipeline.data.splits import (
 from workers.errors import UserError
 from workers.storage.artifact import join
 
-FIRST_ROWS = 200  # by which columns are told apart
-MOST_SPLITS = 50  # values of a column of splits
-MOST_NAMED = 12  # columns that a sentence lists
+FIRST_ROWS = 512  # of a batch by which columns are told apart
+MOST_BATCHES = 4
 MOST_SAMPLES = 2_000_000  # of all shards together, whose labels are read
 MOST_FOLDERS = 50
 LABEL_FIELDS = ("label", "class", "cls", "category", "target")  # of JSON
@@ -178,12 +183,21 @@ def read_columns(files: Files) -> DataSet:
     splits, unused = split_files(files)
     first = join(files.base, splits["train"][0])
     schema = schema_of(first)
-    image = _image_column(files, schema)
-    label = _label_column(files, first, schema, image)
+    columns = _columns_of(files, first, schema)
+    image = _image_column(files, schema, columns)
+    split, words = split_columns(columns, [image, *schema.classes])
+    label = label_column(columns, [image, *split], schema.classes)
+    if label is None:
+        raise UserError(
+            f"{files.where} has no column of labels, only {listed_columns(schema.names)}; name one"
+        )
     source: dict[str, Any] = {"format": "parquet", "path": files.path}
     source |= {"image": image, "label": label}
-    column, words = _split_column(files, schema, image, label)
+    column = split[0] if split else None
     notes = _unused_note(unused)
+    is_one_split = words is not None and set(words.splits) == {"train"} and len(files.names) > 1
+    if is_one_split and "split" not in request.given:  # each file has the name of its own
+        column = None
     if column and words:
         if len(splits) > 1:
             none = request.command("source.split=null")
@@ -191,7 +205,7 @@ def read_columns(files: Files) -> DataSet:
                 f"{files.where}: the names of its files say a split, and so does its column "
                 f"{quoted(column)}; say which, as in `{none}`"
             )
-        source |= {"split": column, "splits": words.splits}
+        source |= {"split": [*split], "splits": words.splits}
     else:
         source["splits"] = split_patterns(splits, files.names)
     others = [name for name in schema.classes if name != label]
@@ -239,11 +253,29 @@ def _has_paths_alone(uri: str, schema: Schema) -> bool:
     return False
 
 
-def _image_column(files: Files, schema: Schema) -> str:
+def _columns_of(files: Files, uri: str, schema: Schema) -> Columns:
+    """Return the columns of Parquet files that may be labels or splits."""
+    names = [name for name, kind in schema.types.items() if _may_be_label(kind)]
+    sample: dict[str, list[str | None]] = {name: [] for name in names}
+    for batch in islice(batches_of(uri, names, FIRST_ROWS), MOST_BATCHES) if names else ():
+        for name in names:
+            sample[name] += [_text(value) for value in batch[name].to_pylist()]
+
+    def distinct(column: str) -> set[str] | None:
+        values = _values_of(files, column)
+        return None if len(values) > MOST_VALUES else values
+
+    return Columns(files.request, files.where, schema.names, sample, distinct, lambda *_: 0)
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value).strip()
+
+
+def _image_column(files: Files, schema: Schema, columns: Columns) -> str:
     asked = files.request.given.get("image")
     if asked is not None:
-        _check_asked(files.where, schema, asked)
-        return str(asked)
+        return columns.check(asked)
     if not schema.images:
         arrays = [name for name, kind in schema.types.items() if _is_array(kind)]
         if arrays:
@@ -253,16 +285,13 @@ def _image_column(files: Files, schema: Schema) -> str:
                 "images as PNG or JPEG bytes"
             )
         raise UserError(
-            f"{files.where} has no column of image bytes, only {_listed(schema.names)}; name one, "
-            "or give a table of paths"
+            f"{files.where} has no column of image bytes, only {listed_columns(schema.names)}; "
+            "name one, or give a table of paths"
         )
-    if len(schema.images) == 1:
-        return schema.images[0]
-    for known in IMAGE_COLUMNS:
-        matching = [name for name in schema.images if plain_word(name) == known]
-        if matching:
-            return matching[0]
-    raise _unclear(files, schema, "image", schema.images)
+    known = [name for name in schema.images if plain_word(name) == IMAGE_COLUMNS[0]]
+    if len(schema.images) > 1 and len(known) != 1:
+        raise columns.unclear("image", schema.images)
+    return (known or schema.images)[0]
 
 
 def _is_array(kind: pa.DataType) -> bool:
@@ -270,104 +299,15 @@ def _is_array(kind: pa.DataType) -> bool:
     return bool(is_list or pa.types.is_fixed_size_list(kind) or isinstance(kind, pa.ExtensionType))
 
 
-def _label_column(files: Files, uri: str, schema: Schema, image: str) -> str:
-    """Return the column of labels: by its name, or as the file declares it."""
-    asked = files.request.given.get("label")
-    if asked is not None:
-        _check_asked(files.where, schema, asked)
-        return str(asked)
-    others = [name for name in schema.names if name != image and not _is_split(name)]
-    exact = [name for name in others if plain_word(name) == LABEL_COLUMNS[0]]
-    if len(exact) == 1:
-        return exact[0]
-    most = max((len(classes) for classes in schema.classes.values()), default=0)
-    candidates = [name for name, classes in schema.classes.items() if len(classes) == most]
-    candidates = candidates or [name for name in others if plain_word(name) in LABEL_COLUMNS]
-    if not candidates and len(others) == 1:
-        candidates = others
-    if len(candidates) == 1:
-        return candidates[0]
-    raise _unclear(files, schema, "label", candidates or _columns_of_classes(uri, schema, image))
-
-
-def _is_split(column: str) -> bool:
-    return plain_word(column) in SPLIT_COLUMNS
-
-
-def _columns_of_classes(uri: str, schema: Schema, image: str) -> list[str]:
-    """Return the columns whose values repeat in the first rows, the likeliest labels last."""
-    names = [name for name, kind in schema.types.items() if name != image and _may_be_label(kind)]
-    counts: dict[str, int] = {}
-    for batch in islice(batches_of(uri, names, FIRST_ROWS), 1):
-        for name in names:
-            labels = {label_of(value.as_py()) for value in batch[name]} - {None}
-            if 2 <= len(labels) < max(len(batch), 3):
-                counts[name] = len(labels)
-    return sorted(counts, key=lambda name: -counts[name]) or list(schema.names)
-
-
 def _may_be_label(kind: pa.DataType) -> bool:
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    is_text = is_text or pa.types.is_string_view(kind)
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     return bool(is_text or is_number or pa.types.is_boolean(kind) or pa.types.is_dictionary(kind))
 
 
-def _check_asked(where: str, schema: Schema, column: Any) -> None:
-    if column not in schema.names:
-        raise UserError(
-            f"{where} has no column {column!r}; its columns are {_listed(schema.names)}; name one "
-            "of these"
-        )
-
-
-def _unclear(files: Files, schema: Schema, kind: str, candidates: Sequence[str]) -> UserError:
-    example = files.request.command(f"source.{kind}={yaml_text(candidates[-1])}")
-    return UserError(
-        f"{files.where} has the columns {_listed(schema.names)}, and which is the {kind} is not "
-        f"clear; say it, as in `{example}`"
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    text = ", ".join(quoted(name) for name in names[:MOST_NAMED])
-    return f"{text}, ..." if len(names) > MOST_NAMED else text
-
-
-def _split_column(
-    files: Files, schema: Schema, image: str, label: str
-) -> tuple[str | None, SplitWords | None]:
-    """Return the column of the split and what its values mean; None without one.
-
-    Raises:
-        SplitUnclear: If a column that is called as a split is not understood for every row.
-    """
-    given = files.request.given
-    names = [n for n in schema.names if n not in (image, label) and _is_split(n)]
-    if "split" in given:
-        names = [given["split"]] if given["split"] else []
-    for name in names:
-        if name not in schema.names:
-            _check_asked(files.where, schema, name)
-        if "split" in given and "splits" in given:
-            return name, SplitWords({}, [])
-        values = _values_of(files, name)
-        words = read_words(values) if len(values) <= MOST_SPLITS else SplitWords({}, ["..."])
-        if set(words.splits) == {"train"} and not words.unknown and len(files.names) > 1:
-            continue
-        if words.unknown or "train" not in words.splits:
-            none = files.request.command("source.split=null")
-            raise SplitUnclear(
-                f"{files.where} has a column {quoted(name)}, which looks like a split and has the "
-                f"values {listed(sorted(values)[:MOST_NAMED])}; say what they mean, as in "
-                f"`{files.request.command(f'source.split={yaml_text(name)}')} --set "
-                f"'source.splits={{train: [...], test: [...], ignore: [...]}}'`, or that it is no "
-                f"split: `{none}`"
-            )
-        return name, words
-    return None, None
-
-
 def _values_of(files: Files, column: str) -> set[str]:
+    """Return the different values of a column in all files; a few more than MOST_VALUES if many."""
     values: set[str] = set()
     for uri in files.uris(files.names):
         if column not in schema_of(uri).names:
@@ -376,7 +316,7 @@ def _values_of(files: Files, column: str) -> set[str]:
             )
         for batch in batches_of(uri, [column]):
             values.update("" if v is None else str(v).strip() for v in batch[column].to_pylist())
-            if len(values) > MOST_SPLITS:
+            if len(values) > MOST_VALUES:
                 return values
     return values
 
@@ -594,7 +534,7 @@ def _fields(data: bytes, survey: Survey) -> dict[str, Any]:
         return {}
     for name, value in body.items():
         is_split = plain_word(name) in SPLIT_COLUMNS and isinstance(value, str)
-        if is_split and len(survey.splits) < MOST_SPLITS:
+        if is_split and len(survey.splits) < MOST_VALUES:
             survey.splits.add(value)
     texts: dict[str, Any] = {}
     for name in LABEL_FIELDS:

@@ -28,6 +28,7 @@ from pipeline.data.packs import ImageChecker
 from pipeline.data.preview import Picture, most_of_group
 from pipeline.data.source_classes import labels_of_counts
 from pipeline.data.splits import SPLITS, SplitUnclear
+from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError
 
 TEST_FRACTION = 0.2  # held out by hash if a source has no test images
@@ -121,6 +122,17 @@ class DataSet:
                 wanted[group] -= 1
                 pictures.append(Picture.of(self.card, *group, item.name, data))
         return pictures
+
+
+def yaml_text(text: str) -> str:
+    """Return a text as YAML has it in a list."""
+    return dump_yaml([text], default_flow_style=True).strip()[1:-1]
+
+
+def splits_setting(splits: Mapping[str, Sequence[str]]) -> str:
+    """Return the setting that says what the splits are, as `Request.command` takes it."""
+    body = (f"{split}: [{', '.join(map(yaml_text, parts))}]" for split, parts in splits.items())
+    return f"source.splits={{{', '.join(body)}}}"
 
 
 def source_body(source: Source) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.data.detection.archives import Files, holds_images, read_columns, read_shards
+from pipeline.data.detection.columns import LabelUnclear
 from pipeline.data.detection.data_set import MOST_FILES, DataSet, Request, read_as
+from pipeline.data.detection.doubts import check_lists, check_reading, check_siblings
 from pipeline.data.detection.folders import Layout, NoClasses, layout_of
 from pipeline.data.detection.libraries import (
     HUB,
@@ -25,7 +27,6 @@ from pipeline.data.detection.libraries import (
 from pipeline.data.detection.packed_files import unpack_command
 from pipeline.data.detection.tables import (
     Found,
-    LabelUnclear,
     NoTable,
     Tables,
     read_tables,
@@ -111,7 +112,10 @@ def _file(uri: str, request: Request) -> DataSet:
     if suffix in TABLE_SUFFIXES:
         entries = list_entries(base, [""], LISTED, MOST_FILES) or []
         index = FileIndex(entry.name for entry in entries if _is_image(entry))
-        return read_tables(Tables(request, base, name, {file: ""}, index, is_whole=True)).data_set
+        tables = Tables(request, base, name, {file: ""}, index, is_whole=True)
+        data_set = read_tables(tables).data_set
+        check_reading(request, data_set, entries)
+        return data_set
     if is_packed(uri):
         command = unpack_command([request.path], "", request.program)
         remedy = f"unpack it: `{command}`" if command else "unpack it and give the folder"
@@ -158,6 +162,14 @@ class Place:
         Raises:
             UserError: If there is none, or if it can be read in several ways.
         """
+        data_sets = self._read()
+        if len(data_sets) == 1:
+            check_reading(self.request, data_sets[0], self.entries)
+        elif "format" not in self.request.given:
+            check_lists(self.request, data_sets, self.entries)
+        return data_sets
+
+    def _read(self) -> list[DataSet]:
         given = self.request.given
         if given.get("format") is not None:
             return self._of_format(str(given["format"]))
@@ -169,12 +181,9 @@ class Place:
             folders, folder_error = [], None
         if found_table and folders:
             return self._table_or_folders(found_table, folders)
-        if folders and isinstance(table_error, SplitUnclear):
-            raise table_error
-        if folders and isinstance(table_error, LabelUnclear) and table_error.has_split:
-            raise table_error
-        if folders and isinstance(table_error, _Unreadable) and table_error.says_labels:
-            raise table_error
+        if folders and table_error and not isinstance(table_error, NoTable):
+            as_folders = self.request.command("source.format=folder")
+            raise LabelUnclear(f"{table_error}; if the folders are the classes: `{as_folders}`")
         ways = [folders, [found_table.data_set] if found_table else [], archive]
         possible = [way for way in ways if way]
         if len(possible) > 1:
@@ -228,6 +237,8 @@ class Place:
                 f"{MOST_DATA_SETS} data sets are taken at once; give the paths of those that are "
                 "meant"
             )
+        if "format" not in self.request.given:
+            check_siblings(self.request, printable(self.uri), folders)
         data_sets: list[DataSet] = []
         for folder in sorted(folders, key=lambda folder: folder.name):
             prefix = f"{folder.name}/"
@@ -238,7 +249,8 @@ class Place:
             ]
             name = name_of(folder.base_name)
             uri = join(self.uri, folder.name)
-            data_sets += Place(self.request, uri, name, entries).data_sets()
+            request = replace(self.request, path=join(self.request.path, folder.name))
+            data_sets += Place(request, uri, name, entries).data_sets()
         used = sum(len(data_set.entries) for data_set in data_sets)
         others = [e.name for e in self.entries if not _is_below(e.name, folders)]
         if others and used:
@@ -301,23 +313,20 @@ class Place:
     def _table_or_folders(self, table: Found, folders: list[DataSet]) -> list[DataSet]:
         """Return the one of two ways to read a folder that counts, or raise an error."""
         name = posixpath.basename(str(table.data_set.card.source.path))
-        classes = [cls for data_set in folders for cls in data_set.classes]
-        are_parts = all(map(is_part, classes)) or all(cls.isdecimal() for cls in classes)
-        if are_parts:
-            return [table.data_set]
+        if table.is_weak or says_no_labels(name):
+            note = f"table {quoted(name)} is not read: the folders are the classes"
+            return [replace(folders[0], notes=(*folders[0].notes, note)), *folders[1:]]
         labels = self._labels_of_folders(folders)
         shared = [file for file in table.files if file in labels]
         differ = [file for file in shared if labels[file] != table.files[file]]
-        covers = sum(table.data_set.counts.values()) >= len(labels)
-        if shared and not differ and covers:
+        classes = [cls for data_set in folders for cls in data_set.classes]
+        pairs = {(labels[file], table.files[file]) for file in shared}
+        are_names = len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
+        covers = len(shared) == len(labels)
+        if covers and (not differ or are_names or all(map(is_part, classes))):
             return [table.data_set]
-        source = table.data_set.card.source
-        has_column = source.split is not None and source.split != source.image
-        if not table.is_strong and not has_column:
-            note = f"table {quoted(name)} is not read: the folders are the classes"
-            return [replace(folders[0], notes=(*folders[0].notes, note)), *folders[1:]]
         if shared and not differ:
-            problem = f"names {sum(table.data_set.counts.values())} of {len(labels)} images"
+            problem = f"names {len(shared)} of {counted(len(labels), 'image')}"
         elif differ:
             problem = f"gives {quoted(differ[0])} the label {quoted(table.files[differ[0]])}"
         else:

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from pipeline.data.detection.data_set import splits_setting
 from pipeline.data.detection.words import (
     NO_CLASSES,
     PERHAPS_NO_CLASSES,
@@ -28,12 +29,12 @@ from pipeline.data.splits import (
     SplitUnclear,
     plain_word,
     read_words,
+    rest_is_generic,
     rest_of,
     role_in,
     role_of,
     tokens_of,
 )
-from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError
 
 MOST_PAIRED = 20_000  # images whose names are compared
@@ -166,13 +167,7 @@ def _class_or_not(folder: Folder, child: Folder) -> SplitUnclear:
 
 def setting(**splits: str) -> str:
     """Return the option that says which folders the splits are."""
-    body = ", ".join(f"{split}: [{yaml_text(path)}]" for split, path in splits.items())
-    return f"--set {shlex.quote(f'source.splits={{{body}}}')}"
-
-
-def yaml_text(text: str) -> str:
-    """Return a text as YAML has it in a list."""
-    return dump_yaml([text], default_flow_style=True).strip()[1:-1]
+    return f"--set {shlex.quote(splits_setting({split: [path] for split, path in splits.items()}))}"
 
 
 # ---- splits above the classes --------------------------------------------------------------------
@@ -311,6 +306,14 @@ def _split_in_names(children: Sequence[Folder]) -> Layout | None:
     Such are seg_train and seg_test, which hold classes, and cat_train and cat_test, which are some.
     """
     called = [child for child in children if role_in(child.base_name)]
+    roles_called = [role_in(child.base_name) for child in called]
+    if len(called) > 1 and len({*roles_called}) == len(called) and "train" in roles_called:
+        train = called[roles_called.index("train")]
+        classes = {below.base_name for below in _class_root(train).with_images}
+        rest = [child for child in called if child is not train]
+        if all(_shares_classes(child, classes) for child in rest):
+            others = [child for child in children if child not in called]
+            return _of_splits(called, [_others_note(others)] if others else [], exact=False)
     by_rest: dict[str, list[Folder]] = {}
     for child in called:
         by_rest.setdefault(rest_of(child.base_name), []).append(child)
@@ -319,9 +322,6 @@ def _split_in_names(children: Sequence[Folder]) -> Layout | None:
         for group in by_rest.values()
         if "train" in (roles := {role_in(child.base_name) for child in group}) and len(roles) > 1
     ]
-    if len(groups) == 1 and all(map(is_deep, groups[0])):
-        others = [child for child in children if child not in groups[0]]
-        return _of_splits(groups[0], [_others_note(others)] if others else [], exact=False)
     if len(groups) > 1 and len(called) == len(children) == sum(map(len, groups)):
         return _label_and_split(children)
     if groups:
@@ -333,8 +333,24 @@ def _split_in_names(children: Sequence[Folder]) -> Layout | None:
     return None
 
 
+def _shares_classes(folder: Folder, classes: set[str]) -> bool:
+    """Whether a folder has folders of some classes, or is the folder of a split without labels."""
+    below = {child.base_name for child in _class_root(folder).with_images}
+    return bool(below & classes) or (not below and rest_is_generic(folder.base_name))
+
+
 def _label_and_split(children: Sequence[Folder]) -> Layout:
     """Return the layout of folders such as cat_train and cat_test."""
+    deep = [child for child in children if is_deep(child)]
+    if deep:
+        by_split: dict[str, list[str]] = {}
+        for child in children:
+            by_split.setdefault(str(role_in(child.base_name)), []).append(child.name)
+        raise SplitUnclear(
+            f"{listed(child.base_name for child in children)} can be splits of classes that are "
+            f"folders in them, such as {quoted(deep[0].with_images[0].name)}; say so with "
+            f"--set {shlex.quote(splits_setting(by_split))}"
+        )
     patterns: dict[str, str] = {}
     for child in children:
         words = tokens_of(child.base_name)
@@ -390,6 +406,8 @@ def _inner_splits(top: str, children: Sequence[Folder]) -> Layout | None:
     for child in children:
         below = child.with_images
         named = [one.base_name for one in below if role_of(one.base_name)]
+        if named and all(is_deep(one) for one in below if one.base_name in named):
+            return None  # a data set with splits of its own
         if named and len(named) < len(below):
             raise SplitUnclear(
                 f"{quoted(child.name)} has folders {listed(named)} beside "

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import posixpath
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, NamedTuple
 
-from pipeline.data.detection.data_set import DataSet, Request, read_as
-from pipeline.data.detection.folders import yaml_text
-from pipeline.data.detection.words import IMAGE_COLUMNS, LABEL_COLUMNS
+from pipeline.data.detection.columns import (
+    MOST_VALUES,
+    Columns,
+    LabelUnclear,
+    Values,
+    label_column,
+    listed_columns,
+    split_columns,
+    tokens_in_lower_case,
+)
+from pipeline.data.detection.data_set import DataSet, Request, read_as, yaml_text
+from pipeline.data.detection.words import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    NO_IMAGE_TOKENS,
+    NO_LABEL_COLUMNS,
+)
 from pipeline.data.file_index import FileIndex, NamedRow, Placement, parse_path, placements
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TEXT_TABLES
 from pipeline.data.formats.csv import images_of
-from pipeline.data.labels import label_of
+from pipeline.data.labels import WHOLE, label_of
 from pipeline.data.names import counted, listed, printable, quoted, suffix_of
 from pipeline.data.source_classes import TooManyLabels
 from pipeline.data.splits import (
-    FALSE_WORDS,
-    SPLIT_COLUMNS,
     SPLITS,
-    TRUE_WORDS,
-    UNSURE_COLUMNS,
     SplitUnclear,
     SplitWords,
-    flag_role,
-    flag_words,
+    is_no,
+    is_yes,
     plain_word,
     read_words,
     role_in,
@@ -39,31 +47,14 @@ from pipeline.data.tables import column_names, read_rows
 from workers.errors import UserError
 from workers.storage.artifact import join
 
-FIRST_ROWS = 200  # by which columns are told apart
+SAMPLED = 2000  # rows by which columns are told apart
 MOST_PLACED = 20_000  # rows whose images are looked for
-MOST_VALUES = 50  # of a column of splits
-MOST_NAMED = 12  # columns that a sentence lists
 MOST_ROWS_OF_AN_ID = 20  # on average; labels have more
 SAMPLE = 40  # values of a column whose files are looked for
-ONE = frozenset(("1", "1.0"))
-NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.I)
-ZERO_OR_ONE = ONE | {"0", "0.0"}
-
-Values = Mapping[str, Sequence[str | None]]  # of rows, by column
 
 
 class NoTable(UserError):
     """A file is not a table of images and labels: it names no images that are there."""
-
-
-class LabelUnclear(UserError):
-    """The images that a table names are there, and which column is the label is not clear.
-
-    Attributes:
-        has_split: Whether a column says the split of the images.
-    """
-
-    has_split = False
 
 
 @dataclass(frozen=True)
@@ -102,16 +93,18 @@ class Found(NamedTuple):
     Attributes:
         data_set: The data set in it.
         is_strong: Whether its label column is called as one.
+        is_weak: Whether it is called as something else, such as a photographer.
         files: The file of each row that was looked at -> its label.
     """
 
     data_set: DataSet
     is_strong: bool
+    is_weak: bool
     files: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Columns:
+class Meaning:
     """What the columns of a table mean. has_header: as in `tables.read_rows`."""
 
     image: str
@@ -130,40 +123,41 @@ def read_tables(tables: Tables) -> Found:
         UserError: If it can be read in several ways, or cannot be read.
     """
     request = tables.request
-    columns = _columns_of(tables)
-    tables, notes = _with_columns(tables, columns)
-    rows = _rows_of(tables, columns)
-    placement = _placement_of(tables, rows, columns)
+    meaning = _meaning_of(tables)
+    tables, notes = _with_columns(tables, meaning)
+    rows = _rows_of(tables, meaning)
+    placement = _placement_of(tables, rows, meaning)
     for split in SPLITS[1:]:
         of_split = [f for r, f in zip(rows, placement.files, strict=True) if r.split == split]
         if of_split and not any(of_split) and split in tables.names.values():
             tables, more = _without(tables, split, "names images that are not there")
             notes += more
-            rows = _rows_of(tables, columns)
-            placement = _placement_of(tables, rows, columns)
-    source: dict[str, Any] = {"format": "csv", "image": columns.image, "label": columns.label}
-    source |= _splits_of(tables, rows, placement, columns)
+            rows = _rows_of(tables, meaning)
+            placement = _placement_of(tables, rows, meaning)
+    source: dict[str, Any] = {"format": "csv", "image": meaning.image, "label": meaning.label}
+    source |= _splits_of(tables, placement, meaning)
     if placement.patterns != ("{}",):
         source["files"] = list(placement.patterns)
     _reach_images(tables, placement, source)
     where = "" if placement.patterns == ("{}",) else f", at {listed(placement.patterns)}"
-    label = quoted(columns.label)
-    if columns.label == columns.image:
+    label = quoted(meaning.label)
+    if meaning.label == meaning.image:
         label = "its folders"
-    layout = f"a table, images in column {quoted(columns.image)}{where}, labels in {label}"
-    if columns.split:
-        layout += f", splits in {listed(columns.split)}"
+    layout = f"a table, images in column {quoted(meaning.image)}{where}, labels in {label}"
+    if meaning.split:
+        layout += f", splits in {listed(meaning.split)}"
     try:
         data_set = read_as(request, tables.name, layout, source, notes)
     except TooManyLabels as error:
-        raise _other_label(tables, columns, error) from None
+        raise _other_label(tables, meaning, error) from None
     files = {
         image.name: str(image.label)
         for image in images_of(data_set.card, [*data_set.entries])
         if image.name
     }
-    is_strong = plain_word(columns.label) in LABEL_COLUMNS or columns.label == columns.image
-    return Found(data_set, is_strong, files)
+    is_strong = plain_word(meaning.label) in LABEL_COLUMNS or meaning.label == meaning.image
+    is_weak = plain_word(meaning.label) in NO_LABEL_COLUMNS
+    return Found(data_set, is_strong, is_weak, files)
 
 
 def _reach_images(tables: Tables, placement: Placement, source: dict[str, Any]) -> None:
@@ -178,12 +172,12 @@ def _reach_images(tables: Tables, placement: Placement, source: dict[str, Any]) 
         source["files"] = [f"{up}{folder}/{{}}"]
 
 
-def _with_columns(tables: Tables, columns: Columns) -> tuple[Tables, list[str]]:
+def _with_columns(tables: Tables, meaning: Meaning) -> tuple[Tables, list[str]]:
     """Return the tables that have the columns of the first one, and notes on the others."""
     notes: list[str] = []
     for name, split in [*tables.names.items()]:
-        names = column_names(tables.uri(name), columns.has_header)
-        missing = [column for column in (columns.image, columns.label) if column not in names]
+        names = column_names(tables.uri(name), meaning.has_header)
+        missing = [column for column in (meaning.image, meaning.label) if column not in names]
         if missing and split not in ("", "train"):
             tables, more = _without(tables, split, f"has no column {quoted(missing[0])}")
             notes += more
@@ -199,72 +193,123 @@ def _without(tables: Tables, split: str, reason: str) -> tuple[Tables, list[str]
     return replace(tables, names=kept), [f"table {listed(left_out)} is not read: it {reason}"]
 
 
-def _other_label(tables: Tables, columns: Columns, error: UserError) -> UserError:
+def _other_label(tables: Tables, meaning: Meaning, error: UserError) -> UserError:
     """Return the error of labels that are no classes, with another column to try."""
-    uri = tables.uri(tables.first)
-    names = column_names(uri, columns.has_header)
-    values = _first_values(uri, names, columns.has_header)
-    used = (columns.image, columns.label, *columns.split)
-    others = _columns_of_classes({n: texts for n, texts in values.items() if n not in used})
-    if not others:
+    scan = Scan(tables, meaning.has_header)
+    taken = (meaning.image, meaning.label, *meaning.split)
+    try:
+        other = label_column(scan.columns(), taken)
+    except LabelUnclear as unclear:
+        return LabelUnclear(f"{error}; {unclear}")
+    if other is None:
         return error
-    command = tables.request.command(f"source.label={yaml_text(others[-1])}")
+    command = tables.request.command(f"source.label={yaml_text(other)}")
     return LabelUnclear(f"{error}; if another column is meant: `{command}`")
 
 
 # ---- columns -------------------------------------------------------------------------------------
-def _columns_of(tables: Tables) -> Columns:
+class Scan:
+    """What the rows of tables say, read once.
+
+    Attributes:
+        names: Of all columns.
+        sample: Values of some rows from all over the tables, by column.
+    """
+
+    def __init__(self, tables: Tables, has_header: bool | None):
+        self.tables = tables
+        self.has_header = has_header
+        uri = tables.uri(tables.first)
+        self.names = column_names(uri, has_header)
+        chosen: dict[int, tuple[str | None, ...]] = {}
+        generator = random.Random(0)
+        columns = [*dict.fromkeys(self.names)]
+        self._distinct: dict[str, set[str] | None] = {name: set() for name in columns}
+        for index, row in enumerate(read_rows(uri, columns, has_header)):
+            for name, text in zip(columns, row.values, strict=True):
+                self._add(name, text or "")
+            place = index if index < SAMPLED else generator.randrange(index + 1)
+            if place < SAMPLED:
+                chosen[place] = row.values
+        rows = chosen.values()
+        self.sample = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+        for name in [*tables.names][1:]:
+            shared = [column for column in columns if column in column_names(tables.uri(name))]
+            for row in read_rows(tables.uri(name), shared, has_header):
+                for column, text in zip(shared, row.values, strict=True):
+                    self._add(column, text or "")
+
+    def _add(self, column: str, text: str) -> None:
+        values = self._distinct[column]
+        if values is not None:
+            values.add(text)
+            if len(values) > MOST_VALUES:
+                self._distinct[column] = None
+
+    def row_with(self, column: str, value: str) -> int:
+        """Return the number of the first row of the first table with a value."""
+        uri = self.tables.uri(self.tables.first)
+        rows = read_rows(uri, [column], self.has_header)
+        return next((row.number for row in rows if (row.values[0] or "") == value), 0)
+
+    def columns(self) -> Columns:
+        """Return the columns as `label_column` and `split_columns` need them."""
+        where = printable(self.tables.uri(self.tables.first))
+        return Columns(
+            self.tables.request,
+            where,
+            self.names,
+            self.sample,
+            lambda column: self._distinct[column],
+            self.row_with,
+        )
+
+
+def _meaning_of(tables: Tables) -> Meaning:
     """Return what the columns mean, by their names, their values, and the files that are there."""
     uri = tables.uri(tables.first)
     where = printable(uri)
-    given = tables.request.given
     has_header: bool | None = None
-    names = column_names(uri)
-    values = _first_values(uri, names, has_header)
-    if not any(values.values()):
-        raise NoTable(f"{where} has no rows; give a table of images and labels")
-    images = _image_columns(tables, values)
-    if suffix_of(uri) in TEXT_TABLES and _is_first_row(tables, images):
+    scan = Scan(tables, has_header)
+    if suffix_of(uri) in TEXT_TABLES and _is_first_row(tables, scan):
         has_header = False
-        names = column_names(uri, has_header)
-        values = _first_values(uri, names, has_header)
-        images = _image_columns(tables, values)
-    image = _choose_image(tables, names, values, images)
-    split, words = _split_columns(tables, names, has_header, image)
-    label = given.get("label")
+        scan = Scan(tables, has_header)
+    if not any(scan.sample.values()):
+        raise NoTable(f"{where} has no rows; give a table of images and labels")
+    columns = scan.columns()
+    images = _image_columns(tables, scan.sample)
+    image = _choose_image(tables, columns, images)
+    split, words = split_columns(columns, [image, *images])
+    taken = [image, *split, *images]
+    one_hot = _one_hot_columns({n: texts for n, texts in scan.sample.items() if n not in taken})
+    try:
+        label = label_column(columns, taken)
+    except LabelUnclear:
+        if one_hot:
+            raise _one_hot_error(columns, one_hot) from None
+        raise
     if label is None:
-        others = {
-            name: texts
-            for name, texts in values.items()
-            if name not in (image, *split) and name not in images
-        }
-        try:
-            label = _label_column(tables, names, image, others, values)
-        except LabelUnclear as error:
-            error.has_split = bool(split)
-            raise
-    _check_asked(where, names, label)
-    return Columns(image, str(label), split, words, has_header)
+        label = _label_of_others(tables, columns, image, taken)
+    return Meaning(image, label, split, words, has_header)
 
 
-def _first_values(uri: str, names: Sequence[str], has_header: bool | None) -> Values:
-    rows = [row.values for row in islice(read_rows(uri, names, has_header), FIRST_ROWS)]
-    return {name: [row[index] for row in rows] for index, name in enumerate(names)}
-
-
-def _is_first_row(tables: Tables, images: Sequence[str]) -> bool:
-    """Whether the first row of a table, taken for its header, names an image as the others do."""
+def _is_first_row(tables: Tables, scan: Scan) -> bool:
+    """Whether the first row of a table, taken for its header, is a row as the others are."""
+    names = scan.names
+    if all(WHOLE.fullmatch(name) for name in names) and names != [*map(str, range(len(names)))]:
+        return True
+    images = _image_columns(tables, scan.sample)
     return any(_has_file(tables, name) and plain_word(name) not in IMAGE_COLUMNS for name in images)
 
 
-def _resolves(tables: Tables, column: str, values: Values) -> bool:
+def _resolves(tables: Tables, texts: Sequence[str | None]) -> bool:
     """Whether most values of a column name files."""
-    present = [text for text in values[column] if text]
-    texts = sample(present)
-    found = sum(_has_file(tables, text) for text in texts)
-    are_ids = not any(suffix_of(text) in IMAGE_SUFFIXES for text in texts)
+    present = [text for text in texts if text]
+    some = present if len(present) <= SAMPLE else random.Random(0).sample(present, SAMPLE)
+    found = sum(_has_file(tables, text) for text in some)
+    are_ids = not any(suffix_of(text) in IMAGE_SUFFIXES for text in some)
     are_few = len(set(present)) * MOST_ROWS_OF_AN_ID < len(present)  # as labels are
-    return found * 2 > len(texts) and not (are_ids and are_few)
+    return found * 2 > len(some) and not (are_ids and are_few)
 
 
 def _has_file(tables: Tables, text: str) -> bool:
@@ -276,59 +321,52 @@ def _has_file(tables: Tables, text: str) -> bool:
     return bool(tables.index.ending_with(name) or (base != name and tables.index.ending_with(base)))
 
 
-def sample(values: Sequence[str]) -> list[str]:
-    """Return some values of a column, from all over the rows, the same for the same column."""
-    if len(values) <= SAMPLE:
-        return [*values]
-    return random.Random(0).sample(values, SAMPLE)
-
-
-def _image_columns(tables: Tables, values: Values) -> list[str]:
+def _image_columns(tables: Tables, sample: Values) -> list[str]:
     """Return the columns that name files: those of file names, else those of bare ids."""
-    resolved = [name for name in values if _resolves(tables, name, values)]
-    named = [name for name in _columns_of_paths(values) if name in resolved]
-    return named or resolved
+    resolved = [name for name, texts in sample.items() if _resolves(tables, texts)]
+    return [name for name in _columns_of_paths(sample) if name in resolved] or resolved
 
 
-def _columns_of_paths(values: Values) -> list[str]:
+def _columns_of_paths(sample: Values) -> list[str]:
     """Return the columns most of whose values are called like images."""
     columns: list[str] = []
-    for column, texts in values.items():
+    for column, texts in sample.items():
         count = sum(suffix_of(text or "") in IMAGE_SUFFIXES for text in texts)
         if count * 2 > len(texts):
             columns.append(column)
     return columns
 
 
-def _choose_image(
-    tables: Tables, names: Sequence[str], values: Values, images: Sequence[str]
-) -> str:
+def _choose_image(tables: Tables, columns: Columns, images: Sequence[str]) -> str:
     """Return the column of images. Raise UserError if that is not clear, or none names files."""
-    where = printable(tables.uri(tables.first))
     asked = tables.request.given.get("image")
     if asked is not None:
-        _check_asked(where, names, asked)
-        return str(asked)
-    if len(images) == 1:
-        return images[0]
+        return columns.check(asked)
+    names = columns.names
+    known = [name for name in names if plain_word(name) in IMAGE_COLUMNS]
     if images:
-        known = [name for name in images if plain_word(name) in IMAGE_COLUMNS]
-        are_paths = all(name in _columns_of_paths(values) for name in images)
-        if len(known) == 1 and are_paths:
-            return known[0]
-        raise _unclear(tables, "image", names, images)
-    likely = _columns_of_paths(values)
-    likely = likely or [name for name in names if plain_word(name) in IMAGE_COLUMNS]
-    addresses = [name for name in names if any("://" in (text or "") for text in values[name])]
+        likely = [name for name in images if name in known] or [*images]
+        paths = _columns_of_paths(columns.sample)
+        are_alike = all(name in paths for name in images) or len(images) == 1
+        others = [name for name in known if name not in images]
+        are_masks = set(tokens_in_lower_case(likely[0])) & NO_IMAGE_TOKENS
+        if len(likely) == 1 and are_alike and not (are_masks and others):
+            return columns.check(likely[0])
+        if are_masks and others:
+            raise _not_there(tables, next(filter(None, columns.sample[others[0]]), ""))
+        raise columns.unclear("image", images)
+    likely = _columns_of_paths(columns.sample) or known
+    addresses = [n for n in names if any("://" in (text or "") for text in columns.sample[n])]
     if addresses and not likely:
         likely = addresses
     if not likely:
         raise NoTable(
-            f"{where} has the columns {_listed(names)}, and none of them names images that are "
-            f"below {printable(tables.base)}; put the images there, or name the column of images "
-            f"as in `{tables.request.command(f'source.image={yaml_text(names[0])}')}`"
+            f"{columns.where} has the columns {listed_columns(names)}, and none of them names "
+            f"images that are below {printable(tables.base)}; put the images there, or name the "
+            f"column of images as in "
+            f"`{tables.request.command(f'source.image={yaml_text(names[0])}')}`"
         )
-    raise _not_there(tables, next(filter(None, values[likely[0]]), ""))
+    raise _not_there(tables, next(filter(None, columns.sample[likely[0]]), ""))
 
 
 def _not_there(tables: Tables, text: str) -> NoTable:
@@ -344,291 +382,60 @@ def _not_there(tables: Tables, text: str) -> NoTable:
     )
 
 
-def _label_column(
-    tables: Tables, names: Sequence[str], image: str, others: Values, values: Values
-) -> str:
-    """Return the column of labels.
-
-    Args:
-        tables: That are read.
-        names: Of all columns.
-        image: The column of images.
-        others: Values of the columns that can be the label.
-        values: Of all columns.
+def _label_of_others(tables: Tables, columns: Columns, image: str, taken: Sequence[str]) -> str:
+    """Return the column whose folders are the labels, if no column is a label by itself.
 
     Raises:
-        LabelUnclear: If it is not clear.
+        LabelUnclear: If there is none.
     """
-    where = printable(tables.uri(tables.first))
-    exact = [name for name in others if plain_word(name) == LABEL_COLUMNS[0]]
-    if len(exact) == 1:
-        return exact[0]
-    candidates = [name for name in others if plain_word(name) in LABEL_COLUMNS]
-    if not candidates and len(others) == 1:
-        candidates = [*others]
-    for find in (_as_folders, _like_classes):
-        if len(candidates) != 1:
-            candidates = find(tables, values[image], others) or candidates
-    if len(candidates) == 1:
-        return candidates[0]
-    folders = {posixpath.dirname(text.replace("\\", "/")) for text in filter(None, values[image])}
+    others = {name: texts for name, texts in columns.sample.items() if name not in taken}
+    paths = filter(None, columns.sample[image])
+    folders = {posixpath.dirname(text.replace("\\", "/")) for text in paths}
     if not others and len(folders - {""}) > 1:
         return image  # a list of paths, whose folders are the classes
-    one_hot = _one_hot_columns(others)
-    if one_hot:
-        raise LabelUnclear(
-            f"{where} has a column for each class ({_listed(one_hot)}) with a 1 in one of them, "
-            "and labels are read from one column; add a column `label` with the name of the class"
-        )
-    if not others:
-        raise LabelUnclear(f"{where} has no column of labels; give a table of images and labels")
-    likely = candidates or _columns_of_classes(others) or [*others]
-    raise LabelUnclear(str(_unclear(tables, "label", names, likely)))
+    if len(others) > 1:
+        raise columns.unclear("label", [*others])
+    raise NoTable(f"{columns.where} has no column of labels; give a table of images and labels")
 
 
-def _as_folders(tables: Tables, images: Sequence[str | None], others: Values) -> list[str]:
-    """Return the columns whose values are folders of the images in every row."""
-    parts: list[set[str]] = []
-    for text in images:
-        path = parse_path(text or "", tables.base)
-        names = tables.index.ending_with(path.text.lstrip("/")) if path and path.text else []
-        parts.append({part for name in names for part in name.split("/")[:-1]})
-    columns: list[str] = []
-    for name, texts in others.items():
-        if all((text or "") in folders for text, folders in zip(texts, parts, strict=True)):
-            columns.append(name)
-    return columns
-
-
-def _like_classes(tables: Tables, images: Sequence[str | None], others: Values) -> list[str]:
-    """Return the columns whose values repeat as classes do, and are not all numbers."""
-    columns: list[str] = []
-    for name, texts in others.items():
-        distinct = set(filter(None, texts))
-        are_numbers = all(NUMBER.fullmatch(text) for text in distinct)
-        if len(distinct) > 1 and len(distinct) * 2 <= len(texts) and not are_numbers:
-            columns.append(name)
-    return columns
-
-
-def _columns_of_classes(values: Values) -> list[str]:
-    """Return the columns whose values repeat, as labels do: those with the fewest come last."""
-    counts: dict[str, int] = {}
-    for name, texts in values.items():
-        distinct = set(filter(None, texts))
-        if 2 <= len(distinct) < max(len(texts), 3):
-            counts[name] = len(distinct)
-    return sorted(counts, key=lambda name: -counts[name])
+def _one_hot_error(columns: Columns, one_hot: Sequence[str]) -> LabelUnclear:
+    return LabelUnclear(
+        f"{columns.where} has a column for each class ({listed_columns(one_hot)}) with a 1 in one "
+        "of them, and labels are read from one column; add a column `label` with the name of the "
+        "class"
+    )
 
 
 def _one_hot_columns(values: Values) -> list[str]:
     """Return the columns that are a class each: in every row, one of them is 1 and all others 0."""
-    names = [name for name, texts in values.items() if set(texts) <= ZERO_OR_ONE]
+    names = [name for name, texts in values.items() if all(is_yes(t) or is_no(t) for t in texts)]
     if len(names) < 2:
         return []
     for row in zip(*(values[name] for name in names), strict=True):
-        if sum(text in ONE for text in row) != 1:
+        if sum(map(is_yes, row)) != 1:
             return []
     return names
 
 
-def _check_asked(where: str, names: Sequence[str], column: Any) -> None:
-    if column not in names:
-        raise UserError(
-            f"{where} has no column {column!r}; its columns are {_listed(names)}; name one of these"
-        )
-
-
-def _unclear(
-    tables: Tables, kind: str, names: Sequence[str], candidates: Sequence[str]
-) -> UserError:
-    where = printable(tables.uri(tables.first))
-    example = tables.request.command(f"source.{kind}={yaml_text(candidates[-1])}")
-    return UserError(
-        f"{where} has the columns {_listed(names)}, and which is the {kind} is not clear; it can "
-        f"be {listed(candidates)}: say it, as in `{example}`"
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    text = ", ".join(quoted(name) for name in names[:MOST_NAMED])
-    return f"{text}, ..." if len(names) > MOST_NAMED else text
-
-
 # ---- splits --------------------------------------------------------------------------------------
-def _split_columns(
-    tables: Tables, names: Sequence[str], has_header: bool | None, image: str
-) -> tuple[tuple[str, ...], SplitWords | None]:
-    """Return the columns of the split, and what their values mean; none without such a column.
-
-    A column that is called as a split must be understood; another one is a split if all its values
-    say so.
-
-    Raises:
-        SplitUnclear: If it is not understood for every row.
-    """
-    given = tables.request.given
-    where = printable(tables.uri(tables.first))
-    if "split" in given:
-        asked = given["split"]
-        columns = [asked] if isinstance(asked, str) else list(asked or ())
-        for column in columns:
-            _check_asked(where, names, column)
-        if not columns or "splits" in given:
-            return tuple(columns), None
-        asked_values = _all_values(tables, columns[0], has_header) or set()
-        return tuple(columns), _understood(tables, columns[0], asked_values)
-    found: dict[str, SplitWords] = {}
-    flags: list[str] = []
-    for column in names:
-        if column in (image, given.get("label")) or plain_word(column) in LABEL_COLUMNS:
-            continue
-        values = _all_values(tables, column, has_header)
-        if values is None:
-            if _is_called_split(column) and plain_word(column) not in UNSURE_COLUMNS:
-                found[column] = _understood(tables, column, ())
-            continue
-        role = flag_role(column)
-        is_flag = role is not None and {v.lower() for v in values} <= TRUE_WORDS | FALSE_WORDS
-        if is_flag and values:
-            flags.append(column)
-        elif _is_called_split(column) or (values and all(map(role_of, values))):
-            if plain_word(column) in UNSURE_COLUMNS and not any(map(role_of, values)):
-                continue
-            found[column] = _understood(tables, column, values)
-    if flags:
-        flag_columns, flag_meaning = _of_flags(tables, flags, has_header)
-        found[flag_columns[0]] = flag_meaning
-        if len(flag_columns) > 1:
-            return flag_columns, flag_meaning
-    if len(found) > 1:
-        raise SplitUnclear(
-            f"{where} has columns {listed(found)} that say a split; say which, as in "
-            f"`{tables.request.command(f'source.split={yaml_text(next(iter(found)))}')}`"
-        )
-    for column, words in found.items():
-        return (column,), words
-    return (), None
-
-
-def _is_called_split(column: str) -> bool:
-    return plain_word(column) in SPLIT_COLUMNS
-
-
-def _all_values(tables: Tables, column: str, has_header: bool | None) -> set[str] | None:
-    """Return the different values of a column in all tables; None if they are many."""
-    values: set[str] = set()
-    for name in tables.names:
-        uri = tables.uri(name)
-        if column not in column_names(uri, has_header):
-            continue
-        for row in read_rows(uri, [column], has_header):
-            values.add(row.values[0] or "")
-            if len(values) > MOST_VALUES:
-                return None
-    return values
-
-
-def _understood(tables: Tables, column: str, values: Any) -> SplitWords:
-    """Return what the values of a column of splits mean.
-
-    Raises:
-        SplitUnclear: If one of them says no split, or none is train.
-    """
-    where = printable(tables.uri(tables.first))
-    example = tables.request.command(
-        f"source.split={yaml_text(column)}",
-        "source.splits={train: [...], test: [...], ignore: [...]}",
-    )
-    none = tables.request.command("source.split=null")
-    remedy = f"say what they mean, as in `{example}`, or that it is no split: `{none}`"
-    try:
-        words = read_words(values)
-    except SplitUnclear as error:
-        raise SplitUnclear(f"{where}: in column {quoted(column)}, {error}; {remedy}") from None
-    if words.unknown or "train" not in words.splits:
-        found = listed(sorted(values)) if values else "many different values"
-        unread = ""
-        if words.unknown and words.splits:
-            row = _row_with(tables, column, words.unknown[0])
-            unread = f"; {quoted(words.unknown[0])} (row {row}) is not understood"
-        raise SplitUnclear(
-            f"{where} has a column {quoted(column)}, which looks like a split and has the values "
-            f"{found}{unread}; {remedy}"
-        )
-    return words
-
-
-def _row_with(tables: Tables, column: str, value: str) -> int:
-    for name in tables.names:
-        for row in read_rows(tables.uri(name), [column]):
-            if (row.values[0] or "") == value:
-                return row.number
-    return 0
-
-
-def _of_flags(
-    tables: Tables, flags: Sequence[str], has_header: bool | None
-) -> tuple[tuple[str, ...], SplitWords]:
-    """Return what columns such as `is_train` mean: the one, or each for its own split."""
-    where = printable(tables.uri(tables.first))
-    if len(flags) == 1:
-        role = flag_role(flags[0])
-        words = flag_words(role, _all_values(tables, flags[0], has_header) or ()) if role else None
-        if words is None or "train" not in words.splits or role == "val":
-            problem = "no row is of train"
-            if role == "val":
-                problem = "a 1 can mean a validation image, or a row without a fault"
-            column = yaml_text(flags[0])
-            example = tables.request.command(
-                f"source.split={column}", "source.splits={train: ['0'], val: ['1']}"
-            )
-            raise SplitUnclear(
-                f"{where}: column {quoted(flags[0])} looks like a split, and {problem}; say what "
-                f"its values mean, as in `{example}`, or that it is no split: "
-                f"`{tables.request.command('source.split=null')}`"
-            )
-        return (flags[0],), words
-    for name in tables.names:
-        for row in read_rows(tables.uri(name), flags, has_header):
-            if sum((text or "").lower() in TRUE_WORDS for text in row.values) != 1:
-                raise SplitUnclear(
-                    f"{where}: of the columns {listed(flags)} not exactly one is 1 in row "
-                    f"{row.number}; name the column of the split, as in "
-                    f"`{tables.request.command(f'source.split={yaml_text(flags[0])}')}`"
-                )
-    names = {flag: str(flag_role(flag)) for flag in flags}
-    roles = read_words(names.values())
-    splits = {
-        split: [flag for flag, role in names.items() if role in words]
-        for split, words in roles.splits.items()
-    }
-    return tuple(flags), SplitWords({s: splits[s] for s in SPLITS if s in splits}, [])
-
-
-def _splits_of(
-    tables: Tables, rows: Sequence[NamedRow], placement: Placement, columns: Columns
-) -> dict[str, Any]:
+def _splits_of(tables: Tables, placement: Placement, meaning: Meaning) -> dict[str, Any]:
     """Return the settings of the source that say its path, its splits and what says them."""
     given = tables.request.given
     uri = tables.uri(tables.first)
     if "splits" in given and "split" in given:
         return {"path": uri}
-    if columns.words is not None:
-        splits = {split: list(values) for split, values in columns.words.splits.items()}
-        _check_folders(tables, rows, placement, columns.words)
-        return {"path": uri, "split": list(columns.split), "splits": splits}
+    if meaning.words is not None:
+        splits = {split: list(values) for split, values in meaning.words.splits.items()}
+        return {"path": uri, "split": list(meaning.split), "splits": splits}
     if len(tables.names) > 1 or (not tables.is_whole and any(tables.names.values())):
         by_split: dict[str, list[str]] = {}
         for name, split in tables.names.items():
             by_split.setdefault(split or "train", []).append(name)
-        of_tables = SplitWords({split: [split] for split in SPLITS if split in by_split}, [])
-        _check_folders(tables, rows, placement, of_tables)
         return {"path": tables.base, "splits": by_split}
     words = None if "split" in given else _words_in_paths(tables, placement)
     if words is None:
         return {"path": uri, "splits": {"train": "train"}}
-    return {"path": uri, "split": columns.image, "splits": words.splits}
+    return {"path": uri, "split": meaning.image, "splits": words.splits}
 
 
 def _words_in_paths(tables: Tables, placement: Placement) -> SplitWords | None:
@@ -639,12 +446,12 @@ def _words_in_paths(tables: Tables, placement: Placement) -> SplitWords | None:
     """
     where = printable(tables.uri(tables.first))
     found = [file for file in placement.files if file is not None]
-    for find in (_word_of_folder, _word_of_name):
+    for find in (_word_of_folder, _part_of_folder, _word_of_name):
         words = {find(file) for file in found} - {""}
-        roles = set(map(role_of, words))
-        if not words or (roles == {"train"} and find is _word_of_folder):
+        roles = set(map(role_in, words))
+        if not words or (roles == {"train"} and find is not _word_of_name):
             continue
-        if find is _word_of_name and (len(roles) < 2 or "train" not in roles):
+        if find is not _word_of_folder and (len(roles) < 2 or "train" not in roles):
             continue
         none = tables.request.command("source.split=null")
         unread = [file for file in found if not find(file)]
@@ -654,12 +461,16 @@ def _words_in_paths(tables: Tables, placement: Placement) -> SplitWords | None:
                 f"{where}: its images lie in {listed(sorted(words))}, which looks like a split, "
                 f"and {problem}; add a column `split`, or say that it is none: `{none}`"
             )
-        return read_words(words)
+        return read_words(words, exact=False)
     return None
 
 
 def _word_of_folder(path: str) -> str:
     return next((part for part in path.split("/")[:-1] if role_of(part)), "")
+
+
+def _part_of_folder(path: str) -> str:
+    return next((part for part in path.split("/")[:-1] if role_in(part)), "")
 
 
 def _word_of_name(path: str) -> str:
@@ -671,40 +482,20 @@ def _word_of_name(path: str) -> str:
     return ""
 
 
-def _check_folders(
-    tables: Tables, rows: Sequence[NamedRow], placement: Placement, words: SplitWords
-) -> None:
-    """Raise SplitUnclear if folders say another split than the column."""
-    split_of = {value: split for split, values in words.splits.items() for value in values}
-    for row, file in zip(rows, placement.files, strict=True):
-        folder = _word_of_folder(file or "")
-        role = role_of(folder) if folder else None
-        split = split_of.get(row.split)
-        if role in (None, "held out") or split is None or role == split:
-            continue
-        if {role, split} == {"val", "test"} and "val" not in words.splits:
-            continue  # validation images that serve as test
-        raise SplitUnclear(
-            f"{printable(tables.uri(tables.first))}: a row says {quoted(row.split)}, and its image "
-            f"{quoted(file or '')} lies in {quoted(folder)}; say which counts: "
-            f"`{tables.request.command('source.split=null')}` takes neither"
-        )
-
-
 # ---- rows and files ------------------------------------------------------------------------------
-def _rows_of(tables: Tables, columns: Columns) -> list[NamedRow]:
+def _rows_of(tables: Tables, meaning: Meaning) -> list[NamedRow]:
     """Return rows from all over the tables, with their labels and splits."""
     rows: list[NamedRow] = []
-    wanted = [columns.image, columns.label, *columns.split[:1]]
+    wanted = [meaning.image, meaning.label, *meaning.split[:1]]
     shared = _folder_of(tables)
     for name, split in tables.names.items():
         folder = posixpath.dirname(name)
-        for row in read_rows(tables.uri(name), wanted, columns.has_header):
+        for row in read_rows(tables.uri(name), wanted, meaning.has_header):
             text = row.values[0] or ""
             if folder != shared and text and not text.startswith("/"):
                 text = posixpath.join(posixpath.relpath(folder or ".", shared or "."), text)
             label = label_of(row.values[1])
-            word = (row.values[2] or "") if columns.split else split
+            word = (row.values[2] or "") if meaning.split else split
             rows.append(NamedRow(text, "" if label is None else str(label), word))
     if len(rows) <= MOST_PLACED:
         return rows
@@ -718,7 +509,7 @@ def _folder_of(tables: Tables) -> str:
     return folders.pop() if len(folders) == 1 else ""
 
 
-def _placement_of(tables: Tables, rows: Sequence[NamedRow], columns: Columns) -> Placement:
+def _placement_of(tables: Tables, rows: Sequence[NamedRow], meaning: Meaning) -> Placement:
     """Return where the images of rows lie.
 
     Raises:
@@ -726,7 +517,7 @@ def _placement_of(tables: Tables, rows: Sequence[NamedRow], columns: Columns) ->
         SplitUnclear: If there are several ways to read their paths.
     """
     where = printable(tables.uri(tables.first))
-    if columns.label == columns.image:
+    if meaning.label == meaning.image:
         rows = [row._replace(label="") for row in rows]
     given = tables.request.given.get("files")
     if given is not None:

@@ -8,12 +8,12 @@ from pipeline.data.splits import plain_word, tokens_of
 # folders that hold the images of a data set, and are no class
 WRAPPERS = words(
     """image images img imgs photo photos picture pictures jpg jpeg jpegs png pngs data dataset
-    raw all"""
+    raw all dcim camera"""
 )
 # folders beside the classes that hold no photos to learn from
 NO_CLASSES = words(
     """annotation annotations annots segmentation segmentations segmaps labelmaps groundtruth
-    groundtruths thumb thumbs thumbnail thumbnails unlabeled unlabelled unsorted
+    groundtruths thumbs thumbnail thumbnails unlabeled unlabelled unsorted
     unclassified unannotated uncategorized tosort depthmaps heatmaps"""
 )
 # of a test folder's only folder: a loader of class folders asks for one
@@ -22,9 +22,19 @@ WITHOUT_LABELS = NO_CLASSES | frozenset(["all", "images", "imgs", "test", "testi
 PERHAPS_NO_CLASSES = words(
     """mask masks seg segs gt label labels preview previews depth overlay overlays bbox bboxes
     tmp temp backup backups bak rejected discarded duplicates incoming inbox todo pending
-    misc extra extras small lowres resized cropped crops augmented"""
+    misc extra extras small lowres resized cropped crops augmented thumb trash deleted predict
+    infer inference demo samples unknown input inputs target targets output outputs"""
 )
+# words that say the same as a part of a name
+NO_CLASS_TOKENS = words(
+    """annotation annotations segmentation segmentations groundtruth thumbnail thumbnails thumbs
+    unlabeled unlabelled unsorted unclassified unannotated uncategorized mask masks seg gt label
+    labels"""
+)
+# at the beginning or end of the names of files beside the images that they belong to
+NO_IMAGE_TOKENS = NO_CLASS_TOKENS | words("""thumb small depth overlay preview heatmap mask""")
 # words in the names of tables that do not say what images are
+SPLIT_LISTS = words("""split splits fold folds partition partitions setid""")
 NO_LABEL_TABLES = words(
     """prediction predictions predicted preds pred submission submissions result results output
     outputs score scores logits attribute attributes attrs classes names categories vocab
@@ -51,17 +61,32 @@ IMAGE_COLUMNS = (
     "picture",
     "id",
 )
-LABEL_COLUMNS = ("label", "labels", "class", "classname", "target", "category", "labelname", "y")
+LABEL_COLUMNS = words(
+    """label labels class classname target category labelname y labelid classid categoryid
+    categoryname targetname"""
+)
+# columns that are no labels where another one may be
+NO_LABEL_COLUMNS = words(
+    """width height depth channels size bytes filesize xmin ymin xmax ymax x y w h x1 y1 x2 y2 lat
+    lon lng latitude longitude date time datetime timestamp year month day age sex gender url link
+    author photographer user username license licence camera device md5 sha sha256 hash confidence
+    score prob probability index row imageid fold rotation roix1 roiy1
+    roix2 roiy2 orientation dpi format mode caption description comment notes"""
+)
+# columns of a taxonomy, of which `class` is one
+RANKS = words("""kingdom phylum order family genus species subspecies""")
 # beginnings of folders over which images are spread, as in part_1 and images_002
-PARTS = frozenset(
-    ["part", "parts", "batch", "chunk", "folder", "dir", "group", "volume", "archive", "shard"]
+PARTS = words(
+    """part parts batch batches chunk folder dir group volume archive shard patient subject case
+    session fold video clip seq sequence scene person user slide new old more extra misc"""
 ) | (WRAPPERS - {"raw"})
 
 
 def is_part(name: str) -> bool:
     """Whether a folder is called as one of several over which images are spread."""
     letters = [word.lower() for word in tokens_of(name) if not word.isdigit()]
-    return bool(letters) and all(word in PARTS for word in letters)
+    are_parts = [word in PARTS for word in letters]
+    return any(are_parts) and all(len(w) == 1 or w in PARTS for w in letters)
 
 
 def says_no_labels(table: str) -> bool:

@@ -25,8 +25,8 @@ from pipeline.data.listing import (
     open_source,
     remedy,
 )
-from pipeline.data.names import printable, suffix_of
-from pipeline.data.splits import IGNORE, PARTS, TRUE_WORDS, Split, SplitUnclear
+from pipeline.data.names import listed, printable, suffix_of
+from pipeline.data.splits import IGNORE, PARTS, Split, SplitUnclear, is_yes
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join
 
@@ -219,7 +219,7 @@ class SplitValues:
         if len(self.columns) == 1:
             return values[0] or ""
         pairs = zip(self.columns, values, strict=True)
-        names = [name for name, text in pairs if (text or "").lower() in TRUE_WORDS]
+        names = [name for name, text in pairs if is_yes(text)]
         return names[0] if len(names) == 1 else ""
 
     def find(self, value: str, row: int) -> str:
@@ -233,8 +233,13 @@ class SplitValues:
             SplitUnclear: If the card does not name the value.
         """
         split = self.splits.get(value)
+        if split is None and len(self.columns) > 1:
+            raise SplitUnclear(
+                f"{self.where}: of the columns {listed(self.columns)} not exactly one is 1 in row "
+                f"{row}; name one column in source.split"
+            )
         if split is None:
-            column = " and ".join(map(repr, self.columns))
+            column = repr(self.columns[0])
             raise SplitUnclear(
                 f"{self.where}: row {row} has {printable(value)!r:.60} in column {column}, which "
                 "source.splits of the card does not name; add it there, to train, val, test or "

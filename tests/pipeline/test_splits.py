@@ -1,0 +1,76 @@
+"""The words by which people call train, validation and test images."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.data.splits import SplitUnclear, flag_role, flag_words, read_words, role_in, role_of
+
+
+@pytest.mark.parametrize(
+    ("word", "role"),
+    [
+        ("train", "train"),
+        ("Training", "train"),
+        ("train_set", "train"),
+        ("trainval", "train"),
+        ("tr", "train"),
+        ("learn", "train"),
+        ("valid", "val"),
+        ("dev", "val"),
+        ("Tune", "val"),
+        ("tst", "test"),
+        ("TEST", "test"),
+        ("holdout", "held out"),
+        ("eval", "held out"),
+        ("trains", None),
+        ("contest", None),
+        ("valley", None),
+        ("2", None),
+    ],
+)
+def test_a_word_names_a_part_of_a_data_set(word: str, role: str | None) -> None:
+    assert role_of(word) == role
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("seg_train", "train"), ("TestImages", "test"), ("train_or_test", None), ("cats", None)],
+)
+def test_one_word_in_a_name_names_it(name: str, role: str | None) -> None:
+    assert role_in(name) == role
+
+
+def test_validation_images_serve_as_test_where_nothing_else_does() -> None:
+    assert read_words(["train", "val"]).splits == {"train": ["train"], "test": ["val"]}
+    found = read_words(["train", "val", "test"]).splits
+    assert found == {"train": ["train"], "val": ["val"], "test": ["test"]}
+
+
+def test_held_out_images_are_what_the_others_leave() -> None:
+    assert read_words(["train", "eval"]).splits == {"train": ["train"], "test": ["eval"]}
+    found = read_words(["train", "valid", "holdout"]).splits
+    assert found == {"train": ["train"], "val": ["valid"], "test": ["holdout"]}
+    with pytest.raises(SplitUnclear, match="'eval' beside 'test'"):
+        read_words(["train", "test", "eval"])
+
+
+def test_words_that_name_nothing_are_listed() -> None:
+    assert read_words(["train", "extra", "test"]).unknown == ["extra"]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "splits"),
+    [
+        ("is_train", ["0", "1"], {"train": ["1"], "test": ["0"]}),
+        ("isTest", ["False", "True"], {"train": ["False"], "test": ["True"]}),
+        ("is_train", ["yes", "no", "maybe"], None),
+    ],
+)
+def test_a_flag_marks_its_own_part(
+    column: str, values: list[str], splits: dict[str, list[str]] | None
+) -> None:
+    role = flag_role(column)
+    assert role is not None
+    found = flag_words(role, values)
+    assert (found.splits if found else None) == splits

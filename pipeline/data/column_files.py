@@ -17,6 +17,7 @@ from workers.errors import UserError
 MOST_METADATA = 16 << 20  # bytes of the hub's description of the columns
 ROWS_AT_ONCE = 4096
 ARROW_SUFFIX = ".arrow"
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
 ARROW_FILE = b"ARROW1"  # how the seekable form begins; `save_to_disk` writes the other one
 
 
@@ -83,6 +84,8 @@ def _hub_features(metadata: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
 
 def holds_bytes(kind: pa.DataType) -> bool:
     """Whether a column can hold encoded images."""
+    if pa.types.is_dictionary(kind):
+        return holds_bytes(kind.value_type)
     if pa.types.is_struct(kind):
         return "bytes" in [kind.field(index).name for index in range(kind.num_fields)]
     is_view = pa.types.is_binary_view(kind)
@@ -138,6 +141,11 @@ def batches_of(
 @contextmanager
 def _open_arrow(stream: pa.NativeFile) -> Iterator[Any]:
     is_file = stream.read(len(ARROW_FILE)) == ARROW_FILE
+    size = stream.size()
+    if not is_file and stream.read_at(min(len(ARROW_END), size), max(size - len(ARROW_END), 0)) != (
+        ARROW_END
+    ):
+        raise pa.ArrowInvalid("it ends without an end mark")
     stream.seek(0)
     with pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream) as reader:
         yield reader

@@ -13,7 +13,18 @@ from PIL import Image
 
 from pipeline.data.cards import MAX_PIXELS_PER_BYTE
 from pipeline.data.formats.base import png
-from workers.data.decoding import ANY_RANGE, IMAGE_FORMATS, ImageLimits, is_deep, open_image, to_rgb
+from workers.data.decoding import (
+    ANY_RANGE,
+    EIGHT_BITS,
+    IMAGE_FORMATS,
+    MAXIMUM,
+    SIXTEEN_BITS,
+    ImageLimits,
+    is_deep,
+    is_reduced,
+    open_image,
+    to_rgb,
+)
 
 # Pillow's formats that are stored as they are, and the extension in the shard
 STORED_FORMATS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -85,8 +96,16 @@ def _described(image: Image.Image, limits: ImageLimits) -> CheckedImage:
     has_one_value = _has_one_value(image)
     is_blank = has_one_value if is_plain else _has_one_value(to_rgb(image, limits.value_range))
     top = None
-    if is_deep(image) and image.mode != "F":
-        top = float(np.asarray(image).max(initial=0))
+    if is_reduced(image) and limits.value_range is not None:
+        return CheckedImage(
+            "its 16 bits in several channels are reduced to 8 bits, so that source.range has no "
+            "effect; convert it to 8 bits, or remove source.range"
+        )
+    if image.info.get(MAXIMUM) == SIXTEEN_BITS:
+        if is_reduced(image):
+            top = float(np.asarray(image.convert("RGB")).max()) * SIXTEEN_BITS / EIGHT_BITS
+        else:
+            top = float(np.asarray(image).max(initial=0))
     return CheckedImage(None, is_blank, is_blank and not has_one_value, top)
 
 

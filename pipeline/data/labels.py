@@ -68,12 +68,13 @@ def sorted_labels(labels: Iterable[str]) -> list[str]:
 def check_spelling(where: str, labels: Iterable[str]) -> None:
     """Raise UserError if two labels are probably one class, written in two ways.
 
-    Such are `1` and `01`, and `Cat` and `cat`. Single letters may differ in case: `A` and `a`.
+    Such are `1` and `01`, `Cat` and `cat`, and `red ant` and `red_ant`. Single letters may differ
+    in case: `A` and `a`.
     """
     first: dict[str, str] = {}
     for label in sorted(labels):
-        same = label.casefold() if len(label) > 1 else label
-        reason = "the same name in capitals and small letters"
+        same = re.sub(r"[\s_-]+", " ", label.casefold()) if len(label) > 1 else label
+        reason = "the same name but for capitals and the signs between words"
         if WHOLE.fullmatch(label):
             same = str(int(label))
             reason = "the same number"

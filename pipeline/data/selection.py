@@ -6,6 +6,7 @@ It works on columns; a row of Python objects is made only of images that are lis
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from pipeline.data.splits import SPLITS, Split
 from workers.errors import UserError
 
 NAMED_IMAGES = 3  # images that an error lists
-DARK_TOP = 4095  # of 65535: images of 16 bits without a larger value are nearly black
+DARK_TOP = 16383  # of 65535: images of 16 bits without a larger value are too dark
 MAX_LEAKS = 0.01  # share of the test images that may be copies of train images
 SLASH = pa.scalar("/", pa.large_string())
 LIMIT_REASON = "left out: its class has per_class images"
@@ -75,7 +76,7 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
         rejected.append(_rejected(surplus, LIMIT_REASON))
         selected = selected.filter(pa.array(~is_surplus))
     check_classes(card, problems, selected)
-    notes = check_pixels(card, selected)
+    notes = [*check_pixels(card, selected), *_in_two_classes(selected)]
     check_leaks(card, selected)
     selected = selected.drop_columns(["blank", "top"])
     return Selection(selected, _sorted_rejected(pa.concat_tables(rejected)), notes)
@@ -279,11 +280,12 @@ def check_pixels(card: Card, rows: pa.Table) -> list[str]:
     top = pc.max(rows["top"]).as_py()
     if top is not None and card.source.range is None and top <= DARK_TOP:
         num_deep = len(rows) - rows["top"].null_count
+        white = 2 ** max(math.ceil(math.log2(top + 1)), 8) - 1
         raise UserError(
             f"card {card.name!r}: {num_deep} images have 16 bits, which declare a range of 0 to "
-            f"65535, and no value is above {top:.0f}, so that they would be nearly black; say "
-            f"source.range on the card: the values of black and white, as in [0, {DARK_TOP}], or "
-            "[0, 65535] if they are meant so"
+            f"65535, and no value is above {top:.0f}, so that they would be dark; say source.range "
+            f"on the card: the values of black and white, as in [0, {white}], or [0, 65535] if "
+            "they are meant so (images in colours: convert them to 8 bits)"
         )
     is_blank = pc.fill_null(pc.not_equal(rows["blank"], ""), False)
     has_become = pc.fill_null(pc.equal(rows["blank"], "became"), False)
@@ -306,6 +308,20 @@ def check_pixels(card: Card, rows: pa.Table) -> list[str]:
     return [f"{counted(num_blank, 'image')} of one colour{classes}"]
 
 
+def _in_two_classes(rows: pa.Table) -> list[str]:
+    """Return a note on images whose exact copies have other classes; none without such."""
+    contents = _codes(rows["sha256"])
+    pairs = np.unique(np.stack([contents, _codes(rows["label"])]), axis=1)
+    is_twice = np.bincount(pairs[0]) > 1
+    if not is_twice.any():
+        return []
+    example = rows["name"].filter(pa.array(is_twice[contents])).slice(0, 2).to_pylist()
+    return [
+        f"{counted(int(is_twice.sum()), 'image')} with copies in another class, such as "
+        f"{' and '.join(example)}"
+    ]
+
+
 def check_leaks(card: Card, rows: pa.Table) -> None:
     """Raise UserError if too many test images are exact copies of train images.
 
@@ -316,7 +332,12 @@ def check_leaks(card: Card, rows: pa.Table) -> None:
     if card.leaks == "allow":
         return
     contents = _codes(rows["sha256"])
-    is_test = _split_numbers(rows) == SPLITS.index("test")
+    for split in SPLITS[1:]:
+        _check_leaks_of(card, rows, split, contents)
+
+
+def _check_leaks_of(card: Card, rows: pa.Table, split: Split, contents: NDArray[np.int64]) -> None:
+    is_test = _split_numbers(rows) == SPLITS.index(split)
     is_leak = is_test & np.isin(contents, contents[_split_numbers(rows) == 0])
     if is_leak.sum() <= MAX_LEAKS * is_test.sum():
         return
@@ -325,8 +346,8 @@ def check_leaks(card: Card, rows: pa.Table) -> None:
         remedy = "say `duplicates: one_split` on the card, so that copies are held out together"
     examples = "; ".join(rows["name"].filter(pa.array(is_leak)).slice(0, NAMED_IMAGES).to_pylist())
     raise UserError(
-        f"card {card.name!r}: {is_leak.sum()} of {is_test.sum()} test images are exact copies of "
-        f"train images ({examples}), so that accuracy would be measured on images that were "
+        f"card {card.name!r}: {is_leak.sum()} of {is_test.sum()} {split} images are exact copies "
+        f"of train images ({examples}), so that accuracy would be measured on images that were "
         f"trained on; remove the copies, or {remedy}, or say `leaks: allow` on the card if they "
         "are meant"
     )
@@ -380,7 +401,7 @@ def check_bad_fraction(card: Card, num_usable: int, problems: pa.Table) -> None:
 
     num_usable: images without a problem. problems: name and problem of all other files.
     """
-    is_bad = pc.invert(pc.starts_with(problems["problem"], "other file"))
+    is_bad = pc.invert(pc.match_substring_regex(problems["problem"], "^(other file|hidden)"))
     num_bad = pc.sum(is_bad).as_py() or 0
     num_images = num_usable + num_bad
     if num_bad <= card.max_bad_fraction * num_images:

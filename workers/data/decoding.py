@@ -7,7 +7,7 @@ same bits, reduced by its DCT too; all else, and what simplejpeg refuses, by Pil
 from __future__ import annotations
 
 import io
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,12 @@ IMAGE_FORMATS = (
     "TIFF",
     "WEBP",
 )
-BITS_PER_SAMPLE = 258  # TIFF's tag
+BITS_PER_SAMPLE = 258  # TIFF's tags
+PHOTOMETRIC = 262
+SAMPLE_FORMAT = 339
+EIGHT_BITS = 255
+SIXTEEN_BITS = 65535
+MAXIMUM = "maximum"  # in Pillow's `info`: the largest value that a format declares for an image
 TILE = (322, 323)  # TIFF's tags of a tile's sides
 RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 ORIENTATION = 274  # EXIF's tag of how an image is turned
@@ -92,6 +97,11 @@ def open_image(
     tile = [tags.get(tag, 0) for tag in TILE]
     for width, height in (image.size, tile):
         _check_size(width, height, max_pixels)
+    arguments = image.tile[0][3] if image.tile else None
+    if ";16" in str(arguments):
+        image.info[MAXIMUM] = SIXTEEN_BITS
+    elif image.format == "PPM" and isinstance(arguments, tuple) and arguments[1] > EIGHT_BITS:
+        image.info[MAXIMUM] = arguments[1]
     return image
 
 
@@ -105,6 +115,11 @@ def is_deep(image: Image.Image) -> bool:
     return image.mode == "F" or image.mode.startswith("I")
 
 
+def is_reduced(image: Image.Image) -> bool:
+    """Whether Pillow reduces the values of an image to 8 bits: 16 bits in several channels."""
+    return not is_deep(image) and MAXIMUM in image.info
+
+
 def to_rgb(image: Image.Image, value_range: tuple[float, float] | None = None) -> Image.Image:
     """Convert an image of any mode to RGB, upright; transparent pixels lie on white.
 
@@ -113,15 +128,16 @@ def to_rgb(image: Image.Image, value_range: tuple[float, float] | None = None) -
     Args:
         image: As `open_image` returns it.
         value_range: The values of black and white; None: those that the format declares, which
-            are 0 and 65535 for 16 bits (4095 for a TIFF of 12 bits), and 0 and 1 for float.
+            are 0 and 65535 for 16 bits (4095 for a TIFF of 12 bits, the maximum of a PGM), and 0
+            and 1 for float.
 
     Raises:
         ValueError: If the format declares no range, or a float value is outside of 0 to 1.
     """
-    declared = _declared_range(image) if is_deep(image) and value_range is None else None
-    image = ImageOps.exif_transpose(image)
     if is_deep(image):
-        image = _scaled(image, declared, value_range)
+        image = ImageOps.exif_transpose(_scaled(image, value_range))
+    else:
+        image = ImageOps.exif_transpose(image)
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
@@ -129,7 +145,11 @@ def to_rgb(image: Image.Image, value_range: tuple[float, float] | None = None) -
 
 
 def _declared_range(image: Image.Image) -> tuple[float, float]:
-    """Return the range of values that the format of an image declares."""
+    """Return the values of black and white that the format of a deep image declares.
+
+    Raises:
+        ValueError: If it declares none.
+    """
     if image.mode == "F":
         return (0.0, 1.0)
     bits = getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))[0]
@@ -138,28 +158,50 @@ def _declared_range(image: Image.Image) -> tuple[float, float]:
             "its values are whole numbers of 32 bits, which declare no range; say the values of "
             "black and white in source.range on the card, as in [0, 4095]"
         )
-    return (0.0, 4095.0) if bits == 12 else (0.0, 65535.0)
+    return (0.0, 4095.0) if bits == 12 else (0.0, float(SIXTEEN_BITS))
 
 
-def _scaled(
-    image: Image.Image,
-    declared: tuple[float, float] | None,
-    value_range: tuple[float, float] | None,
-) -> Image.Image:
-    """Return an image of 8 bits."""
-    values = np.asarray(image)
+def _values_of(image: Image.Image) -> NDArray[Any]:
+    """Return the values of a deep image as its file has them."""
+    values: NDArray[Any] = np.asarray(image)
+    tags = getattr(image, "tag_v2", {})
+    if image.mode == "I" and image.format == "TIFF" and tags.get(SAMPLE_FORMAT, (1,))[0] == 1:
+        unsigned: NDArray[Any] = values.view(np.uint32)
+        return unsigned
+    maximum = image.info.get(MAXIMUM, SIXTEEN_BITS)
+    if image.format == "PPM" and maximum != SIXTEEN_BITS:  # Pillow spreads them over 16 bits
+        return np.rint(values * (maximum / SIXTEEN_BITS))
+    return values
+
+
+def _scaled(image: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
+    """Return a deep image with 8 bits, white where it is transparent."""
+    if value_range is None:
+        low, high = _declared_range(image)
+        values = np.asarray(image)
+    else:
+        low, high = value_range
+        values = _values_of(image)
     if image.mode == "F" and not np.isfinite(values).all():
         raise ValueError("its float values are not all finite")
-    if declared == (0.0, 65535.0):
-        return Image.fromarray((values.astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-    low, high = value_range or declared or (0.0, 1.0)
     if image.mode == "F" and value_range is None and not 0 <= values.min() <= values.max() <= 1:
         raise ValueError(
             f"its float values go from {values.min():g} to {values.max():g}, outside of 0 to 1; "
             "say the values of black and white in source.range on the card, as in [0, 255]"
         )
-    scaled = (values.astype(np.float64) - low) * (255 / (high - low))
-    return Image.fromarray(scaled.round().clip(0, 255).astype(np.uint8))
+    if value_range is None and high == SIXTEEN_BITS:
+        scaled = (values.astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+    else:
+        spread = (values.astype(np.float64) - low) * (255 / (high - low))
+        scaled = spread.round().clip(0, 255).astype(np.uint8)
+    if getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == 0:  # 0 is white, which Pillow leaves so
+        scaled = 255 - scaled
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        scaled = np.where(np.asarray(image) == transparent, np.uint8(255), scaled)
+    result = Image.fromarray(scaled)
+    result.getexif().update(image.getexif())
+    return result
 
 
 def decode(

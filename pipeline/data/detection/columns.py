@@ -215,7 +215,7 @@ def split_columns(
     for column in columns.sample:
         if column in taken or plain_word(column) == LABEL:
             continue
-        says = _says_a_split(column)
+        says = says_a_split(column)
         texts = {text for text in columns.sample[column] if text}
         if not says and not _say_splits(texts):
             continue
@@ -251,7 +251,7 @@ def split_columns(
     return (), None
 
 
-def _says_a_split(column: str) -> str:
+def says_a_split(column: str) -> str:
     """Return `column` if a column is called as a split, `role` if a word of one is in its name."""
     plain = plain_word(column)
     if plain in SPLIT_COLUMNS - UNSURE_COLUMNS:

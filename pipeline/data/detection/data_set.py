@@ -27,7 +27,7 @@ from pipeline.data.names import counted, listed, nfc, printable
 from pipeline.data.packs import ImageChecker
 from pipeline.data.preview import Picture, most_of_group
 from pipeline.data.source_classes import labels_of_counts
-from pipeline.data.splits import SPLITS, SplitUnclear
+from pipeline.data.splits import IGNORE, SPLITS, SplitUnclear
 from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError
 
@@ -192,6 +192,35 @@ def read_as(
         body["numbers"] = numbers or "names"
     card = _card(name, body, classes)
     return _judged(card, layout, entries, counts, notes, where)
+
+
+def read_labelled(
+    request: Request,
+    name: str,
+    layout: str,
+    source: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    classes: Sequence[str] = (),
+) -> DataSet:
+    """Return the data set as `read_as`, without test images that all lack a label.
+
+    Validation images are then the test images, and a note says so.
+    """
+    data_set = read_as(request, name, layout, source, notes, classes)
+    read = data_set.card.source
+    if "test" not in read.named_splits() or data_set.has_test or "splits" in request.given:
+        return data_set
+    splits: dict[str, list[str]] = {
+        split: [*parts]
+        for split in ("train", "val", IGNORE)
+        if (parts := [part for part in read.parts_of(split) if part])
+    }
+    if "val" in splits:
+        splits["test"] = splits.pop("val")
+    if read.split is not None:
+        splits.setdefault(IGNORE, []).extend(read.parts_of("test"))
+    note = f"{listed(read.parts_of('test'))} is not read: its images have no labels"
+    return read_as(request, name, layout, {**source, "splits": splits}, [*notes, note], classes)
 
 
 def read_card(card: Card) -> DataSet:

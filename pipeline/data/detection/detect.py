@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.data.detection.archives import Files, holds_images, read_columns, read_shards
+from pipeline.data.detection.archives import Files, holds_images, read_columns
 from pipeline.data.detection.columns import LabelUnclear
 from pipeline.data.detection.data_set import MOST_FILES, DataSet, Request, read_as
 from pipeline.data.detection.doubts import check_lists, check_reading, check_siblings
@@ -25,6 +25,7 @@ from pipeline.data.detection.libraries import (
     torchvision_set_at,
 )
 from pipeline.data.detection.packed_files import unpack_command
+from pipeline.data.detection.shards import read_shards
 from pipeline.data.detection.tables import (
     Found,
     NoTable,

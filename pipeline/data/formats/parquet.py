@@ -106,6 +106,12 @@ def list_row_groups(file: ParquetFile) -> list[RowGroup]:
 
 def _check_columns(file: ParquetFile, schema: Schema) -> None:
     missing = [column for column in _columns_of(file.card) if column not in schema.names]
+    twice = [column for column in _columns_of(file.card) if schema.names.count(column) > 1]
+    if twice:
+        raise UserError(
+            f"{printable(file.uri)} has {schema.names.count(twice[0])} columns called "
+            f"{twice[0]!r}; rename all but one"
+        )
     if missing:
         raise UserError(
             f"{printable(file.uri)} has no column {missing[0]!r}, only "
@@ -232,6 +238,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     """
     counts: LabelCounts = Counter()
     source = card.source
+    declared: dict[bool, str] = {}
     for file in files_of(card, entries)[0]:
         schema = schema_of(file.uri)
         _check_columns(file, schema)
@@ -245,6 +252,8 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
         labels = DeclaredLabels(card, file.uri)
         values = SplitValues(card, printable(file.uri))
         columns = [source.label, *source.split_columns()]
+        if source.numbers != "places":
+            _check_declared(declared, file.uri, source.label, labels)
         row = 0
         for batch in batches_of(file.uri, columns):
             for cells, number in batch_counts(batch, columns):
@@ -258,6 +267,24 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
             if len(counts) > MOST_VALUES:
                 raise no_classes(file.uri, source.label)
     return counts
+
+
+def _check_declared(
+    declared: dict[bool, str], uri: str, column: str, labels: DeclaredLabels
+) -> None:
+    """Raise UserError if some files declare names for their numbers and others do not.
+
+    declared: Whether names are declared -> a file with such numbers; it is filled in.
+    """
+    if not pa.types.is_integer(schema_of(uri).types[column]):
+        return
+    declared.setdefault(bool(labels.names), uri)
+    if len(declared) > 1:
+        raise UserError(
+            f"{printable(declared[True])} declares the names of its numbers in {column!r} "
+            f"(ClassLabel), and {printable(declared[False])} declares none, so that the same class "
+            "would be a name and a number; write both alike"
+        )
 
 
 def batch_counts(

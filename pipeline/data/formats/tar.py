@@ -7,14 +7,14 @@ import posixpath
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from pipeline.data.cards import Card
-from pipeline.data.file_kinds import IMAGE_SUFFIXES, TAR_SUFFIX, is_hidden
+from pipeline.data.file_kinds import IMAGE_SUFFIXES, LITTER, TAR_SUFFIX, is_hidden
 from pipeline.data.formats.base import (
     Format,
     Item,
@@ -43,8 +43,12 @@ MAX_HEADER_BYTES = 1 << 20  # of one header in a tar
 MAX_JSON_BYTES = 1 << 20  # of a member with the label in a field
 BLOCK_BYTES = 1 << 20  # of one request to a bucket
 PEEKED_MEMBERS = 16  # by which keys with dots are recognised
-METADATA = re.compile(r"__[^/]*__")  # keys that WebDataset passes over
+METADATA = re.compile(r"__[^/]*__(/|$)")  # keys that WebDataset passes over
+HIDDEN_SAMPLE = "hidden: its name begins with a dot"
+TWO_IMAGES = "corrupt: two images for one key"
+NO_SAMPLE = "other file: neither an image nor a label"
 IMAGE_ENDINGS = frozenset(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES)
+MORE_DATA = "data behind its end mark, as of several archives in one file"
 # what reading a damaged tar raises; the last two come from headers that no program writes
 DAMAGE = (tarfile.TarError, EOFError, ValueError, RecursionError)
 
@@ -78,12 +82,18 @@ def split_name(uri: str, member: tarfile.TarInfo, has_dots: bool = False) -> tup
         )
     folder, _, name = member.name.removeprefix("./").rpartition("/")
     stem, _, suffix = name.rpartition(".") if has_dots else name.partition(".")
+    first, _, rest = suffix.partition(".")
+    while rest and first.isdecimal():  # img.0001.jpg behind members whose keys have no dots
+        stem, suffix = f"{stem}.{first}", rest
+        first, _, rest = suffix.partition(".")
     return f"{folder}/{stem}" if folder else stem, suffix.lower()
 
 
 def is_passed_over(member: tarfile.TarInfo) -> bool:
-    """Whether a member is a folder, hidden, or left behind by a program (`._x.jpg` of macOS)."""
-    return member.isdir() or is_hidden(member.name)
+    """Whether a member is a folder, or left behind by a program (`._x.jpg` of macOS)."""
+    name = member.name.removeprefix("./")
+    is_litter = any(part.lower() in LITTER or part.startswith("._") for part in name.split("/"))
+    return member.isdir() or is_litter
 
 
 def keys_have_dots(names: Sequence[str]) -> bool:
@@ -110,19 +120,25 @@ def is_image_ending(suffix: str, endings: frozenset[str] | tuple[str, ...]) -> b
     return suffix in endings or suffix.rpartition(".")[2] in endings
 
 
-def image_member(
-    members: Mapping[str, tarfile.TarInfo], endings: frozenset[str] | tuple[str, ...]
-) -> tarfile.TarInfo | None:
-    """Return the image of a sample: one with a plain extension before one such as `seg.png`."""
-    plain = [member for suffix, member in members.items() if suffix in endings]
-    others = [member for suffix, member in members.items() if is_image_ending(suffix, endings)]
-    return next(iter(plain or others), None)
+def image_suffixes(suffixes: Iterable[str], endings: frozenset[str] | tuple[str, ...]) -> list[str]:
+    """Return the extensions of a sample that can be its image: plain ones before `seg.png`."""
+    suffixes = [suffix for suffix in suffixes if is_image_ending(suffix, endings)]
+    return [suffix for suffix in suffixes if suffix in endings] or suffixes
+
+
+def image_endings(card: Card) -> frozenset[str]:
+    """Return the extensions of images, without a dot."""
+    if card.source.image == "image":
+        return IMAGE_ENDINGS
+    parts = re.split(r"[;\s]+", card.source.image.lower())
+    return frozenset(part.lstrip(".") for part in parts if part)
 
 
 def label_suffix(card: Card) -> str | None:
     """Return the extension of the member that holds the label, or `json:FIELD`."""
-    # `label` is the default of a column's name in Parquet, and nobody's extension
-    return LABEL_SUFFIX if card.source.label == "label" else card.source.label
+    # `label` is the default of a column's name in Parquet; the extension is written `.label`
+    label = card.source.label
+    return LABEL_SUFFIX if label == "label" else label and label.removeprefix(".")
 
 
 def member_suffix(source: str) -> str:
@@ -222,6 +238,11 @@ def peek_dots(file: pa.NativeFile, is_in_bucket: bool) -> bool:
 Members = dict[str, tarfile.TarInfo]  # of a sample, by their extension
 
 
+def _is_whole(members: Members) -> bool:
+    """Whether a sample has an image and a label."""
+    return bool(members.keys() & set(LABEL_MEMBERS) and image_suffixes(members, IMAGE_ENDINGS))
+
+
 def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
     """Yield the key and the members of each sample of a tar; they follow each other.
 
@@ -245,7 +266,12 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
                         f"member {member.name!r:.80} has {member.size} bytes, and so many do not "
                         "follow"
                     )
-                if key != current and members:
+                if suffix in members and key == current and not _is_whole(members):
+                    raise tarfile.ReadError(
+                        f"key {key!r:.80} has two members .{suffix:.20}, and it is not clear which "
+                        "belongs to its label; each sample needs a key of its own"
+                    )
+                if members and (key != current or suffix in members):
                     yield current, members, headers
                     members = {}
                 current = key
@@ -254,6 +280,9 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
                 yield current, members, headers
             if file.size() < tar.offset + tarfile.BLOCKSIZE:
                 raise tarfile.ReadError("it ends without an end mark")
+            for start in range(tar.offset, file.size(), MAX_HEADER_BYTES):
+                if headers.stream.read_at(MAX_HEADER_BYTES, start).strip(b"\0"):
+                    raise tarfile.ReadError(MORE_DATA)
     except UserError:
         raise
     except DAMAGE as error:
@@ -297,36 +326,51 @@ def list_tar(job: TarJob) -> list[Item]:
     names = class_names(job.card)
     values = SplitValues(job.card, printable(job.uri))
     archive = posixpath.basename(open_source(job.uri)[1])
-    by_key: dict[str, Members] = {}
-    headers: Headers | None = None
-    items: list[Item] = []
-    texts: dict[str, dict[str, Any]] = {}
+    endings = image_endings(job.card)
+    samples: list[tuple[str, Members, dict[str, Any]]] = []
+    last: dict[str, int] = {}  # place of the last sample of a key
     wanted = [source] if source is not None else []
     for key, members, headers in read_samples(job.uri):
-        by_key.setdefault(key, {}).update(members)
+        texts: dict[str, Any] = {}
         for name in (*wanted, *job.card.source.split_columns(), NAME_SUFFIX):
             member = members.get(member_suffix(name))
             if member is not None:
                 most = MAX_JSON_BYTES if name.startswith(JSON_PREFIX) else MAX_LABEL_BYTES
-                texts.setdefault(key, {})[name] = field_of(name, headers.text(member, most))
-    for key, members in by_key.items():
-        said = texts.get(key, {})
-        label = label_of(said.get(source or ""))
-        split = job.split
-        if split is None:
-            cells = [_text(said.get(column)) for column in job.card.source.split_columns()]
+                texts[name] = field_of(name, headers.text(member, most))
+        place = last.get(key)
+        if place is None or samples[place][1].keys() & members.keys():
+            last[key] = len(samples)
+            samples.append((key, members, texts))
+        else:
+            samples[place][1].update(members)
+            samples[place][2].update(texts)
+    items: list[Item] = []
+    split: str
+    problem: str | None
+    for key, members, texts in samples:
+        label = label_of(texts.get(source or ""))
+        images = image_suffixes(members, endings)
+        name = f"{archive}:{key}"
+        stem = key.rsplit("/", 1)[-1]
+        if is_hidden(key) or not (images or label is not None):
+            problem = HIDDEN_SAMPLE if images else NO_SAMPLE
+            items.append(Item(job.split or SPLITS[0], name, stem, label, problem))
+            continue
+        if job.split is not None:
+            split = job.split
+        else:
+            cells = [_text(texts.get(column)) for column in job.card.source.split_columns()]
             split = values.find(values.value(cells), len(items))
         if split == IGNORE:
             continue
-        name = f"{archive}:{key}"
-        stem = key.rsplit("/", 1)[-1]
-        image = image_member(members, IMAGE_ENDINGS)
-        if image is None:
-            items.append(Item(split, name, stem, label, "corrupt: no image in the sample"))
+        if len(images) != 1:
+            problem = TWO_IMAGES if images else "corrupt: no image in the sample"
+            items.append(Item(split, name, stem, label, problem))
             continue
+        image = members[images[0]]
         problem = size_problem(image.size)
         if source == LABEL_SUFFIX:
-            problem = problem or name_contradicts(names, label, said.get(NAME_SUFFIX))
+            problem = problem or name_contradicts(names, label, texts.get(NAME_SUFFIX))
         offset = image.offset_data
         items.append(Item(split, name, stem, label, problem, job.uri, offset, image.size))
     return items

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from pyarrow import fs
 
 from pipeline.data.cards import Card
+from pipeline.data.file_kinds import is_hidden
 from pipeline.data.formats.base import (
     Format,
     Item,
@@ -34,17 +35,21 @@ from pipeline.data.formats.base import (
 )
 from pipeline.data.formats.tar import (
     DAMAGE,
-    IMAGE_ENDINGS,
+    HIDDEN_SAMPLE,
     JSON_PREFIX,
     LABEL_SUFFIX,
     MAX_HEADER_BYTES,
     MAX_JSON_BYTES,
     METADATA,
+    MORE_DATA,
     NAME_SUFFIX,
+    NO_SAMPLE,
     SUFFIXES,
+    TWO_IMAGES,
     TarJob,
     damaged_tar,
     field_of,
+    image_endings,
     is_image_ending,
     is_passed_over,
     label_suffix,
@@ -203,10 +208,7 @@ class ShardSummary:
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
     """Return one unit for each shard."""
     urls = urls_by_name(shard_urls(card))
-    endings = set(IMAGE_ENDINGS)
-    if card.source.image != "image":
-        parts = re.split(r"[;\s]+", card.source.image.lower())
-        endings = {part.lstrip(".") for part in parts} - {""}
+    endings = image_endings(card)
     label = label_suffix(card)
     jobs = [
         ShardJob(card, split, urls[entry.name], tuple(sorted(endings)), label)
@@ -241,7 +243,7 @@ def read_shard(job: ShardJob, summary: ShardSummary | None = None) -> Iterator[I
                 key, suffix = split_name(job.url, member, has_dots)
                 if METADATA.match(key):
                     continue
-                if sample is None or sample.key != key:
+                if sample is None or sample.key != key or sample.is_followed_by(suffix):
                     if sample is not None:
                         yield sample.item(job, archive, names), sample.data
                     num_samples += 1
@@ -328,9 +330,16 @@ class Sample:
     offset: int = 0
     size: int = 0
     found: set[str] = field(default_factory=set)
+    suffixes: set[str] = field(default_factory=set)
+
+    def is_followed_by(self, suffix: str) -> bool:
+        """Whether the next member begins another sample of the same key: this one is whole."""
+        has_image = bool(self.found - {"label"})
+        return suffix in self.suffixes and "label" in self.found and has_image
 
     def add(self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ShardJob) -> None:
         """Take what is needed of a member: the image, the label, or the name of the class."""
+        self.suffixes.add(suffix)
         if job.label is not None and suffix == member_suffix(job.label):
             if "label" in self.found:
                 self._reject("corrupt: two labels for one key")
@@ -352,7 +361,7 @@ class Sample:
         if has_plain and not is_plain:
             return
         if known and has_plain == is_plain:
-            self._reject("corrupt: two images for one key")
+            self._reject(TWO_IMAGES)
             return
         self.found.add(suffix)
         self._take_image(member, stream)
@@ -375,8 +384,12 @@ class Sample:
 
     def item(self, job: ShardJob, archive: str, names: ClassNames) -> Item:
         """Return the sample as an item of the source."""
-        if not self.found - {"label"}:
-            self._reject("corrupt: no image in the sample")
+        has_image = bool(self.found - {"label"})
+        if is_hidden(self.key) and has_image:
+            self.problem = None
+            self._reject(HIDDEN_SAMPLE)
+        elif not has_image:
+            self._reject("corrupt: no image in the sample" if "label" in self.found else NO_SAMPLE)
         contradiction = name_contradicts(names, self.label, self.text)
         if contradiction is not None:
             self._reject(contradiction)
@@ -461,8 +474,11 @@ class ShardStream:
         return self._position
 
     def finish(self) -> str:
-        """Read to the end, and return the sha256 of the file."""
-        self.seek(self.size)
+        """Read to the end, where only zeros may follow, and return the sha256 of the file."""
+        while self._position < self.size:
+            self._fill()
+            if bytes(self._advance(len(self._chunk))).strip(b"\0"):
+                raise tarfile.ReadError(MORE_DATA)
         return self.sha256.hexdigest()
 
     def _advance(self, size: int) -> memoryview:

@@ -127,6 +127,12 @@ def account_of(
     places: dict[str, dict[str, None]] = {}
     containers = _containers(card, entries)
     ignored = _ignored(card, entries)
+    names = {printable(entry.name) for entry in entries}
+    lost = Counter(
+        p.partition(":")[2].strip() or p for n, p in images.items() if p and n not in names
+    )
+    if lost and not rows:
+        rows = {"used": sum(p is None for p in images.values())} | lost
     for entry in entries:
         name = printable(entry.name)
         if entry.name in containers:

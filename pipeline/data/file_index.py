@@ -157,7 +157,7 @@ class FileFinder:
             if path.text.startswith(before):
                 yield from self.index.at(posixpath.join(after, path.text[len(before) :]))
             return
-        if path.is_absolute and pattern == "{}":
+        if path.is_absolute and self._is_plain(pattern):
             text = path.text.removeprefix("/")
             if is_local(self.base) and path.text.startswith(f"{os.path.realpath(self.base)}/"):
                 text = os.path.relpath(path.text, os.path.realpath(self.base))
@@ -173,9 +173,15 @@ class FileFinder:
             if name is not None:
                 yield from self.index.at(name)
 
+    def _is_plain(self, pattern: str) -> bool:
+        """Whether a pattern is the path as it stands in the table, from the table's folder."""
+        return pattern == "{}" or (
+            pattern.endswith("/{}") and joined(self.folder, pattern) == joined(self.folder, "{}")
+        )
+
     def look_for_moved_folders(self, rows: Sequence[NamedRow]) -> None:
         """Exchange leading folders of the rows for a folder of the source, if none is found."""
-        if self.patterns != ("{}",) or any(self.find(row)[0] for row in rows):
+        if not all(map(self._is_plain, self.patterns)) or any(self.find(row)[0] for row in rows):
             return
         moves: Counter[tuple[str, str]] = Counter()
         for row in rows:

@@ -20,6 +20,7 @@ from workers.errors import UserError
 
 Label = str | int | None
 NO_LABEL = frozenset(("", "nan", "null", "<na>"))
+PERHAPS_NO_LABEL = frozenset(("na", "n/a", "none", "nil", "-1", "?", "-", "--", "missing"))
 WHOLE = re.compile(r"-?[0-9]{1,9}")
 WHOLE_AS_FLOAT = re.compile(r"(-?[0-9]{1,9})\.0+")
 MAX_NUMBER_DIGITS = 18  # of a label that is a number
@@ -83,6 +84,30 @@ def check_spelling(where: str, labels: Iterable[str]) -> None:
             raise UserError(
                 f"{where}: the labels {quoted(known)} and {quoted(label)} are {reason}, written in "
                 "two ways; write it in one way, or list both in `classes` of a card"
+            )
+
+
+def check_meaning(where: str, labels: Iterable[str]) -> None:
+    """Raise UserError if labels of a table look like no label (`N/A`), or like several (`cat|dog`).
+
+    Args:
+        where: What to call the table in errors.
+        labels: All labels.
+    """
+    names = {*labels}
+    remedy = "or name all classes with --set 'classes=[...]'"
+    for label in sorted(names):
+        if label.lower() in PERHAPS_NO_LABEL and len(names) > 1:
+            raise UserError(
+                f"{where}: the label {quoted(label)} can be a class, or say that there is none; "
+                f"leave these rows out or blank, {remedy}"
+            )
+        parts = [part for part in re.split(r"[\s,;|/+&]+", label) if part]
+        is_list = label[:1] in "[({" and label[-1:] in "])}" and len(label) > 1
+        if is_list or (len(parts) > 1 and names >= {*parts}):
+            raise UserError(
+                f"{where}: the label {quoted(label)} looks like several labels, and an image has "
+                f"one class; leave these rows out or name another column, {remedy}"
             )
 
 

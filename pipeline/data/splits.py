@@ -182,6 +182,13 @@ def read_words(names: Iterable[str], exact: bool = True) -> SplitWords:
             unknown.append(word)
         else:
             by_role.setdefault(role, []).append(word)
+    both = [word for word in by_role.get("train", ()) if plain_word(word) == "trainval"]
+    if both and len(by_role["train"]) > 1:
+        others = [word for word in by_role["train"] if word not in both]
+        raise SplitUnclear(
+            f"{both[0]!r} beside {others[0]!r} can be the same images once more, with those of "
+            "validation"
+        )
     held_out = by_role.pop("held out", [])
     if held_out and "test" in by_role:
         raise SplitUnclear(

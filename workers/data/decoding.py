@@ -166,11 +166,10 @@ def _values_of(image: Image.Image) -> NDArray[Any]:
     values: NDArray[Any] = np.asarray(image)
     tags = getattr(image, "tag_v2", {})
     if image.mode == "I" and image.format == "TIFF" and tags.get(SAMPLE_FORMAT, (1,))[0] == 1:
-        unsigned: NDArray[Any] = values.view(np.uint32)
-        return unsigned
+        values = values.view(np.uint32)
     maximum = image.info.get(MAXIMUM, SIXTEEN_BITS)
     if image.format == "PPM" and maximum != SIXTEEN_BITS:  # Pillow spreads them over 16 bits
-        return np.rint(values * (maximum / SIXTEEN_BITS))
+        values = np.rint(values * (maximum / SIXTEEN_BITS))
     return values
 
 

@@ -7,6 +7,7 @@ and `ingest` cannot differ.
 from __future__ import annotations
 
 import io
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +19,13 @@ from PIL import Image
 
 from pipeline.config import checked
 from pipeline.data.account import Account, account_of, image_files
-from pipeline.data.cards import Card, Source
+from pipeline.data.cards import LIST_MARK, Card, Source
 from pipeline.data.formats import count_labels, format_of, list_source, require_entries, units
 from pipeline.data.formats.base import Item, LabelCounts, read_items
-from pipeline.data.labels import check_spelling
+from pipeline.data.formats.folder import LABEL
+from pipeline.data.labels import check_meaning, check_spelling
 from pipeline.data.listing import Entry
-from pipeline.data.names import counted, listed, nfc, printable
+from pipeline.data.names import counted, listed, nfc, printable, quoted
 from pipeline.data.packs import ImageChecker
 from pipeline.data.preview import Picture, most_of_group
 from pipeline.data.source_classes import labels_of_counts
@@ -181,13 +183,15 @@ def read_as(
     where = printable(str(body.get("path") or name))
     splits = [split for split in SPLITS if any(of == split for of, _ in counts)]
     if "train" not in splits:
-        raise SplitUnclear(f"{where} has no train images{_of_others(splits)}")
+        raise _no_train(request, card, where, splits)
     if not classes and request.classes:
         classes = request.classes
     if not classes:
         labels = labels_of_counts(card, entries, counts, "train")
         classes = labels.classes
         numbers = numbers or labels.numbers
+        if card.source.format != "folder":
+            check_meaning(where, classes)
     if card.source.format != "folder":
         body["numbers"] = numbers or "names"
     card = _card(name, body, classes)
@@ -231,8 +235,18 @@ def read_card(card: Card) -> DataSet:
     return _judged(card, f"format {card.source.format}", entries, counts, (), where)
 
 
-def _of_others(splits: Sequence[str]) -> str:
-    return f", only {' and '.join(splits)} images" if splits else ""
+def _no_train(request: Request, card: Card, where: str, splits: Sequence[str]) -> SplitUnclear:
+    """Return the error of a data set without train images, with the reason if a name is one."""
+    others = f", only {' and '.join(splits)} images" if splits else ""
+    parts = [part for text in card.source.splits.values() for part in text.split(LIST_MARK)]
+    odd = [part for part in parts if re.search(r"[\[?*]|^\s|\s$", part.replace(LABEL, ""))]
+    is_listed = LIST_MARK in "".join(map(str, request.given.values()))
+    if "splits" in request.given or is_listed or not odd:
+        return SplitUnclear(f"{where} has no train images{others}")
+    return SplitUnclear(
+        f"{where}: the name {quoted(odd[0])} has signs that stand for others in patterns, or "
+        "blanks at its ends; rename it"
+    )
 
 
 def _card(name: str, source: Mapping[str, Any], classes: Sequence[str]) -> Card:

@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 
 from pipeline.data.detection.archives import Files, holds_images, read_columns
 from pipeline.data.detection.columns import LabelUnclear
-from pipeline.data.detection.data_set import MOST_FILES, DataSet, Request, read_as
+from pipeline.data.detection.data_set import (
+    MOST_FILES,
+    DataSet,
+    Request,
+    read_as,
+    splits_setting,
+    yaml_text,
+)
 from pipeline.data.detection.doubts import check_lists, check_reading, check_siblings
 from pipeline.data.detection.folders import Layout, NoClasses, layout_of
 from pipeline.data.detection.libraries import (
@@ -41,6 +48,7 @@ from pipeline.data.file_kinds import (
     IMAGE_SUFFIXES,
     TABLE_SUFFIXES,
     TAR_SUFFIX,
+    TEXT_TABLES,
     is_packed,
 )
 from pipeline.data.formats.folder import labelled_entries
@@ -53,7 +61,7 @@ from pipeline.data.listing import (
     list_entries,
 )
 from pipeline.data.names import counted, is_utf8, listed, name_of, nfc, printable, quoted, suffix_of
-from pipeline.data.splits import SplitUnclear, tokens_of
+from pipeline.data.splits import IGNORE, SplitUnclear, tokens_of
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import exists, is_local, join, parent
 from workers.storage.secrets import refuse_secrets
@@ -196,6 +204,11 @@ class Place:
     def _of_format(self, source_format: str) -> list[DataSet]:
         """Return the data set that the person says how to read."""
         given = self.request.given
+        tables = self._given_tables() if source_format == "csv" else {}
+        if tables:
+            index = FileIndex(entry.name for entry in self.entries if _is_image(entry))
+            found_table = read_tables(Tables(self.request, self.uri, self.name, tables, index))
+            return [found_table.data_set]
         if "splits" in given and source_format in ("folder", "csv"):
             layout = f"format {source_format}, as given"
             source = {"format": source_format, "path": self.uri}
@@ -210,6 +223,16 @@ class Place:
         if not found:
             raise error or self._nothing()
         return found
+
+    def _given_tables(self) -> dict[str, str]:
+        """Return the tables that the setting `splits` names, with their splits; none else."""
+        names = {entry.name for entry in self.entries}
+        tables: dict[str, str] = {}
+        for split, parts in dict(self.request.given.get("splits") or {}).items():
+            for part in (parts,) if isinstance(parts, str) else parts:
+                if split != IGNORE and part in names and suffix_of(part) in TABLE_SUFFIXES:
+                    tables[part] = split
+        return tables
 
     # ---- class folders ---------------------------------------------------------------------------
     def _folders(self) -> tuple[list[DataSet], UserError | None]:
@@ -267,16 +290,27 @@ class Place:
             for entry in self.entries
             if not entry.problem and suffix_of(entry.name) in TABLE_SUFFIXES
         ]
-        names = [name for name in names if self._may_be_table(name)]
+        stems = {e.name.rpartition(".")[0] for e in self.entries if _is_image(e)}
+        bases = {stem.rpartition("/")[2] for stem in stems}
+        names = [
+            name
+            for name in names
+            if self._may_be_table(name)
+            and not (suffix_of(name) == ".txt" and _stem(name) in bases)  # of one image each
+        ]
         names.sort(key=lambda name: (suffix_of(name) == ".txt", name.count("/"), name))
         if not names:
             return None, None
         index = FileIndex(entry.name for entry in self.entries if _is_image(entry))
         found: list[tuple[str, Found]] = []
         errors: list[UserError] = []
-        for group in table_groups(names[:MOST_TABLES]):
+        try:
+            groups = [*table_groups(names[:MOST_TABLES])]
+        except SplitUnclear as error:
+            return None, self._located(error)
+        for group in groups:
             tables = Tables(self.request, self.uri, self.name, group, index)
-            is_plain_text = suffix_of(tables.first) == ".txt" and not any(group.values())
+            is_plain_text = suffix_of(tables.first) == ".txt" and not _says_labels(tables)
             try:
                 found.append((tables.first, read_tables(tables)))
             except (NoTable, LabelUnclear, SplitUnclear) as error:
@@ -287,18 +321,46 @@ class Place:
                     errors.append(_Unreadable(str(error), _says_labels(tables)))
         if any(one.is_strong for _, one in found):
             found = [(name, one) for name, one in found if one.is_strong]
-        if len({tuple(sorted(one.files.items())) for _, one in found}) > 1:
-            command = self.request.command(path=join(self.request.path, found[0][0]))
-            return None, LabelUnclear(
-                f"{printable(self.uri)}: the tables {listed(name for name, _ in found)} name "
-                "images with different labels; give the one that is meant: "
-                f"`{command}`"
-            )
+        labels = {tuple(sorted(one.files.items())) for _, one in found}
+        with_splits = [(name, one) for name, one in found if len(one.data_set.counts) > 1]
+        if len(labels) == 1 and with_splits:  # the others say the same and no splits
+            found = with_splits
+        if len(labels) > 1 or len({tuple(sorted(one.splits.items())) for _, one in found}) > 1:
+            return None, self._several_tables(found, len(labels) > 1)
         serious = [e for e in errors if not isinstance(e, NoTable)]
         serious.sort(key=lambda error: isinstance(error, LabelUnclear))
         if found and (found[0][1].is_strong or not serious):
             return found[0][1], None
         return None, next(iter(serious or errors), None)
+
+    def _several_tables(self, found: Sequence[tuple[str, Found]], differ: bool) -> LabelUnclear:
+        """Return the error of tables that do not say the same."""
+        names = [name for name, _ in found]
+        one = f"`{self.request.command(path=join(self.request.path, names[0]))}`"
+        first = found[0][1].data_set.card.source
+        if first.path.rstrip("/") == self.uri.rstrip("/"):  # a table of each split
+            splits = {str(split): first.parts_of(split) for split in first.named_splits()}
+            one = f"`{self.request.command('source.format=csv', splits_setting(splits))}`"
+        if len(names) == MOST_TABLES:
+            return LabelUnclear(
+                f"{printable(self.uri)} holds {MOST_TABLES} and more tables, such as "
+                f"{listed(names)}, which name different images; give the one that is meant, as in "
+                f"{one}, or write them into one"
+            )
+        files = [set(table.files) for _, table in found]
+        if sum(map(len, files)) > len(set().union(*files)):
+            what = "labels" if differ else "splits"
+            return LabelUnclear(
+                f"{printable(self.uri)}: the tables {listed(names)} name images with different "
+                f"{what}; give the one that is meant, as in {one}"
+            )
+        together = self.request.command("source.format=csv", splits_setting({"train": names}))
+        paths = [posixpath.join(self.request.path, posixpath.dirname(name)) for name in names]
+        return LabelUnclear(
+            f"{printable(self.uri)}: the tables {listed(names)} name different images; give the "
+            f"one that is meant, as in {one}, or all as one data set: `{together}`, or as a task "
+            f"each: `{self.request.program} {shlex.join(['init', *dict.fromkeys(paths)])}`"
+        )
 
     def _may_be_table(self, name: str) -> bool:
         """Whether a file can be a table of images: not by its name predictions, and no bytes."""
@@ -314,6 +376,16 @@ class Place:
     def _table_or_folders(self, table: Found, folders: list[DataSet]) -> list[DataSet]:
         """Return the one of two ways to read a folder that counts, or raise an error."""
         name = posixpath.basename(str(table.data_set.card.source.path))
+        split = table.data_set.card.source.split
+        if table.is_weak and split is not None:
+            image = table.data_set.card.source.image
+            by_table = self.request.command("source.format=csv", f"source.label={yaml_text(image)}")
+            raise SplitUnclear(
+                f"{printable(self.uri)} has class folders, and its table {quoted(name)} says "
+                f"splits in {quoted(split)}; for its splits and the classes of the folders: "
+                f"`{by_table}`; for the folders alone: "
+                f"`{self.request.command('source.format=folder')}`"
+            )
         if table.is_weak or says_no_labels(name):
             note = f"table {quoted(name)} is not read: the folders are the classes"
             return [replace(folders[0], notes=(*folders[0].notes, note)), *folders[1:]]
@@ -439,7 +511,19 @@ class Place:
             parents = {posixpath.dirname(path) for path in targets}
             if len(parents) == 1:
                 return f"give the folder they lead to: `{program} {shlex.join(['init', *parents])}`"
+        tables = [e.name for e in self.entries if suffix_of(e.name) in TEXT_TABLES - {".txt"}]
+        named = [name for name in tables if says_no_labels(name)]
+        if named:
+            command = self.request.command(path=join(self.request.path, named[0]))
+            return (
+                f"its tables {listed(named)} are called like predictions or names of classes; if "
+                f"one has the labels, give it: `{command}`"
+            )
         return WHAT_WOULD_DO
+
+
+def _stem(name: str) -> str:
+    return posixpath.basename(name).rpartition(".")[0]
 
 
 def _is_below(name: str, folders: Sequence[Folder]) -> bool:

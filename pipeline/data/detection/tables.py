@@ -18,16 +18,23 @@ from pipeline.data.detection.columns import (
     split_columns,
     tokens_in_lower_case,
 )
-from pipeline.data.detection.data_set import DataSet, Request, read_as, yaml_text
+from pipeline.data.detection.data_set import DataSet, Request, read_labelled, yaml_text
 from pipeline.data.detection.words import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
     NO_IMAGE_TOKENS,
     NO_LABEL_COLUMNS,
 )
-from pipeline.data.file_index import FileIndex, NamedRow, Placement, parse_path, placements
+from pipeline.data.file_index import (
+    ANYWHERE,
+    FileIndex,
+    NamedRow,
+    Placement,
+    parse_path,
+    placements,
+)
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TEXT_TABLES
-from pipeline.data.formats.csv import images_of
+from pipeline.data.formats.csv import images_of, tables_of
 from pipeline.data.labels import WHOLE, label_of
 from pipeline.data.names import counted, listed, printable, quoted, suffix_of
 from pipeline.data.source_classes import TooManyLabels
@@ -94,13 +101,15 @@ class Found(NamedTuple):
         data_set: The data set in it.
         is_strong: Whether its label column is called as one.
         is_weak: Whether it is called as something else, such as a photographer.
-        files: The file of each row that was looked at -> its label.
+        files: The file of each row, below the place that was asked for -> its label.
+        splits: The same -> its split.
     """
 
     data_set: DataSet
     is_strong: bool
     is_weak: bool
     files: dict[str, str]
+    splits: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -147,29 +156,31 @@ def read_tables(tables: Tables) -> Found:
     if meaning.split:
         layout += f", splits in {listed(meaning.split)}"
     try:
-        data_set = read_as(request, tables.name, layout, source, notes)
+        data_set = read_labelled(request, tables.name, layout, source, notes)
     except TooManyLabels as error:
         raise _other_label(tables, meaning, error) from None
-    files = {
-        image.name: str(image.label)
-        for image in images_of(data_set.card, [*data_set.entries])
-        if image.name
-    }
+    base, _ = tables_of(data_set.card)
+    below = posixpath.relpath(base.rstrip("/"), tables.base.rstrip("/"))
+    files: dict[str, str] = {}
+    splits: dict[str, str] = {}
+    for one in images_of(data_set.card, [*data_set.entries]):
+        if one.name:
+            name = posixpath.normpath(posixpath.join(below, one.name))
+            files[name] = str(one.label)
+            splits[name] = one.split
     is_strong = plain_word(meaning.label) in LABEL_COLUMNS or meaning.label == meaning.image
     is_weak = plain_word(meaning.label) in NO_LABEL_COLUMNS
-    return Found(data_set, is_strong, is_weak, files)
+    return Found(data_set, is_strong, is_weak, files, splits)
 
 
 def _reach_images(tables: Tables, placement: Placement, source: dict[str, Any]) -> None:
-    """Let the patterns of a table in a folder reach the images outside of that folder."""
+    """Let the patterns of a table in a folder reach all files of the place that was asked for."""
     folder = posixpath.dirname(tables.first)
     if source["path"] == tables.base or not folder or tables.is_whole:
         return
-    if placement.patterns == ("{}",) and not all(
-        file is None or file.startswith(f"{folder}/") for file in placement.files
-    ):
-        up = "../" * (folder.count("/") + 1)
-        source["files"] = [f"{up}{folder}/{{}}"]
+    up = "../" * (folder.count("/") + 1)
+    if not any(pattern.startswith((up, ANYWHERE)) for pattern in placement.patterns):
+        source["files"] = [f"{up}{folder}/{pattern}" for pattern in placement.patterns]
 
 
 def _with_columns(tables: Tables, meaning: Meaning) -> tuple[Tables, list[str]]:
@@ -272,14 +283,24 @@ def _meaning_of(tables: Tables) -> Meaning:
     has_header: bool | None = None
     scan = Scan(tables, has_header)
     if suffix_of(uri) in TEXT_TABLES and _is_first_row(tables, scan):
+        first = [*scan.names]
         has_header = False
         scan = Scan(tables, has_header)
+        if {*scan.names} & {*first}:  # the card cannot say which is meant
+            raise LabelUnclear(
+                f"{where}: its first row ({listed_columns(first)}) can be a header or an image; "
+                "add a header, such as image,label"
+            )
     if not any(scan.sample.values()):
         raise NoTable(f"{where} has no rows; give a table of images and labels")
     columns = scan.columns()
     images = _image_columns(tables, scan.sample)
     image = _choose_image(tables, columns, images)
-    split, words = split_columns(columns, [image, *images])
+    split: tuple[str, ...] = ()
+    words: SplitWords | None = None
+    given = tables.request.given
+    if "splits" not in given or given.get("split"):
+        split, words = split_columns(columns, [image, *images])
     taken = [image, *split, *images]
     one_hot = _one_hot_columns({n: texts for n, texts in scan.sample.items() if n not in taken})
     try:
@@ -296,8 +317,11 @@ def _meaning_of(tables: Tables) -> Meaning:
 def _is_first_row(tables: Tables, scan: Scan) -> bool:
     """Whether the first row of a table, taken for its header, is a row as the others are."""
     names = scan.names
-    if all(WHOLE.fullmatch(name) for name in names) and names != [*map(str, range(len(names)))]:
+    are_numbers = all(WHOLE.fullmatch(name) for name in names)
+    if are_numbers and names != [*map(str, range(len(names)))]:
         return True
+    if are_numbers and all(_has_file(tables, text or "") for text in scan.sample[names[0]]):
+        return _has_file(tables, names[0])
     images = _image_columns(tables, scan.sample)
     return any(_has_file(tables, name) and plain_word(name) not in IMAGE_COLUMNS for name in images)
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from pipeline.data.cards import Card
 from pipeline.data.file_kinds import IMAGE_FILES, describe_kind
@@ -55,7 +56,10 @@ class Account:
     @classmethod
     def from_json(cls, data: bytes) -> Account:
         """Return an account that was stored. Raise ValueError or TypeError for anything else."""
-        body = json.loads(data)
+        try:
+            body = _printable(json.loads(data))
+        except RecursionError:
+            raise ValueError("it is nested too deep") from None
         account = cls(**{name: value for name, value in body.items() if name in _FIELDS})
         for numbers in (account.used, account.rejected, account.not_read, account.images):
             if not all(type(number) is int for number in numbers.values()):
@@ -87,6 +91,15 @@ class Account:
             parts = [f"{number} {reason}" for reason, number in self.images.items()]
             lines.append(f"images: {', '.join(parts)}")
         return [*lines, *(f"note: {note}" for note in self.notes)]
+
+
+def _printable(value: Any) -> Any:
+    """Return what JSON holds with texts that are safe to print."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(name): _printable(one) for name, one in value.items()}
+    return [*map(_printable, value)] if isinstance(value, list) else value
 
 
 _FIELDS = frozenset(Account.__dataclass_fields__)

@@ -6,11 +6,14 @@ next one.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
 import os
 import time
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,10 +29,9 @@ from pipeline.data.formats.base import MapFn, Unit, source_uri
 from pipeline.data.image_checks import STORED_FORMATS
 from pipeline.data.listing import Entry, list_entries
 from pipeline.data.packs import ROWS, ImageChecker, name_of, notes_of, raw_row
-from pipeline.data.preview import Picture, sample_rows
+from pipeline.data.preview import PER_GROUP, Picture, most_of_group
 from workers.data.decoding import open_image
-from workers.data.in_place import SHARDS, urls_by_name, write_shards
-from workers.data.range_files import open_range_file
+from workers.data.in_place import SHARDS, number_of_shard, urls_by_name, write_shards
 from workers.data.shards import SCHEMA
 from workers.job import ShardUrls
 from workers.storage.artifact import (
@@ -46,16 +48,21 @@ from workers.storage.artifact import (
 )
 
 INFO = b"shard"  # in the metadata of a shard's table: its size and digest
+PICTURES = b"pictures"  # the same: small images for the preview, as a shard is read once
+MOST_PICTURES = 40  # of a shard
+SHOWN_SHARDS = 200  # about so many have pictures
 TABLE_READERS = 8  # tables of shards that are read at the same time
 
 
 class IndexJob(NamedTuple):
-    """A shard to read. name: in the index. target: where its table is put."""
+    """A shard to read. name: in the index. target: where its table is put. is_shown: whether some
+    images of it are for the preview."""
 
     unit: Unit
     card: Card
     name: str
     target: str
+    is_shown: bool
 
 
 class IndexedShard(NamedTuple):
@@ -63,6 +70,7 @@ class IndexedShard(NamedTuple):
 
     rows: pa.Table
     info: FileInfo
+    pictures: tuple[Picture, ...] = ()
 
 
 def urls_of(card: Card) -> ShardUrls | None:
@@ -102,7 +110,9 @@ def index_shards(
         attempt.write(SHARDS, write_shards(files))
         fields = {**extra, "fingerprint": ingest.fingerprint_of(state), "started": started}
         index = index_table(names, contents.selected)
-        ingest.publish(attempt, index, contents, _pictures(card, contents.selected), fields)
+        ingest.publish(
+            attempt, index, contents, _pictures(contents.selected, names, shards), fields
+        )
     except BaseException:
         attempt.discard()
         raise
@@ -118,14 +128,23 @@ def _all_files(card: Card, entries: list[Entry]) -> list[Entry]:
     return list_entries(path, [""], format_of(card).suffixes) or entries
 
 
-def _pictures(card: Card, rows: pa.Table) -> list[Picture]:
-    """Return some images of a card for its preview."""
-    urls = urls_by_name(webdataset.shard_urls(card))
-    pictures: list[Picture] = []
-    for row in sample_rows(rows).to_pylist():
-        data = open_range_file(urls[row["pack"]]).read_at(row["bytes"], row["offset"])
-        pictures.append(Picture.of(card, row["split"], row["label"], row["name"], data))
-    return pictures
+def _pictures(
+    selected: pa.Table, names: Sequence[str], shards: Sequence[IndexedShard]
+) -> list[Picture]:
+    """Return the pictures of images that are used, with their split; no more than are shown."""
+    of_shards = dict(zip(names, (shard.pictures for shard in shards), strict=True))
+    known = {picture.name for pictures in of_shards.values() for picture in pictures}
+    rows = selected.filter(pc.is_in(selected["name"], pa.array(known, pa.large_string())))
+    splits = {(row["pack"], row["name"]): row["split"] for row in rows.to_pylist()}
+    by_group: dict[tuple[str, str], list[Picture]] = {}
+    for shard, pictures in of_shards.items():
+        for picture in pictures:
+            split = splits.get((shard, picture.name))
+            if split is not None:
+                group = by_group.setdefault((split, picture.label), [])
+                group.append(picture._replace(split=split))
+    most = most_of_group(len(by_group))
+    return [picture for group in by_group.values() for picture in group[:most]]
 
 
 def _read_all(
@@ -138,8 +157,11 @@ def _read_all(
 ) -> list[IndexedShard]:
     """Read all shards whose table does not stand yet; return them in order."""
     jobs = []
+    step = -(-len(names) // SHOWN_SHARDS)
     for name, unit in zip(names, shard_units, strict=True):
-        jobs.append(IndexJob(unit, card, name, join(folder, f"{name_of(unit)}.parquet")))
+        target = join(folder, f"{name_of(unit)}.parquet")
+        is_shown = number_of_shard(name) % step == 0
+        jobs.append(IndexJob(unit, card, name, target, is_shown))
     sizes = list_files(folder)
     with ThreadPoolExecutor(TABLE_READERS, "tables") as pool:
         standing = list(pool.map(lambda job: _read_table(job, sizes), jobs))
@@ -167,12 +189,16 @@ def _read_table(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
     try:
         table = pq.read_table(io.BytesIO(read_bytes(job.target)))
         info = json.loads((table.schema.metadata or {})[INFO])
+        pictures = [
+            Picture(split, label, name, base64.b64decode(data))
+            for split, label, name, data in json.loads((table.schema.metadata or {})[PICTURES])
+        ]
         rows = table.replace_schema_metadata(None)
-    except (pa.ArrowException, OSError, ValueError, KeyError):
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return None
     if rows.schema != ROWS or {"bytes", "sha256"} != info.keys():
         return None
-    return IndexedShard(rows, info)
+    return IndexedShard(rows, info, tuple(pictures))
 
 
 def index_shard(job: IndexJob) -> IndexedShard:
@@ -180,6 +206,8 @@ def index_shard(job: IndexJob) -> IndexedShard:
     checker = ImageChecker(job.card)
     summary = webdataset.ShardSummary()
     rows: list[dict[str, Any]] = []
+    pictures: list[Picture] = []
+    num_shown: Counter[str] = Counter()
     for item, data in job.unit.read(*job.unit.args, summary):
         row = checker.row(item)
         if data is not None:
@@ -192,13 +220,20 @@ def index_shard(job: IndexJob) -> IndexedShard:
                 extension = STORED_FORMATS[open_image(data, job.card.max_pixels).format or ""]
                 row |= {"sha256": digest, "ext": extension}
                 row |= {"pack": job.name, "offset": item.offset, "bytes": item.size}
+                num_shown[row["label"]] += 1
+                is_shown = job.is_shown and num_shown[row["label"]] <= PER_GROUP
+                if is_shown and len(pictures) < MOST_PICTURES:
+                    split, label, name = row["split"], row["label"], row["name"]
+                    pictures.append(Picture.of(job.card, split, label, name, data))
         rows.append(row)
     info: FileInfo = {"bytes": summary.size, "sha256": summary.sha256}
     table = pa.Table.from_pylist(rows, ROWS)
     sink = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({INFO: json.dumps(info)}), sink)
+    shown = [[*texts, base64.b64encode(data).decode()] for *texts, data in pictures]
+    metadata = {INFO: json.dumps(info), PICTURES: json.dumps(shown)}
+    pq.write_table(table.replace_schema_metadata(metadata), sink)
     write_bytes(job.target, sink.getvalue())
-    return IndexedShard(table, info)
+    return IndexedShard(table, info, tuple(pictures))
 
 
 def index_table(names: list[str], selected: pa.Table) -> pa.Table:

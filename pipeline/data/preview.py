@@ -24,6 +24,7 @@ PER_GROUP = 8  # images of a class in a split
 MAX_PICTURES = 800
 SIDE = 72  # pixels of a picture on the page
 MAX_NOTED = 60  # characters of a file's name under a picture
+PAGE_START = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Preview: '
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem;
@@ -119,7 +120,7 @@ def page_of(sheets: Sequence[Sheet]) -> str:
     title = escape(", ".join(sheet.card.name for sheet in sheets))
     body = "".join(_sheet(sheet, len(sheets) > 1) for sheet in sheets)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Preview: {title}</title>'
+        f"{PAGE_START}{title}</title>"
         '<meta name="viewport" content="width=device-width">'
         f"<style>{STYLE}</style><h1>What was understood: {title}</h1>"
         "<p>Check that images stand under their class and in their split. Nothing is trained "

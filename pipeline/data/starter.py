@@ -18,8 +18,8 @@ from pipeline.data.detection.detect import detect
 from pipeline.data.detection.libraries import TORCHVISION_PATH
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TABLE_SUFFIXES, TAR_SUFFIX, is_packed
 from pipeline.data.formats.folder import LABEL, split_folders
-from pipeline.data.names import counted, name_of, printable, suffix_of
-from pipeline.data.preview import PREVIEW, Sheet, page_of
+from pipeline.data.names import counted, listed, name_of, printable, suffix_of
+from pipeline.data.preview import PAGE_START, PREVIEW, Sheet, page_of
 from pipeline.data.proposal import TaskPlan, card_text, config_text, relative_to_here, tasks_of
 from pipeline.data.splits import role_in
 from pipeline.yaml_files import override_of, parse_override, parse_yaml
@@ -125,6 +125,7 @@ def start(
     if keep and _are_there(starter):
         say(f"{starter.config} is there and is used as it stands")
         return starter.config
+    preview_path(starter.config)
     say(write(starter))
     say(f"preview: {write_preview(starter, sources)}")
     return starter.config
@@ -180,15 +181,31 @@ def write_preview(starter: Starter, sources: Sequence[Source]) -> str:
                 data_set.notes,
             )
         )
-    path = f"{starter.config.removesuffix('.yaml')}-{PREVIEW}"
-    Path(path).write_text(page_of(sheets), encoding="utf-8")
+    return _write_page(preview_path(starter.config), page_of(sheets))
+
+
+def preview_path(config: str) -> str:
+    """Return where the preview of a config is written.
+
+    Raises:
+        UserError: If something else is there.
+    """
+    path = f"{config.removesuffix('.yaml')}-{PREVIEW}"
+    is_ours = os.path.isfile(path) and Path(path).read_bytes().startswith(PAGE_START.encode())
+    if os.path.islink(path) or (os.path.exists(path) and not is_ours):
+        raise UserError(f"{printable(path)} is there and is no preview; move it, or use --name")
+    return path
+
+
+def _write_page(path: str, page: str) -> str:
+    Path(path).write_text(page, encoding="utf-8")
     return path
 
 
 def preview_card(card: Card) -> str:
     """Write the page that shows how a card reads its source, and return its path."""
     data_set = read_card(card)
-    path = f"{card.name}-{PREVIEW}"
+    path = preview_path(card.name)
     sheet = Sheet(
         card,
         data_set.layout,
@@ -197,8 +214,7 @@ def preview_card(card: Card) -> str:
         data_set.pictures(),
         data_set.notes,
     )
-    Path(path).write_text(page_of([sheet]), encoding="utf-8")
-    return path
+    return _write_page(path, page_of([sheet]))
 
 
 # ---- the files -----------------------------------------------------------------------------------
@@ -440,7 +456,11 @@ def describe(data_set: DataSet) -> str:
             "are held out as test, by hash of their names"
         )
     if "val" in counts:
-        lines.append("  validation images are those of the data; data.val_fraction has no effect")
+        lines.append("  validation images are those of the data, and none are held out of train")
+        without = sorted(name for name in data_set.classes if ("val", name) not in data_set.images)
+        if without:
+            named = counted(len(without), "class")
+            lines.append(f"  note: {named} without validation images: {listed(without)}")
     elif _is_val_the_test(data_set):
         lines.append("  the validation images of the data are the test images")
     lines += [f"  note: {note}" for note in data_set.notes]

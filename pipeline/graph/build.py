@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from pipeline.config import Config, settings_path
 from pipeline.graph.backbone import resolve
-from pipeline.graph.builder import Builder, own_validation
+from pipeline.graph.builder import Builder
 from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
@@ -149,7 +149,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
         "task": base.name,
         "classes": base.classes,
         "train": key_inputs(config.backbone_train()),
-        "data": key_inputs(own_validation(config.data, (base,)), NOT_IN_KEYS),
+        "data": key_inputs(config.data, NOT_IN_KEYS),
         "finetune": METHODS["finetune"].revision,
         **shared_revisions(),
     }
@@ -338,7 +338,6 @@ class MethodStages:
                 seen,
                 previous=builder.keys_of(step_start),
                 states=builder.keys_of(state_stages),
-                read_tasks=read_tasks,
             )
             builder.add(
                 stage_id,
@@ -358,7 +357,7 @@ class MethodStages:
         """Return what the key of a training stage is made of."""
         builder = self.builder
         method = builder.method(self.label)
-        train, data = builder.train_and_data(self.label, step.name, task, read_tasks)
+        train, data = builder.train_and_data(self.label, step.name, task)
         ignored = method.ignored_settings(step.name)
         name = builder.config.methods[self.label].method
         return {
@@ -423,7 +422,7 @@ class MethodStages:
             "scenario": config.stream.scenario,
         }
         if builder.split == "val":
-            val_fraction = own_validation(config.data_of(self.label), measured).val_fraction
+            val_fraction = config.data_of(self.label).val_fraction
             if not val_fraction and not all(task.has_val for task in measured):
                 raise UserError(
                     "a search is judged on validation images, and data.val_fraction of method "

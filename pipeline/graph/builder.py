@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -85,26 +85,19 @@ class Builder:
         return METHODS[entry.method].Settings.model_validate(entry.settings)
 
     def train_and_data(
-        self, label: str, step: str, task: Task | None, read_tasks: Sequence[Task]
+        self, label: str, step: str, task: Task | None
     ) -> tuple[TrainSettings, DataSettings]:
         """Return the training and data settings of a step of a method.
 
         Images without labels cannot validate anything: all are trained on, to the last epoch.
-
-        Args:
-            label: Of the method.
-            step: Of the method.
-            task: That is learned; None for an evaluation.
-            read_tasks: Whose images the step reads. If all bring validation images,
-                `val_fraction` has no effect.
         """
         task_name = None if task is None else task.name
         train = self.config.train_of(label, step, task=task_name)
         data = self.config.data_of(label)
         if task is not None and task.role == "unlabelled":
             train = train.model_copy(update={"keep": "last"})
-            return train, data.model_copy(update={"val_fraction": 0.0})
-        return train, own_validation(data, read_tasks)
+            data = data.model_copy(update={"val_fraction": 0.0})
+        return train, data
 
     def backbone_job(self, base: Task | None) -> StageJob:
         """Return the job of the backbone stage. base: the task that it is trained on."""
@@ -115,7 +108,7 @@ class Builder:
             step="backbone",
             method="finetune",
             settings={},
-            data=own_validation(self.config.data, tasks),
+            data=self.config.data,
             train=train,
             task=base,
             tasks=tasks,
@@ -129,7 +122,6 @@ class Builder:
         label: str,
         task: Task,
         tasks: tuple[Task, ...],
-        read_tasks: tuple[Task, ...] = (),
         **rest: Any,
     ) -> StageJob:
         """Return the job of a method's stage. It gets no setting that its step does not read."""
@@ -137,7 +129,7 @@ class Builder:
         settings_task = None if step == "evaluate" else task
         task_name = None if settings_task is None else settings_task.name
         entry = self.config.entry_of(label, task_name)
-        train, data = self.train_and_data(label, step, settings_task, read_tasks or tasks)
+        train, data = self.train_and_data(label, step, settings_task)
         ignored = METHODS[entry.method].ignored_settings(step)
         settings = {key: value for key, value in entry.settings.items() if key not in ignored}
         return self._job(
@@ -171,13 +163,6 @@ class Builder:
             cache_gb=config.cluster.cache_gb,
             **rest,
         )
-
-
-def own_validation(data: DataSettings, tasks: Sequence[Task]) -> DataSettings:
-    """Return settings without `val_fraction` if all tasks bring validation images."""
-    if tasks and all(task.has_val for task in tasks):
-        return data.model_copy(update={"val_fraction": 0.0})
-    return data
 
 
 def cache_folder(configured: str, storage: str) -> str:

@@ -55,6 +55,11 @@ def _too_many(pattern: str) -> UserError:
     )
 
 
+def number_of_shard(name: str) -> int:
+    """Return the number in a name that `shard_name` made."""
+    return int(name.rpartition("-")[2].removesuffix(".tar"))
+
+
 def shard_name(split: str, number: int) -> str:
     """Return the name of a shard in the index: data may move, and its place in the list stays."""
     return f"{split}-{number:06d}.tar"

@@ -204,10 +204,15 @@ def select(
 def _rows_of(shards: Shards, task: Task, split: str, val_fraction: float) -> pa.Table:
     """Return the rows of a task in a split.
 
-    Validation images are those that the data set has, else a part of the training images.
+    Validation images are those that the data set has of the task's classes. If it has none, they
+    are a part of the training images.
     """
-    if split == "test" or task.has_val:
+    if split == "test":
         return shards.select(split, task.classes)
+    if task.has_val:
+        own = shards.select("val", task.classes)
+        if len(own):
+            return own if split == "val" else shards.select(split, task.classes)
     train, val = hold_out(shards.select("train", task.classes), val_fraction)
     return val if split == "val" else train
 
@@ -235,11 +240,11 @@ def _remembered(task: Task, split: str, part: pa.Table, keys: Collection[str]) -
 
 
 def _refuse_empty(task: Task, split: str, part: pa.Table, val_fraction: float) -> None:
-    if split == "val" and not len(part) and not task.has_val:
+    if split == "val" and not len(part):
         raise UserError(
             f"task {task.name!r} has no validation images with data.val_fraction = "
-            f"{val_fraction}, as no class has more than one "
-            "train image; set it to 0, or add images to the source"
+            f"{val_fraction}, as the data have none and no class has more than one train image to "
+            "spare; set it to 0 (with keep: last), or add images to the source"
         )
     missing: list[str] = []
     if split == "train":

@@ -21,8 +21,8 @@ from pipeline.config import checked
 from pipeline.data.account import Account, account_of, image_files
 from pipeline.data.cards import LIST_MARK, Card, Source
 from pipeline.data.formats import count_labels, format_of, list_source, require_entries, units
-from pipeline.data.formats.base import Item, LabelCounts, read_items
-from pipeline.data.formats.folder import LABEL
+from pipeline.data.formats.base import LIBRARIES, Item, LabelCounts, read_items
+from pipeline.data.formats.folder import LABEL, class_folders
 from pipeline.data.labels import check_meaning, check_spelling
 from pipeline.data.listing import Entry
 from pipeline.data.names import counted, listed, nfc, printable, quoted
@@ -192,7 +192,7 @@ def read_as(
         numbers = numbers or labels.numbers
         if card.source.format != "folder":
             check_meaning(where, classes)
-    if card.source.format != "folder":
+    if card.source.format not in ("folder", *LIBRARIES):
         body["numbers"] = numbers or "names"
     card = _card(name, body, classes)
     return _judged(card, layout, entries, counts, notes, where)
@@ -301,6 +301,10 @@ def _judged(
     without = sum(n for (of, label), n in counts.items() if of == "train" and label is None)
     if without:
         found.append(f"{counted(without, 'train image')} without a label are left out")
+    folders = _folders_of(card)
+    empty = [name for name in folders if name not in card.classes and ("train", name) not in counts]
+    if empty:
+        found.append(f"folders without train images are no classes: {listed(empty)}")
     is_exact = len(entries) < MOST_FILES
     problems: dict[str, str | None] = {}
     source_format = format_of(card)
@@ -320,7 +324,7 @@ def _judged(
         card=card,
         entries=entries,
         counts={split: number for split, number in totals.items() if number},
-        are_folders=_takes_folders(card, counts),
+        are_folders=folders == [*card.classes],
         is_exact=is_exact,
         notes=tuple(found),
         bad_fraction=num_bad / max(sum(totals.values()) + num_bad, 1),
@@ -335,13 +339,11 @@ def _named(labels: Sequence[str]) -> str:
     return f"{'class' if len(labels) == 1 else 'classes'} {listed(labels)}"
 
 
-def _takes_folders(card: Card, counts: LabelCounts) -> bool:
-    """Whether the classes are all folders of the train split, empty ones too."""
+def _folders_of(card: Card) -> list[str]:
+    """Return the class folders of the train split, empty ones too; none for other formats."""
     if card.source.format != "folder":
-        return False
-    from pipeline.data.formats.folder import class_folders  # beside those who need folders
-
-    return sorted(map(nfc, class_folders(card, "train"))) == [*card.classes]
+        return []
+    return sorted(map(nfc, class_folders(card, "train")))
 
 
 # ---- some images ---------------------------------------------------------------------------------

@@ -266,7 +266,8 @@ def read_samples(uri: str) -> Iterator[tuple[str, Members, Headers]]:
                         f"member {member.name!r:.80} has {member.size} bytes, and so many do not "
                         "follow"
                     )
-                if suffix in members and key == current and not _is_whole(members):
+                begins = suffix == next(iter(members), "") and _is_whole(members)
+                if suffix in members and key == current and not begins:
                     raise tarfile.ReadError(
                         f"key {key!r:.80} has two members .{suffix:.20}, and it is not clear which "
                         "belongs to its label; each sample needs a key of its own"

@@ -320,6 +320,7 @@ class Sample:
         text: Of the member with the name of the class.
         offset, size: Of the image in the shard.
         found: Kinds of members that were taken: the extension of the image, and `label`.
+        suffixes: Extensions of all its members, in order.
     """
 
     key: str
@@ -330,16 +331,16 @@ class Sample:
     offset: int = 0
     size: int = 0
     found: set[str] = field(default_factory=set)
-    suffixes: set[str] = field(default_factory=set)
+    suffixes: dict[str, None] = field(default_factory=dict)
 
     def is_followed_by(self, suffix: str) -> bool:
         """Whether the next member begins another sample of the same key: this one is whole."""
         has_image = bool(self.found - {"label"})
-        return suffix in self.suffixes and "label" in self.found and has_image
+        return suffix == next(iter(self.suffixes), "") and "label" in self.found and has_image
 
     def add(self, suffix: str, member: tarfile.TarInfo, stream: ShardStream, job: ShardJob) -> None:
         """Take what is needed of a member: the image, the label, or the name of the class."""
-        self.suffixes.add(suffix)
+        self.suffixes[suffix] = None
         if job.label is not None and suffix == member_suffix(job.label):
             if "label" in self.found:
                 self._reject("corrupt: two labels for one key")

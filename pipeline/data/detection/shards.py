@@ -270,15 +270,16 @@ def _labels_of(
 
 
 def _candidates(survey: Survey) -> list[str]:
-    """Return the members that may be the label: those with few values."""
+    """Return the members that may be the label: those with few values, and not with one alone."""
     num_images = sum(survey.images.values())
-    return [
+    candidates = [
         source
         for source, counter in survey.labels.items()
         if 0 < len(counter) <= MAX_CLASSES
         and (len(counter) <= FEW_CLASSES or len(counter) * 2 <= num_images)
         and not (len(counter) > 1 and len(counter) * 2 > num_images and len(survey.labels) > 1)
     ]
+    return [source for source in candidates if len(survey.labels[source]) > 1] or candidates
 
 
 def _pairs(

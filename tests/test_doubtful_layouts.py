@@ -1,0 +1,493 @@
+"""Layouts that can be read in two ways: each is read right, or refused with a remedy.
+
+`RIGHT` in a case means that `init` and `ingest` store the truth; any other text is a part of the
+sentence by which `init` refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.detection.data_set import Request
+from pipeline.data.detection.detect import detect
+from tests.random_layouts import Layout, Maker, Picture
+from tests.test_random_layouts import RIGHT, read_layout
+from workers.errors import UserError
+
+NAMES = ("ant", "bee", "cow")
+NO_COLUMNS: Mapping[str, Callable[[int], Any]] = {}
+
+
+class Tree(Maker):
+    """Builds one data set below a folder, and knows the truth of each image."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, 0)
+        self.truth: list[Picture] = []
+
+    def image(self, path: str, label: str = "", split: str = "train") -> str:
+        """Write an image; with a label it is one of the data set."""
+        data = self.png()
+        self.write(path, data)
+        if label:
+            self.truth.append(Picture(split, label, path, data))
+        return path
+
+    def classes(self, folder: str = "", split: str = "train", number: int = 4) -> None:
+        """Write class folders."""
+        for name in NAMES:
+            for index in range(number):
+                self.image(f"{folder}{name}/{split}{name}{index}.png", name, split)
+
+    def flat(self, folder: str, split: str = "train", number: int = 12) -> list[list[str]]:
+        """Write images without folders of classes; return their rows (name, label)."""
+        rows = []
+        for index in range(number):
+            name = f"{split}{folder.strip('/').replace('/', '_')}{index:03d}.png"
+            self.image(folder + name, NAMES[index % 3], split)
+            rows.append([name, NAMES[index % 3]])
+        return rows
+
+    def csv(self, path: str, columns: str, rows: Sequence[Sequence[object]]) -> None:
+        """Write a table. columns: with commas."""
+        self.write(path, "\n".join([columns, *(",".join(map(str, row)) for row in rows)]) + "\n")
+
+    def samples(
+        self,
+        path: str,
+        splits: Sequence[str] = ("train",),
+        extra: Callable[[str, int, str], list[tuple[str, bytes]]] = lambda *_: [],
+        label: str = "cls",
+        key: str = "{split}/{index:04d}",
+        ending: str = "png",
+    ) -> None:
+        """Write a tar of samples. extra: more members by label, number and split."""
+        members: list[tuple[str, bytes]] = []
+        for split in splits:
+            for index in range(12):
+                name = NAMES[index % 3]
+                data = self.png()
+                stem = key.format(split=split, index=index + 100 * len(self.truth))
+                self.truth.append(Picture(split, name, stem, data))
+                members.append((f"{stem}.{ending}", data))
+                if label:
+                    members.append((f"{stem}.{label}", name.encode()))
+                members += [(f"{stem}.{end}", text) for end, text in extra(name, index, split)]
+        self.tar(path, members)
+
+    def columns(
+        self, path: str, split: str = "train", more: Mapping[str, Callable[[int], Any]] = NO_COLUMNS
+    ) -> None:
+        """Write a Parquet file of images and labels. more: further columns by number of the row."""
+        rows = [(self.png(), NAMES[index % 3]) for index in range(12)]
+        self.truth += [Picture(split, label, path, data) for data, label in rows]
+        table = {"image": [data for data, _ in rows], "label": [label for _, label in rows]}
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        values = {name: [make(index) for index in range(12)] for name, make in more.items()}
+        pq.write_table(pa.table({**table, **values}), self.folder / path)
+
+
+Case = tuple[Callable[[Tree], Any], str]
+
+
+# ---- folders -------------------------------------------------------------------------------------
+def masks_beside(tree: Tree) -> None:
+    tree.classes()
+    for index in range(6):
+        tree.image(f"masks/m{index}.png")
+
+
+def thumbs_in_classes(tree: Tree) -> None:
+    tree.classes()
+    for name in NAMES:
+        tree.image(f"{name}/thumbs/{name}.png")
+
+
+def mask_files(tree: Tree) -> None:
+    tree.classes()
+    for picture in [*tree.truth]:
+        tree.image(picture.name.replace(".png", "_mask.png"))
+
+
+def unsorted_beside(tree: Tree) -> None:
+    tree.classes()
+    tree.image("unlabeled/x.png")
+
+
+def splits_below_a_wrapper(tree: Tree) -> None:
+    tree.classes("images/tr/")
+    tree.classes("images/tst/", "test", 2)
+
+
+def holdout_below_a_wrapper(tree: Tree) -> None:
+    tree.classes("photos/learn/")
+    tree.classes("photos/holdout/", "test", 2)
+
+
+def eval_beside_test(tree: Tree) -> None:
+    tree.classes("train/")
+    tree.classes("test/", "test", 2)
+    tree.classes("eval/", "val", 2)
+
+
+def splits_of_each_class(tree: Tree) -> None:
+    for name in NAMES:
+        for split, number in (("train", 4), ("test", 2)):
+            for index in range(number):
+                tree.image(f"{name}_{split}/{split}{index}{name}.png", name, split)
+
+
+def split_in_file_names(tree: Tree) -> None:
+    for name in NAMES:
+        for index in range(6):
+            split = "test" if index > 3 else "train"
+            tree.image(f"{name}/{name}{index}_{split}.png", name, split)
+
+
+def folders_of_the_same_names(tree: Tree) -> None:
+    tree.classes("farm one/")
+    tree.classes("farm two/")
+
+
+def parts_of_images(tree: Tree) -> None:
+    for index in range(12):
+        tree.image(f"part_{index % 2}/{index}.png")
+
+
+def signs_of_patterns(tree: Tree) -> None:
+    tree.classes("data [v2]/train/")
+    tree.classes("data [v2]/test/", "test", 2)
+
+
+def class_called_train(tree: Tree) -> None:
+    for name in ("bus", "car", "train"):
+        for index in range(4):
+            tree.image(f"{name}/{name}{index}.png", name)
+
+
+# ---- tables --------------------------------------------------------------------------------------
+def predictions_beside_folders(tree: Tree) -> None:
+    tree.classes()
+    rows = [[picture.name, NAMES[0]] for picture in tree.truth]
+    tree.csv("predictions.csv", "file,prediction", rows)
+
+
+def attributes_beside_a_table(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    tree.csv("labels.csv", "filename,label", rows)
+    tree.csv("attributes.csv", "filename,colour", [[name, "red"] for name, _ in rows])
+
+
+def two_columns_of_labels(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    tree.csv(
+        "t.csv", "filename,breed,owner", [[n, c, "xyz"[i % 2]] for i, (n, c) in enumerate(rows)]
+    )
+
+
+def flag(column: str, yes: str, no: str) -> Callable[[Tree], None]:
+    """Return what writes a table with a flag of the test images, or of the train images."""
+
+    def build(tree: Tree) -> None:
+        is_test = "test" in column
+        rows = [[*row, no if is_test else yes] for row in tree.flat("images/")]
+        rows += [[*row, yes if is_test else no] for row in tree.flat("images/", "test", 6)]
+        tree.csv("labels.csv", f"filename,label,{column}", rows)
+
+    return build
+
+
+def split_column(words: dict[str, str], column: str = "split") -> Callable[[Tree], None]:
+    """Return what writes a table with a column of splits."""
+
+    def build(tree: Tree) -> None:
+        rows: list[list[str]] = []
+        for split, word in words.items():
+            rows += [[*row, word] for row in tree.flat("images/", split.strip("2"), 9)]
+        tree.csv("labels.csv", f"filename,label,{column}", rows)
+
+    return build
+
+
+def blank_split(tree: Tree) -> None:
+    rows = [[*row, "train"] for row in tree.flat("images/")]
+    rows += [[*row, "test"] for row in tree.flat("images/", "test", 6)]
+    rows[3][2] = ""
+    tree.csv("labels.csv", "filename,label,split", rows)
+
+
+def table_in_a_folder(tree: Tree) -> None:
+    tree.csv("meta/labels.csv", "filename,label", tree.flat("images/"))
+    tree.write("notes.pdf", b"x")
+
+
+def masks_of_the_same_names(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    for name, _ in rows:
+        tree.image(f"masks/{name}")
+    tree.csv("labels.csv", "filename,label", rows)
+
+
+def names_in_class_folders(tree: Tree) -> None:
+    rows = []
+    for label in NAMES:
+        for index in range(4):
+            tree.image(f"photos/{label}/{index}.png", label)
+            rows.append([f"{index}.png", label])
+    tree.csv("labels.csv", "filename,label", rows)
+
+
+def table_against_folders(tree: Tree) -> None:
+    tree.classes()
+    rows = [[p.name, NAMES[(NAMES.index(p.label) + i % 2) % 3]] for i, p in enumerate(tree.truth)]
+    tree.csv("labels.csv", "filename,label", rows)
+
+
+def two_labels_of_a_file(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    tree.csv("labels.csv", "filename,label", [*rows, [rows[0][0], rows[1][1]]])
+
+
+def labels_that_say_none(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    rows += [[tree.image(f"images/x{index}.png")[7:], "N/A"] for index in range(3)]
+    tree.csv("labels.csv", "filename,label", rows)
+
+
+def several_labels(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    rows[0][1] = "ant|bee"
+    tree.csv("labels.csv", "filename,label", rows)
+
+
+def folds(tree: Tree) -> None:
+    rows = tree.flat("images/")
+    for fold in range(3):
+        held = {name for index, (name, _) in enumerate(rows) if index // 4 == fold}
+        parts = {
+            "train": [r for r in rows if r[0] not in held],
+            "test": [r for r in rows if r[0] in held],
+        }
+        for split, of_split in parts.items():
+            tree.csv(f"fold{fold}_{split}.csv", "filename,label", of_split)
+
+
+def batches(tree: Tree) -> None:
+    for batch in ("batch1", "batch2"):
+        tree.csv(f"{batch}/labels.csv", "filename,label", tree.flat(f"{batch}/"))
+
+
+def trainval(tree: Tree) -> None:
+    train = tree.flat("images/")
+    val = tree.flat("images/", "val", 6)
+    for name, rows in (("train", train), ("val", val), ("trainval", train + val)):
+        tree.csv(f"{name}.csv", "filename,label", rows)
+
+
+def unnamed_rows(tree: Tree) -> None:
+    tree.write("labels.csv", "\n".join(f"{n},{i % 2}" for i, n in enumerate(range(24))))
+    for number in range(24):
+        tree.image(f"images/{number}.png", str(number % 2))
+
+
+def unread_test(tree: Tree) -> None:
+    tree.csv("train.csv", "filename,label", tree.flat("train/"))
+    for index in range(4):
+        tree.image(f"test/e{index}.png")
+
+
+def list_of_a_split(tree: Tree) -> None:
+    tree.classes()
+    tree.write("test_list.txt", "\n".join(p.name for p in tree.truth[:4]))
+
+
+def split_of_folders(tree: Tree) -> None:
+    tree.classes()
+    rows = [
+        [p.name, "AB"[i % 2], "test" if i % 4 > 2 else "train"] for i, p in enumerate(tree.truth)
+    ]
+    tree.csv("info.csv", "filename,camera,split", rows)
+
+
+def hub_lines(tree: Tree) -> None:
+    for split in ("train", "test"):
+        rows = tree.flat(f"{split}/", split)
+        lines = [json.dumps({"file_name": name, "label": label}) for name, label in rows]
+        tree.write(f"{split}/metadata.jsonl", "\n".join(lines))
+
+
+# ---- Parquet -------------------------------------------------------------------------------------
+def parquet_files(*names: str) -> Callable[[Tree], None]:
+    """Return what writes Parquet files; a name has its split before an `=`."""
+
+    def build(tree: Tree) -> None:
+        for name in names:
+            split, _, path = name.partition("=")
+            tree.columns(path, split)
+
+    return build
+
+
+def every_fourth_is_test(tree: Tree) -> None:
+    for number in range(0, len(tree.truth), 4):
+        tree.truth[number] = tree.truth[number]._replace(split="test")
+
+
+def parquet_flag(tree: Tree) -> None:
+    tree.columns("a.parquet", more={"is_train": lambda index: index % 4 != 0})
+    every_fourth_is_test(tree)
+
+
+def parquet_paths(tree: Tree) -> None:
+    tree.columns("a.parquet", more={"path": lambda i: f"{'train' if i % 4 else 'test'}/{i}"})
+    every_fourth_is_test(tree)
+
+
+def parquet_configs(tree: Tree) -> None:
+    tree.columns("full/train.parquet")
+    tree.columns("small/train.parquet")
+
+
+def parquet_column_in_one(tree: Tree) -> None:
+    tree.columns("a.parquet")
+    tree.columns("b.parquet", more={"split": lambda index: "test"})
+
+
+# ---- tars ----------------------------------------------------------------------------------------
+def json_member(**fields: Callable[[str, int, str], Any]) -> Callable[[str, int, str], Any]:
+    """Return the member with JSON of a sample."""
+    return lambda label, index, split: [
+        ("json", json.dumps({n: make(label, index, split) for n, make in fields.items()}).encode())
+    ]
+
+
+def shards_by_word(tree: Tree) -> None:
+    for path, split in (("learn-000.tar", "train"), ("tst.tar", "test")):
+        tree.samples(path, (split,), key="{index:04d}")
+
+
+def samples_with_splits(tree: Tree) -> None:
+    tree.samples("a.tar", ("train", "test"), json_member(split=lambda _, i, s: s), key="k{index}")
+
+
+def samples_in_split_folders(tree: Tree) -> None:
+    tree.samples("a.tar", ("train", "test"))
+
+
+def samples_with_two_images(tree: Tree) -> None:
+    tree.samples("a.tar", extra=lambda *_: [("bmp", b"BM")], key="k{index}")
+
+
+def labels_that_differ(tree: Tree) -> None:
+    wrong = json_member(label=lambda label, i, s: NAMES[(NAMES.index(label) + 1) % 3])
+    tree.samples("a.tar", extra=wrong, key="k{index}")
+
+
+def captions_beside_labels(tree: Tree) -> None:
+    caption = [("txt", b"a photo")]
+    tree.samples("a.tar", extra=lambda label, *_: caption, key="k{index}")
+
+
+def folders_against_labels(tree: Tree) -> None:
+    tree.samples("a.tar", key="bee/k{index}")
+
+
+CASES: dict[str, Case] = {
+    "masks beside classes": (masks_beside, "ignore: [masks]"),
+    "thumbnails in classes": (thumbs_in_classes, "folders 'thumbs'"),
+    "files called mask": (mask_files, "'mask'"),
+    "unlabeled beside classes": (unsorted_beside, RIGHT),
+    "splits below a wrapper": (splits_below_a_wrapper, RIGHT),
+    "holdout below a wrapper": (holdout_below_a_wrapper, RIGHT),
+    "test and eval": (eval_beside_test, "can be validation images or more test images"),
+    "splits of each class": (splits_of_each_class, RIGHT),
+    "split in names of files": (split_in_file_names, "{label}/*test*"),
+    "folders of the same names": (folders_of_the_same_names, "folders of the same names"),
+    "parts": (parts_of_images, "other than classes"),
+    "signs of patterns": (signs_of_patterns, "rename it"),
+    "a class called train": (class_called_train, RIGHT),
+    "predictions beside folders": (predictions_beside_folders, RIGHT),
+    "attributes beside a table": (attributes_beside_a_table, RIGHT),
+    "two columns of labels": (two_columns_of_labels, "which is the label is not clear"),
+    "is_test": (flag("is_test", "1", "0"), RIGHT),
+    "istrain": (flag("istrain", "True", "False"), RIGHT),
+    "holdout in a column": (split_column({"train": "learn", "test": "holdout"}), RIGHT),
+    "three words": (split_column({"train": "tr", "val": "dev", "test": "tst"}, "subset"), RIGHT),
+    "words that say nothing": (
+        split_column({"train": "A", "test": "B"}),
+        "source.splits={train: [A, B]",
+    ),
+    "a part that is unknown": (
+        split_column({"train": "train", "test": "test", "train2": "extra"}),
+        "'extra'",
+    ),
+    "a blank split": (blank_split, "(row 4) is not one"),
+    "a table in a folder": (table_in_a_folder, RIGHT),
+    "masks of the same names": (masks_of_the_same_names, "source.files"),
+    "names in class folders": (names_in_class_folders, RIGHT),
+    "a table against folders": (table_against_folders, "source.format=folder"),
+    "two labels of a file": (two_labels_of_a_file, "have two labels"),
+    "labels that say none": (labels_that_say_none, "'N/A'"),
+    "several labels": (several_labels, "'ant|bee'"),
+    "folds": (folds, "source.splits={train: [fold0_train.csv], test: [fold0_test.csv]}"),
+    "batches": (batches, "source.splits={train: [batch1/labels.csv, batch2/labels.csv]}"),
+    "trainval": (trainval, "'trainval' beside 'train'"),
+    "rows without a header": (unnamed_rows, "can be a header or an image"),
+    "test images that no row names": (unread_test, "source.split=null"),
+    "a list of a split": (list_of_a_split, "looks like a list of a split"),
+    "splits of a table, classes of folders": (split_of_folders, "source.label=filename"),
+    "metadata.jsonl": (hub_lines, RIGHT),
+    "hive folders": (
+        parquet_files("train=split=train/0.parquet", "test=split=test/0.parquet"),
+        RIGHT,
+    ),
+    "prefixed folders": (
+        parquet_files("train=my_train/0.parquet", "test=my_test/0.parquet"),
+        RIGHT,
+    ),
+    "words inside names": (
+        parquet_files("train=Xtrain.parquet", "test=Xtest.parquet"),
+        "can be train",
+    ),
+    "none of train": (parquet_files("train=a.parquet", "test=test.parquet"), "none of train"),
+    "two splits in a name": (
+        parquet_files("train=train.parquet", "test=train_test.parquet"),
+        "'train_test.parquet' can be",
+    ),
+    "capital extension": (parquet_files("train=A.PARQUET", "train=b.parquet"), RIGHT),
+    "a flag in Parquet": (parquet_flag, RIGHT),
+    "paths in Parquet": (parquet_paths, RIGHT),
+    "two versions in Parquet": (parquet_configs, "hold files of the same names"),
+    "a column in one file": (parquet_column_in_one, "'split'"),
+    "words of shards": (shards_by_word, RIGHT),
+    "splits in JSON": (samples_with_splits, "json:split"),
+    "splits in folders of a tar": (samples_in_split_folders, "looks like a split"),
+    "two images of a sample": (samples_with_two_images, "source.image="),
+    "labels that differ": (labels_that_differ, "contradict each other"),
+    "captions": (captions_beside_labels, RIGHT),
+    "folders against labels": (folders_against_labels, "in folder 'bee'"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_doubtful_layout_is_read_right_or_refused_with_a_remedy(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, expected = CASES[case]
+    tree = Tree(tmp_path / "zoo")
+    build(tree)
+    if expected == RIGHT:
+        has_splits = any(picture.split != "train" for picture in tree.truth)
+        layout = Layout(case, True, tree.folder, tree.truth, has_splits)
+        assert read_layout(layout, tmp_path, monkeypatch) == RIGHT
+        return
+    with pytest.raises(UserError, match=re.escape(expected)):
+        detect(Request(str(tree.folder)))

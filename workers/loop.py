@@ -25,7 +25,7 @@ import torch
 from workers import dist, optim, preemption
 from workers.data.batch import Batch
 from workers.data.feed import Feed
-from workers.data.rows import keys_of, select
+from workers.data.rows import has_validation, keys_of, select
 from workers.errors import UserError
 from workers.evaluate import accuracy, evaluate_task
 from workers.job import StageJob
@@ -283,6 +283,9 @@ def step_inputs(
     # Tasks of which every sample is trained on; `job.tasks` are the tasks up to this one.
     full_tasks = job.tasks if method.trains_on == "seen" else (job.task,)
     train = job.train
+    validated_tasks = tuple(
+        task for task in full_tasks if has_validation(job.root, task, job.data.val_fraction)
+    )
     context = StepContext(
         task=job.task,
         optim=OptimPlan(train.lr, train.weight_decay, train.batch_size, full_rate_steps=0.0),
@@ -294,7 +297,7 @@ def step_inputs(
         data=StepData(
             make_feed=lambda split, training: Feed(job, full_tasks, split, group, training),
             task_keys=lambda task: keys_of(job.root, task, job.data.val_fraction),
-            has_validation=bool(job.data.val_fraction) or any(t.has_val for t in full_tasks),
+            has_validation=bool(validated_tasks),
         ),
     )
     exemplars = exemplar_keys(method, context)
@@ -306,8 +309,6 @@ def step_inputs(
         samples = select(job.root, training_tasks, "train", job.data.val_fraction, exemplars)
         train = optim.fit_to_images(job.train, len(samples))
         fitted_job = replace(job, train=train)
-
-    validated_tasks = tuple(t for t in full_tasks if t.has_val or job.data.val_fraction)
 
     def make_feed(split: str, training: bool) -> Feed:
         if split == "train":

@@ -59,6 +59,9 @@ class FileIndex:
             if suffix_of(base) in IMAGE_SUFFIXES:
                 self._by_base.setdefault(base[: base.rfind(".")], []).append(name)
 
+    def __len__(self) -> int:
+        return sum(map(len, self._by_path.values()))
+
     def at(self, path: str) -> list[str]:
         """Return the files at a path below the source: one, unless capitals alone tell them
         apart."""

@@ -103,7 +103,8 @@ def _described(image: Image.Image, limits: ImageLimits) -> CheckedImage:
         )
     if image.info.get(MAXIMUM) == SIXTEEN_BITS:
         if is_reduced(image):
-            top = float(np.asarray(image.convert("RGB")).max()) * SIXTEEN_BITS / EIGHT_BITS
+            highest = float(np.asarray(image.convert("RGB")).max())
+            top = max(highest - 0.5, 0.0) * SIXTEEN_BITS / EIGHT_BITS
         else:
             top = float(np.asarray(image).max(initial=0))
     return CheckedImage(None, is_blank, is_blank and not has_one_value, top)

@@ -217,6 +217,14 @@ def _rows_of(shards: Shards, task: Task, split: str, val_fraction: float) -> pa.
     return val if split == "val" else train
 
 
+def has_validation(root: str, task: Task, val_fraction: float) -> bool:
+    """Whether a task has validation images: of the data, or held out of train."""
+    if val_fraction:
+        return True
+    urls = task.shard_urls
+    return task.has_val and len(Shards.open(root, task.data, urls).select("val", task.classes)) > 0
+
+
 def keys_of(root: str, task: Task, val_fraction: float) -> dict[str, list[str]]:
     """Class -> keys of its images in the task's train split, in the order of `select`."""
     table = select(root, (task,), "train", val_fraction).table

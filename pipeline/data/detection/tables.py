@@ -57,6 +57,7 @@ from workers.storage.artifact import join
 SAMPLED = 2000  # rows by which columns are told apart
 MOST_PLACED = 20_000  # rows whose images are looked for
 MOST_ROWS_OF_AN_ID = 20  # on average; labels have more
+MOST_IMAGES_OF_AN_ID = 20  # on average; a table of fewer ids, such as one of classes, names others
 SAMPLE = 40  # values of a column whose files are looked for
 
 
@@ -317,7 +318,7 @@ def _meaning_of(tables: Tables) -> Meaning:
 def _is_first_row(tables: Tables, scan: Scan) -> bool:
     """Whether the first row of a table, taken for its header, is a row as the others are."""
     names = scan.names
-    are_numbers = all(WHOLE.fullmatch(name) for name in names)
+    are_numbers = bool(names) and all(WHOLE.fullmatch(name) for name in names)
     if are_numbers and names != [*map(str, range(len(names)))]:
         return True
     if are_numbers and all(_has_file(tables, text or "") for text in scan.sample[names[0]]):
@@ -333,6 +334,7 @@ def _resolves(tables: Tables, texts: Sequence[str | None]) -> bool:
     found = sum(_has_file(tables, text) for text in some)
     are_ids = not any(suffix_of(text) in IMAGE_SUFFIXES for text in some)
     are_few = len(set(present)) * MOST_ROWS_OF_AN_ID < len(present)  # as labels are
+    are_few = are_few or len(set(present)) * MOST_IMAGES_OF_AN_ID < len(tables.index)
     return found * 2 > len(some) and not (are_ids and are_few)
 
 

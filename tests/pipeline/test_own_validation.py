@@ -1,0 +1,111 @@
+"""Validation images that a person brings choose the epoch and judge a search; train stays whole."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from pipeline import cli
+from pipeline.config import load
+from pipeline.graph.build import graph_of
+from pipeline.graph.store import Store
+from tests import small_run
+from tests.small_run import make_body, write_config
+from workers.data.rows import has_validation, select
+from workers.errors import UserError
+from workers.storage.artifact import Artifact
+
+LABELS = "0123"
+
+
+def write_data(folder: Path, with_val: str = LABELS) -> str:
+    """Write digits with train, val and test, and a card; return its path. 10, 4 and 4 a class."""
+    card = small_run.make_card(folder, "digits", LABELS, 14, 4)
+    for label in LABELS:
+        train = sorted((folder / "raw/digits/train" / label).iterdir())
+        val = folder / "raw/digits/val" / label
+        for path in train[10:]:
+            if label in with_val:
+                val.mkdir(parents=True, exist_ok=True)
+                path.rename(val / path.name)
+            else:
+                path.unlink()
+    body = yaml.safe_load(Path(card).read_text())
+    body["source"]["splits"] = {"train": "train", "val": "val", "test": "test"}
+    Path(card).write_text(yaml.safe_dump(body))
+    return card
+
+
+def write_run(folder: Path, card: str, val_fraction: float = 0.0, keep: str = "best") -> str:
+    """Write a config of two tasks of two digits; return its path."""
+    tasks = [
+        {"name": "low", "card": card, "classes": ["0", "1"], "role": "base"},
+        {"name": "high", "card": card, "classes": ["2", "3"]},
+    ]
+    train = {"epochs": 2, "batch_size": 16, "keep": keep}
+    body = make_body(folder, {}, {"linear": {}}, stream={"tasks": tasks}, train=train)
+    body["data"] = {"val_fraction": val_fraction}
+    return write_config(folder / "config.yaml", body)
+
+
+def test_images_of_the_data_choose_the_epoch_and_train_stays_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_run(tmp_path, write_data(tmp_path))
+    assert cli.main(["plan", config]) == 0
+    assert "validation images of the data: low, high" in capsys.readouterr().out
+    assert cli.main(["run", config]) == 0
+    root = Store(str(tmp_path / "storage")).root
+    manifests = small_run.manifests(tmp_path / "storage")
+    assert manifests["data/digits"]["counts"] == {"train": 40, "val": 16, "test": 16}
+    for stage in ("backbone", "linear/high/train"):
+        manifest = manifests[stage]
+        assert manifest["length"]["images"] == 20
+        history = Artifact.need(root, manifest["key"]).read("history.parquet")
+        assert {row["val_total"] for row in pq.read_table(io.BytesIO(history)).to_pylist()} == {8}
+
+
+def test_a_task_without_such_images_holds_some_out(tmp_path: Path) -> None:
+    config = write_run(tmp_path, write_data(tmp_path, "01"), 0.2)
+    assert cli.main(["ingest", config]) == 0
+    root = str(tmp_path / "storage")
+    store = Store(root)
+    root = store.root
+    _, tasks = graph_of(load(config), store)
+    sizes = {
+        task.name: [len(select(root, (task,), split, 0.2)) for split in ("train", "val")]
+        for task in tasks
+    }
+    assert sizes == {"low": [20, 8], "high": [16, 4]}
+    assert [has_validation(root, task, 0.0) for task in tasks] == [True, False]
+
+
+def test_a_run_without_any_for_a_task_keeps_its_last_epoch(tmp_path: Path) -> None:
+    config = write_run(tmp_path, write_data(tmp_path, "01"), keep="last")
+    assert cli.main(["run", config]) == 0
+
+
+def test_a_search_is_judged_on_images_of_the_data(tmp_path: Path) -> None:
+    card = write_data(tmp_path)
+    config = load(write_run(tmp_path, card))
+    graph, _ = graph_of(config, Store(str(tmp_path / "storage")), split="val")
+    evaluations = [stage for stage in graph if stage.step == "evaluate"]
+    assert evaluations
+    body = yaml.safe_load(Path(card).read_text())
+    del body["source"]["splits"]["val"]
+    Path(card).write_text(yaml.safe_dump(body))
+    without = load(write_run(tmp_path, card, keep="last"))
+    with pytest.raises(UserError, match=r"data\.val_fraction of method 'linear' is 0"):
+        graph_of(without, Store(str(tmp_path / "storage")), split="val")
+
+
+def test_copies_of_train_images_validate_nothing(tmp_path: Path) -> None:
+    card = write_data(tmp_path)
+    for path in (tmp_path / "raw/digits/train/0").iterdir():
+        (tmp_path / "raw/digits/val/0" / path.name).write_bytes(path.read_bytes())
+    config = write_run(tmp_path, card)
+    assert cli.main(["ingest", config]) == 2

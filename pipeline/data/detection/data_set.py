@@ -195,7 +195,7 @@ def read_as(
     if card.source.format not in ("folder", *LIBRARIES):
         body["numbers"] = numbers or "names"
     card = _card(name, body, classes)
-    return _judged(card, layout, entries, counts, notes, where)
+    return _judged(card, layout, entries, counts, notes, where, request)
 
 
 def read_labelled(
@@ -261,6 +261,7 @@ def _judged(
     counts: LabelCounts,
     notes: Sequence[str],
     where: str,
+    request: Request | None = None,
 ) -> DataSet:
     """Return a data set whose labels were read; what fits no class is left out and said."""
     checker = ImageChecker(card)
@@ -284,7 +285,7 @@ def _judged(
             raise UserError(
                 f"{where}: no {split} image has a label of train; {split} has labels such as "
                 f"{listed(sorted(others))}, and train {listed(card.classes)}; write them alike, or "
-                f"leave the {split} images out"
+                f"leave the {split} images out{_without_split(request, card, split)}"
             )
         if others or without:
             lost = counted(sum(others.values()) + without, f"{split} image")
@@ -332,6 +333,20 @@ def _judged(
         account=account,
         images=images,
     )
+
+
+def _without_split(request: Request | None, card: Card, left_out: str) -> str:
+    """Return the command that leaves out the images of a split, for the end of a sentence."""
+    if request is None:
+        return ""
+    splits = {str(s): [*card.source.parts_of(s)] for s in card.source.named_splits()}
+    parts = splits.pop(left_out)
+    if card.source.split is not None:
+        splits[IGNORE] = [*card.source.parts_of(IGNORE), *parts]
+    settings = [f"source.format={card.source.format}", splits_setting(splits)]
+    if card.source.split is not None:
+        settings.append(f"source.split={yaml_text(card.source.split)}")
+    return f": `{request.command(*settings)}`"
 
 
 def _named(labels: Sequence[str]) -> str:

@@ -304,10 +304,16 @@ def _check_agree(
         f"`{files.request.command(f'source.label={yaml_text(source)}')}`"
         for source in (first, second)
     )
-    one, two = differ[0]
+    one = differ[0][0]
+    beside: dict[tuple[str, str], set[str]] = {}
+    for a, b in pairs:
+        beside.setdefault((first, a), set()).add(b)
+        beside.setdefault((second, b), set()).add(a)
+    example = next((key for key, others in beside.items() if len(others) > 1), (first, one))
+    others = listed(sorted(beside[example]))
     raise LabelUnclear(
-        f"{files.where}: .{first} and .{second} contradict each other: one says {quoted(one)} "
-        f"where the other says {quoted(two)}; say which is the class: {commands}"
+        f"{files.where}: .{first} and .{second} contradict each other: {quoted(example[1])} in "
+        f".{example[0]} stands beside {others} in the other; say which is the class: {commands}"
     )
 
 

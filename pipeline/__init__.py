@@ -203,14 +203,20 @@ def open_model(folder: AnyPath) -> Model:
     return Model(open_folder(os.fspath(folder)))
 
 
-def import_task(folder: AnyPath, file: AnyPath) -> str:
+def import_task(folder: AnyPath, file: AnyPath, replace: bool = False) -> str:
     """Let a model folder serve a task of `Model.export_task` too; return the task's name.
 
-    Raise `UserError` when the two do not fit together.
+    Args:
+        folder: Of the model.
+        file: Of the exported task.
+        replace: Whether a task of the same name is replaced.
+
+    Raises:
+        UserError: If the two do not fit together, or the task is there already.
     """
     from pipeline.results import bundles  # start-up time: imports torch
 
-    return bundles.import_task(os.fspath(folder), os.fspath(file)).name
+    return bundles.import_task(os.fspath(folder), os.fspath(file), replace).name
 
 
 def remove_task(folder: AnyPath, task: str) -> str:

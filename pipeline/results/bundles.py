@@ -98,14 +98,20 @@ def export_task(bundle: Bundle, task: str, file: str) -> int:
     return len(data)
 
 
-def import_task(folder: str, file: str) -> Task:
+def import_task(folder: str, file: str, replace: bool = False) -> Task:
     """Let a model folder serve an exported task too, and return the task.
 
-    Raise `UserError` when the two do not fit together.
+    Args:
+        folder: Of the model.
+        file: Of the exported task.
+        replace: Whether a task of the same name is replaced.
+
+    Raises:
+        UserError: If the two do not fit together, or the task is there already.
     """
     bundle = open_folder(folder)
     data = read_regular(file, bundle.most_task_bytes)
-    return bundle_files.import_task(absolute(folder), data, file)
+    return bundle_files.import_task(absolute(folder), data, file, replace)
 
 
 def remove_task(folder: str, task: str) -> str:

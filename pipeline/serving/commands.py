@@ -90,6 +90,10 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         sub = actions.add_parser(action, help=text)
         for argument in arguments:
             sub.add_argument(argument, metavar=argument.upper())
+        if action == "import":
+            sub.add_argument(
+                "--replace", action="store_true", help="in place of a task of the same name"
+            )
 
 
 def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
@@ -212,7 +216,7 @@ def tasks(args: argparse.Namespace) -> int:
         size = bundles.export_task(bundles.open_folder(args.model), args.name, args.file)
         print(f"{args.file}: task {args.name}, {size} bytes")
     elif args.action == "import":
-        task = bundles.import_task(args.model, args.file)
+        task = bundles.import_task(args.model, args.file, args.replace)
         print(f"{args.model} serves {task.name} too, {task.num_classes} classes")
     else:
         message = f"{args.model} serves {args.name} no more"

@@ -3,15 +3,19 @@ single images; tasks come and go."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from PIL import Image
 from serving import Finished, exact, finished
@@ -386,6 +390,107 @@ def test_what_does_not_belong_together_is_not_imported(runs: Any, folder: Any, l
         bundles.import_task(folder("linear"), data, "f")
     with pytest.raises(UserError, match="is no exported task"):
         bundles.import_task(str(Path(folder("toast"))), b"nonsense", "f")
+
+
+def forged(data: bytes, tensors: dict[str, Any] | None = None, **changes: Any) -> bytes:
+    """Return an exported task with other tensors, or with other fields of its two headers."""
+    length = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    header, needs = json.loads(metadata["accrete"]), json.loads(metadata["accrete.needs"])
+    for fields in (header, needs):
+        fields |= {name: value for name, value in changes.items() if name in fields}
+    stored = {**load_tensors(data, "")[0], **(tensors or {})}
+    plain = safetensors.torch.save(stored, {"accrete": json.dumps(header, sort_keys=True)})
+    needs["state"] = hashlib.sha256(plain).hexdigest()
+    texts = {"accrete": header, "accrete.needs": needs}
+    return safetensors.torch.save(
+        stored, {name: json.dumps(body, sort_keys=True) for name, body in texts.items()}
+    )
+
+
+HEAD = torch.zeros(2, 16)
+FORGERIES: dict[str, dict[str, Any]] = {
+    "a class that steers the terminal": {"classes": ["\x1b[31m", "y"]},
+    "no classes": {"classes": []},
+    "numbers as classes": {"classes": [0, 1]},
+    "one class twice": {"classes": ["0", "0"]},
+    "an unknown role": {"role": "evil"},
+    "a list as name": {"task": ["two"]},
+    "a name that leads out": {"task": "../two"},
+    "a card that is no text": {"card": ["x"]},
+    "a head of three rows": {
+        "tensors": {"head/weight": torch.zeros(3, 16), "head/bias": torch.zeros(3)}
+    },
+    "a head without rows": {"tensors": {"head/weight": HEAD[:0], "head/bias": HEAD[:0, 0]}},
+    "a head of numbers": {"tensors": {"head/weight": HEAD[0, 0]}},
+    "NaN": {"tensors": {"head/weight": HEAD * float("nan")}},
+    "infinity": {"tensors": {"head/bias": HEAD[:, 0] + float("inf")}},
+    "numbers that overflow": {"tensors": {"head/weight": HEAD + 3e38}},
+    "numbers that vanish": {"tensors": {"head/weight": HEAD.double() + 1e-320}},
+    "whole numbers": {"tensors": {"head/weight": HEAD.long()}},
+}
+
+
+@pytest.mark.parametrize("case", FORGERIES)
+def test_a_forged_task_changes_nothing(folder: Any, case: str) -> None:
+    model_folder = folder("linear")
+    data = bundles.export_task(Bundle.open(model_folder), "two")
+    bundles.remove_task(model_folder, "two")
+    before = {path: path.read_bytes() for path in Path(model_folder).rglob("*") if path.is_file()}
+    with pytest.raises(UserError):
+        bundles.import_task(model_folder, forged(data, **FORGERIES[case]), "two.task")
+    after = {path: path.read_bytes() for path in Path(model_folder).rglob("*") if path.is_file()}
+    assert after == before
+    assert bundles.import_task(model_folder, forged(data), "two.task").name == "two"
+
+
+@pytest.mark.parametrize("case", ["a head of three rows", "NaN", "numbers that vanish"])
+def test_a_forged_folder_is_not_served(folder: Any, case: str) -> None:
+    model_folder = folder("linear")
+    bundle = Bundle.open(model_folder)
+    state = bundle.state("two")
+    tensors = {**state.head}
+    for name, tensor in FORGERIES[case]["tensors"].items():
+        tensors[name.removeprefix("head/")] = tensor
+    data = replace(state, head=tensors).to_bytes()
+    changed = bundle.with_tasks(bundle.tasks, {bundles.state_file("two"): data})
+    Path(model_folder, bundles.state_file("two")).write_bytes(data)
+    bundles.write_model(model_folder, changed.body)
+    with pytest.raises(UserError, match=r"task 'two'"):
+        Bundle.open(model_folder).method()
+
+
+def test_a_task_is_replaced_if_that_is_said(folder: Any) -> None:
+    model_folder = folder("linear")
+    names = [task.name for task in Bundle.open(model_folder).tasks]
+    data = bundles.export_task(Bundle.open(model_folder), "two")
+    other = forged(data, {"head/bias": torch.ones(2)})
+    with pytest.raises(UserError, match="replace it with `--replace`"):
+        bundles.import_task(model_folder, other, "two.task")
+    bundles.import_task(model_folder, other, "two.task", replace=True)
+    changed = Bundle.open(model_folder)
+    assert [task.name for task in changed.tasks] == names
+    assert changed.state("two").head["bias"].tolist() == [1, 1]
+
+
+def import_as(model_folder: str, data: bytes, name: str) -> str:
+    """Import a task in a process of its own."""
+    return bundles.import_task(model_folder, forged(data, task=name), name).name
+
+
+def test_tasks_that_are_imported_at_once_are_all_there(folder: Any) -> None:
+    model_folder = folder("linear")
+    data = bundles.export_task(Bundle.open(model_folder), "two")
+    with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:
+        new = [f"new{number}" for number in range(8)]
+        imported = list(pool.map(import_as, [model_folder] * 8, [data] * 8, new))
+        removed = list(pool.map(bundles.remove_task, [model_folder] * 4, new[:4]))
+    assert imported == new
+    assert removed == [""] * 4
+    served = {task.name for task in Bundle.open(model_folder).tasks}
+    assert served >= {"two", *new[4:]}
+    assert not served & {*new[:4]}
+    assert not Path(model_folder, bundles.LOCK).exists()
 
 
 def test_limits_are_kept(runs: Any) -> None:

@@ -480,6 +480,12 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
                 f"{self.backbone_digest[:12]}; masks mean nothing on other weights, use the "
                 "backbone of its run"
             )
+        rows = len(state.head["weight"]) if "weight" in state.head else len(state.classes)
+        if rows != len(state.classes):
+            raise UserError(
+                f"task {state.task!r}: its head has {rows} outputs for {len(state.classes)} "
+                "classes; export it anew, or make the folder anew"
+            )
         self.heads.restore(state.task, state.head)
         self.active_task = None
 

@@ -12,6 +12,7 @@ carried/STEP.safetensors    what a chain, or a star that starts from common step
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,16 +35,19 @@ from workers.storage.artifact import (
     Artifact,
     digest_of,
     file_info,
+    is_local,
     join,
     read_bytes,
     read_json,
     resolve,
     write_bytes,
 )
-from workers.storage.taskstate import Carried, TaskState, load_tensors
+from workers.storage.lock import file_lock
+from workers.storage.taskstate import Carried, TaskState, check_values, load_tensors
 
 FORMAT = 1
 MODEL, BACKBONE = "model.json", "backbone.safetensors"
+LOCK = ".lock"  # is there while the folder is changed
 PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"
 NAME = re.compile(PLAIN)
 Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
@@ -256,9 +260,10 @@ class Bundle:
 
     def state(self, name: str) -> TaskState:
         """Return the state of a task."""
-        return TaskState.from_bytes(
-            self.read(state_file(name)), f"state of task {name!r} in {self.where}"
-        )
+        where = f"state of task {name!r} in {self.where}"
+        state = TaskState.from_bytes(self.read(state_file(name)), where)
+        check_values(state.float_tensors(), where)
+        return state
 
     def write(self, uri: str) -> None:
         """Write the bundle into a folder, `model.json` last.
@@ -300,6 +305,7 @@ class Bundle:
         with torch.random.fork_rng(devices=[]):
             backbone = vit.build(backbone_settings)
             vit.from_bytes(backbone, weights, f"backbone of {self.where}")
+            check_values(backbone.state_dict().values(), f"backbone of {self.where}")
             if vit.digest_of(backbone) != body["backbone_digest"]:
                 raise UserError(
                     f"{self.where}: its backbone is not the one that its tasks were trained on; "
@@ -324,6 +330,7 @@ class Bundle:
             parts: dict[str, Carried] = {}
             for step, file in body["carried"].items():
                 parts[step] = Carried.from_bytes(self.read(file), f"{file} of {self.where}")
+                check_values(parts[step].tensors.values(), f"{file} of {self.where}")
             with self._loading("what its tasks carry"):
                 carried = merge_carried(self.where, body["method"], parts)
                 method.load_carried(carried.to(device))
@@ -531,12 +538,36 @@ def export_task(bundle: Bundle, name: str) -> bytes:
     )
 
 
-def import_task(uri: str, data: bytes, where: str) -> Task:
+@contextmanager
+def changing(uri: str) -> Iterator[Bundle]:
+    """Open a bundle that is to be changed; other processes of this machine wait until it is done.
+
+    An object store has no lock: there, the last of two writers at the same moment wins.
+    """
+    if not is_local(uri) or not os.path.isdir(resolve(uri)[1]):
+        yield Bundle.open(uri)
+        return
+    with file_lock(os.path.join(resolve(uri)[1], LOCK)):
+        yield Bundle.open(uri)
+
+
+def import_task(uri: str, data: bytes, where: str, replace: bool = False) -> Task:
     """Add an exported task to the bundle at `uri`, and return it.
 
-    Raise `UserError` when the two do not fit together. where: the name of `data` in errors.
+    Args:
+        uri: Of the bundle.
+        data: The exported task.
+        where: The name of `data` in errors.
+        replace: Whether a task of the same name is replaced.
+
+    Raises:
+        UserError: If the two do not fit together, or the task is there already.
     """
-    bundle = Bundle.open(uri)
+    with changing(uri) as bundle:
+        return _import_into(bundle, uri, data, where, replace)
+
+
+def _import_into(bundle: Bundle, uri: str, data: bytes, where: str, replace: bool) -> Task:
     method = METHODS.get(bundle.body["method"])
     if method is None or trains_shared(method):
         raise UserError(
@@ -562,21 +593,62 @@ def import_task(uri: str, data: bytes, where: str) -> Task:
             f"{where}: its task is called {state.task!r:.80}, and a name has letters, digits, "
             "'_', '.' and '-' only; export it anew"
         )
-    if state.task in {t.name for t in bundle.tasks}:
-        raise UserError(f"{uri} serves a task {state.task!r} already; remove that one first")
-    task = Task(
-        state.task, str(needs["card"]), str(needs["data"]), state.classes, str(needs["role"])
-    )
+    others = [task for task in bundle.tasks if task.name != state.task]
+    if len(others) < len(bundle.tasks) and not replace:
+        raise UserError(
+            f"{uri} serves a task {state.task!r} already; replace it with `--replace`, or leave it"
+        )
+    task = Task(state.task, needs["card"], needs["data"], state.classes, needs["role"])
+    _check_task(task, needs, where)
+    check_values(state.float_tensors(), where)
     plain = state.to_bytes()
     if file_info(plain)["sha256"] != needs["state"]:
         raise UserError(
             f"{where}: it is damaged (its sha256 differs from what was exported); export it anew"
         )
-    changed = bundle.with_tasks([*bundle.tasks, task], {state_file(task.name): plain})
-    changed.method()  # a task that cannot be loaded is not added
+    tasks = [task if one.name == task.name else one for one in bundle.tasks]
+    if task not in tasks:
+        tasks.append(task)
+    changed = bundle.with_tasks(tasks, {state_file(task.name): plain})
+    _check_answers(changed, task, where)
+    if len(others) < len(bundle.tasks) and others:
+        write_model(uri, bundle.with_tasks(others).body)  # whole, whatever happens meanwhile
     write_bytes(join(uri, state_file(task.name)), plain)
     write_model(uri, changed.body)
     return task
+
+
+def _check_task(task: Task, needs: Mapping[str, Any], where: str) -> None:
+    """Raise `UserError` unless `model.json` can list a task."""
+    try:
+        TaskBody.model_validate(task_body(task))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field_name = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{where}: {field_name} of its task is {first['input']!r:.80} ({first['msg']}); export "
+            "it anew"
+        ) from None
+    if list(task.classes) != needs["classes"] or len(set(task.classes)) < len(task.classes):
+        raise UserError(
+            f"{where}: its classes are {list(task.classes)!r:.80} and {needs['classes']!r:.80}, "
+            "and they must be the same and differ from each other; export it anew"
+        )
+
+
+@torch.no_grad()
+def _check_answers(bundle: Bundle, task: Task, where: str) -> None:
+    """Raise `UserError` if a task cannot be loaded, or does not answer with a number a class."""
+    method = bundle.method()
+    side = bundle.body["backbone"]["img_size"]
+    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    with bundle._loading(f"the state of task {task.name!r}"):
+        logits = method.logits(images, task.name)
+        if logits.shape[-1] < task.num_classes or not torch.isfinite(logits).all():
+            raise UserError(
+                f"{where}: task {task.name!r} answers with {logits.shape[-1]} numbers for "
+                f"{task.num_classes} classes, or with numbers that are not finite; export it anew"
+            )
 
 
 def needs_of(data: bytes, where: str) -> dict[str, Any]:
@@ -606,7 +678,11 @@ def remove_task(uri: str, name: str) -> str:
     Return a note for people, or "". Raise `UserError` when other tasks need that task's state:
     they must give the same answers as before, which is tried.
     """
-    bundle = Bundle.open(uri)
+    with changing(uri) as bundle:
+        return _remove_from(bundle, uri, name)
+
+
+def _remove_from(bundle: Bundle, uri: str, name: str) -> str:
     removed = bundle.task(name)
     remaining = [task for task in bundle.tasks if task != removed]
     if not remaining:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -64,6 +65,19 @@ def stage_lock(
             with suppress(FileNotFoundError):
                 os.unlink(path)
             os.close(descriptor)
+
+
+@contextmanager
+def file_lock(path: str) -> Iterator[None]:
+    """Hold the lock of a file on a disk, which is made and removed; wait while another holds it."""
+    descriptor = _try_until(path, math.inf)
+    assert descriptor is not None
+    try:
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        os.close(descriptor)
 
 
 def _try_until(path: str, deadline: float) -> int | None:

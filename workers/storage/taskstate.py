@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,10 @@ class TaskState:
             sizes[kind] = sum(t.numel() * t.element_size() for t in tensors.values())
         return sizes
 
+    def float_tensors(self) -> list[Tensor]:
+        """Return tokens, head and copies."""
+        return [t for tensors in self._float_tensors().values() for t in tensors.values()]
+
     def _float_tensors(self) -> dict[str, dict[str, Tensor]]:
         return {"tokens": self.tokens, "head": self.head, "copies": self.copies}
 
@@ -97,12 +102,20 @@ class TaskState:
                 if kind == "masks":
                     tensor = unpack(stored, tuple(shapes[name]))
                 parts[kind][name] = tensor
+            texts = [
+                header["task"],
+                header["method"],
+                header["backbone_digest"],
+                *header["classes"],
+            ]
+            if not all(isinstance(text, str) for text in [*texts, *header["classes"]]):
+                raise ValueError("its task, method and classes are no texts")
             return cls(
                 header["task"],
                 tuple(header["classes"]),
                 header["method"],
                 header["backbone_digest"],
-                meta=header["meta"],
+                meta=dict(header["meta"]),
                 **parts,
             )
         except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -135,6 +148,21 @@ class Carried:
         """Return the state of `to_bytes`. Raise `UserError` when the bytes are none."""
         tensors, meta = load_tensors(data, where)
         return cls(tensors, meta)
+
+
+def check_values(tensors: Iterable[Tensor], where: str) -> None:
+    """Raise `UserError` if a tensor holds what no training leaves: NaN, infinity, or numbers of 64
+    bits so small that a division by them overflows.
+
+    where: the name of the tensors in the error.
+    """
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            continue
+        tiny = torch.finfo(torch.float32).tiny
+        is_small = tensor.dtype == torch.float64 and ((tensor != 0) & (tensor.abs() < tiny)).any()
+        if is_small or not torch.isfinite(tensor).all():
+            raise UserError(f"{where} holds numbers that are not finite; use another one")
 
 
 def load_tensors(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -133,8 +133,10 @@ def tree(*files: str) -> Callable[[Path], None]:
 
 
 def unclear_label(folder: Path) -> None:
-    table("image,class,category\na.png,x,y\n")(folder)
-    make_image(folder / "a.png", 1)
+    rows = "".join(f"{n}.png,{'xy'[n % 2]},{'uvw'[n % 3]}\n" for n in range(6))
+    table(f"image,class,category\n{rows}")(folder)
+    for number in range(6):
+        make_image(folder / f"{number}.png", number)
 
 
 def unix_socket(folder: Path) -> None:
@@ -206,7 +208,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no parquet": (table("PAR1", "t.parquet"), "not readable as Parquet"),
     "parquet without images": (parquet(a=[1, 2], b=[3, 4]), "'a', 'b'"),
     "parquet of one class": (parquet(image=[b"x", b"y"], label=["a", "a"]), "one class, 'a'"),
-    "labels that are lists": (parquet(image=[b"x", b"y"], label=[[1], [2]]), "are no classes"),
+    "labels that are lists": (parquet(image=[b"x", b"y"], label=[[1], [2]]), "no column of labels"),
     "no tar": (table("no tar" * 200, "t.tar"), "cut short or no uncompressed tar"),
     "tar without images": (shard("a.txt", "b.txt"), "no images"),
     "tar without labels": (shard("a.jpg", "b.jpg"), "no label beside them"),

@@ -141,7 +141,7 @@ def too_many_labels(current: Path) -> str:
 def unclear_label_in_parquet(current: Path) -> str:
     columns = {
         "image": [png(number) for number in range(24)],
-        "number": list(range(24)),
+        "sort": ["xyz"[number % 3] for number in range(24)],
         "kind": [NAMES[number % 4] for number in range(24)],
     }
     pq.write_table(pa.table(columns), current / "p.parquet")

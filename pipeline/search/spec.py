@@ -478,7 +478,10 @@ def prepare(
         report_config = _config_of(report_body, points[0], path)
         raw_data.read_sources_again(report_config, store, say)
 
-    graph, stream = build.graph_of(config, store, provenance, "val")
+    try:
+        graph, stream = build.graph_of(config, store, provenance, "val")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     label = next(iter(config.methods))
     names = [task.name for task in stream if f"{label}/{task.name}/evaluate" in graph.stages]
     _check_first_tasks(settings, len(names), path)

@@ -118,7 +118,8 @@ def test_an_unclear_column_is_asked_for_by_a_command_that_works(
     plain_csv(tmp_path / "my data")
     table = tmp_path / "my data" / "labels.csv"
     lines = table.read_text().splitlines()
-    lines = ["file,category,class", *(f"{line},{line[-3:]}" for line in lines[1:])]
+    rows = [f"{line},{'xyz'[number % 3]}" for number, line in enumerate(lines[1:])]
+    lines = ["file,category,class", *rows]
     table.write_text("\n".join(lines))
     with pytest.raises(UserError, match="which is the label is not clear") as error:
         found(table)

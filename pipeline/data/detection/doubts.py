@@ -52,7 +52,13 @@ MOST_COMPARED = 300  # classes whose names of images are compared
 LISTS = frozenset((".txt", ".csv", ".tsv", ".json", ".jsonl", ".lst", ".mat", ".npy", ".pkl"))
 TABLES = {"train": ["train.csv"], "test": ["test.csv"]}
 SIZE = re.compile(r"(?<![0-9])[0-9]{2,4}x[0-9]{2,4}(?![0-9])")
-STRANGE = ("_", "@", "#", "~")  # beginnings of names that people do not give to classes
+STRANGE = (
+    "_",
+    "@",
+    "~",
+    "#recycle",
+    "#snapshot",
+)  # beginnings of names that people do not give to classes
 
 
 class Seen(NamedTuple):
@@ -88,7 +94,8 @@ def check_reading(request: Request, data_set: DataSet, files: Sequence[Entry]) -
         check.splits()
         if "format" not in request.given:
             check_lists(request, [data_set], files)
-        if not is_folder:
+        has_left_out = any(note.startswith("table ") for note in data_set.notes)
+        if not is_folder and not has_left_out:
             check.unread(files)
     if "splits" not in request.given and not request.classes:
         check.folders()
@@ -132,6 +139,8 @@ def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[
         if tokens & NO_LABEL_TABLES or not (says or tokens & SPLIT_LISTS):
             continue
         if base == posixpath.basename(source.path) or entry.name in source.parts_of("train"):
+            continue
+        if any(quoted(entry.name) in note for data_set in data_sets for note in data_set.notes):
             continue
         raise SplitUnclear(
             f"{printable(source.path)}: {quoted(entry.name)} looks like a list of a split, and is "
@@ -364,10 +373,14 @@ class Checks:
         named = {label: of for label, of in named.items() if not _are_counted(of)}
         if len(named) > MOST_COMPARED:
             return
+        paired: list[tuple[str, str]] = []
         for (first, of_first), (second, of_second) in combinations(sorted(named.items()), 2):
             shared = len(of_first & of_second)
             if shared >= SHARE_PAIRED * max(len(of_first), len(of_second)):
-                raise self._no_class([first, second], "have images of the same names")
+                paired.append((first, second))
+        is_habit = len(paired) > 1 and len(paired) == len(stems) * (len(stems) - 1) // 2
+        if paired and not is_habit:  # front.jpg and back.jpg in each class are a habit
+            raise self._no_class(paired[0], "have images of the same names")
 
     def _no_class(self, names: Sequence[str], why: str = "") -> SplitUnclear:
         train = [part for part in self.source.parts_of("train") if LABEL not in part] or ["."]

@@ -284,10 +284,11 @@ def _meaning_of(tables: Tables) -> Meaning:
     has_header: bool | None = None
     scan = Scan(tables, has_header)
     if suffix_of(uri) in TEXT_TABLES and _is_first_row(tables, scan):
-        first = [*scan.names]
+        first = column_names(uri, True)
+        is_taken_for_header = scan.names == first
         has_header = False
         scan = Scan(tables, has_header)
-        if {*scan.names} & {*first}:  # the card cannot say which is meant
+        if is_taken_for_header and {*scan.names} & {*first}:  # the card cannot say which is meant
             raise LabelUnclear(
                 f"{where}: its first row ({listed_columns(first)}) can be a header or an image; "
                 "add a header, such as image,label"
@@ -310,6 +311,8 @@ def _meaning_of(tables: Tables) -> Meaning:
         if one_hot:
             raise _one_hot_error(columns, one_hot) from None
         raise
+    if label in one_hot and "label" not in tables.request.given:
+        raise _one_hot_error(columns, one_hot)
     if label is None:
         label = _label_of_others(tables, columns, image, taken)
     return Meaning(image, label, split, words, has_header)

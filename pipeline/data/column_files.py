@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +15,15 @@ from pipeline.data.listing import open_file, remedy
 from pipeline.data.names import printable, suffix_of
 from workers.errors import UserError
 
+MOST_UNFOLDED = 256 << 20  # bytes of a column in a row group or batch, whatever the file has
+MAX_UNFOLDING = 100  # times the bytes of its file
+MOST_ROWS = 1_000_000  # whatever the file has
+MOST_ROWS_OF_A_BYTE = 2
+PREFIX = 8  # bytes before a message of Arrow: a mark, and the length of its head
+CONTINUES = 0xFFFFFFFF  # the mark
+DICTIONARY_BATCH = 2  # kinds of messages
+RECORD_BATCH = 3
+MOST_COLUMNS = 1000
 MOST_METADATA = 16 << 20  # bytes of the hub's description of the columns
 ROWS_AT_ONCE = 4096
 ARROW_SUFFIX = ".arrow"
@@ -53,6 +63,11 @@ def schema_of(uri: str) -> Schema:
         else:
             with pq.ParquetFile(stream) as file:
                 schema = file.schema_arrow
+    if len(schema.names) > MOST_COLUMNS:
+        raise UserError(
+            f"{printable(uri)} has {len(schema.names)} columns, and no file of images more than "
+            f"{MOST_COLUMNS}; write one with the columns of the image and the label"
+        )
     features = _hub_features(schema.metadata or {})
     names = tuple(schema.names)
     types = {field.name: field.type for field in schema}
@@ -130,12 +145,128 @@ def batches_of(
     with reading_columns(uri), open_file(uri) as stream:
         if suffix_of(uri) != ARROW_SUFFIX:
             with pq.ParquetFile(stream) as file:
+                metadata = file.metadata
+                once = _texts_in(file.schema_arrow, names) if num_rows > 1 else []
+            _check_groups(uri, metadata, names, stream.size())
+            with pq.ParquetFile(stream, metadata=metadata, read_dictionary=once) as file:
                 yield from file.iter_batches(num_rows, row_groups=groups, columns=names)
             return
+        check_arrow_messages(uri, stream)
+        stream.seek(0)
         with _open_arrow(stream) as reader:
             for batch in _arrow_batches(reader):
                 for start in range(0, len(batch), num_rows):
                     yield batch.select(names).slice(start, num_rows)
+
+
+def _texts_in(schema: pa.Schema, names: Sequence[str]) -> list[str]:
+    """Return the columns of text or bytes, whose repeated values can be in memory once."""
+    kinds = (pa.string(), pa.binary())
+    return [name for name in names if "." in name or schema.field(name).type in kinds]
+
+
+def _check_groups(uri: str, metadata: pq.FileMetaData, names: Sequence[str], size: int) -> None:
+    """Raise UserError if row groups unfold to far more than a file of their size holds."""
+    _check_rows(uri, metadata.num_rows, size)
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        for number in range(group.num_columns):
+            column = group.column(number)
+            if any(column.path_in_schema.split(".")[0] == name.split(".")[0] for name in names):
+                _check_bytes(uri, column.total_uncompressed_size, size)
+
+
+def _check_rows(uri: str, rows: int, size: int) -> None:
+    if rows > max(MOST_ROWS, MOST_ROWS_OF_A_BYTE * size):
+        raise UserError(
+            f"{printable(uri)} says that it has {rows} rows in {size} bytes, more than a file of "
+            "images or labels can have; fetch it again"
+        )
+
+
+def _check_bytes(uri: str, unfolded: int, size: int) -> None:
+    if unfolded > max(MOST_UNFOLDED, MAX_UNFOLDING * size):
+        raise UserError(
+            f"{printable(uri)} unfolds: of its {size} bytes, one column alone becomes {unfolded}; "
+            "fetch it again, or write it without compression"
+        )
+
+
+def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
+    """Raise UserError if a batch of an Arrow file has too many rows, or unfolds to far more bytes.
+
+    Only the heads of its messages are read. Source: Arrow columnar format, "Encapsulated message
+    format" and "Buffer compression".
+    """
+    size = stream.size()
+    position = PREFIX if stream.read_at(len(ARROW_FILE), 0) == ARROW_FILE else 0
+    rows = 0
+    while position + PREFIX <= size:
+        mark, length = struct.unpack("<Ii", stream.read_at(PREFIX, position))
+        if mark != CONTINUES or not 0 < length <= min(MOST_METADATA, size - position):
+            return  # the end, or what pyarrow refuses
+        head = stream.read_at(length, position + PREFIX)
+        try:
+            batch_rows, unfolded, body = _message(head, stream, position + PREFIX + length)
+        except (struct.error, IndexError):
+            raise UserError(f"{printable(uri)} is not readable as Arrow; fetch it again") from None
+        rows += batch_rows
+        _check_rows(uri, rows, size)
+        _check_bytes(uri, unfolded, size)
+        position += PREFIX + length + body
+
+
+def _message(head: bytes, stream: pa.NativeFile, start: int) -> tuple[int, int, int]:
+    """Return the rows of a message, the bytes that its buffers unfold to, and those of its body."""
+    message = _Table(head, struct.unpack_from("<I", head)[0])
+    body = message.number(3, "<q")
+    batch = message.table(2)
+    kind = message.number(1, "<B")
+    if kind == DICTIONARY_BATCH:
+        batch = batch.table(1)
+    if kind not in (DICTIONARY_BATCH, RECORD_BATCH):
+        return 0, 0, body
+    unfolded = 0
+    if batch.place(3):  # its buffers are compressed
+        for offset, length in batch.pairs(2):
+            if length >= PREFIX:
+                whole = struct.unpack("<q", stream.read_at(PREFIX, start + offset))[0]
+                unfolded += max(whole, 0)
+    return batch.number(0, "<q"), unfolded, body
+
+
+class _Table:
+    """A table of a flatbuffer: its fields by their place in the schema."""
+
+    def __init__(self, data: bytes, start: int):
+        self.data = data
+        self.start = start
+        self.fields = start - struct.unpack_from("<i", data, start)[0]
+
+    def place(self, field: int) -> int:
+        """Return where a field lies; 0 if it has its default."""
+        size = struct.unpack_from("<H", self.data, self.fields)[0]
+        slot = 4 + 2 * field
+        offset = struct.unpack_from("<H", self.data, self.fields + slot)[0] if slot < size else 0
+        return self.start + offset if offset else 0
+
+    def number(self, field: int, form: str) -> int:
+        """Return a number."""
+        place = self.place(field)
+        return int(struct.unpack_from(form, self.data, place)[0]) if place else 0
+
+    def table(self, field: int) -> _Table:
+        """Return a table in a field."""
+        place = self.place(field)
+        return _Table(self.data, place + struct.unpack_from("<I", self.data, place)[0])
+
+    def pairs(self, field: int) -> Iterator[tuple[int, int]]:
+        """Yield the pairs of numbers in a field."""
+        place = self.place(field)
+        if place:
+            place += struct.unpack_from("<I", self.data, place)[0]
+            for index in range(struct.unpack_from("<I", self.data, place)[0]):
+                yield struct.unpack_from("<qq", self.data, place + 4 + 16 * index)
 
 
 @contextmanager
@@ -162,6 +293,18 @@ def _arrow_batches(reader: Any) -> Iterator[pa.RecordBatch]:
         yield batch
 
 
+def column_values(column: pa.Array) -> list[Any]:
+    """Return a column as Python values; equal values of a dictionary are one object."""
+    if not pa.types.is_dictionary(column.type):
+        try:
+            return list(column.to_pylist())
+        except UnicodeDecodeError:
+            return [python_value(value) for value in column]
+    places = column.indices.to_pylist()
+    values = {place: python_value(column.dictionary[place]) for place in {*places} - {None}}
+    return [values.get(place) for place in places]
+
+
 def python_value(scalar: pa.Scalar) -> Any:
     """Return a scalar as a Python value; text that is not UTF-8 becomes bytes."""
     try:
@@ -177,7 +320,9 @@ def reading_columns(uri: str) -> Iterator[None]:
     """Turn errors of reading Parquet or Arrow into one sentence."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except UserError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, LookupError) as error:
         reason = printable((str(error).strip() or type(error).__name__).splitlines()[0])
         advice = "fetch it again" if isinstance(error, pa.ArrowInvalid) else remedy(uri)
         kind = "Arrow" if suffix_of(uri) == ARROW_SUFFIX else "Parquet"

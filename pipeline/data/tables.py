@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pipeline.data.column_files import batches_of, schema_of
+from pipeline.data.column_files import batches_of, column_values, schema_of
 from pipeline.data.file_kinds import COLUMN_FILES, IMAGE_SUFFIXES, JSON_TABLES
 from pipeline.data.listing import open_file, remedy
 from pipeline.data.names import printable, suffix_of
@@ -20,6 +20,7 @@ from workers.errors import UserError
 DELIMITERS = (",", ";", "\t", "|")
 MOST_LINE = 1 << 20  # characters of a line, and of a row in quotes over several lines
 MOST_COLUMNS = 1000
+MAX_TEXT = 1 << 16  # characters of a cell that are looked at
 MOST_COMMENTS = 100  # lines before the header
 BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 END = "\x03\x04\x03"  # a line behind the last one: a quote that is not closed takes it
@@ -267,7 +268,7 @@ def _column_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
     number = 0
     check_columns(uri, schema_of(uri).names, columns)
     for batch in batches_of(uri, columns):
-        values = [batch[column].to_pylist() for column in columns]
+        values = [column_values(batch[column]) for column in columns]
         for row in zip(*values, strict=True):
             number += 1
             yield Row(number, tuple(map(_text_of, row)))
@@ -280,7 +281,7 @@ def _text_of(value: Any) -> str | None:
         value = int(value)
     if value is None or isinstance(value, (bytes, dict, list)):
         return None
-    return str(value).strip() or None
+    return str(value)[:MAX_TEXT].strip() or None
 
 
 class _reading:

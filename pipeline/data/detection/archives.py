@@ -13,7 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.data.column_files import ARROW_SUFFIX, Schema, batches_of, schema_of
+from pipeline.data.column_files import (
+    ARROW_SUFFIX,
+    Schema,
+    batches_of,
+    column_values,
+    schema_of,
+)
 from pipeline.data.detection.columns import (
     MOST_VALUES,
     Columns,
@@ -37,6 +43,7 @@ from pipeline.data.splits import (
     role_of,
     tokens_of,
 )
+from pipeline.data.tables import MAX_TEXT
 from workers.data.in_place import expand
 from workers.errors import UserError
 from workers.storage.artifact import join
@@ -339,7 +346,7 @@ def _paths_of(files: Files, column: str) -> Iterator[str]:
             values = batch[name if is_field else column]
             if is_field:
                 values = values.field(of_struct)
-            for path in values.to_pylist():
+            for path in column_values(values):
                 folder = str(path or "").replace("\\", "/").rpartition("/")[0]
                 if folder not in seen and len(seen) < MOST_PATHS:
                     seen.add(folder)
@@ -370,7 +377,7 @@ def _columns_of(files: Files, uri: str, schema: Schema) -> Columns:
     sample: dict[str, list[str | None]] = {name: [] for name in names}
     for batch in islice(batches_of(uri, names, FIRST_ROWS), MOST_BATCHES) if names else ():
         for name in names:
-            sample[name] += [_text(value) for value in batch[name].to_pylist()]
+            sample[name] += [_text(value) for value in column_values(batch[name])]
 
     def distinct(column: str) -> set[str] | None:
         values = _values_of(files, column)
@@ -380,7 +387,7 @@ def _columns_of(files: Files, uri: str, schema: Schema) -> Columns:
 
 
 def _text(value: Any) -> str | None:
-    return None if value is None else str(value).strip()
+    return None if value is None else str(value)[:MAX_TEXT].strip()
 
 
 def _image_column(files: Files, schema: Schema, columns: Columns) -> str:
@@ -426,7 +433,7 @@ def _values_of(files: Files, column: str) -> set[str]:
                 f"{printable(uri)} has no column {column!r}, and other files have one; mend it"
             )
         for batch in batches_of(uri, [column]):
-            values.update("" if v is None else str(v).strip() for v in batch[column].to_pylist())
+            values.update(_text(value) or "" for value in {*column_values(batch[column])})
             if len(values) > MOST_VALUES:
                 return values
     return values

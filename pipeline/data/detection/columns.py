@@ -277,7 +277,8 @@ def _understood(columns: Columns, column: str, values: Iterable[str] | None) -> 
         SplitUnclear: If one of them says no split, or none is train.
     """
     known = sorted(values) if values is not None else []
-    shown = ", ".join(yaml_text(value) for value in known[:MOST_FEW])
+    short = [value for value in known if len(value) <= MOST_VALUE]
+    shown = ", ".join(yaml_text(value) for value in short[:MOST_FEW])
     example = columns.request.command(
         f"source.split={yaml_text(column)}",
         f"source.splits={{train: [{shown or '...'}], test: [...], ignore: [...]}}",

@@ -16,6 +16,7 @@ from pipeline.data.column_files import (
     RowGroup,
     Schema,
     batches_of,
+    column_values,
     python_value,
     row_groups_of,
     schema_of,
@@ -291,12 +292,7 @@ def batch_counts(
     batch: pa.RecordBatch, columns: Sequence[str]
 ) -> Iterator[tuple[tuple[Any, ...], int]]:
     """Yield the different values of some columns in a batch, with their number of rows."""
-    cells = []
-    for column in columns:
-        try:
-            cells.append(batch[column].to_pylist())
-        except UnicodeDecodeError:
-            cells.append([python_value(value) for value in batch[column]])
+    cells = [column_values(batch[column]) for column in columns]
     yield from Counter(zip(*cells, strict=True)).items()
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
@@ -31,6 +32,9 @@ from pipeline import cli, yaml_files
 from pipeline import config as configs
 from pipeline.data import image_checks
 from pipeline.data.cards import MAX_PIXELS_PER_BYTE, Card
+from pipeline.data.column_files import batches_of, column_values
+from pipeline.data.detection.data_set import Request
+from pipeline.data.detection.detect import detect
 from pipeline.data.formats import parquet as parquet_format
 from pipeline.data.formats import tar as tar_format
 from pipeline.data.formats import torchvision as torchvision_format
@@ -1190,3 +1194,76 @@ def test_cifar_pickles_with_unknown_digests_are_not_loaded(
     assert "CIFAR10 is not below" in message
     with pytest.raises(UserError, match="CIFAR10 is not below"):
         torchvision_format.torchvision_set(str(site.own_folder), "CIFAR10", "train", False)
+
+
+# ---- columns that unfold -------------------------------------------------------------------------
+def repeated(rows: int, size: int) -> pa.Array:
+    """Return two texts of so many bytes, repeated over some rows, each stored once."""
+    texts = pa.array(["a" * size, "b" * size], pa.large_string())
+    return pa.DictionaryArray.from_arrays(pa.array([n % 2 for n in range(rows)], pa.int32()), texts)
+
+
+def write_parquet(path: Path, **columns: Any) -> None:
+    rows = len(next(iter(columns.values())))
+    images = [png(number % 2) for number in range(rows)]
+    labels = ["ab"[number % 2] for number in range(rows)]
+    table = pa.table({"image": images, "label": labels, **columns})
+    pq.write_table(table, path, compression="zstd", store_schema=False)
+
+
+def write_arrow(path: Path, **columns: Any) -> None:
+    rows = len(next(iter(columns.values())))
+    table = pa.table({"image": [png(number % 2) for number in range(rows)], **columns})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(str(path), table.schema, options=options) as writer:
+        writer.write_table(table)
+
+
+BOMBS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "a column beside": (
+        "parquet",
+        lambda path: write_parquet(path, note=repeated(400, 1 << 24)),
+    ),
+    "a label": ("parquet", lambda path: write_parquet(path, label=repeated(3000, 1 << 20))),
+    "a split": ("parquet", lambda path: write_parquet(path, split=repeated(3000, 1 << 20))),
+    "rows": ("parquet", lambda path: write_parquet(path, note=pa.nulls(10, pa.string()))),
+    "a compressed label": (
+        "arrow",
+        lambda path: write_arrow(path, label=pa.array(["a" * (1 << 28)] * 2 + ["b"])),
+    ),
+    "a compressed column beside": (
+        "arrow",
+        lambda path: write_arrow(path, label=["a", "b"], note=pa.array(["a" * (1 << 28)] * 2)),
+    ),
+}
+
+
+def look_at(path: str) -> int:
+    """Return the number of data sets at a path."""
+    return len(detect(Request(path)))
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_file_that_unfolds_takes_little_memory(case: str, tmp_path: Path) -> None:
+    suffix, write = BOMBS[case]
+    path = tmp_path / f"bomb.{suffix}"
+    write(path)
+    assert path.stat().st_size < 1_000_000
+    outcome, megabytes = costs(look_at, str(path))
+    assert not str(outcome).startswith("!!!")
+    assert megabytes < 500
+
+
+def test_rows_that_no_file_can_hold_are_refused(tmp_path: Path) -> None:
+    rows = 20_000_000
+    batch = pa.record_batch({"image": pa.nulls(rows), "label": pa.nulls(rows)})
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(UserError, match=r"20000000 rows in .* bytes"):
+        [*batches_of(str(tmp_path / "a.arrow"), ["label"])]
+
+
+def test_compressed_arrow_within_bounds_is_read(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "a.arrow", label=[*"abc" * 500])
+    batches = [*batches_of(str(tmp_path / "a.arrow"), ["label"])]
+    assert [value for batch in batches for value in column_values(batch["label"])] == [*"abc" * 500]

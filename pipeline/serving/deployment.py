@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -102,21 +103,25 @@ class Deployment:
     async def predict(self, raw: RawRequest) -> Reply:
         """Answer POST /predict."""
         loop = asyncio.get_running_loop()
+        is_cancelled = threading.Event()
         try:
-            request = await loop.run_in_executor(self.readers, self.decode, raw)
+            request = await loop.run_in_executor(self.readers, self.decode, raw, is_cancelled)
             answers = await self.answer_batch(request)
             if isinstance(answers, UserError):
                 raise answers
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            raise
         except UserError as error:
             return Reply(400, {"error": " ".join(str(error).split())})
         return Reply(200, {"predictions": [answer.row() for answer in answers]})
 
-    def decode(self, raw: RawRequest) -> DecodedRequest:
+    def decode(self, raw: RawRequest, is_cancelled: threading.Event) -> DecodedRequest:
         """Decode the images of a request. Raise `UserError` when it cannot be answered."""
         request = parse_request(raw)
         images = [*request.images]
         tasks = self.served.check_request(len(images), request.tasks, request.rule, request.top)
-        pixels = self.served.pixels_of(images, self.limits, self.budget)
+        pixels = self.served.pixels_of(images, self.limits, self.budget, is_cancelled.is_set)
         return DecodedRequest(pixels, tasks, request.rule, self.served.limit_top(request.top))
 
     @serve.batch(

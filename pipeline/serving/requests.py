@@ -218,7 +218,8 @@ def array_of(data: bytes) -> NDArray[np.uint8]:
     except Exception:  # a header is a literal of Python, which fails in many ways
         raise UserError(f"the body is no array; send {need}") from None
     pixels = memoryview(data)[stream.tell() :]
-    is_image = len(shape) == 4 and 3 in (shape[1], shape[3]) and min(shape) > 0
+    are_numbers = all(type(side) is int for side in shape)  # True is 1 for numpy
+    is_image = are_numbers and len(shape) == 4 and 3 in (shape[1], shape[3]) and min(shape) > 0
     if dtype != np.uint8 or is_fortran or not is_image:
         raise UserError(f"the array is {dtype} {shape!r:.80}; send {need}")
     if shape[0] > FORM_PARTS:  # each image becomes an object of Python

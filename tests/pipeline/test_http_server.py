@@ -647,6 +647,13 @@ def test_lists_of_numbers_count_as_pixels_too() -> None:
         pixels_of([[[[0, 0, 0]] * 4] * 4, Image.new("RGB", (4, 4))], 4, Limits(total_pixels=20))
 
 
+def test_no_image_is_decoded_for_a_request_that_was_cancelled() -> None:
+    asked_for = iter([False, False, True])
+    images = [Image.new("RGB", (4, 4))] * 4
+    with pytest.raises(UserError, match="image 2 is not decoded: the request was cancelled"):
+        pixels_of(images, 4, Limits(), is_cancelled=lambda: next(asked_for))
+
+
 def test_images_are_decoded_side_by_side_within_a_budget_of_pixels() -> None:
     budget, most, lock = PixelBudget(100), [0], threading.Lock()
     inside: list[int] = []

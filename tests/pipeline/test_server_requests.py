@@ -122,6 +122,15 @@ def test_objects_are_never_unpickled() -> None:
         array_of(saved(array))
 
 
+@pytest.mark.parametrize("shape", [(True, 8, 8, 3), (1, True, 8, 3), (1, 8, 8, True)])
+def test_sides_that_are_no_numbers_are_refused(shape: tuple[int, ...]) -> None:
+    stream = io.BytesIO()
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, header)
+    with pytest.raises(UserError, match=r"the array is uint8 \("):
+        array_of(stream.getvalue() + bytes(192))
+
+
 @pytest.mark.parametrize("shape", [(2, 99_999, 99_999, 3), (2, 10**30, 10**30, 3)])
 def test_a_shape_that_is_only_claimed_allocates_nothing(shape: tuple[int, ...]) -> None:
     stream = io.BytesIO()

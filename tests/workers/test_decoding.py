@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pipeline.data.image_checks import check_image
 from workers.data import decoding
 from workers.data.arena import Arena
-from workers.data.decoding import ImageLimits, Picture, decode, read_picture
+from workers.data.decoding import ImageLimits, Picture, decode, num_scans, read_picture
 from workers.errors import UserError
 
 ORIENTATION = 274
@@ -157,3 +158,40 @@ def test_a_damaged_file_is_one_sentence(
         with pytest.raises(UserError, match=r"cannot be decoded here \(.*\), though") as error:
             read_picture(damaged)
         assert "\n" not in str(error.value)
+
+
+# ---- scans ---------------------------------------------------------------------------------------
+def jpeg_with_scans(repeats: int, side: int = 64) -> bytes:
+    """Return a progressive JPEG whose last scan stands in it so many times more."""
+    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    last = data.rfind(b"\xff\xda")
+    return data[:-2] + data[last:-2] * repeats + data[-2:]
+
+
+@pytest.mark.parametrize("repeats", [0, 5, 90])
+def test_scans_are_counted_by_their_markers(repeats: int) -> None:
+    data = jpeg_with_scans(repeats)
+    assert num_scans(data) == 10 + repeats
+    # a thumbnail has scans of its own, which are not decoded
+    thumbnail = data[:2] + b"\xff\xe1\x00\x0a" + b"\xff\xda" * 4 + data[2:]
+    assert num_scans(thumbnail) == 10 + repeats
+
+
+@pytest.mark.parametrize(("repeats", "side", "is_refused"), [(90, 64, 0), (91, 64, 1)])
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(
+    repeats: int, side: int, is_refused: bool
+) -> None:
+    data = jpeg_with_scans(repeats, side)
+    problem = check_image(data).problem
+    assert (problem is not None) == bool(is_refused)
+    if problem is not None:
+        assert "101 scans" in problem
+
+
+def test_scans_of_large_images_count_by_their_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MOST_SCANNED_PIXELS", 11 * 64 * 64)
+    assert check_image(jpeg_with_scans(1)).problem is None
+    assert "pixels in all scans" in (check_image(jpeg_with_scans(2)).problem or "")

@@ -7,6 +7,7 @@ same bits, reduced by its DCT too; all else, and what simplejpeg refuses, by Pil
 from __future__ import annotations
 
 import io
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +48,11 @@ RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.
 ORIENTATION = 274  # EXIF's tag of how an image is turned
 TURNED = (5, 6, 7, 8)  # its values of images whose sides are exchanged
 JPEG_START = b"\xff\xd8\xff"
+SCAN = b"\xff\xda"  # the marker of a scan of a JPEG
+END_OF_IMAGE = b"\xd9"
+MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)  # in and between the scans
+MOST_SCANS = 100  # a progressive JPEG has about 10
+MOST_SCANNED_PIXELS = 2_000_000_000  # of all scans; about half a second to decode
 # Only files with one of these can be turned; looking for them takes a few microseconds.
 ORIENTATION_MARKS = (b"Exif\0\0", b"tiff:Orientation")
 DCT_SCALES = (8, 4, 2)  # that both decoders have
@@ -97,6 +103,8 @@ def open_image(
     tile = [tags.get(tag, 0) for tag in TILE]
     for width, height in (image.size, tile):
         _check_size(width, height, max_pixels)
+    if image.format in ("JPEG", "MPO"):
+        _check_scans(data, image.width * image.height)
     arguments = image.tile[0][3] if image.tile else None
     if ";16" in str(arguments):
         image.info[MAXIMUM] = SIXTEEN_BITS
@@ -108,6 +116,30 @@ def open_image(
 def _check_size(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ValueError(f"{width} x {height} is more than max_pixels = {max_pixels}")
+
+
+def _check_scans(data: bytes, pixels: int) -> None:
+    """Raise ValueError for a JPEG with so many scans that it takes seconds to decode."""
+    if data.count(SCAN) <= MOST_SCANS and data.count(SCAN) * pixels <= MOST_SCANNED_PIXELS:
+        return
+    scans = num_scans(data)
+    if scans > MOST_SCANS or scans * pixels > MOST_SCANNED_PIXELS:
+        raise ValueError(
+            f"{scans} scans of {pixels} pixels, more than {MOST_SCANS} scans or "
+            f"{MOST_SCANNED_PIXELS} pixels in all scans; save it anew"
+        )
+
+
+def num_scans(data: bytes) -> int:
+    """Return the number of scans of a JPEG, by its markers. Source: ITU-T T.81, annex B."""
+    scans = 0
+    position = 2
+    while True:
+        marker = MARKER.search(data, position)
+        if marker is None or marker[1] == END_OF_IMAGE:
+            return scans
+        scans += marker[1] == SCAN[1:]
+        position = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
 
 
 def is_deep(image: Image.Image) -> bool:

@@ -86,11 +86,21 @@ def pixels_of(
     limits: Limits,
     budget: PixelBudget | None = None,
     interpolation: Interpolation = "bicubic",
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> NDArray[np.uint8]:
     """Return images of any kind as uint8 (n, 3, side, side), as `decode` reads them from shards.
 
-    budget: shared by the threads that decode. Raise `UserError` with the index of the first image
-    that cannot be used.
+    Args:
+        images: Of one request.
+        side: Of the result, in pixels.
+        limits: Of a request.
+        budget: Shared by the threads that decode.
+        interpolation: Of the resize.
+        is_cancelled: Whether nobody waits for the result any more; no further image is then
+            decoded.
+
+    Raises:
+        UserError: With the index of the first image that cannot be used; or if it is cancelled.
     """
     if isinstance(images, (str, bytes, bytearray)):
         raise UserError("images is a single one; give a list of images")
@@ -117,6 +127,8 @@ def pixels_of(
         if budget:
             reservation = budget.reserved(areas[index])
         with _named(index, image), reservation:
+            if is_cancelled():
+                raise UserError("is not decoded: the request was cancelled")
             square = resize_square(to_pillow(image, limits), side, interpolation)
             out[index] = square.transpose(2, 0, 1)
     return out

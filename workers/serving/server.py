@@ -206,10 +206,15 @@ class Predictor:
         return self.answers(pixels, image_tasks, rule, self.limit_top(top))
 
     def pixels_of(
-        self, images: Sequence[Any], limits: Limits, budget: PixelBudget | None = None
+        self,
+        images: Sequence[Any],
+        limits: Limits,
+        budget: PixelBudget | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> NDArray[np.uint8]:
         """Return images as uint8 (n, 3, S, S), resized as in training; see `images.pixels_of`."""
-        return pixels_of(images, self.augment.size_in, limits, budget, self.augment.interpolation)
+        side, interpolation = self.augment.size_in, self.augment.interpolation
+        return pixels_of(images, side, limits, budget, interpolation, is_cancelled)
 
     def limit_top(self, top: int) -> int:
         """Return `top`, at most the number of classes of all tasks."""

@@ -135,6 +135,11 @@ def is_address(name: str) -> bool:
     return True
 
 
+def ends_twice(request: Request) -> bool:
+    """Whether a request says in two ways where its body ends (RFC 9112, section 6.3)."""
+    return "content-length" in request.headers and "transfer-encoding" in request.headers
+
+
 class Front:
     """The ASGI application.
 
@@ -188,7 +193,9 @@ class Front:
                 flush=True,
             )
             reply = Reply(500, {"error": "the server failed; its output says why"})
-        headers = HEADERS.get(reply.status)
+        headers = dict(HEADERS.get(reply.status, {}))
+        if ends_twice(request):
+            headers["connection"] = "close"  # what follows may be a body, or a request of others
         if isinstance(reply.body, bytes):
             response = Response(reply.body, reply.status, headers, reply.content_type)
         else:
@@ -198,6 +205,10 @@ class Front:
 
     async def reply(self, request: Request) -> Reply:
         """Return the reply to a request. Raise `Refused` when it is not answered."""
+        if ends_twice(request):
+            raise Refused(
+                400, "the request has both Content-Length and Transfer-Encoding; send one of them"
+            )
         self.check_host(request)
         route = f"{request.method} {request.url.path}"
         if route == "GET /health":

@@ -259,6 +259,20 @@ def test_an_answer_has_a_deadline_and_what_is_late_is_cancelled() -> None:
         wait_for(lambda: server.front.predictions == 0)
 
 
+@pytest.mark.parametrize("path", ["/predict", "/health"])
+def test_a_body_that_ends_in_two_ways_ends_the_connection(path: str) -> None:
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\n"
+        "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nX"
+    )
+    hidden = "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving() as server, server.opened((head + hidden).encode()) as client:
+        answer = received(client)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in answer.lower()
+    assert answer.count(b"HTTP/1.1") == 1
+
+
 def test_nothing_is_computed_for_a_client_that_left() -> None:
     stuck = Stuck()
     with serving(stuck) as server:

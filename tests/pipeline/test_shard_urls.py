@@ -14,11 +14,14 @@ from test_in_place import digit_shards
 from pipeline import cli
 from pipeline.data import card_files, in_place, ingest
 from pipeline.data.braces import with_braces
+from pipeline.data.cards import Card
+from pipeline.data.formats import list_source
 from pipeline.data.listing import CARDS
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store, key_of
 from tests import small_run
 from workers.data.in_place import urls_by_name
+from workers.errors import UserError
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -100,3 +103,23 @@ def test_the_card_of_imagenet_names_its_shards_and_classes(monkeypatch: pytest.M
     assert list(card.classes) == sorted(set(card.classes))
     for order in (CARDS / "imagenet" / "orders").glob("*.yaml"):
         assert set(card_files.in_order(f"imagenet/{order.stem}", card.classes)) <= set(card.classes)
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("http://[::1/a.tar", "Invalid IPv6 URL"),
+        ("s3://a]b/a.tar", "Invalid IPv6 URL"),
+        ("{" * 5000 + "a,b" + "}" * 5000 + ".tar", "more than 50 braces"),
+        ("{" * 40 + "a,b.tar", "cannot be expanded"),
+    ],
+)
+def test_an_address_that_is_none_is_one_sentence(address: str, says: str) -> None:
+    body = {
+        "name": "x",
+        "licence": "x",
+        "classes": ["a", "b"],
+        "source": {"format": "webdataset", "splits": {"train": address}},
+    }
+    with pytest.raises(UserError, match=says):
+        list_source(Card.model_validate(body))

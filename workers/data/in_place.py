@@ -21,6 +21,7 @@ from workers.storage.artifact import Artifact, FileInfo
 SHARDS = "shards.parquet"
 SCHEMA = pa.schema([("shard", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
 MAX_SHARDS = 200_000  # of a split
+MAX_BRACES = 50  # of a pattern: each may stand inside another
 RANGE = re.compile(r"\{(-?\d{1,19})\.\.(-?\d{1,19})(?:\.\.-?\d{1,19})?\}")
 
 
@@ -33,6 +34,11 @@ def expand(patterns: tuple[str, ...]) -> list[str]:
 
     urls: list[str] = []
     for pattern in patterns:
+        if pattern.count("{") > MAX_BRACES:
+            raise UserError(
+                f"shards {pattern!r:.300} have more than {MAX_BRACES} braces; write them as "
+                "shard-{000000..000099}.tar, and a brace of a name as \\{"
+            )
         for first, last in RANGE.findall(pattern):  # the package makes a list of each range
             if abs(int(last) - int(first)) >= MAX_SHARDS:
                 raise _too_many(pattern)

@@ -107,8 +107,8 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     if "://" not in uri:
         return fs.LocalFileSystem(), os.path.abspath(uri)
     refuse_secrets(uri)
-    parts = urlsplit(uri)
     try:
+        parts = urlsplit(uri)
         system, top = open_filesystem(urlunsplit(parts._replace(path="/")))
     except (ValueError, OSError, NotImplementedError) as error:
         raise UserError(

@@ -97,7 +97,10 @@ class WebFile:
             require_package(package, f"shard {url}", "download the shards")
         refuse_secrets(url)
         self.url = url
-        self.where = "://".join(urlsplit(url)[:2])
+        try:
+            self.where = "://".join(urlsplit(url)[:2])
+        except ValueError as error:
+            raise UserError(f"shard {url!r} is no address ({error}); mend it") from None
         self.version = retry(lambda: self._fetch(0, 1), self.where, f"opening {url}").version
 
     @property

@@ -365,7 +365,7 @@ def _has_paths_alone(uri: str, schema: Schema) -> bool:
     if schema.names.count(column) > 1 or not pa.types.is_struct(schema.types[column]):
         return False
     for batch in islice(batches_of(uri, [column], 8), 1):
-        rows = [row for row in batch[column].to_pylist() if row is not None]
+        rows = [row for row in column_values(batch[column]) if row is not None]
         return bool(rows) and all(row.get("bytes") is None and row.get("path") for row in rows)
     return False
 

@@ -21,6 +21,7 @@ import webdataset
 import yaml
 from PIL import Image
 
+from pipeline import cli
 from pipeline.data.card_files import load
 from pipeline.data.cards import Card
 from pipeline.data.formats import fingerprint, units
@@ -351,6 +352,10 @@ def test_shards_that_changed_after_they_were_indexed_are_a_sentence(
     assert read(4) == picture(4)
     with pytest.raises(SourceGone, match=r"tiny-train-0001\.tar changed after .* other bytes"):
         read(5)
+    with pytest.raises(DamagedArtifact, match="is missing"):  # the next run indexes it again
+        read(4)
+    path.write_bytes(before)
+    run(card, tmp_path / "store")
     path.write_bytes(before + bytes(512))
     with pytest.raises(SourceGone, match=r"tiny-train-0001\.tar changed after .* were indexed\)"):
         read(4)
@@ -476,6 +481,29 @@ def test_a_run_trains_from_shards_in_place_and_outlives_their_move_and_end(tmp_p
     after = small_run.attempts(tmp_path / "storage")
     assert {name for name in before if after[name] != before[name]} == {"report"}
     assert "finetune/b/evaluate" in after
+
+
+def test_a_shard_that_was_replaced_unseen_is_indexed_by_the_same_command(tmp_path: Path) -> None:
+    """Size and time of change are as they were: no look at the source can tell."""
+    cards = {"base": digit_shards(tmp_path, "base", "01")}
+    body = small_run.make_body(tmp_path, cards, ["linear"])
+    config = small_run.write_config(tmp_path / "config.yaml", body)
+    assert cli.main(["ingest", config]) == 0
+    shard = tmp_path / "base-train-0.tar"
+    before = shard.stat()
+    data = bytearray(shard.read_bytes())
+    # two images of one size change places
+    with tarfile.open(shard) as tar:
+        images = [member for member in tar if member.name.endswith(".png")]
+    first, second = next(
+        (a, b) for a in images for b in images if a.offset < b.offset and a.size == b.size
+    )
+    one, two = (slice(m.offset_data, m.offset_data + m.size) for m in (first, second))
+    data[one], data[two] = data[two], data[one]
+    shard.write_bytes(data)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert cli.main(["run", config]) == 2
+    assert cli.main(["run", config]) == 0
 
 
 def test_a_graph_that_is_kept_places_no_shards(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import resource
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from threading import RLock
 
 import numpy as np
@@ -27,7 +28,7 @@ from workers.data.decoding import MAX_PIXELS, ImageLimits
 from workers.data.range_files import ObjectFile, RangeFile, open_range_file
 from workers.errors import DamagedArtifact, SourceGone, UserError
 from workers.job import ShardUrls
-from workers.storage.artifact import Artifact, FileInfo, is_local, resolve
+from workers.storage.artifact import Artifact, FileInfo, is_local, resolve, withdraw
 from workers.storage.filesystem import access_remedy
 from workers.storage.regular_file import regular_descriptor
 
@@ -186,6 +187,9 @@ class Shards:
     def damaged_record(self, record: str, shard: str) -> UserError:
         """The error for a record of a shard whose bytes are not those that ingest read or wrote."""
         if self.is_in_place:
+            # size and time of the shard may be as they were: only the next ingest can tell
+            with suppress(OSError, UserError):
+                withdraw(self.artifact.root, self.key)
             return self._changed(shard, f"image {record!r} has other bytes")
         return DamagedArtifact(
             self.key,

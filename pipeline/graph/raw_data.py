@@ -26,6 +26,10 @@ from workers.storage.artifact import Artifact
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
 READ_THREADS = 16
+GONE = (
+    "its raw files are gone, so that it cannot be made again; what was ingested is used while it "
+    "stands"
+)
 REWRITTEN = (
     "its raw files were written again since they were ingested (same paths and sizes); "
     "`run` reads them to see whether they are the same images"
@@ -85,7 +89,7 @@ def source_of(store: Store, card: Card, ask: bool = True) -> Source:
         )
     known = _recall(store, card, fingerprint)
     if listed is None:
-        return Source(**known, present=False)
+        return Source(**known, present=False, note=GONE)
     if store.remembered(card.identity()) != fingerprint:
         store.remember(card.identity(), fingerprint)
     if not known["modified"]:

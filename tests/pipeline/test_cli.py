@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from pipeline import app, cli, console
-from pipeline.graph import run, run_record, store
+from pipeline.graph import raw_data, run, run_record, store
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
 from pipeline.graph.walk import Event, EventKind, Walk
@@ -145,6 +145,17 @@ def test_plan_says_that_data_is_gone_and_not_missed(
         "hit",
         "result is gone, and nothing that is missing waits for it",
     )
+
+
+def test_plan_says_that_the_folder_of_a_card_is_gone(
+    finished: Any, run_copy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = finished.folder / "raw" / "a"
+    raw.rename(f"{raw}-moved")
+    try:
+        assert table(output(capsys, "plan", run_copy.config()))["data/a"] == ("hit", raw_data.GONE)
+    finally:
+        Path(f"{raw}-moved").rename(raw)
 
 
 def test_run_runs_what_plan_says(run_copy: Any, capsys: pytest.CaptureFixture[str]) -> None:

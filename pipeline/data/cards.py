@@ -191,10 +191,8 @@ class Card(Frozen):
     content: str | None = Field(
         None, description="sha256 of the ingested index; what is found must equal it"
     )
-    duplicates: Literal["keep", "drop", "one_split"] = Field(
-        "keep",
-        description="exact copies inside a split are listed; `drop` leaves them out; `one_split`: "
-        "test images that are held out have no copy in train",
+    duplicates: Literal["keep", "drop"] = Field(
+        "keep", description="exact copies inside a split are listed; `drop` leaves them out"
     )
     per_class: Annotated[Counts | None, Neutral(None)] = Field(
         None, description="at most so many images of each class, by hash of the key"

@@ -55,7 +55,6 @@ def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
     held_out = ""
     if not data_set.has_test:
         held_out = _line("test_fraction", TEST_FRACTION, "share of each class, by hash of the key")
-        held_out += _line("duplicates", "one_split", "exact copies are never in train and test")
     bad = min(round(MOST_BAD + data_set.bad_fraction + 0.005, 2), 1.0)
     text = (
         f"# {_comment(data_set.layout)}: {counted(len(data_set.classes), 'class')}, "

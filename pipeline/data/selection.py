@@ -131,8 +131,7 @@ def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
     if card.test_fraction and not pc.any(pc.equal(rows["split"], "test")).as_py():
         is_train = _split_numbers(rows) == 0
         is_test = np.zeros(len(rows), bool)
-        hold_out = _held_out_together if card.duplicates == "one_split" else _held_out
-        is_test[is_train] = hold_out(rows.filter(pa.array(is_train)), card.test_fraction)
+        is_test[is_train] = _held_out(rows.filter(pa.array(is_train)), card.test_fraction)
         split = pc.if_else(pa.array(is_test), "test", rows["split"]).cast(pa.large_string())
         rows = rows.set_column(_position(rows, "split"), "split", split)
     keys = pc.binary_join_element_wise(rows["split"], rows["key"], SLASH)
@@ -171,9 +170,21 @@ def _with_unique_keys(rows: pa.Table) -> pa.Table:
 def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
     """Return which rows are held out: of each class those whose keys have the lowest sha256.
 
-    As `workers.data.rows.hold_out`: of n rows round(fraction * n), at least one where n >= 2, and
-    never all.
+    As `workers.data.rows.hold_out`: of n images round(fraction * n), at least one where n >= 2, and
+    never all; exact copies stay on the side of the one whose key has the lowest sha256.
     """
+    contents = _codes(rows["sha256"])
+    is_first = np.zeros(len(rows), bool)
+    order = order_of_digests(key_digests(rows["key"]), contents)
+    is_first[order] = _ranks_in_groups(contents[order]) == 0
+    chosen = np.zeros(len(rows), bool)
+    chosen[is_first] = _lowest(rows.filter(pa.array(is_first)), fraction)
+    is_held_out: NDArray[np.bool_] = np.isin(contents, contents[chosen])
+    return is_held_out
+
+
+def _lowest(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
+    """Return which rows of each class have the keys with the lowest sha256."""
     classes = _codes(rows["label"])
     sizes = _counts(classes)
     order = order_of_digests(key_digests(rows["key"]), classes)
@@ -182,23 +193,6 @@ def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
     is_held_out = np.zeros(len(classes), bool)
     is_held_out[order] = ranks < np.array(shares, np.int64)[classes[order]]
     return is_held_out
-
-
-def _held_out_together(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
-    """Return which rows are held out if exact copies of a class stay together.
-
-    Of the copies in a class, the one whose key has the lowest sha256 decides. Images that are
-    copied into another class are not held out.
-    """
-    contents = _codes(rows["sha256"])
-    groups = contents * (int(_codes(rows["label"]).max()) + 1) + _codes(rows["label"])
-    order = order_of_digests(key_digests(rows["key"]), groups)
-    is_first = np.zeros(len(rows), bool)
-    is_first[order] = _ranks_in_groups(groups[order]) == 0
-    chosen = np.zeros(len(rows), bool)
-    chosen[is_first] = _held_out(rows.filter(pa.array(is_first)), fraction)
-    is_held_out = np.isin(groups, groups[chosen])
-    return is_held_out & ~np.isin(contents, contents[~is_held_out])
 
 
 def num_held_out(size: int, fraction: float) -> int:
@@ -341,15 +335,12 @@ def _check_leaks_of(card: Card, rows: pa.Table, split: Split, contents: NDArray[
     is_leak = is_test & np.isin(contents, contents[_split_numbers(rows) == 0])
     if is_leak.sum() <= MAX_LEAKS * is_test.sum():
         return
-    remedy = "mend source.splits"
-    if card.test_fraction:
-        remedy = "say `duplicates: one_split` on the card, so that copies are held out together"
     examples = "; ".join(rows["name"].filter(pa.array(is_leak)).slice(0, NAMED_IMAGES).to_pylist())
     raise UserError(
         f"card {card.name!r}: {is_leak.sum()} of {is_test.sum()} {split} images are exact copies "
         f"of train images ({examples}), so that accuracy would be measured on images that were "
-        f"trained on; remove the copies, or {remedy}, or say `leaks: allow` on the card if they "
-        "are meant"
+        "trained on; remove the copies, mend source.splits, or say `leaks: allow` on the card if "
+        "they are meant"
     )
 
 

@@ -547,9 +547,26 @@ def test_validation_of_a_class_does_not_depend_on_other_classes_or_order(root: A
 def test_validation_leaves_something_on_both_sides(
     count: int, fraction: float, expected: int
 ) -> None:
-    table = pa.table({"key": [str(i) for i in range(count)], "class": ["a"] * count})
+    keys = [str(i) for i in range(count)]
+    table = pa.table({"key": keys, "class": ["a"] * count, "sha256": keys})
     train, val = hold_out(table, fraction)
     assert (train.num_rows, val.num_rows) == (count - expected, expected)
+
+
+def test_copies_of_an_image_stay_on_one_side() -> None:
+    """The 40 images of a class stand in it four times each, under other names."""
+    images = [str(number % 40) for number in range(160)]
+    keys = [f"train/a/{number}" for number in range(160)]
+    table = pa.table({"key": keys, "class": ["a"] * 160, "sha256": images})
+    train, val = hold_out(table, 0.2)
+    assert val.num_rows == 32
+    assert not {*train["sha256"].to_pylist()} & {*val["sha256"].to_pylist()}
+    lowest: dict[str, str] = {}
+    for key, image in zip(keys, images, strict=True):
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        lowest[image] = min(lowest.get(image, digest), digest)
+    chosen = sorted(lowest, key=lambda image: lowest[image])[:8]
+    assert {*val["sha256"].to_pylist()} == {*chosen}
 
 
 def test_empty_splits_and_classes_are_refused(root: Any) -> None:

@@ -140,23 +140,30 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 def hold_out(table: pa.Table, fraction: float) -> tuple[pa.Table, pa.Table]:
     """Split a table into (train, val).
 
-    Of the n rows of a class, the round(fraction * n) whose keys have the lowest sha256 are val: at
-    least one where n >= 2, and never all. This depends neither on the order of rows nor on other
-    classes.
+    Of the n images of a class, the round(fraction * n) whose keys have the lowest sha256 are val:
+    at least one where n >= 2, and never all. Exact copies are one image, whose key is the one with
+    the lowest sha256, and stay together. This depends neither on the order of rows nor, without
+    copies in them, on other classes.
+
+    Args:
+        table: With the columns key, class, and sha256 of the image.
+        fraction: Of the images that are val.
     """
-    members: dict[str, list[tuple[bytes, int]]] = {}  # class -> (sha256 of the key, row)
-    names = table["class"].to_pylist()
-    keys = table["key"].to_pylist()
-    for row, (name, key) in enumerate(zip(names, keys, strict=True)):
-        digest = hashlib.sha256(key.encode()).digest()
-        members.setdefault(name, []).append((digest, row))
-    is_val = np.zeros(table.num_rows, bool)
+    first: dict[str, tuple[bytes, str]] = {}  # image -> lowest sha256 of its keys, class
+    columns = (table[name].to_pylist() for name in ("class", "key", "sha256"))
+    for name, key, image in zip(*columns, strict=True):
+        found = (hashlib.sha256(key.encode()).digest(), name)
+        first[image] = min(first.get(image, found), found)
+    members: dict[str, list[tuple[bytes, str]]] = {}  # class -> (sha256 of the key, image)
+    for image, (digest, name) in first.items():
+        members.setdefault(name, []).append((digest, image))
+    val: list[str] = []
     for ranked in members.values():
         least = 1 if fraction > 0 else 0
         count = min(max(round(fraction * len(ranked)), least), len(ranked) - 1)
-        for _, row in sorted(ranked)[:count]:
-            is_val[row] = True
-    return table.filter(pa.array(~is_val)), table.filter(pa.array(is_val))
+        val += [image for _, image in sorted(ranked)[:count]]
+    is_val = pc.is_in(table["sha256"], pa.array(val, table["sha256"].type))
+    return table.filter(pc.invert(is_val)), table.filter(is_val)
 
 
 def select(

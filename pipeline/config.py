@@ -10,7 +10,7 @@ import hashlib
 import ipaddress
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -46,6 +46,7 @@ MAPPING = "the config"  # what errors call one that is no file
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that are in no key of a result
 LONGEST_SUFFIX = 60  # characters that `--set` adds to a run's name
+MOST_PROBLEMS = 8  # of a config that are told at once
 LONGEST_VALUE = 80  # characters of a value in an error
 # of the setting tracking.prometheus
 ADDRESS_RULE = "give HOST:PORT, or PORT alone for this machine; port 0 is any free one"
@@ -873,15 +874,45 @@ def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> S
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        sentence = sentence_of(error, model, prefix)
+        sentence = sentence_of(error, model, prefix, body)
         if where:
             sentence = f"{where}: {sentence}"
         raise UserError(sentence) from None
 
 
-def sentence_of(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
-    """Return the first problem of a validation error as one sentence: key, value, rule, remedy."""
-    first = error.errors()[0]
+def sentence_of(
+    error: ValidationError, model: type[BaseModel], prefix: str = "", body: Any = None
+) -> str:
+    """Return the problems of a validation error as one sentence: key, value, rule, remedy.
+
+    Args:
+        error: Of a model.
+        model: That was validated.
+        prefix: Path of the settings in a config.
+        body: That was validated; without it, the first problem alone is told.
+    """
+    problems: dict[tuple[Any, ...], Any] = {}
+    for problem in error.errors():  # of a value that may be of several types, there are several
+        problems.setdefault(_place_in(body, problem["loc"]), problem)
+    told = [_problem_text(one, model, prefix) for one in [*problems.values()][:MOST_PROBLEMS]]
+    if len(problems) > MOST_PROBLEMS:
+        told.append(f"{len(problems) - MOST_PROBLEMS} more mistakes")
+    return "; and ".join(told if body is not None else told[:1])
+
+
+def _place_in(body: Any, location: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the part of a location that leads to a value of the body, or to a key it lacks."""
+    place: list[Any] = []
+    for part in location:
+        place.append(part)
+        try:
+            body = body[part]
+        except (LookupError, TypeError):
+            return tuple(place[:-1] if not isinstance(body, dict) else place)
+    return tuple(place)
+
+
+def _problem_text(first: Any, model: type[BaseModel], prefix: str) -> str:
     location = [str(part) for part in first["loc"]]
     key = ".".join([prefix, *location] if prefix else location)
     value = repr(first["input"])

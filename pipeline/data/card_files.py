@@ -51,7 +51,7 @@ def _validated(path: Path, body: dict[str, Any]) -> Card:
     try:
         return Card.model_validate(body)
     except ValidationError as error:
-        raise UserError(f"{path}: {sentence_of(error, Card)}") from None
+        raise UserError(f"{path}: {sentence_of(error, Card, body=body)}") from None
 
 
 def _with_source(card: Card, **changes: Any) -> Card:

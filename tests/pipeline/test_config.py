@@ -729,3 +729,29 @@ def test_a_file_that_is_no_run_by_itself_keeps_its_name(tmp_path: Path) -> None:
     path = tmp_path / "part.yaml"
     path.write_text("{name: part, stream: {tasks: [{card: digits}]}}")
     assert load(str(path), ["methods={meat: {}}"]).name == "part"
+
+
+def test_all_mistakes_of_a_config_are_told_at_once() -> None:
+    body = {
+        "name": "x",
+        "seed": -3,
+        "stream": {"tasks": [{"card": "digits"}], "scenario": "taks"},
+        "train": {"epochs": "many", "lr": -1},
+        "trian": {},
+        "methods": {"linear": {}},
+    }
+    with pytest.raises(UserError) as error:
+        check(body, "three.yaml")
+    text = str(error.value)
+    assert "\n" not in text
+    for key in (
+        "seed is -3",
+        "stream.scenario is 'taks'",
+        "train.epochs is 'many'",
+        "train.lr is -1",
+    ):
+        assert text.count(key) == 1
+    assert "trian is not a known key" in text
+    body |= {f"key{number}": 1 for number in range(9)}
+    with pytest.raises(UserError, match=r"6 more mistakes$"):
+        check(body, "three.yaml")

@@ -1,7 +1,5 @@
 """`python -m pipeline`."""
 
-import sys
+from pipeline.cli import leave, main
 
-from pipeline.cli import main
-
-sys.exit(main())
+leave(main())

@@ -9,15 +9,19 @@ is imported by the command that needs it.
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
 import json
 import math
+import os
 import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.data.errors import UnfitSource
 from pipeline.graph import diagram, run_log
@@ -41,6 +45,21 @@ BUCKET = re.compile(r"in bucket '([^']+)'")  # names the bucket in an error of p
 AGE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[dhm])")
 AGE_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0}  # in seconds
 LONGEST_ERROR = 4000  # characters of an error that are printed; that of a worker may be long
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as Python does, up to the point where libraries could change its exit code.
+
+    A thread of pyarrow that still runs when the interpreter is taken down aborts the process.
+    """
+    try:
+        vars(threading)["_shutdown"]()  # waits for threads that Python started
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:

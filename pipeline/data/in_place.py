@@ -46,6 +46,7 @@ from workers.storage.artifact import (
     read_bytes,
     write_bytes,
 )
+from workers.storage.parquet import read_table
 
 INFO = b"shard"  # in the metadata of a shard's table: its size and digest
 PICTURES = b"pictures"  # the same: small images for the preview, as a shard is read once
@@ -187,7 +188,7 @@ def _read_table(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
     if job.target.partition("?")[0].rpartition("/")[2] not in sizes:
         return None
     try:
-        table = pq.read_table(io.BytesIO(read_bytes(job.target)))
+        table = read_table(read_bytes(job.target))
         info = json.loads((table.schema.metadata or {})[INFO])
         pictures = [
             Picture(split, label, name, base64.b64decode(data))

@@ -29,6 +29,7 @@ from pipeline.data.names import key_part, nfc, printable
 from workers.data.decoding import ImageLimits
 from workers.data.range_files import ObjectFile
 from workers.errors import UserError
+from workers.storage import parquet
 from workers.storage.artifact import is_local, join, read_bytes, resolve, write_bytes
 
 PACK_BYTES = 256 << 20
@@ -299,7 +300,7 @@ def read_table(packs: str, name: str, sizes: Mapping[str, int]) -> pa.Table | No
     if name + TABLE_SUFFIX not in sizes:
         return None
     try:
-        table = pq.read_table(io.BytesIO(read_bytes(join(packs, name + TABLE_SUFFIX))))
+        table = parquet.read_table(read_bytes(join(packs, name + TABLE_SUFFIX)))
     except (pa.ArrowException, OSError):
         return None
     if table.schema != ROWS:

@@ -16,6 +16,7 @@ from pipeline.data.packs import DamagedPack, PackedImages
 from pipeline.data.splits import SPLITS
 from workers.data.shards import SCHEMA
 from workers.storage.artifact import Attempt, FileInfo, join, read_bytes, write_bytes
+from workers.storage.parquet import read_table
 
 MIN_GROUP_BYTES = 32 << 20
 MAX_GROUP_BYTES = 512 << 20  # of images that one task reads before it writes them
@@ -170,7 +171,7 @@ def read_mark(packs: str, attempt: str, name: str, sizes: Mapping[str, int]) -> 
     sizes: bytes of the files below the attempt, by name.
     """
     try:
-        table = pq.read_table(io.BytesIO(read_bytes(join(packs, mark_name(attempt, name)))))
+        table = read_table(read_bytes(join(packs, mark_name(attempt, name))))
         metadata = table.schema.metadata or {}
         info: FileInfo = {
             "bytes": int(metadata[b"bytes"]),

@@ -11,7 +11,6 @@ device. Ingest and report use no device and are left out.
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from collections import Counter
@@ -19,8 +18,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Literal, NamedTuple
-
-import pyarrow.parquet as pq
 
 from pipeline.config import Config
 from pipeline.console import table_text
@@ -36,6 +33,7 @@ from workers.job import StageJob, Task, TrainSettings, with_neutral
 from workers.methods import METHODS
 from workers.optim import fit_to_images
 from workers.storage.artifact import Artifact
+from workers.storage.parquet import read_table
 
 Basis = Literal["same method", "other method", "not measured"]
 BASES: tuple[Basis, ...] = ("same method", "other method", "not measured")
@@ -150,8 +148,7 @@ class Images:
         if artifact is None:
             return None
         try:
-            index = io.BytesIO(artifact.read("index.parquet"))
-            table = pq.read_table(index, columns=["split", "class"])
+            table = read_table(artifact.read("index.parquet"), ["split", "class"])
         except (DamagedArtifact, OSError):
             return None
         splits = table["split"].to_pylist()
@@ -315,7 +312,7 @@ def read_epochs_s(artifact: Artifact) -> float | None:
     if "history.parquet" not in artifact.manifest["files"]:
         return None
     try:
-        rows = pq.read_table(io.BytesIO(artifact.read("history.parquet"))).to_pylist()
+        rows = read_table(artifact.read("history.parquet")).to_pylist()
     except (DamagedArtifact, OSError):
         return None
     return float(sum(row.get("seconds") or 0.0 for row in rows)) or None

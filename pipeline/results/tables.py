@@ -6,7 +6,6 @@ again at any time. An unfinished run yields the results that exist.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.graph.run_record import RunRecord, StageRecord
@@ -31,6 +29,7 @@ from pipeline.results.training import (
 )
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, Manifest, join
+from workers.storage.parquet import read_table
 
 if TYPE_CHECKING:
     from workers.storage.taskstate import Carried, TaskState
@@ -260,7 +259,7 @@ class RunTables:
         data = self.read(artifact, name)
         if data is None:
             return None
-        return pq.read_table(io.BytesIO(data))
+        return read_table(data)
 
     def history(self, stage_id: str) -> list[Row]:
         """Return one row per epoch, in the columns of the stage's history."""

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from workers.errors import DamagedArtifact, UserError
 from workers.job import ShardUrls
 from workers.storage.artifact import Artifact, FileInfo
+from workers.storage.parquet import read_table
 
 SHARDS = "shards.parquet"
 SCHEMA = pa.schema([("shard", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
@@ -102,7 +103,7 @@ def read_shards(artifact: Artifact) -> dict[str, FileInfo]:
     Raise `DamagedArtifact` when the file is none of ours.
     """
     try:
-        table = pq.read_table(io.BytesIO(artifact.read(SHARDS)))
+        table = read_table(artifact.read(SHARDS))
         if table.schema != SCHEMA:
             raise pa.ArrowInvalid("it has other columns")
         files: dict[str, FileInfo] = {}

@@ -7,7 +7,6 @@ used where they lie (`workers/data/in_place.py`).
 from __future__ import annotations
 
 import errno
-import io
 import math
 import resource
 import weakref
@@ -19,7 +18,6 @@ from threading import RLock
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyarrow import fs
 
 from workers.data import in_place
@@ -30,6 +28,7 @@ from workers.errors import DamagedArtifact, SourceGone, UserError
 from workers.job import ShardUrls
 from workers.storage.artifact import Artifact, FileInfo, is_local, resolve, withdraw
 from workers.storage.filesystem import access_remedy
+from workers.storage.parquet import read_table
 from workers.storage.regular_file import regular_descriptor
 
 INDEX = "index.parquet"
@@ -289,7 +288,7 @@ def read_index(artifact: Artifact, files: Mapping[str, FileInfo]) -> pa.Table:
     Raise `DamagedArtifact` when it is not an index, or points to bytes that its shards do not have.
     """
     try:
-        table = pq.read_table(io.BytesIO(artifact.read(INDEX)))
+        table = read_table(artifact.read(INDEX))
         _check_index(table, files)
     except (pa.ArrowException, OSError) as error:
         raise DamagedArtifact(

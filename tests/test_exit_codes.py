@@ -1,0 +1,68 @@
+"""Commands end with their own exit code, whatever threads of libraries still run at their end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from tests import small_run
+
+RUNS = 25  # of each command
+AT_ONCE = 3
+THREAD = """
+import threading, time
+from pipeline.cli import leave
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+print("done")
+leave({code})
+"""
+
+
+@pytest.mark.parametrize("code", [0, 2, 143])
+def test_a_thread_that_still_runs_changes_nothing(code: int) -> None:
+    text = THREAD.format(code=code)
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "done\n", "")
+
+
+def test_what_is_registered_for_the_end_is_done_and_threads_are_waited_for() -> None:
+    text = (
+        "import atexit, threading, time\n"
+        "from pipeline.cli import leave\n"
+        "atexit.register(print, 'registered')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()\n"
+        "leave(0)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "thread\nregistered\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_commands_end_with_success(tmp_path: Path) -> None:
+    cards = small_run.make_cards(tmp_path, ["base", "a"])
+    config = small_run.write_config(
+        tmp_path / "config.yaml", small_run.make_body(tmp_path, cards, ["linear"])
+    )
+    assert cli.main(["run", config]) == 0
+    image = next((tmp_path / "raw").rglob("*.png"))
+    commands = [
+        ["plan", config],
+        ["status", config],
+        ["report", config],
+        ["predict", config, str(image), "--task", "a"],
+    ]
+
+    def run(argv: list[str]) -> tuple[int, str]:
+        words = [sys.executable, "-m", "pipeline", *argv]
+        ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+        return ended.returncode, ended.stderr[-500:]
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        results = list(pool.map(run, commands * RUNS))
+    assert {code for code, _ in results} == {0}, results

@@ -366,6 +366,10 @@ def parse_override(override: str) -> tuple[str, Any]:
         raise UserError(
             f"{where} is not of the form key=value; write for example --set train.epochs=3"
         )
+    if any("\ud800" <= sign <= "\udfff" for sign in override):  # bytes that are no text here
+        raise UserError(
+            f"{where} has letters that the locale of this shell does not know; set LC_ALL=C.UTF-8"
+        )
     return path, parse_yaml(text, where)
 
 

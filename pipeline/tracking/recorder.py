@@ -202,7 +202,8 @@ class Recorder:
 
     def describe_rest(self) -> str:
         """Return what of the record is not written yet, in a few words."""
-        return f"recording in MLflow, {len(self.outbox.waiting)} parts left"
+        number = len(self.outbox.waiting)
+        return f"recording in MLflow, {number} {'part' if number == 1 else 'parts'} left"
 
     @property
     def run_ids(self) -> list[str]:

@@ -17,7 +17,7 @@ from pipeline.config import NAME, ClusterSettings, Config, TrackingSettings, che
 from pipeline.data import card_files, ingest
 from pipeline.graph import build
 from pipeline.graph.store import Store
-from pipeline.yaml_files import absolute, apply_override, expand, parse_yaml
+from pipeline.yaml_files import absolute, apply_override, expand, parse_override, parse_yaml
 from workers import evaluate, loop
 from workers.data import decoding
 from workers.errors import UserError
@@ -755,3 +755,8 @@ def test_all_mistakes_of_a_config_are_told_at_once() -> None:
     body |= {f"key{number}": 1 for number in range(9)}
     with pytest.raises(UserError, match=r"6 more mistakes$"):
         check(body, "three.yaml")
+
+
+def test_letters_that_a_locale_does_not_know_are_no_mistake_of_yaml() -> None:
+    with pytest.raises(UserError, match=r"set LC_ALL=C\.UTF-8"):
+        parse_override("name=gr\udcc3\udcb6e")

@@ -358,6 +358,8 @@ class Store:
             for path, file in files.items():
                 key, _, rest = path.partition("/")
                 attempt, below, _ = rest.partition("/")
+                if not rest:  # a file that someone else put beside the folders of results
+                    continue
                 if key not in needed or (area != "stages" and key in standing):
                     folder = key
                 elif below and attempt != standing.get(key, attempt):

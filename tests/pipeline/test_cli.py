@@ -366,6 +366,15 @@ def test_gc_says_that_a_storage_may_only_be_read(
     assert folders(littered) == before
 
 
+def test_gc_leaves_a_stray_file_and_does_not_count_it(
+    finished: Any, run_copy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stray = run_copy.storage / "stages" / "notes.txt"
+    stray.write_text("mine")
+    assert "nothing to delete" in output(capsys, "gc", "--yes", "--storage", str(run_copy.storage))
+    assert stray.read_text() == "mine"
+
+
 def test_gc_counts_one_result_as_one(littered: Any, capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads((littered.storage / "runs" / "faster" / "run.json").read_text())
     lost = sorted(folders(littered) - {stage["key"] for stage in record["stages"]})

@@ -681,11 +681,11 @@ def plan(args: argparse.Namespace) -> int:
     print(f"\n{len(graph)} stages: {len(graph) - count} stand, {count} to run (marked * below)\n")
     for line in run_plan.notes:
         print(f"{line}\n")
-    own = [task.name for task in prepared.tasks if task.has_val]
-    if own:
+    validated = [task.name for task in prepared.tasks if task.has_val]
+    if validated:
         print(
-            f"validation images of the data: {', '.join(own)}; data.val_fraction is for the "
-            f"{'other tasks' if len(own) < len(prepared.tasks) else 'tasks without any'}\n"
+            f"validation images of the data: {', '.join(validated)}; data.val_fraction is for the "
+            f"{'other tasks' if len(validated) < len(prepared.tasks) else 'tasks without any'}\n"
         )
     print(diagram.to_text(graph, status))
     training = training_plan.text(

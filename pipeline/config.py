@@ -889,27 +889,27 @@ def sentence_of(
         error: Of a model.
         model: That was validated.
         prefix: Path of the settings in a config.
-        body: That was validated; without it, the first problem alone is told.
+        body: That was validated; without it, the first problem alone is sentences.
     """
     problems: dict[tuple[Any, ...], Any] = {}
     for problem in error.errors():  # of a value that may be of several types, there are several
         problems.setdefault(_place_in(body, problem["loc"]), problem)
-    told = [_problem_text(one, model, prefix) for one in [*problems.values()][:MOST_PROBLEMS]]
+    sentences = [_problem_text(one, model, prefix) for one in [*problems.values()][:MOST_PROBLEMS]]
     if len(problems) > MOST_PROBLEMS:
-        told.append(f"{len(problems) - MOST_PROBLEMS} more mistakes")
-    return "; and ".join(told if body is not None else told[:1])
+        sentences.append(f"{len(problems) - MOST_PROBLEMS} more mistakes")
+    return "; and ".join(sentences if body is not None else sentences[:1])
 
 
 def _place_in(body: Any, location: Sequence[Any]) -> tuple[Any, ...]:
     """Return the part of a location that leads to a value of the body, or to a key it lacks."""
-    place: list[Any] = []
+    path: list[Any] = []
     for part in location:
-        place.append(part)
+        path.append(part)
         try:
             body = body[part]
         except (LookupError, TypeError):
-            return tuple(place[:-1] if not isinstance(body, dict) else place)
-    return tuple(place)
+            return tuple(path[:-1] if not isinstance(body, dict) else path)
+    return tuple(path)
 
 
 def _problem_text(first: Any, model: type[BaseModel], prefix: str) -> str:

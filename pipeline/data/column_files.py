@@ -252,21 +252,21 @@ class _Table:
 
     def number(self, field: int, form: str) -> int:
         """Return a number."""
-        place = self.place(field)
-        return int(struct.unpack_from(form, self.data, place)[0]) if place else 0
+        start = self.place(field)
+        return int(struct.unpack_from(form, self.data, start)[0]) if start else 0
 
     def table(self, field: int) -> _Table:
         """Return a table in a field."""
-        place = self.place(field)
-        return _Table(self.data, place + struct.unpack_from("<I", self.data, place)[0])
+        start = self.place(field)
+        return _Table(self.data, start + struct.unpack_from("<I", self.data, start)[0])
 
     def pairs(self, field: int) -> Iterator[tuple[int, int]]:
         """Yield the pairs of numbers in a field."""
-        place = self.place(field)
-        if place:
-            place += struct.unpack_from("<I", self.data, place)[0]
-            for index in range(struct.unpack_from("<I", self.data, place)[0]):
-                yield struct.unpack_from("<qq", self.data, place + 4 + 16 * index)
+        start = self.place(field)
+        if start:
+            start += struct.unpack_from("<I", self.data, start)[0]
+            for index in range(struct.unpack_from("<I", self.data, start)[0]):
+                yield struct.unpack_from("<qq", self.data, start + 4 + 16 * index)
 
 
 @contextmanager
@@ -300,9 +300,9 @@ def column_values(column: pa.Array) -> list[Any]:
             return list(column.to_pylist())
         except UnicodeDecodeError:
             return [python_value(value) for value in column]
-    places = column.indices.to_pylist()
-    values = {place: python_value(column.dictionary[place]) for place in {*places} - {None}}
-    return [values.get(place) for place in places]
+    indices = column.indices.to_pylist()
+    values = {index: python_value(column.dictionary[index]) for index in {*indices} - {None}}
+    return [values.get(index) for index in indices]
 
 
 def python_value(scalar: pa.Scalar) -> Any:

@@ -98,11 +98,11 @@ def split_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
     Raises:
         SplitUnclear: If there are none of train, or a path can be read in several ways.
     """
-    given = files.request.given
-    if given.get("split"):
+    settings = files.request.given
+    if settings.get("split"):
         return {"train": [*files.names]}, []
-    if "splits" in given:
-        return _given_files(files, given["splits"])
+    if "splits" in settings:
+        return _given_files(files, settings["splits"])
     by_word: dict[str, list[str]] = {}
     for name in files.names:
         by_word.setdefault(_split_word(files, name), []).append(name)
@@ -143,12 +143,12 @@ def _splits_command(files: Files, train: str = "", test: str = "") -> str:
 
 
 def _given_files(
-    files: Files, given: Mapping[str, str | Sequence[str]]
+    files: Files, named: Mapping[str, str | Sequence[str]]
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the files that the setting `splits` names by paths, globs or braces."""
     splits: dict[str, list[str]] = {}
     used: set[str] = set()
-    for split, parts in given.items():
+    for split, parts in named.items():
         patterns = (parts,) if isinstance(parts, str) else tuple(parts)
         expanded = expand(patterns) if any("{" in part for part in patterns) else [*patterns]
         names = {name for part in expanded for name in _taken(part, files.names)}

@@ -200,15 +200,15 @@ def split_columns(
     Raises:
         SplitUnclear: If a column that looks like a split is not understood for every row.
     """
-    given = columns.request.given
-    if "split" in given:
-        asked = given["split"]
+    settings = columns.request.given
+    if "split" in settings:
+        asked = settings["split"]
         names = [*asked] if isinstance(asked, (list, tuple)) else [asked] if asked else []
-        found = tuple(columns.check(name) for name in names)
-        if "splits" in given or not found:
-            return found, SplitWords({}, []) if found else None
-        values = columns.distinct(found[0])
-        return found, _understood(columns, found[0], values)
+        columns_found = tuple(columns.check(name) for name in names)
+        if "splits" in settings or not columns_found:
+            return columns_found, SplitWords({}, []) if columns_found else None
+        values = columns.distinct(columns_found[0])
+        return columns_found, _understood(columns, columns_found[0], values)
     taken = {*taken}
     found_words: dict[str, SplitWords] = {}
     flags: dict[str, Role] = {}

@@ -133,7 +133,7 @@ def read_shards(files: Files) -> DataSet:
     Raises:
         UserError: If they hold no images with labels, or can be read in several ways.
     """
-    given = files.request.given
+    settings = files.request.given
     splits, unused = split_files(files)
     surveys = {split: _survey(files, names) for split, names in splits.items()}
     train = surveys["train"]
@@ -147,8 +147,10 @@ def read_shards(files: Files) -> DataSet:
     _check_splits(files, surveys)
     label, classes, numbers = _labels_of(files, surveys)
     images = {ending for survey in surveys.values() for ending in survey.images}
-    is_in_place = images <= IN_PLACE and not given.get("split") and given.get("format") != "tar"
-    is_in_place = is_in_place or given.get("format") == "webdataset"
+    is_in_place = (
+        images <= IN_PLACE and not settings.get("split") and settings.get("format") != "tar"
+    )
+    is_in_place = is_in_place or settings.get("format") == "webdataset"
     source: dict[str, Any] = {"format": "webdataset" if is_in_place else "tar"}
     source["label"] = f".{label}" if label == "label" else label
     if numbers is not None:
@@ -160,8 +162,8 @@ def read_shards(files: Files) -> DataSet:
     else:
         source["path"] = files.path
         source["splits"] = split_patterns(splits, files.names)
-        if given.get("split") and "splits" not in given:
-            values = {v for s in surveys.values() for v in s.splits.get(str(given["split"]), ())}
+        if settings.get("split") and "splits" not in settings:
+            values = {v for s in surveys.values() for v in s.splits.get(str(settings["split"]), ())}
             source["splits"] = read_words(values).splits
     num_tars = sum(len(names) for names in splits.values())
     note = ", used where they lie" if is_in_place else ""

@@ -404,9 +404,9 @@ def command_text(
 
 
 def plan(run: PreparedRun) -> RunPlan:
-    """Look up every stage without reading its files, and return what a run would do."""
+    """Look up every stage, compare the sizes of its files, and return what a run would do."""
     previous = previous_record(run.store, run.config)
-    lookups = look_up_all(run.graph, run.store, previous, verify=False)
+    lookups = look_up_all(run.graph, run.store, previous, "sizes")
     return RunPlan(
         run,
         lookups,
@@ -547,7 +547,7 @@ def _run_and_record(
         if config.tracking.is_on and is_whole and not recorder.warnings:
             # What an executor reports of a stage may lack the name of the attempt; the store has
             # it.
-            stored = look_up_all(graph, store, None, verify=False)
+            stored = look_up_all(graph, store, None, "nothing")
             manifests = {stage_id: lookup.manifest for stage_id, lookup in stored.items()}
             state = complete.state_of(config.tracking, store.storage, record, manifests, files)
             path = None if location is None else sqlite_path(location.uri)
@@ -659,7 +659,7 @@ def ingest(run: PreparedRun, open_screen: OpenScreen, resume_command: str) -> li
     bring(ingest_graph, run.config, run.store, open_screen, resume_command)
     ingested = []
     for stage in stages:
-        manifest = run.store.look_up(stage, verify=False).manifest or {}
+        manifest = run.store.look_up(stage, verify="nothing").manifest or {}
         counts = manifest.get("counts", {})
         rejected = manifest.get("rejected", {})
         account, preview = _account_of(run.store, stage.key)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.stage import Graph, Stage
-from pipeline.graph.store import Lookup, Store, why_outdated
+from pipeline.graph.store import Lookup, Store, Verify, why_outdated
 from pipeline.graph.walk import (
     FINISHED,
     Decision,
@@ -94,18 +94,18 @@ def content_digests(lookups: Mapping[str, Lookup]) -> dict[str, str]:
 
 
 def look_up_all(
-    graph: Graph, store: Store, previous: RunRecord | None, verify: bool = True
+    graph: Graph, store: Store, previous: RunRecord | None, verify: Verify = "digests"
 ) -> dict[str, Lookup]:
     """Look up every stage of a graph, and mark results that are outdated.
 
     previous: the record of the last run of this name; it explains why a stage is missing. verify:
-    compare every file with its digest.
+    what of the files is compared with their manifests.
     """
     return mark_outdated(graph, look_up_each(graph, store, previous, verify))
 
 
 def look_up_each(
-    graph: Graph, store: Store, previous: RunRecord | None, verify: bool = True
+    graph: Graph, store: Store, previous: RunRecord | None, verify: Verify = "digests"
 ) -> dict[str, Lookup]:
     """Look up each stage without regard to its parents. See `look_up_all` for the arguments.
 

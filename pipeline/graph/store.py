@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pyarrow import fs
 
@@ -99,6 +99,9 @@ class Garbage(NamedTuple):
     written: float
 
 
+Verify = Literal["digests", "sizes", "nothing"]
+
+
 class Store:
     """`<storage>/stages/<key>/` and the records of named runs."""
 
@@ -179,16 +182,20 @@ class Store:
                 remove(entry.path)
 
     def look_up(
-        self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: bool = True
+        self, stage: Stage, previous: Mapping[str, Any] | None = None, verify: Verify = "digests"
     ) -> Lookup:
         """Return whether the result of `stage` stands, and why not.
 
-        previous: the record of the same run before, for the reason of a miss. verify: compare
-        every file with its digest.
+        previous: the record of the same run before, for the reason of a miss. verify: what of the
+        files is compared with the manifest.
         """
         artifact = Artifact.open(self.root, stage.key)
         if artifact is not None:
-            damage = artifact.damage() if verify else None
+            damage = None
+            if verify == "digests":
+                damage = artifact.damage()
+            elif verify == "sizes":
+                damage = artifact.size_damage()
             if damage is None:
                 return Lookup(True, "stands", artifact.manifest)
         elif exists(join(self.root, stage.key, MANIFEST)):

@@ -409,7 +409,7 @@ class Runner:
         stage_ids = ancestors(self.graph, stage_id)
         part = Graph.of(self.graph.name, [stage for stage in self.graph if stage.id in stage_ids])
         new = Graph(part.name, {s.id: s for s in part if s.id not in self.lookups})
-        new_lookups = look_up_each(new, self.store, None, verify=False)
+        new_lookups = look_up_each(new, self.store, None, "nothing")
         self.lookups = mark_outdated(part, self.lookups | new_lookups)
         self.count.reused += sum(self.lookups[stage.id].hit for stage in new)
         outcome = run_graph(

@@ -135,6 +135,22 @@ def test_plan_says_what_is_not_finished(run_copy: Any, capsys: pytest.CaptureFix
     }
 
 
+@pytest.mark.parametrize("change", ["gone", "shorter"])
+def test_plan_says_that_a_file_of_a_result_is_not_whole(
+    change: str, run_copy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = small_run.manifests(run_copy.storage)["meat/b/train"]
+    folder = run_copy.storage / "stages" / manifest["key"] / manifest["attempt"]
+    path = folder / "task.safetensors"
+    if change == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    kind, reason = table(output(capsys, "plan", run_copy.config()))["meat/b/train"]
+    assert kind == "miss"
+    assert reason.startswith("damaged: task.safetensors ")
+
+
 def test_plan_says_that_data_is_gone_and_not_missed(
     run_copy: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -553,6 +553,19 @@ class Artifact:
                 return f"{name} {problem}"
         return None
 
+    def size_damage(self) -> str | None:
+        """Return the first file that is missing or has another size, and how; None if none is.
+
+        It takes one listing, and reads no file.
+        """
+        sizes = list_files(self.uri(""))
+        for name, expected in self.manifest["files"].items():
+            if name not in sizes:
+                return f"{name} is missing"
+            if sizes[name] != expected["bytes"]:
+                return f"{name} has {sizes[name]} bytes, and {expected['bytes']} were written"
+        return None
+
     def _size_problem(self, name: str) -> str | None:
         system, path = resolve(self.uri(name))
         info = system.get_file_info(path)

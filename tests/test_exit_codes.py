@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -66,3 +67,17 @@ def test_a_hundred_commands_end_with_success(tmp_path: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = list(pool.map(run, commands * RUNS))
     assert {code for code, _ in results} == {0}, results
+
+
+def test_a_signal_before_the_first_output_is_answered_with_a_sentence() -> None:
+    words = [sys.executable, "-m", "pipeline", "methods"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        while True:  # until it listens
+            caught = next(line for line in status.read_text().splitlines() if "SigCgt" in line)
+            if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
+                break
+        process.send_signal(signal.SIGTERM)
+        _, printed = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert printed == b"accrete: told to stop before anything was begun\n"

@@ -6,12 +6,9 @@ line parses arguments, calls these functions and prints what they return.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import os
-import re
 import shlex
 import sys
 import time
@@ -73,9 +70,6 @@ from workers.storage.artifact import (
     delete_dir,
     exists,
     join,
-    read_bytes,
-    read_json,
-    resolve,
     write_bytes,
 )
 from workers.storage.lock import stage_lock
@@ -92,8 +86,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("accrete.app")
 BUILD_MODULE = "pipeline.graph.build"
 ANALYSIS_FILE = "analysis.json"
-REPORT_FILES = "report-files.json"  # names and digests of what the report wrote beside it
-REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 MAX_MAP_IMAGES = 32  # test images of a task over which maps are drawn; a page shows no more
 PACKAGES = (
     "torch",
@@ -808,35 +800,11 @@ def log_models(recorder: Recorder, run: PreparedRun) -> None:
 
 
 def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
-    """Copy the files of a report to `<storage>/runs/NAME/`; return the path of the page.
-
-    What an earlier report wrote there and this one does not is removed: it is of another config.
-    """
+    """Copy the files of a report to `<storage>/runs/NAME/`; return the path of the page."""
     folder = join(store.storage, "runs", name)
-    list_uri = join(folder, REPORT_FILES)
-    try:
-        before = read_json(list_uri)
-    except (FileNotFoundError, ValueError):
-        before = {}
     for file, data in files.items():
         write_bytes(join(folder, file), data)
-    digests = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-    write_bytes(list_uri, json.dumps(digests, indent=1, sort_keys=True).encode())
-    for file, digest in before.items() if isinstance(before, dict) else ():
-        if file not in digests and REPORT_FILE.fullmatch(file):
-            _remove_unchanged(join(folder, file), digest)
     return join(folder, "report.html")
-
-
-def _remove_unchanged(uri: str, digest: object) -> None:
-    """Remove a file that is as it was written; sha256: of what was written."""
-    try:
-        is_unchanged = hashlib.sha256(read_bytes(uri)).hexdigest() == digest
-    except FileNotFoundError:
-        return
-    if is_unchanged:
-        system, path = resolve(uri)
-        system.delete_file(path)
 
 
 def report(run: PreparedRun, report_command: str) -> WrittenReport:

@@ -874,7 +874,7 @@ def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> S
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        sentence = sentence_of(error, model, prefix, body)
+        sentence = sentence_of(error, model, prefix, body if model is Config else None)
         if where:
             sentence = f"{where}: {sentence}"
         raise UserError(sentence) from None

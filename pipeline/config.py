@@ -46,7 +46,7 @@ MAPPING = "the config"  # what errors call one that is no file
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 ELSEWHERE = ("name", "storage", "cluster", "tracking")  # settings that are in no key of a result
 LONGEST_SUFFIX = 60  # characters that `--set` adds to a run's name
-MOST_PROBLEMS = 8  # of a config that are told at once
+MAX_PROBLEM_TEXT = 500  # characters; further mistakes of a file are counted
 LONGEST_VALUE = 80  # characters of a value in an error
 # of the setting tracking.prometheus
 ADDRESS_RULE = "give HOST:PORT, or PORT alone for this machine; port 0 is any free one"
@@ -874,7 +874,7 @@ def checked(model: type[Settings], body: Any, prefix: str, where: str = "") -> S
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        sentence = sentence_of(error, model, prefix, body if model is Config else None)
+        sentence = sentence_of(error, model, prefix, body)
         if where:
             sentence = f"{where}: {sentence}"
         raise UserError(sentence) from None
@@ -894,10 +894,18 @@ def sentence_of(
     problems: dict[tuple[Any, ...], Any] = {}
     for problem in error.errors():  # of a value that may be of several types, there are several
         problems.setdefault(_place_in(body, problem["loc"]), problem)
-    sentences = [_problem_text(one, model, prefix) for one in [*problems.values()][:MOST_PROBLEMS]]
-    if len(problems) > MOST_PROBLEMS:
-        sentences.append(f"{len(problems) - MOST_PROBLEMS} more mistakes")
-    return "; and ".join(sentences if body is not None else sentences[:1])
+    sentences: list[str] = []
+    length = 0
+    for problem in problems.values():
+        sentence = _problem_text(problem, model, prefix)
+        length += len(sentence)
+        if sentences and (body is None or length > MAX_PROBLEM_TEXT):
+            break
+        sentences.append(sentence)
+    num_left = len(problems) - len(sentences)
+    if body is not None and num_left:
+        sentences.append(f"{num_left} more {'mistake' if num_left == 1 else 'mistakes'}")
+    return "; and ".join(sentences)
 
 
 def _place_in(body: Any, location: Sequence[Any]) -> tuple[Any, ...]:

@@ -753,8 +753,9 @@ def test_all_mistakes_of_a_config_are_told_at_once() -> None:
         assert text.count(key) == 1
     assert "trian is not a known key" in text
     body |= {f"key{number}": 1 for number in range(9)}
-    with pytest.raises(UserError, match=r"6 more mistakes$"):
+    with pytest.raises(UserError, match=r"; and \d+ more mistakes$") as error:
         check(body, "three.yaml")
+    assert len(str(error.value)) < 700
 
 
 def test_letters_that_a_locale_does_not_know_are_no_mistake_of_yaml() -> None:

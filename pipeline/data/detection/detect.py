@@ -68,7 +68,7 @@ from workers.storage.secrets import refuse_secrets
 
 # stems that say nothing: a data set in such a file is called as its folder
 PLAIN_STEMS = ("train", "labels", "label", "data", "metadata", "images", "index", "all", "dataset")
-MOST_TABLES = 20  # of a source that are looked into
+MAX_TABLES = 50  # of a source; each is read to its end
 MOST_DATA_SETS = 200  # in one folder
 LISTED = IMAGE_SUFFIXES | TABLE_SUFFIXES | {TAR_SUFFIX}
 WHAT_WOULD_DO = (
@@ -292,11 +292,12 @@ class Place:
         ]
         stems = {e.name.rpartition(".")[0] for e in self.entries if _is_image(e)}
         bases = {stem.rpartition("/")[2] for stem in stems}
+        # a file per image holds its annotation, such as boxes
+        has_annotations = 2 * sum(_stem(name) in bases for name in names) > len(stems)
         names = [
             name
             for name in names
-            if self._may_be_table(name)
-            and not (suffix_of(name) == ".txt" and _stem(name) in bases)  # of one image each
+            if not (has_annotations and _stem(name) in bases) and self._may_be_table(name)
         ]
         names.sort(key=lambda name: (suffix_of(name) == ".txt", name.count("/"), name))
         if not names:
@@ -305,20 +306,23 @@ class Place:
         found: list[tuple[str, Found]] = []
         errors: list[UserError] = []
         try:
-            groups = [*table_groups(names[:MOST_TABLES])]
+            groups = [*table_groups(names)]
         except SplitUnclear as error:
             return None, self._located(error)
+        if len(groups) > MAX_TABLES:
+            command = self.request.command(path=join(self.request.path, names[0]))
+            return None, LabelUnclear(
+                f"{printable(self.uri)} has {len(groups)} tables ({listed(names)}), and at most "
+                f"{MAX_TABLES} are compared; give the one with the labels, as in `{command}`"
+            )
         for group in groups:
             tables = Tables(self.request, self.uri, self.name, group, index)
             is_plain_text = suffix_of(tables.first) == ".txt" and not _says_labels(tables)
             try:
                 found.append((tables.first, read_tables(tables)))
-            except (NoTable, LabelUnclear, SplitUnclear) as error:
-                if not is_plain_text:
-                    errors.append(error)
             except UserError as error:
                 if not is_plain_text:
-                    errors.append(_Unreadable(str(error), _says_labels(tables)))
+                    errors.append(error)
         if any(one.is_strong for _, one in found):
             found = [(name, one) for name, one in found if one.is_strong]
         labels = {tuple(sorted(one.files.items())) for _, one in found}
@@ -341,12 +345,6 @@ class Place:
         if first.path.rstrip("/") == self.uri.rstrip("/"):  # a table of each split
             splits = {str(split): first.parts_of(split) for split in first.named_splits()}
             one = f"`{self.request.command('source.format=csv', splits_setting(splits))}`"
-        if len(names) == MOST_TABLES:
-            return LabelUnclear(
-                f"{printable(self.uri)} holds {MOST_TABLES} and more tables, such as "
-                f"{listed(names)}, which name different images; give the one that is meant, as in "
-                f"{one}, or write them into one"
-            )
         files = [set(table.files) for _, table in found]
         if sum(map(len, files)) > len(set().union(*files)):
             what = "labels" if differ else "splits"
@@ -528,14 +526,6 @@ def _stem(name: str) -> str:
 
 def _is_below(name: str, folders: Sequence[Folder]) -> bool:
     return any(name.startswith(f"{folder.name}/") for folder in folders)
-
-
-class _Unreadable(UserError):
-    """A table cannot be read. says_labels: whether it is called as one of labels or of a split."""
-
-    def __init__(self, message: str, says_labels: bool):
-        super().__init__(message)
-        self.says_labels = says_labels
 
 
 def _says_labels(tables: Tables) -> bool:

@@ -83,11 +83,22 @@ def layout_of(folder: Folder) -> Layout | list[Folder]:
     layout = layout or _split_in_names(children)
     if layout is None and len(children) == 1 and is_deep(children[0]):
         layout = layout_of(children[0])
+    if layout is None and _is_wrapped(children):
+        raise NoClasses("no folder of a class")
     if layout is None:
         layout = _class_folders(folder, children)
     if isinstance(layout, Layout):
         return _ignoring(layout, folder, ignored, notes)
     return layout
+
+
+def _is_wrapped(children: Sequence[Folder]) -> bool:
+    """Whether the only folder is one such as `images`, with images and no folders of classes."""
+    return (
+        len(children) == 1
+        and is_called(children[0].base_name, WRAPPERS)
+        and not is_deep(children[0])
+    )
 
 
 def _ignoring(
@@ -227,7 +238,7 @@ def _of_splits(folders: Sequence[Folder], notes: list[str], exact: bool = True) 
     """Return the layout of folders that are a split each."""
     labelled = {child.base_name: child for child in folders}
     train = next(c for c in folders if (role_of if exact else role_in)(c.base_name) == "train")
-    if not is_deep(train):
+    if not is_deep(train) or _is_wrapped(_class_root(train).with_images):
         raise NoClasses(f"no folder of a class in {quoted(train.name)}")
     for name, child in [*labelled.items()]:
         if not _has_labels(child, train):

@@ -34,7 +34,16 @@ from pipeline.yaml_files import (
     similar_file,
 )
 from workers.errors import UserError, did_you_mean
-from workers.job import BackboneModel, DataSettings, Frozen, Interpolation, Neutral, TrainSettings
+from workers.job import (
+    ActiveIf,
+    BackboneModel,
+    DataSettings,
+    Frozen,
+    Interpolation,
+    Neutral,
+    TrainSettings,
+    find_idle,
+)
 from workers.storage.artifact import is_local
 from workers.storage.secrets import redact, refuse_secrets
 
@@ -732,6 +741,7 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
     _check_event_files(config, where)
     if with_methods:
         _check_methods(config, where)
+        _check_train_and_data(config, where)
         _check_kinds_of_stages(config, where)
     return config
 
@@ -820,6 +830,20 @@ def _check_entry(
         overrides = config.methods[label].tasks[task].settings
         _check_task_overrides(overrides, method_class, path, label, where)
     settings = checked(method_class.Settings, entry.settings, path, where)
+    idle = find_idle(settings, scenario=config.stream.scenario)
+    for key, (mark, value) in idle.items():
+        if key in entry.settings:
+            set_by_task = task is not None and key in config.methods[label].tasks[task].settings
+            key_path = path if set_by_task else settings_path(label)
+            raise UserError(
+                f"{where}: {_idle_text(key_path, key, entry.settings[key], mark, value)}"
+            )
+    for key, reason in method_class.unused_train_settings(settings).items():
+        if key in entry.train:
+            raise UserError(
+                f"{where}: {path}.train.{key} is {entry.train[key]!r:.80}, and has no effect with "
+                f"{entry.method!r}, because {reason}; leave it out"
+            )
     steps = [step.name for step in method_class.steps]
     for name in entry.steps:
         if name not in steps:
@@ -837,6 +861,66 @@ def _check_entry(
             method_class.validate(settings, train, data, config.stream.scenario)
         except UserError as error:
             raise UserError(f"{where}: {path}: {error}") from None
+
+
+def _check_train_and_data(config: Config, where: str) -> None:
+    """Raise `UserError` for a setting of `train` or `data` that has an effect on no method."""
+    from workers.methods import METHODS  # imports torch
+
+    idle: dict[tuple[str, str], str] = {}  # (section, key) -> the error, if nothing uses it
+    used: set[tuple[str, str]] = set()
+
+    def note(section: str, given: Mapping[str, Any], settings: Frozen) -> None:
+        idle_keys = find_idle(settings)
+        for key, given_value in given.items():
+            is_default = given_value == type(settings).model_fields[key].default
+            if key in idle_keys and not is_default:  # a recorded config names all settings
+                idle[section, key] = _idle_text(section, key, given_value, *idle_keys[key])
+            else:
+                used.add((section, key))
+
+    shared_train = config.train.model_dump(exclude_unset=True)
+    if any(task.role == "base" for task in config.stream.tasks):
+        note("train", shared_train, config.backbone_train())
+    for label, task in _labels_and_tasks(config):
+        path = settings_path(label, task)
+        method = config.methods[label]
+        entry = method if task is None else method.tasks[task]
+        data = config.data_of(label, where)
+        note("data", config.data.model_dump(exclude_unset=True), data)
+        note(f"{settings_path(label)}.data", method.data, data)
+        for step in METHODS[method.method].steps:
+            if step.trains:
+                train = config.train_of(label, step.name, where, task)
+                note("train", shared_train, train)
+                note(f"{settings_path(label)}.train", method.train, train)
+                note(f"{path}.train", entry.train, train)
+                step_settings = entry.steps.get(step.name, {})
+                note(f"{path}.steps.{step.name}", step_settings, train)
+    for place, text in idle.items():
+        if place not in used:
+            raise UserError(f"{where}: {text}")
+
+
+def _idle_text(path: str, key: str, value: Any, mark: ActiveIf, other: Any) -> str:
+    """Return the error for a setting without an effect, with the setting that decides."""
+    if mark.name == "scenario":
+        decider = "stream.scenario"
+        remedy = ""
+    else:
+        decider = mark.name
+        values = " or ".join(map(_yaml_text, mark.values))
+        other_than = " or ".join(map(_yaml_text, mark.but))
+        remedy = f", or set {decider} to {values or f'another value than {other_than}'}"
+    return (
+        f"{path}.{key} is {value!r:.80}, and has no effect with {decider} {_yaml_text(other)}; "
+        f"leave it out{remedy}"
+    )
+
+
+def _yaml_text(value: Any) -> str:
+    """Return a value as a config has it."""
+    return json.dumps(value).strip('"')
 
 
 def _check_task_overrides(

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 from PIL import Image
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
@@ -166,14 +166,23 @@ class Lab:
         return self.run_of(method, {**OPTIMIZERS[optimizer], **train}, order)
 
     def run_of(
-        self, method: str, train: dict[str, Any], order: tuple[str, ...] = tuple(TASKS), **rest: Any
+        self,
+        method: str,
+        train: dict[str, Any],
+        order: tuple[str, ...] = tuple(TASKS),
+        settings: dict[str, Any] | None = None,
+        scenario: str = "",
+        **rest: Any,
     ) -> Run:
         """Return a run as `run` does, of a config with these sections.
 
-        train: the section `train`. rest: other sections, such as `data`, `backbone`, `stream`.
+        train: the section `train`. settings: of the method, in place of those in `SETTINGS`.
+        scenario: "" for `task` where the method serves it. rest: other sections, such as `data`.
         """
+        if settings is None:
+            settings = SETTINGS.get((method, str(train.get("optimizer"))), {})
         scenarios = METHODS[method].scenarios
-        scenario = "task" if "task" in scenarios else min(scenarios)
+        scenario = scenario or ("task" if "task" in scenarios else min(scenarios))
         tasks = [
             {"card": str(self.card), "name": name, "classes": list(TASKS[name])} for name in order
         ]
@@ -183,7 +192,7 @@ class Lab:
             "tracking": False,
             "backbone": TINY,
             "train": {"epochs": 3, "batch_size": 16, **train},
-            "methods": {method: SETTINGS.get((method, str(train.get("optimizer"))), {})},
+            "methods": {method: settings},
             "stream": {"scenario": scenario, "tasks": tasks},
             **rest,
         }
@@ -412,14 +421,20 @@ def other_values(method: str) -> dict[str, Any]:
     )
     values = {}
     for name in sorted(cls.per_task):
-        usual_value = getattr(usual, fields[name])
-        for candidate in _candidates(usual_value, model_fields[fields[name]].annotation):
-            if candidate != usual_value and _is_valid(cls, {name: candidate}):
-                values[name] = candidate
-                break
-        else:
-            raise AssertionError(f"{method}: no other value for {name} is known; add one")
+        values[name] = other_value(cls.Settings, name, getattr(usual, fields[name]))
     return values | FIXED_OTHER_VALUES.get(method, {})
+
+
+def other_value(settings: type[BaseModel], name: str, usual: Any) -> Any:
+    """Return a value other than the usual one that a setting may have by its type alone.
+
+    name: of the setting in a config.
+    """
+    annotations = {i.alias or n: i.annotation for n, i in settings.model_fields.items()}
+    for candidate in _candidates(usual, annotations[name]):
+        if candidate != usual and _is_valid(settings, {name: candidate}):
+            return candidate
+    raise AssertionError(f"no other value for {name} of {settings.__name__} is known; add one")
 
 
 def _candidates(usual: Any, annotation: Any) -> list[Any]:
@@ -435,9 +450,9 @@ def _candidates(usual: Any, annotation: Any) -> list[Any]:
     return candidates
 
 
-def _is_valid(cls: type[Method], settings: dict[str, Any]) -> bool:
+def _is_valid(settings: type[BaseModel], values: dict[str, Any]) -> bool:
     with contextlib.suppress(ValidationError):
-        return bool(cls.Settings.model_validate(settings))
+        return bool(settings.model_validate(values))
     return False
 
 

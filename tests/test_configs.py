@@ -127,13 +127,13 @@ NAMED: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
     ),
     ("supsup-paper", "supsup"): (
         {"budget": 8.0, "mask_lr": 1e-3},
-        {"batch_size": 128, "lr": 1e-3, "floor": 0.0, **NO_START},
+        {"batch_size": 128, "floor": 0.0, **NO_START},
         {"val_fraction": 0.0},
         {},
     ),
     ("supsup_nn-paper", "supsup_nn"): (
         {"scores": "threshold", "mask_lr": 1e-4},
-        {"lr": 1e-4, "floor": 1.0, **NO_START},
+        {"floor": 1.0, **NO_START},
         {"val_fraction": 0.0},
         {},
     ),

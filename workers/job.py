@@ -67,6 +67,46 @@ class Neutral:
     value: Any
 
 
+@dataclass(frozen=True)
+class ActiveIf:
+    """Marks a setting that has an effect only at some values of another setting.
+
+    Example: `crop_scale: Annotated[Range, ActiveIf("crop", ("resized",))]`
+
+    Attributes:
+        name: The other setting, by its name in a config; `scenario` is the stream's.
+        values: The values at which this one has an effect; () means all but those in `but`.
+        but: The values at which it has none.
+    """
+
+    name: str
+    values: tuple[Any, ...] = ()
+    but: tuple[Any, ...] = ()
+
+    def holds(self, value: Any) -> bool:
+        """Return whether the marked setting has an effect at this value of the other one."""
+        return value in self.values if self.values else value not in self.but
+
+
+def find_idle(settings: BaseModel, **context: Any) -> dict[str, tuple[ActiveIf, Any]]:
+    """Find the settings without an effect, by their names in a config.
+
+    Args:
+        settings: Settings of which some are marked by `ActiveIf`.
+        context: Values that are no field of the settings, such as the scenario.
+
+    Returns:
+        Name -> the first mark that does not hold, and the value of the setting it names.
+    """
+    values = settings.model_dump(by_alias=True) | context
+    idle: dict[str, tuple[ActiveIf, Any]] = {}
+    for name, info in type(settings).model_fields.items():
+        for mark in info.metadata:
+            if isinstance(mark, ActiveIf) and not mark.holds(values[mark.name]):
+                idle.setdefault(info.alias or name, (mark, values[mark.name]))
+    return idle
+
+
 def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, Any]:
     """Return the settings that enter a key: all values, also defaults, by their names in a config.
 
@@ -332,6 +372,9 @@ class BackboneSettings(BackboneModel):
     )
 
 
+AreaShare = Annotated[float, Field(gt=0, le=1)]
+
+
 class DataSettings(Frozen):
     """How samples reach the model."""
 
@@ -347,12 +390,12 @@ class DataSettings(Frozen):
         description="random crop in training; `pad`: shift by up to 1/8 of the side; "
         "`resized`: random resized crop",
     )
-    crop_scale: tuple[float, float] = Field(
+    crop_scale: Annotated[tuple[AreaShare, AreaShare], ActiveIf("crop", ("resized",))] = Field(
         (0.5, 1.0),
         description="for `crop: resized`: smallest and largest area of a crop, as shares of "
         "the image's area",
     )
-    longest_side: Annotated[int | None, Neutral(None)] = Field(
+    longest_side: Annotated[int | None, Neutral(None), ActiveIf("crop", ("resized",))] = Field(
         None,
         gt=0,
         le=65_500,
@@ -363,7 +406,7 @@ class DataSettings(Frozen):
     randaugment: int = Field(
         0, ge=0, le=100, description="RandAugment: number of operations per image; 0: off"
     )
-    magnitude: float = Field(
+    magnitude: Annotated[float, ActiveIf("randaugment", but=(0,))] = Field(
         9.0, ge=0, le=10, description="RandAugment: magnitude of operations, 0 to 10"
     )
     mixup: NonNegativeFloat = Field(
@@ -387,6 +430,13 @@ class DataSettings(Frozen):
         "epoch of unchanged length; 1: off",
     )
 
+    @field_validator("crop_scale")
+    @classmethod
+    def _check_crop_scale(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if value[0] > value[1]:
+            raise ValueError("the smallest area comes first")
+        return value
+
 
 class TrainSettings(Frozen):
     """How a step is trained: length, batches, optimizer, learning rate, precision."""
@@ -405,11 +455,11 @@ class TrainSettings(Frozen):
         description="smallest number of optimizer steps of a task: with few images its batches "
         "become smaller, then its epochs more; 0: `epochs` and `batch_size` as they are",
     )
-    min_batch_size: Annotated[PositiveInt | None, Neutral(None)] = Field(
-        None, description="for `min_steps`: smallest global batch size; null: `batch_size`"
-    )
-    max_epochs: Annotated[NonNegativeInt | None, Neutral(None)] = Field(
-        None, description="for `min_steps`: largest number of epochs; null: no limit"
+    min_batch_size: Annotated[
+        PositiveInt | None, Neutral(None), ActiveIf("min_steps", but=(0,))
+    ] = Field(None, description="for `min_steps`: smallest global batch size; null: `batch_size`")
+    max_epochs: Annotated[NonNegativeInt | None, Neutral(None), ActiveIf("min_steps", but=(0,))] = (
+        Field(None, description="for `min_steps`: largest number of epochs; null: no limit")
     )
     optimizer: Literal["adamw", "sgd"] = Field(
         "adamw", description="`adamw` (PyTorch's, fused), or `sgd` with momentum"
@@ -420,7 +470,9 @@ class TrainSettings(Frozen):
         description="weight decay of parameter groups that set none of their own, as "
         "PyTorch's optimizer applies it",
     )
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adamw does not use it")
+    momentum: Annotated[float, ActiveIf("optimizer", ("sgd",))] = Field(
+        0.9, ge=0, lt=1, description="momentum of sgd; adamw does not use it"
+    )
     schedule: Annotated[Literal["step", "epoch"], Neutral("step")] = Field(
         "step",
         description="when the learning rate changes: `step`: at every step; `epoch`: at every "
@@ -432,7 +484,7 @@ class TrainSettings(Frozen):
         lt=1,
         description="share of all steps in which the learning rate rises linearly to its peak",
     )
-    warmup_start: Annotated[float | None, Neutral(None)] = Field(
+    warmup_start: Annotated[float | None, Neutral(None), ActiveIf("warmup", but=(0,))] = Field(
         None,
         ge=0,
         lt=1,

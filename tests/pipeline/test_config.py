@@ -66,6 +66,7 @@ def test_overrides_reach_every_depth_and_are_read_as_yaml(tmp_path: Path) -> Non
             "methods.meat.lambda=0.75",
             "methods.meat.train.epochs=7",
             "backbone.options.depth=3",
+            "data.crop=resized",
             "data.crop_scale=[0.2, 0.9]",
             "tracking=off",
             "cluster.workers=2",
@@ -142,10 +143,10 @@ def test_a_label_stands_for_its_method_unless_it_names_one() -> None:
 def test_the_settings_of_a_step_override_those_of_its_method_and_these_the_general_ones() -> None:
     run_config = config(
         methods={"meat": {"train": {"epochs": 5, "lr": 0.5}, "steps": {"train": {"epochs": 9}}}},
-        train={"epochs": 1, "momentum": 0.5},
+        train={"epochs": 1, "clip": 0.5},
     )
     train = run_config.train_of("meat", "train")
-    assert (train.epochs, train.lr, train.momentum) == (9, 0.5, 0.5)
+    assert (train.epochs, train.lr, train.clip) == (9, 0.5, 0.5)
 
 
 def test_settings_of_a_task_override_the_methods_and_settings_of_a_step_override_both() -> None:
@@ -411,6 +412,15 @@ OTHER = {
         "context": {"kind": "cb"},
     },
 }
+# setting -> another one, without which it has no effect
+BESIDE = {
+    "crop_scale": {"crop": "resized"},
+    "longest_side": {"crop": "resized"},
+    "magnitude": {"randaugment": 2},
+    "min_batch_size": {"min_steps": 60},
+    "max_epochs": {"min_steps": 60},
+    "momentum": {"optimizer": "sgd"},
+}
 LEARNED = ("*/[ab]/train", "*/[ab]/evaluate", "report")
 
 
@@ -433,9 +443,10 @@ def test_each_setting_that_can_change_results_changes_the_keys_of_these(
         "name another value of the new setting"
     )
     start = without_base() if without else config()
-    before = keys_of(start, tmp_path)
     for name, value in OTHER[section].items():
         body = dump(start)
+        body[section] |= BESIDE.get(name, {})
+        before = keys_of(check(body, "test"), tmp_path)
         body[section][name] = value
         assert changed(before, keys_of(check(body, "test"), tmp_path)) == matching(
             before, *patterns

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workers.errors import UserError
-from workers.job import BackboneSettings, DataSettings, Task, TrainSettings, key_inputs
+from workers.job import BackboneSettings, Task, key_inputs
 from workers.methods.adapter import Adapter, AdapterSettings
 from workers.model.vit import build, digest_of
 from workers.storage.taskstate import TaskState
@@ -250,17 +250,6 @@ def test_dropout_is_drawn_for_each_sample_and_only_while_training() -> None:
     assert torch.equal(answers(method), served)
     with torch.no_grad(), method.sites.using(method.adapters.tensors()):
         assert torch.equal(method.heads["one"](method.backbone(images())), served), "served without"
-
-
-def test_dropout_of_other_kinds_is_refused() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"dropout is 0.1 with kind 'pfeiffer', which has none; leave it out, or set "
-        r"kind=adaptformer",
-    ):
-        Adapter.validate(
-            AdapterSettings(kind="pfeiffer", dropout=0.1), TrainSettings(), DataSettings(), "task"
-        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

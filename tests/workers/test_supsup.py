@@ -350,7 +350,6 @@ def test_a_task_with_more_classes_than_outputs_is_refused_before_anything_runs()
     [
         ({}, {"optimizer": "sgd"}, "task", "mask_lr is 'auto' with train.optimizer 'sgd'"),
         ({"outputs": 0}, {}, "class", "outputs is 0 with stream.scenario 'class'"),
-        ({"budget": 8, "scores": "threshold"}, {}, "task", "budget is 8.0 with scores 'threshold'"),
         (
             {"weights": "signed_constant"},
             {},

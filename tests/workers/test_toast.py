@@ -796,11 +796,6 @@ def test_a_setting_of_one_step_alone_leaves_the_other_step_as_it_was(lab: Lab) -
     pretuned, tuned = ([run.stages(i)[0].key for run in runs] for i in (0, 1))
     assert pretuned[0] == pretuned[1] == pretuned[2] != pretuned[3]
     assert len(set(tuned)) == 4
-    without = [
-        base_first(lab, "toast", pretune=False, **settings).stages(1)[0].key
-        for settings in ({}, {"variational": 0.2})
-    ]
-    assert without[0] == without[1]
     assert [METHODS["toast"].steps_for(Toast.Settings(), p)[0].name for p in (-1, 0, 5)] == [
         "pretune",
         "train",

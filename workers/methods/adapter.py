@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, Neutral, Task, TrainSettings, key_inputs
+from workers.job import ActiveIf, Neutral, Task, key_inputs
 from workers.methods.base import (
     BLOCK_VITS,
     Method,
@@ -46,7 +46,7 @@ class AdapterSettings(MethodSettings):
         description="position of adapters in a block: `houlsby`: one after attention and one "
         "after the FFN; `pfeiffer`: one after the FFN; `adaptformer`: one parallel to the FFN",
     )
-    dropout: Annotated[float, Neutral(0.0)] = Field(
+    dropout: Annotated[float, Neutral(0.0), ActiveIf("kind", ("adaptformer",))] = Field(
         0.0,
         ge=0,
         lt=1,
@@ -85,16 +85,6 @@ class Adapter(Method[AdapterSettings]):
     vits = BLOCK_VITS
     Settings = AdapterSettings
     per_task = frozenset({"dropout"})
-
-    @classmethod
-    def validate(
-        cls, settings: AdapterSettings, train: TrainSettings, data: DataSettings, scenario: str
-    ) -> None:
-        if settings.dropout and settings.kind != "adaptformer":
-            raise UserError(
-                f"dropout is {settings.dropout} with kind {settings.kind!r}, which has none; "
-                "leave it out, or set kind=adaptformer"
-            )
 
     @classmethod
     def check_backbone(

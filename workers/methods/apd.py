@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, TrainSettings
+from workers.job import ActiveIf, DataSettings, TrainSettings
 from workers.methods.base import (
     Method,
     MethodSettings,
@@ -76,12 +76,12 @@ class ApdSettings(MethodSettings):
     consolidate_every: NonNegativeInt = Field(
         5, description="K: consolidate tau of all tasks after every K-th task; 0: never"
     )
-    clusters: PositiveInt = Field(
+    clusters: Annotated[PositiveInt, ActiveIf("consolidate_every", but=(0,))] = Field(
         2,
         description="k0, number of clusters of tasks at the first consolidation; every later "
         "one has k0 more",
     )
-    gap: NonNegativeFloat = Field(
+    gap: Annotated[NonNegativeFloat, ActiveIf("consolidate_every", but=(0,))] = Field(
         0.1,
         description="consolidation replaces an entry of tau by one value for a whole cluster "
         "when its range over the tasks of the cluster is at most this many times the mean "

@@ -39,7 +39,7 @@ every retry. While training, random numbers come from `Batch.draw` and from nowh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal
 
@@ -308,6 +308,11 @@ class MethodPlan(Generic[S]):
         The step gets their defaults.
         """
         return frozenset()
+
+    @classmethod
+    def unused_train_settings(cls, settings: S) -> Mapping[str, str]:
+        """Return settings of `train` that no parameter of the method follows -> the reason."""
+        return {}
 
     @classmethod
     def needs_base(cls, settings: S) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -18,7 +18,7 @@ from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, TrainSettings
+from workers.job import ActiveIf, DataSettings, TrainSettings
 from workers.methods.adapter import added_share
 from workers.methods.base import (
     BLOCK_VITS,
@@ -60,7 +60,7 @@ class CtrSettings(MethodSettings):
         "of the units on, as in the paper; `dense`: 1, all on; `uniform`: U(0, 2], all on; "
         "`sparse`: a normal with a unit on for 1 of expected_tasks tasks",
     )
-    expected_tasks: int = Field(
+    expected_tasks: Annotated[int, ActiveIf("start", ("sparse",))] = Field(
         10,
         ge=2,
         description="for `start: sparse`: expected number of tasks; a unit starts on for one "
@@ -71,7 +71,7 @@ class CtrSettings(MethodSettings):
         description="peak learning rate of the mask embeddings; `auto`: derived from "
         "mask_travel and the number of steps",
     )
-    mask_travel: PositiveFloat = Field(
+    mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         4.0,
         description="for `mask_lr: auto`: largest distance that Adam can move an embedding "
         "over all steps; under `start: normal` half of them start within 0.7 of 0, where a "

@@ -7,7 +7,7 @@ Yan, Xie, He: DER: Dynamically Expandable Representation for Class Incremental L
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings
+from workers.job import ActiveIf, DataSettings, Task, TrainSettings
 from workers.methods.base import (
     ParamGroup,
     Progress,
@@ -133,7 +133,7 @@ class DerPSettings(DerSettings):
         description="peak learning rate of the mask embeddings; `auto`: derived from "
         "mask_travel and the number of steps",
     )
-    mask_travel: PositiveFloat = Field(
+    mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         4.0,
         description="for `mask_lr: auto`: largest distance that Adam can move an embedding "
         "over all steps; embeddings start in (0, 2], and a unit is off at 0 and below",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 from itertools import chain
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
+from workers.job import ActiveIf
 from workers.methods.base import MethodSettings, ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import network_of, restore_network, weight_groups
@@ -43,7 +44,7 @@ class EwcSettings(MethodSettings):
     online: bool = Field(
         False, description="one anchor, the latest weights, instead of one for each task"
     )
-    gamma: float = Field(
+    gamma: Annotated[float, ActiveIf("online", (True,))] = Field(
         1.0, ge=0, le=1, description="what `online` multiplies older importance with at each task"
     )
 

@@ -9,7 +9,7 @@ Task, ICML 2018. Equation numbers are the paper's. AdaHAT: Wang et al., ECML PKD
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -19,7 +19,7 @@ from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings
+from workers.job import ActiveIf, DataSettings, Task, TrainSettings
 from workers.methods.base import (
     BLOCK_VITS,
     Method,
@@ -84,7 +84,7 @@ class HatSettings(MethodSettings):
         "sparse N(m, 1); with uniform and dense all units are on, so that training starts from the "
         "backbone",
     )
-    expected_tasks: int = Field(
+    expected_tasks: Annotated[int, ActiveIf("start", ("sparse",))] = Field(
         10,
         ge=2,
         description="for start sparse: a unit starts on with probability 1 / expected_tasks",
@@ -92,7 +92,7 @@ class HatSettings(MethodSettings):
     mask_lr: PositiveFloat | Literal["auto"] = Field(
         "auto", description="peak learning rate of the embeddings; auto: from mask_travel"
     )
-    mask_travel: PositiveFloat = Field(
+    mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         4.0,
         description="for mask_lr auto: the most by which AdamW can change an embedding over all "
         "optimizer steps; with start uniform they begin in (0, 2]",

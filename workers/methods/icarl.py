@@ -7,13 +7,14 @@ Rebuffi, Kolesnikov, Sperl, Lampert: iCaRL: Incremental Classifier and Represent
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
 from workers.data.batch import Batch
+from workers.job import ActiveIf
 from workers.methods.base import Progress
 from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
 from workers.methods.train_defaults import TrainDefaults
@@ -27,7 +28,7 @@ class IcarlSettings(RehearsalSettings):
         description="training loss: `bce`: binary cross-entropy per class, for labels and "
         "distillation; `ce_kd`: softmax cross-entropy, and another one for distillation",
     )
-    tau: PositiveFloat = Field(
+    tau: Annotated[PositiveFloat, ActiveIf("loss", ("ce_kd",))] = Field(
         2.0,
         description="for `loss: ce_kd`: temperature of the softmax of student and teacher in "
         "the distillation loss",

@@ -9,14 +9,14 @@ Yang, He, Zhang, Fan: KSM: Fast Multiple Task Adaption via Kernel-wise Soft Mask
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from workers.errors import UserError
-from workers.job import Task
+from workers.job import ActiveIf, Task
 from workers.methods.bases.weight_masks import ThresholdMasks, ThresholdSettings
 from workers.methods.train_defaults import TrainDefaults
 from workers.model.masks import SoftBinary
@@ -31,7 +31,7 @@ class KsmSettings(ThresholdSettings):
         description="which weights share a mask value: `kernel`: those of a kernel; "
         "`channel`: those of an output channel; `element`: none",
     )
-    group: PositiveInt = Field(
+    group: Annotated[PositiveInt, ActiveIf("granularity", ("kernel",))] = Field(
         8,
         description="for `granularity: kernel`: number of consecutive input columns of a "
         "Linear layer that form a kernel; in a layer whose columns it does not divide, the largest "
@@ -46,7 +46,7 @@ class KsmSettings(ThresholdSettings):
         True, description="whether each task trains its own copies of the norms' weights and biases"
     )
     # Farther than Piggyback's: a kernel that is off keeps a part of its weights.
-    mask_travel: PositiveFloat = Field(
+    mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         2.0,
         description="for `mask_lr: auto`: distance that a random walk of all Adam steps "
         "covers, in units of start - theta",

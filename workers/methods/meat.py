@@ -7,7 +7,7 @@ numbers are the paper's.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings, key_inputs
+from workers.job import ActiveIf, DataSettings, Task, TrainSettings, key_inputs
 from workers.methods.base import (
     Method,
     MethodSettings,
@@ -44,7 +44,7 @@ class MeatSettings(MethodSettings):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    lambda_: float = Field(
+    lambda_: Annotated[float, ActiveIf("alpha", but=(0,))] = Field(
         0.9,
         alias="lambda",
         ge=0,
@@ -63,7 +63,9 @@ class MeatSettings(MethodSettings):
         description="whether to mask image tokens as keys and values of attention; on a "
         "ResNet: channels inside residual blocks",
     )
-    token_mask_blocks: Literal["all"] | tuple[int, ...] = Field(
+    token_mask_blocks: Annotated[
+        Literal["all"] | tuple[int, ...], ActiveIf("token_masks", (True,))
+    ] = Field(
         "all",
         description="indices, from 0, of the blocks with token masks (on a ResNet: channel masks)",
     )
@@ -72,7 +74,7 @@ class MeatSettings(MethodSettings):
         description="masks of fc1 and fc2: `weight`: one value per weight; `neuron`: per "
         "hidden neuron; `off`; on a ResNet `weight` masks the blocks' convolutions",
     )
-    self_loop: bool = Field(
+    self_loop: Annotated[bool, ActiveIf("token_masks", (True,))] = Field(
         False,
         description="whether a query always attends to its own token, as in the released code "
         "but not in the paper",
@@ -82,7 +84,7 @@ class MeatSettings(MethodSettings):
         description="peak learning rate of each mask logit; `paper`: 0.1 * batch size / 1024; "
         "`auto`: derived from mask_travel and the number of steps",
     )
-    mask_travel: PositiveFloat = Field(
+    mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         8.0,
         description="for `mask_lr: auto`: largest distance that Adam can move a logit over "
         "all steps, in units of its initial distance to the decision boundary",

@@ -7,7 +7,7 @@ Mallya, Lazebnik: PackNet: Adding Multiple Tasks to a Single Network by Iterativ
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, JsonValue, field_validator
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import Task
+from workers.job import ActiveIf, Task
 from workers.methods.base import (
     Method,
     MethodSettings,
@@ -54,7 +54,7 @@ class PackNetSettings(MethodSettings):
         description="weights reserved for the base task: `own_nothing`: none; `prune_only`: "
         "the backbone's largest; `prune_retrain`: the largest, trained again on the base task",
     )
-    base_prune: float = Field(
+    base_prune: Annotated[float, ActiveIf("base_mode", but=("own_nothing",))] = Field(
         0.5,
         gt=0,
         lt=1,

@@ -72,6 +72,14 @@ class Piggyback(ThresholdMasks[PiggybackSettings]):
         cls, settings: PiggybackSettings, train: TrainSettings, data: DataSettings, scenario: str
     ) -> None:
         super().validate(settings, train, data, scenario)
+        is_scaled = settings.mask_lr == "auto" and settings.init == "ones"
+        for name in sorted({"start", "theta"} & settings.model_fields_set):
+            if is_scaled:  # steps and distance are both in units of start - theta
+                raise UserError(
+                    f"{name} is {getattr(settings, name)}, and has no effect with mask_lr auto "
+                    "and init ones, where rates are relative to start - theta; leave it out, or "
+                    "set mask_travel or mask_lr"
+                )
         if settings.scale_gradients != "none" and train.optimizer == "adamw":
             raise UserError(
                 f"scale_gradients is {settings.scale_gradients!r} with train.optimizer 'adamw': "

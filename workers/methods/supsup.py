@@ -9,9 +9,9 @@ scenario `class` its GN with labels that the tasks do not share.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -22,7 +22,7 @@ from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, Task, TrainSettings
+from workers.job import ActiveIf, DataSettings, Task, TrainSettings
 from workers.methods.base import OptimPlan, ParamGroup, Progress, Step, needs_adamw
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.bases.weight_masks import WeightMasks, WeightMaskSettings
@@ -63,12 +63,12 @@ class SupSupSettings(WeightMaskSettings):
         description="peak learning rate of the scores; `auto`: derived from mask_travel and "
         "the number of steps",
     )
-    mask_travel: PositiveFloat = Field(
+    mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         1.0,
         description="for `mask_lr: auto`: largest distance that Adam can move a score over "
         "all steps, in units of 1 / sqrt(inputs of the layer)",
     )
-    outputs_travel: PositiveFloat = Field(
+    outputs_travel: Annotated[PositiveFloat, ActiveIf("outputs", but=(0,))] = Field(
         8.0, description="mask_travel of the shared output layer, whose scores start at random"
     )
     scores: Literal["topk", "threshold"] = Field(
@@ -83,7 +83,7 @@ class SupSupSettings(WeightMaskSettings):
         description="share of a layer's weights that `topk` KEEPS; for `threshold` the share "
         "at the start under `start: weights`",
     )
-    budget: PositiveFloat | None = Field(
+    budget: Annotated[PositiveFloat | None, ActiveIf("scores", ("topk",))] = Field(
         None,
         description="for `topk`, S0 in the share of weights kept in a layer, min(.5, S0 "
         "(outputs + inputs) / weights), which replaces density; null: density",
@@ -103,19 +103,23 @@ class SupSupSettings(WeightMaskSettings):
         description="width of the masked output layer that all tasks share; 0: each task "
         "trains a head",
     )
-    infer: Literal["one_shot", "binary", "brute_force"] = Field(
+    infer: Annotated[
+        Literal["one_shot", "binary", "brute_force"], ActiveIf("scenario", ("class",))
+    ] = Field(
         "brute_force",
         description="how scenario `class` infers the task: `brute_force`: one forward pass "
         "per mask; `one_shot`: one pass through all masks superposed; `binary`: a binary "
         "search of log2(masks) passes through superposed masks",
     )
-    objective: Literal["entropy", "superfluous"] = Field(
-        "superfluous",
-        description="what the mask of the right task minimises: `entropy`: H of the softmax; "
-        "`superfluous`: outputs beyond the task's classes, as G, or under `brute_force` as "
-        "their share of the softmax",
+    objective: Annotated[Literal["entropy", "superfluous"], ActiveIf("scenario", ("class",))] = (
+        Field(
+            "superfluous",
+            description="what the mask of the right task minimises: `entropy`: H of the softmax; "
+            "`superfluous`: outputs beyond the task's classes, as G, or under `brute_force` as "
+            "their share of the softmax",
+        )
     )
-    infer_images: PositiveInt = Field(
+    infer_images: Annotated[PositiveInt, ActiveIf("scenario", ("class",))] = Field(
         1, description="number of consecutive images of one task whose task is inferred together"
     )
 
@@ -176,10 +180,14 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
                 "start is 'weights' with weights 'signed_constant': in each layer these are all "
                 "of one size; set start=kaiming"
             )
-        if settings.budget is not None and settings.scores != "topk":
+        decides_density = settings.start == "weights"
+        if settings.scores == "topk":
+            decides_density = settings.budget is None
+        if "density" in settings.model_fields_set and not decides_density:
+            decider = "budget" if settings.scores == "topk" else "scores threshold and start"
             raise UserError(
-                f"budget is {settings.budget} with scores {settings.scores!r}: it says how many "
-                "entries topk keeps; use topk, or leave budget out"
+                f"density is {settings.density}, and has no effect with {decider} "
+                f"{settings.budget or settings.start}; leave it out"
             )
         if scenario == "class" and not settings.outputs:
             raise UserError(
@@ -206,6 +214,13 @@ class SupSup(WeightMasks[S], ClassIncremental[S]):
                     f"{cls.name!r} has outputs = {settings.outputs} for them to share; set outputs "
                     f"to {needed} or more"
                 )
+
+    @classmethod
+    def unused_train_settings(cls, settings: S) -> Mapping[str, str]:
+        if not settings.outputs:
+            return {}
+        reason = "no head is trained: scores follow mask_lr and do not decay"
+        return {"lr": reason, "weight_decay": reason}
 
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -18,7 +18,7 @@ from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import Task
+from workers.job import ActiveIf, Task
 from workers.methods.base import (
     BLOCK_VITS,
     Method,
@@ -61,7 +61,7 @@ class ToastSettings(MethodSettings):
         description="whether to tune the initial feedback layers and prior on unlabelled "
         "images or on the base task, where the stream has such",
     )
-    variational: NonNegativeFloat = Field(
+    variational: Annotated[NonNegativeFloat, ActiveIf("pretune", (True,))] = Field(
         0.1,
         description="lambda_v, weight in step `pretune` of the loss by which feedback layers "
         "learn to invert their blocks; 0.01 in the paper for a ConvNeXt",
@@ -143,6 +143,12 @@ class Toast(Method[S]):
                 f"0 <= feedback_to < feedback_from <= {depth}"
             )
         top_down_of(backbone, settings)
+        named = sorted({"pretune", "variational"} & settings.model_fields_set)
+        if settings.pretune and named and all(task.role == "task" for task in tasks):
+            raise UserError(
+                f"{named[0]} is {getattr(settings, named[0])}, and has no effect in a stream "
+                "without a task of role base or unlabelled; add one, or leave it out"
+            )
 
     @classmethod
     def steps_for(cls, settings: S, position: int) -> tuple[Step, ...]:

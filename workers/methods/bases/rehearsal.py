@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from workers.errors import UserError
-from workers.job import Task
+from workers.job import ActiveIf, Task
 from workers.methods.base import MethodSettings, ParamGroup, Step, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import network_of, restore_network, weight_groups
@@ -55,7 +55,7 @@ class FeatureBatch(NamedTuple):
 
 
 class RehearsalSettings(MethodSettings):
-    memory: PositiveInt = Field(
+    memory: Annotated[PositiveInt, ActiveIf("per_class", (0,))] = Field(
         2000, description="number of exemplars of all classes so far, which share them equally"
     )
     per_class: NonNegativeInt = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 
 from workers.data.batch import Batch
 from workers.errors import UserError
-from workers.job import DataSettings, TrainSettings, key_inputs
+from workers.job import ActiveIf, DataSettings, TrainSettings, key_inputs
 from workers.methods.base import (
     Method,
     MethodSettings,
@@ -191,7 +191,7 @@ class ThresholdSettings(WeightMaskSettings):
         description="peak learning rate of the real values behind the masks; `auto`: derived "
         "from mask_travel and the number of steps",
     )
-    mask_travel: PositiveFloat = Field(
+    mask_travel: Annotated[PositiveFloat, ActiveIf("mask_lr", ("auto",))] = Field(
         0.5,
         description="for `mask_lr: auto`: distance that a random walk of all Adam steps "
         "covers, in units of start - theta",

@@ -1,0 +1,295 @@
+"""Every setting has an effect, is refused where it has none, or is listed with the reason.
+
+Each test changes one setting of a run of two toy tasks, and compares the stored results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+from stage_lab import SETTINGS, Lab, Run, other_value
+
+from workers.errors import UserError
+from workers.job import ActiveIf, DataSettings, StageJob, TrainSettings
+from workers.methods import METHODS
+from workers.storage.artifact import Artifact
+from workers.storage.taskstate import load_tensors
+
+TRAIN = {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.05, "epochs": 1, "batch_size": 32}
+# in `make test`; `make test-all` has all methods
+QUICK = ("adapter", "ewc", "hat", "lora", "lwf", "meat", "packnet", "piggyback", "ucir")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value of a setting, and the values of others beside which it has an effect.
+
+    value: None for another one that the type allows. beside: of the same section. train: of the
+    section `train`. scenario: "" for the method's first.
+    """
+
+    value: Any = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    scenario: str = ""
+
+
+# (method, or `*` for all that have the setting; setting) -> how a change has an effect
+CHANGES: dict[tuple[str, str], Change] = {
+    ("*", "expected_tasks"): Change(20, {"start": "sparse"}),
+    ("*", "memory"): Change(10, {"per_class": 0}),
+    ("*", "selection"): Change(beside={"memory": 20, "per_class": 0}),  # of few the choice matters
+    ("adapter", "dropout"): Change(0.5, {"kind": "adaptformer"}),
+    ("apd", "consolidate_every"): Change(2, {"clusters": 1, "gap": 100}),
+    ("apd", "clusters"): Change(1, {"consolidate_every": 2, "gap": 100}),
+    ("apd", "gap"): Change(100, {"consolidate_every": 2, "clusters": 1}),
+    ("ewc", "samples"): Change(20),
+    ("ewc", "gamma"): Change(0.5, {"online": True}),
+    ("icarl", "tau"): Change(4.0, {"loss": "ce_kd"}),
+    ("ksm", "theta"): Change(0.002),
+    ("meat", "token_mask_blocks"): Change([0]),
+    ("packnet", "base_prune"): Change(0.2, {"base_mode": "prune_only"}),
+    ("piggyback", "start"): Change(0.02, {"mask_lr": 0.01}),
+    ("piggyback", "theta"): Change(0.002, {"mask_lr": 0.01}),
+    ("piggyback", "scale_gradients"): Change(
+        "layer", {"mask_lr": 0.3}, {"optimizer": "sgd", "lr": 0.1}
+    ),
+    ("podnet", "hinge"): Change(False, {"delta": 0.01}),
+    ("podnet", "clamp"): Change(0.01),
+    ("rpsnet", "modules"): Change(4),
+    ("supsup", "budget"): Change(0.5),
+    ("supsup", "weights"): Change("signed_constant", {"start": "kaiming"}),
+    ("supsup", "infer"): Change("one_shot", {"objective": "entropy"}, scenario="class"),
+    ("supsup", "objective"): Change("entropy", scenario="class"),
+    ("supsup", "infer_images"): Change(5, scenario="class"),
+    ("supsup_nn", "weights"): Change("signed_constant", {"start": "kaiming"}),
+    ("supsup_nn", "every"): Change(1),
+    ("supsup_nn", "eps"): Change(3.0),
+    ("supsup_nn", "most"): Change(2, {"every": 1, "least": 2, "eps": 3.0}),
+    ("*", "feedback_from"): Change(1),
+    ("*", "feedback_to"): Change(1),
+    ("ucir", "margin"): Change(0.0),
+    ("ucir", "top_k"): Change(1),
+}
+# (method, setting) -> why two toy tasks do not show its effect
+NOT_SEEN = {
+    ("bic", "bias_mode"): "from the third task on: the first has no correction",
+    ("toast", "td_value_bias"): "the biases of a backbone that is not trained are 0",
+    ("toast_lite", "td_value_bias"): "the biases of a backbone that is not trained are 0",
+    ("toast", "pretune"): "refused: for streams with a base task or images without labels",
+    ("toast_lite", "pretune"): "refused: for streams with a base task or images without labels",
+    ("toast", "variational"): "refused: for streams with a base task or images without labels",
+    ("toast_lite", "variational"): "refused: for streams with a base task or images without labels",
+    ("rpsnet", "phi"): "from the third task on: until then the factor is 1",
+    ("supsup_nn", "scores"): "one value is allowed",
+    ("supsup_nn", "budget"): "refused: for scores topk only",
+    ("supsup_nn", "look"): "each image of a toy batch chooses the same mask",
+    ("supsup_nn", "infer"): "one value is allowed",
+    ("supsup_nn", "infer_images"): "refused: for scenario class only",
+}
+
+
+def named_fields(settings: type[BaseModel]) -> dict[str, Any]:
+    """Return name in a config -> field."""
+    return {info.alias or name: info for name, info in settings.model_fields.items()}
+
+
+def method_run(lab: Lab, method: str, change: Change, settings: Mapping[str, Any]) -> Run:
+    """Return the run of two tasks with these settings of the method."""
+    usual = {k: v for k, v in SETTINGS.get((method, "adamw"), {}).items() if k != "train"}
+    return lab.run_of(
+        method,
+        {**TRAIN, **change.train},
+        settings={**usual, **change.beside, **settings},
+        scenario=change.scenario,
+    )
+
+
+def jobs_in_order(run: Run) -> list[StageJob]:
+    return [job for task in range(2) for job in (*run.stages(task), run.evaluate_job(task))]
+
+
+def is_equal(first: Artifact, second: Artifact) -> bool:
+    """Return whether two results have the same tensors and the same figures."""
+    if first.manifest.get("result") != second.manifest.get("result"):
+        return False
+    for name in ("task.safetensors", "carried.safetensors"):
+        if (name in first.manifest["files"]) != (name in second.manifest["files"]):
+            return False
+        if name in first.manifest["files"]:
+            tensors, others = (load_tensors(a.read(name), name)[0] for a in (first, second))
+            if tensors.keys() != others.keys():
+                return False
+            if any(not torch.equal(tensors[key], others[key]) for key in tensors):
+                return False
+    return True
+
+
+def changed_stage(run: Run, other: Run) -> str | None:
+    """Return the first stage whose results differ; None if all are equal."""
+    for job, changed in zip(jobs_in_order(run), jobs_in_order(other), strict=True):
+        if job.key != changed.key and not is_equal(run.artifact(job), other.artifact(changed)):
+            return job.id
+    return None
+
+
+def changed_value(settings: type[BaseModel], name: str, change: Change) -> Any:
+    if change.value is not None:
+        return change.value
+    field = {info.alias or key: key for key, info in settings.model_fields.items()}[name]
+    usual = getattr(settings.model_validate(dict(change.beside)), field)
+    return other_value(settings, name, usual)
+
+
+def settings_without_effect(lab: Lab, method: str) -> dict[str, Any]:
+    """Return the settings of a method that change no result -> the value that was tried."""
+    settings = METHODS[method].Settings
+    without_effect = {}
+    for name in named_fields(settings):
+        change = CHANGES.get((method, name), CHANGES.get(("*", name), Change()))
+        if (method, name) not in NOT_SEEN:
+            value = changed_value(settings, name, change)
+            run = method_run(lab, method, change, {})
+            if changed_stage(run, method_run(lab, method, change, {name: value})) is None:
+                without_effect[name] = value
+    return without_effect
+
+
+@pytest.mark.parametrize(
+    "method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in METHODS]
+)
+def test_each_setting_of_a_method_changes_a_result(lab: Lab, method: str) -> None:
+    assert settings_without_effect(lab, method) == {}
+
+
+ALWAYS_ACTIVE = {("supsup_nn", "outputs")}  # it is at least 1 there
+MARKED = [
+    (method, name, mark)
+    for method, cls in METHODS.items()
+    for name, info in named_fields(cls.Settings).items()
+    for mark in info.metadata
+    if isinstance(mark, ActiveIf) and (method, mark.name) not in ALWAYS_ACTIVE
+]
+
+
+@pytest.mark.parametrize(("method", "name", "mark"), MARKED)
+def test_a_setting_without_effect_is_refused(
+    lab: Lab, method: str, name: str, mark: ActiveIf
+) -> None:
+    cls = METHODS[method]
+    usual = cls.Settings().model_dump(by_alias=True)
+    if mark.name == "scenario":
+        idle: dict[str, Any] = {}
+        decider = "stream.scenario task"
+    else:
+        values = [usual[mark.name], *mark.but]
+        values += [other_value(cls.Settings, mark.name, v) for v in mark.values]
+        idle = {mark.name: next(v for v in values if not mark.holds(v))}
+        decider = f"{mark.name} "
+    with pytest.raises(
+        UserError, match=rf"methods\.{method}\.{name} .* has no effect with {decider}"
+    ):
+        lab.run_of(method, dict(TRAIN), settings={**idle, name: usual[name]})
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "text"),
+    [
+        ("supsup", {"train": {"lr": 0.1}}, "train.lr .* no head is trained"),
+        ("toast", {"pretune": True}, "pretune .* without a task of role base or unlabelled"),
+        ("toast", {"variational": 0.1}, "variational .* without a task of role base"),
+        ("piggyback", {"theta": 0.002}, "theta .* mask_lr auto and init ones"),
+        ("supsup", {"density": 0.5, "budget": 5.0}, "density .* budget 5.0"),
+        (
+            "supsup",
+            {"density": 0.5, "scores": "threshold", "start": "kaiming"},
+            "density .* scores threshold and start kaiming",
+        ),
+    ],
+)
+def test_a_setting_without_effect_beside_two_others_is_refused(
+    lab: Lab, method: str, settings: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UserError, match=text):
+        lab.run_of(method, dict(TRAIN), settings=settings)
+
+
+# ---- the sections `train` and `data` -------------------------------------------------------------
+SECTIONS: dict[str, type[BaseModel]] = {"data": DataSettings, "train": TrainSettings}
+RESIZED = {"crop": "resized"}
+IN_SECTIONS: dict[tuple[str, str], Change] = {
+    ("data", "val_fraction"): Change(0.3),
+    ("data", "crop"): Change("pad"),
+    ("data", "crop_scale"): Change([0.1, 0.2], RESIZED),
+    ("data", "longest_side"): Change(5, RESIZED),
+    ("data", "randaugment"): Change(2),
+    ("data", "magnitude"): Change(2.0, {"randaugment": 2}),
+    ("train", "min_steps"): Change(60),
+    ("train", "min_batch_size"): Change(4, {"min_steps": 60}),
+    ("train", "max_epochs"): Change(3, {"min_steps": 100}),
+    ("train", "momentum"): Change(0.5, {"optimizer": "sgd", "lr": 0.1}),
+    ("train", "warmup"): Change(0.3),
+    ("train", "warmup_start"): Change(0.5, {"warmup": 0.5}),
+    ("train", "clip"): Change(0.001),
+    ("train", "keep"): Change("best", {"epochs": 4, "lr": 0.1}),
+}
+KEEPS_RESULTS = {
+    ("data", "resident_mb"): "in no key: decoded images come from memory or are decoded again",
+    ("train", "compile"): "compiled blocks compute the same, up to rounding",
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        (s, n)
+        for s, cls in SECTIONS.items()
+        for n in cls.model_fields
+        if (s, n) not in KEEPS_RESULTS
+    ],
+)
+def test_each_setting_of_training_and_data_changes_a_result(
+    lab: Lab, section: str, name: str
+) -> None:
+    change = IN_SECTIONS.get((section, name), Change())
+    value = changed_value(SECTIONS[section], name, change)
+    runs = []
+    for settings in (change.beside, {**change.beside, name: value}):
+        sections: dict[str, dict[str, Any]] = {"train": {**TRAIN, "epochs": 2}, "data": {}}
+        sections[section] |= settings
+        runs.append(lab.run_of("finetune", sections["train"], data=sections["data"]))
+    assert changed_stage(*runs) is not None
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "decider"),
+    [
+        ("data", "crop_scale", [0.1, 1.0], "crop none"),
+        ("data", "longest_side", 100, "crop none"),
+        ("data", "magnitude", 5.0, "randaugment 0"),
+        ("train", "min_batch_size", 4, "min_steps 0"),
+        ("train", "max_epochs", 4, "min_steps 0"),
+        ("train", "momentum", 0.5, "optimizer adamw"),
+        ("train", "warmup_start", 0.1, "warmup 0.0"),
+    ],
+)
+def test_a_setting_of_training_or_data_without_effect_is_refused(
+    lab: Lab, section: str, name: str, value: Any, decider: str
+) -> None:
+    train = {**TRAIN, "warmup": 0}
+    sections = {"train": train, "data": {}} | {section: {name: value}}
+    sections["train"] = {**train, **sections["train"]}
+    text = rf"lab: {section}\.{name} .* has no effect with {decider}; leave it out, or set"
+    with pytest.raises(UserError, match=text):
+        lab.run_of("finetune", sections["train"], data=sections["data"])
+
+
+def test_a_setting_that_one_method_of_several_uses_is_accepted(lab: Lab) -> None:
+    methods = {"linear": {}, "finetune": {"train": {"optimizer": "sgd"}}}
+    run = lab.run_of("finetune", {**TRAIN, "momentum": 0.5}, methods=methods)
+    assert run.jobs

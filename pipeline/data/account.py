@@ -21,9 +21,9 @@ from workers.data.in_place import urls_by_name
 from workers.errors import UserError
 
 ACCOUNT = "account.json"
-MAX_PLACES = 5  # folders or files that a line names
+MAX_NAMED_PLACES = 5  # folders or files that a line names
 MAX_LINES = 12
-NAMED_LENGTH = 40  # characters of a place in a line
+MAX_PLACE_LENGTH = 40  # characters of a place in a line
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Account:
                 f"{counted(self.files, 'file')} = {numbers[0]} used + {numbers[1]} rejected + "
                 f"{numbers[2]} not read"
             )
-            lines += _table("used", self.used, {})
-            lines += _table("rejected", self.rejected, self.places)
-            lines += _table("not read", self.not_read, self.places)
+            lines += _format_rows("used", self.used, {})
+            lines += _format_rows("rejected", self.rejected, self.places)
+            lines += _format_rows("not read", self.not_read, self.places)
         if self.images:
             parts = [f"{number} {reason}" for reason, number in self.images.items()]
             lines.append(f"images: {', '.join(parts)}")
@@ -105,7 +105,7 @@ def _printable(value: Any) -> Any:
 _FIELDS = frozenset(Account.__dataclass_fields__)
 
 
-def _table(
+def _format_rows(
     title: str, numbers: Mapping[str, int], places: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
     rows = sorted(numbers.items(), key=lambda row: (-row[1], row[0]))
@@ -117,7 +117,7 @@ def _table(
         yield f"  {title:<9}{more:>7}  for {len(rows) - MAX_LINES} other reasons"
 
 
-def account_of(
+def build_account(
     card: Card,
     entries: Sequence[Entry],
     images: Mapping[str, str | None],
@@ -138,8 +138,8 @@ def account_of(
     rejected: Counter[str] = Counter()
     not_read: Counter[str] = Counter()
     places: dict[str, dict[str, None]] = {}
-    containers = _containers(card, entries)
-    ignored = _ignored(card, entries)
+    containers = _find_containers(card, entries)
+    ignored = _find_ignored(card, entries)
     names = {printable(entry.name) for entry in entries}
     lost = Counter(
         p.partition(":")[2].strip() or p for n, p in images.items() if p and n not in names
@@ -159,21 +159,21 @@ def account_of(
             group = reason.partition(":")[0]
             rejected[group] += 1
         else:
-            group = _reason_not_read(card, entry, ignored)
+            group = _explain_not_read(card, entry, ignored)
             not_read[group] += 1
-        places.setdefault(group, {}).setdefault(_place(name), None)
+        places.setdefault(group, {}).setdefault(_top_folder(name), None)
     return Account(
         len(entries),
         dict(used),
         dict(rejected),
         dict(not_read),
-        {group: _shortened(list(named)) for group, named in places.items()},
+        {group: _shorten(list(named)) for group, named in places.items()},
         dict(rows or {}),
         tuple(notes),
     )
 
 
-def _containers(card: Card, entries: Sequence[Entry]) -> set[str]:
+def _find_containers(card: Card, entries: Sequence[Entry]) -> set[str]:
     """Return the files that hold many images, and the tables that name images."""
     source_format = format_of(card)
     if card.source.format == "csv":
@@ -192,14 +192,14 @@ def _containers(card: Card, entries: Sequence[Entry]) -> set[str]:
     return names
 
 
-def _ignored(card: Card, entries: Sequence[Entry]) -> set[str]:
+def _find_ignored(card: Card, entries: Sequence[Entry]) -> set[str]:
     if card.source.format != "folder" or not card.source.parts_of(IGNORE):
         return set()
     found = labelled_entries(card, entries)
     return {one.entry.name for one in found if one.split == IGNORE}
 
 
-def _reason_not_read(card: Card, entry: Entry, ignored: set[str]) -> str:
+def _explain_not_read(card: Card, entry: Entry, ignored: set[str]) -> str:
     if entry.problem == HIDDEN:
         return "hidden"
     if entry.problem is not None and "link" in entry.problem:
@@ -213,18 +213,20 @@ def _reason_not_read(card: Card, entry: Entry, ignored: set[str]) -> str:
     return describe_kind(entry.name)
 
 
-def _place(name: str) -> str:
+def _top_folder(name: str) -> str:
     """Return the first folder of a file, or the file if it lies in none."""
     folder, _, rest = name.partition("/")
     return f"{folder}/" if rest else name
 
 
-def _shortened(names: list[str]) -> list[str]:
-    short = [name if len(name) <= NAMED_LENGTH else f"{name[:NAMED_LENGTH]}..." for name in names]
-    return [*short[:MAX_PLACES], "..."] if len(short) > MAX_PLACES else short
+def _shorten(names: list[str]) -> list[str]:
+    short = [
+        name if len(name) <= MAX_PLACE_LENGTH else f"{name[:MAX_PLACE_LENGTH]}..." for name in names
+    ]
+    return [*short[:MAX_NAMED_PLACES], "..."] if len(short) > MAX_NAMED_PLACES else short
 
 
-def image_files(items: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
+def collect_problems(items: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
     """Return name -> problem of the images of a source; a file is used if one of its rows is."""
     files: dict[str, str | None] = {}
     for name, problem in items:

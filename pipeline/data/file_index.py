@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pipeline.data.file_kinds import IMAGE_SUFFIXES
 from pipeline.data.names import nfc, printable, suffix_of
-from pipeline.data.splits import ROLES, role_of
+from pipeline.data.splits import ROLES, parse_role
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
@@ -62,12 +62,12 @@ class FileIndex:
     def __len__(self) -> int:
         return sum(map(len, self._by_path.values()))
 
-    def at(self, path: str) -> list[str]:
+    def find_path(self, path: str) -> list[str]:
         """Return the files at a path below the source: one, unless capitals alone tell them
         apart."""
-        return _exact(self._by_path.get(_fold(path), []), path)
+        return _prefer_exact(self._by_path.get(_fold(path), []), path)
 
-    def ending_with(self, path: str) -> list[str]:
+    def find_by_suffix(self, path: str) -> list[str]:
         """Return the files whose path ends with another one, or with that and an extension."""
         folded = _fold(path)
         names = self._by_base.get(folded.rpartition("/")[2], [])
@@ -77,14 +77,14 @@ class FileIndex:
             whole = f"/{_fold(name)}"
             if whole.endswith(tail) or whole[: whole.rfind(".")].endswith(tail):
                 found.append(name)
-        return _exact(found, path)
+        return _prefer_exact(found, path)
 
 
 def _fold(path: str) -> str:
     return nfc(path).casefold()
 
 
-def _exact(names: list[str], path: str) -> list[str]:
+def _prefer_exact(names: list[str], path: str) -> list[str]:
     """Return the names that end exactly with a path, if there are any; else all."""
     if len(names) < 2:
         return names
@@ -119,7 +119,7 @@ def parse_path(text: str, base: str) -> RowPath | None:
     return RowPath(text, text.startswith("/"))
 
 
-def joined(folder: str, path: str) -> str | None:
+def join_below(folder: str, path: str) -> str | None:
     """Return a path below the source from a folder of it; None if it leads out."""
     name = posixpath.normpath(posixpath.join(folder, path))
     return None if name == ".." or name.startswith(("../", "/")) else name
@@ -151,38 +151,41 @@ class FileFinder:
             return [], ADDRESS
         names: list[str] = []
         for pattern in self.patterns:
-            names += [name for name in self._at(pattern, path, row) if name not in names]
+            names += [
+                name for name in self._find_by_pattern(pattern, path, row) if name not in names
+            ]
         return names, None if names else NO_FILE
 
-    def _at(self, pattern: str, path: RowPath, row: NamedRow) -> Iterator[str]:
+    def _find_by_pattern(self, pattern: str, path: RowPath, row: NamedRow) -> Iterator[str]:
         if self.moved is not None:
             before, after = self.moved
             if path.text.startswith(before):
-                yield from self.index.at(posixpath.join(after, path.text[len(before) :]))
+                yield from self.index.find_path(posixpath.join(after, path.text[len(before) :]))
             return
         if path.is_absolute and self._is_plain(pattern):
             text = path.text.removeprefix("/")
             if is_local(self.base) and path.text.startswith(f"{os.path.realpath(self.base)}/"):
                 text = os.path.relpath(path.text, os.path.realpath(self.base))
-            yield from self.index.at(posixpath.normpath(text))
+            yield from self.index.find_path(posixpath.normpath(text))
             return
-        for word in _split_words(row.split) if "{split}" in pattern else ("",):
+        for word in _list_split_names(row.split) if "{split}" in pattern else ("",):
             place = pattern.replace("{split}", word).replace("{label}", row.label)
             place = place.replace("{}", path.text)
             if place.startswith(ANYWHERE):
-                yield from self.index.ending_with(place.removeprefix(ANYWHERE))
+                yield from self.index.find_by_suffix(place.removeprefix(ANYWHERE))
                 continue
-            name = joined(self.folder, place)
+            name = join_below(self.folder, place)
             if name is not None:
-                yield from self.index.at(name)
+                yield from self.index.find_path(name)
 
     def _is_plain(self, pattern: str) -> bool:
         """Whether a pattern is the path as it stands in the table, from the table's folder."""
         return pattern == "{}" or (
-            pattern.endswith("/{}") and joined(self.folder, pattern) == joined(self.folder, "{}")
+            pattern.endswith("/{}")
+            and join_below(self.folder, pattern) == join_below(self.folder, "{}")
         )
 
-    def look_for_moved_folders(self, rows: Sequence[NamedRow]) -> None:
+    def find_moved_folders(self, rows: Sequence[NamedRow]) -> None:
         """Exchange leading folders of the rows for a folder of the source, if none is found."""
         if not all(map(self._is_plain, self.patterns)) or any(self.find(row)[0] for row in rows):
             return
@@ -190,28 +193,28 @@ class FileFinder:
         for row in rows:
             path = parse_path(row.text, self.base)
             if path is not None and "\0" not in path.text:
-                moves.update(self._moves(path))
+                moves.update(self._find_moves(path))
         if moves:
             fewest = min(len(before) for before, _ in moves)
             nearest = [move for move in moves if len(move[0]) == fewest]
             if len(nearest) == 1:
                 self.moved = nearest[0]
 
-    def _moves(self, path: RowPath) -> list[tuple[str, str]]:
+    def _find_moves(self, path: RowPath) -> list[tuple[str, str]]:
         """Return the exchanges that lead from a path to a file, those that drop least."""
         start = path.text.find("/") + 1
         while 0 < start < len(path.text):
             tail = path.text[start:]
-            names = [name for name in self.index.ending_with(tail) if suffix_of(tail)]
+            names = [name for name in self.index.find_by_suffix(tail) if suffix_of(tail)]
             if names:
                 return [(path.text[:start], name[: len(name) - len(tail)]) for name in names]
             start = path.text.find("/", start) + 1
         return []
 
 
-def _split_words(split: str) -> list[str]:
+def _list_split_names(split: str) -> list[str]:
     """Return the names that a folder of a split can have: the word itself, and its synonyms."""
-    role = role_of(split)
+    role = parse_role(split)
     synonyms = ROLES[role] if role is not None else frozenset()
     return [split, *sorted(synonyms - {split.lower()})]
 
@@ -234,7 +237,7 @@ class Placement(NamedTuple):
         return sum(file is not None for file in self.files)
 
 
-def placements(
+def find_placements(
     rows: Sequence[NamedRow], index: FileIndex, folder: str, base: str
 ) -> list[Placement]:
     """Return all consistent ways to read the paths of a table; none if they lead to no files.
@@ -248,31 +251,31 @@ def placements(
         folder: Of the table, below the source.
         base: Path or URI of the source.
     """
-    direct = _place(rows, FileFinder(index, folder, base, ("{}",)))
-    places = [_places(row, index, base) for row in rows]
+    direct = _build_placement(rows, FileFinder(index, folder, base, ("{}",)))
+    places = [_find_candidates(row, index, base) for row in rows]
     num_possible = sum(map(bool, places))
     if direct is not None and direct.num_found >= num_possible:
         return [direct]
     found: dict[tuple[str | None, ...], Placement] = {}
-    for pattern in _shared_patterns(rows, places, folder):
-        placement = _place(rows, FileFinder(index, folder, base, (pattern,)))
+    for pattern in _find_shared_patterns(rows, places, folder):
+        placement = _build_placement(rows, FileFinder(index, folder, base, (pattern,)))
         if placement is not None and placement.num_found >= num_possible:
             found.setdefault(placement.files, placement)
-    literal = _literal_placement(rows, places, folder)
+    literal = _build_literal_placement(rows, places, folder)
     if literal is not None and _is_consistent(rows, literal.files):
         found.setdefault(literal.files, literal)
     if len(found) == 1:
-        for other in _other_places(rows, places, *found):
+        for other in _find_other_placements(rows, places, *found):
             found.setdefault(other.files, other)
     if found:
         return [*found.values()]
     finder = FileFinder(index, folder, base, ("{}",))
-    finder.look_for_moved_folders(rows)
-    moved = _place(rows, finder) if finder.moved else None
+    finder.find_moved_folders(rows)
+    moved = _build_placement(rows, finder) if finder.moved else None
     return [moved] if moved is not None else []
 
 
-def _place(rows: Sequence[NamedRow], finder: FileFinder) -> Placement | None:
+def _build_placement(rows: Sequence[NamedRow], finder: FileFinder) -> Placement | None:
     """Return the files that rows lead to; None if that is not consistent."""
     files: list[str | None] = []
     for row in rows:
@@ -294,31 +297,31 @@ def _is_consistent(rows: Sequence[NamedRow], files: Sequence[str | None]) -> boo
     return bool(first)
 
 
-def _places(row: NamedRow, index: FileIndex, base: str) -> list[str]:
+def _find_candidates(row: NamedRow, index: FileIndex, base: str) -> list[str]:
     """Return the files that end with the path that a row gives."""
     path = parse_path(row.text, base) if row.text and "\0" not in row.text else None
     if path is None:
         return []
     text = posixpath.normpath(path.text.removeprefix("/"))
-    return [] if text.startswith("..") else index.ending_with(text)[:MAX_PLACES]
+    return [] if text.startswith("..") else index.find_by_suffix(text)[:MAX_PLACES]
 
 
-def _shared_patterns(
+def _find_shared_patterns(
     rows: Sequence[NamedRow], places: Sequence[list[str]], folder: str
 ) -> list[str]:
     """Return the patterns by which the first row with files leads to one of them."""
     patterns: dict[str, None] = {}
     for row, names in zip(rows, places, strict=True):
         for name in names:
-            patterns.update(dict.fromkeys(_patterns(row, name, folder)))
+            patterns.update(dict.fromkeys(_iterate_patterns(row, name, folder)))
         if patterns:
             break
     return [*patterns]
 
 
-def _patterns(row: NamedRow, name: str, folder: str) -> Iterator[str]:
+def _iterate_patterns(row: NamedRow, name: str, folder: str) -> Iterator[str]:
     """Yield the patterns by which a row leads to a file, those with fewer placeholders first."""
-    prefix, suffix = _around(row.text, name)
+    prefix, suffix = _split_around(row.text, name)
     choices: list[list[str]] = []
     for part in prefix:
         options = [part] if "{" not in part else []
@@ -328,14 +331,14 @@ def _patterns(row: NamedRow, name: str, folder: str) -> Iterator[str]:
             options.append("{split}")
         choices.append(options)
     for parts in product(*choices):
-        yield _from_folder(parts, folder) + suffix
+        yield _format_prefix(parts, folder) + suffix
 
 
 def _is_same_role(first: str, second: str) -> bool:
-    return role_of(first) is not None and role_of(first) == role_of(second)
+    return parse_role(first) is not None and parse_role(first) == parse_role(second)
 
 
-def _around(text: str, name: str) -> tuple[tuple[str, ...], str]:
+def _split_around(text: str, name: str) -> tuple[tuple[str, ...], str]:
     """Return the folders before the path of a row in the path of a file, and `{}` with the
     extension that the row leaves out."""
     path = posixpath.normpath(text.replace("\\", "/").strip().removeprefix("/"))
@@ -346,7 +349,7 @@ def _around(text: str, name: str) -> tuple[tuple[str, ...], str]:
     return tuple(parts[:num_folders]), "{}" + extension
 
 
-def _from_folder(prefix: Sequence[str], folder: str) -> str:
+def _format_prefix(prefix: Sequence[str], folder: str) -> str:
     """Return folders below the source as the folder of a table names them, with `/` at the end."""
     path = "/".join(prefix)
     if folder:
@@ -354,7 +357,7 @@ def _from_folder(prefix: Sequence[str], folder: str) -> str:
     return "" if path in ("", ".") else f"{path}/"
 
 
-def _literal_placement(
+def _build_literal_placement(
     rows: Sequence[NamedRow], places: Sequence[list[str]], folder: str
 ) -> Placement | None:
     """Return the way in which every row leads to the one file that its path can end in.
@@ -362,7 +365,7 @@ def _literal_placement(
     A row that can end in several files leads to the one that lies where those of other rows do.
     """
     known = {
-        _around(row.text, names[0])
+        _split_around(row.text, names[0])
         for row, names in zip(rows, places, strict=True)
         if len(names) == 1
     }
@@ -374,11 +377,11 @@ def _literal_placement(
             files.append(None)
             continue
         if len(names) > 1:
-            names = [name for name in names if _around(row.text, name) in known]
+            names = [name for name in names if _split_around(row.text, name) in known]
         if len(names) != 1:
             return None
-        prefix, suffix = _around(row.text, names[0])
-        patterns[_from_folder(prefix, folder) + suffix] = None
+        prefix, suffix = _split_around(row.text, names[0])
+        patterns[_format_prefix(prefix, folder) + suffix] = None
         suffixes[suffix] = None
         files.append(names[0])
     if len(patterns) > MAX_PATTERNS:
@@ -388,28 +391,28 @@ def _literal_placement(
     return Placement(tuple(patterns), tuple(files))
 
 
-def _other_places(
+def _find_other_placements(
     rows: Sequence[NamedRow], places: Sequence[list[str]], files: tuple[str | None, ...]
 ) -> Iterator[Placement]:
     """Yield a way to read the rows that uses no folder of another way, if there is one."""
     used: set[tuple[str, ...]] = set()
     for row, file in zip(rows, files, strict=True):
         if file is not None:
-            used.add(_around(row.text, file)[0])
+            used.add(_split_around(row.text, file)[0])
     patterns: dict[str, None] = {}
     others: list[str | None] = []
     for row, names in zip(rows, places, strict=True):
-        rest = [name for name in names if _around(row.text, name)[0] not in used]
+        rest = [name for name in names if _split_around(row.text, name)[0] not in used]
         if names and not rest:
             return
         others.append(rest[0] if rest else None)
         if rest:
-            prefix, suffix = _around(row.text, rest[0])
+            prefix, suffix = _split_around(row.text, rest[0])
             patterns["/".join((*prefix, suffix))] = None
     yield Placement(tuple(patterns), tuple(others))
 
 
-def several_files(where: str, row: int, text: str, names: Sequence[str]) -> UserError:
+def ambiguous_files_error(where: str, row: int, text: str, names: Sequence[str]) -> UserError:
     """Return the error of a row that names several files."""
     return UserError(
         f"{where}: row {row} names {printable(text)!r:.80}, and there are both "

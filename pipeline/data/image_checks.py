@@ -84,14 +84,14 @@ def check_image(
             return CheckedImage("image file is truncated (its data ends before its last row)")
         image = open_any(data, limits.max_pixels)
         image.load()
-        return _described(image, limits)
+        return _describe(image, limits)
     except MemoryError:
         raise
     except Exception as error:  # Pillow's plugins raise almost anything on damaged files
-        return CheckedImage(_pillow_problem(error))
+        return CheckedImage(_describe_error(error))
 
 
-def _described(image: Image.Image, limits: ImageLimits) -> CheckedImage:
+def _describe(image: Image.Image, limits: ImageLimits) -> CheckedImage:
     is_plain = image.mode in ("L", "RGB", "CMYK", "YCbCr") and "transparency" not in image.info
     has_one_value = _has_one_value(image)
     is_blank = has_one_value if is_plain else _has_one_value(to_rgb(image, limits.value_range))
@@ -144,7 +144,7 @@ def can_read_heic() -> bool:
     return True
 
 
-def _pillow_problem(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "cannot identify" in text:
         return "not an image"
@@ -157,7 +157,7 @@ def has_all_rows(data: bytes) -> bool:
     Pillow leaves missing rows black, without a word. Raise zlib.error where the data is not
     compressed. Source: PNG specification (ISO/IEC 15948), sections 7 to 10.
     """
-    missing = _raw_bytes(data)
+    missing = _count_raw_bytes(data)
     inflate = zlib.decompressobj()
     position = 8
     while missing > 0 and position + 12 <= len(data):
@@ -172,7 +172,7 @@ def has_all_rows(data: bytes) -> bool:
     return missing <= 0
 
 
-def _raw_bytes(data: bytes) -> int:
+def _count_raw_bytes(data: bytes) -> int:
     """Return how many bytes the rows of a PNG have, by its header: a filter byte and pixels."""
     width, height, bits, color, _, _, interlaced = struct.unpack(">IIBBBBB", data[16:29])
     passes = ADAM7 if interlaced else ((0, 0, 1, 1),)
@@ -185,7 +185,7 @@ def _raw_bytes(data: bytes) -> int:
     return total
 
 
-def to_stored(data: bytes, limits: ImageLimits) -> tuple[bytes, str]:
+def encode_for_storage(data: bytes, limits: ImageLimits) -> tuple[bytes, str]:
     """Return the bytes that go into the shard, and their extension.
 
     They are the original bytes, or PNG if few programs read the original format, or if the card

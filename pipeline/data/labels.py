@@ -32,7 +32,7 @@ NUMBERS_HINT = (
 )
 
 
-def label_of(value: Any) -> Label:
+def normalize_label(value: Any) -> Label:
     """Return a label in its normal form: text, a whole number, or None if there is none.
 
     Args:
@@ -58,7 +58,7 @@ def label_of(value: Any) -> Label:
     return match[1] if match else text
 
 
-def sorted_labels(labels: Iterable[str]) -> list[str]:
+def sort_labels(labels: Iterable[str]) -> list[str]:
     """Return the names of classes in order: by number if all are whole numbers."""
     names = [*labels]
     if all(WHOLE.fullmatch(name) for name in names):
@@ -137,22 +137,22 @@ class ClassNames:
             return None
         text = str(label)
         name = self.by_name.get(text)
-        place = self._at_place(text)
+        place = self._find_by_position(text)
         is_number = isinstance(label, int)
         if self.numbers == "names" or place == name:
-            return name or _not_listed(text)
+            return name or _name_unlisted(text)
         if self.numbers == "places" and (is_number or name is None):
-            return place or _not_listed(text)
+            return place or _name_unlisted(text)
         if place is not None and (is_number or name is None or self.numbers == "places"):
-            raise self._ambiguous(text, name, place)
-        return name or _not_listed(text)
+            raise self._ambiguous_error(text, name, place)
+        return name or _name_unlisted(text)
 
-    def _at_place(self, text: str) -> str | None:
+    def _find_by_position(self, text: str) -> str | None:
         if not text.isdecimal() or len(text) > MAX_NUMBER_DIGITS:
             return None
         return self.classes[int(text)] if int(text) < len(self.classes) else None
 
-    def _ambiguous(self, text: str, name: str | None, place: str) -> UserError:
+    def _ambiguous_error(self, text: str, name: str | None, place: str) -> UserError:
         as_name = f"the class {quoted(name)}" if name else "a class that is not listed"
         return UserError(
             f"{self.where}: label {quoted(text)} can be {as_name}, or place {text} in the list of "
@@ -160,7 +160,7 @@ class ClassNames:
         )
 
 
-def _not_listed(text: str) -> str:
+def _name_unlisted(text: str) -> str:
     """Return the label of no class, as digests of older versions have it."""
     is_number = text.isdecimal() and len(text) <= MAX_NUMBER_DIGITS
     return f"{NUMBER}{text}" if is_number else text

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from pipeline.data.labels import label_of
+from pipeline.data.labels import normalize_label
 from pipeline.data.names import words
 from workers.errors import UserError
 
@@ -42,8 +42,8 @@ FALSE_WORDS = frozenset(("0", "false", "no", "n", "f"))
 TOKEN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+|[\u4e00-\u9fff]{2}|集")
 
 
-_ENDS = sorted(GENERIC, key=len, reverse=True)
-MOST_WEAK = 2  # letters of a word that may not have such an end
+_GENERIC_ENDINGS = sorted(GENERIC, key=len, reverse=True)
+MAX_WEAK_LETTERS = 2  # letters of a word that may not have such an end
 
 
 class SplitUnclear(UserError):
@@ -62,18 +62,18 @@ class SplitWords(NamedTuple):
     unknown: list[str]
 
 
-def role_of(word: str) -> Role | None:
+def parse_role(word: str) -> Role | None:
     """Return which part of a data set a word names; None if it names none.
 
     For example `train` for `train`, `Training`, `train_set` and `trainimages`.
     """
-    plain = plain_word(word)
+    plain = normalize_word(word)
     for role, named in ROLES.items():
         if plain in named:
             return role
-    for end in _ENDS:
+    for end in _GENERIC_ENDINGS:
         rest = plain.removesuffix(end)
-        if rest != plain and len(rest) > MOST_WEAK:
+        if rest != plain and len(rest) > MAX_WEAK_LETTERS:
             for role, named in ROLES.items():
                 if rest in named:
                     return role
@@ -82,66 +82,70 @@ def role_of(word: str) -> Role | None:
 
 def is_weak(word: str) -> bool:
     """Whether a word for a split is as likely something else."""
-    return plain_word(word) in WEAK_WORDS
+    return normalize_word(word) in WEAK_WORDS
 
 
-def plain_word(text: str) -> str:
+def normalize_word(text: str) -> str:
     """Return a name in lower case, without accents and the signs between its words."""
     text = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
     return re.sub(r"[\s_.\-]+", "", text.lower())
 
 
-def role_in(name: str) -> Role | None:
+def find_role(name: str) -> Role | None:
     """Return the part of a data set that a name, or the only such word in it, names.
 
     For example `train` for `train`, `seg_train` and `TrainImages`.
     """
-    roles = {role_of(token) for token in tokens_of(name)} - {None}
-    return role_of(name) or (roles.pop() if len(roles) == 1 else None)
+    roles = {parse_role(token) for token in tokenize_name(name)} - {None}
+    return parse_role(name) or (roles.pop() if len(roles) == 1 else None)
 
 
-def tokens_of(name: str) -> list[str]:
+def tokenize_name(name: str) -> list[str]:
     """Return the words of a name: `seg_trainImages-01` has seg, train, Images and 01."""
     return TOKEN.findall(name)
 
 
-def rest_is_generic(name: str) -> bool:
+def is_generic_split_name(name: str) -> bool:
     """Whether a name holds a word for a split, and else words that say nothing and numbers."""
-    if role_of(name):
+    if parse_role(name):
         return True
-    rest = [token.lower() for token in tokens_of(name) if role_of(token) is None]
-    return role_in(name) is not None and all(t in GENERIC or t.isdecimal() for t in rest)
+    rest = [token.lower() for token in tokenize_name(name) if parse_role(token) is None]
+    return find_role(name) is not None and all(t in GENERIC or t.isdecimal() for t in rest)
 
 
-def rest_of(name: str) -> str:
+def remove_split_words(name: str) -> str:
     """Return a name without the words that name a split."""
-    return " ".join(token.lower() for token in tokens_of(name) if role_of(token) is None)
+    return " ".join(token.lower() for token in tokenize_name(name) if parse_role(token) is None)
 
 
-def flag_role(column: str) -> Role | None:
+def parse_flag_column(column: str) -> Role | None:
     """Return the part that a column such as `is_train` marks; None if it is no such column."""
-    plain = plain_word(column)
-    return role_in(column) or next(
-        (role_of(plain.removeprefix(start)) for start in ("is", "in") if plain.startswith(start)),
+    plain = normalize_word(column)
+    return find_role(column) or next(
+        (
+            parse_role(plain.removeprefix(start))
+            for start in ("is", "in")
+            if plain.startswith(start)
+        ),
         None,
     )
 
 
 def is_yes(value: str | None) -> bool:
     """Whether a value of a flag means yes: 1, 1.0, true, ..."""
-    return str(label_of(value)).lower() in TRUE_WORDS
+    return str(normalize_label(value)).lower() in TRUE_WORDS
 
 
 def is_no(value: str | None) -> bool:
     """Whether a value of a flag means no: 0, 0.0, false, ...; a blank means neither."""
-    return str(label_of(value)).lower() in FALSE_WORDS
+    return str(normalize_label(value)).lower() in FALSE_WORDS
 
 
-def flag_words(role: Role, values: Iterable[str]) -> SplitWords | None:
+def parse_flag_values(role: Role, values: Iterable[str]) -> SplitWords | None:
     """Return what the values of a flag mean: 1 its own part, 0 the other.
 
     Args:
-        role: The part that the flag marks, as `flag_role` returns it.
+        role: The part that the flag marks, as `parse_flag_column` returns it.
         values: The values of the column.
 
     Returns:
@@ -157,10 +161,10 @@ def flag_words(role: Role, values: Iterable[str]) -> SplitWords | None:
             splits.setdefault(other, []).append(value)
         else:
             return None
-    return SplitWords(_ordered(splits), [])
+    return SplitWords(_order_splits(splits), [])
 
 
-def read_words(names: Iterable[str], exact: bool = True) -> SplitWords:
+def parse_split_words(names: Iterable[str], exact: bool = True) -> SplitWords:
     """Return which words name train, validation and test.
 
     A word for held-out images (`eval`, `holdout`) means what the others leave: test if there is no
@@ -177,12 +181,12 @@ def read_words(names: Iterable[str], exact: bool = True) -> SplitWords:
     by_role: dict[str, list[str]] = {}
     unknown: list[str] = []
     for word in sorted(set(names)):
-        role = role_of(word) if exact else role_in(word)
+        role = parse_role(word) if exact else find_role(word)
         if role is None:
             unknown.append(word)
         else:
             by_role.setdefault(role, []).append(word)
-    both = [word for word in by_role.get("train", ()) if plain_word(word) == "trainval"]
+    both = [word for word in by_role.get("train", ()) if normalize_word(word) == "trainval"]
     if both and len(by_role["train"]) > 1:
         others = [word for word in by_role["train"] if word not in both]
         raise SplitUnclear(
@@ -203,7 +207,7 @@ def read_words(names: Iterable[str], exact: bool = True) -> SplitWords:
     return SplitWords(splits, unknown)
 
 
-def _ordered(splits: dict[Split, list[str]]) -> dict[Split, list[str]]:
+def _order_splits(splits: dict[Split, list[str]]) -> dict[Split, list[str]]:
     if "val" in splits and "test" not in splits:
         splits["test"] = splits.pop("val")
     return {split: splits[split] for split in SPLITS if split in splits}

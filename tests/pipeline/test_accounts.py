@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-def account_of(storage: Path) -> Account:
+def load_account(storage: Path) -> Account:
     """Return the account of the only ingested data set."""
     (path,) = storage.glob("stages/*/*/account.json")
     return Account.from_json(path.read_bytes())
@@ -52,7 +52,7 @@ def test_every_file_is_accounted_for(here: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["ingest", "zoo.yaml", "--set=tracking=off"]) == 0
     printed = capsys.readouterr().out
     assert f"{num_files} files = 60 used + 1 rejected + 6 not read" in printed
-    account = account_of(here / "storage")
+    account = load_account(here / "storage")
     assert account.used == {"image": 60}
     assert account.rejected == {"corrupt": 1}
     assert account.not_read == {"hidden": 2, "table": 1, "archive": 1, "other file": 2}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from pipeline.data.cards import Card
-from pipeline.data.image_checks import check_image, to_stored
+from pipeline.data.image_checks import check_image, encode_for_storage
 from pipeline.data.ingest import ingest
 from workers.data.decoding import ImageLimits, open_image, read_picture, to_rgb
 from workers.errors import UserError
@@ -80,7 +80,7 @@ def pixels(data: bytes, value_range: tuple[float, float] | None = None) -> NDArr
     """Return the first channel of an image as it is stored, and check that training sees it."""
     limits = ImageLimits(value_range=value_range)
     assert check_image(data, limits).problem is None
-    stored, _ = to_stored(data, limits)
+    stored, _ = encode_for_storage(data, limits)
     seen = read_picture(stored, None, limits).pixels
     assert np.array_equal(seen, np.asarray(to_rgb(open_image(data), value_range)))
     channel: NDArray[Any] = seen[..., 0].astype(float)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from pipeline.data.detection.data_set import DataSet, Request, read_as
+from pipeline.data.detection.data_set import DataSet, Request, build_data_set
 from pipeline.data.listing import open_source
 from pipeline.data.names import name_of, printable
 from pipeline.yaml_files import expand
@@ -24,7 +24,7 @@ TORCHVISION_SPLITS = {
 }
 
 
-def hub_address(path: str) -> str:
+def resolve_hub_address(path: str) -> str:
     """Return the address of a data set on the hub whose files are Parquet, tars or folders.
 
     Where it has none of them, that is the revision that the hub has converted to Parquet.
@@ -59,7 +59,7 @@ def _has_files(address: str) -> bool:
     return False
 
 
-def torchvision_set_at(path: str, request: Request) -> DataSet:
+def read_torchvision_set(path: str, request: Request) -> DataSet:
     """Return the data set `torchvision:NAME`, which is downloaded if it is missing.
 
     Raises:
@@ -70,4 +70,4 @@ def torchvision_set_at(path: str, request: Request) -> DataSet:
     root = os.path.abspath(expand(TORCHVISION_PATH))
     source = {"format": "torchvision", "name": name, "path": root, "splits": splits}
     layout = f"images of torchvision, below {printable(expand(TORCHVISION_PATH))}"
-    return read_as(request, name_of(name).lower(), layout, source)
+    return build_data_set(request, name_of(name).lower(), layout, source)

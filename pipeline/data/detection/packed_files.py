@@ -22,10 +22,10 @@ TAR_SUFFIXES = (
     ".tar.xz",
     ".tar.zst",
 )
-MOST_COMMANDS = 5
+MAX_COMMANDS = 5
 
 
-def unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | None:
+def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | None:
     """Return a command that unpacks archives and looks at the result; None where there is none.
 
     paths: of the archives. init_path: of the folder to look at; empty: the one folder that an
@@ -33,9 +33,9 @@ def unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | 
     """
     commands: list[str] = []
     target = ""
-    for path in paths[:MOST_COMMANDS]:
-        target = _target(path)
-        command = _unpack(path, target)
+    for path in paths[:MAX_COMMANDS]:
+        target = _choose_target(path)
+        command = _format_unpack(path, target)
         if command is None or not is_local(path):
             return None
         if not os.path.isdir(target):
@@ -44,9 +44,9 @@ def unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | 
     return " && ".join(commands)
 
 
-def _target(path: str) -> str:
+def _choose_target(path: str) -> str:
     """Return the folder for what is in an archive: beside it, or else in the current folder."""
-    suffix = _suffix(path)
+    suffix = _find_suffix(path)
     folder, name = os.path.split(path)
     stem = name[: len(name) - len(suffix)] or "unpacked"
     if os.access(folder or os.curdir, os.W_OK):
@@ -54,16 +54,16 @@ def _target(path: str) -> str:
     return stem
 
 
-def _suffix(path: str) -> str:
+def _find_suffix(path: str) -> str:
     endings = [
         suffix for suffix in (*PACKED_SUFFIXES, *TAR_SUFFIXES) if path.lower().endswith(suffix)
     ]
     return max(endings, key=len, default="")
 
 
-def _unpack(path: str, target: str) -> str | None:
+def _format_unpack(path: str, target: str) -> str | None:
     """Return the command that unpacks an archive into a new folder."""
-    suffix = _suffix(path)
+    suffix = _find_suffix(path)
     if suffix in ZIP_SUFFIXES:
         if shutil.which("unzip"):
             return shlex.join(["unzip", "-q", path, "-d", target])

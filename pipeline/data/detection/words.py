@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.data.names import words
-from pipeline.data.splits import plain_word, tokens_of
+from pipeline.data.splits import normalize_word, tokenize_name
 
 # folders that hold the images of a data set, and are no class
 WRAPPERS = words(
@@ -84,7 +84,7 @@ PARTS = words(
 
 def is_part(name: str) -> bool:
     """Whether a folder is called as one of several over which images are spread."""
-    letters = [word.lower() for word in tokens_of(name) if not word.isdigit()]
+    letters = [word.lower() for word in tokenize_name(name) if not word.isdigit()]
     are_parts = [word in PARTS for word in letters]
     return any(are_parts) and all(len(w) == 1 or w in PARTS for w in letters)
 
@@ -92,9 +92,9 @@ def is_part(name: str) -> bool:
 def says_no_labels(table: str) -> bool:
     """Whether a table is called by what it has instead of labels, such as predictions.csv."""
     stem = table.rpartition("/")[2].rpartition(".")[0]
-    return any(word.lower() in NO_LABEL_TABLES for word in tokens_of(stem))
+    return any(word.lower() in NO_LABEL_TABLES for word in tokenize_name(stem))
 
 
 def is_called(name: str, known: frozenset[str]) -> bool:
     """Whether a folder is called by one of some words."""
-    return plain_word(name) in known
+    return normalize_word(name) in known

@@ -1,4 +1,4 @@
-"""Parquet files, and the Arrow files that Hugging Face's `save_to_disk` writes: columns of rows."""
+"""Read columns of Parquet files and of the Arrow files that `datasets.save_to_disk` writes."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from pipeline.data.listing import open_file, remedy
 from pipeline.data.names import printable, suffix_of
 from workers.errors import UserError
 
-MAX_UNFOLDED_BYTES = 256 << 20  # bytes of a column in a row group or batch, whatever the file has
-MAX_UNFOLDING = 100  # times the bytes of its file
-MAX_ROWS = 1_000_000  # whatever the file has
-MAX_ROWS_PER_BYTE = 2
-PREFIX = 8  # bytes before a message of Arrow: a mark, and the length of its head
-CONTINUES = 0xFFFFFFFF  # the mark
-DICTIONARY_BATCH = 2  # kinds of messages
+MAX_UNFOLDED_BYTES = 256 << 20  # decompressed bytes of a column in a row group or batch
+MAX_UNFOLDING = 100  # or this many times the size of the file, if that is more
+MAX_ROWS = 1_000_000  # rows of a file
+MAX_ROWS_PER_BYTE = 2  # or this many rows per byte of the file, if that is more
+PREFIX = 8  # bytes before an Arrow message: a marker and the length of its header
+CONTINUES = 0xFFFFFFFF  # the marker
+DICTIONARY_BATCH = 2  # message kinds
 RECORD_BATCH = 3
 MAX_COLUMNS = 1000
-MAX_METADATA_BYTES = 16 << 20  # bytes of the hub's description of the columns
+MAX_METADATA_BYTES = 16 << 20  # the hub's description of the columns
 BATCH_ROWS = 4096
 ARROW_SUFFIX = ".arrow"
-ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
-ARROW_FILE = b"ARROW1"  # how the seekable form begins; `save_to_disk` writes the other one
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream
+ARROW_FILE = b"ARROW1"  # start of the seekable file format; `save_to_disk` writes streams
 
 
 class Schema(NamedTuple):
     """The columns of a file.
 
     Attributes:
-        names: Of all columns.
-        images: Of those that hold images: bytes, or a struct with `bytes`.
-        classes: Names by label column, as the hub notes them (ClassLabel).
-        types: By column.
+        names: Names of all columns.
+        images: Columns of images: bytes, or structs with a field `bytes`.
+        classes: Label column -> class names, from the hub's metadata (ClassLabel).
+        types: Column -> type.
     """
 
     names: tuple[str, ...]
@@ -48,14 +48,23 @@ class Schema(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """Rows of a file that are read together. size: bytes of all columns, as the file says."""
+    """Rows of a file that are read together.
+
+    Attributes:
+        rows: Number of rows.
+        size: Bytes of all columns, from the metadata of the file.
+    """
 
     rows: int
     size: int
 
 
 def read_schema(uri: str) -> Schema:
-    """Return the columns of a file. Raise UserError if it cannot be read."""
+    """Read the columns of a file.
+
+    Raises:
+        UserError: If the file cannot be read or has too many columns.
+    """
     with translate_read_errors(uri), open_file(uri) as stream:
         if suffix_of(uri) == ARROW_SUFFIX:
             with _open_arrow(stream) as reader:
@@ -65,8 +74,8 @@ def read_schema(uri: str) -> Schema:
                 schema = file.schema_arrow
     if len(schema.names) > MAX_COLUMNS:
         raise UserError(
-            f"{printable(uri)} has {len(schema.names)} columns, and no file of images more than "
-            f"{MAX_COLUMNS}; write one with the columns of the image and the label"
+            f"{printable(uri)} has {len(schema.names)} columns, but at most {MAX_COLUMNS} are "
+            "read; write a file with the columns of the image and the label"
         )
     features = _parse_hub_features(schema.metadata or {})
     names = tuple(schema.names)
@@ -98,7 +107,7 @@ def _parse_hub_features(metadata: Mapping[bytes, bytes]) -> dict[str, dict[str, 
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
-    """Whether a column can hold encoded images."""
+    """Whether a column type can hold encoded images."""
     if pa.types.is_dictionary(kind):
         return holds_bytes(kind.value_type)
     if pa.types.is_struct(kind):
@@ -109,7 +118,11 @@ def holds_bytes(kind: pa.DataType) -> bool:
 
 
 def read_row_groups(uri: str) -> list[RowGroup]:
-    """Return the row groups of a file; all of an Arrow file is one. Raise UserError as above."""
+    """Read the row groups of a file; an Arrow file is one row group.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
     with translate_read_errors(uri), open_file(uri) as stream:
         if suffix_of(uri) == ARROW_SUFFIX:
             with _open_arrow(stream) as reader:
@@ -133,10 +146,10 @@ def read_batches(
     """Yield the rows of a file in order.
 
     Args:
-        uri: Of the file.
-        columns: That are read.
-        num_rows: Most rows of a batch.
-        groups: Numbers of the row groups; None: all.
+        uri: Path or URI of the file.
+        columns: Columns to read.
+        num_rows: Maximum number of rows in a batch.
+        groups: Indices of the row groups, or None for all.
 
     Raises:
         UserError: If the file cannot be read to its end.
@@ -146,9 +159,9 @@ def read_batches(
         if suffix_of(uri) != ARROW_SUFFIX:
             with pq.ParquetFile(stream) as file:
                 metadata = file.metadata
-                once = _find_text_columns(file.schema_arrow, names) if num_rows > 1 else []
+                texts = _find_text_columns(file.schema_arrow, names) if num_rows > 1 else []
             _check_row_groups(uri, metadata, names, stream.size())
-            with pq.ParquetFile(stream, metadata=metadata, read_dictionary=once) as file:
+            with pq.ParquetFile(stream, metadata=metadata, read_dictionary=texts) as file:
                 yield from file.iter_batches(num_rows, row_groups=groups, columns=names)
             return
         check_arrow_messages(uri, stream)
@@ -160,13 +173,13 @@ def read_batches(
 
 
 def _find_text_columns(schema: pa.Schema, names: Sequence[str]) -> list[str]:
-    """Return the columns of text or bytes, whose repeated values can be in memory once."""
+    """Return the columns of text or bytes, to store repeated values in memory once."""
     kinds = (pa.string(), pa.binary())
     return [name for name in names if "." in name or schema.field(name).type in kinds]
 
 
 def _check_row_groups(uri: str, metadata: pq.FileMetaData, names: Sequence[str], size: int) -> None:
-    """Raise UserError if row groups unfold to far more than a file of their size holds."""
+    """Raise UserError if the decompressed size is implausible for the size of the file."""
     _check_rows(uri, metadata.num_rows, size)
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
@@ -193,10 +206,12 @@ def _check_bytes(uri: str, unfolded: int, size: int) -> None:
 
 
 def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
-    """Raise UserError if a batch of an Arrow file has too many rows, or unfolds to far more bytes.
+    """Check the rows and the decompressed size of an Arrow file, reading only message headers.
 
-    Only the heads of its messages are read. Source: Arrow columnar format, "Encapsulated message
-    format" and "Buffer compression".
+    Source: Arrow columnar format, "Encapsulated message format" and "Buffer compression".
+
+    Raises:
+        UserError: If there are too many rows, or the decompressed size is implausible.
     """
     size = stream.size()
     position = PREFIX if stream.read_at(len(ARROW_FILE), 0) == ARROW_FILE else 0
@@ -204,7 +219,7 @@ def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
     while position + PREFIX <= size:
         mark, length = struct.unpack("<Ii", stream.read_at(PREFIX, position))
         if mark != CONTINUES or not 0 < length <= min(MAX_METADATA_BYTES, size - position):
-            return  # the end, or what pyarrow refuses
+            return  # the end, or data that pyarrow refuses
         head = stream.read_at(length, position + PREFIX)
         try:
             batch_rows, unfolded, body = _parse_message(head, stream, position + PREFIX + length)
@@ -217,7 +232,7 @@ def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
 
 
 def _parse_message(head: bytes, stream: pa.NativeFile, start: int) -> tuple[int, int, int]:
-    """Return the rows of a message, the bytes that its buffers unfold to, and those of its body."""
+    """Parse a message. Return its rows, its decompressed bytes and the bytes of its body."""
     message = _Table(head, struct.unpack_from("<I", head)[0])
     body = message.read_number(3, "<q")
     batch = message.read_table_field(2)
@@ -236,7 +251,7 @@ def _parse_message(head: bytes, stream: pa.NativeFile, start: int) -> tuple[int,
 
 
 class _Table:
-    """A table of a flatbuffer: its fields by their place in the schema."""
+    """A flatbuffer table. Fields are numbered by their position in the schema."""
 
     def __init__(self, data: bytes, start: int):
         self.data = data
@@ -244,19 +259,19 @@ class _Table:
         self.fields = start - struct.unpack_from("<i", data, start)[0]
 
     def locate(self, field: int) -> int:
-        """Return where a field lies; 0 if it has its default."""
+        """Return the offset of a field, or 0 if it has its default."""
         size = struct.unpack_from("<H", self.data, self.fields)[0]
         slot = 4 + 2 * field
         offset = struct.unpack_from("<H", self.data, self.fields + slot)[0] if slot < size else 0
         return self.start + offset if offset else 0
 
     def read_number(self, field: int, form: str) -> int:
-        """Return a number."""
+        """Read a number in the `struct` format `form`, or 0 if it has its default."""
         start = self.locate(field)
         return int(struct.unpack_from(form, self.data, start)[0]) if start else 0
 
     def read_table_field(self, field: int) -> _Table:
-        """Return a table in a field."""
+        """Read the table in a field."""
         start = self.locate(field)
         return _Table(self.data, start + struct.unpack_from("<I", self.data, start)[0])
 
@@ -283,7 +298,7 @@ def _open_arrow(stream: pa.NativeFile) -> Iterator[Any]:
 
 
 def _iterate_batches(reader: Any) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an Arrow file, validated: offsets may lead anywhere."""
+    """Yield the batches of an Arrow file after validation, because offsets may be out of bounds."""
     if isinstance(reader, pa.ipc.RecordBatchFileReader):
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
@@ -294,7 +309,7 @@ def _iterate_batches(reader: Any) -> Iterator[pa.RecordBatch]:
 
 
 def to_python_list(column: pa.Array) -> list[Any]:
-    """Return a column as Python values; equal values of a dictionary are one object."""
+    """Convert a column to Python values; equal values of a dictionary share one object."""
     if not pa.types.is_dictionary(column.type):
         try:
             return list(column.to_pylist())
@@ -306,7 +321,7 @@ def to_python_list(column: pa.Array) -> list[Any]:
 
 
 def to_python_value(scalar: pa.Scalar) -> Any:
-    """Return a scalar as a Python value; text that is not UTF-8 becomes bytes."""
+    """Convert a scalar to a Python value; invalid UTF-8 becomes bytes."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
@@ -317,7 +332,7 @@ def to_python_value(scalar: pa.Scalar) -> Any:
 
 @contextmanager
 def translate_read_errors(uri: str) -> Iterator[None]:
-    """Turn errors of reading Parquet or Arrow into one sentence."""
+    """Context manager that translates errors of pyarrow into one UserError."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Digests of many rows: of each key, and of all rows whatever their order."""
+"""Digests of keys, and of many rows in any order."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-BATCH_ROWS = 1 << 16  # of a column that are Python objects at the same time
-DIGEST_WORDS = 4  # of 64 bits, in a sha256
+BATCH_ROWS = 1 << 16  # rows that are Python objects at the same time
+DIGEST_WORDS = 4  # 64-bit words in a sha256
 
 
 def compute_key_digests(keys: pa.ChunkedArray) -> NDArray[np.uint64]:
-    """Return the sha256 of n strings as (n, DIGEST_WORDS) numbers, the highest first."""
+    """Compute the sha256 of n strings as (n, DIGEST_WORDS) words, the most significant first."""
     digests = np.empty((len(keys), DIGEST_WORDS), np.uint64)
     for start in range(0, len(keys), BATCH_ROWS):
         part = keys.slice(start, BATCH_ROWS).to_pylist()
@@ -27,16 +27,16 @@ def compute_key_digests(keys: pa.ChunkedArray) -> NDArray[np.uint64]:
 def sort_by_digest(
     digests: NDArray[np.uint64], *groups: NDArray[np.integer]
 ) -> NDArray[np.integer]:
-    """Return the stable order of rows by `groups`, the first counting most, then by digest."""
+    """Return row indices in stable order by `groups` (the first one is primary), then by digest."""
     words = [digests[:, word] for word in reversed(range(DIGEST_WORDS))]
     return np.lexsort((*words, *reversed(groups)))
 
 
 def digest_rows(rows: pa.ChunkedArray) -> str:
-    """Return the sha256 of the sorted lines of a column of bytes, whatever their order.
+    """Compute the sha256 of a column of bytes, as sorted lines. The order of rows is irrelevant.
 
-    Lines are sorted as text is; Python keeps what is no UTF-8 as lone surrogates, which come after
-    most other characters.
+    Lines are sorted as text. Invalid UTF-8 becomes lone surrogates, which sort after most other
+    characters.
     """
     rows = rows.cast(pa.large_binary())
     try:
@@ -54,7 +54,7 @@ def digest_rows(rows: pa.ChunkedArray) -> str:
 
 
 def digest_index(index: pa.Table) -> str:
-    """Return the sha256 of the sorted rows (split, key, class, sha256), whatever their shards."""
+    """Compute the sha256 of the sorted rows (split, key, class, sha256) in any shards."""
     names = ("split", "key", "class", "sha256")
     columns = [index[name].cast(pa.large_string()) for name in names]
     rows = pc.binary_join_element_wise(*columns, pa.scalar("\t", pa.large_string()))

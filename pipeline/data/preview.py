@@ -1,5 +1,7 @@
-"""The preview of a data set: a page with images of each class and split, their names, and the
-account of files, by which a person sees at a glance what was understood."""
+"""The preview of a data set: a page with images of each class and split and the account of files.
+
+It lets the user check at a glance that splits and labels were detected correctly.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from pipeline.data.splits import SPLITS
 from workers.data.decoding import MAX_PIXELS, to_rgb
 
 PREVIEW = "preview.html"
-MAX_PER_GROUP = 8  # images of a class in a split
-MAX_PICTURES = 800
-SIDE = 72  # pixels of a picture on the page
-MAX_CAPTION_LENGTH = 60  # characters of a file's name under a picture
+MAX_PER_GROUP = 8  # pictures per class and split
+MAX_PICTURES = 800  # pictures per page
+SIDE = 72  # width and height of a picture in pixels
+MAX_CAPTION_LENGTH = 60  # characters of the file name under a picture
 PAGE_START = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Preview: '
 STYLE = """
 :root { color-scheme: light dark; }
@@ -47,10 +49,10 @@ class Picture(NamedTuple):
     """An image on the page.
 
     Attributes:
-        split: Of the image.
+        split: Split of the image.
         label: Its class.
-        name: Of its file.
-        thumbnail: A small JPEG of it; empty if it cannot be decoded.
+        name: Name of its file.
+        thumbnail: A small JPEG, or b"" if the image cannot be decoded.
     """
 
     split: str
@@ -60,7 +62,15 @@ class Picture(NamedTuple):
 
     @classmethod
     def from_image(cls, card: Card, split: str, label: str, name: str, data: bytes) -> Picture:
-        """Return a picture of an image. data: bytes of its file, which are not kept."""
+        """Make a picture of an image.
+
+        Args:
+            card: Card of the data set.
+            split: Split of the image.
+            label: Class of the image.
+            name: Name of its file.
+            data: Bytes of its file.
+        """
         return cls(split, label, name, _make_thumbnail(data, card.source.range))
 
 
@@ -69,11 +79,11 @@ class Sheet(NamedTuple):
 
     Attributes:
         card: Its card.
-        layout: What was understood, in a few words.
-        account: What became of its files.
-        counts: Number of images by split and class.
-        pictures: Some images of each.
-        notes: Sentences for the top of the page.
+        layout: Short description of the detected layout.
+        account: Account of its files.
+        counts: (split, class) -> number of images.
+        pictures: Some images per split and class.
+        notes: Sentences at the top of the page.
     """
 
     card: Card
@@ -85,7 +95,7 @@ class Sheet(NamedTuple):
 
 
 def sample_rows(rows: pa.Table) -> pa.Table:
-    """Return the rows of a preview: the first MAX_PER_GROUP of each split and class, within bounds."""
+    """Return the first rows of each split and class, at most MAX_PICTURES in total."""
     splits = rows["split"].combine_chunks().dictionary_encode().indices.to_numpy()
     labels = rows["label"].combine_chunks().dictionary_encode().indices.to_numpy()
     if not len(rows):
@@ -94,14 +104,14 @@ def sample_rows(rows: pa.Table) -> pa.Table:
     order = np.argsort(groups, kind="stable")
     _, firsts, sizes = np.unique(groups[order], return_index=True, return_counts=True)
     chosen: list[int] = []
-    most = limit_per_group(len(firsts))
+    limit = limit_per_group(len(firsts))
     for first, size in zip(firsts[:MAX_PICTURES], sizes[:MAX_PICTURES], strict=True):
-        chosen += order[first : first + min(int(size), most)].tolist()
+        chosen += order[first : first + min(int(size), limit)].tolist()
     return rows.take(pa.array(sorted(chosen)))
 
 
 def limit_per_group(num_groups: int) -> int:
-    """Return how many images of a class in a split are shown."""
+    """Return the number of pictures per class and split."""
     return max(min(MAX_PER_GROUP, MAX_PICTURES // max(num_groups, 1)), 1)
 
 
@@ -111,12 +121,19 @@ def render_preview(
     counts: Mapping[tuple[str, str], int],
     pictures: Sequence[Picture],
 ) -> str:
-    """Return the page of one data set that was ingested."""
+    """Render the page of one ingested data set.
+
+    Args:
+        card: Card of the data set.
+        account: Account of its files.
+        counts: (split, class) -> number of images.
+        pictures: Some images per split and class.
+    """
     return render_sheets([Sheet(card, f"format {card.source.format}", account, counts, pictures)])
 
 
 def render_sheets(sheets: Sequence[Sheet]) -> str:
-    """Return a page of data sets. Names from strangers are escaped; the page loads nothing."""
+    """Render a page of data sets. Names are escaped, and the page loads no other files."""
     title = escape(", ".join(sheet.card.name for sheet in sheets))
     body = "".join(_render_sheet(sheet, len(sheets) > 1) for sheet in sheets)
     return (
@@ -164,10 +181,10 @@ def _render_figure(picture: Picture) -> str:
 
 
 def _make_thumbnail(data: bytes, value_range: tuple[float, float] | None) -> bytes:
-    """Return a small JPEG of an image; empty if it cannot be decoded."""
+    """Make a small JPEG of an image, or b"" if it cannot be decoded."""
     try:
         image = open_any(data, MAX_PIXELS)
-        image.draft("RGB", (SIDE, SIDE))  # of JPEG, which is decoded smaller and faster
+        image.draft("RGB", (SIDE, SIDE))  # decodes a JPEG at a smaller size
         image = to_rgb(image, value_range)
         image.thumbnail((SIDE, SIDE))
     except Exception:  # Pillow's plugins raise almost anything

@@ -1,4 +1,4 @@
-"""Packed archives, which are not read: the commands that unpack them."""
+"""Commands that unpack compressed archives, which Accrete does not read."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ TAR_SUFFIXES = (
     ".tar.xz",
     ".tar.zst",
 )
-MAX_COMMANDS = 5
+MAX_COMMANDS = 5  # archives that one command unpacks
 
 
 def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | None:
-    """Return a command that unpacks archives and looks at the result; None where there is none.
+    """Build the command that unpacks archives and then runs `init`.
 
-    paths: of the archives. init_path: of the folder to look at; empty: the one folder that an
-    archive is unpacked into. program: how a person starts Accrete.
+    Args:
+        paths: Paths of the archives.
+        init_path: Path for `init`; "" for the folder of the last unpacked archive.
+        program: The command that starts Accrete.
+
+    Returns:
+        The command, or None if an archive cannot be unpacked by a command.
     """
     commands: list[str] = []
     target = ""
@@ -45,7 +50,7 @@ def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> 
 
 
 def _choose_target(path: str) -> str:
-    """Return the folder for what is in an archive: beside it, or else in the current folder."""
+    """Choose the folder to unpack into: next to the archive, or in the current folder."""
     suffix = _find_suffix(path)
     folder, name = os.path.split(path)
     stem = name[: len(name) - len(suffix)] or "unpacked"
@@ -62,7 +67,7 @@ def _find_suffix(path: str) -> str:
 
 
 def _format_unpack(path: str, target: str) -> str | None:
-    """Return the command that unpacks an archive into a new folder."""
+    """Format the command that unpacks an archive into a new folder, or None."""
     suffix = _find_suffix(path)
     if suffix in ZIP_SUFFIXES:
         if shutil.which("unzip"):

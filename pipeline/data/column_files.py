@@ -48,7 +48,7 @@ class Schema(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """Rows of a file that are read together.
+    """Rows of a file, read together.
 
     Attributes:
         rows: Number of rows.

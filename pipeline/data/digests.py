@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-BATCH_ROWS = 1 << 16  # rows that are Python objects at the same time
+BATCH_ROWS = 1 << 16  # rows converted to Python objects at once
 DIGEST_WORDS = 4  # 64-bit words in a sha256
 
 

@@ -28,7 +28,7 @@ NO_PATH = "corrupt: its row names no file"
 ANYWHERE = "**/"  # start of a pattern that matches in any folder below the source
 DRIVE = re.compile(r"[A-Za-z]:(?=[\\/])")
 MAX_PATTERNS = 8  # literal patterns on a card
-MAX_CANDIDATES = 50  # files with equal names that are considered
+MAX_CANDIDATES = 50  # files with equal names to consider
 
 
 class NamedRow(NamedTuple):
@@ -84,7 +84,7 @@ def _fold(path: str) -> str:
 
 
 def _prefer_exact(names: list[str], path: str) -> list[str]:
-    """Return the names that end with a path in the same case, or all names if none does."""
+    """Return the names that end with a path in its exact case, or all names if none does."""
     if len(names) < 2:
         return names
     tail = f"/{nfc(path)}"
@@ -126,7 +126,7 @@ def parse_path(text: str, base: str) -> RowPath | None:
     return RowPath(text, text.startswith("/"))
 
 
-def join_below(folder: str, path: str) -> str | None:
+def join_inside(folder: str, path: str) -> str | None:
     """Join a folder below the source and a path, or return None if the result is outside."""
     name = posixpath.normpath(posixpath.join(folder, path))
     return None if name == ".." or name.startswith(("../", "/")) else name
@@ -150,7 +150,7 @@ class FileFinder:
         self.moved: tuple[str, str] | None = None  # leading folders in the table, in the source
 
     def find(self, row: NamedRow) -> tuple[list[str], str | None]:
-        """Return the files that a row may name, and a problem if there are none."""
+        """Return the files that a row may name, and a problem without files."""
         if not row.text or "\0" in row.text:
             return [], NO_PATH
         path = parse_path(row.text, self.base)
@@ -181,7 +181,7 @@ class FileFinder:
             if target.startswith(ANYWHERE):
                 yield from self.index.find_by_suffix(target.removeprefix(ANYWHERE))
                 continue
-            name = join_below(self.folder, target)
+            name = join_inside(self.folder, target)
             if name is not None:
                 yield from self.index.find_path(name)
 
@@ -189,7 +189,7 @@ class FileFinder:
         """Whether a pattern leaves the path in the table unchanged."""
         return pattern == "{}" or (
             pattern.endswith("/{}")
-            and join_below(self.folder, pattern) == join_below(self.folder, "{}")
+            and join_inside(self.folder, pattern) == join_inside(self.folder, "{}")
         )
 
     def find_moved_folders(self, rows: Sequence[NamedRow]) -> None:
@@ -262,23 +262,23 @@ def find_placements(
         The placements, or [] if the paths lead to no files.
     """
     direct = _build_placement(rows, FileFinder(index, folder, base, ("{}",)))
-    places = [_find_candidates(row, index, base) for row in rows]
-    num_possible = sum(map(bool, places))
+    candidates = [_find_candidates(row, index, base) for row in rows]
+    num_possible = sum(map(bool, candidates))
     if direct is not None and direct.num_found >= num_possible:
         return [direct]
-    found: dict[tuple[str | None, ...], Placement] = {}
-    for pattern in _find_shared_patterns(rows, places, folder):
+    by_files: dict[tuple[str | None, ...], Placement] = {}
+    for pattern in _find_shared_patterns(rows, candidates, folder):
         placement = _build_placement(rows, FileFinder(index, folder, base, (pattern,)))
         if placement is not None and placement.num_found >= num_possible:
-            found.setdefault(placement.files, placement)
-    literal = _build_literal_placement(rows, places, folder)
+            by_files.setdefault(placement.files, placement)
+    literal = _build_literal_placement(rows, candidates, folder)
     if literal is not None and _is_consistent(rows, literal.files):
-        found.setdefault(literal.files, literal)
-    if len(found) == 1:
-        for other in _find_other_placements(rows, places, *found):
-            found.setdefault(other.files, other)
-    if found:
-        return [*found.values()]
+        by_files.setdefault(literal.files, literal)
+    if len(by_files) == 1:
+        for other in _find_other_placements(rows, candidates, *by_files):
+            by_files.setdefault(other.files, other)
+    if by_files:
+        return [*by_files.values()]
     finder = FileFinder(index, folder, base, ("{}",))
     finder.find_moved_folders(rows)
     moved = _build_placement(rows, finder) if finder.moved else None
@@ -317,11 +317,11 @@ def _find_candidates(row: NamedRow, index: FileIndex, base: str) -> list[str]:
 
 
 def _find_shared_patterns(
-    rows: Sequence[NamedRow], places: Sequence[list[str]], folder: str
+    rows: Sequence[NamedRow], candidates: Sequence[list[str]], folder: str
 ) -> list[str]:
     """Return the patterns that lead from the first row with candidates to one of them."""
     patterns: dict[str, None] = {}
-    for row, names in zip(rows, places, strict=True):
+    for row, names in zip(rows, candidates, strict=True):
         for name in names:
             patterns.update(dict.fromkeys(_iterate_patterns(row, name, folder)))
         if patterns:
@@ -370,7 +370,7 @@ def _format_prefix(prefix: Sequence[str], folder: str) -> str:
 
 
 def _build_literal_placement(
-    rows: Sequence[NamedRow], places: Sequence[list[str]], folder: str
+    rows: Sequence[NamedRow], candidates: Sequence[list[str]], folder: str
 ) -> Placement | None:
     """Build the placement in which each row leads to the only file that ends with its path.
 
@@ -381,13 +381,13 @@ def _build_literal_placement(
     """
     known = {
         _split_around(row.text, names[0])
-        for row, names in zip(rows, places, strict=True)
+        for row, names in zip(rows, candidates, strict=True)
         if len(names) == 1
     }
     patterns: dict[str, None] = {}
     suffixes: dict[str, None] = {}
     files: list[str | None] = []
-    for row, names in zip(rows, places, strict=True):
+    for row, names in zip(rows, candidates, strict=True):
         if not names:
             files.append(None)
             continue
@@ -407,7 +407,7 @@ def _build_literal_placement(
 
 
 def _find_other_placements(
-    rows: Sequence[NamedRow], places: Sequence[list[str]], files: tuple[str | None, ...]
+    rows: Sequence[NamedRow], candidates: Sequence[list[str]], files: tuple[str | None, ...]
 ) -> Iterator[Placement]:
     """Yield a placement that shares no folder with the given files, if there is one."""
     used: set[tuple[str, ...]] = set()
@@ -416,7 +416,7 @@ def _find_other_placements(
             used.add(_split_around(row.text, file)[0])
     patterns: dict[str, None] = {}
     others: list[str | None] = []
-    for row, names in zip(rows, places, strict=True):
+    for row, names in zip(rows, candidates, strict=True):
         rest = [name for name in names if _split_around(row.text, name)[0] not in used]
         if names and not rest:
             return

@@ -26,7 +26,7 @@ from workers.data.decoding import (
     to_rgb,
 )
 
-# Pillow format -> extension in the shard, for files that are stored unchanged
+# Pillow format -> extension in the shard, for files stored unchanged
 STORED_FORMATS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 MODERN_FORMATS = ("AVIF", "HEIF")  # read only by ingest, which stores them as PNG
 SMALL_PIXELS = 1_000_000  # above that, max_pixels_per_byte limits the compression

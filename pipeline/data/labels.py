@@ -2,7 +2,7 @@
 
 The rules:
 
-- A blank, `NaN`, `null` and `<NA>` (in any case) mean that there is no label.
+- A blank, `NaN`, `null` and `<NA>` (in any case) mean a missing label.
 - Spaces around a label are removed, and names are compared in Unicode form NFC.
 - `3`, `3.0` and the number 3 are equal labels; `03` is a different one.
 - A label is the name of a class. It is a position in the list of classes only if the card has
@@ -67,7 +67,7 @@ def sort_labels(labels: Iterable[str]) -> list[str]:
 
 
 def check_spelling(where: str, labels: Iterable[str]) -> None:
-    """Check that no two labels are probably the same class in two spellings.
+    """Check that no two labels are probably one class in two spellings.
 
     For example, `1` and `01`, `Cat` and `cat`, or `red ant` and `red_ant`. Single letters may
     differ in case: `A` and `a` are two classes.
@@ -98,7 +98,7 @@ def check_meaning(where: str, labels: Iterable[str]) -> None:
         labels: All labels.
 
     Raises:
-        UserError: If there is such a label.
+        UserError: If a label may mean one of these.
     """
     names = {*labels}
     remedy = "or name all classes with --set 'classes=[...]'"
@@ -136,7 +136,7 @@ class ClassNames:
         """Find the class of a label.
 
         Returns:
-            The class, the label itself if it names no class, or None if there is no label.
+            The class, the label itself if it names no class, or None without a label.
 
         Raises:
             UserError: If the label is a number that can be the name of one class and the position
@@ -146,14 +146,14 @@ class ClassNames:
             return None
         text = str(label)
         name = self.by_name.get(text)
-        place = self._find_by_position(text)
+        by_position = self._find_by_position(text)
         is_number = isinstance(label, int)
-        if self.numbers == "names" or place == name:
+        if self.numbers == "names" or by_position == name:
             return name or _name_unlisted(text)
         if self.numbers == "places" and (is_number or name is None):
-            return place or _name_unlisted(text)
-        if place is not None and (is_number or name is None or self.numbers == "places"):
-            raise self._ambiguous_error(text, name, place)
+            return by_position or _name_unlisted(text)
+        if by_position is not None and (is_number or name is None or self.numbers == "places"):
+            raise self._ambiguous_error(text, name, by_position)
         return name or _name_unlisted(text)
 
     def _find_by_position(self, text: str) -> str | None:
@@ -161,11 +161,11 @@ class ClassNames:
             return None
         return self.classes[int(text)] if int(text) < len(self.classes) else None
 
-    def _ambiguous_error(self, text: str, name: str | None, place: str) -> UserError:
+    def _ambiguous_error(self, text: str, name: str | None, by_position: str) -> UserError:
         as_name = f"the class {quoted(name)}" if name else "a class that is not listed"
         return UserError(
             f"{self.where}: label {quoted(text)} can be {as_name}, or place {text} in the list of "
-            f"classes, which is {quoted(place)}; {NUMBERS_HINT}"
+            f"classes, which is {quoted(by_position)}; {NUMBERS_HINT}"
         )
 
 

@@ -68,8 +68,8 @@ class Picture(NamedTuple):
             card: Card of the data set.
             split: Split of the image.
             label: Class of the image.
-            name: Name of its file.
-            data: Bytes of its file.
+            name: Name of the file.
+            data: Content of the file.
         """
         return cls(split, label, name, _make_thumbnail(data, card.source.range))
 
@@ -80,7 +80,7 @@ class Sheet(NamedTuple):
     Attributes:
         card: Its card.
         layout: Short description of the detected layout.
-        account: Account of its files.
+        account: Account of the files.
         counts: (split, class) -> number of images.
         pictures: Some images per split and class.
         notes: Sentences at the top of the page.
@@ -125,7 +125,7 @@ def render_preview(
 
     Args:
         card: Card of the data set.
-        account: Account of its files.
+        account: Account of the files.
         counts: (split, class) -> number of images.
         pictures: Some images per split and class.
     """

@@ -52,7 +52,7 @@ from workers.storage.artifact import join
 
 SAMPLE_BATCH_ROWS = 512  # rows per batch of the sample that distinguishes columns
 MAX_SAMPLE_BATCHES = 4
-MAX_FOLDERS = 10_000  # distinct folders that are read from a column of paths
+MAX_FOLDERS = 10_000  # distinct folders read from a column of paths
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class Files:
         return [join(self.base, name) for name in names]
 
     def with_splits(self, splits: Mapping[str, Sequence[str]]) -> Files:
-        """Return the same files, with `splits` in place of the splits of the request, if any."""
-        given = dict(self.request.given)
-        if "splits" in given:
-            given["splits"] = splits
-        return replace(self, request=replace(self.request, given=given))
+        """Return these files with `splits` in place of the request's splits, if it has any."""
+        settings = dict(self.request.given)
+        if "splits" in settings:
+            settings["splits"] = splits
+        return replace(self, request=replace(self.request, given=settings))
 
 
 # ---- splits by file names ------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def _assign_given_files(
 
 
 def _check_configs(files: Files) -> None:
-    """Raise SplitUnclear if several folders contain the same file names with splits.
+    """Raise SplitUnclear if several folders contain equal file names with splits.
 
     For example, `full/train.parquet` and `small/train.parquet` are two versions of a data set.
     """
@@ -318,7 +318,7 @@ def read_columns(files: Files) -> DataSet:
 
 
 def is_cache(name: str) -> bool:
-    """Whether a file is a cache that the library `datasets` writes, such as `cache-1f.arrow`."""
+    """Whether a file is a cache of the library `datasets`, for example `cache-1f.arrow`."""
     base = name.rpartition("/")[2]
     return base.startswith("cache-") and suffix_of(base) == ".arrow"
 

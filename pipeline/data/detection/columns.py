@@ -37,7 +37,7 @@ from pipeline.data.splits import (
 from workers.errors import UserError
 
 MAX_SPLIT_VALUES = 50  # distinct values of a split column
-MAX_ROLE_VALUES = 5  # distinct values of a column such as `test_group`, if they name no split
+MAX_ROLE_VALUES = 5  # distinct values of a column like `test_group`, if they name no split
 MAX_VALUE_LENGTH = 60  # characters of a value that names a split
 MAX_NAMED_COLUMNS = 12  # columns listed in an error
 LABEL = "label"
@@ -61,7 +61,7 @@ class Columns:
             arrays are excluded.
         distinct: Returns the distinct values of a column, or None if there are more than
             MAX_SPLIT_VALUES.
-        row_with: Returns the number of a row with a given value in a column, or 0 if unknown.
+        find_row: Returns the number of a row with a given value in a column, or 0 if unknown.
     """
 
     request: Request
@@ -69,7 +69,7 @@ class Columns:
     names: Sequence[str]
     sample: Values
     distinct: Callable[[str], set[str] | None]
-    row_with: Callable[[str, str], int]
+    find_row: Callable[[str, str], int]
 
     def check(self, column: Any) -> str:
         """Return the name of a column that the user asked for.
@@ -206,15 +206,14 @@ def _are_equivalent(sample: Values, first: str, second: str) -> bool:
 def find_split_columns(
     columns: Columns, taken: Iterable[str]
 ) -> tuple[tuple[str, ...], SplitWords | None]:
-    """Find the split column, or several flag columns such as `is_train` and `is_test`.
+    """Find the split column, or several flag columns (`is_train`, `is_test`).
 
     Args:
         columns: Columns of the table.
         taken: Columns with another role, such as the image column.
 
     Returns:
-        The columns and the split that each value stands for; `((), None)` if there is no such
-        column.
+        The columns and the values of each split, or `((), None)` without a split column.
 
     Raises:
         SplitUnclear: If several columns can be the split, or some values of the column name no
@@ -277,8 +276,8 @@ def classify_split_column(column: str) -> str:
     """Classify the name of a column.
 
     Returns:
-        `column` for names such as `split` or `data_fold`, `role` for names that contain the word
-        of a split, such as `is_train`, and "" otherwise.
+        `column` for names like `split` or `data_fold`, `role` for names with the word of a split,
+        like `is_train`, and "" otherwise.
     """
     plain = normalize_word(column)
     if plain in SPLIT_COLUMNS - UNSURE_COLUMNS:
@@ -323,7 +322,7 @@ def _parse_split_column(columns: Columns, column: str, values: Iterable[str] | N
     if words.unknown or "train" not in words.splits:
         unread = ""
         if words.unknown and words.splits:
-            row = columns.row_with(column, words.unknown[0])
+            row = columns.find_row(column, words.unknown[0])
             unread = f"; {quoted(words.unknown[0])}{f' (row {row})' if row else ''} is not one"
         raise SplitUnclear(
             f"{columns.where} has a column {quoted(column)}, which looks like a split and has the "
@@ -333,7 +332,7 @@ def _parse_split_column(columns: Columns, column: str, values: Iterable[str] | N
 
 
 def _parse_single_flag(columns: Columns, flag: tuple[str, Role]) -> SplitWords:
-    """Map the values of a column such as `is_train` to splits."""
+    """Map the values of one flag column (`is_train`) to splits."""
     column, role = flag
     values = columns.distinct(column) or set()
     words = parse_flag_values(role, values)
@@ -355,7 +354,7 @@ def _parse_single_flag(columns: Columns, flag: tuple[str, Role]) -> SplitWords:
 
 
 def _parse_flags(flags: Mapping[str, Role]) -> SplitWords:
-    """Map columns such as `is_train` and `is_test` to the split that each one marks."""
+    """Map several flag columns (`is_train`, `is_test`) to the splits that they mark."""
     roles = parse_split_words(flags.values())
     splits = {
         split: [flag for flag, role in flags.items() if role in words]

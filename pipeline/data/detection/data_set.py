@@ -48,8 +48,8 @@ class Request:
     Attributes:
         path: The path, as it was given.
         program: The command that starts Accrete, for messages.
-        given: Settings of the card's source that were given, such as `label`.
-        classes: Classes that were given.
+        given: Settings of the card's source in the request, for example `label`.
+        classes: Classes in the request.
     """
 
     path: str
@@ -61,8 +61,8 @@ class Request:
         """Format the command that repeats the request with other settings.
 
         Args:
-            settings: Settings such as `source.split=fold`.
-            path: Another path; "" for the same path.
+            settings: Settings, for example `source.split=fold`.
+            path: Another path, or "" to keep the path.
         """
         words = ["init", path or self.path]
         for setting in settings:
@@ -76,14 +76,14 @@ class DataSet:
 
     Attributes:
         name: Name for cards and tasks.
-        layout: Short description of its layout.
+        layout: Short description of the layout.
         card: The card to write, with classes and the path of the source.
         entries: All files below the source.
         counts: Split -> number of images.
-        are_folders: Whether the card can take its classes from the folders of its source.
+        are_folders: Whether the card can take its classes from folders.
         is_exact: Whether the counts are exact; if False, they are lower bounds.
         notes: Sentences on skipped images and files.
-        bad_fraction: Share of images that are known to be skipped.
+        bad_fraction: Share of images known to be skipped.
         sizes: (width, height) of a few images in pixels.
         account: Account of all files.
         images: (split, class) -> number of images.
@@ -172,7 +172,7 @@ def build_data_set(
     Args:
         request: The user's request; its settings override `source`.
         name: Name of the data set.
-        layout: Short description of its layout.
+        layout: Short description of the layout.
         source: Source of the card.
         notes: Sentences on skipped files.
         classes: Classes in the order of the card, if they do not follow from the labels.

@@ -107,7 +107,7 @@ def detect(request: Request) -> list[DataSet]:
 
 
 def _detect_file(uri: str, request: Request) -> DataSet:
-    stem = posixpath.basename(uri).rpartition(".")[0]
+    stem = _get_stem(uri)
     if stem.lower() in PLAIN_STEMS:
         stem = posixpath.basename(parent(uri))
     name = name_of(stem)
@@ -120,8 +120,7 @@ def _detect_file(uri: str, request: Request) -> DataSet:
         return read_columns(Files(request, base, name, [file], uri))
     if suffix in TABLE_SUFFIXES:
         entries = list_entries(base, [""], LISTED, MAX_FILES) or []
-        index = FileIndex(entry.name for entry in entries if _is_image(entry))
-        tables = Tables(request, base, name, {file: ""}, index, is_whole=True)
+        tables = Tables(request, base, name, {file: ""}, _index_images(entries), is_whole=True)
         data_set = read_tables(tables).data_set
         check_reading(request, data_set, entries)
         return data_set
@@ -148,12 +147,16 @@ def _is_image(entry: Entry) -> bool:
     return not entry.problem and suffix_of(entry.name) in IMAGE_FILES
 
 
+def _index_images(entries: Sequence[Entry]) -> FileIndex:
+    return FileIndex(entry.name for entry in entries if _is_image(entry))
+
+
 # ---- folders -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SourceFolder:
     """A folder that may contain data sets.
 
-    The `_read_*` methods return data sets, or the error that explains why there are none.
+    The `_read_*` methods return data sets, or the error that explains their absence.
 
     Attributes:
         request: The user's request.
@@ -181,13 +184,13 @@ class SourceFolder:
         return data_sets
 
     def _read(self) -> list[DataSet]:
-        given = self.request.given
-        if given.get("format") is not None:
-            return self._read_format(str(given["format"]))
+        settings = self.request.given
+        if settings.get("format") is not None:
+            return self._read_format(str(settings["format"]))
         found_table, table_error = self._read_table()
         archive, archive_error = self._read_archive()
         folders, folder_error = self._read_folders()
-        about_columns = {"label", "image", "split", "files"} & given.keys()
+        about_columns = {"label", "image", "split", "files"} & settings.keys()
         if about_columns and (found_table or table_error):
             folders, folder_error = [], None
         if found_table and folders:
@@ -205,26 +208,26 @@ class SourceFolder:
 
     def _read_format(self, source_format: str) -> list[DataSet]:
         """Read the data set in the format that the user gave."""
-        given = self.request.given
+        settings = self.request.given
         tables = self._find_given_tables() if source_format == "csv" else {}
         if tables:
-            index = FileIndex(entry.name for entry in self.entries if _is_image(entry))
+            index = _index_images(self.entries)
             found_table = read_tables(Tables(self.request, self.uri, self.name, tables, index))
             return [found_table.data_set]
-        if "splits" in given and source_format in ("folder", "csv"):
+        if "splits" in settings and source_format in ("folder", "csv"):
             layout = f"format {source_format}, as given"
             source = {"format": source_format, "path": self.uri}
             return [build_data_set(self.request, self.name, layout, source)]
         if source_format == "folder":
-            found, error = self._read_folders()
+            data_sets, error = self._read_folders()
         elif source_format == "csv":
             table, error = self._read_table()
-            found = [table.data_set] if table else []
+            data_sets = [table.data_set] if table else []
         else:
-            found, error = self._read_archive()
-        if not found:
+            data_sets, error = self._read_archive()
+        if not data_sets:
             raise error or self._no_data_set_error()
-        return found
+        return data_sets
 
     def _find_given_tables(self) -> dict[str, str]:
         """Return table -> split for the tables in the setting `splits`."""
@@ -279,7 +282,7 @@ class SourceFolder:
             request = replace(self.request, path=join(self.request.path, folder.name))
             data_sets += SourceFolder(request, uri, name, entries).data_sets()
         used = sum(len(data_set.entries) for data_set in data_sets)
-        others = [e.name for e in self.entries if not _is_below(e.name, folders)]
+        others = [e.name for e in self.entries if not _is_inside(e.name, folders)]
         if others and used:
             note = f"{counted(len(others), 'file')} beside the data sets not read: {listed(others)}"
             data_sets[0] = replace(data_sets[0], notes=(*data_sets[0].notes, note))
@@ -295,7 +298,7 @@ class SourceFolder:
         ]
         stems = {e.name.rpartition(".")[0] for e in self.entries if _is_image(e)}
         bases = {stem.rpartition("/")[2] for stem in stems}
-        # one file per image holds annotations, for example boxes
+        # one file per image contains annotations, for example boxes
         has_annotations = 2 * sum(_get_stem(name) in bases for name in names) > len(stems)
         names = [
             name
@@ -305,8 +308,8 @@ class SourceFolder:
         names.sort(key=lambda name: (suffix_of(name) == ".txt", name.count("/"), name))
         if not names:
             return None, None
-        index = FileIndex(entry.name for entry in self.entries if _is_image(entry))
-        found: list[tuple[str, TableReading]] = []
+        index = _index_images(self.entries)
+        readings: list[tuple[str, TableReading]] = []
         errors: list[UserError] = []
         try:
             groups = [*group_tables(names)]
@@ -322,56 +325,57 @@ class SourceFolder:
             tables = Tables(self.request, self.uri, self.name, group, index)
             is_plain_text = suffix_of(tables.first) == ".txt" and not _is_label_table(tables)
             try:
-                found.append((tables.first, read_tables(tables)))
+                readings.append((tables.first, read_tables(tables)))
             except UserError as error:
                 if not is_plain_text:
                     errors.append(error)
-        if any(one.is_strong for _, one in found):
-            found = [(name, one) for name, one in found if one.is_strong]
-        labels = {tuple(sorted(one.files.items())) for _, one in found}
-        with_splits = [(name, one) for name, one in found if len(one.data_set.counts) > 1]
+        if any(reading.is_strong for _, reading in readings):
+            readings = [(name, reading) for name, reading in readings if reading.is_strong]
+        labels = {tuple(sorted(reading.files.items())) for _, reading in readings}
+        with_splits = [(name, one) for name, one in readings if len(one.data_set.counts) > 1]
         if len(labels) == 1 and with_splits:  # the others have equal labels and no splits
-            found = with_splits
-        if len(labels) > 1 or len({tuple(sorted(one.splits.items())) for _, one in found}) > 1:
-            return None, self._conflicting_tables_error(found, len(labels) > 1)
+            readings = with_splits
+        splits = {tuple(sorted(reading.splits.items())) for _, reading in readings}
+        if len(labels) > 1 or len(splits) > 1:
+            return None, self._conflicting_tables_error(readings, len(labels) > 1)
         serious = [e for e in errors if not isinstance(e, NoTable)]
         serious.sort(key=lambda error: isinstance(error, LabelUnclear))
-        if found and (found[0][1].is_strong or not serious):
-            return found[0][1], None
+        if readings and (readings[0][1].is_strong or not serious):
+            return readings[0][1], None
         return None, next(iter(serious or errors), None)
 
     def _conflicting_tables_error(
-        self, found: Sequence[tuple[str, TableReading]], differ: bool
+        self, readings: Sequence[tuple[str, TableReading]], differ: bool
     ) -> LabelUnclear:
         """Return the error for tables that contradict each other.
 
         Args:
-            found: The tables and their names.
+            readings: The tables and their names.
             differ: Whether the labels differ; otherwise the splits do.
         """
-        names = [name for name, _ in found]
-        one = f"`{self.request.command(path=join(self.request.path, names[0]))}`"
-        first = found[0][1].data_set.card.source
+        names = [name for name, _ in readings]
+        command = f"`{self.request.command(path=join(self.request.path, names[0]))}`"
+        first = readings[0][1].data_set.card.source
         if first.path.rstrip("/") == self.uri.rstrip("/"):  # one table per split
             splits = {str(split): first.parts_of(split) for split in first.named_splits()}
-            one = f"`{self.request.command('source.format=csv', format_splits(splits))}`"
-        files = [set(table.files) for _, table in found]
+            command = f"`{self.request.command('source.format=csv', format_splits(splits))}`"
+        files = [set(table.files) for _, table in readings]
         if sum(map(len, files)) > len(set().union(*files)):
             kind = "labels" if differ else "splits"
             return LabelUnclear(
                 f"{printable(self.uri)}: the tables {listed(names)} name images with different "
-                f"{kind}; give the path of one, as in {one}"
+                f"{kind}; give the path of one, as in {command}"
             )
         together = self.request.command("source.format=csv", format_splits({"train": names}))
         paths = [posixpath.join(self.request.path, posixpath.dirname(name)) for name in names]
         return LabelUnclear(
             f"{printable(self.uri)}: the tables {listed(names)} name different images; give the "
-            f"path of one, as in {one}, or read all as one data set: `{together}`, or as one task "
-            f"each: `{self.request.program} {shlex.join(['init', *dict.fromkeys(paths)])}`"
+            f"path of one, as in {command}, or read all as one data set: `{together}`, or as one "
+            f"task each: `{self.request.program} {shlex.join(['init', *dict.fromkeys(paths)])}`"
         )
 
     def _may_be_table(self, name: str) -> bool:
-        """Whether a file may be a table of images: it has no name such as predictions, no bytes."""
+        """Whether a file may be a table of images: by its name, and without image bytes."""
         if says_no_labels(name):
             return False
         if suffix_of(name) not in COLUMN_FILES:
@@ -540,15 +544,13 @@ def _get_stem(name: str) -> str:
     return posixpath.basename(name).rpartition(".")[0]
 
 
-def _is_below(name: str, folders: Sequence[Folder]) -> bool:
+def _is_inside(name: str, folders: Sequence[Folder]) -> bool:
     return any(name.startswith(f"{folder.name}/") for folder in folders)
 
 
 def _is_label_table(tables: Tables) -> bool:
-    stem = posixpath.basename(tables.first).rpartition(".")[0]
-    return any(tables.names.values()) or any(
-        word.lower() in LABEL_TABLES for word in tokenize_name(stem)
-    )
+    words = tokenize_name(_get_stem(tables.first))
+    return any(tables.names.values()) or any(word.lower() in LABEL_TABLES for word in words)
 
 
 def _is_about_one_class(error: UserError) -> bool:

@@ -44,7 +44,7 @@ from pipeline.data.splits import (
 
 MAX_IMAGES = 200_000  # images checked
 MIN_NAMES = 2  # file names with a suspicious word, before an error is raised
-MIN_SHARE = 0.01  # the same as a share of all images
+MIN_SHARE = 0.01  # this as a share of all images
 SHARE_PAIRED = 0.9  # share of the images of two classes that have equal names
 MIN_PAIRED = 4  # images of a class, before its names are compared
 MAX_PATHS = 20  # paths in a suggested command
@@ -52,7 +52,7 @@ MAX_COMPARED = 300  # classes whose image names are compared
 LISTS = frozenset((".txt", ".csv", ".tsv", ".json", ".jsonl", ".lst", ".mat", ".npy", ".pkl"))
 TABLES = {"train": ["train.csv"], "test": ["test.csv"]}
 SIZE = re.compile(r"(?<![0-9])[0-9]{2,4}x[0-9]{2,4}(?![0-9])")
-STRANGE = ("_", "@", "~", "#recycle", "#snapshot")  # prefixes that are unusual for class names
+STRANGE = ("_", "@", "~", "#recycle", "#snapshot")  # unusual prefixes of class names
 
 
 class ReadImage(NamedTuple):
@@ -83,7 +83,7 @@ def check_reading(request: Request, data_set: DataSet, files: Sequence[Entry]) -
     """Check that file and folder names do not contradict the detected layout.
 
     Args:
-        request: The user's request, with the settings that were given.
+        request: The user's request with its settings.
         data_set: The data set, read from folders or from a table.
         files: All files below the requested path.
 
@@ -128,11 +128,11 @@ def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[
 
     Args:
         request: The user's request.
-        data_sets: The data sets that were read.
+        data_sets: The detected data sets.
         files: All files below the requested path.
 
     Raises:
-        SplitUnclear: If there is such a file.
+        SplitUnclear: If a file looks like a list.
     """
     if any({"val", "test"} & data_set.counts.keys() for data_set in data_sets):
         return
@@ -161,8 +161,8 @@ def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[
 def check_siblings(request: Request, where: str, folders: Sequence[Folder]) -> None:
     """Check that sibling folders, each taken for a data set, are not parts of one data set.
 
-    They may be parts of one if their subfolders have the same names, if their own names are those
-    of splits, or if a subfolder looks like a part, for example `batch_1`.
+    They may be parts of one if their subfolders have equal names, if they are named like splits, or
+    if a subfolder looks like a part, for example `batch_1`.
 
     Args:
         request: The user's request.
@@ -201,7 +201,7 @@ class Checks:
 
     Args:
         request: The user's request.
-        data_set: The data set that was read.
+        data_set: The detected data set.
         images: Its images.
     """
 
@@ -252,7 +252,7 @@ class Checks:
         return find_role(part) if not is_label or is_generic_split_name(part) else None
 
     def _find_conflicting_roles(self, image: ReadImage) -> set[Role]:
-        """Return the splits, other than its own, named by the first or last word of its name."""
+        """Return the splits in the first or last word of its name, without its own split."""
         tokens = [token for token in tokenize_name(image.stem) if not token.isdecimal()]
         ends = [token for token in {*tokens[:1], *tokens[-1:]} if not is_weak(token)]
         roles = {role for token in ends if (role := parse_role(token)) is not None}
@@ -301,7 +301,7 @@ class Checks:
         )
 
     def check_unread(self, files: Sequence[Entry]) -> None:
-        """Raise SplitUnclear if an image without a row lies in a folder such as `test`."""
+        """Raise SplitUnclear if an image without a row lies in a folder like `test`."""
         if self.splits_read & {"val", "test"}:
             return
         read = {image.path.rpartition("/")[2] for image in self.images}
@@ -322,9 +322,9 @@ class Checks:
                     f"`{self.request.command('source.split=null')}`"
                 )
 
-    # ---- files that are not photos ---------------------------------------------------------------
+    # ---- masks, thumbnails and other derived images ----------------------------------------------
     def check_folders(self) -> None:
-        """Raise SplitUnclear if some images lie in a folder such as `masks` or `thumbs`."""
+        """Raise SplitUnclear if some images lie in a folder like `masks` or `thumbs`."""
         inside: Counter[str] = Counter()
         for image in self.images:
             below = image.folders
@@ -347,7 +347,7 @@ class Checks:
             )
 
     def check_file_names(self) -> None:
-        """Raise SplitUnclear if files come in pairs such as `1.png` and `1_mask.png`."""
+        """Raise SplitUnclear if files come in pairs like `1.png` and `1_mask.png`."""
         stems: dict[str, set[str]] = {}
         for image in self.images:
             stems.setdefault(posixpath.dirname(image.path), set()).add(image.stem)
@@ -379,7 +379,7 @@ class Checks:
         raise self._no_class_error(sorted(strange))
 
     def check_pairs(self) -> None:
-        """Raise SplitUnclear if the images of two classes have the same names, beyond numbers."""
+        """Raise SplitUnclear if the images of two classes have equal names, beyond numbers."""
         stems: dict[str, set[str]] = {}
         for image in self.images:
             stems.setdefault(image.label, set()).add(image.stem)

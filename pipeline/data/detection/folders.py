@@ -96,7 +96,7 @@ def find_layout(folder: Folder) -> Layout | list[Folder]:
 
 
 def _is_wrapped(children: Sequence[Folder]) -> bool:
-    """Whether the only folder is a wrapper such as `images`, without class folders in it."""
+    """Whether the only folder is a wrapper (`images`) without class folders in it."""
     return (
         len(children) == 1
         and is_called(children[0].base_name, WRAPPERS)
@@ -115,9 +115,9 @@ def _add_ignored(
     return Layout(splits, layout.text, (*layout.notes, *notes))
 
 
-# ---- folders that are not classes ----------------------------------------------------------------
+# ---- folders other than classes ------------------------------------------------------------------
 def _drop_other_folders(folder: Folder, children: list[Folder]) -> tuple[list[Folder], list[str]]:
-    """Drop folders such as `annotations` or `thumbnails`.
+    """Drop folders like `annotations` or `thumbnails`.
 
     Returns:
         The folders that may be classes or splits, and notes on the others.
@@ -155,7 +155,7 @@ def _is_only_flat(child: Folder, others: Sequence[Folder]) -> bool:
 
 
 def _matches_names(child: Folder, others: Sequence[Folder]) -> bool:
-    """Whether the images of a folder have namesakes in other folders, whose names are unique."""
+    """Whether the images of a folder have namesakes in other folders, each with unique names."""
     stems = set(_iterate_stems(child))
     known: set[str] = set()
     for other in others:
@@ -191,7 +191,7 @@ def format_option(**splits: str) -> str:
 
 # ---- splits above the classes --------------------------------------------------------------------
 def _find_split_folders(children: Sequence[Folder]) -> list[Folder]:
-    """Return the folders that are named like a split and may be one."""
+    """Return the folders with the name of a split that may be one."""
     return [
         child
         for child in children
@@ -248,7 +248,7 @@ def _build_split_layout(folders: Sequence[Folder], notes: list[str], exact: bool
     Args:
         folders: The folders.
         notes: Notes on other folders; more are added in place.
-        exact: Whether a folder is named exactly like its split, such as `train`, not `seg_train`.
+        exact: Whether the whole name must be a split word: `train`, not `seg_train`.
 
     Raises:
         NoClasses: If the train folder has no class folders.
@@ -283,7 +283,7 @@ def _build_split_layout(folders: Sequence[Folder], notes: list[str], exact: bool
 
 
 def _has_labels(child: Folder, train: Folder) -> bool:
-    """Whether a split folder has class folders, not just one folder such as `unknown`."""
+    """Whether a split folder has class folders, not just one folder like `unknown`."""
     classes = {below.base_name for below in _find_class_root(train).with_images}
     below = [one.base_name for one in _find_class_root(child).with_images]
     return len(below) > 1 or any(
@@ -330,7 +330,7 @@ def _read_test_beside_classes(classes: Sequence[Folder], splits: Sequence[Folder
 
 
 def _read_splits_in_names(children: Sequence[Folder]) -> Layout | None:
-    """Find the layout of folders whose names contain a split word, or None without such folders.
+    """Find the layout of folders with a split word in their names, or None.
 
     For example, `seg_train` and `seg_test` contain classes, and `cat_train` and `cat_test` are one
     class each.
@@ -372,7 +372,7 @@ def _shares_classes(folder: Folder, classes: set[str]) -> bool:
 
 
 def _read_label_and_split(children: Sequence[Folder]) -> Layout:
-    """Find the layout of folders such as `cat_train` and `cat_test`."""
+    """Find the layout of folders with class and split: `cat_train`, `cat_test`."""
     deep = [child for child in children if has_subfolders(child)]
     if deep:
         by_split: dict[str, list[str]] = {}
@@ -437,7 +437,7 @@ def _read_class_folders(folder: Folder, children: Sequence[Folder]) -> Layout | 
 
 
 def _read_inner_splits(top: str, children: Sequence[Folder]) -> Layout | None:
-    """Find the layout of class folders that contain folders such as `train` and `test`, or None."""
+    """Find the layout of class folders with folders of splits in them, or None."""
     words: set[str] = set()
     for child in children:
         below = child.with_images

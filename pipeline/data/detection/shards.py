@@ -48,7 +48,7 @@ from workers.errors import UserError
 
 MAX_SAMPLES = 2_000_000  # samples in all shards together
 MAX_COMPARED = 20_000  # samples per split, used to compare labels from several members
-IN_PLACE = frozenset(("jpg", "jpeg", "png", "webp"))  # images that are read without a copy
+IN_PLACE = frozenset(("jpg", "jpeg", "png", "webp"))  # image formats read without a copy
 FOLDER = "folder"  # source name for the folder of a sample
 KEY = "key"  # source name for the key of a sample
 
@@ -57,8 +57,7 @@ KEY = "key"  # source name for the key of a sample
 class Survey:
     """Counts of the labels, splits and images in some shards.
 
-    A "source" of labels or splits is a member such as `cls`, a JSON field such as `json:label`,
-    FOLDER, or KEY.
+    A "source" of labels or splits is a member (`cls`), a JSON field (`json:label`), FOLDER or KEY.
 
     Attributes:
         samples: Number of samples.
@@ -353,7 +352,7 @@ def _find_numbered_names(train: Survey, pairs: Sequence[tuple[str, str]]) -> tup
     names = dict(pairs)
     numbers = sort_labels(names)
     in_train = {str(number) for number in train.labels[LABEL_SUFFIX]}
-    if numbers != [str(place) for place in range(len(numbers))] or in_train != {*numbers}:
+    if numbers != [str(position) for position in range(len(numbers))] or in_train != {*numbers}:
         return ()
     return tuple(names[number] for number in numbers)
 
@@ -402,7 +401,7 @@ def _survey_shards(files: Files, names: Sequence[str]) -> Survey:
                     texts |= _parse_fields(headers.text(member, MAX_JSON_BYTES))
                 elif suffix in LABEL_MEMBERS or normalize_word(suffix) in SPLIT_COLUMNS:
                     texts[suffix] = field_of(suffix, headers.text(member, MAX_LABEL_BYTES))
-            order = {source: place for place, source in enumerate(LABEL_MEMBERS)}
+            order = {source: position for position, source in enumerate(LABEL_MEMBERS)}
             texts = dict(sorted(texts.items(), key=lambda one: order.get(one[0], len(order))))
             survey.add(key, images, texts)
     return survey

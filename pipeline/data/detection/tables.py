@@ -96,14 +96,14 @@ class Tables:
 
 
 class TableReading(NamedTuple):
-    """A data set that was read from a table.
+    """A data set read from a table.
 
     Attributes:
         data_set: The data set.
-        is_strong: Whether the label column has a usual name, such as `label`.
-        is_weak: Whether the label column has the name of something else, such as `photographer`.
+        is_strong: Whether the label column has a usual name, for example `label`.
+        is_weak: Whether the label column is named like something else (`photographer`).
         files: Path of each row's file below the requested path -> its label.
-        splits: The same path -> its split.
+        splits: Path of each row's file -> its split.
     """
 
     data_set: DataSet
@@ -248,9 +248,9 @@ class TableScan:
         for index, row in enumerate(read_rows(uri, columns, has_header)):
             for name, text in zip(columns, row.values, strict=True):
                 self._add(name, text or "")
-            place = index if index < MAX_SAMPLED_ROWS else generator.randrange(index + 1)
-            if place < MAX_SAMPLED_ROWS:
-                chosen[place] = row.values
+            slot = index if index < MAX_SAMPLED_ROWS else generator.randrange(index + 1)
+            if slot < MAX_SAMPLED_ROWS:
+                chosen[slot] = row.values
         rows = chosen.values()
         self.sample = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
         for name in [*tables.names][1:]:
@@ -266,7 +266,7 @@ class TableScan:
             if len(values) > MAX_SPLIT_VALUES:
                 self._distinct[column] = None
 
-    def row_with(self, column: str, value: str) -> int:
+    def find_row(self, column: str, value: str) -> int:
         """Return the number of the first row with this value in the first table, or 0."""
         uri = self.tables.uri(self.tables.first)
         rows = read_rows(uri, [column], self.has_header)
@@ -281,7 +281,7 @@ class TableScan:
             self.names,
             self.sample,
             lambda column: self._distinct[column],
-            self.row_with,
+            self.find_row,
         )
 
 
@@ -308,8 +308,8 @@ def _find_roles(tables: Tables) -> ColumnRoles:
     image = _choose_image(tables, columns, images)
     split: tuple[str, ...] = ()
     words: SplitWords | None = None
-    given = tables.request.given
-    if "splits" not in given or given.get("split"):
+    settings = tables.request.given
+    if "splits" not in settings or settings.get("split"):
         split, words = find_split_columns(columns, [image, *images])
     taken = [image, *split, *images]
     one_hot = _find_one_hot_columns(
@@ -442,7 +442,7 @@ def _infer_label(tables: Tables, columns: Columns, image: str, taken: Sequence[s
     paths = filter(None, columns.sample[image])
     folders = {posixpath.dirname(text.replace("\\", "/")) for text in paths}
     if not others and len(folders - {""}) > 1:
-        return image  # a list of paths such as `cat/1.png`
+        return image  # a list of paths like `cat/1.png`
     if len(others) > 1:
         raise columns.ambiguous_error("label", [*others])
     raise NoTable(f"{columns.where} has no column of labels; give a table of images and labels")
@@ -457,7 +457,7 @@ def _one_hot_error(columns: Columns, one_hot: Sequence[str]) -> LabelUnclear:
 
 
 def _find_one_hot_columns(values: Values) -> list[str]:
-    """Return the one-hot columns: in every row, one of them is 1 and all others are 0."""
+    """Return the one-hot columns: each row has a single 1 and otherwise 0."""
     names = [name for name, texts in values.items() if all(is_yes(t) or is_no(t) for t in texts)]
     if len(names) < 2:
         return []
@@ -472,9 +472,9 @@ def _build_split_settings(
     tables: Tables, placement: Placement, roles: ColumnRoles
 ) -> dict[str, Any]:
     """Build the source settings `path`, `splits` and `split`."""
-    given = tables.request.given
+    settings = tables.request.given
     uri = tables.uri(tables.first)
-    if "splits" in given and "split" in given:
+    if "splits" in settings and "split" in settings:
         return {"path": uri}
     if roles.words is not None:
         splits = {split: list(values) for split, values in roles.words.splits.items()}
@@ -484,7 +484,7 @@ def _build_split_settings(
         for name, split in tables.names.items():
             by_split.setdefault(split or "train", []).append(name)
         return {"path": tables.base, "splits": by_split}
-    words = None if "split" in given else _find_split_in_paths(tables, placement)
+    words = None if "split" in settings else _find_split_in_paths(tables, placement)
     if words is None:
         return {"path": uri, "splits": {"train": "train"}}
     return {"path": uri, "split": roles.image, "splits": words.splits}
@@ -500,16 +500,16 @@ def _find_split_in_paths(tables: Tables, placement: Placement) -> SplitWords | N
         SplitUnclear: If only some images have a split, or none is train.
     """
     where = printable(tables.uri(tables.first))
-    found = [file for file in placement.files if file is not None]
+    files = [file for file in placement.files if file is not None]
     for find in (_find_folder_word, _find_folder_part, _find_name_word):
-        words = {find(file) for file in found} - {""}
+        words = {find(file) for file in files} - {""}
         roles = set(map(find_role, words))
         if not words or (roles == {"train"} and find is not _find_name_word):
             continue
         if find is not _find_folder_word and (len(roles) < 2 or "train" not in roles):
             continue
         none = tables.request.command("source.split=null")
-        unread = [file for file in found if not find(file)]
+        unread = [file for file in files if not find(file)]
         if unread or "train" not in roles:
             problem = f"{quoted(unread[0])} is in none of them" if unread else "none is train"
             raise SplitUnclear(
@@ -574,23 +574,23 @@ def _choose_placement(tables: Tables, rows: Sequence[NamedRow], roles: ColumnRol
     where = printable(tables.uri(tables.first))
     if roles.label == roles.image:
         rows = [row._replace(label="") for row in rows]
-    given = tables.request.given.get("files")
-    if given is not None:
-        given_patterns = (given,) if isinstance(given, str) else tuple(given)
-        return Placement(given_patterns, (None,) * len(rows))
-    found = find_placements(rows, tables.index, _find_shared_folder(tables), tables.base)
-    if not found:
+    requested = tables.request.given.get("files")
+    if requested is not None:
+        patterns = (requested,) if isinstance(requested, str) else tuple(requested)
+        return Placement(patterns, (None,) * len(rows))
+    candidates = find_placements(rows, tables.index, _find_shared_folder(tables), tables.base)
+    if not candidates:
         _check_labels(tables, rows)
         raise _missing_images_error(tables, next((row.text for row in rows if row.text), ""))
-    if len(found) > 1:
-        ways = " or ".join(listed(placement.patterns) for placement in found[:4])
-        example = to_yaml(found[0].patterns[0])
+    if len(candidates) > 1:
+        ways = " or ".join(listed(placement.patterns) for placement in candidates[:4])
+        example = to_yaml(candidates[0].patterns[0])
         raise SplitUnclear(
             f"{where}: its rows name files of the same names in several folders, and the images "
             f"can be at {ways}; choose with source.files, as in "
             f"`{tables.request.command(f'source.files={example}')}`"
         )
-    placement = found[0]
+    placement = candidates[0]
     is_direct = placement.patterns == ("{}",)
     if not is_direct and len({posixpath.dirname(name) for name in tables.names}) > 1:
         raise SplitUnclear(

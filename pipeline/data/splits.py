@@ -125,14 +125,8 @@ def remove_split_words(name: str) -> str:
 def parse_flag_column(column: str) -> Role | None:
     """Return the role that a column such as `is_train` marks, or None for other columns."""
     plain = normalize_word(column)
-    return find_role(column) or next(
-        (
-            parse_role(plain.removeprefix(start))
-            for start in ("is", "in")
-            if plain.startswith(start)
-        ),
-        None,
-    )
+    rests = [plain.removeprefix(start) for start in ("is", "in") if plain.startswith(start)]
+    return find_role(column) or (parse_role(rests[0]) if rests else None)
 
 
 def is_yes(value: str | None) -> bool:

@@ -393,9 +393,8 @@ def _sample_columns(files: Files, uri: str, schema: Schema) -> Columns:
     names = [name for name, kind in schema.types.items() if _may_be_label(kind)]
     names = [name for name in names if schema.names.count(name) == 1]
     sample: dict[str, list[str | None]] = {name: [] for name in names}
-    for batch in (
-        islice(read_batches(uri, names, SAMPLE_BATCH_ROWS), MAX_SAMPLE_BATCHES) if names else ()
-    ):
+    batches = read_batches(uri, names, SAMPLE_BATCH_ROWS) if names else iter(())
+    for batch in islice(batches, MAX_SAMPLE_BATCHES):
         for name in names:
             sample[name] += [_to_text(value) for value in to_python_list(batch[name])]
 

@@ -169,12 +169,10 @@ def _looks_like_labels(texts: Sequence[str | None], name: str) -> bool:
     """Whether values repeat as labels do, and the name of the column does not exclude a label."""
     labels = [label for label in map(normalize_label, texts) if label is not None]
     distinct = set(labels)
-    if normalize_word(name) in NO_LABEL_COLUMNS or not 2 <= len(distinct) <= max(
-        len(labels) // 2, 2
-    ):
+    is_repeated = 2 <= len(distinct) <= max(len(labels) // 2, 2)
+    if normalize_word(name) in NO_LABEL_COLUMNS or not is_repeated:
         return False
-    are_numbers = _are_numbers(texts)
-    if are_numbers:
+    if _are_numbers(texts):
         return len(distinct) <= MAX_SPLIT_VALUES and all(WHOLE.fullmatch(str(n)) for n in distinct)
     return True
 
@@ -188,11 +186,11 @@ def _drop_equivalent(columns: Columns, names: Iterable[str]) -> list[str]:
     """Keep one column of each group of equivalent columns, preferring names to numbers."""
     kept: list[str] = []
     for name in names:
-        same = next((other for other in kept if _are_equivalent(columns.sample, name, other)), None)
-        if same is None:
+        twin = next((other for other in kept if _are_equivalent(columns.sample, name, other)), None)
+        if twin is None:
             kept.append(name)
-        elif _are_numbers(columns.sample[same]) and not _are_numbers(columns.sample[name]):
-            kept[kept.index(same)] = name
+        elif _are_numbers(columns.sample[twin]) and not _are_numbers(columns.sample[name]):
+            kept[kept.index(twin)] = name
     return kept
 
 

@@ -229,9 +229,8 @@ def read_labelled(
     if read.split is not None:
         splits.setdefault(IGNORE, []).extend(read.parts_of("test"))
     note = f"{listed(read.parts_of('test'))} is not read: its images have no labels"
-    return build_data_set(
-        request, name, layout, {**source, "splits": splits}, [*notes, note], classes
-    )
+    source = {**source, "splits": splits}
+    return build_data_set(request, name, layout, source, [*notes, note], classes)
 
 
 def read_card(card: Card) -> DataSet:

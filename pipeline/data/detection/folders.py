@@ -149,9 +149,8 @@ def _drop_other_folders(folder: Folder, children: list[Folder]) -> tuple[list[Fo
 
 def _is_only_flat(child: Folder, others: Sequence[Folder]) -> bool:
     """Whether a folder has only images while all others have only folders of images."""
-    return not has_subfolders(child) and all(
-        has_subfolders(other) and not other.images for other in others
-    )
+    are_nested = all(has_subfolders(other) and not other.images for other in others)
+    return are_nested and not has_subfolders(child)
 
 
 def _matches_names(child: Folder, others: Sequence[Folder]) -> bool:
@@ -343,9 +342,8 @@ def _read_splits_in_names(children: Sequence[Folder]) -> Layout | None:
         rest = [child for child in called if child is not train]
         if all(_shares_classes(child, classes) for child in rest):
             others = [child for child in children if child not in called]
-            return _build_split_layout(
-                called, [_note_unread(others)] if others else [], exact=False
-            )
+            notes = [_note_unread(others)] if others else []
+            return _build_split_layout(called, notes, exact=False)
     by_rest: dict[str, list[Folder]] = {}
     for child in called:
         by_rest.setdefault(remove_split_words(child.base_name), []).append(child)
@@ -395,11 +393,9 @@ def _read_label_and_split(children: Sequence[Folder]) -> Layout:
                 f"{quoted(child.name)} has a split inside its name; say the splits with "
                 f"{format_option(train=f'{LABEL}_train')}, or rename the folders"
             )
-        pattern = (
-            f"{word}{_find_separators(after)}{LABEL}"
-            if not before
-            else f"{LABEL}{_find_separators(before)}{word}"
-        )
+        pattern = f"{LABEL}{_find_separators(before)}{word}"
+        if not before:
+            pattern = f"{word}{_find_separators(after)}{LABEL}"
         patterns[posixpath.join(posixpath.dirname(child.name), pattern)] = word
     words_of = parse_split_words(patterns.values())
     splits: dict[str, list[str]] = {

@@ -312,9 +312,8 @@ def _find_roles(tables: Tables) -> ColumnRoles:
     if "splits" not in settings or settings.get("split"):
         split, words = find_split_columns(columns, [image, *images])
     taken = [image, *split, *images]
-    one_hot = _find_one_hot_columns(
-        {n: texts for n, texts in scan.sample.items() if n not in taken}
-    )
+    free = {name: texts for name, texts in scan.sample.items() if name not in taken}
+    one_hot = _find_one_hot_columns(free)
     try:
         label = find_label_column(columns, taken)
     except LabelUnclear:
@@ -337,9 +336,8 @@ def _is_first_row(tables: Tables, scan: TableScan) -> bool:
     if are_numbers and all(_has_file(tables, text or "") for text in scan.sample[names[0]]):
         return _has_file(tables, names[0])
     images = _find_image_columns(tables, scan.sample)
-    return any(
-        _has_file(tables, name) and normalize_word(name) not in IMAGE_COLUMNS for name in images
-    )
+    images = [name for name in images if normalize_word(name) not in IMAGE_COLUMNS]
+    return any(_has_file(tables, name) for name in images)
 
 
 def _resolves(tables: Tables, texts: Sequence[str | None]) -> bool:
@@ -361,9 +359,7 @@ def _has_file(tables: Tables, text: str) -> bool:
         return False
     name = posixpath.normpath(path.text.removeprefix("/")).removeprefix("../")
     base = name.rpartition("/")[2]  # the folders may be those of another machine
-    return bool(
-        tables.index.find_by_suffix(name) or (base != name and tables.index.find_by_suffix(base))
-    )
+    return any(map(tables.index.find_by_suffix, (name, base)))
 
 
 def _find_image_columns(tables: Tables, sample: Values) -> list[str]:

@@ -1,7 +1,7 @@
-"""Layouts that can be read in two ways: each is read right, or refused with a remedy.
+"""Layouts that can be read in two ways are read correctly or refused with a remedy.
 
-`RIGHT` in a case means that `init` and `ingest` store the truth; any other text is a part of the
-sentence by which `init` refuses.
+`RIGHT` in a case means that `init` and `ingest` store the true images. Any other text is a part of
+the error of `init`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NO_COLUMNS: Mapping[str, Callable[[int], Any]] = {}
 
 
 class Tree(Maker):
-    """Builds one data set below a folder, and knows the truth of each image."""
+    """Builds one data set below a folder and records the true label and split of each image."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, 0)
         self.truth: list[Picture] = []
 
     def image(self, path: str, label: str = "", split: str = "train") -> str:
-        """Write an image; with a label it is one of the data set."""
+        """Write an image; it belongs to the data set if it has a label."""
         data = self.png()
         self.write(path, data)
         if label:
@@ -48,7 +48,7 @@ class Tree(Maker):
                 self.image(f"{folder}{name}/{split}{name}{index}.png", name, split)
 
     def flat(self, folder: str, split: str = "train", number: int = 12) -> list[list[str]]:
-        """Write images without folders of classes; return their rows (name, label)."""
+        """Write images without class folders; return their rows (name, label)."""
         rows = []
         for index in range(number):
             name = f"{split}{folder.strip('/').replace('/', '_')}{index:03d}.png"
@@ -57,7 +57,7 @@ class Tree(Maker):
         return rows
 
     def csv(self, path: str, columns: str, rows: Sequence[Sequence[object]]) -> None:
-        """Write a table. columns: with commas."""
+        """Write a table. columns: the header, separated by commas."""
         self.write(path, "\n".join([columns, *(",".join(map(str, row)) for row in rows)]) + "\n")
 
     def samples(
@@ -69,7 +69,16 @@ class Tree(Maker):
         key: str = "{split}/{index:04d}",
         ending: str = "png",
     ) -> None:
-        """Write a tar of samples. extra: more members by label, number and split."""
+        """Write a tar of samples.
+
+        Args:
+            path: Path of the tar.
+            splits: Splits of the samples; each has 12.
+            extra: Returns more members of a sample, from its label, number and split.
+            label: Extension of the label member, or "" for none.
+            key: Pattern of the keys.
+            ending: Extension of the images.
+        """
         members: list[tuple[str, bytes]] = []
         for split in splits:
             for index in range(12):
@@ -86,7 +95,13 @@ class Tree(Maker):
     def columns(
         self, path: str, split: str = "train", more: Mapping[str, Callable[[int], Any]] = NO_COLUMNS
     ) -> None:
-        """Write a Parquet file of images and labels. more: further columns by number of the row."""
+        """Write a Parquet file of images and labels.
+
+        Args:
+            path: Path of the file.
+            split: Split of its rows.
+            more: Further column -> its value by row number.
+        """
         rows = [(self.png(), NAMES[index % 3]) for index in range(12)]
         self.truth += [Picture(split, label, path, data) for data, label in rows]
         table = {"image": [data for data, _ in rows], "label": [label for _, label in rows]}
@@ -194,7 +209,7 @@ def two_columns_of_labels(tree: Tree) -> None:
 
 
 def flag(column: str, yes: str, no: str) -> Callable[[Tree], None]:
-    """Return what writes a table with a flag of the test images, or of the train images."""
+    """Return a function that writes a table with a flag column of test or train images."""
 
     def build(tree: Tree) -> None:
         is_test = "test" in column
@@ -206,7 +221,7 @@ def flag(column: str, yes: str, no: str) -> Callable[[Tree], None]:
 
 
 def split_column(words: dict[str, str], column: str = "split") -> Callable[[Tree], None]:
-    """Return what writes a table with a column of splits."""
+    """Return a function that writes a table with a split column."""
 
     def build(tree: Tree) -> None:
         rows: list[list[str]] = []
@@ -326,7 +341,7 @@ def hub_lines(tree: Tree) -> None:
 
 # ---- Parquet -------------------------------------------------------------------------------------
 def parquet_files(*names: str) -> Callable[[Tree], None]:
-    """Return what writes Parquet files; a name has its split before an `=`."""
+    """Return a function that writes Parquet files. names: for example `test=a.parquet`."""
 
     def build(tree: Tree) -> None:
         for name in names:
@@ -363,7 +378,7 @@ def parquet_column_in_one(tree: Tree) -> None:
 
 # ---- tars ----------------------------------------------------------------------------------------
 def json_member(**fields: Callable[[str, int, str], Any]) -> Callable[[str, int, str], Any]:
-    """Return the member with JSON of a sample."""
+    """Return a function that makes the JSON member of a sample."""
     return lambda label, index, split: [
         ("json", json.dumps({n: make(label, index, split) for n, make in fields.items()}).encode())
     ]
@@ -478,7 +493,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_doubtful_layout_is_read_right_or_refused_with_a_remedy(
+def test_doubtful_layout_is_read_correctly_or_refused_with_remedy(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, expected = CASES[case]

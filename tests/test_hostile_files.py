@@ -32,7 +32,7 @@ from pipeline import cli, yaml_files
 from pipeline import config as configs
 from pipeline.data import image_checks
 from pipeline.data.cards import MAX_PIXELS_PER_BYTE, Card
-from pipeline.data.column_files import batches_of, column_values
+from pipeline.data.column_files import read_batches, to_python_list
 from pipeline.data.detection.data_set import Request
 from pipeline.data.detection.detect import detect
 from pipeline.data.formats import parquet as parquet_format
@@ -432,7 +432,7 @@ def test_a_blank_image_is_accepted_when_the_card_allows_it() -> None:
 
 def first_frame(data: bytes) -> int:
     assert problem_of(data, 50_000_000) is None
-    return len(image_checks.to_stored(data, ImageLimits(50_000_000))[0])
+    return len(image_checks.encode_for_storage(data, ImageLimits(50_000_000))[0])
 
 
 def test_only_one_of_thousands_of_frames_is_decoded() -> None:
@@ -1264,10 +1264,12 @@ def test_rows_that_no_file_can_hold_are_refused(form: str, tmp_path: Path) -> No
         with pa.ipc.new_stream(str(path), table.schema) as writer:
             writer.write_table(table)
     with pytest.raises(UserError, match=r"20000000 rows in .* bytes"):
-        [*batches_of(str(path), ["label"])]
+        [*read_batches(str(path), ["label"])]
 
 
 def test_compressed_arrow_within_bounds_is_read(tmp_path: Path) -> None:
     write_arrow(tmp_path / "a.arrow", label=[*"abc" * 500])
-    batches = [*batches_of(str(tmp_path / "a.arrow"), ["label"])]
-    assert [value for batch in batches for value in column_values(batch["label"])] == [*"abc" * 500]
+    batches = [*read_batches(str(tmp_path / "a.arrow"), ["label"])]
+    assert [value for batch in batches for value in to_python_list(batch["label"])] == [
+        *"abc" * 500
+    ]

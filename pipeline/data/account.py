@@ -1,5 +1,7 @@
-"""The account of a source: every file below it is used, rejected with a reason, or not read with a
-reason, and the three numbers add up to the number of files."""
+"""The account of a source: each file is used, rejected with a reason, or unread with a reason.
+
+The three numbers add up to the number of files.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,23 @@ from workers.data.in_place import urls_by_name
 from workers.errors import UserError
 
 ACCOUNT = "account.json"
-MAX_PLACES = 5  # folders or files that a line names
-MAX_LINES = 12
-NAMED_LENGTH = 40  # characters of a place in a line
+MAX_NAMED_PLACES = 5  # folders or files listed in one line
+MAX_LINES = 12  # lines per group of reasons
+MAX_PLACE_LENGTH = 40  # characters of a folder or file in a line
 
 
 @dataclass(frozen=True)
 class Account:
-    """What became of every file below a source.
+    """The outcome of every file below a source.
 
     Attributes:
-        files: Number of all files; 0 if a library fetches the data.
-        used: Number by kind: `image`, `table`, `archive`.
-        rejected: Number by reason.
-        not_read: Number by reason.
-        places: Folders and files by reason, the first few.
-        images: Number of images by what became of them: `used`, and reasons; of the rows and
-            members of files that hold many.
-        notes: Sentences on what a person should look at.
+        files: Number of files; 0 if a library downloads the data.
+        used: Kind (`image`, `table` or `archive`) -> number of files.
+        rejected: Reason -> number of files.
+        not_read: Reason -> number of files.
+        places: Reason -> the first few folders and files.
+        images: `used` or a reason -> number of images in tables and archives.
+        notes: Sentences for the user.
     """
 
     files: int = 0
@@ -50,12 +51,16 @@ class Account:
     notes: Sequence[str] = ()
 
     def to_json(self) -> bytes:
-        """Return the file that is stored beside the data set."""
+        """Return the content of the file stored with the data set."""
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Account:
-        """Return an account that was stored. Raise ValueError or TypeError for anything else."""
+        """Load a stored account.
+
+        Raises:
+            ValueError or TypeError: If the data is not an account.
+        """
         try:
             body = _printable(json.loads(data))
         except RecursionError:
@@ -63,11 +68,11 @@ class Account:
         account = cls(**{name: value for name, value in body.items() if name in _FIELDS})
         for numbers in (account.used, account.rejected, account.not_read, account.images):
             if not all(type(number) is int for number in numbers.values()):
-                raise ValueError("a number of files is no whole number")
+                raise ValueError("a number of files is not a whole number")
         return account
 
     def check(self, card: Card) -> None:
-        """Raise UserError if the numbers do not add up."""
+        """Raise UserError if the numbers do not add up to the number of files."""
         total = sum(sum(part.values()) for part in (self.used, self.rejected, self.not_read))
         if total != self.files:
             raise UserError(
@@ -76,7 +81,7 @@ class Account:
             )
 
     def lines(self) -> list[str]:
-        """Return the account as a short table for a person."""
+        """Format the account as a short table."""
         lines: list[str] = []
         if self.files:
             numbers = [sum(part.values()) for part in (self.used, self.rejected, self.not_read)]
@@ -84,9 +89,9 @@ class Account:
                 f"{counted(self.files, 'file')} = {numbers[0]} used + {numbers[1]} rejected + "
                 f"{numbers[2]} not read"
             )
-            lines += _table("used", self.used, {})
-            lines += _table("rejected", self.rejected, self.places)
-            lines += _table("not read", self.not_read, self.places)
+            lines += _format_rows("used", self.used, {})
+            lines += _format_rows("rejected", self.rejected, self.places)
+            lines += _format_rows("not read", self.not_read, self.places)
         if self.images:
             parts = [f"{number} {reason}" for reason, number in self.images.items()]
             lines.append(f"images: {', '.join(parts)}")
@@ -94,7 +99,7 @@ class Account:
 
 
 def _printable(value: Any) -> Any:
-    """Return what JSON holds with texts that are safe to print."""
+    """Return a JSON value with all texts made safe to print."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -105,7 +110,7 @@ def _printable(value: Any) -> Any:
 _FIELDS = frozenset(Account.__dataclass_fields__)
 
 
-def _table(
+def _format_rows(
     title: str, numbers: Mapping[str, int], places: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
     rows = sorted(numbers.items(), key=lambda row: (-row[1], row[0]))
@@ -117,29 +122,29 @@ def _table(
         yield f"  {title:<9}{more:>7}  for {len(rows) - MAX_LINES} other reasons"
 
 
-def account_of(
+def build_account(
     card: Card,
     entries: Sequence[Entry],
     images: Mapping[str, str | None],
     notes: Sequence[str] = (),
     rows: Mapping[str, int] | None = None,
 ) -> Account:
-    """Return the account of a source.
+    """Build the account of a source.
 
     Args:
-        card: Of the source.
-        entries: All files below it; none if a library fetches the data.
-        images: Name of each file that was looked at -> why it is rejected, None if it is used. Not
-            needed for files that hold many images.
-        notes: Sentences on what a person should look at.
-        rows: Number of images by what became of them, of files that hold many.
+        card: Card of the source.
+        entries: All files below the source; empty if a library downloads the data.
+        images: Image file -> the reason to reject it, or None if it is used. Archives of images
+            are not in it.
+        notes: Sentences for the user.
+        rows: `used` or a reason -> number of images in tables and archives.
     """
     used: Counter[str] = Counter()
     rejected: Counter[str] = Counter()
     not_read: Counter[str] = Counter()
     places: dict[str, dict[str, None]] = {}
-    containers = _containers(card, entries)
-    ignored = _ignored(card, entries)
+    containers = _find_containers(card, entries)
+    ignored = _find_ignored(card, entries)
     names = {printable(entry.name) for entry in entries}
     lost = Counter(
         p.partition(":")[2].strip() or p for n, p in images.items() if p and n not in names
@@ -159,22 +164,22 @@ def account_of(
             group = reason.partition(":")[0]
             rejected[group] += 1
         else:
-            group = _reason_not_read(card, entry, ignored)
+            group = _explain_not_read(card, entry, ignored)
             not_read[group] += 1
-        places.setdefault(group, {}).setdefault(_place(name), None)
+        places.setdefault(group, {}).setdefault(_top_folder(name), None)
     return Account(
         len(entries),
         dict(used),
         dict(rejected),
         dict(not_read),
-        {group: _shortened(list(named)) for group, named in places.items()},
+        {group: _shorten(list(named)) for group, named in places.items()},
         dict(rows or {}),
         tuple(notes),
     )
 
 
-def _containers(card: Card, entries: Sequence[Entry]) -> set[str]:
-    """Return the files that hold many images, and the tables that name images."""
+def _find_containers(card: Card, entries: Sequence[Entry]) -> set[str]:
+    """Return the archives of images and the tables of image paths."""
     source_format = format_of(card)
     if card.source.format == "csv":
         return {table.name for table in csv.tables_of(card)[1]}
@@ -192,14 +197,14 @@ def _containers(card: Card, entries: Sequence[Entry]) -> set[str]:
     return names
 
 
-def _ignored(card: Card, entries: Sequence[Entry]) -> set[str]:
+def _find_ignored(card: Card, entries: Sequence[Entry]) -> set[str]:
     if card.source.format != "folder" or not card.source.parts_of(IGNORE):
         return set()
-    found = labelled_entries(card, entries)
-    return {one.entry.name for one in found if one.split == IGNORE}
+    labelled = labelled_entries(card, entries)
+    return {one.entry.name for one in labelled if one.split == IGNORE}
 
 
-def _reason_not_read(card: Card, entry: Entry, ignored: set[str]) -> str:
+def _explain_not_read(card: Card, entry: Entry, ignored: set[str]) -> str:
     if entry.problem == HIDDEN:
         return "hidden"
     if entry.problem is not None and "link" in entry.problem:
@@ -213,19 +218,20 @@ def _reason_not_read(card: Card, entry: Entry, ignored: set[str]) -> str:
     return describe_kind(entry.name)
 
 
-def _place(name: str) -> str:
-    """Return the first folder of a file, or the file if it lies in none."""
+def _top_folder(name: str) -> str:
+    """Return the first folder on the path of a file, or the file itself."""
     folder, _, rest = name.partition("/")
     return f"{folder}/" if rest else name
 
 
-def _shortened(names: list[str]) -> list[str]:
-    short = [name if len(name) <= NAMED_LENGTH else f"{name[:NAMED_LENGTH]}..." for name in names]
-    return [*short[:MAX_PLACES], "..."] if len(short) > MAX_PLACES else short
+def _shorten(names: list[str]) -> list[str]:
+    limit = MAX_PLACE_LENGTH
+    short = [name if len(name) <= limit else f"{name[:limit]}..." for name in names]
+    return [*short[:MAX_NAMED_PLACES], "..."] if len(short) > MAX_NAMED_PLACES else short
 
 
-def image_files(items: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    """Return name -> problem of the images of a source; a file is used if one of its rows is."""
+def collect_problems(items: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
+    """Collect file -> problem from rows; a file with at least one good row has no problem."""
     files: dict[str, str | None] = {}
     for name, problem in items:
         if problem is None or name not in files:

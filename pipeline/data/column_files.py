@@ -1,4 +1,4 @@
-"""Parquet files, and the Arrow files that Hugging Face's `save_to_disk` writes: columns of rows."""
+"""Read columns of Parquet files and of the Arrow files that `datasets.save_to_disk` writes."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from pipeline.data.listing import open_file, remedy
 from pipeline.data.names import printable, suffix_of
 from workers.errors import UserError
 
-MOST_UNFOLDED = 256 << 20  # bytes of a column in a row group or batch, whatever the file has
-MAX_UNFOLDING = 100  # times the bytes of its file
-MOST_ROWS = 1_000_000  # whatever the file has
-MOST_ROWS_OF_A_BYTE = 2
-PREFIX = 8  # bytes before a message of Arrow: a mark, and the length of its head
-CONTINUES = 0xFFFFFFFF  # the mark
-DICTIONARY_BATCH = 2  # kinds of messages
+MAX_UNFOLDED_BYTES = 256 << 20  # decompressed bytes of a column in a row group or batch
+MAX_UNFOLDING = 100  # or this many times the size of the file, if that is more
+MAX_ROWS = 1_000_000  # rows of a file
+MAX_ROWS_PER_BYTE = 2  # or this many rows per byte of the file, if that is more
+PREFIX = 8  # bytes before an Arrow message: a marker and the length of its header
+CONTINUES = 0xFFFFFFFF  # the marker
+DICTIONARY_BATCH = 2  # message kinds
 RECORD_BATCH = 3
-MOST_COLUMNS = 1000
-MOST_METADATA = 16 << 20  # bytes of the hub's description of the columns
-ROWS_AT_ONCE = 4096
+MAX_COLUMNS = 1000
+MAX_METADATA_BYTES = 16 << 20  # the hub's description of the columns
+BATCH_ROWS = 4096
 ARROW_SUFFIX = ".arrow"
-ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
-ARROW_FILE = b"ARROW1"  # how the seekable form begins; `save_to_disk` writes the other one
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream
+ARROW_FILE = b"ARROW1"  # start of the seekable file format; `save_to_disk` writes streams
 
 
 class Schema(NamedTuple):
     """The columns of a file.
 
     Attributes:
-        names: Of all columns.
-        images: Of those that hold images: bytes, or a struct with `bytes`.
-        classes: Names by label column, as the hub notes them (ClassLabel).
-        types: By column.
+        names: Names of all columns.
+        images: Columns of images: bytes, or structs with a field `bytes`.
+        classes: Label column -> class names, from the hub's metadata (ClassLabel).
+        types: Column -> type.
     """
 
     names: tuple[str, ...]
@@ -48,27 +48,36 @@ class Schema(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """Rows of a file that are read together. size: bytes of all columns, as the file says."""
+    """Rows of a file, read together.
+
+    Attributes:
+        rows: Number of rows.
+        size: Bytes of all columns, from the metadata of the file.
+    """
 
     rows: int
     size: int
 
 
-def schema_of(uri: str) -> Schema:
-    """Return the columns of a file. Raise UserError if it cannot be read."""
-    with reading_columns(uri), open_file(uri) as stream:
+def read_schema(uri: str) -> Schema:
+    """Read the columns of a file.
+
+    Raises:
+        UserError: If the file cannot be read or has too many columns.
+    """
+    with translate_read_errors(uri), open_file(uri) as stream:
         if suffix_of(uri) == ARROW_SUFFIX:
             with _open_arrow(stream) as reader:
                 schema = reader.schema
         else:
             with pq.ParquetFile(stream) as file:
                 schema = file.schema_arrow
-    if len(schema.names) > MOST_COLUMNS:
+    if len(schema.names) > MAX_COLUMNS:
         raise UserError(
-            f"{printable(uri)} has {len(schema.names)} columns, and no file of images more than "
-            f"{MOST_COLUMNS}; write one with the columns of the image and the label"
+            f"{printable(uri)} has {len(schema.names)} columns, but at most {MAX_COLUMNS} are "
+            "read; write a file with the columns of the image and the label"
         )
-    features = _hub_features(schema.metadata or {})
+    features = _parse_hub_features(schema.metadata or {})
     names = tuple(schema.names)
     types = {field.name: field.type for field in schema}
     images = [name for name, body in features.items() if body.get("_type") == "Image"]
@@ -84,9 +93,9 @@ def schema_of(uri: str) -> Schema:
     return Schema(names, tuple(images), classes, types)
 
 
-def _hub_features(metadata: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
+def _parse_hub_features(metadata: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
     text = metadata.get(b"huggingface", b"")
-    if not 0 < len(text) <= MOST_METADATA:
+    if not 0 < len(text) <= MAX_METADATA_BYTES:
         return {}
     try:
         features = json.loads(text)["info"]["features"]
@@ -98,7 +107,7 @@ def _hub_features(metadata: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
-    """Whether a column can hold encoded images."""
+    """Whether a column type can hold encoded images."""
     if pa.types.is_dictionary(kind):
         return holds_bytes(kind.value_type)
     if pa.types.is_struct(kind):
@@ -108,13 +117,17 @@ def holds_bytes(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or is_view or is_fixed)
 
 
-def row_groups_of(uri: str) -> list[RowGroup]:
-    """Return the row groups of a file; all of an Arrow file is one. Raise UserError as above."""
-    with reading_columns(uri), open_file(uri) as stream:
+def read_row_groups(uri: str) -> list[RowGroup]:
+    """Read the row groups of a file; an Arrow file is one row group.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    with translate_read_errors(uri), open_file(uri) as stream:
         if suffix_of(uri) == ARROW_SUFFIX:
             with _open_arrow(stream) as reader:
                 return [
-                    RowGroup(sum(len(batch) for batch in _arrow_batches(reader)), stream.size())
+                    RowGroup(sum(len(batch) for batch in _iterate_batches(reader)), stream.size())
                 ]
         groups: list[RowGroup] = []
         with pq.ParquetFile(stream) as file:
@@ -124,49 +137,49 @@ def row_groups_of(uri: str) -> list[RowGroup]:
         return groups
 
 
-def batches_of(
+def read_batches(
     uri: str,
     columns: Sequence[str],
-    num_rows: int = ROWS_AT_ONCE,
+    num_rows: int = BATCH_ROWS,
     groups: Sequence[int] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a file in order.
 
     Args:
-        uri: Of the file.
-        columns: That are read.
-        num_rows: Most rows of a batch.
-        groups: Numbers of the row groups; None: all.
+        uri: Path or URI of the file.
+        columns: Columns to read.
+        num_rows: Maximum number of rows in a batch.
+        groups: Indices of the row groups, or None for all.
 
     Raises:
         UserError: If the file cannot be read to its end.
     """
     names = list(dict.fromkeys(columns))
-    with reading_columns(uri), open_file(uri) as stream:
+    with translate_read_errors(uri), open_file(uri) as stream:
         if suffix_of(uri) != ARROW_SUFFIX:
             with pq.ParquetFile(stream) as file:
                 metadata = file.metadata
-                once = _texts_in(file.schema_arrow, names) if num_rows > 1 else []
-            _check_groups(uri, metadata, names, stream.size())
-            with pq.ParquetFile(stream, metadata=metadata, read_dictionary=once) as file:
+                texts = _find_text_columns(file.schema_arrow, names) if num_rows > 1 else []
+            _check_row_groups(uri, metadata, names, stream.size())
+            with pq.ParquetFile(stream, metadata=metadata, read_dictionary=texts) as file:
                 yield from file.iter_batches(num_rows, row_groups=groups, columns=names)
             return
         check_arrow_messages(uri, stream)
         stream.seek(0)
         with _open_arrow(stream) as reader:
-            for batch in _arrow_batches(reader):
+            for batch in _iterate_batches(reader):
                 for start in range(0, len(batch), num_rows):
                     yield batch.select(names).slice(start, num_rows)
 
 
-def _texts_in(schema: pa.Schema, names: Sequence[str]) -> list[str]:
-    """Return the columns of text or bytes, whose repeated values can be in memory once."""
+def _find_text_columns(schema: pa.Schema, names: Sequence[str]) -> list[str]:
+    """Return the columns of text or bytes, to store repeated values in memory once."""
     kinds = (pa.string(), pa.binary())
     return [name for name in names if "." in name or schema.field(name).type in kinds]
 
 
-def _check_groups(uri: str, metadata: pq.FileMetaData, names: Sequence[str], size: int) -> None:
-    """Raise UserError if row groups unfold to far more than a file of their size holds."""
+def _check_row_groups(uri: str, metadata: pq.FileMetaData, names: Sequence[str], size: int) -> None:
+    """Raise UserError if the decompressed size is implausible for the size of the file."""
     _check_rows(uri, metadata.num_rows, size)
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
@@ -177,7 +190,7 @@ def _check_groups(uri: str, metadata: pq.FileMetaData, names: Sequence[str], siz
 
 
 def _check_rows(uri: str, rows: int, size: int) -> None:
-    if rows > max(MOST_ROWS, MOST_ROWS_OF_A_BYTE * size):
+    if rows > max(MAX_ROWS, MAX_ROWS_PER_BYTE * size):
         raise UserError(
             f"{printable(uri)} says that it has {rows} rows in {size} bytes, more than a file of "
             "images or labels can have; fetch it again"
@@ -185,7 +198,7 @@ def _check_rows(uri: str, rows: int, size: int) -> None:
 
 
 def _check_bytes(uri: str, unfolded: int, size: int) -> None:
-    if unfolded > max(MOST_UNFOLDED, MAX_UNFOLDING * size):
+    if unfolded > max(MAX_UNFOLDED_BYTES, MAX_UNFOLDING * size):
         raise UserError(
             f"{printable(uri)} unfolds: of its {size} bytes, one column alone becomes {unfolded}; "
             "fetch it again, or write it without compression"
@@ -193,21 +206,23 @@ def _check_bytes(uri: str, unfolded: int, size: int) -> None:
 
 
 def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
-    """Raise UserError if a batch of an Arrow file has too many rows, or unfolds to far more bytes.
+    """Check the rows and the decompressed size of an Arrow file, reading only message headers.
 
-    Only the heads of its messages are read. Source: Arrow columnar format, "Encapsulated message
-    format" and "Buffer compression".
+    Source: Arrow columnar format, "Encapsulated message format" and "Buffer compression".
+
+    Raises:
+        UserError: If there are too many rows, or the decompressed size is implausible.
     """
     size = stream.size()
     position = PREFIX if stream.read_at(len(ARROW_FILE), 0) == ARROW_FILE else 0
     rows = 0
     while position + PREFIX <= size:
         mark, length = struct.unpack("<Ii", stream.read_at(PREFIX, position))
-        if mark != CONTINUES or not 0 < length <= min(MOST_METADATA, size - position):
-            return  # the end, or what pyarrow refuses
+        if mark != CONTINUES or not 0 < length <= min(MAX_METADATA_BYTES, size - position):
+            return  # the end, or data that pyarrow refuses
         head = stream.read_at(length, position + PREFIX)
         try:
-            batch_rows, unfolded, body = _message(head, stream, position + PREFIX + length)
+            batch_rows, unfolded, body = _parse_message(head, stream, position + PREFIX + length)
         except (struct.error, IndexError):
             raise UserError(f"{printable(uri)} is not readable as Arrow; fetch it again") from None
         rows += batch_rows
@@ -216,53 +231,53 @@ def check_arrow_messages(uri: str, stream: pa.NativeFile) -> None:
         position += PREFIX + length + body
 
 
-def _message(head: bytes, stream: pa.NativeFile, start: int) -> tuple[int, int, int]:
-    """Return the rows of a message, the bytes that its buffers unfold to, and those of its body."""
+def _parse_message(head: bytes, stream: pa.NativeFile, start: int) -> tuple[int, int, int]:
+    """Parse a message. Return its rows, its decompressed bytes and the bytes of its body."""
     message = _Table(head, struct.unpack_from("<I", head)[0])
-    body = message.number(3, "<q")
-    batch = message.table(2)
-    kind = message.number(1, "<B")
+    body = message.read_number(3, "<q")
+    batch = message.read_table_field(2)
+    kind = message.read_number(1, "<B")
     if kind == DICTIONARY_BATCH:
-        batch = batch.table(1)
+        batch = batch.read_table_field(1)
     if kind not in (DICTIONARY_BATCH, RECORD_BATCH):
         return 0, 0, body
     unfolded = 0
-    if batch.place(3):  # its buffers are compressed
-        for offset, length in batch.pairs(2):
+    if batch.locate(3):  # its buffers are compressed
+        for offset, length in batch.read_pairs(2):
             if length >= PREFIX:
                 whole = struct.unpack("<q", stream.read_at(PREFIX, start + offset))[0]
                 unfolded += max(whole, 0)
-    return batch.number(0, "<q"), unfolded, body
+    return batch.read_number(0, "<q"), unfolded, body
 
 
 class _Table:
-    """A table of a flatbuffer: its fields by their place in the schema."""
+    """A flatbuffer table. Fields are numbered by their position in the schema."""
 
     def __init__(self, data: bytes, start: int):
         self.data = data
         self.start = start
         self.fields = start - struct.unpack_from("<i", data, start)[0]
 
-    def place(self, field: int) -> int:
-        """Return where a field lies; 0 if it has its default."""
+    def locate(self, field: int) -> int:
+        """Return the offset of a field, or 0 if it has its default."""
         size = struct.unpack_from("<H", self.data, self.fields)[0]
         slot = 4 + 2 * field
         offset = struct.unpack_from("<H", self.data, self.fields + slot)[0] if slot < size else 0
         return self.start + offset if offset else 0
 
-    def number(self, field: int, form: str) -> int:
-        """Return a number."""
-        start = self.place(field)
+    def read_number(self, field: int, form: str) -> int:
+        """Read a number in the `struct` format `form`, or 0 if it has its default."""
+        start = self.locate(field)
         return int(struct.unpack_from(form, self.data, start)[0]) if start else 0
 
-    def table(self, field: int) -> _Table:
-        """Return a table in a field."""
-        start = self.place(field)
+    def read_table_field(self, field: int) -> _Table:
+        """Read the table in a field."""
+        start = self.locate(field)
         return _Table(self.data, start + struct.unpack_from("<I", self.data, start)[0])
 
-    def pairs(self, field: int) -> Iterator[tuple[int, int]]:
+    def read_pairs(self, field: int) -> Iterator[tuple[int, int]]:
         """Yield the pairs of numbers in a field."""
-        start = self.place(field)
+        start = self.locate(field)
         if start:
             start += struct.unpack_from("<I", self.data, start)[0]
             for index in range(struct.unpack_from("<I", self.data, start)[0]):
@@ -282,8 +297,8 @@ def _open_arrow(stream: pa.NativeFile) -> Iterator[Any]:
         yield reader
 
 
-def _arrow_batches(reader: Any) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an Arrow file, validated: offsets may lead anywhere."""
+def _iterate_batches(reader: Any) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an Arrow file after validation, because offsets may be out of bounds."""
     if isinstance(reader, pa.ipc.RecordBatchFileReader):
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
@@ -293,31 +308,31 @@ def _arrow_batches(reader: Any) -> Iterator[pa.RecordBatch]:
         yield batch
 
 
-def column_values(column: pa.Array) -> list[Any]:
-    """Return a column as Python values; equal values of a dictionary are one object."""
+def to_python_list(column: pa.Array) -> list[Any]:
+    """Convert a column to Python values; equal values of a dictionary share one object."""
     if not pa.types.is_dictionary(column.type):
         try:
             return list(column.to_pylist())
         except UnicodeDecodeError:
-            return [python_value(value) for value in column]
+            return [to_python_value(value) for value in column]
     indices = column.indices.to_pylist()
-    values = {index: python_value(column.dictionary[index]) for index in {*indices} - {None}}
+    values = {index: to_python_value(column.dictionary[index]) for index in {*indices} - {None}}
     return [values.get(index) for index in indices]
 
 
-def python_value(scalar: pa.Scalar) -> Any:
-    """Return a scalar as a Python value; text that is not UTF-8 becomes bytes."""
+def to_python_value(scalar: pa.Scalar) -> Any:
+    """Convert a scalar to a Python value; invalid UTF-8 becomes bytes."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
         if isinstance(scalar, pa.StructScalar):
-            return {name: python_value(scalar[name]) for name in scalar}
+            return {name: to_python_value(scalar[name]) for name in scalar}
         return scalar.as_buffer().to_pybytes()
 
 
 @contextmanager
-def reading_columns(uri: str) -> Iterator[None]:
-    """Turn errors of reading Parquet or Arrow into one sentence."""
+def translate_read_errors(uri: str) -> Iterator[None]:
+    """Context manager that translates errors of pyarrow into one UserError."""
     try:
         yield
     except UserError:

@@ -1,9 +1,9 @@
-"""Which file a row of a table names.
+"""Find the file that a row of a table names.
 
-A path starts at the folder of its table, or where `source.files` says. Names are compared in
-Unicode form NFC, and without regard to capitals if no file is spelled exactly so. If not one row
-leads to a file from there, the leading folders of the paths are those of another machine: they are
-exchanged for a folder of the source, the same for all rows.
+Paths are relative to the folder of the table, or follow the patterns in `source.files`. Names are
+compared in Unicode form NFC; case is ignored if no file matches exactly. If no row leads to a file,
+the paths are probably those of another machine, for example `/home/ann/zoo/cat/1.png`. Then their
+leading folders are replaced by one folder of the source for all rows.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import NamedTuple
 
 from pipeline.data.file_kinds import IMAGE_SUFFIXES
 from pipeline.data.names import nfc, printable, suffix_of
-from pipeline.data.splits import ROLES, role_of
+from pipeline.data.splits import ROLES, parse_role
 from workers.errors import UserError
 from workers.storage.artifact import is_local
 
 ADDRESS = "corrupt: an address, and a table names files; download it and name the file"
 NO_FILE = "corrupt: there is no such file"
 NO_PATH = "corrupt: its row names no file"
-ANYWHERE = "**/"  # the beginning of a pattern: in any folder below the source
+ANYWHERE = "**/"  # start of a pattern that matches in any folder below the source
 DRIVE = re.compile(r"[A-Za-z]:(?=[\\/])")
-MAX_PATTERNS = 8  # literal ones that are written on a card
-MAX_PLACES = 50  # files of one name that are looked at
+MAX_PATTERNS = 8  # literal patterns on a card
+MAX_CANDIDATES = 50  # files with equal names to consider
 
 
 class NamedRow(NamedTuple):
     """A row of a table.
 
     Attributes:
-        text: What it says of its image.
-        label: Its label, empty without one.
-        split: What it, or its table, says of its split; empty if nothing.
+        text: Path or id of the image, as the table has it.
+        label: Its label, or "".
+        split: Its split word, from the row or from the name of the table, or "".
     """
 
     text: str
@@ -46,7 +46,7 @@ class NamedRow(NamedTuple):
 
 
 class FileIndex:
-    """The files below a source that rows may name."""
+    """An index of the files below a source that rows may name."""
 
     def __init__(self, names: Iterable[str]):
         self._by_path: dict[str, list[str]] = {}
@@ -62,30 +62,29 @@ class FileIndex:
     def __len__(self) -> int:
         return sum(map(len, self._by_path.values()))
 
-    def at(self, path: str) -> list[str]:
-        """Return the files at a path below the source: one, unless capitals alone tell them
-        apart."""
-        return _exact(self._by_path.get(_fold(path), []), path)
+    def find_path(self, path: str) -> list[str]:
+        """Return the files at a path below the source; several if they differ only in case."""
+        return _prefer_exact(self._by_path.get(_fold(path), []), path)
 
-    def ending_with(self, path: str) -> list[str]:
-        """Return the files whose path ends with another one, or with that and an extension."""
+    def find_by_suffix(self, path: str) -> list[str]:
+        """Return the files that end with a path, with or without their extension."""
         folded = _fold(path)
         names = self._by_base.get(folded.rpartition("/")[2], [])
         tail = f"/{folded}"
-        found: list[str] = []
-        for name in names[: MAX_PLACES * 20]:
+        matches: list[str] = []
+        for name in names[: MAX_CANDIDATES * 20]:
             whole = f"/{_fold(name)}"
             if whole.endswith(tail) or whole[: whole.rfind(".")].endswith(tail):
-                found.append(name)
-        return _exact(found, path)
+                matches.append(name)
+        return _prefer_exact(matches, path)
 
 
 def _fold(path: str) -> str:
     return nfc(path).casefold()
 
 
-def _exact(names: list[str], path: str) -> list[str]:
-    """Return the names that end exactly with a path, if there are any; else all."""
+def _prefer_exact(names: list[str], path: str) -> list[str]:
+    """Return the names that end with a path in its exact case, or all names if none does."""
     if len(names) < 2:
         return names
     tail = f"/{nfc(path)}"
@@ -95,18 +94,26 @@ def _exact(names: list[str], path: str) -> list[str]:
 
 # ---- paths in tables -----------------------------------------------------------------------------
 class RowPath(NamedTuple):
-    """A path in a table: with `/`, without a drive, and whether it is absolute."""
+    """A path in a table.
+
+    Attributes:
+        text: The path with `/` as separator and without a drive.
+        is_absolute: Whether it is absolute.
+    """
 
     text: str
     is_absolute: bool
 
 
 def parse_path(text: str, base: str) -> RowPath | None:
-    """Return the path that a row gives; None for an address.
+    """Parse the path in a row.
 
     Args:
-        text: As in the table; paths of Windows have other signs.
-        base: Path or URI of the source; a path below it is taken from there.
+        text: Text in the table, for example `img/1.png` or `C:\\zoo\\1.png`.
+        base: Path or URI of the source; a path below it becomes relative to it.
+
+    Returns:
+        The path, or None for a URL.
     """
     text = text.strip().removeprefix("file://")
     if text.startswith(f"{base.rstrip('/')}/"):
@@ -119,8 +126,8 @@ def parse_path(text: str, base: str) -> RowPath | None:
     return RowPath(text, text.startswith("/"))
 
 
-def joined(folder: str, path: str) -> str | None:
-    """Return a path below the source from a folder of it; None if it leads out."""
+def join_inside(folder: str, path: str) -> str | None:
+    """Join a folder below the source and a path, or return None if the result is outside."""
     name = posixpath.normpath(posixpath.join(folder, path))
     return None if name == ".." or name.startswith(("../", "/")) else name
 
@@ -129,8 +136,8 @@ class FileFinder:
     """Finds the files that the rows of a table name.
 
     Args:
-        index: Of the source's files.
-        folder: Of the table, below the source.
+        index: Index of the source's files.
+        folder: Folder of the table, below the source.
         base: Path or URI of the source.
         patterns: `source.files` of the card.
     """
@@ -143,7 +150,7 @@ class FileFinder:
         self.moved: tuple[str, str] | None = None  # leading folders in the table, in the source
 
     def find(self, row: NamedRow) -> tuple[list[str], str | None]:
-        """Return the files that a row can mean, and the problem of a row that means none."""
+        """Return the files that a row may name, and a problem without files."""
         if not row.text or "\0" in row.text:
             return [], NO_PATH
         path = parse_path(row.text, self.base)
@@ -151,78 +158,81 @@ class FileFinder:
             return [], ADDRESS
         names: list[str] = []
         for pattern in self.patterns:
-            names += [name for name in self._at(pattern, path, row) if name not in names]
+            names += [
+                name for name in self._find_by_pattern(pattern, path, row) if name not in names
+            ]
         return names, None if names else NO_FILE
 
-    def _at(self, pattern: str, path: RowPath, row: NamedRow) -> Iterator[str]:
+    def _find_by_pattern(self, pattern: str, path: RowPath, row: NamedRow) -> Iterator[str]:
         if self.moved is not None:
             before, after = self.moved
             if path.text.startswith(before):
-                yield from self.index.at(posixpath.join(after, path.text[len(before) :]))
+                yield from self.index.find_path(posixpath.join(after, path.text[len(before) :]))
             return
         if path.is_absolute and self._is_plain(pattern):
             text = path.text.removeprefix("/")
             if is_local(self.base) and path.text.startswith(f"{os.path.realpath(self.base)}/"):
                 text = os.path.relpath(path.text, os.path.realpath(self.base))
-            yield from self.index.at(posixpath.normpath(text))
+            yield from self.index.find_path(posixpath.normpath(text))
             return
-        for word in _split_words(row.split) if "{split}" in pattern else ("",):
-            place = pattern.replace("{split}", word).replace("{label}", row.label)
-            place = place.replace("{}", path.text)
-            if place.startswith(ANYWHERE):
-                yield from self.index.ending_with(place.removeprefix(ANYWHERE))
+        for word in _list_split_names(row.split) if "{split}" in pattern else ("",):
+            target = pattern.replace("{split}", word).replace("{label}", row.label)
+            target = target.replace("{}", path.text)
+            if target.startswith(ANYWHERE):
+                yield from self.index.find_by_suffix(target.removeprefix(ANYWHERE))
                 continue
-            name = joined(self.folder, place)
+            name = join_inside(self.folder, target)
             if name is not None:
-                yield from self.index.at(name)
+                yield from self.index.find_path(name)
 
     def _is_plain(self, pattern: str) -> bool:
-        """Whether a pattern is the path as it stands in the table, from the table's folder."""
+        """Whether a pattern leaves the path in the table unchanged."""
         return pattern == "{}" or (
-            pattern.endswith("/{}") and joined(self.folder, pattern) == joined(self.folder, "{}")
+            pattern.endswith("/{}")
+            and join_inside(self.folder, pattern) == join_inside(self.folder, "{}")
         )
 
-    def look_for_moved_folders(self, rows: Sequence[NamedRow]) -> None:
-        """Exchange leading folders of the rows for a folder of the source, if none is found."""
+    def find_moved_folders(self, rows: Sequence[NamedRow]) -> None:
+        """Find a replacement for the leading folders of the rows, if no row leads to a file."""
         if not all(map(self._is_plain, self.patterns)) or any(self.find(row)[0] for row in rows):
             return
         moves: Counter[tuple[str, str]] = Counter()
         for row in rows:
             path = parse_path(row.text, self.base)
             if path is not None and "\0" not in path.text:
-                moves.update(self._moves(path))
+                moves.update(self._find_moves(path))
         if moves:
             fewest = min(len(before) for before, _ in moves)
             nearest = [move for move in moves if len(move[0]) == fewest]
             if len(nearest) == 1:
                 self.moved = nearest[0]
 
-    def _moves(self, path: RowPath) -> list[tuple[str, str]]:
-        """Return the exchanges that lead from a path to a file, those that drop least."""
+    def _find_moves(self, path: RowPath) -> list[tuple[str, str]]:
+        """Return the replacements (old prefix, new prefix) that keep the longest tail of a path."""
         start = path.text.find("/") + 1
         while 0 < start < len(path.text):
             tail = path.text[start:]
-            names = [name for name in self.index.ending_with(tail) if suffix_of(tail)]
+            names = [name for name in self.index.find_by_suffix(tail) if suffix_of(tail)]
             if names:
                 return [(path.text[:start], name[: len(name) - len(tail)]) for name in names]
             start = path.text.find("/", start) + 1
         return []
 
 
-def _split_words(split: str) -> list[str]:
-    """Return the names that a folder of a split can have: the word itself, and its synonyms."""
-    role = role_of(split)
+def _list_split_names(split: str) -> list[str]:
+    """Return the possible names of a split folder: the word itself and its synonyms."""
+    role = parse_role(split)
     synonyms = ROLES[role] if role is not None else frozenset()
     return [split, *sorted(synonyms - {split.lower()})]
 
 
-# ---- where the images of a table lie -------------------------------------------------------------
+# ---- the image files of a table ------------------------------------------------------------------
 class Placement(NamedTuple):
     """One way to read the paths of a table.
 
     Attributes:
-        patterns: For `source.files`.
-        files: The file of each row; None for a row that leads nowhere.
+        patterns: Value for `source.files`.
+        files: The file of each row, or None for a row without a file.
     """
 
     patterns: tuple[str, ...]
@@ -230,50 +240,53 @@ class Placement(NamedTuple):
 
     @property
     def num_found(self) -> int:
-        """Number of rows that lead to a file."""
+        """Number of rows with a file."""
         return sum(file is not None for file in self.files)
 
 
-def placements(
+def find_placements(
     rows: Sequence[NamedRow], index: FileIndex, folder: str, base: str
 ) -> list[Placement]:
-    """Return all consistent ways to read the paths of a table; none if they lead to no files.
+    """Find all consistent ways to read the paths of a table.
 
-    A way is consistent if every row that leads to a file at all leads to one, and no file gets two
-    labels or two splits.
+    A way is consistent if each row leads to at most one file and no file gets two labels or two
+    splits.
 
     Args:
-        rows: Of the table.
-        index: Of the files that may be images.
-        folder: Of the table, below the source.
+        rows: Rows of the table.
+        index: Index of the image files.
+        folder: Folder of the table, below the source.
         base: Path or URI of the source.
+
+    Returns:
+        The placements, or [] if the paths lead to no files.
     """
-    direct = _place(rows, FileFinder(index, folder, base, ("{}",)))
-    places = [_places(row, index, base) for row in rows]
-    num_possible = sum(map(bool, places))
+    direct = _build_placement(rows, FileFinder(index, folder, base, ("{}",)))
+    candidates = [_find_candidates(row, index, base) for row in rows]
+    num_possible = sum(map(bool, candidates))
     if direct is not None and direct.num_found >= num_possible:
         return [direct]
-    found: dict[tuple[str | None, ...], Placement] = {}
-    for pattern in _shared_patterns(rows, places, folder):
-        placement = _place(rows, FileFinder(index, folder, base, (pattern,)))
+    by_files: dict[tuple[str | None, ...], Placement] = {}
+    for pattern in _find_shared_patterns(rows, candidates, folder):
+        placement = _build_placement(rows, FileFinder(index, folder, base, (pattern,)))
         if placement is not None and placement.num_found >= num_possible:
-            found.setdefault(placement.files, placement)
-    literal = _literal_placement(rows, places, folder)
+            by_files.setdefault(placement.files, placement)
+    literal = _build_literal_placement(rows, candidates, folder)
     if literal is not None and _is_consistent(rows, literal.files):
-        found.setdefault(literal.files, literal)
-    if len(found) == 1:
-        for other in _other_places(rows, places, *found):
-            found.setdefault(other.files, other)
-    if found:
-        return [*found.values()]
+        by_files.setdefault(literal.files, literal)
+    if len(by_files) == 1:
+        for other in _find_other_placements(rows, candidates, *by_files):
+            by_files.setdefault(other.files, other)
+    if by_files:
+        return [*by_files.values()]
     finder = FileFinder(index, folder, base, ("{}",))
-    finder.look_for_moved_folders(rows)
-    moved = _place(rows, finder) if finder.moved else None
+    finder.find_moved_folders(rows)
+    moved = _build_placement(rows, finder) if finder.moved else None
     return [moved] if moved is not None else []
 
 
-def _place(rows: Sequence[NamedRow], finder: FileFinder) -> Placement | None:
-    """Return the files that rows lead to; None if that is not consistent."""
+def _build_placement(rows: Sequence[NamedRow], finder: FileFinder) -> Placement | None:
+    """Build the placement that a finder gives, or return None if it is not consistent."""
     files: list[str | None] = []
     for row in rows:
         names, _ = finder.find(row)
@@ -284,7 +297,7 @@ def _place(rows: Sequence[NamedRow], finder: FileFinder) -> Placement | None:
 
 
 def _is_consistent(rows: Sequence[NamedRow], files: Sequence[str | None]) -> bool:
-    """Whether no file has rows of two labels or two splits, and there is a file at all."""
+    """Whether there is a file, and no file has two labels or two splits."""
     first: dict[str, tuple[str, str]] = {}
     for row, file in zip(rows, files, strict=True):
         if file is None:
@@ -294,31 +307,31 @@ def _is_consistent(rows: Sequence[NamedRow], files: Sequence[str | None]) -> boo
     return bool(first)
 
 
-def _places(row: NamedRow, index: FileIndex, base: str) -> list[str]:
-    """Return the files that end with the path that a row gives."""
+def _find_candidates(row: NamedRow, index: FileIndex, base: str) -> list[str]:
+    """Return the files that end with the path in a row."""
     path = parse_path(row.text, base) if row.text and "\0" not in row.text else None
     if path is None:
         return []
     text = posixpath.normpath(path.text.removeprefix("/"))
-    return [] if text.startswith("..") else index.ending_with(text)[:MAX_PLACES]
+    return [] if text.startswith("..") else index.find_by_suffix(text)[:MAX_CANDIDATES]
 
 
-def _shared_patterns(
-    rows: Sequence[NamedRow], places: Sequence[list[str]], folder: str
+def _find_shared_patterns(
+    rows: Sequence[NamedRow], candidates: Sequence[list[str]], folder: str
 ) -> list[str]:
-    """Return the patterns by which the first row with files leads to one of them."""
+    """Return the patterns that lead from the first row with candidates to one of them."""
     patterns: dict[str, None] = {}
-    for row, names in zip(rows, places, strict=True):
+    for row, names in zip(rows, candidates, strict=True):
         for name in names:
-            patterns.update(dict.fromkeys(_patterns(row, name, folder)))
+            patterns.update(dict.fromkeys(_iterate_patterns(row, name, folder)))
         if patterns:
             break
     return [*patterns]
 
 
-def _patterns(row: NamedRow, name: str, folder: str) -> Iterator[str]:
-    """Yield the patterns by which a row leads to a file, those with fewer placeholders first."""
-    prefix, suffix = _around(row.text, name)
+def _iterate_patterns(row: NamedRow, name: str, folder: str) -> Iterator[str]:
+    """Yield the patterns that lead from a row to a file, those with few placeholders first."""
+    prefix, suffix = _split_around(row.text, name)
     choices: list[list[str]] = []
     for part in prefix:
         options = [part] if "{" not in part else []
@@ -328,16 +341,18 @@ def _patterns(row: NamedRow, name: str, folder: str) -> Iterator[str]:
             options.append("{split}")
         choices.append(options)
     for parts in product(*choices):
-        yield _from_folder(parts, folder) + suffix
+        yield _format_prefix(parts, folder) + suffix
 
 
 def _is_same_role(first: str, second: str) -> bool:
-    return role_of(first) is not None and role_of(first) == role_of(second)
+    return parse_role(first) is not None and parse_role(first) == parse_role(second)
 
 
-def _around(text: str, name: str) -> tuple[tuple[str, ...], str]:
-    """Return the folders before the path of a row in the path of a file, and `{}` with the
-    extension that the row leaves out."""
+def _split_around(text: str, name: str) -> tuple[tuple[str, ...], str]:
+    """Split the path of a file around the path of a row.
+
+    For example, the row `cat/1` and the file `raw/cat/1.png` give `("raw",)` and `{}.png`.
+    """
     path = posixpath.normpath(text.replace("\\", "/").strip().removeprefix("/"))
     parts = nfc(name).split("/")
     num_folders = len(parts) - path.count("/") - 1
@@ -346,39 +361,42 @@ def _around(text: str, name: str) -> tuple[tuple[str, ...], str]:
     return tuple(parts[:num_folders]), "{}" + extension
 
 
-def _from_folder(prefix: Sequence[str], folder: str) -> str:
-    """Return folders below the source as the folder of a table names them, with `/` at the end."""
+def _format_prefix(prefix: Sequence[str], folder: str) -> str:
+    """Format folders below the source, relative to the folder of a table, with a final `/`."""
     path = "/".join(prefix)
     if folder:
         path = posixpath.relpath(path or ".", folder)
     return "" if path in ("", ".") else f"{path}/"
 
 
-def _literal_placement(
-    rows: Sequence[NamedRow], places: Sequence[list[str]], folder: str
+def _build_literal_placement(
+    rows: Sequence[NamedRow], candidates: Sequence[list[str]], folder: str
 ) -> Placement | None:
-    """Return the way in which every row leads to the one file that its path can end in.
+    """Build the placement in which each row leads to the only file that ends with its path.
 
-    A row that can end in several files leads to the one that lies where those of other rows do.
+    If a row has several such files, it leads to the one in a folder that other rows use.
+
+    Returns:
+        The placement, or None if a row stays ambiguous or there are too many patterns.
     """
     known = {
-        _around(row.text, names[0])
-        for row, names in zip(rows, places, strict=True)
+        _split_around(row.text, names[0])
+        for row, names in zip(rows, candidates, strict=True)
         if len(names) == 1
     }
     patterns: dict[str, None] = {}
     suffixes: dict[str, None] = {}
     files: list[str | None] = []
-    for row, names in zip(rows, places, strict=True):
+    for row, names in zip(rows, candidates, strict=True):
         if not names:
             files.append(None)
             continue
         if len(names) > 1:
-            names = [name for name in names if _around(row.text, name) in known]
+            names = [name for name in names if _split_around(row.text, name) in known]
         if len(names) != 1:
             return None
-        prefix, suffix = _around(row.text, names[0])
-        patterns[_from_folder(prefix, folder) + suffix] = None
+        prefix, suffix = _split_around(row.text, names[0])
+        patterns[_format_prefix(prefix, folder) + suffix] = None
         suffixes[suffix] = None
         files.append(names[0])
     if len(patterns) > MAX_PATTERNS:
@@ -388,31 +406,38 @@ def _literal_placement(
     return Placement(tuple(patterns), tuple(files))
 
 
-def _other_places(
-    rows: Sequence[NamedRow], places: Sequence[list[str]], files: tuple[str | None, ...]
+def _find_other_placements(
+    rows: Sequence[NamedRow], candidates: Sequence[list[str]], files: tuple[str | None, ...]
 ) -> Iterator[Placement]:
-    """Yield a way to read the rows that uses no folder of another way, if there is one."""
+    """Yield a placement that shares no folder with the given files, if there is one."""
     used: set[tuple[str, ...]] = set()
     for row, file in zip(rows, files, strict=True):
         if file is not None:
-            used.add(_around(row.text, file)[0])
+            used.add(_split_around(row.text, file)[0])
     patterns: dict[str, None] = {}
     others: list[str | None] = []
-    for row, names in zip(rows, places, strict=True):
-        rest = [name for name in names if _around(row.text, name)[0] not in used]
+    for row, names in zip(rows, candidates, strict=True):
+        rest = [name for name in names if _split_around(row.text, name)[0] not in used]
         if names and not rest:
             return
         others.append(rest[0] if rest else None)
         if rest:
-            prefix, suffix = _around(row.text, rest[0])
+            prefix, suffix = _split_around(row.text, rest[0])
             patterns["/".join((*prefix, suffix))] = None
     yield Placement(tuple(patterns), tuple(others))
 
 
-def several_files(where: str, row: int, text: str, names: Sequence[str]) -> UserError:
-    """Return the error of a row that names several files."""
+def ambiguous_files_error(where: str, row: int, text: str, names: Sequence[str]) -> UserError:
+    """Return the error for a row that names several files.
+
+    Args:
+        where: Name of the table.
+        row: Number of the row.
+        text: Path in the row.
+        names: The files.
+    """
     return UserError(
         f"{where}: row {row} names {printable(text)!r:.80}, and there are both "
-        f"{printable(names[0])!r:.120} and {printable(names[1])!r:.120}; say where the images lie "
+        f"{printable(names[0])!r:.120} and {printable(names[1])!r:.120}; set the path of images "
         "with source.files, as in `images/{}` or `{label}/{}`"
     )

@@ -1,4 +1,4 @@
-"""Whether bytes are a usable image, and which bytes of it are stored."""
+"""Check that a file is a usable image, and encode it for storage."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from workers.data.decoding import (
     to_rgb,
 )
 
-# Pillow's formats that are stored as they are, and the extension in the shard
+# Pillow format -> extension in the shard, for files stored unchanged
 STORED_FORMATS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
-MODERN_FORMATS = ("AVIF", "HEIF")  # at ingest alone, where they become PNG
-SMALL_PIXELS = 1_000_000  # an image of no more may be of one colour, in as few bytes as it takes
-# passes of an interlaced PNG: first column, first row, step of columns, step of rows
+MODERN_FORMATS = ("AVIF", "HEIF")  # read only by ingest, which stores them as PNG
+SMALL_PIXELS = 1_000_000  # above that, max_pixels_per_byte limits the compression
+# passes of an interlaced PNG: first column, first row, column step, row step
 ADAM7 = (
     (0, 0, 8, 8),
     (4, 0, 8, 8),
@@ -40,19 +40,19 @@ ADAM7 = (
     (1, 0, 2, 2),
     (0, 1, 1, 2),
 )
-CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # of PNG's colour types
-INFLATE_BYTES = 1 << 20  # at a time
+CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # PNG colour type -> number of channels
+INFLATE_BYTES = 1 << 20  # maximum bytes per decompression step
 
 
 class CheckedImage(NamedTuple):
-    """What is known of an image that was decoded.
+    """The result of decoding an image.
 
     Attributes:
-        problem: Why it cannot be used.
-        is_blank: Whether its pixels have one colour.
-        became_blank: Whether that is so though its values differ: it is transparent, or its values
-            are a small part of their range.
-        top: The largest value of an image of more than 8 bits, if it is a whole number.
+        problem: The reason that it cannot be used, or None.
+        is_blank: Whether all pixels have one colour.
+        became_blank: Whether it is blank only after conversion to 8 bits: it is transparent, or its
+            values are a small part of their range.
+        top: The largest value of an image with 16-bit integers.
     """
 
     problem: str | None = None
@@ -64,12 +64,12 @@ class CheckedImage(NamedTuple):
 def check_image(
     data: bytes, limits: ImageLimits = ANY_RANGE, per_byte: int = MAX_PIXELS_PER_BYTE
 ) -> CheckedImage:
-    """Decode an image to the last pixel.
+    """Decode a complete image and check it.
 
     Args:
-        data: Of the file.
-        limits: Of the data set.
-        per_byte: The most pixels that a byte may stand for.
+        data: Bytes of the file.
+        limits: Limits of the data set.
+        per_byte: Maximum number of pixels per byte.
     """
     try:
         image = open_any(data, limits.max_pixels)
@@ -77,28 +77,29 @@ def check_image(
         if width * height > max(SMALL_PIXELS, per_byte * len(data)):
             return CheckedImage(
                 f"{width} x {height} pixels in {len(data)} bytes are more "
-                f"than max_pixels_per_byte = {per_byte}; if they are meant, raise it on the card"
+                f"than max_pixels_per_byte = {per_byte}; if the image is valid, raise the limit on "
+                "the card"
             )
         image.verify()
         if image.format == "PNG" and not has_all_rows(data):
             return CheckedImage("image file is truncated (its data ends before its last row)")
         image = open_any(data, limits.max_pixels)
         image.load()
-        return _described(image, limits)
+        return _describe(image, limits)
     except MemoryError:
         raise
     except Exception as error:  # Pillow's plugins raise almost anything on damaged files
-        return CheckedImage(_pillow_problem(error))
+        return CheckedImage(_describe_error(error))
 
 
-def _described(image: Image.Image, limits: ImageLimits) -> CheckedImage:
+def _describe(image: Image.Image, limits: ImageLimits) -> CheckedImage:
     is_plain = image.mode in ("L", "RGB", "CMYK", "YCbCr") and "transparency" not in image.info
     has_one_value = _has_one_value(image)
     is_blank = has_one_value if is_plain else _has_one_value(to_rgb(image, limits.value_range))
     top = None
     if is_reduced(image) and limits.value_range is not None:
         return CheckedImage(
-            "its 16 bits in several channels are reduced to 8 bits, so that source.range has no "
+            "its 16 bits in several channels are reduced to 8 bits, so source.range has no "
             "effect; convert it to 8 bits, or remove source.range"
         )
     if image.info.get(MAXIMUM) == SIXTEEN_BITS:
@@ -120,10 +121,10 @@ def _has_one_value(image: Image.Image) -> bool:
 
 
 def open_any(data: bytes, max_pixels: int) -> Image.Image:
-    """Open an image of any format that ingest reads, HEIC and AVIF too.
+    """Open an image in any format that ingest reads, including HEIC and AVIF.
 
     Raises:
-        ValueError: If it is HEIC, and the package for it is not installed.
+        ValueError: If the image is HEIC and pillow-heif is not installed.
     """
     formats: tuple[str, ...] = IMAGE_FORMATS
     if data[4:8] == b"ftyp":
@@ -135,7 +136,7 @@ def open_any(data: bytes, max_pixels: int) -> Image.Image:
 
 @lru_cache(maxsize=1)
 def can_read_heic() -> bool:
-    """Whether the optional package that reads HEIC is installed."""
+    """Whether the optional package pillow-heif is installed."""
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
@@ -144,20 +145,23 @@ def can_read_heic() -> bool:
     return True
 
 
-def _pillow_problem(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "cannot identify" in text:
         return "not an image"
-    return re.sub(r"\s*<[^>]*at 0x[0-9a-f]+>", "", text)  # objects in memory
+    return re.sub(r"\s*<[^>]*at 0x[0-9a-f]+>", "", text)  # without addresses of objects
 
 
 def has_all_rows(data: bytes) -> bool:
-    """Whether the compressed data of a sound PNG holds as many bytes as its header says.
+    """Whether the compressed data of a valid PNG has all rows that its header declares.
 
-    Pillow leaves missing rows black, without a word. Raise zlib.error where the data is not
-    compressed. Source: PNG specification (ISO/IEC 15948), sections 7 to 10.
+    Pillow silently leaves missing rows black. Source: PNG specification (ISO/IEC 15948), sections
+    7 to 10.
+
+    Raises:
+        zlib.error: If the data cannot be decompressed.
     """
-    missing = _raw_bytes(data)
+    missing = _count_raw_bytes(data)
     inflate = zlib.decompressobj()
     position = 8
     while missing > 0 and position + 12 <= len(data):
@@ -172,8 +176,8 @@ def has_all_rows(data: bytes) -> bool:
     return missing <= 0
 
 
-def _raw_bytes(data: bytes) -> int:
-    """Return how many bytes the rows of a PNG have, by its header: a filter byte and pixels."""
+def _count_raw_bytes(data: bytes) -> int:
+    """Count the bytes of all rows of a PNG by its header; a row has a filter byte and pixels."""
     width, height, bits, color, _, _, interlaced = struct.unpack(">IIBBBBB", data[16:29])
     passes = ADAM7 if interlaced else ((0, 0, 1, 1),)
     total = 0
@@ -185,11 +189,12 @@ def _raw_bytes(data: bytes) -> int:
     return total
 
 
-def to_stored(data: bytes, limits: ImageLimits) -> tuple[bytes, str]:
-    """Return the bytes that go into the shard, and their extension.
+def encode_for_storage(data: bytes, limits: ImageLimits) -> tuple[bytes, str]:
+    """Encode an image for the shard.
 
-    They are the original bytes, or PNG if few programs read the original format, or if the card
-    gives the range of its values.
+    Returns:
+        The original bytes and their extension. PNG instead if few programs read the original
+        format, or if the card sets the range of deep images.
     """
     image = open_any(data, limits.max_pixels)
     extension = STORED_FORMATS.get(image.format or "")

@@ -29,7 +29,7 @@ from pipeline.data.formats.base import MapFn, Unit, source_uri
 from pipeline.data.image_checks import STORED_FORMATS
 from pipeline.data.listing import Entry, list_entries
 from pipeline.data.packs import ROWS, ImageChecker, name_of, notes_of, raw_row
-from pipeline.data.preview import PER_GROUP, Picture, most_of_group
+from pipeline.data.preview import MAX_PER_GROUP, Picture, limit_per_group
 from workers.data.decoding import open_image
 from workers.data.in_place import SHARDS, number_of_shard, urls_by_name, write_shards
 from workers.data.shards import SCHEMA
@@ -144,7 +144,7 @@ def _pictures(
             if split is not None:
                 group = by_group.setdefault((split, picture.label), [])
                 group.append(picture._replace(split=split))
-    most = most_of_group(len(by_group))
+    most = limit_per_group(len(by_group))
     return [picture for group in by_group.values() for picture in group[:most]]
 
 
@@ -222,10 +222,10 @@ def index_shard(job: IndexJob) -> IndexedShard:
                 row |= {"sha256": digest, "ext": extension}
                 row |= {"pack": job.name, "offset": item.offset, "bytes": item.size}
                 num_shown[row["label"]] += 1
-                is_shown = job.is_shown and num_shown[row["label"]] <= PER_GROUP
+                is_shown = job.is_shown and num_shown[row["label"]] <= MAX_PER_GROUP
                 if is_shown and len(pictures) < MOST_PICTURES:
                     split, label, name = row["split"], row["label"], row["name"]
-                    pictures.append(Picture.of(job.card, split, label, name, data))
+                    pictures.append(Picture.from_image(job.card, split, label, name, data))
         rows.append(row)
     info: FileInfo = {"bytes": summary.size, "sha256": summary.sha256}
     table = pa.Table.from_pylist(rows, ROWS)

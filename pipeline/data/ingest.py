@@ -27,10 +27,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.data.account import ACCOUNT, Account, account_of
+from pipeline.data.account import ACCOUNT, Account, build_account
 from pipeline.data.cards import Card
 from pipeline.data.csv_text import to_csv
-from pipeline.data.digests import digest_of_rows, index_digest
+from pipeline.data.digests import digest_index, digest_rows
 from pipeline.data.formats import SourceState, format_of, require_entries, source_state, units
 from pipeline.data.formats.base import UNIT_ITEMS, MapFn, Unit, check_unfolding, unit_slices
 from pipeline.data.listing import Entry
@@ -45,7 +45,7 @@ from pipeline.data.packs import (
     read_table,
     write_unit,
 )
-from pipeline.data.preview import PREVIEW, Picture, preview_page, sample_rows
+from pipeline.data.preview import PREVIEW, Picture, render_preview, sample_rows
 from pipeline.data.selection import REJECTED, reason_counts, rejected_rows, select_rows
 from pipeline.data.shard_writer import (
     ShardJob,
@@ -195,7 +195,7 @@ def _pictures(card: Card, rows: pa.Table, packs: str) -> Iterator[Picture]:
         images = PackedImages(packs, rows[part])
         for row in rows[part].to_pylist():
             data = images.image(row["pack"], row["offset"], row["bytes"])
-            yield Picture.of(card, row["split"], row["label"], row["name"], data)
+            yield Picture.from_image(card, row["split"], row["label"], row["name"], data)
 
 
 class Contents(NamedTuple):
@@ -227,12 +227,12 @@ def select_contents(card: Card, rows: pa.Table, entries: list[Entry]) -> Content
     Raises:
         UserError: If too much is bad, or the images are not those that the card promises.
     """
-    raw_content_digest = digest_of_rows(rows["raw"].drop_null())
+    raw_content_digest = digest_rows(rows["raw"].drop_null())
     selected, rejected, notes = select_rows(card, rows.drop_columns("raw"))
     account = _account(card, entries, selected, rejected, notes)
     account.check(card)
     counts = _counts_of(selected)
-    content = index_digest(selected.rename_columns({"label": "class"}))
+    content = digest_index(selected.rename_columns({"label": "class"}))
     check_promises(card, counts, content)
     fields = {
         "kind": "ingest",
@@ -257,12 +257,12 @@ def _account(
     if format_of(card).list_items is None:
         counts = {"used": len(selected), **reason_counts(left_out)}
         counts.pop("other file", None)
-        return account_of(card, entries, {}, notes, counts)
+        return build_account(card, entries, {}, notes, counts)
     images: dict[str, str | None] = dict(
         zip(left_out["source"].to_pylist(), left_out["reason"].to_pylist(), strict=True)
     )
     images |= dict.fromkeys(selected["name"].to_pylist())
-    return account_of(card, entries, images, notes)
+    return build_account(card, entries, images, notes)
 
 
 def publish(
@@ -287,7 +287,7 @@ def publish(
     attempt.write(ACCOUNT, contents.account.to_json())
     groups = contents.selected.group_by(["split", "label"]).aggregate([([], "count_all")])
     counts = {(row["split"], row["label"]): row["count_all"] for row in groups.to_pylist()}
-    page = preview_page(contents.card, contents.account, counts, pictures)
+    page = render_preview(contents.card, contents.account, counts, pictures)
     attempt.write(PREVIEW, page.encode())
     fields = {**extra, **contents.fields}
     fields["wall_s"] = round(time.monotonic() - fields.pop("started"), 3)
@@ -385,7 +385,7 @@ def read_source(
 def raw_content(card: Card, map_fn: MapFn) -> str:
     """Return the digest of all images of a source as they are now; they are not decoded."""
     parts = map_fn(raw_rows, [RawJob(unit, card) for unit in units(card, map_fn)])
-    return digest_of_rows(pa.chunked_array(parts, pa.large_binary()))
+    return digest_rows(pa.chunked_array(parts, pa.large_binary()))
 
 
 # ---- second pass: the shards ---------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Labels: one normal form for what tables, members of tars and Parquet files say, and its class.
+"""Labels: the normal form of values in tables, tars and Parquet files, and the class they name.
 
-The rule:
+The rules:
 
-- Blank, `NaN`, `null` and `<NA>` (in any case) are no label.
-- Blanks around a label do not count, and names are compared in Unicode form NFC.
-- `3`, `3.0` and the number 3 are the same label; `03` is another.
-- A label is the name of a class. It is a place in the list of classes only if the card says
+- A blank, `NaN`, `null` and `<NA>` (in any case) mean a missing label.
+- Spaces around a label are removed, and names are compared in Unicode form NFC.
+- `3`, `3.0` and the number 3 are equal labels; `03` is a different one.
+- A label is the name of a class. It is a position in the list of classes only if the card has
   `source.numbers: places`, or if the file declares its classes (ClassLabel).
 """
 
@@ -23,21 +23,21 @@ NO_LABEL = frozenset(("", "nan", "null", "<na>"))
 PERHAPS_NO_LABEL = frozenset(("na", "n/a", "none", "nil", "-1", "?", "-", "--", "missing"))
 WHOLE = re.compile(r"-?[0-9]{1,9}")
 WHOLE_AS_FLOAT = re.compile(r"(-?[0-9]{1,9})\.0+")
-MAX_NUMBER_DIGITS = 18  # of a label that is a number
-NUMBER = "number "  # before a label that is a number, and no class
-MAX_LABEL_BYTES = 4096  # of a class name in a source
+MAX_NUMBER_DIGITS = 18  # digits of a numeric label
+NUMBER = "number "  # prefix of a numeric label without a class
+MAX_LABEL_BYTES = 4096
 NUMBERS_HINT = (
-    "say on the card what numbers are: `source.numbers: names` (of classes), or `places` (in the "
+    "set on the card what numbers are: `source.numbers: names` (of classes), or `places` (in the "
     "list of classes, from 0)"
 )
 
 
-def label_of(value: Any) -> Label:
-    """Return a label in its normal form: text, a whole number, or None if there is none.
+def normalize_label(value: Any) -> Label:
+    """Convert a value to the normal form of a label: a text, an integer, or None without a label.
 
     Args:
-        value: Of a cell, a field of JSON, a Parquet column or a member of a tar. Text that is not
-            UTF-8 may be bytes.
+        value: Value of a cell, a JSON field, a Parquet column or a member of a tar. Invalid UTF-8
+            may be bytes.
     """
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
@@ -58,8 +58,8 @@ def label_of(value: Any) -> Label:
     return match[1] if match else text
 
 
-def sorted_labels(labels: Iterable[str]) -> list[str]:
-    """Return the names of classes in order: by number if all are whole numbers."""
+def sort_labels(labels: Iterable[str]) -> list[str]:
+    """Sort class names, by number if all are integers."""
     names = [*labels]
     if all(WHOLE.fullmatch(name) for name in names):
         return sorted(names, key=lambda name: (int(name), name))
@@ -67,15 +67,18 @@ def sorted_labels(labels: Iterable[str]) -> list[str]:
 
 
 def check_spelling(where: str, labels: Iterable[str]) -> None:
-    """Raise UserError if two labels are probably one class, written in two ways.
+    """Check that no two labels are probably one class in two spellings.
 
-    Such are `1` and `01`, `Cat` and `cat`, and `red ant` and `red_ant`. Single letters may differ
-    in case: `A` and `a`.
+    For example, `1` and `01`, `Cat` and `cat`, or `red ant` and `red_ant`. Single letters may
+    differ in case: `A` and `a` are two classes.
+
+    Raises:
+        UserError: If there are such labels.
     """
     first: dict[str, str] = {}
     for label in sorted(labels):
         same = re.sub(r"[\s_-]+", " ", label.casefold()) if len(label) > 1 else label
-        reason = "the same name but for capitals and the signs between words"
+        reason = "the same name except for capitals and separators"
         if WHOLE.fullmatch(label):
             same = str(int(label))
             reason = "the same number"
@@ -88,36 +91,39 @@ def check_spelling(where: str, labels: Iterable[str]) -> None:
 
 
 def check_meaning(where: str, labels: Iterable[str]) -> None:
-    """Raise UserError if labels of a table look like no label (`N/A`), or like several (`cat|dog`).
+    """Check that no label means a missing label (`N/A`) or several labels (`cat|dog`).
 
     Args:
-        where: What to call the table in errors.
+        where: Name of the table in errors.
         labels: All labels.
+
+    Raises:
+        UserError: If a label may mean one of these.
     """
     names = {*labels}
     remedy = "or name all classes with --set 'classes=[...]'"
     for label in sorted(names):
         if label.lower() in PERHAPS_NO_LABEL and len(names) > 1:
             raise UserError(
-                f"{where}: the label {quoted(label)} can be a class, or say that there is none; "
-                f"leave these rows out or blank, {remedy}"
+                f"{where}: the label {quoted(label)} can be a class, or mean that there is none; "
+                f"remove these rows or leave the label blank, {remedy}"
             )
         parts = [part for part in re.split(r"[\s,;|/+&]+", label) if part]
         is_list = label[:1] in "[({" and label[-1:] in "])}" and len(label) > 1
         if is_list or (len(parts) > 1 and names >= {*parts}):
             raise UserError(
-                f"{where}: the label {quoted(label)} looks like several labels, and an image has "
-                f"one class; leave these rows out or name another column, {remedy}"
+                f"{where}: the label {quoted(label)} looks like several labels, but an image has "
+                f"one class; remove these rows or name another column, {remedy}"
             )
 
 
 class ClassNames:
-    """Finds the class that a label means.
+    """Finds the class of a label.
 
     Args:
-        classes: The classes as the card lists them.
+        classes: The classes of the card, in order.
         numbers: `source.numbers` of the card.
-        where: What to call the source in errors.
+        where: Name of the source in errors.
     """
 
     def __init__(self, classes: Sequence[str], numbers: str | None, where: str):
@@ -127,40 +133,43 @@ class ClassNames:
         self.by_name = {nfc(name): name for name in classes}
 
     def find(self, label: Label) -> str | None:
-        """Return a class, or what the label says if no class is called so; None without a label.
+        """Find the class of a label.
+
+        Returns:
+            The class, the label itself if it names no class, or None without a label.
 
         Raises:
-            UserError: If the label is a number, could be the name of one class and the place of
-                another, and the card does not say which.
+            UserError: If the label is a number that can be the name of one class and the position
+                of another one, and the card does not set `source.numbers`.
         """
         if label is None:
             return None
         text = str(label)
         name = self.by_name.get(text)
-        place = self._at_place(text)
+        by_position = self._find_by_position(text)
         is_number = isinstance(label, int)
-        if self.numbers == "names" or place == name:
-            return name or _not_listed(text)
+        if self.numbers == "names" or by_position == name:
+            return name or _name_unlisted(text)
         if self.numbers == "places" and (is_number or name is None):
-            return place or _not_listed(text)
-        if place is not None and (is_number or name is None or self.numbers == "places"):
-            raise self._ambiguous(text, name, place)
-        return name or _not_listed(text)
+            return by_position or _name_unlisted(text)
+        if by_position is not None and (is_number or name is None or self.numbers == "places"):
+            raise self._ambiguous_error(text, name, by_position)
+        return name or _name_unlisted(text)
 
-    def _at_place(self, text: str) -> str | None:
+    def _find_by_position(self, text: str) -> str | None:
         if not text.isdecimal() or len(text) > MAX_NUMBER_DIGITS:
             return None
         return self.classes[int(text)] if int(text) < len(self.classes) else None
 
-    def _ambiguous(self, text: str, name: str | None, place: str) -> UserError:
+    def _ambiguous_error(self, text: str, name: str | None, by_position: str) -> UserError:
         as_name = f"the class {quoted(name)}" if name else "a class that is not listed"
         return UserError(
             f"{self.where}: label {quoted(text)} can be {as_name}, or place {text} in the list of "
-            f"classes, which is {quoted(place)}; {NUMBERS_HINT}"
+            f"classes, which is {quoted(by_position)}; {NUMBERS_HINT}"
         )
 
 
-def _not_listed(text: str) -> str:
-    """Return the label of no class, as digests of older versions have it."""
+def _name_unlisted(text: str) -> str:
+    """Return the text of a label without a class, in the form that stored digests contain."""
     is_number = text.isdecimal() and len(text) <= MAX_NUMBER_DIGITS
     return f"{NUMBER}{text}" if is_number else text

@@ -23,7 +23,7 @@ from pyarrow import fs
 
 from pipeline.data.cards import Card
 from pipeline.data.formats.base import Item, Unit, class_names
-from pipeline.data.image_checks import CheckedImage, check_image, to_stored
+from pipeline.data.image_checks import CheckedImage, check_image, encode_for_storage
 from pipeline.data.labels import NUMBER
 from pipeline.data.names import key_part, nfc, printable
 from workers.data.decoding import ImageLimits
@@ -213,7 +213,7 @@ class _PackWriter:
         checked = self.checker.check(data)
         if checked.problem is not None:
             return StoredImage(checked.problem)
-        stored, extension = to_stored(data, self.checker.limits)
+        stored, extension = encode_for_storage(data, self.checker.limits)
         digest = hashlib.sha256(stored).hexdigest()
         if digest not in self.images:
             self.images[digest] = (self._likely_rank(row["split"], row["key"]), stored)

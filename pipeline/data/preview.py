@@ -1,5 +1,7 @@
-"""The preview of a data set: a page with images of each class and split, their names, and the
-account of files, by which a person sees at a glance what was understood."""
+"""The preview of a data set: a page with images of each class and split and the account of files.
+
+It lets the user check at a glance that splits and labels were detected correctly.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from pipeline.data.splits import SPLITS
 from workers.data.decoding import MAX_PIXELS, to_rgb
 
 PREVIEW = "preview.html"
-PER_GROUP = 8  # images of a class in a split
-MAX_PICTURES = 800
-SIDE = 72  # pixels of a picture on the page
-MAX_NOTED = 60  # characters of a file's name under a picture
+MAX_PER_GROUP = 8  # pictures per class and split
+MAX_PICTURES = 800  # pictures per page
+SIDE = 72  # width and height of a picture in pixels
+MAX_CAPTION_LENGTH = 60  # characters of the file name under a picture
 PAGE_START = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Preview: '
 STYLE = """
 :root { color-scheme: light dark; }
@@ -47,10 +49,10 @@ class Picture(NamedTuple):
     """An image on the page.
 
     Attributes:
-        split: Of the image.
+        split: Split of the image.
         label: Its class.
-        name: Of its file.
-        thumbnail: A small JPEG of it; empty if it cannot be decoded.
+        name: Name of its file.
+        thumbnail: A small JPEG, or b"" if the image cannot be decoded.
     """
 
     split: str
@@ -59,9 +61,17 @@ class Picture(NamedTuple):
     thumbnail: bytes
 
     @classmethod
-    def of(cls, card: Card, split: str, label: str, name: str, data: bytes) -> Picture:
-        """Return a picture of an image. data: bytes of its file, which are not kept."""
-        return cls(split, label, name, _thumbnail(data, card.source.range))
+    def from_image(cls, card: Card, split: str, label: str, name: str, data: bytes) -> Picture:
+        """Make a picture of an image.
+
+        Args:
+            card: Card of the data set.
+            split: Split of the image.
+            label: Class of the image.
+            name: Name of the file.
+            data: Content of the file.
+        """
+        return cls(split, label, name, _make_thumbnail(data, card.source.range))
 
 
 class Sheet(NamedTuple):
@@ -69,11 +79,11 @@ class Sheet(NamedTuple):
 
     Attributes:
         card: Its card.
-        layout: What was understood, in a few words.
-        account: What became of its files.
-        counts: Number of images by split and class.
-        pictures: Some images of each.
-        notes: Sentences for the top of the page.
+        layout: Short description of the detected layout.
+        account: Account of the files.
+        counts: (split, class) -> number of images.
+        pictures: Some images per split and class.
+        notes: Sentences at the top of the page.
     """
 
     card: Card
@@ -85,7 +95,7 @@ class Sheet(NamedTuple):
 
 
 def sample_rows(rows: pa.Table) -> pa.Table:
-    """Return the rows of a preview: the first PER_GROUP of each split and class, within bounds."""
+    """Return the first rows of each split and class, at most MAX_PICTURES in total."""
     splits = rows["split"].combine_chunks().dictionary_encode().indices.to_numpy()
     labels = rows["label"].combine_chunks().dictionary_encode().indices.to_numpy()
     if not len(rows):
@@ -94,31 +104,38 @@ def sample_rows(rows: pa.Table) -> pa.Table:
     order = np.argsort(groups, kind="stable")
     _, firsts, sizes = np.unique(groups[order], return_index=True, return_counts=True)
     chosen: list[int] = []
-    most = most_of_group(len(firsts))
+    limit = limit_per_group(len(firsts))
     for first, size in zip(firsts[:MAX_PICTURES], sizes[:MAX_PICTURES], strict=True):
-        chosen += order[first : first + min(int(size), most)].tolist()
+        chosen += order[first : first + min(int(size), limit)].tolist()
     return rows.take(pa.array(sorted(chosen)))
 
 
-def most_of_group(num_groups: int) -> int:
-    """Return how many images of a class in a split are shown."""
-    return max(min(PER_GROUP, MAX_PICTURES // max(num_groups, 1)), 1)
+def limit_per_group(num_groups: int) -> int:
+    """Return the number of pictures per class and split."""
+    return max(min(MAX_PER_GROUP, MAX_PICTURES // max(num_groups, 1)), 1)
 
 
-def preview_page(
+def render_preview(
     card: Card,
     account: Account,
     counts: Mapping[tuple[str, str], int],
     pictures: Sequence[Picture],
 ) -> str:
-    """Return the page of one data set that was ingested."""
-    return page_of([Sheet(card, f"format {card.source.format}", account, counts, pictures)])
+    """Render the page of one ingested data set.
+
+    Args:
+        card: Card of the data set.
+        account: Account of the files.
+        counts: (split, class) -> number of images.
+        pictures: Some images per split and class.
+    """
+    return render_sheets([Sheet(card, f"format {card.source.format}", account, counts, pictures)])
 
 
-def page_of(sheets: Sequence[Sheet]) -> str:
-    """Return a page of data sets. Names from strangers are escaped; the page loads nothing."""
+def render_sheets(sheets: Sequence[Sheet]) -> str:
+    """Render a page of data sets. Names are escaped, and the page loads no other files."""
     title = escape(", ".join(sheet.card.name for sheet in sheets))
-    body = "".join(_sheet(sheet, len(sheets) > 1) for sheet in sheets)
+    body = "".join(_render_sheet(sheet, len(sheets) > 1) for sheet in sheets)
     return (
         f"{PAGE_START}{title}</title>"
         '<meta name="viewport" content="width=device-width">'
@@ -128,7 +145,7 @@ def page_of(sheets: Sequence[Sheet]) -> str:
     )
 
 
-def _sheet(sheet: Sheet, has_title: bool) -> str:
+def _render_sheet(sheet: Sheet, has_title: bool) -> str:
     title = f"<h2>{escape(sheet.card.name)}</h2>" if has_title else ""
     parts = [f"{title}<p>{escape(printable(sheet.layout))}</p>"]
     notes = map(printable, (*sheet.notes, *sheet.account.notes))
@@ -145,7 +162,7 @@ def _sheet(sheet: Sheet, has_title: bool) -> str:
         total = counted(sum(groups.values()), "image")
         parts.append(f"<h2>{escape(split)}: {total} of {counted(len(groups), 'class')}</h2>")
         for label, number in sorted(groups.items()):
-            figures = "".join(map(_figure, by_group.get((split, label), [])))
+            figures = "".join(map(_render_figure, by_group.get((split, label), [])))
             parts.append(
                 f"<h3>{escape(printable(label))} <small>{counted(number, 'image')}</small></h3>"
                 f'<div class="row">{figures}</div>'
@@ -153,9 +170,9 @@ def _sheet(sheet: Sheet, has_title: bool) -> str:
     return "".join(parts)
 
 
-def _figure(picture: Picture) -> str:
+def _render_figure(picture: Picture) -> str:
     name = printable(picture.name)
-    short = name if len(name) <= MAX_NOTED else f"...{name[-MAX_NOTED:]}"
+    short = name if len(name) <= MAX_CAPTION_LENGTH else f"...{name[-MAX_CAPTION_LENGTH:]}"
     tag = "(cannot be drawn)"
     if picture.thumbnail:
         data = base64.b64encode(picture.thumbnail).decode()
@@ -163,11 +180,11 @@ def _figure(picture: Picture) -> str:
     return f'<figure title="{escape(name)}">{tag}<figcaption>{escape(short)}</figcaption></figure>'
 
 
-def _thumbnail(data: bytes, value_range: tuple[float, float] | None) -> bytes:
-    """Return a small JPEG of an image; empty if it cannot be decoded."""
+def _make_thumbnail(data: bytes, value_range: tuple[float, float] | None) -> bytes:
+    """Make a small JPEG of an image, or b"" if it cannot be decoded."""
     try:
         image = open_any(data, MAX_PIXELS)
-        image.draft("RGB", (SIDE, SIDE))  # of JPEG, which is decoded smaller and faster
+        image.draft("RGB", (SIDE, SIDE))  # decodes a JPEG at a smaller size
         image = to_rgb(image, value_range)
         image.thumbnail((SIDE, SIDE))
     except Exception:  # Pillow's plugins raise almost anything

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.data.cards import Card
-from pipeline.data.digests import key_digests, order_of_digests
+from pipeline.data.digests import compute_key_digests, sort_by_digest
 from pipeline.data.listing import describe_left_out
 from pipeline.data.names import counted, listed, nfc
 from pipeline.data.splits import SPLITS, Split
@@ -136,7 +136,7 @@ def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
         rows = rows.set_column(_position(rows, "split"), "split", split)
     keys = pc.binary_join_element_wise(rows["split"], rows["key"], SLASH)
     rows = rows.set_column(_position(rows, "key"), "key", keys)
-    order = order_of_digests(key_digests(rows["key"]), _split_numbers(rows))
+    order = sort_by_digest(compute_key_digests(rows["key"]), _split_numbers(rows))
     return rows.take(pa.array(order)).combine_chunks()
 
 
@@ -175,7 +175,7 @@ def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
     """
     contents = _codes(rows["sha256"])
     is_first = np.zeros(len(rows), bool)
-    order = order_of_digests(key_digests(rows["key"]), contents)
+    order = sort_by_digest(compute_key_digests(rows["key"]), contents)
     is_first[order] = _ranks_in_groups(contents[order]) == 0
     chosen = np.zeros(len(rows), bool)
     chosen[is_first] = _lowest(rows.filter(pa.array(is_first)), fraction)
@@ -187,7 +187,7 @@ def _lowest(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
     """Return which rows of each class have the keys with the lowest sha256."""
     classes = _codes(rows["label"])
     sizes = _counts(classes)
-    order = order_of_digests(key_digests(rows["key"]), classes)
+    order = sort_by_digest(compute_key_digests(rows["key"]), classes)
     ranks = _ranks_in_groups(classes[order])
     shares = [num_held_out(size, fraction) for size in sizes.tolist()]
     is_held_out = np.zeros(len(classes), bool)

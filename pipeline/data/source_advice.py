@@ -6,8 +6,8 @@ import os
 
 from pipeline.data import starter
 from pipeline.data.cards import Card
-from pipeline.data.detection.data_set import MOST_FILES
-from pipeline.data.detection.detect import LISTED, contents
+from pipeline.data.detection.data_set import MAX_FILES
+from pipeline.data.detection.detect import LISTED, describe_contents
 from pipeline.data.formats.base import source_uri
 from pipeline.data.listing import list_entries
 from pipeline.data.names import printable
@@ -28,10 +28,10 @@ def advice_of(card: Card, program: str) -> str:
         return f"; {_nearest(uri)}"
     folder = uri if os.path.isdir(uri) else os.path.dirname(uri)
     try:
-        entries = list_entries(folder, [""], LISTED, MOST_FILES)
+        entries = list_entries(folder, [""], LISTED, MAX_FILES)
     except UserError:
         return ""
-    advice = f"{printable(folder)} {contents(entries or [])}"
+    advice = f"{printable(folder)} {describe_contents(entries or [])}"
     command = starter.suggest(_short(uri), program)
     if command is not None:
         advice += f"; a card for what is there: `{command}`"

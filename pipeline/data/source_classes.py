@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, Numbers
-from pipeline.data.column_files import schema_of
+from pipeline.data.column_files import read_schema
 from pipeline.data.formats import count_labels, list_source, source_state
 from pipeline.data.formats.base import LIBRARIES, LabelCounts, source_uri
 from pipeline.data.formats.folder import class_folders
 from pipeline.data.formats.parquet import files_of
 from pipeline.data.formats.torchvision import torchvision_set
-from pipeline.data.labels import Label, check_spelling, sorted_labels
+from pipeline.data.labels import Label, check_spelling, sort_labels
 from pipeline.data.listing import Entry
 from pipeline.data.names import check_unicode_forms, nfc, printable, quoted
 from pipeline.data.splits import Split
@@ -162,7 +162,7 @@ def labels_of_counts(card: Card, entries: list[Entry], counts: LabelCounts, spli
                 "images; add some, or give files in which the label is the name of the class"
             )
         return Labels(check_classes(where, classes), numbers)
-    names = sorted_labels({str(label) for label in labels})
+    names = sort_labels({str(label) for label in labels})
     is_many = len(names) > FEW_CLASSES and MIN_IMAGES * len(names) > sum(labels.values())
     if len(names) > MAX_CLASSES or is_many:
         raise TooManyLabels(
@@ -205,7 +205,7 @@ def declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
     if source.format != "parquet":
         return None
     column = source.label or ""
-    lists = [schema_of(file.uri).classes.get(column, ()) for file in files_of(card, entries)[0]]
+    lists = [read_schema(file.uri).classes.get(column, ()) for file in files_of(card, entries)[0]]
     if not lists or not all(lists):
         return None
     classes = tuple(dict.fromkeys(name for names in lists for name in names))

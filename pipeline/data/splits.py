@@ -1,4 +1,8 @@
-"""Splits of a data set, and the words that people use for them."""
+"""Splits of a data set and the words for them in paths and columns.
+
+A *role* is the part of a data set that a word names. For example, `training`, `trn` and
+`entrenamiento` have the role train.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,14 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from pipeline.data.labels import label_of
+from pipeline.data.labels import normalize_label
 from pipeline.data.names import words
 from workers.errors import UserError
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 Part = Literal["train", "val", "test", "ignore"]  # a key of `source.splits`
-IGNORE: Part = "ignore"  # what it names is not read
+IGNORE: Part = "ignore"  # files and values under this key are not read
 PARTS: tuple[Part, ...] = ("train", "val", "test", IGNORE)
 Role = Literal["train", "val", "test", "held out"]  # held out: validation or test
 
@@ -28,12 +32,12 @@ ROLES: dict[Role, frozenset[str]] = {
     "test": words("""test testing tst te ts tests prueba pruebas teste testes prova 测试"""),
     "held out": frozenset(["eval", "evaluation", "holdout", "heldout"]),
 }
-# Words that are as likely the name of a class or a language.
+# words that may as well name a class or a language
 WEAK_WORDS = words("""tr te ts fit learn learning tune tuning dev devel development prova""")
 SPLIT_COLUMNS = words("""split splits set subset fold folds partition phase usage dataset group""")
 UNSURE_COLUMNS = frozenset(("group", "dataset"))  # splits only if their values say so
-SPLIT_NAMES = words("split splits set subset fold folds partition")  # as a part of a column's name
-# what may stand beside the word of a split and says nothing: train_images, 1_train, test-public
+SPLIT_NAMES = words("split splits set subset fold folds partition")  # as a part of a column name
+# neutral words next to the word of a split: train_images, my_train_set, test-public
 GENERIC = words("""set sets data dataset image images img imgs pic pics photo photos picture
     pictures file files folder dir list lists split part full small large public private final all
     new old original raw input version v only 集""")
@@ -42,19 +46,19 @@ FALSE_WORDS = frozenset(("0", "false", "no", "n", "f"))
 TOKEN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+|[\u4e00-\u9fff]{2}|集")
 
 
-_ENDS = sorted(GENERIC, key=len, reverse=True)
-MOST_WEAK = 2  # letters of a word that may not have such an end
+_GENERIC_ENDINGS = sorted(GENERIC, key=len, reverse=True)
+MAX_WEAK_LETTERS = 2  # `trset` is not `tr` + `set`: words this short take no generic ending
 
 
 class SplitUnclear(UserError):
-    """The splits of a data set can be read in several ways, or not at all."""
+    """The splits of a data set are ambiguous or unknown."""
 
 
 class SplitWords(NamedTuple):
     """Words and the splits that they name.
 
     Attributes:
-        splits: The words of each split, in the order of SPLITS.
+        splits: Split -> its words, in the order of SPLITS.
         unknown: Words that name no split.
     """
 
@@ -62,18 +66,18 @@ class SplitWords(NamedTuple):
     unknown: list[str]
 
 
-def role_of(word: str) -> Role | None:
-    """Return which part of a data set a word names; None if it names none.
+def parse_role(word: str) -> Role | None:
+    """Return the role that a whole word names, or None.
 
-    For example `train` for `train`, `Training`, `train_set` and `trainimages`.
+    For example, `train`, `Training`, `train_set` and `trainimages` have the role train.
     """
-    plain = plain_word(word)
+    plain = normalize_word(word)
     for role, named in ROLES.items():
         if plain in named:
             return role
-    for end in _ENDS:
+    for end in _GENERIC_ENDINGS:
         rest = plain.removesuffix(end)
-        if rest != plain and len(rest) > MOST_WEAK:
+        if rest != plain and len(rest) > MAX_WEAK_LETTERS:
             for role, named in ROLES.items():
                 if rest in named:
                     return role
@@ -81,113 +85,111 @@ def role_of(word: str) -> Role | None:
 
 
 def is_weak(word: str) -> bool:
-    """Whether a word for a split is as likely something else."""
-    return plain_word(word) in WEAK_WORDS
+    """Whether a word for a split is as likely to mean something else."""
+    return normalize_word(word) in WEAK_WORDS
 
 
-def plain_word(text: str) -> str:
-    """Return a name in lower case, without accents and the signs between its words."""
+def normalize_word(text: str) -> str:
+    """Return a name in lower case, without accents, spaces, `_`, `.` and `-`."""
     text = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
     return re.sub(r"[\s_.\-]+", "", text.lower())
 
 
-def role_in(name: str) -> Role | None:
-    """Return the part of a data set that a name, or the only such word in it, names.
+def find_role(name: str) -> Role | None:
+    """Return the role of a name or of the words in it, or None if there are several roles.
 
-    For example `train` for `train`, `seg_train` and `TrainImages`.
+    For example, `train`, `seg_train` and `TrainImages` have the role train.
     """
-    roles = {role_of(token) for token in tokens_of(name)} - {None}
-    return role_of(name) or (roles.pop() if len(roles) == 1 else None)
+    roles = {parse_role(token) for token in tokenize_name(name)} - {None}
+    return parse_role(name) or (roles.pop() if len(roles) == 1 else None)
 
 
-def tokens_of(name: str) -> list[str]:
-    """Return the words of a name: `seg_trainImages-01` has seg, train, Images and 01."""
+def tokenize_name(name: str) -> list[str]:
+    """Split a name into words: `seg_trainImages-01` into seg, train, Images and 01."""
     return TOKEN.findall(name)
 
 
-def rest_is_generic(name: str) -> bool:
-    """Whether a name holds a word for a split, and else words that say nothing and numbers."""
-    if role_of(name):
+def is_generic_split_name(name: str) -> bool:
+    """Whether a name consists of a split word, generic words and numbers: `train_images_2`."""
+    if parse_role(name):
         return True
-    rest = [token.lower() for token in tokens_of(name) if role_of(token) is None]
-    return role_in(name) is not None and all(t in GENERIC or t.isdecimal() for t in rest)
+    rest = [token.lower() for token in tokenize_name(name) if parse_role(token) is None]
+    return find_role(name) is not None and all(t in GENERIC or t.isdecimal() for t in rest)
 
 
-def rest_of(name: str) -> str:
-    """Return a name without the words that name a split."""
-    return " ".join(token.lower() for token in tokens_of(name) if role_of(token) is None)
+def remove_split_words(name: str) -> str:
+    """Return a name in lower case without its split words: `cat_train` -> `cat`."""
+    return " ".join(token.lower() for token in tokenize_name(name) if parse_role(token) is None)
 
 
-def flag_role(column: str) -> Role | None:
-    """Return the part that a column such as `is_train` marks; None if it is no such column."""
-    plain = plain_word(column)
-    return role_in(column) or next(
-        (role_of(plain.removeprefix(start)) for start in ("is", "in") if plain.startswith(start)),
-        None,
-    )
+def parse_flag_column(column: str) -> Role | None:
+    """Return the role that a column such as `is_train` marks, or None for other columns."""
+    plain = normalize_word(column)
+    rests = [plain.removeprefix(start) for start in ("is", "in") if plain.startswith(start)]
+    return find_role(column) or (parse_role(rests[0]) if rests else None)
 
 
 def is_yes(value: str | None) -> bool:
-    """Whether a value of a flag means yes: 1, 1.0, true, ..."""
-    return str(label_of(value)).lower() in TRUE_WORDS
+    """Whether a flag value means yes: 1, 1.0, true, ..."""
+    return str(normalize_label(value)).lower() in TRUE_WORDS
 
 
 def is_no(value: str | None) -> bool:
-    """Whether a value of a flag means no: 0, 0.0, false, ...; a blank means neither."""
-    return str(label_of(value)).lower() in FALSE_WORDS
+    """Whether a flag value means no: 0, 0.0, false, ...; a blank is neither yes nor no."""
+    return str(normalize_label(value)).lower() in FALSE_WORDS
 
 
-def flag_words(role: Role, values: Iterable[str]) -> SplitWords | None:
-    """Return what the values of a flag mean: 1 its own part, 0 the other.
+def parse_flag_values(role: Role, values: Iterable[str]) -> SplitWords | None:
+    """Map the values of a flag column to splits: yes to its own split, no to the other one.
 
     Args:
-        role: The part that the flag marks, as `flag_role` returns it.
+        role: The role that the flag marks, from `parse_flag_column`.
         values: The values of the column.
 
     Returns:
-        None if a value is neither yes nor no.
+        The values of each split, or None if a value is neither yes nor no.
     """
-    other: Split = "test" if role == "train" else "train"
-    own: Split = "test" if role == "held out" else role
+    split_of_no: Split = "test" if role == "train" else "train"
+    split_of_yes: Split = "test" if role == "held out" else role
     splits: dict[Split, list[str]] = {}
     for value in sorted(values):
         if is_yes(value):
-            splits.setdefault(own, []).append(value)
+            splits.setdefault(split_of_yes, []).append(value)
         elif is_no(value):
-            splits.setdefault(other, []).append(value)
+            splits.setdefault(split_of_no, []).append(value)
         else:
             return None
-    return SplitWords(_ordered(splits), [])
+    return SplitWords(_order_splits(splits), [])
 
 
-def read_words(names: Iterable[str], exact: bool = True) -> SplitWords:
-    """Return which words name train, validation and test.
+def parse_split_words(names: Iterable[str], exact: bool = True) -> SplitWords:
+    """Map words to train, validation and test.
 
-    A word for held-out images (`eval`, `holdout`) means what the others leave: test if there is no
-    test, validation if there is a test and no validation is named. Validation images serve as test
-    if nothing else does.
+    A word for held-out images (`eval`, `holdout`) means test if no other word does. Without any
+    test word, validation images become the test images.
 
     Args:
         names: Values of a column, names of folders, or beginnings of file names.
-        exact: Whether the whole name must be such a word; else one of its words is enough.
+        exact: Whether the whole name must be a split word. If False, one of its words is enough.
 
     Raises:
-        SplitUnclear: If a word can be validation or test.
+        SplitUnclear: If a held-out word can be validation or test, or if `trainval` and `train`
+            both occur.
     """
     by_role: dict[str, list[str]] = {}
     unknown: list[str] = []
     for word in sorted(set(names)):
-        role = role_of(word) if exact else role_in(word)
+        role = parse_role(word) if exact else find_role(word)
         if role is None:
             unknown.append(word)
         else:
             by_role.setdefault(role, []).append(word)
-    both = [word for word in by_role.get("train", ()) if plain_word(word) == "trainval"]
+    both = [word for word in by_role.get("train", ()) if normalize_word(word) == "trainval"]
     if both and len(by_role["train"]) > 1:
         others = [word for word in by_role["train"] if word not in both]
         raise SplitUnclear(
-            f"{both[0]!r} beside {others[0]!r} can be the same images once more, with those of "
-            "validation"
+            f"{both[0]!r} beside {others[0]!r} can be the same images again, together with those "
+            "of validation"
         )
     held_out = by_role.pop("held out", [])
     if held_out and "test" in by_role:
@@ -203,7 +205,7 @@ def read_words(names: Iterable[str], exact: bool = True) -> SplitWords:
     return SplitWords(splits, unknown)
 
 
-def _ordered(splits: dict[Split, list[str]]) -> dict[Split, list[str]]:
+def _order_splits(splits: dict[Split, list[str]]) -> dict[Split, list[str]]:
     if "val" in splits and "test" not in splits:
         splits["test"] = splits.pop("val")
     return {split: splits[split] for split in SPLITS if split in splits}

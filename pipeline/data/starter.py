@@ -19,9 +19,9 @@ from pipeline.data.detection.libraries import TORCHVISION_PATH
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TABLE_SUFFIXES, TAR_SUFFIX, is_packed
 from pipeline.data.formats.folder import LABEL, split_folders
 from pipeline.data.names import counted, listed, name_of, printable, suffix_of
-from pipeline.data.preview import PAGE_START, PREVIEW, Sheet, page_of
+from pipeline.data.preview import PAGE_START, PREVIEW, Sheet, render_sheets
 from pipeline.data.proposal import TaskPlan, card_text, config_text, relative_to_here, tasks_of
-from pipeline.data.splits import role_in
+from pipeline.data.splits import find_role
 from pipeline.yaml_files import override_of, parse_override, parse_yaml
 from workers.errors import UserError
 from workers.storage.regular_file import read_regular
@@ -181,7 +181,7 @@ def write_preview(starter: Starter, sources: Sequence[Source]) -> str:
                 data_set.notes,
             )
         )
-    return _write_page(preview_path(starter.config), page_of(sheets))
+    return _write_page(preview_path(starter.config), render_sheets(sheets))
 
 
 def preview_path(config: str) -> str:
@@ -214,7 +214,7 @@ def preview_card(card: Card) -> str:
         data_set.pictures(),
         data_set.notes,
     )
-    return _write_page(path, page_of([sheet]))
+    return _write_page(path, render_sheets([sheet]))
 
 
 # ---- the files -----------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ def describe(data_set: DataSet) -> str:
 
 def _is_val_the_test(data_set: DataSet) -> bool:
     parts = data_set.card.source.parts_of("test")
-    return any(role_in(part.rpartition("/")[2]) == "val" for part in parts)
+    return any(find_role(part.rpartition("/")[2]) == "val" for part in parts)
 
 
 def _stream_text(tasks: Sequence[TaskPlan]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pipeline.data.column_files import batches_of, column_values, schema_of
+from pipeline.data.column_files import read_batches, read_schema, to_python_list
 from pipeline.data.file_kinds import COLUMN_FILES, IMAGE_SUFFIXES, JSON_TABLES
 from pipeline.data.listing import open_file, remedy
 from pipeline.data.names import printable, suffix_of
@@ -52,7 +52,7 @@ def column_names(uri: str, has_header: bool | None = None) -> list[str]:
     """
     suffix = suffix_of(uri)
     if suffix in COLUMN_FILES:
-        return list(schema_of(uri).names)
+        return list(read_schema(uri).names)
     with _reading(uri), open_file(uri) as stream:
         if suffix in JSON_TABLES:
             return _json_fields(uri, stream)
@@ -266,9 +266,9 @@ def _json_rows(uri: str, stream: pa.NativeFile, columns: Sequence[str]) -> Itera
 
 def _column_rows(uri: str, columns: Sequence[str]) -> Iterator[Row]:
     number = 0
-    check_columns(uri, schema_of(uri).names, columns)
-    for batch in batches_of(uri, columns):
-        values = [column_values(batch[column]) for column in columns]
+    check_columns(uri, read_schema(uri).names, columns)
+    for batch in read_batches(uri, columns):
+        values = [to_python_list(batch[column]) for column in columns]
         for row in zip(*values, strict=True):
             number += 1
             yield Row(number, tuple(map(_text_of, row)))

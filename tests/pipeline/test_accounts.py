@@ -1,4 +1,4 @@
-"""Every file of a source is used, rejected or not read, and a page shows what was understood."""
+"""Every file of a source is used, rejected or unread, and a preview shows the detected layout."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ LITTER = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, beside which `zoo` lies."""
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder; `zoo` lies next to it."""
     class_folders(tmp_path / "zoo", ("ant", "bee", "cow"), 20)
     for name, data in LITTER.items():
         (tmp_path / "zoo" / name).write_bytes(data)
@@ -37,14 +37,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-def account_of(storage: Path) -> Account:
-    """Return the account of the only ingested data set."""
+def load_account(storage: Path) -> Account:
+    """Load the account of the only ingested data set."""
     (path,) = storage.glob("stages/*/*/account.json")
     return Account.from_json(path.read_bytes())
 
 
-def test_every_file_is_accounted_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    num_files = sum(len(files) for _, _, files in os.walk(here.parent / "zoo"))
+def test_every_file_is_accounted_for(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    num_files = sum(len(files) for _, _, files in os.walk(workdir.parent / "zoo"))
     assert cli.main(["init", "../zoo"]) == 0
     printed = capsys.readouterr().out
     assert f"{num_files} files = 61 used + 0 rejected + 6 not read" in printed
@@ -52,14 +52,14 @@ def test_every_file_is_accounted_for(here: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["ingest", "zoo.yaml", "--set=tracking=off"]) == 0
     printed = capsys.readouterr().out
     assert f"{num_files} files = 60 used + 1 rejected + 6 not read" in printed
-    account = account_of(here / "storage")
+    account = load_account(workdir / "storage")
     assert account.used == {"image": 60}
     assert account.rejected == {"corrupt": 1}
     assert account.not_read == {"hidden": 2, "table": 1, "archive": 1, "other file": 2}
     assert account.places["corrupt"] == ["ant/"]
 
 
-def test_an_account_that_does_not_add_up_is_refused() -> None:
+def test_account_that_does_not_add_up_is_refused() -> None:
     from pipeline.data.cards import Card
 
     body = {"name": "zoo", "licence": "x", "classes": ["a", "b"], "source": {"format": "folder"}}
@@ -67,11 +67,11 @@ def test_an_account_that_does_not_add_up_is_refused() -> None:
         Account(3, {"image": 1}, {}, {"hidden": 1}).check(Card.model_validate(body))
 
 
-def test_the_page_shows_each_class_and_runs_no_code_of_a_name(here: Path) -> None:
+def test_preview_shows_each_class_and_escapes_names(workdir: Path) -> None:
     name = "!<script>alert(1)<"
-    make_image(here.parent / "zoo" / "ant" / f"{name}.png", 99)
+    make_image(workdir.parent / "zoo" / "ant" / f"{name}.png", 99)
     assert cli.main(["init", "../zoo"]) == 0
-    page = (here / "zoo-preview.html").read_text()
+    page = (workdir / "zoo-preview.html").read_text()
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "http://" not in page
@@ -81,36 +81,36 @@ def test_the_page_shows_each_class_and_runs_no_code_of_a_name(here: Path) -> Non
     assert page.count("data:image/jpeg;base64,") == 24
 
 
-def test_the_preview_of_a_card_is_that_of_its_source(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_card_preview_shows_only_classes_of_card(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("webbrowser.open", lambda address: True)
     assert cli.main(["init", "../zoo"]) == 0
-    (here / "zoo-preview.html").unlink()
-    card = yaml.safe_load((here / "zoo-card.yaml").read_text())
+    (workdir / "zoo-preview.html").unlink()
+    card = yaml.safe_load((workdir / "zoo-card.yaml").read_text())
     card |= {"classes": ["ant", "bee"], "num_classes": 2}
-    (here / "zoo-card.yaml").write_text(yaml.safe_dump(card))
+    (workdir / "zoo-card.yaml").write_text(yaml.safe_dump(card))
     capsys.readouterr()
     assert cli.main(["data", "preview", "./zoo-card.yaml"]) == 0
-    page = (here / "zoo-preview.html").read_text()
+    page = (workdir / "zoo-preview.html").read_text()
     assert "which the card does not list, are left out" in page
     assert "<h3>cow" not in page
 
 
 @pytest.mark.parametrize("kind", ["a page of someone else", "a link", "a folder"])
-def test_what_lies_where_the_preview_goes_is_kept(
-    kind: str, here: Path, capsys: pytest.CaptureFixture[str]
+def test_preview_does_not_overwrite_other_files(
+    kind: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = here / "zoo-preview.html"
+    path = workdir / "zoo-preview.html"
     if kind == "a link":
-        path.symlink_to(here / "elsewhere.html")
+        path.symlink_to(workdir / "elsewhere.html")
     elif kind == "a folder":
         path.mkdir()
     else:
         path.write_text("<p>mine</p>")
     assert cli.main(["init", "../zoo"]) == 2
     assert "is no preview" in capsys.readouterr().err
-    assert sorted(os.listdir(here)) == ["zoo-preview.html"]
+    assert sorted(os.listdir(workdir)) == ["zoo-preview.html"]
 
 
 @pytest.mark.parametrize(
@@ -123,26 +123,26 @@ def test_what_lies_where_the_preview_goes_is_kept(
         b"[]",
     ],
 )
-def test_a_forged_account_is_no_account(forged: bytes) -> None:
+def test_forged_account_is_refused(forged: bytes) -> None:
     with pytest.raises((ValueError, TypeError, AttributeError)):
         Account.from_json(forged)
 
 
-def test_signs_that_steer_a_terminal_are_not_printed() -> None:
+def test_control_characters_are_not_printed() -> None:
     body = {"files": 1, "used": {"image\x1b[2J": 1}, "notes": ["\x1b]0;x\x07"]}
     assert "\x1b" not in "".join(Account.from_json(json.dumps(body).encode()).lines())
 
 
-def test_a_folder_of_a_class_without_images_is_named(
-    here: Path, capsys: pytest.CaptureFixture[str]
+def test_class_folder_without_images_is_noted(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here.parent / "zoo" / "dog").mkdir()
+    (workdir.parent / "zoo" / "dog").mkdir()
     assert cli.main(["init", "../zoo"]) == 0
     assert "without train images are no classes: 'dog'" in capsys.readouterr().out
 
 
-def test_an_image_in_two_classes_is_noted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    zoo = here.parent / "zoo"
+def test_image_in_two_classes_is_noted(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zoo = workdir.parent / "zoo"
     first = sorted((zoo / "bee").iterdir())[0]
     (zoo / "cow" / "again.png").write_bytes(first.read_bytes())
     card = {
@@ -154,7 +154,7 @@ def test_an_image_in_two_classes_is_noted(here: Path, capsys: pytest.CaptureFixt
         "leaks": "allow",
         "source": {"format": "folder", "path": str(zoo), "splits": {"train": "."}},
     }
-    (here / "card.yaml").write_text(yaml.safe_dump(card))
-    body = make_body(here, {"base": "./card.yaml"}, {"linear": {}})
-    assert cli.main(["ingest", write_config(here / "c.yaml", body)]) == 0
+    (workdir / "card.yaml").write_text(yaml.safe_dump(card))
+    body = make_body(workdir, {"base": "./card.yaml"}, {"linear": {}})
+    assert cli.main(["ingest", write_config(workdir / "c.yaml", body)]) == 0
     assert "1 image with copies in another class" in capsys.readouterr().out

@@ -203,7 +203,7 @@ def test_a_bound_on_files_counts_at_least_so_many(
 ) -> None:
     class_folders(tmp_path, NAMES)
     for module in (data_sets, detection):
-        monkeypatch.setattr(module, "MOST_FILES", 7)
+        monkeypatch.setattr(module, "MAX_FILES", 7)
     data_set = found(tmp_path)
     assert data_set.classes == NAMES
     assert not data_set.is_exact

@@ -11,7 +11,7 @@ from pipeline.data.file_index import (
     FileFinder,
     FileIndex,
     NamedRow,
-    placements,
+    find_placements,
 )
 
 BASE = "/data/set"
@@ -22,7 +22,7 @@ def rows_of(*cells: tuple[str, str] | tuple[str, str, str]) -> list[NamedRow]:
 
 
 def patterns(rows: list[NamedRow], files: list[str], folder: str = "") -> list[tuple[str, ...]]:
-    return [found.patterns for found in placements(rows, FileIndex(files), folder, BASE)]
+    return [found.patterns for found in find_placements(rows, FileIndex(files), folder, BASE)]
 
 
 def test_paths_as_they_stand_go_before_all_else() -> None:
@@ -46,7 +46,7 @@ def test_names_in_folders_of_splits_need_the_split() -> None:
     files = ["train/1.png", "test/1.png"]
     rows = rows_of(("1.png", "cat", "train"), ("1.png", "dog", "test"))
     assert patterns(rows, files) == [("{split}/{}",)]
-    (found,) = placements(rows, FileIndex(files), "", BASE)
+    (found,) = find_placements(rows, FileIndex(files), "", BASE)
     assert found.files == ("train/1.png", "test/1.png")
 
 
@@ -71,14 +71,14 @@ def test_the_table_may_lie_in_a_folder_of_its_own() -> None:
 def test_folders_of_another_machine_are_exchanged_for_one_of_the_source(text: str) -> None:
     finder = FileFinder(FileIndex(["img/1.png", "img/2.png"]), "", BASE, ["{}"])
     rows = rows_of((text, "a"), (text.replace("1.", "2."), "b"))
-    finder.look_for_moved_folders(rows)
+    finder.find_moved_folders(rows)
     assert [finder.find(row)[0] for row in rows] == [["img/1.png"], ["img/2.png"]]
 
 
 def test_folders_of_another_machine_that_can_be_two_here_are_not_exchanged() -> None:
     finder = FileFinder(FileIndex(["a/img/1.png", "b/img/1.png"]), "", BASE, ["{}"])
     row = NamedRow("/home/me/img/1.png", "a", "")
-    finder.look_for_moved_folders([row])
+    finder.find_moved_folders([row])
     assert finder.find(row) == ([], NO_FILE)
 
 
@@ -116,4 +116,4 @@ def test_anywhere_finds_a_name_in_any_folder() -> None:
 
 def test_capitals_tell_two_files_apart() -> None:
     index = FileIndex(["a/1.png", "A/1.png"])
-    assert index.at("A/1.png") == ["A/1.png"]
+    assert index.find_path("A/1.png") == ["A/1.png"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.labels import ClassNames, check_spelling, label_of, sorted_labels
+from pipeline.data.labels import ClassNames, check_spelling, normalize_label, sort_labels
 from workers.errors import UserError
 
 
@@ -38,8 +38,8 @@ from workers.errors import UserError
     ],
 )
 def test_a_label_has_one_normal_form(value: Any, label: str | int | None) -> None:
-    assert label_of(value) == label
-    assert type(label_of(value)) is type(label)
+    assert normalize_label(value) == label
+    assert type(normalize_label(value)) is type(label)
 
 
 def test_a_number_is_a_name_if_the_card_says_so() -> None:
@@ -94,5 +94,5 @@ def test_letters_may_differ_in_case_alone() -> None:
 
 
 def test_numbers_are_sorted_by_value_and_names_by_text() -> None:
-    assert sorted_labels(["10", "9", "1"]) == ["1", "9", "10"]
-    assert sorted_labels(["10", "9", "a"]) == ["10", "9", "a"]
+    assert sort_labels(["10", "9", "1"]) == ["1", "9", "10"]
+    assert sort_labels(["10", "9", "a"]) == ["10", "9", "a"]

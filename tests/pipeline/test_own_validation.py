@@ -1,4 +1,4 @@
-"""Validation images that a person brings choose the epoch and judge a search; train stays whole."""
+"""The data's own validation images select the epoch and evaluate searches; train stays complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ LABELS = "0123"
 
 
 def write_data(folder: Path, with_val: str = LABELS) -> str:
-    """Write digits with train, val and test, and a card; return its path. 10, 4 and 4 a class."""
+    """Write digits and a card; return its path. A class has 10 train, 4 val and 4 test images.
+
+    Args:
+        folder: Folder to write into.
+        with_val: Classes that have validation images.
+    """
     card = small_run.make_card(folder, "digits", LABELS, 14, 4)
     for label in LABELS:
         train = sorted((folder / "raw/digits/train" / label).iterdir())
@@ -41,7 +46,7 @@ def write_data(folder: Path, with_val: str = LABELS) -> str:
 
 
 def write_run(folder: Path, card: str, val_fraction: float = 0.0, keep: str = "best") -> str:
-    """Write a config of two tasks of two digits; return its path."""
+    """Write a config with two tasks of two digits each; return its path."""
     tasks = [
         {"name": "low", "card": card, "classes": ["0", "1"], "role": "base"},
         {"name": "high", "card": card, "classes": ["2", "3"]},
@@ -52,7 +57,7 @@ def write_run(folder: Path, card: str, val_fraction: float = 0.0, keep: str = "b
     return write_config(folder / "config.yaml", body)
 
 
-def test_images_of_the_data_choose_the_epoch_and_train_stays_whole(
+def test_own_validation_selects_epoch_and_keeps_train_complete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_run(tmp_path, write_data(tmp_path))
@@ -69,7 +74,7 @@ def test_images_of_the_data_choose_the_epoch_and_train_stays_whole(
         assert {row["val_total"] for row in pq.read_table(io.BytesIO(history)).to_pylist()} == {8}
 
 
-def test_a_task_without_such_images_holds_some_out(tmp_path: Path) -> None:
+def test_task_without_own_validation_holds_out_train_images(tmp_path: Path) -> None:
     config = write_run(tmp_path, write_data(tmp_path, "01"), 0.2)
     assert cli.main(["ingest", config]) == 0
     root = str(tmp_path / "storage")
@@ -84,12 +89,12 @@ def test_a_task_without_such_images_holds_some_out(tmp_path: Path) -> None:
     assert [has_validation(root, task, 0.0) for task in tasks] == [True, False]
 
 
-def test_a_run_without_any_for_a_task_keeps_its_last_epoch(tmp_path: Path) -> None:
+def test_task_without_validation_keeps_last_epoch(tmp_path: Path) -> None:
     config = write_run(tmp_path, write_data(tmp_path, "01"), keep="last")
     assert cli.main(["run", config]) == 0
 
 
-def test_a_search_is_judged_on_images_of_the_data(tmp_path: Path) -> None:
+def test_search_is_evaluated_on_own_validation(tmp_path: Path) -> None:
     card = write_data(tmp_path)
     config = load(write_run(tmp_path, card))
     graph, _ = graph_of(config, Store(str(tmp_path / "storage")), split="val")
@@ -103,7 +108,7 @@ def test_a_search_is_judged_on_images_of_the_data(tmp_path: Path) -> None:
         graph_of(without, Store(str(tmp_path / "storage")), split="val")
 
 
-def test_copies_of_train_images_validate_nothing(tmp_path: Path) -> None:
+def test_copies_of_train_images_in_val_are_refused(tmp_path: Path) -> None:
     card = write_data(tmp_path)
     for path in (tmp_path / "raw/digits/train/0").iterdir():
         (tmp_path / "raw/digits/val/0" / path.name).write_bytes(path.read_bytes())

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.data.splits import SplitUnclear, flag_role, flag_words, read_words, role_in, role_of
+from pipeline.data.splits import (
+    SplitUnclear,
+    find_role,
+    parse_flag_column,
+    parse_flag_values,
+    parse_role,
+    parse_split_words,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +37,7 @@ from pipeline.data.splits import SplitUnclear, flag_role, flag_words, read_words
     ],
 )
 def test_a_word_names_a_part_of_a_data_set(word: str, role: str | None) -> None:
-    assert role_of(word) == role
+    assert parse_role(word) == role
 
 
 @pytest.mark.parametrize(
@@ -38,25 +45,25 @@ def test_a_word_names_a_part_of_a_data_set(word: str, role: str | None) -> None:
     [("seg_train", "train"), ("TestImages", "test"), ("train_or_test", None), ("cats", None)],
 )
 def test_one_word_in_a_name_names_it(name: str, role: str | None) -> None:
-    assert role_in(name) == role
+    assert find_role(name) == role
 
 
 def test_validation_images_serve_as_test_where_nothing_else_does() -> None:
-    assert read_words(["train", "val"]).splits == {"train": ["train"], "test": ["val"]}
-    found = read_words(["train", "val", "test"]).splits
+    assert parse_split_words(["train", "val"]).splits == {"train": ["train"], "test": ["val"]}
+    found = parse_split_words(["train", "val", "test"]).splits
     assert found == {"train": ["train"], "val": ["val"], "test": ["test"]}
 
 
 def test_held_out_images_are_what_the_others_leave() -> None:
-    assert read_words(["train", "eval"]).splits == {"train": ["train"], "test": ["eval"]}
-    found = read_words(["train", "valid", "holdout"]).splits
+    assert parse_split_words(["train", "eval"]).splits == {"train": ["train"], "test": ["eval"]}
+    found = parse_split_words(["train", "valid", "holdout"]).splits
     assert found == {"train": ["train"], "val": ["valid"], "test": ["holdout"]}
     with pytest.raises(SplitUnclear, match="'eval' beside 'test'"):
-        read_words(["train", "test", "eval"])
+        parse_split_words(["train", "test", "eval"])
 
 
 def test_words_that_name_nothing_are_listed() -> None:
-    assert read_words(["train", "extra", "test"]).unknown == ["extra"]
+    assert parse_split_words(["train", "extra", "test"]).unknown == ["extra"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +77,7 @@ def test_words_that_name_nothing_are_listed() -> None:
 def test_a_flag_marks_its_own_part(
     column: str, values: list[str], splits: dict[str, list[str]] | None
 ) -> None:
-    role = flag_role(column)
+    role = parse_flag_column(column)
     assert role is not None
-    found = flag_words(role, values)
+    found = parse_flag_values(role, values)
     assert (found.splits if found else None) == splits

@@ -1,4 +1,4 @@
-"""Images of more than 8 bits are scaled by one range: that of the format, or that of the card."""
+"""Images with more than 8 bits are scaled by the range of their format or of the card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from pipeline.data.cards import Card
-from pipeline.data.image_checks import check_image, to_stored
+from pipeline.data.image_checks import check_image, encode_for_storage
 from pipeline.data.ingest import ingest
 from workers.data.decoding import ImageLimits, open_image, read_picture, to_rgb
 from workers.errors import UserError
@@ -25,7 +25,7 @@ TWELVE_BITS = (0.0, 4095.0)
 
 
 def noise(top: int, *shape: int) -> NDArray[np.uint16]:
-    """Return values from 0 to `top`, both of which occur."""
+    """Return random values from 0 to `top`, including both."""
     values = np.random.default_rng(top).integers(0, top + 1, shape or (SIDE, SIDE))
     values.flat[0], values.flat[1] = 0, top
     return values.astype(np.uint16)
@@ -38,12 +38,12 @@ def encoded(values: NDArray[Any], form: str, **options: Any) -> bytes:
 
 
 def pgm(values: NDArray[Any], maximum: int, kind: bytes = b"P5") -> bytes:
-    """Return a PGM, or with kind P6 a PPM, of 16 bits."""
+    """Return a 16-bit PGM (kind P5) or PPM (kind P6)."""
     return kind + b"\n%d %d\n%d\n" % (SIDE, SIDE, maximum) + values.astype(">u2").tobytes()
 
 
 def png_in_colours(values: NDArray[np.uint16]) -> bytes:
-    """Return a PNG of 16 bits in three channels."""
+    """Return a 16-bit PNG with three channels."""
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
     header = struct.pack(">IIBBBBB", SIDE, SIDE, 16, 2, 0, 0, 0)
     parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
@@ -55,7 +55,7 @@ def png_in_colours(values: NDArray[np.uint16]) -> bytes:
 
 
 def tiff(values: NDArray[Any], photometric: int = 1) -> bytes:
-    """Return an uncompressed TIFF of one channel."""
+    """Return an uncompressed TIFF with one channel."""
     bits = 8 * values.itemsize
     sample_format = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
     body = values.tobytes()
@@ -77,10 +77,10 @@ def tiff(values: NDArray[Any], photometric: int = 1) -> bytes:
 
 
 def pixels(data: bytes, value_range: tuple[float, float] | None = None) -> NDArray[Any]:
-    """Return the first channel of an image as it is stored, and check that training sees it."""
+    """Return the first channel of a stored image; check that training reads the same pixels."""
     limits = ImageLimits(value_range=value_range)
     assert check_image(data, limits).problem is None
-    stored, _ = to_stored(data, limits)
+    stored, _ = encode_for_storage(data, limits)
     seen = read_picture(stored, None, limits).pixels
     assert np.array_equal(seen, np.asarray(to_rgb(open_image(data), value_range)))
     channel: NDArray[Any] = seen[..., 0].astype(float)
@@ -111,12 +111,12 @@ SCALED: dict[str, tuple[bytes, tuple[float, float] | None, NDArray[Any]]] = {
 
 
 @pytest.mark.parametrize("case", SCALED)
-def test_values_are_scaled_by_the_range_of_the_format_or_the_card(case: str) -> None:
+def test_values_are_scaled_by_range_of_format_or_card(case: str) -> None:
     data, value_range, expected = SCALED[case]
     assert np.abs(pixels(data, value_range) - expected).max() <= 1
 
 
-def test_a_transparent_value_of_16_bits_is_white() -> None:
+def test_transparent_16_bit_value_becomes_white() -> None:
     values = FULL.copy()
     values[2, 3] = 1234
     data = encoded(values, "PNG", transparency=1234)
@@ -126,7 +126,7 @@ def test_a_transparent_value_of_16_bits_is_white() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "value_range", "says"),
+    ("data", "value_range", "expected"),
     [
         (tiff(UNIT * 9), None, "outside of 0 to 1"),
         (tiff(np.where(UNIT > 0.5, np.float32(np.nan), UNIT)), (0.0, 1.0), "not all finite"),
@@ -135,12 +135,12 @@ def test_a_transparent_value_of_16_bits_is_white() -> None:
         (pgm(noise(4095, SIDE, SIDE, 3), 65535, b"P6"), TWELVE_BITS, "reduced to 8 bits"),
     ],
 )
-def test_what_has_no_range_is_no_image(
-    data: bytes, value_range: tuple[float, float] | None, says: str
+def test_image_without_valid_range_is_rejected(
+    data: bytes, value_range: tuple[float, float] | None, expected: str
 ) -> None:
     problem = check_image(data, ImageLimits(value_range=value_range)).problem
     assert problem is not None
-    assert says in problem
+    assert expected in problem
 
 
 DARK_FILES: dict[str, Callable[[], bytes]] = {
@@ -152,9 +152,7 @@ DARK_FILES: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("ending", DARK_FILES)
-def test_images_that_use_a_small_part_of_16_bits_are_asked_about(
-    ending: str, tmp_path: Path
-) -> None:
+def test_dark_16_bit_images_require_source_range(ending: str, tmp_path: Path) -> None:
     for name in ("ant", "bee"):
         for split in ("train", "test"):
             (tmp_path / "zoo" / split / name).mkdir(parents=True)

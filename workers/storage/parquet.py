@@ -1,4 +1,4 @@
-"""Small tables: Parquet in memory -> a table, read by this thread alone."""
+"""Read small Parquet tables from memory in the calling thread."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pyarrow.parquet as pq
 
 
 def read_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the table of a Parquet file.
+    """Read the table in a Parquet file.
 
-    pyarrow would read it on threads of its own, which may still run when the interpreter ends, and
-    then abort the process (apache/arrow 34314 and 50482).
+    pyarrow's own threads are not used: they may outlive the interpreter and then abort the process
+    (apache/arrow 34314 and 50482).
 
     Args:
-        data: Of the file.
-        columns: That are read; None: all.
+        data: Bytes of the file.
+        columns: Columns to read, or None for all.
 
     Raises:
-        pa.ArrowException: If it is no Parquet file.
+        pa.ArrowException: If the data is not a Parquet file.
     """
     names = None if columns is None else [*columns]
     return pq.read_table(io.BytesIO(data), columns=names, use_threads=False)

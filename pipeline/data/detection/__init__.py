@@ -1,1 +1,1 @@
-"""What data lies at a path: folders, tables, shards or a library's data set, in bounds."""
+"""Detect the data sets at a path: class folders, tables, archives or data sets of a library."""

@@ -1,5 +1,7 @@
-"""Data sets in files that hold many images: which files are of which split, and Parquet and Arrow
-files. Tars are in `shards`."""
+"""Detect a data set in Parquet and Arrow files, and assign files of many images to splits.
+
+`shards` detects a data set in tars.
+"""
 
 from __future__ import annotations
 
@@ -16,53 +18,53 @@ import pyarrow as pa
 from pipeline.data.column_files import (
     ARROW_SUFFIX,
     Schema,
-    batches_of,
-    column_values,
-    schema_of,
+    read_batches,
+    read_schema,
+    to_python_list,
 )
 from pipeline.data.detection.columns import (
-    MOST_VALUES,
+    MAX_SPLIT_VALUES,
     Columns,
-    label_column,
-    listed_columns,
-    says_a_split,
-    split_columns,
+    classify_split_column,
+    find_label_column,
+    find_split_columns,
+    format_columns,
 )
-from pipeline.data.detection.data_set import DataSet, Request, read_labelled, splits_setting
+from pipeline.data.detection.data_set import DataSet, Request, format_splits, read_labelled
 from pipeline.data.detection.words import IMAGE_COLUMNS, is_part
 from pipeline.data.names import counted, listed, printable, quoted, suffix_of
 from pipeline.data.splits import (
     IGNORE,
     SplitUnclear,
     SplitWords,
+    find_role,
+    is_generic_split_name,
     is_weak,
-    plain_word,
-    read_words,
-    rest_is_generic,
-    role_in,
-    role_of,
-    tokens_of,
+    normalize_word,
+    parse_role,
+    parse_split_words,
+    tokenize_name,
 )
 from pipeline.data.tables import MAX_TEXT
 from workers.data.in_place import expand
 from workers.errors import UserError
 from workers.storage.artifact import join
 
-FIRST_ROWS = 512  # of a batch by which columns are told apart
-MOST_BATCHES = 4
-MOST_PATHS = 10_000  # folders of paths in a column that are looked at
+SAMPLE_BATCH_ROWS = 512  # rows per batch of the sample that distinguishes columns
+MAX_SAMPLE_BATCHES = 4
+MAX_FOLDERS = 10_000  # distinct folders read from a column of paths
 
 
 @dataclass(frozen=True)
 class Files:
-    """Files of one kind.
+    """Files of one kind, for example all Parquet files below a folder.
 
     Attributes:
-        request: What the person asked.
-        base: Path or URI of the source.
-        name: Of the data set.
-        names: Of the files below the source, sorted.
-        path: Of the source; a file if the source is one.
+        request: The user's request.
+        base: Path or URI of the folder that contains the files.
+        name: Name of the data set.
+        names: Paths of the files below `base`, sorted.
+        path: Path of the source: `base`, or the file if the source is a single file.
     """
 
     request: Request
@@ -73,7 +75,7 @@ class Files:
 
     @property
     def where(self) -> str:
-        """The source in a sentence."""
+        """The source, as errors name it."""
         return printable(self.path)
 
     def uris(self, names: Sequence[str]) -> list[str]:
@@ -81,31 +83,34 @@ class Files:
         return [join(self.base, name) for name in names]
 
     def with_splits(self, splits: Mapping[str, Sequence[str]]) -> Files:
-        """Return the same files, asked for with other splits if any were asked for."""
-        given = dict(self.request.given)
-        if "splits" in given:
-            given["splits"] = splits
-        return replace(self, request=replace(self.request, given=given))
+        """Return these files with `splits` in place of the request's splits, if it has any."""
+        settings = dict(self.request.given)
+        if "splits" in settings:
+            settings["splits"] = splits
+        return replace(self, request=replace(self.request, given=settings))
 
 
-# ---- splits by the names of files ----------------------------------------------------------------
-def split_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the files of each split, and those that are not used.
+# ---- splits by file names ------------------------------------------------------------------------
+def assign_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
+    """Assign files to splits.
 
-    They follow from the setting `splits` if it is given, else from the words in their paths. If no
-    path has such a word, all are train.
+    The setting `splits` decides if it is given. Otherwise words in the paths decide, for example
+    `train-00.parquet`. Without such words, all files are train.
+
+    Returns:
+        The files of each split, and the unused files.
 
     Raises:
-        SplitUnclear: If there are none of train, or a path can be read in several ways.
+        SplitUnclear: If no file is train, or a path can be read in several ways.
     """
     settings = files.request.given
     if settings.get("split"):
         return {"train": [*files.names]}, []
     if "splits" in settings:
-        return _given_files(files, settings["splits"])
+        return _assign_given_files(files, settings["splits"])
     by_word: dict[str, list[str]] = {}
     for name in files.names:
-        by_word.setdefault(_split_word(files, name), []).append(name)
+        by_word.setdefault(_find_split_word(files, name), []).append(name)
     unnamed = by_word.pop("", [])
     _check_configs(files)
     if not by_word:
@@ -113,21 +118,21 @@ def split_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
         if parts and len(parts) < len(files.names):
             raise SplitUnclear(
                 f"{files.where}: {listed(parts)} can be train, beside "
-                f"{listed(name for name in files.names if name not in parts)}; say which are "
-                f"which, as in {_splits_command(files, parts[0])}"
+                f"{listed(name for name in files.names if name not in parts)}; assign the files, "
+                f"as in {_format_splits_command(files, parts[0])}"
             )
         return {"train": [*files.names]}, []
     try:
-        words = read_words(by_word, exact=False)
+        words = parse_split_words(by_word, exact=False)
     except SplitUnclear as error:
         raise SplitUnclear(
-            f"{files.where}: {error}; say which files are which, as in {_splits_command(files)}"
+            f"{files.where}: {error}; assign the files, as in {_format_splits_command(files)}"
         ) from None
     if "train" not in words.splits:
         raise SplitUnclear(
             f"{files.where} holds {suffix_of(files.names[0])} files of {listed(by_word)} and none "
-            f"of train{f', beside {listed(unnamed)}' if unnamed else ''}; say which are train, as "
-            f"in {_splits_command(files, *unnamed[:1])}"
+            f"of train{f', beside {listed(unnamed)}' if unnamed else ''}; assign the files, as "
+            f"in {_format_splits_command(files, *unnamed[:1])}"
         )
     splits: dict[str, list[str]] = {}
     for split, of_split in words.splits.items():
@@ -135,28 +140,32 @@ def split_files(files: Files) -> tuple[dict[str, list[str]], list[str]]:
     return splits, unnamed
 
 
-def _splits_command(files: Files, train: str = "", test: str = "") -> str:
-    """Return a command that names files of train and test."""
+def _format_splits_command(files: Files, train: str = "", test: str = "") -> str:
+    """Format the command that assigns a file to train and another one to test."""
     test = test or next((name for name in files.names if name != train), "test*")
     splits = {"train": [escape(train or files.names[0])], "test": [escape(test)]}
-    return f"`{files.request.command(splits_setting(splits))}`"
+    return f"`{files.request.command(format_splits(splits))}`"
 
 
-def _given_files(
+def _assign_given_files(
     files: Files, named: Mapping[str, str | Sequence[str]]
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the files that the setting `splits` names by paths, globs or braces."""
+    """Assign files as the setting `splits` says, by paths, globs or braces.
+
+    Returns:
+        The files of each split, and the unused files.
+    """
     splits: dict[str, list[str]] = {}
     used: set[str] = set()
     for split, parts in named.items():
         patterns = (parts,) if isinstance(parts, str) else tuple(parts)
         expanded = expand(patterns) if any("{" in part for part in patterns) else [*patterns]
-        names = {name for part in expanded for name in _taken(part, files.names)}
+        names = {name for part in expanded for name in _match_names(part, files.names)}
         names |= {name for name in files.names if name in expanded}
         if not names and split != IGNORE:
             raise SplitUnclear(
-                f"{files.where}: no file is called {listed(patterns)}, which source.splits names "
-                f"for {split}; there are {listed(files.names)}"
+                f"{files.where}: no file is called {listed(patterns)}, as source.splits says for "
+                f"{split}; the files are {listed(files.names)}"
             )
         used |= names
         if split != IGNORE:
@@ -167,54 +176,63 @@ def _given_files(
 
 
 def _check_configs(files: Files) -> None:
-    """Raise SplitUnclear if several folders hold files of the same names that say a split."""
-    inside: dict[str, set[str]] = {}
+    """Raise SplitUnclear if several folders contain equal file names with splits.
+
+    For example, `full/train.parquet` and `small/train.parquet` are two versions of a data set.
+    """
+    names_by_top: dict[str, set[str]] = {}
     for name in files.names:
         *folders, base = name.split("/")
-        top = "/".join(part for part in folders if role_in(part) is None)
-        rest = "/".join([part for part in folders if role_in(part) is not None] + [base])
-        if role_in(rest) or any(map(role_in, rest.split("/"))):
-            inside.setdefault(top, set()).add(rest)
-    same = [top for top, names in inside.items() if names == next(iter(inside.values()))]
+        top = "/".join(part for part in folders if find_role(part) is None)
+        rest = "/".join([part for part in folders if find_role(part) is not None] + [base])
+        if find_role(rest) or any(map(find_role, rest.split("/"))):
+            names_by_top.setdefault(top, set()).add(rest)
+    first = next(iter(names_by_top.values()), set[str]())
+    same = [top for top, names in names_by_top.items() if names == first]
     if len(same) < 2 or all(map(is_part, same)):
         return
     path = posixpath.join(files.request.path, same[0])
     raise SplitUnclear(
-        f"{files.where}: {listed(same)} hold files of the same names; give the one that is meant, "
-        f"as in `{files.request.command(path=path)}`, or say that all count: "
-        f"`{files.request.command(splits_setting({'train': [f'{top}/*' for top in same]}))}`"
+        f"{files.where}: {listed(same)} hold files of the same names; give the path of one, as in "
+        f"`{files.request.command(path=path)}`, or read all: "
+        f"`{files.request.command(format_splits({'train': [f'{top}/*' for top in same]}))}`"
     )
 
 
-def unused_note(names: Sequence[str]) -> list[str]:
-    """Return a note on files that are not read; none without such files."""
+def note_unused(names: Sequence[str]) -> list[str]:
+    """Return a note on unread files, or [] if all files are read."""
     if not names:
         return []
     return [f"{counted(len(names), 'file')} not read, not called by a split: {listed(names)}"]
 
 
-def _split_word(files: Files, name: str) -> str:
-    """Return the word of a split in the path of a file; empty without one."""
+def _find_split_word(files: Files, name: str) -> str:
+    """Return the split word in the path of a file, for example `train`, or ""."""
     stem = name.rpartition(".")[0]
     for part in reversed(stem.split("/")):
-        if role_of(part):
+        if parse_role(part):
             return part
-        words = [word for word in tokens_of(part) if role_of(word)]
+        words = [word for word in tokenize_name(part) if parse_role(word)]
         words = [word for word in words if not is_weak(word)] or words
-        if len({role_of(word) for word in words}) > 1:
+        if len({parse_role(word) for word in words}) > 1:
             raise SplitUnclear(
-                f"{files.where}: {quoted(name)} can be {listed(words)}; say which files are which, "
-                f"as in {_splits_command(files)}"
+                f"{files.where}: {quoted(name)} can be {listed(words)}; assign the files, as in "
+                f"{_format_splits_command(files)}"
             )
         if words:
             return words[0]
     return ""
 
 
-def split_patterns(
+def build_patterns(
     splits: Mapping[str, Sequence[str]], names: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return the patterns by which a card takes the files of each split, and no others."""
+    """Build the shortest patterns for a card that match the files of each split and no others.
+
+    Args:
+        splits: Split -> its files.
+        names: All files of the source.
+    """
     patterns: dict[str, list[str]] = {}
     for split, of_split in splits.items():
         if sorted(of_split) == sorted(names):
@@ -226,7 +244,7 @@ def split_patterns(
         for end in ("-", "_", ".", "/", ""):
             start = prefix.rpartition(end)[0] if end else prefix
             for pattern in (escape(start), f"{escape(start)}*"):
-                if start and _taken(pattern, names) == sorted(of_split):
+                if start and _match_names(pattern, names) == sorted(of_split):
                     patterns[split] = [pattern]
                     break
             else:
@@ -235,58 +253,58 @@ def split_patterns(
     return patterns
 
 
-def _taken(pattern: str, names: Sequence[str]) -> list[str]:
+def _match_names(pattern: str, names: Sequence[str]) -> list[str]:
     globs = (pattern, f"{pattern}/*", f"{pattern}-*", f"{pattern}_*", f"{pattern}.*")
     return sorted(name for name in names if any(fnmatch(name, glob) for glob in globs))
 
 
 # ---- Parquet and Arrow ---------------------------------------------------------------------------
 def read_columns(files: Files) -> DataSet:
-    """Return the data set of Parquet or Arrow files with columns of image bytes and labels.
+    """Read the data set in Parquet or Arrow files with columns of image bytes and labels.
 
     Raises:
-        UserError: If they hold no images with labels, or can be read in several ways.
+        UserError: If they contain no labelled images, or if they can be read in several ways.
     """
     request = files.request
     all_names = files.names
     files = replace(files, names=[name for name in all_names if not is_cache(name)] or all_names)
-    splits, unused = split_files(files)
+    splits, unused = assign_files(files)
     first = join(files.base, splits["train"][0])
-    schema = schema_of(first)
-    columns = _columns_of(files, first, schema)
-    for name in schema.names:  # each once
+    schema = read_schema(first)
+    columns = _sample_columns(files, first, schema)
+    for name in schema.names:  # refuse duplicate names
         columns.check(name)
-    image = _image_column(files, schema, columns)
+    image = _choose_image_column(files, schema, columns)
     split: tuple[str, ...] = ()
     words: SplitWords | None = None
     if "splits" not in request.given or request.given.get("split"):
-        split, words = split_columns(columns, [image, *schema.classes])
-    label = label_column(columns, [image, *split], schema.classes)
+        split, words = find_split_columns(columns, [image, *schema.classes])
+    label = find_label_column(columns, [image, *split], schema.classes)
     if label is None:
         raise UserError(
             f"{files.where} has no column of labels (of names or whole numbers), only "
-            f"{listed_columns(schema.names)}; add one"
+            f"{format_columns(schema.names)}; add one"
         )
     source: dict[str, Any] = {"format": "parquet", "path": files.path}
     source |= {"image": image, "label": label}
-    notes = unused_note([*unused, *(name for name in all_names if name not in files.names)])
+    notes = note_unused([*unused, *(name for name in all_names if name not in files.names)])
     is_one_split = words is not None and set(words.splits) == {"train"} and len(files.names) > 1
-    if is_one_split and "split" not in request.given:  # each file has the name of its own
+    if is_one_split and "split" not in request.given:  # the names of the files decide instead
         split = ()
     if split and words:
         if len(splits) > 1:
             none = request.command("source.split=null")
             raise SplitUnclear(
                 f"{files.where}: the names of its files say a split, and so does its column "
-                f"{quoted(split[0])}; say which, as in `{none}`"
+                f"{quoted(split[0])}; choose one: to ignore the column, `{none}`"
             )
         source |= {"split": [*split], "splits": words.splits}
     else:
         if not {"split", "splits"} & request.given.keys():
-            _check_columns_of_others(files, schema)
+            _check_other_columns(files, schema)
             if len(splits) == 1:
                 _check_paths(files, schema, columns, image)
-        source["splits"] = split_patterns(splits, all_names)
+        source["splits"] = build_patterns(splits, all_names)
     others = [name for name in schema.classes if name != label]
     if others:
         notes.append(f"labels in {listed(others)} are not read")
@@ -300,115 +318,116 @@ def read_columns(files: Files) -> DataSet:
 
 
 def is_cache(name: str) -> bool:
-    """Whether an Arrow file is one that the library `datasets` keeps beside the data."""
+    """Whether a file is a cache of the library `datasets`, for example `cache-1f.arrow`."""
     base = name.rpartition("/")[2]
     return base.startswith("cache-") and suffix_of(base) == ".arrow"
 
 
-def _check_columns_of_others(files: Files, schema: Schema) -> None:
-    """Raise SplitUnclear if a file has a column of splits that the first one lacks."""
+def _check_other_columns(files: Files, schema: Schema) -> None:
+    """Raise SplitUnclear if a file has a split column that the first file lacks."""
     for name, uri in zip(files.names, files.uris(files.names), strict=True):
-        for column in schema_of(uri).names:
-            if column not in schema.names and says_a_split(column):
+        for column in read_schema(uri).names:
+            if column not in schema.names and classify_split_column(column):
                 raise SplitUnclear(
                     f"{files.where}: {quoted(name)} has a column {quoted(column)}, which looks "
-                    "like a split, and other files have none; add it there, or say that it is no "
+                    "like a split, and other files do not; add it there, or say that it is no "
                     f"split: `{files.request.command('source.split=null')}`"
                 )
 
 
 def _check_paths(files: Files, schema: Schema, columns: Columns, image: str) -> None:
-    """Raise SplitUnclear if the paths that rows hold beside the images say a split."""
+    """Raise SplitUnclear if a column of paths names another split, for example `test/1.png`."""
     paths = [name for name, texts in columns.sample.items() if any("/" in (t or "") for t in texts)]
     kind = schema.types[image]
     if pa.types.is_struct(kind) and kind.get_field_index("path") >= 0:
         paths.append(f"{image}.path")
     for column in paths:
-        parts = {part for path in _paths_of(files, column) for part in path.split("/")[:-1]}
-        words = [part for part in parts if role_in(part) and not is_weak(part)]
-        words = [part for part in words if rest_is_generic(part)]
-        if {role_in(word) for word in words} - {"train"}:
+        parts = {part for path in _read_folders(files, column) for part in path.split("/")[:-1]}
+        words = [part for part in parts if find_role(part) and not is_weak(part)]
+        words = [part for part in words if is_generic_split_name(part)]
+        if {find_role(word) for word in words} - {"train"}:
             raise SplitUnclear(
                 f"{files.where}: the paths in column {quoted(column)} lie in "
-                f"{listed(sorted(words))}, which looks like a split, and all rows would be train; "
-                "write a file for each split or add a column `split`, or say that there is none: "
+                f"{listed(sorted(words))}, which looks like a split, but all rows would be train; "
+                "write a file for each split, add a column `split`, or say that there is none: "
                 f"`{files.request.command('source.split=null')}`"
             )
 
 
-def _paths_of(files: Files, column: str) -> Iterator[str]:
-    """Yield the different folders of paths in a column, or in a field of structs, as `a/b/x`."""
+def _read_folders(files: Files, column: str) -> Iterator[str]:
+    """Yield the distinct folders of the paths in a column or in a struct field, as `a/b/x`."""
     seen: set[str] = set()
     for uri in files.uris(files.names):
-        name, _, of_struct = column.partition(".")
-        is_field = bool(of_struct) and column not in schema_of(uri).names
-        for batch in batches_of(uri, [column if suffix_of(uri) != ARROW_SUFFIX else name]):
+        name, _, field = column.partition(".")
+        is_field = bool(field) and column not in read_schema(uri).names
+        for batch in read_batches(uri, [column if suffix_of(uri) != ARROW_SUFFIX else name]):
             values = batch[name if is_field else column]
             if is_field:
-                values = values.field(of_struct)
-            for path in column_values(values):
+                values = values.field(field)
+            for path in to_python_list(values):
                 folder = str(path or "").replace("\\", "/").rpartition("/")[0]
-                if folder not in seen and len(seen) < MOST_PATHS:
+                if folder not in seen and len(seen) < MAX_FOLDERS:
                     seen.add(folder)
                     yield f"{folder}/x"
 
 
 def holds_images(uri: str) -> bool:
-    """Whether a Parquet or Arrow file has a column of image bytes, and not of paths alone."""
-    schema = schema_of(uri)
-    return bool(schema.images) and not _has_paths_alone(uri, schema)
+    """Whether a Parquet or Arrow file has a column of image bytes, not only of image paths."""
+    schema = read_schema(uri)
+    return bool(schema.images) and not _has_only_paths(uri, schema)
 
 
-def _has_paths_alone(uri: str, schema: Schema) -> bool:
-    """Whether the structs of images have a path and no bytes in the first rows."""
+def _has_only_paths(uri: str, schema: Schema) -> bool:
+    """Whether the image structs in the first rows have a path but no bytes."""
     column = schema.images[0]
     if schema.names.count(column) > 1 or not pa.types.is_struct(schema.types[column]):
         return False
-    for batch in islice(batches_of(uri, [column], 8), 1):
-        rows = [row for row in column_values(batch[column]) if row is not None]
+    for batch in islice(read_batches(uri, [column], 8), 1):
+        rows = [row for row in to_python_list(batch[column]) if row is not None]
         return bool(rows) and all(row.get("bytes") is None and row.get("path") for row in rows)
     return False
 
 
-def _columns_of(files: Files, uri: str, schema: Schema) -> Columns:
-    """Return the columns of Parquet files that may be labels or splits."""
+def _sample_columns(files: Files, uri: str, schema: Schema) -> Columns:
+    """Sample the columns of Parquet files that may be labels or splits."""
     names = [name for name, kind in schema.types.items() if _may_be_label(kind)]
     names = [name for name in names if schema.names.count(name) == 1]
     sample: dict[str, list[str | None]] = {name: [] for name in names}
-    for batch in islice(batches_of(uri, names, FIRST_ROWS), MOST_BATCHES) if names else ():
+    batches = read_batches(uri, names, SAMPLE_BATCH_ROWS) if names else iter(())
+    for batch in islice(batches, MAX_SAMPLE_BATCHES):
         for name in names:
-            sample[name] += [_text(value) for value in column_values(batch[name])]
+            sample[name] += [_to_text(value) for value in to_python_list(batch[name])]
 
     def distinct(column: str) -> set[str] | None:
-        values = _values_of(files, column)
-        return None if len(values) > MOST_VALUES else values
+        values = _read_distinct(files, column)
+        return None if len(values) > MAX_SPLIT_VALUES else values
 
     return Columns(files.request, files.where, schema.names, sample, distinct, lambda *_: 0)
 
 
-def _text(value: Any) -> str | None:
+def _to_text(value: Any) -> str | None:
     return None if value is None else str(value)[:MAX_TEXT].strip()
 
 
-def _image_column(files: Files, schema: Schema, columns: Columns) -> str:
-    asked = files.request.given.get("image")
-    if asked is not None:
-        return columns.check(asked)
+def _choose_image_column(files: Files, schema: Schema, columns: Columns) -> str:
+    requested = files.request.given.get("image")
+    if requested is not None:
+        return columns.check(requested)
     if not schema.images:
         arrays = [name for name, kind in schema.types.items() if _is_array(kind)]
         if arrays:
             raise UserError(
                 f"{files.where}: column {quoted(arrays[0])} has the type "
-                f"{schema.types[arrays[0]]}, which is an array and no encoded image; write the "
+                f"{schema.types[arrays[0]]}, an array instead of an encoded image; write the "
                 "images as PNG or JPEG bytes"
             )
         raise UserError(
-            f"{files.where} has no column of image bytes, only {listed_columns(schema.names)}; "
+            f"{files.where} has no column of image bytes, only {format_columns(schema.names)}; "
             "name one, or give a table of paths"
         )
-    known = [name for name in schema.images if plain_word(name) == IMAGE_COLUMNS[0]]
+    known = [name for name in schema.images if normalize_word(name) == IMAGE_COLUMNS[0]]
     if len(schema.images) > 1 and len(known) != 1:
-        raise columns.unclear("image", schema.images)
+        raise columns.ambiguous_error("image", schema.images)
     return (known or schema.images)[0]
 
 
@@ -424,16 +443,16 @@ def _may_be_label(kind: pa.DataType) -> bool:
     return bool(is_text or is_number or pa.types.is_boolean(kind) or pa.types.is_dictionary(kind))
 
 
-def _values_of(files: Files, column: str) -> set[str]:
-    """Return the different values of a column in all files; a few more than MOST_VALUES if many."""
+def _read_distinct(files: Files, column: str) -> set[str]:
+    """Read the distinct values of a column in all files; stop after MAX_SPLIT_VALUES."""
     values: set[str] = set()
     for uri in files.uris(files.names):
-        if column not in schema_of(uri).names:
+        if column not in read_schema(uri).names:
             raise UserError(
-                f"{printable(uri)} has no column {column!r}, and other files have one; mend it"
+                f"{printable(uri)} has no column {column!r}, but other files do; add it"
             )
-        for batch in batches_of(uri, [column]):
-            values.update(_text(value) or "" for value in {*column_values(batch[column])})
-            if len(values) > MOST_VALUES:
+        for batch in read_batches(uri, [column]):
+            values.update(_to_text(value) or "" for value in {*to_python_list(batch[column])})
+            if len(values) > MAX_SPLIT_VALUES:
                 return values
     return values

@@ -1,7 +1,7 @@
-"""A data set as it lies at a path: a way to read it, and what comes out of that.
+"""Build a data set from a possible `source` of a card.
 
-A way to read is the `source` of a card. It is judged by the code that ingest runs, so that `init`
-and `ingest` cannot differ.
+Detection proposes sources. They are read with the code that ingest runs, so that `init` and
+`ingest` cannot differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image
 
 from pipeline.config import checked
-from pipeline.data.account import Account, account_of, image_files
+from pipeline.data.account import Account, build_account, collect_problems
 from pipeline.data.cards import LIST_MARK, Card, Source
 from pipeline.data.formats import count_labels, format_of, list_source, require_entries, units
 from pipeline.data.formats.base import LIBRARIES, Item, LabelCounts, read_items
@@ -27,29 +27,29 @@ from pipeline.data.labels import check_meaning, check_spelling
 from pipeline.data.listing import Entry
 from pipeline.data.names import counted, listed, nfc, printable, quoted
 from pipeline.data.packs import ImageChecker
-from pipeline.data.preview import Picture, most_of_group
+from pipeline.data.preview import Picture, limit_per_group
 from pipeline.data.source_classes import labels_of_counts
 from pipeline.data.splits import IGNORE, SPLITS, SplitUnclear
 from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError
 
 TEST_FRACTION = 0.2  # held out by hash if a source has no test images
-MOST_FILES = 1_000_000  # that `init` looks at below one path
-MOST_SIZED = 16  # images whose size is looked at
-MOST_READ = 4000  # images of a file of many that are looked at for a preview
-MOST_READ_BYTES = 64 << 20
-FROM_SOURCE = "from_source"  # in place of classes on a card
+MAX_FILES = 1_000_000  # files that `init` lists below one path
+MAX_SIZED = 16  # images whose size is read
+MAX_PREVIEWED = 4000  # images read from archives for a preview
+MAX_PREVIEW_BYTES = 64 << 20  # read from one archive for a preview
+FROM_SOURCE = "from_source"  # value of `classes` on a card: take them from the source
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks to look at.
+    """A user's request to detect data sets.
 
     Attributes:
-        path: As it was given.
-        program: How a person starts Accrete.
-        given: Settings of the card's source that were given, such as `label`.
-        classes: That were given.
+        path: The path, as it was given.
+        program: The command that starts Accrete, for messages.
+        given: Settings of the card's source in the request, for example `label`.
+        classes: Classes in the request.
     """
 
     path: str
@@ -58,7 +58,12 @@ class Request:
     classes: tuple[str, ...] = ()
 
     def command(self, *settings: str, path: str = "") -> str:
-        """Return what a person types to ask again, with settings such as `source.split=fold`."""
+        """Format the command that repeats the request with other settings.
+
+        Args:
+            settings: Settings, for example `source.split=fold`.
+            path: Another path, or "" to keep the path.
+        """
         words = ["init", path or self.path]
         for setting in settings:
             words += ["--set", setting]
@@ -70,18 +75,18 @@ class DataSet:
     """One data set.
 
     Attributes:
-        name: For cards and tasks.
-        layout: What lies there, in a few words.
-        card: As it would be written, with classes; its path is that of the source.
+        name: Name for cards and tasks.
+        layout: Short description of the layout.
+        card: The card to write, with classes and the path of the source.
         entries: All files below the source.
-        counts: Number of images by split.
-        are_folders: Whether the card can take its classes from the folders of its source.
-        is_exact: False if there are at least so many images.
-        notes: Sentences on what is left out.
-        bad_fraction: Share of images that are known to be left out.
+        counts: Split -> number of images.
+        are_folders: Whether the card can take its classes from folders.
+        is_exact: Whether the counts are exact; if False, they are lower bounds.
+        notes: Sentences on skipped images and files.
+        bad_fraction: Share of images known to be skipped.
         sizes: (width, height) of a few images in pixels.
-        account: What became of every file.
-        images: Number of images by split and class.
+        account: Account of all files.
+        images: (split, class) -> number of images.
     """
 
     name: str
@@ -99,46 +104,46 @@ class DataSet:
 
     @property
     def has_test(self) -> bool:
-        """Whether the source itself has test images."""
+        """Whether the source has test images."""
         return "test" in self.counts
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The classes in the order of the card."""
+        """Classes in the order of the card."""
         return self.card.classes
 
     @property
     def source(self) -> dict[str, Any]:
-        """The source of the card as it is written: what differs from the defaults."""
-        return source_body(self.card.source)
+        """The source of the card, without default settings."""
+        return dump_source(self.card.source)
 
     def pictures(self) -> list[Picture]:
         """Return some images of each split and class, for a preview."""
-        most = most_of_group(len(self.images))
-        wanted = {group: min(number, most) for group, number in self.images.items()}
+        limit = limit_per_group(len(self.images))
+        missing = {group: min(number, limit) for group, number in self.images.items()}
         checker = ImageChecker(self.card)
         pictures: list[Picture] = []
-        for item, data in _some_items(self.card, [*self.entries], wanted):
+        for item, data in _sample_items(self.card, [*self.entries], missing):
             group = (item.split, checker.label(item) or "")
-            if wanted.get(group) and data is not None:
-                wanted[group] -= 1
-                pictures.append(Picture.of(self.card, *group, item.name, data))
+            if missing.get(group) and data is not None:
+                missing[group] -= 1
+                pictures.append(Picture.from_image(self.card, *group, item.name, data))
         return pictures
 
 
-def yaml_text(text: str) -> str:
-    """Return a text as YAML has it in a list."""
+def to_yaml(text: str) -> str:
+    """Format a text as YAML, quoted if a YAML list needs it."""
     return dump_yaml([text], default_flow_style=True).strip()[1:-1]
 
 
-def splits_setting(splits: Mapping[str, Sequence[str]]) -> str:
-    """Return the setting that says what the splits are, as `Request.command` takes it."""
-    body = (f"{split}: [{', '.join(map(yaml_text, parts))}]" for split, parts in splits.items())
+def format_splits(splits: Mapping[str, Sequence[str]]) -> str:
+    """Format a `source.splits=...` setting for `Request.command`."""
+    body = (f"{split}: [{', '.join(map(to_yaml, parts))}]" for split, parts in splits.items())
     return f"source.splits={{{', '.join(body)}}}"
 
 
-def source_body(source: Source) -> dict[str, Any]:
-    """Return a source as a card writes it: settings that differ from their defaults."""
+def dump_source(source: Source) -> dict[str, Any]:
+    """Dump a source as a card contains it, without default settings."""
     body = source.model_dump(exclude_defaults=True)
     body["splits"] = {
         split: parts[0] if len(parts) == 1 else list(parts)
@@ -154,7 +159,7 @@ def source_body(source: Source) -> dict[str, Any]:
     return body
 
 
-def read_as(
+def build_data_set(
     request: Request,
     name: str,
     layout: str,
@@ -162,28 +167,28 @@ def read_as(
     notes: Sequence[str] = (),
     classes: Sequence[str] = (),
 ) -> DataSet:
-    """Return the data set that a way to read a path gives.
+    """Build the data set that a source of a card gives.
 
     Args:
-        request: Whose settings go before those of `source`.
-        name: Of the data set.
-        layout: What lies there, in a few words.
-        source: Of the card.
-        notes: Sentences on what is left out.
-        classes: In the order of the card, if they do not follow from the labels.
+        request: The user's request; its settings override `source`.
+        name: Name of the data set.
+        layout: Short description of the layout.
+        source: Source of the card.
+        notes: Sentences on skipped files.
+        classes: Classes in the order of the card, if they do not follow from the labels.
 
     Raises:
-        UserError: If it does not read so.
+        UserError: If the files cannot be read as this source.
     """
     body = {**source, **request.given}
     numbers = body.pop("numbers", None)
-    card = _card(name, body | {"numbers": "names"}, (FROM_SOURCE,))
-    entries = list_source(card, MOST_FILES) or []
+    card = _build_card(name, body | {"numbers": "names"}, (FROM_SOURCE,))
+    entries = list_source(card, MAX_FILES) or []
     counts = count_labels(card, entries)
     where = printable(str(body.get("path") or name))
     splits = [split for split in SPLITS if any(of == split for of, _ in counts)]
     if "train" not in splits:
-        raise _no_train(request, card, where, splits)
+        raise _no_train_error(request, card, where, splits)
     if not classes and request.classes:
         classes = request.classes
     if not classes:
@@ -194,8 +199,8 @@ def read_as(
             check_meaning(where, classes)
     if card.source.format not in ("folder", *LIBRARIES):
         body["numbers"] = numbers or "names"
-    card = _card(name, body, classes)
-    return _judged(card, layout, entries, counts, notes, where, request)
+    card = _build_card(name, body, classes)
+    return _assemble(card, layout, entries, counts, notes, where, request)
 
 
 def read_labelled(
@@ -206,11 +211,11 @@ def read_labelled(
     notes: Sequence[str] = (),
     classes: Sequence[str] = (),
 ) -> DataSet:
-    """Return the data set as `read_as`, without test images that all lack a label.
+    """Build the data set as `build_data_set` does, but drop a test split without any labels.
 
-    Validation images are then the test images, and a note says so.
+    Validation images become the test images in this case, and a note is added.
     """
-    data_set = read_as(request, name, layout, source, notes, classes)
+    data_set = build_data_set(request, name, layout, source, notes, classes)
     read = data_set.card.source
     if "test" not in read.named_splits() or data_set.has_test or "splits" in request.given:
         return data_set
@@ -224,19 +229,22 @@ def read_labelled(
     if read.split is not None:
         splits.setdefault(IGNORE, []).extend(read.parts_of("test"))
     note = f"{listed(read.parts_of('test'))} is not read: its images have no labels"
-    return read_as(request, name, layout, {**source, "splits": splits}, [*notes, note], classes)
+    source = {**source, "splits": splits}
+    return build_data_set(request, name, layout, source, [*notes, note], classes)
 
 
 def read_card(card: Card) -> DataSet:
-    """Return the data set that a card reads, with its own classes."""
+    """Read the data set of a card, with the classes of the card."""
     entries = require_entries(card)
     where = printable(card.source.path or card.name)
     counts = count_labels(card, entries)
-    return _judged(card, f"format {card.source.format}", entries, counts, (), where)
+    return _assemble(card, f"format {card.source.format}", entries, counts, (), where)
 
 
-def _no_train(request: Request, card: Card, where: str, splits: Sequence[str]) -> SplitUnclear:
-    """Return the error of a data set without train images, with the reason if a name is one."""
+def _no_train_error(
+    request: Request, card: Card, where: str, splits: Sequence[str]
+) -> SplitUnclear:
+    """Return the error for a data set without train images, with the cause if it is a name."""
     others = f", only {' and '.join(splits)} images" if splits else ""
     parts = [part for text in card.source.splits.values() for part in text.split(LIST_MARK)]
     odd = [part for part in parts if re.search(r"[\[?*]|^\s|\s$", part.replace(LABEL, ""))]
@@ -244,17 +252,17 @@ def _no_train(request: Request, card: Card, where: str, splits: Sequence[str]) -
     if "splits" in request.given or is_listed or not odd:
         return SplitUnclear(f"{where} has no train images{others}")
     return SplitUnclear(
-        f"{where}: the name {quoted(odd[0])} has signs that stand for others in patterns, or "
-        "blanks at its ends; rename it"
+        f"{where}: the name {quoted(odd[0])} has wildcard characters ([, ?, *), or spaces at its "
+        "ends; rename it"
     )
 
 
-def _card(name: str, source: Mapping[str, Any], classes: Sequence[str]) -> Card:
+def _build_card(name: str, source: Mapping[str, Any], classes: Sequence[str]) -> Card:
     body = {"name": name, "licence": "unknown", "classes": [*classes], "source": {**source}}
     return checked(Card, body, "", "the card")
 
 
-def _judged(
+def _assemble(
     card: Card,
     layout: str,
     entries: list[Entry],
@@ -263,7 +271,7 @@ def _judged(
     where: str,
     request: Request | None = None,
 ) -> DataSet:
-    """Return a data set whose labels were read; what fits no class is left out and said."""
+    """Assemble a data set whose labels were counted; images of no class are skipped and noted."""
     checker = ImageChecker(card)
     images: Counter[tuple[str, str]] = Counter()
     unknown: Counter[tuple[str, str]] = Counter()
@@ -277,47 +285,46 @@ def _judged(
         else:
             unknown[split, str(label)] += number
     totals = {split: sum(n for (of, _), n in images.items() if of == split) for split in SPLITS}
-    found = [*notes]
+    all_notes = [*notes]
     for split in SPLITS[1:]:
         others = {label: n for (of, label), n in unknown.items() if of == split}
-        without = sum(n for (of, label), n in counts.items() if of == split and label is None)
+        without = counts.get((split, None), 0)
         if others and not totals[split]:
             raise UserError(
                 f"{where}: no {split} image has a label of train; {split} has labels such as "
                 f"{listed(sorted(others))}, and train {listed(card.classes)}; write them alike, or "
-                f"leave the {split} images out{_without_split(request, card, split)}"
+                f"leave the {split} images out{_format_ignore_command(request, card, split)}"
             )
         if others or without:
             lost = counted(sum(others.values()) + without, f"{split} image")
-            named = f" ({_named(sorted(others))})" if others else ""
-            found.append(
+            named = f" ({_format_classes(sorted(others))})" if others else ""
+            all_notes.append(
                 f"{lost} without a label, or with one that train lacks{named} are left out"
             )
     check_spelling(where, {str(label) for _, label in counts if label is not None})
     unlisted = sorted(label for of, label in unknown if of == "train")
     if unlisted:
-        found.append(
-            f"train images of {_named(unlisted)}, which the card does not list, are left out"
-        )
-    without = sum(n for (of, label), n in counts.items() if of == "train" and label is None)
+        named = _format_classes(unlisted)
+        all_notes.append(f"train images of {named}, which the card does not list, are left out")
+    without = counts.get(("train", None), 0)
     if without:
-        found.append(f"{counted(without, 'train image')} without a label are left out")
-    folders = _folders_of(card)
+        all_notes.append(f"{counted(without, 'train image')} without a label are left out")
+    folders = _list_class_folders(card)
     empty = [name for name in folders if name not in card.classes and ("train", name) not in counts]
     if empty:
-        found.append(f"folders without train images are no classes: {listed(empty)}")
-    is_exact = len(entries) < MOST_FILES
+        all_notes.append(f"folders without train images are no classes: {listed(empty)}")
+    is_exact = len(entries) < MAX_FILES
     problems: dict[str, str | None] = {}
     source_format = format_of(card)
     if source_format.list_items is not None:
         rows = ((item, checker.row(item)) for item in source_format.list_items(card, entries))
-        problems = image_files((row["name"], row["problem"]) for _, row in rows)
+        problems = collect_problems((row["name"], row["problem"]) for _, row in rows)
     rows_of_files = {}
     if source_format.list_items is None:
         rows_of_files = {"used": sum(totals.values())}
         if unknown or num_unlabelled:
             rows_of_files["unlabelled"] = sum(unknown.values()) + num_unlabelled
-    account = account_of(card, entries, problems, (), rows_of_files)
+    account = build_account(card, entries, problems, (), rows_of_files)
     num_bad = sum(account.rejected.values()) or sum(unknown.values()) + num_unlabelled
     return DataSet(
         name=card.name,
@@ -327,48 +334,54 @@ def _judged(
         counts={split: number for split, number in totals.items() if number},
         are_folders=folders == [*card.classes],
         is_exact=is_exact,
-        notes=tuple(found),
+        notes=tuple(all_notes),
         bad_fraction=num_bad / max(sum(totals.values()) + num_bad, 1),
-        sizes=_sizes(card, entries),
+        sizes=_read_sizes(card, entries),
         account=account,
         images=images,
     )
 
 
-def _without_split(request: Request | None, card: Card, left_out: str) -> str:
-    """Return the command that leaves out the images of a split, for the end of a sentence."""
+def _format_ignore_command(request: Request | None, card: Card, left_out: str) -> str:
+    """Format the command that ignores the images of a split, for the end of an error."""
     if request is None:
         return ""
     splits = {str(s): [*card.source.parts_of(s)] for s in card.source.named_splits()}
     parts = splits.pop(left_out)
     if card.source.split is not None:
         splits[IGNORE] = [*card.source.parts_of(IGNORE), *parts]
-    settings = [f"source.format={card.source.format}", splits_setting(splits)]
+    settings = [f"source.format={card.source.format}", format_splits(splits)]
     if card.source.split is not None:
-        settings.append(f"source.split={yaml_text(card.source.split)}")
+        settings.append(f"source.split={to_yaml(card.source.split)}")
     return f": `{request.command(*settings)}`"
 
 
-def _named(labels: Sequence[str]) -> str:
-    """Return classes for a sentence: `class 'a'`, `classes 'a', 'b' and 3 more`."""
+def _format_classes(labels: Sequence[str]) -> str:
+    """Format classes for a sentence, for example `classes 'a', 'b' and 3 more`."""
     return f"{'class' if len(labels) == 1 else 'classes'} {listed(labels)}"
 
 
-def _folders_of(card: Card) -> list[str]:
-    """Return the class folders of the train split, empty ones too; none for other formats."""
+def _list_class_folders(card: Card) -> list[str]:
+    """List the class folders of the train split, also empty ones; [] for other formats."""
     if card.source.format != "folder":
         return []
     return sorted(map(nfc, class_folders(card, "train")))
 
 
 # ---- some images ---------------------------------------------------------------------------------
-def _some_items(
-    card: Card, entries: list[Entry], wanted: Mapping[tuple[str, str], int]
+def _sample_items(
+    card: Card, entries: list[Entry], numbers: Mapping[tuple[str, str], int]
 ) -> Iterator[tuple[Item, bytes | None]]:
-    """Yield a few images of each split and class, with their bytes."""
+    """Yield a few images of each split and class, with their bytes.
+
+    Args:
+        card: Card of the source.
+        entries: All files below the source.
+        numbers: (split, class) -> number of images.
+    """
     source_format = format_of(card)
     checker = ImageChecker(card)
-    left = dict(wanted)
+    left = dict(numbers)
     if source_format.list_items is not None:
         items: list[Item] = []
         for item in source_format.list_items(card, entries):
@@ -380,7 +393,7 @@ def _some_items(
         yield from read_items(items)
         return
     all_units = units(card, map, entries)
-    per_unit = max(MOST_READ // max(len(all_units), 1), 1)
+    per_unit = max(MAX_PREVIEWED // max(len(all_units), 1), 1)
     for unit in all_units:
         num_bytes = 0
         for item, data in islice(unit.read(*unit.args), per_unit):
@@ -389,14 +402,14 @@ def _some_items(
                 left[group] -= 1
                 yield item, data
             num_bytes += len(data or b"")
-            if num_bytes > MOST_READ_BYTES or not any(left.values()):
+            if num_bytes > MAX_PREVIEW_BYTES or not any(left.values()):
                 break
 
 
-def _sizes(card: Card, entries: list[Entry]) -> tuple[tuple[int, int], ...]:
-    """Return (width, height) of the first images in pixels; other files are skipped."""
+def _read_sizes(card: Card, entries: list[Entry]) -> tuple[tuple[int, int], ...]:
+    """Read (width, height) of the first images in pixels; unreadable files are skipped."""
     sizes: list[tuple[int, int]] = []
-    for _, data in _first_items(card, entries):
+    for _, data in _read_first_items(card, entries):
         try:
             with Image.open(io.BytesIO(data or b"")) as image:
                 sizes.append(image.size)
@@ -405,10 +418,10 @@ def _sizes(card: Card, entries: list[Entry]) -> tuple[tuple[int, int], ...]:
     return tuple(sizes)
 
 
-def _first_items(card: Card, entries: list[Entry]) -> list[tuple[Item, bytes | None]]:
+def _read_first_items(card: Card, entries: list[Entry]) -> list[tuple[Item, bytes | None]]:
     source_format = format_of(card)
     if source_format.list_items is None:
         first = next(iter(units(card, map, entries)), None)
-        return [] if first is None else list(islice(first.read(*first.args), MOST_SIZED))
+        return [] if first is None else list(islice(first.read(*first.args), MAX_SIZED))
     items = (item for item in source_format.list_items(card, entries) if item.problem is None)
-    return list(read_items(list(islice(items, MOST_SIZED))))
+    return list(read_items(list(islice(items, MAX_SIZED))))

@@ -1,8 +1,8 @@
-"""Which data sets lie at a path or address that a person gives.
+"""Detect the data sets at a path or URI.
 
-There are three ways to read a folder: its folders are classes, a table names its images, or files
-hold many images. Each is tried. If exactly one gives a consistent data set, that is taken; if
-several do and they differ, the person is asked.
+A folder can be read in three ways: its subfolders are classes, a table names its images, or it
+contains archives of images (Parquet files or tars). Each is tried. If exactly one way gives a
+consistent data set, it is used. If several do and they differ, an error asks the user to choose.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from dataclasses import dataclass, replace
 from pipeline.data.detection.archives import Files, holds_images, read_columns
 from pipeline.data.detection.columns import LabelUnclear
 from pipeline.data.detection.data_set import (
-    MOST_FILES,
+    MAX_FILES,
     DataSet,
     Request,
-    read_as,
-    splits_setting,
-    yaml_text,
+    build_data_set,
+    format_splits,
+    to_yaml,
 )
 from pipeline.data.detection.doubts import check_lists, check_reading, check_siblings
-from pipeline.data.detection.folders import Layout, NoClasses, layout_of
+from pipeline.data.detection.folders import Layout, NoClasses, find_layout
 from pipeline.data.detection.libraries import (
     HUB,
     TORCHVISION,
-    hub_address,
-    torchvision_set_at,
+    read_torchvision_set,
+    resolve_hub_address,
 )
-from pipeline.data.detection.packed_files import unpack_command
+from pipeline.data.detection.packed_files import build_unpack_command
 from pipeline.data.detection.shards import read_shards
 from pipeline.data.detection.tables import (
-    Found,
     NoTable,
+    TableReading,
     Tables,
+    group_tables,
     read_tables,
-    table_groups,
 )
 from pipeline.data.detection.words import LABEL_TABLES, is_part, says_no_labels
 from pipeline.data.file_index import FileIndex
@@ -61,27 +61,27 @@ from pipeline.data.listing import (
     list_entries,
 )
 from pipeline.data.names import counted, is_utf8, listed, name_of, nfc, printable, quoted, suffix_of
-from pipeline.data.splits import IGNORE, SplitUnclear, tokens_of
+from pipeline.data.splits import IGNORE, SplitUnclear, tokenize_name
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import exists, is_local, join, parent
 from workers.storage.secrets import refuse_secrets
 
-# stems that say nothing: a data set in such a file is called as its folder
+# generic stems: a data set in such a file is named after its folder
 PLAIN_STEMS = ("train", "labels", "label", "data", "metadata", "images", "index", "all", "dataset")
-MAX_TABLES = 50  # of a source; each is read to its end
-MOST_DATA_SETS = 200  # in one folder
+MAX_TABLES = 50  # tables in a source; each is read to its end
+MAX_DATA_SETS = 200  # data sets in one folder
 LISTED = IMAGE_SUFFIXES | TABLE_SUFFIXES | {TAR_SUFFIX}
-WHAT_WOULD_DO = (
+ACCEPTED_LAYOUTS = (
     "what would do: class folders (CLASS/*.jpg), with or without train/ and test/ above them, a "
     "CSV file of paths and labels, Parquet files, or WebDataset tars"
 )
 
 
 def detect(request: Request) -> list[DataSet]:
-    """Return the data sets at a path or address.
+    """Detect the data sets at a path or URI.
 
     Raises:
-        UserError: If there is none, or if it can be read in several ways.
+        UserError: If there is no data set, or if the path can be read in several ways.
     """
     path = request.path
     if not is_utf8(path) or "${" in path or "\0" in path or not path.strip():
@@ -91,23 +91,23 @@ def detect(request: Request) -> list[DataSet]:
         )
     refuse_secrets(path)
     if path.startswith(TORCHVISION):
-        return [torchvision_set_at(path, request)]
+        return [read_torchvision_set(path, request)]
     if path.startswith(HUB):
-        path = hub_address(path)
+        path = resolve_hub_address(path)
     uri = path.rstrip("/")
     if "://" not in path:
         uri = os.path.abspath(path)
     name = name_of(posixpath.basename(uri.partition("@")[0]))
     if is_folder(uri):
-        entries = list_entries(uri, [""], LISTED, MOST_FILES) or []
-        return Place(request, uri, name, entries).data_sets()
+        entries = list_entries(uri, [""], LISTED, MAX_FILES) or []
+        return SourceFolder(request, uri, name, entries).data_sets()
     if not exists(uri):
-        raise _missing(path)
-    return [_file(uri, request)]
+        raise _missing_error(path)
+    return [_detect_file(uri, request)]
 
 
-def _file(uri: str, request: Request) -> DataSet:
-    stem = posixpath.basename(uri).rpartition(".")[0]
+def _detect_file(uri: str, request: Request) -> DataSet:
+    stem = _get_stem(uri)
     if stem.lower() in PLAIN_STEMS:
         stem = posixpath.basename(parent(uri))
     name = name_of(stem)
@@ -119,14 +119,13 @@ def _file(uri: str, request: Request) -> DataSet:
     if suffix in COLUMN_FILES and holds_images(uri):
         return read_columns(Files(request, base, name, [file], uri))
     if suffix in TABLE_SUFFIXES:
-        entries = list_entries(base, [""], LISTED, MOST_FILES) or []
-        index = FileIndex(entry.name for entry in entries if _is_image(entry))
-        tables = Tables(request, base, name, {file: ""}, index, is_whole=True)
+        entries = list_entries(base, [""], LISTED, MAX_FILES) or []
+        tables = Tables(request, base, name, {file: ""}, _index_images(entries), is_whole=True)
         data_set = read_tables(tables).data_set
         check_reading(request, data_set, entries)
         return data_set
     if is_packed(uri):
-        command = unpack_command([request.path], "", request.program)
+        command = build_unpack_command([request.path], "", request.program)
         remedy = f"unpack it: `{command}`" if command else "unpack it and give the folder"
         raise UserError(f"{printable(uri)} is a compressed archive, which is not read; {remedy}")
     raise UserError(
@@ -135,7 +134,7 @@ def _file(uri: str, request: Request) -> DataSet:
     )
 
 
-def _missing(path: str) -> UserError:
+def _missing_error(path: str) -> UserError:
     remedy = "give the path of a config or of images"
     folder = os.path.dirname(path) or "."
     if "://" not in path and os.path.isdir(folder):
@@ -148,15 +147,21 @@ def _is_image(entry: Entry) -> bool:
     return not entry.problem and suffix_of(entry.name) in IMAGE_FILES
 
 
+def _index_images(entries: Sequence[Entry]) -> FileIndex:
+    return FileIndex(entry.name for entry in entries if _is_image(entry))
+
+
 # ---- folders -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Place:
-    """A folder that may hold data sets.
+class SourceFolder:
+    """A folder that may contain data sets.
+
+    The `_read_*` methods return data sets, or the error that explains their absence.
 
     Attributes:
-        request: What the person asked.
-        uri: Of the folder.
-        name: For a data set in it.
+        request: The user's request.
+        uri: Path or URI of the folder.
+        name: Name for a data set in it.
         entries: All files below it.
     """
 
@@ -166,10 +171,10 @@ class Place:
     entries: Sequence[Entry]
 
     def data_sets(self) -> list[DataSet]:
-        """Return the data sets in this folder: one, or one for each folder in it.
+        """Return the data sets in this folder: one, or one per subfolder.
 
         Raises:
-            UserError: If there is none, or if it can be read in several ways.
+            UserError: If there is no data set, or if the folder can be read in several ways.
         """
         data_sets = self._read()
         if len(data_sets) == 1:
@@ -179,53 +184,53 @@ class Place:
         return data_sets
 
     def _read(self) -> list[DataSet]:
-        given = self.request.given
-        if given.get("format") is not None:
-            return self._of_format(str(given["format"]))
-        found_table, table_error = self._table()
-        archive, archive_error = self._archive()
-        folders, folder_error = self._folders()
-        about_columns = {"label", "image", "split", "files"} & given.keys()
+        settings = self.request.given
+        if settings.get("format") is not None:
+            return self._read_format(str(settings["format"]))
+        found_table, table_error = self._read_table()
+        archive, archive_error = self._read_archive()
+        folders, folder_error = self._read_folders()
+        about_columns = {"label", "image", "split", "files"} & settings.keys()
         if about_columns and (found_table or table_error):
             folders, folder_error = [], None
         if found_table and folders:
-            return self._table_or_folders(found_table, folders)
+            return self._choose_table_or_folders(found_table, folders)
         if folders and table_error and not isinstance(table_error, NoTable):
             as_folders = self.request.command("source.format=folder")
             raise LabelUnclear(f"{table_error}; if the folders are the classes: `{as_folders}`")
         ways = [folders, [found_table.data_set] if found_table else [], archive]
         possible = [way for way in ways if way]
         if len(possible) > 1:
-            raise self._several(possible)
+            raise self._ambiguous_error(possible)
         if possible:
             return possible[0]
-        raise self._error(table_error, archive_error, folder_error)
+        raise self._choose_error(table_error, archive_error, folder_error)
 
-    def _of_format(self, source_format: str) -> list[DataSet]:
-        """Return the data set that the person says how to read."""
-        given = self.request.given
-        tables = self._given_tables() if source_format == "csv" else {}
+    def _read_format(self, source_format: str) -> list[DataSet]:
+        """Read the data set in the format that the user gave."""
+        settings = self.request.given
+        tables = self._find_given_tables() if source_format == "csv" else {}
         if tables:
-            index = FileIndex(entry.name for entry in self.entries if _is_image(entry))
+            index = _index_images(self.entries)
             found_table = read_tables(Tables(self.request, self.uri, self.name, tables, index))
             return [found_table.data_set]
-        if "splits" in given and source_format in ("folder", "csv"):
+        if "splits" in settings and source_format in ("folder", "csv"):
             layout = f"format {source_format}, as given"
             source = {"format": source_format, "path": self.uri}
-            return [read_as(self.request, self.name, layout, source)]
+            return [build_data_set(self.request, self.name, layout, source)]
         if source_format == "folder":
-            found, error = self._folders()
+            data_sets, error = self._read_folders()
         elif source_format == "csv":
-            table, error = self._table()
-            found = [table.data_set] if table else []
+            table, error = self._read_table()
+            data_sets = [table.data_set] if table else []
         else:
-            found, error = self._archive()
-        if not found:
-            raise error or self._nothing()
-        return found
+            data_sets, error = self._read_archive()
+        if not data_sets:
+            raise error or self._no_data_set_error()
+        return data_sets
 
-    def _given_tables(self) -> dict[str, str]:
-        """Return the tables that the setting `splits` names, with their splits; none else."""
+    def _find_given_tables(self) -> dict[str, str]:
+        """Return table -> split for the tables in the setting `splits`."""
         names = {entry.name for entry in self.entries}
         tables: dict[str, str] = {}
         for split, parts in dict(self.request.given.get("splits") or {}).items():
@@ -235,8 +240,8 @@ class Place:
         return tables
 
     # ---- class folders ---------------------------------------------------------------------------
-    def _folders(self) -> tuple[list[DataSet], UserError | None]:
-        """Return the data sets in class folders, or why there are none."""
+    def _read_folders(self) -> tuple[list[DataSet], UserError | None]:
+        """Read the data sets in class folders."""
         if not any(map(_is_image, self.entries)):
             return [], None
         splits = self.request.given.get("splits")
@@ -244,22 +249,23 @@ class Place:
             if splits is not None and "split" not in self.request.given:
                 layout: Layout | list[Folder] = Layout({}, "class folders, splits as given")
             else:
-                layout = layout_of(folder_tree(self.entries))
+                layout = find_layout(folder_tree(self.entries))
             if isinstance(layout, list):
-                return self._data_set_each(layout), None
+                return self._read_each(layout), None
             source = {"format": "folder", "path": self.uri, "splits": layout.splits}
-            return [read_as(self.request, self.name, layout.text, source, layout.notes)], None
+            return [
+                build_data_set(self.request, self.name, layout.text, source, layout.notes)
+            ], None
         except NoClasses:
-            return [], self._nothing()
+            return [], self._no_data_set_error()
         except UserError as error:
-            return [], self._located(error)
+            return [], self._add_location(error)
 
-    def _data_set_each(self, folders: Sequence[Folder]) -> list[DataSet]:
-        if len(folders) > MOST_DATA_SETS:
+    def _read_each(self, folders: Sequence[Folder]) -> list[DataSet]:
+        if len(folders) > MAX_DATA_SETS:
             raise UserError(
-                f"{printable(self.uri)} holds {len(folders)} folders of folders, and no more than "
-                f"{MOST_DATA_SETS} data sets are taken at once; give the paths of those that are "
-                "meant"
+                f"{printable(self.uri)} holds {len(folders)} folders of folders, and at most "
+                f"{MAX_DATA_SETS} data sets are read at once; give the paths of the data sets"
             )
         if "format" not in self.request.given:
             check_siblings(self.request, printable(self.uri), folders)
@@ -274,17 +280,17 @@ class Place:
             name = name_of(folder.base_name)
             uri = join(self.uri, folder.name)
             request = replace(self.request, path=join(self.request.path, folder.name))
-            data_sets += Place(request, uri, name, entries).data_sets()
+            data_sets += SourceFolder(request, uri, name, entries).data_sets()
         used = sum(len(data_set.entries) for data_set in data_sets)
-        others = [e.name for e in self.entries if not _is_below(e.name, folders)]
+        others = [e.name for e in self.entries if not _is_inside(e.name, folders)]
         if others and used:
             note = f"{counted(len(others), 'file')} beside the data sets not read: {listed(others)}"
             data_sets[0] = replace(data_sets[0], notes=(*data_sets[0].notes, note))
         return data_sets
 
     # ---- tables ----------------------------------------------------------------------------------
-    def _table(self) -> tuple[Found | None, UserError | None]:
-        """Return what a table says, or the first thing that is wrong with the likeliest one."""
+    def _read_table(self) -> tuple[TableReading | None, UserError | None]:
+        """Read the table of images and labels, or return the error of the likeliest table."""
         names = [
             entry.name
             for entry in self.entries
@@ -292,23 +298,23 @@ class Place:
         ]
         stems = {e.name.rpartition(".")[0] for e in self.entries if _is_image(e)}
         bases = {stem.rpartition("/")[2] for stem in stems}
-        # a file per image holds its annotation, such as boxes
-        has_annotations = 2 * sum(_stem(name) in bases for name in names) > len(stems)
+        # one file per image contains annotations, for example boxes
+        has_annotations = 2 * sum(_get_stem(name) in bases for name in names) > len(stems)
         names = [
             name
             for name in names
-            if not (has_annotations and _stem(name) in bases) and self._may_be_table(name)
+            if not (has_annotations and _get_stem(name) in bases) and self._may_be_table(name)
         ]
         names.sort(key=lambda name: (suffix_of(name) == ".txt", name.count("/"), name))
         if not names:
             return None, None
-        index = FileIndex(entry.name for entry in self.entries if _is_image(entry))
-        found: list[tuple[str, Found]] = []
+        index = _index_images(self.entries)
+        readings: list[tuple[str, TableReading]] = []
         errors: list[UserError] = []
         try:
-            groups = [*table_groups(names)]
+            groups = [*group_tables(names)]
         except SplitUnclear as error:
-            return None, self._located(error)
+            return None, self._add_location(error)
         if len(groups) > MAX_TABLES:
             command = self.request.command(path=join(self.request.path, names[0]))
             return None, LabelUnclear(
@@ -317,51 +323,59 @@ class Place:
             )
         for group in groups:
             tables = Tables(self.request, self.uri, self.name, group, index)
-            is_plain_text = suffix_of(tables.first) == ".txt" and not _says_labels(tables)
+            is_plain_text = suffix_of(tables.first) == ".txt" and not _is_label_table(tables)
             try:
-                found.append((tables.first, read_tables(tables)))
+                readings.append((tables.first, read_tables(tables)))
             except UserError as error:
                 if not is_plain_text:
                     errors.append(error)
-        if any(one.is_strong for _, one in found):
-            found = [(name, one) for name, one in found if one.is_strong]
-        labels = {tuple(sorted(one.files.items())) for _, one in found}
-        with_splits = [(name, one) for name, one in found if len(one.data_set.counts) > 1]
-        if len(labels) == 1 and with_splits:  # the others say the same and no splits
-            found = with_splits
-        if len(labels) > 1 or len({tuple(sorted(one.splits.items())) for _, one in found}) > 1:
-            return None, self._several_tables(found, len(labels) > 1)
+        if any(reading.is_strong for _, reading in readings):
+            readings = [(name, reading) for name, reading in readings if reading.is_strong]
+        labels = {tuple(sorted(reading.files.items())) for _, reading in readings}
+        with_splits = [(name, one) for name, one in readings if len(one.data_set.counts) > 1]
+        if len(labels) == 1 and with_splits:  # the others have equal labels and no splits
+            readings = with_splits
+        splits = {tuple(sorted(reading.splits.items())) for _, reading in readings}
+        if len(labels) > 1 or len(splits) > 1:
+            return None, self._conflicting_tables_error(readings, len(labels) > 1)
         serious = [e for e in errors if not isinstance(e, NoTable)]
         serious.sort(key=lambda error: isinstance(error, LabelUnclear))
-        if found and (found[0][1].is_strong or not serious):
-            return found[0][1], None
+        if readings and (readings[0][1].is_strong or not serious):
+            return readings[0][1], None
         return None, next(iter(serious or errors), None)
 
-    def _several_tables(self, found: Sequence[tuple[str, Found]], differ: bool) -> LabelUnclear:
-        """Return the error of tables that do not say the same."""
-        names = [name for name, _ in found]
-        one = f"`{self.request.command(path=join(self.request.path, names[0]))}`"
-        first = found[0][1].data_set.card.source
-        if first.path.rstrip("/") == self.uri.rstrip("/"):  # a table of each split
+    def _conflicting_tables_error(
+        self, readings: Sequence[tuple[str, TableReading]], differ: bool
+    ) -> LabelUnclear:
+        """Return the error for tables that contradict each other.
+
+        Args:
+            readings: The tables and their names.
+            differ: Whether the labels differ; otherwise the splits do.
+        """
+        names = [name for name, _ in readings]
+        command = f"`{self.request.command(path=join(self.request.path, names[0]))}`"
+        first = readings[0][1].data_set.card.source
+        if first.path.rstrip("/") == self.uri.rstrip("/"):  # one table per split
             splits = {str(split): first.parts_of(split) for split in first.named_splits()}
-            one = f"`{self.request.command('source.format=csv', splits_setting(splits))}`"
-        files = [set(table.files) for _, table in found]
+            command = f"`{self.request.command('source.format=csv', format_splits(splits))}`"
+        files = [set(table.files) for _, table in readings]
         if sum(map(len, files)) > len(set().union(*files)):
-            what = "labels" if differ else "splits"
+            kind = "labels" if differ else "splits"
             return LabelUnclear(
                 f"{printable(self.uri)}: the tables {listed(names)} name images with different "
-                f"{what}; give the one that is meant, as in {one}"
+                f"{kind}; give the path of one, as in {command}"
             )
-        together = self.request.command("source.format=csv", splits_setting({"train": names}))
+        together = self.request.command("source.format=csv", format_splits({"train": names}))
         paths = [posixpath.join(self.request.path, posixpath.dirname(name)) for name in names]
         return LabelUnclear(
             f"{printable(self.uri)}: the tables {listed(names)} name different images; give the "
-            f"one that is meant, as in {one}, or all as one data set: `{together}`, or as a task "
-            f"each: `{self.request.program} {shlex.join(['init', *dict.fromkeys(paths)])}`"
+            f"path of one, as in {command}, or read all as one data set: `{together}`, or as one "
+            f"task each: `{self.request.program} {shlex.join(['init', *dict.fromkeys(paths)])}`"
         )
 
     def _may_be_table(self, name: str) -> bool:
-        """Whether a file can be a table of images: not by its name predictions, and no bytes."""
+        """Whether a file may be a table of images: by its name, and without image bytes."""
         if says_no_labels(name):
             return False
         if suffix_of(name) not in COLUMN_FILES:
@@ -371,23 +385,29 @@ class Place:
         except UserError:
             return False
 
-    def _table_or_folders(self, table: Found, folders: list[DataSet]) -> list[DataSet]:
-        """Return the one of two ways to read a folder that counts, or raise an error."""
+    def _choose_table_or_folders(
+        self, table: TableReading, folders: list[DataSet]
+    ) -> list[DataSet]:
+        """Choose between a table and class folders.
+
+        Raises:
+            UserError: If they contradict each other.
+        """
         name = posixpath.basename(str(table.data_set.card.source.path))
         split = table.data_set.card.source.split
         if table.is_weak and split is not None:
             image = table.data_set.card.source.image
-            by_table = self.request.command("source.format=csv", f"source.label={yaml_text(image)}")
+            by_table = self.request.command("source.format=csv", f"source.label={to_yaml(image)}")
             raise SplitUnclear(
-                f"{printable(self.uri)} has class folders, and its table {quoted(name)} says "
-                f"splits in {quoted(split)}; for its splits and the classes of the folders: "
-                f"`{by_table}`; for the folders alone: "
+                f"{printable(self.uri)} has class folders, and its table {quoted(name)} has "
+                f"splits in {quoted(split)}; to use these splits and the classes of the folders: "
+                f"`{by_table}`; to use only the folders: "
                 f"`{self.request.command('source.format=folder')}`"
             )
         if table.is_weak or says_no_labels(name):
             note = f"table {quoted(name)} is not read: the folders are the classes"
             return [replace(folders[0], notes=(*folders[0].notes, note)), *folders[1:]]
-        labels = self._labels_of_folders(folders)
+        labels = self._read_folder_labels(folders)
         shared = [file for file in table.files if file in labels]
         differ = [file for file in shared if labels[file] != table.files[file]]
         classes = [cls for data_set in folders for cls in data_set.classes]
@@ -409,8 +429,8 @@ class Place:
             f"{quoted(name)} {problem}; say which is meant: `{as_folders}` or `{as_table}`"
         )
 
-    def _labels_of_folders(self, folders: Sequence[DataSet]) -> dict[str, str]:
-        """Return the class of each image below this folder, as the data sets in folders have it."""
+    def _read_folder_labels(self, folders: Sequence[DataSet]) -> dict[str, str]:
+        """Return path -> class of each image below this folder, as the class folders give it."""
         labels: dict[str, str] = {}
         for data_set in folders:
             prefix = posixpath.relpath(data_set.card.source.path, self.uri)
@@ -421,8 +441,8 @@ class Place:
         return labels
 
     # ---- archives --------------------------------------------------------------------------------
-    def _archive(self) -> tuple[list[DataSet], UserError | None]:
-        """Return the data set in Parquet files or tars, or why there is none."""
+    def _read_archive(self) -> tuple[list[DataSet], UserError | None]:
+        """Read the data set in Parquet files or tars."""
         files = [entry.name for entry in self.entries if not entry.problem]
         tars = sorted(name for name in files if suffix_of(name) == TAR_SUFFIX)
         columns = sorted(name for name in files if suffix_of(name) in COLUMN_FILES)
@@ -431,76 +451,76 @@ class Place:
             if columns and tars:
                 raise UserError(
                     f"{printable(self.uri)} holds images in {listed(columns)} and in "
-                    f"{listed(tars)}; give the path of those that are meant"
+                    f"{listed(tars)}; give the path of one kind"
                 )
             if columns:
-                return [read_columns(self._files(columns))], None
+                return [read_columns(self._group_files(columns))], None
             if tars:
-                return [read_shards(self._files(tars))], None
+                return [read_shards(self._group_files(tars))], None
         except UserError as error:
             return [], error
-        return [], self._arrays(files)
+        return [], self._find_column_error(files)
 
-    def _arrays(self, files: Sequence[str]) -> UserError | None:
-        """Return the error of Parquet files without image bytes, if they name no files either."""
+    def _find_column_error(self, files: Sequence[str]) -> UserError | None:
+        """Return the error for Parquet files without image bytes, if there are such files."""
         columns = [name for name in files if suffix_of(name) in COLUMN_FILES]
         if not columns:
             return None
         try:
-            read_columns(self._files(sorted(columns)))
+            read_columns(self._group_files(sorted(columns)))
         except UserError as error:
             return error
         return None
 
-    def _files(self, names: Sequence[str]) -> Files:
+    def _group_files(self, names: Sequence[str]) -> Files:
         return Files(self.request, self.uri, self.name, names, self.uri)
 
     # ---- errors ----------------------------------------------------------------------------------
-    def _several(self, ways: Sequence[Sequence[DataSet]]) -> UserError:
+    def _ambiguous_error(self, ways: Sequence[Sequence[DataSet]]) -> UserError:
         texts = [way[0].layout for way in ways]
         commands = [
             self.request.command(f"source.format={way[0].card.source.format}") for way in ways
         ]
         return UserError(
-            f"{printable(self.uri)} can be read as {' and as '.join(texts)}; say which: "
+            f"{printable(self.uri)} can be read as {' and as '.join(texts)}; choose one: "
             f"{' or '.join(f'`{command}`' for command in commands)}"
         )
 
-    def _error(
+    def _choose_error(
         self,
         table: UserError | None,
         archive: UserError | None,
         folders: UserError | None,
     ) -> UserError:
-        """Return the error that says what is wrong: that of a table before that of folders."""
+        """Choose the most helpful of the errors; that of a table precedes that of folders."""
         if table is not None and (not isinstance(table, NoTable) or folders is None):
             return table
         if archive is not None:
             return archive
         if table is not None and folders is not None and _is_about_one_class(folders):
             return table
-        return folders or table or self._nothing()
+        return folders or table or self._no_data_set_error()
 
-    def _located(self, error: UserError) -> UserError:
+    def _add_location(self, error: UserError) -> UserError:
         text = str(error)
         where = printable(self.uri)
         return error if where in text else type(error)(f"{where}: {text}")
 
-    def _nothing(self) -> UserError:
-        """Return the error that says what is in this folder, and what would do."""
+    def _no_data_set_error(self) -> UserError:
+        """Return the error that lists the contents of this folder and the accepted layouts."""
+        holds = f"{printable(self.uri)} {describe_contents(self.entries)}"
         return NoClasses(
-            f"{printable(self.uri)} {contents(self.entries)}, which is no data set of images with "
-            f"labels; {self._remedy()}"
+            f"{holds}, which is no data set of images with labels; {self._suggest_remedy()}"
         )
 
-    def _remedy(self) -> str:
-        """Return what would do for a folder without a data set; a command if one helps."""
+    def _suggest_remedy(self) -> str:
+        """Suggest a command for a folder without a data set, or list the accepted layouts."""
         program = self.request.program
         top = [entry for entry in self.entries if "/" not in entry.name]
         packed = [join(self.uri, entry.name) for entry in top if is_packed(entry.name)]
         if packed and not any(map(_is_image, self.entries)) and is_local(self.uri):
-            # what several archives hold belongs together
-            command = unpack_command(packed, self.uri if len(packed) > 1 else "", program)
+            # several archives are parts of one data set
+            command = build_unpack_command(packed, self.uri if len(packed) > 1 else "", program)
             if command is not None:
                 return f"unpack it: `{command}`"
         links = [entry.name for entry in top if "folder outside" in (entry.problem or "")]
@@ -514,33 +534,31 @@ class Place:
         if named:
             command = self.request.command(path=join(self.request.path, named[0]))
             return (
-                f"its tables {listed(named)} are called like predictions or names of classes; if "
-                f"one has the labels, give it: `{command}`"
+                f"its tables {listed(named)} are named like predictions or lists of classes; if "
+                f"one has the labels, give its path: `{command}`"
             )
-        return WHAT_WOULD_DO
+        return ACCEPTED_LAYOUTS
 
 
-def _stem(name: str) -> str:
+def _get_stem(name: str) -> str:
     return posixpath.basename(name).rpartition(".")[0]
 
 
-def _is_below(name: str, folders: Sequence[Folder]) -> bool:
+def _is_inside(name: str, folders: Sequence[Folder]) -> bool:
     return any(name.startswith(f"{folder.name}/") for folder in folders)
 
 
-def _says_labels(tables: Tables) -> bool:
-    stem = posixpath.basename(tables.first).rpartition(".")[0]
-    return any(tables.names.values()) or any(
-        word.lower() in LABEL_TABLES for word in tokens_of(stem)
-    )
+def _is_label_table(tables: Tables) -> bool:
+    words = tokenize_name(_get_stem(tables.first))
+    return any(tables.names.values()) or any(word.lower() in LABEL_TABLES for word in words)
 
 
 def _is_about_one_class(error: UserError) -> bool:
     return "has one class" in str(error) or isinstance(error, NoClasses)
 
 
-def contents(entries: Sequence[Entry]) -> str:
-    """Return what is in a folder, as the rest of a sentence: `holds 2 folders (...)`."""
+def describe_contents(entries: Sequence[Entry]) -> str:
+    """Describe the contents of a folder as a predicate, for example `holds 2 folders (a, b)`."""
     seen = [entry for entry in entries if entry.problem != HIDDEN]
     top = [entry for entry in seen if "/" not in entry.name]
     folders = sorted({e.name.partition("/")[0] for e in seen if "/" in e.name})

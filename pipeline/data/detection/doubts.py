@@ -1,8 +1,8 @@
-"""Doubts about a reading: names of files and folders that speak against it.
+"""Checks of a detected data set: file and folder names that contradict the detected layout.
 
-A reading that is possible may still be wrong: `test_images` can be a class or the test images. Each
-check looks at the images as they were read, and raises an error that names the setting which
-decides. A person who has given that setting is not asked again.
+A possible layout may still be wrong: for example, `test_images` can be a class or the test images.
+Each check looks at the images as they were read and raises an error that names the setting to
+decide with. A check is skipped if the user has given that setting.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from pipeline.data.detection.data_set import DataSet, Request, splits_setting
+from pipeline.data.detection.data_set import DataSet, Request, format_splits
 from pipeline.data.detection.words import (
     NO_CLASS_TOKENS,
     NO_CLASSES,
@@ -35,34 +35,34 @@ from pipeline.data.splits import (
     IGNORE,
     Role,
     SplitUnclear,
+    find_role,
+    is_generic_split_name,
     is_weak,
-    rest_is_generic,
-    role_in,
-    role_of,
-    tokens_of,
+    parse_role,
+    tokenize_name,
 )
 
-MOST_LOOKED_AT = 200_000  # images
-LEAST_NAMES = 2  # files whose names have a word, before it is a doubt
-LEAST_SHARE = 0.01  # of the images
-SHARE_PAIRED = 0.9  # of the images of two classes that are called alike
-LEAST_PAIRED = 4
-MOST_PATHS = 20  # that a command names
-MOST_COMPARED = 300  # classes whose names of images are compared
+MAX_IMAGES = 200_000  # images checked
+MIN_NAMES = 2  # file names with a suspicious word, before an error is raised
+MIN_SHARE = 0.01  # this as a share of all images
+SHARE_PAIRED = 0.9  # share of the images of two classes that have equal names
+MIN_PAIRED = 4  # images of a class, before its names are compared
+MAX_PATHS = 20  # paths in a suggested command
+MAX_COMPARED = 300  # classes whose image names are compared
 LISTS = frozenset((".txt", ".csv", ".tsv", ".json", ".jsonl", ".lst", ".mat", ".npy", ".pkl"))
 TABLES = {"train": ["train.csv"], "test": ["test.csv"]}
 SIZE = re.compile(r"(?<![0-9])[0-9]{2,4}x[0-9]{2,4}(?![0-9])")
-STRANGE = (
-    "_",
-    "@",
-    "~",
-    "#recycle",
-    "#snapshot",
-)  # beginnings of names that people do not give to classes
+STRANGE = ("_", "@", "~", "#recycle", "#snapshot")  # unusual prefixes of class names
 
 
-class Seen(NamedTuple):
-    """An image as it was read. path: below the source; label: empty if there is none."""
+class ReadImage(NamedTuple):
+    """An image as it was read.
+
+    Attributes:
+        path: Path of the image below the source.
+        split: Its split.
+        label: Its label, or "" if it has none.
+    """
 
     path: str
     split: str
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
 
     @property
     def folders(self) -> list[str]:
-        """The names of its folders."""
+        """The folders on its path."""
         return self.path.split("/")[:-1]
 
     @property
@@ -80,51 +80,59 @@ class Seen(NamedTuple):
 
 
 def check_reading(request: Request, data_set: DataSet, files: Sequence[Entry]) -> None:
-    """Raise SplitUnclear if names speak against the way in which a data set was read.
+    """Check that file and folder names do not contradict the detected layout.
 
     Args:
-        request: What the person asked, with the settings that are given.
-        data_set: Of folders, or of a table.
-        files: All files of the place that the person gave.
+        request: The user's request with its settings.
+        data_set: The data set, read from folders or from a table.
+        files: All files below the requested path.
+
+    Raises:
+        SplitUnclear: If names contradict the layout.
     """
-    images = [*_images_of(data_set)]
-    check = Checks(request, data_set, images)
+    images = [*_list_images(data_set)]
+    checks = Checks(request, data_set, images)
     is_folder = data_set.card.source.format == "folder"
     if not {"split", "splits"} & request.given.keys():
-        check.splits()
+        checks.check_splits()
         if "format" not in request.given:
             check_lists(request, [data_set], files)
         has_left_out = any(note.startswith("table ") for note in data_set.notes)
         if not is_folder and not has_left_out:
-            check.unread(files)
+            checks.check_unread(files)
     if "splits" not in request.given and not request.classes:
-        check.folders()
-        check.names()
+        checks.check_folders()
+        checks.check_file_names()
         if is_folder:
-            check.classes()
-            check.pairs()
+            checks.check_classes()
+            checks.check_pairs()
 
 
-def _images_of(data_set: DataSet) -> Iterator[Seen]:
+def _list_images(data_set: DataSet) -> Iterator[ReadImage]:
     list_items = format_of(data_set.card).list_items
     if list_items is None:
         return
     number = 0
     for item in list_items(data_set.card, [*data_set.entries]):
-        if item.problem is None and item.split != IGNORE and number < MOST_LOOKED_AT:
+        if item.problem is None and item.split != IGNORE and number < MAX_IMAGES:
             number += 1
-            yield Seen(nfc(item.name), item.split, "" if item.label is None else str(item.label))
+            yield ReadImage(
+                nfc(item.name), item.split, "" if item.label is None else str(item.label)
+            )
 
 
 def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[Entry]) -> None:
-    """Raise SplitUnclear if a file is called like a list of a split, and was not read.
+    """Check that no unread file looks like the list of a split, for example `test_list.txt`.
 
-    If the data sets have test images anyway, that is no doubt.
+    Data sets that have validation or test images are not checked.
 
     Args:
-        request: What the person asked.
-        data_sets: That were read.
-        files: All files of the place that the person gave.
+        request: The user's request.
+        data_sets: The detected data sets.
+        files: All files below the requested path.
+
+    Raises:
+        SplitUnclear: If a file looks like a list.
     """
     if any({"val", "test"} & data_set.counts.keys() for data_set in data_sets):
         return
@@ -132,11 +140,11 @@ def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[
     for entry in files:
         folder, _, base = entry.name.rpartition("/")
         stem = base.rpartition(".")[0]
-        tokens = {token.lower() for token in tokens_of(stem)}
-        says = role_of(folder.rpartition("/")[2]) or len({role_of(t) for t in tokens} - {None})
+        tokens = {token.lower() for token in tokenize_name(stem)}
+        has_role = parse_role(folder.rpartition("/")[2]) or any(map(parse_role, tokens))
         if entry.problem == HIDDEN or suffix_of(entry.name) not in LISTS or not entry.size:
             continue
-        if tokens & NO_LABEL_TABLES or not (says or tokens & SPLIT_LISTS):
+        if tokens & NO_LABEL_TABLES or not (has_role or tokens & SPLIT_LISTS):
             continue
         if base == posixpath.basename(source.path) or entry.name in source.parts_of("train"):
             continue
@@ -144,21 +152,25 @@ def check_lists(request: Request, data_sets: Sequence[DataSet], files: Sequence[
         if any(quoted(entry.name) in note for note in notes):
             continue
         raise SplitUnclear(
-            f"{printable(source.path)}: {quoted(entry.name)} looks like a list of a split, and is "
-            "not understood; name the splits in a column of a table, or by folders; if it is no "
+            f"{printable(source.path)}: {quoted(entry.name)} looks like a list of a split, and "
+            "cannot be read; give the splits as folders or as a column of a table; if it is no "
             f"such list: `{request.command(f'source.format={source.format}')}`"
         )
 
 
 def check_siblings(request: Request, where: str, folders: Sequence[Folder]) -> None:
-    """Raise SplitUnclear if folders that would be a data set each may be parts of one.
+    """Check that sibling folders, each taken for a data set, are not parts of one data set.
 
-    Such have folders of the same names, or names of splits, or hold what are no classes.
+    They may be parts of one if their subfolders have equal names, if they are named like splits, or
+    if a subfolder looks like a part, for example `batch_1`.
 
     Args:
-        request: What the person asked.
-        where: What to call the folder that holds them.
-        folders: That hold folders of images.
+        request: The user's request.
+        where: Name of their parent folder in errors.
+        folders: Folders that contain folders of images.
+
+    Raises:
+        SplitUnclear: If they may be parts of one data set.
     """
     below = {folder: {child.base_name for child in folder.with_images} for folder in folders}
     named = [folder.base_name for folder in folders]
@@ -166,20 +178,20 @@ def check_siblings(request: Request, where: str, folders: Sequence[Folder]) -> N
     for first, second in combinations(below, 2):
         shared |= below[first] & below[second]
     parts = {name for names in below.values() for name in names if is_part(name)}
-    words = [name for name in named if role_in(name) and rest_is_generic(name)]
+    words = [name for name in named if find_role(name) and is_generic_split_name(name)]
     if not (shared or parts or words):
         return
-    what = f"have folders of the same names ({listed(sorted(shared))})"
+    problem = f"have folders of the same names ({listed(sorted(shared))})"
     if not shared:
-        what = f"hold folders such as {listed(sorted(parts))}" if parts else "look like splits"
+        problem = f"hold folders such as {listed(sorted(parts))}" if parts else "look like splits"
     paths = [posixpath.join(request.path, folder.name) for folder in folders]
-    each = f"`{request.program} {shlex.join(['init', *paths[:MOST_PATHS]])}`"
+    each = f"`{request.program} {shlex.join(['init', *paths[:MAX_PATHS]])}`"
     top = posixpath.dirname(folders[0].name) or "."
-    as_classes = request.command(splits_setting({"train": [top]}))
+    as_classes = request.command(format_splits({"train": [top]}))
     splits = {"train": [folders[0].name], "test": [folders[-1].name]}
     raise SplitUnclear(
-        f"{where}: {listed(named)} {what}; if they are classes, say `{as_classes}`; if they are "
-        f"splits, say which, as in `{request.command(splits_setting(splits))}`; if they are a task "
+        f"{where}: {listed(named)} {problem}; if they are classes, say `{as_classes}`; if they are "
+        f"splits, say which, as in `{request.command(format_splits(splits))}`; if they are a task "
         f"each: {each}"
     )
 
@@ -188,12 +200,12 @@ class Checks:
     """The checks of one data set.
 
     Args:
-        request: What the person asked.
-        data_set: That was read.
-        images: Of it.
+        request: The user's request.
+        data_set: The detected data set.
+        images: Its images.
     """
 
-    def __init__(self, request: Request, data_set: DataSet, images: Sequence[Seen]):
+    def __init__(self, request: Request, data_set: DataSet, images: Sequence[ReadImage]):
         self.request = request
         self.source = data_set.card.source
         self.images = images
@@ -202,98 +214,100 @@ class Checks:
         self.labels = {image.label for image in images}
         self.splits_read = {image.split for image in images}
 
-    def _command(self, splits: Mapping[str, Iterable[str]]) -> str:
-        return f"`{self.request.command(splits_setting({s: [*p] for s, p in splits.items()}))}`"
+    def _format_command(self, splits: Mapping[str, Iterable[str]]) -> str:
+        return f"`{self.request.command(format_splits({s: [*p] for s, p in splits.items()}))}`"
 
-    def _as_read(self, ignore: Iterable[str] = ()) -> dict[str, list[str]]:
-        """Return the splits of the card, and what else is left out."""
+    def _current_splits(self, ignore: Iterable[str] = ()) -> dict[str, list[str]]:
+        """Return the splits of the card, with more paths to ignore."""
         splits = {split: [*self.source.parts_of(split)] for split in self.source.named_splits()}
         left_out = [*self.source.parts_of(IGNORE), *ignore]
         return splits | ({IGNORE: left_out} if left_out else {})
 
     # ---- splits ----------------------------------------------------------------------------------
-    def splits(self) -> None:
-        """Raise SplitUnclear if images lie where a word names another split than theirs."""
-        places: dict[str, Role] = {}  # folders that say a split -> which
-        against: dict[str, Seen] = {}
+    def check_splits(self) -> None:
+        """Raise SplitUnclear if the folder or the name of an image names another split."""
+        roles_by_folder: dict[str, Role] = {}
+        conflicts: dict[str, ReadImage] = {}  # folder -> its first image of another split
         names: Counter[Role] = Counter()
         for image in self.images:
             for depth, part in enumerate(image.folders):
-                role = self._role(part, is_label=self.is_folder and part == image.label)
+                role = self._find_role(part, is_label=self.is_folder and part == image.label)
                 if role is None:
                     continue
-                place = "/".join(image.folders[: depth + 1])
-                places[place] = role
+                folder = "/".join(image.folders[: depth + 1])
+                roles_by_folder[folder] = role
                 if not self._agrees(role, image.split):
-                    against.setdefault(place, image)
-            names.update(self._roles_of_name(image))
-        roles = {*places.values()}
-        if against and not (len(roles) == 1 and self._says_splits_elsewhere()):
-            raise self._other_split(*next(iter(against.items())), places)
+                    conflicts.setdefault(folder, image)
+            names.update(self._find_conflicting_roles(image))
+        roles = {*roles_by_folder.values()}
+        if conflicts and not (len(roles) == 1 and self._has_splits_outside_folders()):
+            raise self._other_split_error(*next(iter(conflicts.items())), roles_by_folder)
         for role, number in names.items():
-            if number >= max(LEAST_NAMES, LEAST_SHARE * len(self.images)):
-                raise self._split_in_names(role, number)
+            if number >= max(MIN_NAMES, MIN_SHARE * len(self.images)):
+                raise self._split_in_names_error(role, number)
 
-    def _role(self, part: str, is_label: bool) -> Role | None:
-        if is_weak(part) or not role_in(part):
+    def _find_role(self, part: str, is_label: bool) -> Role | None:
+        if is_weak(part) or not find_role(part):
             return None
-        return role_in(part) if not is_label or rest_is_generic(part) else None
+        return find_role(part) if not is_label or is_generic_split_name(part) else None
 
-    def _roles_of_name(self, image: Seen) -> set[Role]:
-        """Return the splits other than its own that the beginning or end of a name says."""
-        tokens = [token for token in tokens_of(image.stem) if not token.isdecimal()]
+    def _find_conflicting_roles(self, image: ReadImage) -> set[Role]:
+        """Return the splits in the first or last word of its name, without its own split."""
+        tokens = [token for token in tokenize_name(image.stem) if not token.isdecimal()]
         ends = [token for token in {*tokens[:1], *tokens[-1:]} if not is_weak(token)]
-        roles = {role for token in ends if (role := role_of(token)) is not None}
+        roles = {role for token in ends if (role := parse_role(token)) is not None}
         return {role for role in roles if not self._agrees(role, image.split)}
 
     def _agrees(self, role: Role, split: str) -> bool:
-        """Whether a word may stand above images of a split."""
+        """Whether a folder of a role may contain images of a split."""
         if role == "held out":
             return split != "train"
         serves_as_test = role == "val" and "val" not in self.splits_read
         return role == split or (serves_as_test and split == "test")
 
-    def _says_splits_elsewhere(self) -> bool:
-        """Whether a column or several tables say the splits, and not the folders."""
+    def _has_splits_outside_folders(self) -> bool:
+        """Whether the splits come from a column or from several tables, not from folders."""
         source = self.source
         by_column = source.split is not None and source.split != source.image
         return not self.is_folder and (by_column or len(source.named_splits()) > 1)
 
-    def _other_split(self, place: str, image: Seen, places: Mapping[str, Role]) -> SplitUnclear:
+    def _other_split_error(
+        self, folder: str, image: ReadImage, roles: Mapping[str, Role]
+    ) -> SplitUnclear:
         remedy = f"if that is no split, say `{self.request.command('source.split=null')}`"
         if self.is_folder:
-            as_it_is = self._command(self._as_read())
+            as_it_is = self._format_command(self._current_splits())
             remedy = f"if that is no split, say {as_it_is}"
             by_split: dict[str, list[str]] = {}
-            for folder, role in places.items():
-                by_split.setdefault("test" if role == "held out" else role, []).append(folder)
+            for name, role in roles.items():
+                by_split.setdefault("test" if role == "held out" else role, []).append(name)
             if "train" in by_split and len(by_split) > 1:
-                remedy = f"if they are splits, say {self._command(by_split)}; {remedy}"
+                remedy = f"if they are splits, say {self._format_command(by_split)}; {remedy}"
         return SplitUnclear(
             f"{self.where}: {quoted(image.path)} would be a {image.split} image, and "
-            f"{quoted(place)} looks like another split; {remedy}"
+            f"{quoted(folder)} looks like another split; {remedy}"
         )
 
-    def _split_in_names(self, role: Role, number: int) -> SplitUnclear:
+    def _split_in_names_error(self, role: Role, number: int) -> SplitUnclear:
         as_it_is = f"`{self.request.command('source.split=null')}`"
         remedy = "add a column `split`"
         if self.is_folder:
-            as_it_is = self._command(self._as_read())
+            as_it_is = self._format_command(self._current_splits())
             splits = {"train": [f"{LABEL}/*train*"], "test": [f"{LABEL}/*test*"]}
-            remedy = f"say which are which, as in {self._command(splits)}"
+            remedy = f"say which are which, as in {self._format_command(splits)}"
         return SplitUnclear(
-            f"{self.where}: the names of {counted(number, 'image')} say {role}, and they would not "
+            f"{self.where}: the names of {counted(number, 'image')} say {role}, but they would not "
             f"be {role} images; {remedy}, or that it is no split: {as_it_is}"
         )
 
-    def unread(self, files: Sequence[Entry]) -> None:
-        """Raise SplitUnclear if images that no row names lie where a word names test images."""
+    def check_unread(self, files: Sequence[Entry]) -> None:
+        """Raise SplitUnclear if an image without a row lies in a folder like `test`."""
         if self.splits_read & {"val", "test"}:
             return
         read = {image.path.rpartition("/")[2] for image in self.images}
         for entry in files:
             folders = entry.name.split("/")[:-1]
-            role = next((role for part in folders if (role := self._role(part, False))), None)
+            role = next((role for part in folders if (role := self._find_role(part, False))), None)
             is_image = not entry.problem and suffix_of(entry.name) in IMAGE_FILES
             if (
                 is_image
@@ -304,75 +318,74 @@ class Checks:
                 raise SplitUnclear(
                     f"{self.where}: no row names {quoted(entry.name)}, which looks like a {role} "
                     "image; name the table of each split, as in "
-                    f"`{self.request.command(splits_setting(TABLES))}`, or say that there is none: "
+                    f"`{self.request.command(format_splits(TABLES))}`, or say that there is none: "
                     f"`{self.request.command('source.split=null')}`"
                 )
 
-    # ---- what is no photo ------------------------------------------------------------------------
-    def folders(self) -> None:
-        """Raise SplitUnclear if some images lie in a folder of masks, thumbnails or the like."""
+    # ---- masks, thumbnails and other derived images ----------------------------------------------
+    def check_folders(self) -> None:
+        """Raise SplitUnclear if some images lie in a folder like `masks` or `thumbs`."""
         inside: Counter[str] = Counter()
         for image in self.images:
             below = image.folders
             if self.is_folder and image.label in below:
                 below = below[below.index(image.label) + 1 :]
-            inside.update({part for part in below if _is_no_photo(part)})
+            inside.update({part for part in below if _is_not_photo(part)})
         for part, number in inside.items():
             if number == len(self.images):
                 continue
             remedy = "take these rows out of the table"
             if self.is_folder:
-                splits = self._as_read()
+                splits = self._current_splits()
                 prefixes = [p for p in splits["train"] if p != "." and LABEL not in p] or [""]
                 ignore = [posixpath.join(p, LABEL, part) for p in prefixes]
-                remedy = f"leave them out with {self._command(self._as_read(ignore))}"
+                remedy = f"leave them out with {self._format_command(self._current_splits(ignore))}"
             raise SplitUnclear(
                 f"{self.where}: {counted(number, 'image')} lie in folders {quoted(part)}, which "
-                f"can hold something other than photos to learn from; {remedy}, or name all "
+                f"may hold something other than training photos; {remedy}, or name all "
                 "classes with --set 'classes=[...]'"
             )
 
-    def names(self) -> None:
-        """Raise SplitUnclear if files are called like others with a word such as `mask`."""
+    def check_file_names(self) -> None:
+        """Raise SplitUnclear if files come in pairs like `1.png` and `1_mask.png`."""
         stems: dict[str, set[str]] = {}
         for image in self.images:
             stems.setdefault(posixpath.dirname(image.path), set()).add(image.stem)
         words: Counter[str] = Counter()
         for of_folder in stems.values():
             for stem in of_folder:
-                word = _extra_word(stem)
-                if word and _without(stem, word) in of_folder:
+                word = _find_extra_word(stem)
+                if word and _remove_word(stem, word) in of_folder:
                     words[word.lower()] += 1
         for word, number in words.items():
-            if number < max(LEAST_NAMES, LEAST_SHARE * len(self.images)):
+            if number < max(MIN_NAMES, MIN_SHARE * len(self.images)):
                 continue
             remedy = "take them out of the table"
             if self.is_folder:
                 ignore = [f"{LABEL}/*{word}*"]
-                remedy = f"leave them out with {self._command(self._as_read(ignore))}"
+                remedy = f"leave them out with {self._format_command(self._current_splits(ignore))}"
             raise SplitUnclear(
-                f"{self.where}: {counted(number, 'image')} are called like another one and "
-                f"{quoted(word)}, and can be something other than photos to learn from; {remedy}, "
+                f"{self.where}: {counted(number, 'image')} are named like another image plus "
+                f"{quoted(word)}, and may be something other than training photos; {remedy}, "
                 "or name all classes with --set 'classes=[...]'"
             )
 
-    def classes(self) -> None:
-        """Raise SplitUnclear if some classes are called like folders of something else."""
-        strange = {name for name in self.labels if _is_no_class(name) or is_part(name)}
+    def check_classes(self) -> None:
+        """Raise SplitUnclear if the names of some classes are unusual, for example `masks`."""
+        strange = {name for name in self.labels if _is_not_class(name) or is_part(name)}
         generic = {name for name in strange if is_part(name)}
         if not strange or (strange == self.labels and not generic):
             return
-        raise self._no_class(sorted(strange))
+        raise self._no_class_error(sorted(strange))
 
-    def pairs(self) -> None:
-        """Raise SplitUnclear if the images of two classes are called alike, and not just by
-        numbers."""
+    def check_pairs(self) -> None:
+        """Raise SplitUnclear if the images of two classes have equal names, beyond numbers."""
         stems: dict[str, set[str]] = {}
         for image in self.images:
             stems.setdefault(image.label, set()).add(image.stem)
-        named = {label: of for label, of in stems.items() if len(of) >= LEAST_PAIRED}
+        named = {label: of for label, of in stems.items() if len(of) >= MIN_PAIRED}
         named = {label: of for label, of in named.items() if not _are_counted(of)}
-        if len(named) > MOST_COMPARED:
+        if len(named) > MAX_COMPARED:
             return
         paired: list[tuple[str, str]] = []
         for (first, of_first), (second, of_second) in combinations(sorted(named.items()), 2):
@@ -380,27 +393,27 @@ class Checks:
             if shared >= SHARE_PAIRED * max(len(of_first), len(of_second)):
                 paired.append((first, second))
         is_habit = len(paired) > 1 and len(paired) == len(stems) * (len(stems) - 1) // 2
-        if paired and not is_habit:  # front.jpg and back.jpg in each class are a habit
-            raise self._no_class(paired[0], "have images of the same names")
+        if paired and not is_habit:  # for example front.jpg and back.jpg in every class
+            raise self._no_class_error(paired[0], "have images of the same names")
 
-    def _no_class(self, names: Sequence[str], why: str = "") -> SplitUnclear:
+    def _no_class_error(self, names: Sequence[str], why: str = "") -> SplitUnclear:
         train = [part for part in self.source.parts_of("train") if LABEL not in part] or ["."]
         ignore = [posixpath.normpath(posixpath.join(train[0], name)) for name in names[-1:]]
-        command = self._command(self._as_read(ignore))
-        why = why or "can be something other than classes"
+        command = self._format_command(self._current_splits(ignore))
+        why = why or "may be something other than classes"
         return SplitUnclear(
             f"{self.where}: folders {listed(names)} {why}; leave one out as in {command}, or name "
             "all classes with --set 'classes=[...]'"
         )
 
 
-def _is_no_photo(name: str) -> bool:
-    return name.startswith(("@", ".")) or _is_no_class(name)
+def _is_not_photo(name: str) -> bool:
+    return name.startswith(("@", ".")) or _is_not_class(name)
 
 
-def _is_no_class(name: str) -> bool:
-    """Whether a folder is called like one of masks, thumbnails, or images without labels."""
-    tokens = {token.lower() for token in tokens_of(name)}
+def _is_not_class(name: str) -> bool:
+    """Whether a folder name suggests masks, thumbnails, or images without labels."""
+    tokens = {token.lower() for token in tokenize_name(name)}
     return (
         name.startswith(STRANGE)
         or bool(tokens & NO_CLASS_TOKENS)
@@ -408,22 +421,22 @@ def _is_no_class(name: str) -> bool:
     )
 
 
-def _extra_word(stem: str) -> str:
-    """Return a word at the beginning or end of a name by which people mark what is no photo."""
+def _find_extra_word(stem: str) -> str:
+    """Return the size, or the first or last word, that marks a derived image: `1_mask` -> mask."""
     size = SIZE.search(stem)
     if size is not None:
         return size[0]
-    tokens = tokens_of(stem)
+    tokens = tokenize_name(stem)
     return next((t for t in (*tokens[:1], *tokens[-1:]) if t.lower() in NO_IMAGE_TOKENS), "")
 
 
-def _without(stem: str, word: str) -> str:
+def _remove_word(stem: str, word: str) -> str:
     before, _, after = stem.partition(word) if stem.startswith(word) else stem.rpartition(word)
     return after.lstrip("_-. ") if not before else f"{before.rstrip('_-. ')}{after}"
 
 
 def _are_counted(stems: Iterable[str]) -> bool:
-    """Whether names are numbers that follow each other, as they are in each class by itself."""
+    """Whether names end in nearly consecutive numbers, which restart in every class."""
     numbers = sorted(int(match[0]) for stem in stems if (match := re.search(r"[0-9]+$", stem)))
     if len(numbers) < len([*stems]):
         return False

@@ -1,11 +1,11 @@
-"""Data sets that a library fetches: `hf://datasets/NAME` and `torchvision:NAME`."""
+"""Detect data sets that a library downloads: `hf://datasets/NAME` and `torchvision:NAME`."""
 
 from __future__ import annotations
 
 import os
 import re
 
-from pipeline.data.detection.data_set import DataSet, Request, read_as
+from pipeline.data.detection.data_set import DataSet, Request, build_data_set
 from pipeline.data.listing import open_source
 from pipeline.data.names import name_of, printable
 from pipeline.yaml_files import expand
@@ -14,26 +14,30 @@ from workers.errors import UserError
 HUB = "hf://"
 TORCHVISION = "torchvision:"
 HUB_NAME = re.compile(r"hf://datasets/([\w.-]+(?:/[\w.-]+)?)(@[\w.~/-]+)?(/.*)?/?")
-CONVERTED = "@~parquet"  # the revision in which the hub has a data set as Parquet
-# where torchvision puts files; relative to the folder of the card
+CONVERTED = "@~parquet"  # revision with the hub's conversion of a data set to Parquet
+# download folder of torchvision, relative to the folder of the card
 TORCHVISION_PATH = "${ACCRETE_TORCHVISION:-torchvision}"
-# what torchvision calls the splits of a data set, where that is not train and test
+# torchvision's names of splits other than train and test
 TORCHVISION_SPLITS = {
     "OxfordIIITPet": {"train": "trainval", "test": "test"},
     "Places365": {"train": "train-standard", "test": "val"},
 }
 
 
-def hub_address(path: str) -> str:
-    """Return the address of a data set on the hub whose files are Parquet, tars or folders.
+def resolve_hub_address(path: str) -> str:
+    """Return the URI of a readable revision of a data set on the Hugging Face hub.
 
-    Where it has none of them, that is the revision that the hub has converted to Parquet.
+    If the repository has no Parquet files, tars, CSV files or images, this is the revision that
+    the hub converted to Parquet.
+
+    Raises:
+        UserError: If the URI is malformed.
     """
     match = HUB_NAME.fullmatch(path)
     if match is None:
         raise UserError(
-            f"{printable(path)} is no data set on the hub; write hf://datasets/OWNER/NAME, or a "
-            "folder in it: hf://datasets/OWNER/NAME/FOLDER"
+            f"{printable(path)} is no data set on the hub; write hf://datasets/OWNER/NAME, or "
+            "hf://datasets/OWNER/NAME/FOLDER for a folder in it"
         )
     address = path.rstrip("/")
     if match[2] or match[3] or _has_files(address):
@@ -42,8 +46,8 @@ def hub_address(path: str) -> str:
 
 
 def _has_files(address: str) -> bool:
-    """Whether files of a data set on the hub, in its first folders, can be read as they are."""
-    from pyarrow import fs  # beside the client of the hub, which takes longer
+    """Whether a data set on the hub has readable files in its first three levels of folders."""
+    from pyarrow import fs  # imported here: slow, and only the hub needs it
 
     system, path = open_source(address)
     waiting = [path]
@@ -59,15 +63,15 @@ def _has_files(address: str) -> bool:
     return False
 
 
-def torchvision_set_at(path: str, request: Request) -> DataSet:
-    """Return the data set `torchvision:NAME`, which is downloaded if it is missing.
+def read_torchvision_set(path: str, request: Request) -> DataSet:
+    """Read the data set `torchvision:NAME`; download it if it is missing.
 
     Raises:
-        UserError: If there is none of this name, or it cannot be fetched.
+        UserError: If torchvision has no data set of this name, or the download fails.
     """
     name = path.removeprefix(TORCHVISION)
     splits = TORCHVISION_SPLITS.get(name, {"train": "train", "test": "test"})
     root = os.path.abspath(expand(TORCHVISION_PATH))
     source = {"format": "torchvision", "name": name, "path": root, "splits": splits}
     layout = f"images of torchvision, below {printable(expand(TORCHVISION_PATH))}"
-    return read_as(request, name_of(name).lower(), layout, source)
+    return build_data_set(request, name_of(name).lower(), layout, source)

@@ -1,4 +1,4 @@
-"""Packed archives, which are not read: the commands that unpack them."""
+"""Commands that unpack compressed archives, which Accrete does not read."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ TAR_SUFFIXES = (
     ".tar.xz",
     ".tar.zst",
 )
-MOST_COMMANDS = 5
+MAX_COMMANDS = 5  # archives that one command unpacks
 
 
-def unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | None:
-    """Return a command that unpacks archives and looks at the result; None where there is none.
+def build_unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | None:
+    """Build the command that unpacks archives and then runs `init`.
 
-    paths: of the archives. init_path: of the folder to look at; empty: the one folder that an
-    archive is unpacked into. program: how a person starts Accrete.
+    Args:
+        paths: Paths of the archives.
+        init_path: Path for `init`; "" for the folder of the last unpacked archive.
+        program: The command that starts Accrete.
+
+    Returns:
+        The command, or None if an archive cannot be unpacked by a command.
     """
     commands: list[str] = []
     target = ""
-    for path in paths[:MOST_COMMANDS]:
-        target = _target(path)
-        command = _unpack(path, target)
+    for path in paths[:MAX_COMMANDS]:
+        target = _choose_target(path)
+        command = _format_unpack(path, target)
         if command is None or not is_local(path):
             return None
         if not os.path.isdir(target):
@@ -44,9 +49,9 @@ def unpack_command(paths: Sequence[str], init_path: str, program: str) -> str | 
     return " && ".join(commands)
 
 
-def _target(path: str) -> str:
-    """Return the folder for what is in an archive: beside it, or else in the current folder."""
-    suffix = _suffix(path)
+def _choose_target(path: str) -> str:
+    """Choose the folder to unpack into: next to the archive, or in the current folder."""
+    suffix = _find_suffix(path)
     folder, name = os.path.split(path)
     stem = name[: len(name) - len(suffix)] or "unpacked"
     if os.access(folder or os.curdir, os.W_OK):
@@ -54,16 +59,16 @@ def _target(path: str) -> str:
     return stem
 
 
-def _suffix(path: str) -> str:
+def _find_suffix(path: str) -> str:
     endings = [
         suffix for suffix in (*PACKED_SUFFIXES, *TAR_SUFFIXES) if path.lower().endswith(suffix)
     ]
     return max(endings, key=len, default="")
 
 
-def _unpack(path: str, target: str) -> str | None:
-    """Return the command that unpacks an archive into a new folder."""
-    suffix = _suffix(path)
+def _format_unpack(path: str, target: str) -> str | None:
+    """Format the command that unpacks an archive into a new folder, or None."""
+    suffix = _find_suffix(path)
     if suffix in ZIP_SUFFIXES:
         if shutil.which("unzip"):
             return shlex.join(["unzip", "-q", path, "-d", target])

@@ -1,4 +1,4 @@
-"""Data sets in tables of paths and labels: what the columns mean, and where the images lie."""
+"""Detect a data set in tables of paths and labels: the roles of columns and the image files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pipeline.data.detection.columns import (
-    MOST_VALUES,
+    MAX_SPLIT_VALUES,
     Columns,
     LabelUnclear,
     Values,
-    label_column,
-    listed_columns,
-    split_columns,
-    tokens_in_lower_case,
+    find_label_column,
+    find_split_columns,
+    format_columns,
+    tokenize_lower,
 )
-from pipeline.data.detection.data_set import DataSet, Request, read_labelled, yaml_text
+from pipeline.data.detection.data_set import DataSet, Request, read_labelled, to_yaml
 from pipeline.data.detection.words import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -30,52 +30,52 @@ from pipeline.data.file_index import (
     FileIndex,
     NamedRow,
     Placement,
+    find_placements,
     parse_path,
-    placements,
 )
 from pipeline.data.file_kinds import IMAGE_SUFFIXES, TEXT_TABLES
 from pipeline.data.formats.csv import images_of, tables_of
-from pipeline.data.labels import WHOLE, label_of
+from pipeline.data.labels import WHOLE, normalize_label
 from pipeline.data.names import counted, listed, printable, quoted, suffix_of
 from pipeline.data.source_classes import TooManyLabels
 from pipeline.data.splits import (
     SPLITS,
     SplitUnclear,
     SplitWords,
+    find_role,
     is_no,
     is_yes,
-    plain_word,
-    read_words,
-    role_in,
-    role_of,
-    tokens_of,
+    normalize_word,
+    parse_role,
+    parse_split_words,
+    tokenize_name,
 )
 from pipeline.data.tables import column_names, read_rows
 from workers.errors import UserError
 from workers.storage.artifact import join
 
-SAMPLED = 2000  # rows by which columns are told apart
-MOST_PLACED = 20_000  # rows whose images are looked for
-MOST_ROWS_OF_AN_ID = 20  # on average; labels have more
-MOST_IMAGES_OF_AN_ID = 20  # on average; a table of fewer ids, such as one of classes, names others
-SAMPLE = 40  # values of a column whose files are looked for
+MAX_SAMPLED_ROWS = 2000  # rows that distinguish columns
+MAX_PLACED_ROWS = 20_000  # rows whose image files are searched
+MAX_ROWS_PER_ID = 20  # rows per distinct value of an id column, on average; labels repeat more
+MAX_IMAGES_PER_ID = 20  # images per distinct id, on average; fewer ids name other things
+MAX_SAMPLED_VALUES = 40  # values of a column whose files are searched
 
 
 class NoTable(UserError):
-    """A file is not a table of images and labels: it names no images that are there."""
+    """The file is not a table of images and labels: it names no existing images."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """One table, or one for each split.
+    """One table, or one table per split.
 
     Attributes:
-        request: What the person asked.
+        request: The user's request.
         base: Path or URI of the source.
-        name: Of the data set.
-        names: Name of each table below the source -> its split, empty if a column says it.
-        index: Of the files that they may name.
-        is_whole: Whether the source is the table itself, and not the folder that holds it.
+        name: Name of the data set.
+        names: Path of each table below the source -> its split, or "" if a column gives the split.
+        index: Index of the files that rows may name.
+        is_whole: Whether the source is the table itself, not its folder.
     """
 
     request: Request
@@ -87,7 +87,7 @@ class Tables:
 
     @property
     def first(self) -> str:
-        """The table of train."""
+        """The train table."""
         return next(iter(self.names))
 
     def uri(self, name: str) -> str:
@@ -95,15 +95,15 @@ class Tables:
         return join(self.base, name)
 
 
-class Found(NamedTuple):
-    """What a table says.
+class TableReading(NamedTuple):
+    """A data set read from a table.
 
     Attributes:
-        data_set: The data set in it.
-        is_strong: Whether its label column is called as one.
-        is_weak: Whether it is called as something else, such as a photographer.
-        files: The file of each row, below the place that was asked for -> its label.
-        splits: The same -> its split.
+        data_set: The data set.
+        is_strong: Whether the label column has a usual name, for example `label`.
+        is_weak: Whether the label column is named like something else (`photographer`).
+        files: Path of each row's file below the requested path -> its label.
+        splits: Path of each row's file -> its split.
     """
 
     data_set: DataSet
@@ -114,8 +114,16 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """What the columns of a table mean. has_header: as in `tables.read_rows`."""
+class ColumnRoles:
+    """The roles of a table's columns.
+
+    Attributes:
+        image: Column of image paths.
+        label: Column of labels; equal to `image` if the folders of the paths are the labels.
+        split: Columns of splits, or ().
+        words: The split that each value stands for, if there is a split column.
+        has_header: As in `tables.read_rows`.
+    """
 
     image: str
     label: str
@@ -124,42 +132,42 @@ class Meaning:
     has_header: bool | None
 
 
-def read_tables(tables: Tables) -> Found:
-    """Return the data set of one table, or of one for each split.
+def read_tables(tables: Tables) -> TableReading:
+    """Read the data set in one table, or in one table per split.
 
     Raises:
-        NoTable: If it names no images that are there.
-        LabelUnclear: If it does, and the label is not clear.
-        UserError: If it can be read in several ways, or cannot be read.
+        NoTable: If the table names no existing images.
+        LabelUnclear: If the label column is ambiguous.
+        UserError: If the table can be read in several ways, or cannot be read.
     """
     request = tables.request
-    meaning = _meaning_of(tables)
-    tables, notes = _with_columns(tables, meaning)
-    rows = _rows_of(tables, meaning)
-    placement = _placement_of(tables, rows, meaning)
+    roles = _find_roles(tables)
+    tables, notes = _drop_other_tables(tables, roles)
+    rows = _read_sample(tables, roles)
+    placement = _choose_placement(tables, rows, roles)
     for split in SPLITS[1:]:
         of_split = [f for r, f in zip(rows, placement.files, strict=True) if r.split == split]
         if of_split and not any(of_split) and split in tables.names.values():
-            tables, more = _without(tables, split, "names images that are not there")
+            tables, more = _drop_split(tables, split, "names images that are not there")
             notes += more
-            rows = _rows_of(tables, meaning)
-            placement = _placement_of(tables, rows, meaning)
-    source: dict[str, Any] = {"format": "csv", "image": meaning.image, "label": meaning.label}
-    source |= _splits_of(tables, placement, meaning)
+            rows = _read_sample(tables, roles)
+            placement = _choose_placement(tables, rows, roles)
+    source: dict[str, Any] = {"format": "csv", "image": roles.image, "label": roles.label}
+    source |= _build_split_settings(tables, placement, roles)
     if placement.patterns != ("{}",):
         source["files"] = list(placement.patterns)
-    _reach_images(tables, placement, source)
+    _widen_patterns(tables, placement, source)
     where = "" if placement.patterns == ("{}",) else f", at {listed(placement.patterns)}"
-    label = quoted(meaning.label)
-    if meaning.label == meaning.image:
+    label = quoted(roles.label)
+    if roles.label == roles.image:
         label = "its folders"
-    layout = f"a table, images in column {quoted(meaning.image)}{where}, labels in {label}"
-    if meaning.split:
-        layout += f", splits in {listed(meaning.split)}"
+    layout = f"a table, images in column {quoted(roles.image)}{where}, labels in {label}"
+    if roles.split:
+        layout += f", splits in {listed(roles.split)}"
     try:
         data_set = read_labelled(request, tables.name, layout, source, notes)
     except TooManyLabels as error:
-        raise _other_label(tables, meaning, error) from None
+        raise _suggest_other_label(tables, roles, error) from None
     base, _ = tables_of(data_set.card)
     below = posixpath.relpath(base.rstrip("/"), tables.base.rstrip("/"))
     files: dict[str, str] = {}
@@ -169,13 +177,13 @@ def read_tables(tables: Tables) -> Found:
             name = posixpath.normpath(posixpath.join(below, one.name))
             files[name] = str(one.label)
             splits[name] = one.split
-    is_strong = plain_word(meaning.label) in LABEL_COLUMNS or meaning.label == meaning.image
-    is_weak = plain_word(meaning.label) in NO_LABEL_COLUMNS
-    return Found(data_set, is_strong, is_weak, files, splits)
+    is_strong = normalize_word(roles.label) in LABEL_COLUMNS or roles.label == roles.image
+    is_weak = normalize_word(roles.label) in NO_LABEL_COLUMNS
+    return TableReading(data_set, is_strong, is_weak, files, splits)
 
 
-def _reach_images(tables: Tables, placement: Placement, source: dict[str, Any]) -> None:
-    """Let the patterns of a table in a folder reach all files of the place that was asked for."""
+def _widen_patterns(tables: Tables, placement: Placement, source: dict[str, Any]) -> None:
+    """Make the patterns of a table in a subfolder reach all files below the requested path."""
     folder = posixpath.dirname(tables.first)
     if source["path"] == tables.base or not folder or tables.is_whole:
         return
@@ -184,20 +192,20 @@ def _reach_images(tables: Tables, placement: Placement, source: dict[str, Any]) 
         source["files"] = [f"{up}{folder}/{pattern}" for pattern in placement.patterns]
 
 
-def _with_columns(tables: Tables, meaning: Meaning) -> tuple[Tables, list[str]]:
-    """Return the tables that have the columns of the first one, and notes on the others."""
+def _drop_other_tables(tables: Tables, roles: ColumnRoles) -> tuple[Tables, list[str]]:
+    """Drop tables without the columns of the first one. Return the others and notes."""
     notes: list[str] = []
     for name, split in [*tables.names.items()]:
-        names = column_names(tables.uri(name), meaning.has_header)
-        missing = [column for column in (meaning.image, meaning.label) if column not in names]
+        names = column_names(tables.uri(name), roles.has_header)
+        missing = [column for column in (roles.image, roles.label) if column not in names]
         if missing and split not in ("", "train"):
-            tables, more = _without(tables, split, f"has no column {quoted(missing[0])}")
+            tables, more = _drop_split(tables, split, f"has no column {quoted(missing[0])}")
             notes += more
     return tables, notes
 
 
-def _without(tables: Tables, split: str, reason: str) -> tuple[Tables, list[str]]:
-    """Return the tables without those of a split, and a note; validation may then be the test."""
+def _drop_split(tables: Tables, split: str, reason: str) -> tuple[Tables, list[str]]:
+    """Drop the tables of a split. Return the others and a note; val replaces a dropped test."""
     kept = {name: of for name, of in tables.names.items() if of != split}
     if split == "test":
         kept = {name: "test" if of == "val" else of for name, of in kept.items()}
@@ -205,27 +213,27 @@ def _without(tables: Tables, split: str, reason: str) -> tuple[Tables, list[str]
     return replace(tables, names=kept), [f"table {listed(left_out)} is not read: it {reason}"]
 
 
-def _other_label(tables: Tables, meaning: Meaning, error: UserError) -> UserError:
-    """Return the error of labels that are no classes, with another column to try."""
-    scan = Scan(tables, meaning.has_header)
-    taken = (meaning.image, meaning.label, *meaning.split)
+def _suggest_other_label(tables: Tables, roles: ColumnRoles, error: UserError) -> UserError:
+    """Return the error for a column of too many labels, with another column to try."""
+    scan = TableScan(tables, roles.has_header)
+    taken = (roles.image, roles.label, *roles.split)
     try:
-        other = label_column(scan.columns(), taken)
+        other = find_label_column(scan.columns(), taken)
     except LabelUnclear as unclear:
         return LabelUnclear(f"{error}; {unclear}")
     if other is None:
         return error
-    command = tables.request.command(f"source.label={yaml_text(other)}")
+    command = tables.request.command(f"source.label={to_yaml(other)}")
     return LabelUnclear(f"{error}; if another column is meant: `{command}`")
 
 
 # ---- columns -------------------------------------------------------------------------------------
-class Scan:
-    """What the rows of tables say, read once.
+class TableScan:
+    """Column values of some tables, read in one pass.
 
     Attributes:
-        names: Of all columns.
-        sample: Values of some rows from all over the tables, by column.
+        names: Names of all columns.
+        sample: Column -> values of rows sampled from the first table.
     """
 
     def __init__(self, tables: Tables, has_header: bool | None):
@@ -240,9 +248,9 @@ class Scan:
         for index, row in enumerate(read_rows(uri, columns, has_header)):
             for name, text in zip(columns, row.values, strict=True):
                 self._add(name, text or "")
-            place = index if index < SAMPLED else generator.randrange(index + 1)
-            if place < SAMPLED:
-                chosen[place] = row.values
+            slot = index if index < MAX_SAMPLED_ROWS else generator.randrange(index + 1)
+            if slot < MAX_SAMPLED_ROWS:
+                chosen[slot] = row.values
         rows = chosen.values()
         self.sample = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
         for name in [*tables.names][1:]:
@@ -255,17 +263,17 @@ class Scan:
         values = self._distinct[column]
         if values is not None:
             values.add(text)
-            if len(values) > MOST_VALUES:
+            if len(values) > MAX_SPLIT_VALUES:
                 self._distinct[column] = None
 
-    def row_with(self, column: str, value: str) -> int:
-        """Return the number of the first row of the first table with a value."""
+    def find_row(self, column: str, value: str) -> int:
+        """Return the number of the first row with this value in the first table, or 0."""
         uri = self.tables.uri(self.tables.first)
         rows = read_rows(uri, [column], self.has_header)
         return next((row.number for row in rows if (row.values[0] or "") == value), 0)
 
     def columns(self) -> Columns:
-        """Return the columns as `label_column` and `split_columns` need them."""
+        """Return the columns for `find_label_column` and `find_split_columns`."""
         where = printable(self.tables.uri(self.tables.first))
         return Columns(
             self.tables.request,
@@ -273,40 +281,41 @@ class Scan:
             self.names,
             self.sample,
             lambda column: self._distinct[column],
-            self.row_with,
+            self.find_row,
         )
 
 
-def _meaning_of(tables: Tables) -> Meaning:
-    """Return what the columns mean, by their names, their values, and the files that are there."""
+def _find_roles(tables: Tables) -> ColumnRoles:
+    """Find the roles of columns by their names, their values and the existing files."""
     uri = tables.uri(tables.first)
     where = printable(uri)
     has_header: bool | None = None
-    scan = Scan(tables, has_header)
+    scan = TableScan(tables, has_header)
     if suffix_of(uri) in TEXT_TABLES and _is_first_row(tables, scan):
         first = column_names(uri, True)
         is_taken_for_header = scan.names == first
         has_header = False
-        scan = Scan(tables, has_header)
-        if is_taken_for_header and {*scan.names} & {*first}:  # the card cannot say which is meant
+        scan = TableScan(tables, has_header)
+        if is_taken_for_header and {*scan.names} & {*first}:  # a card cannot tell these apart
             raise LabelUnclear(
-                f"{where}: its first row ({listed_columns(first)}) can be a header or an image; "
+                f"{where}: its first row ({format_columns(first)}) can be a header or an image; "
                 "add a header, such as image,label"
             )
     if not any(scan.sample.values()):
         raise NoTable(f"{where} has no rows; give a table of images and labels")
     columns = scan.columns()
-    images = _image_columns(tables, scan.sample)
+    images = _find_image_columns(tables, scan.sample)
     image = _choose_image(tables, columns, images)
     split: tuple[str, ...] = ()
     words: SplitWords | None = None
-    given = tables.request.given
-    if "splits" not in given or given.get("split"):
-        split, words = split_columns(columns, [image, *images])
+    settings = tables.request.given
+    if "splits" not in settings or settings.get("split"):
+        split, words = find_split_columns(columns, [image, *images])
     taken = [image, *split, *images]
-    one_hot = _one_hot_columns({n: texts for n, texts in scan.sample.items() if n not in taken})
+    free = {name: texts for name, texts in scan.sample.items() if name not in taken}
+    one_hot = _find_one_hot_columns(free)
     try:
-        label = label_column(columns, taken)
+        label = find_label_column(columns, taken)
     except LabelUnclear:
         if one_hot:
             raise _one_hot_error(columns, one_hot) from None
@@ -314,31 +323,34 @@ def _meaning_of(tables: Tables) -> Meaning:
     if label in one_hot and "label" not in tables.request.given:
         raise _one_hot_error(columns, one_hot)
     if label is None:
-        label = _label_of_others(tables, columns, image, taken)
-    return Meaning(image, label, split, words, has_header)
+        label = _infer_label(tables, columns, image, taken)
+    return ColumnRoles(image, label, split, words, has_header)
 
 
-def _is_first_row(tables: Tables, scan: Scan) -> bool:
-    """Whether the first row of a table, taken for its header, is a row as the others are."""
+def _is_first_row(tables: Tables, scan: TableScan) -> bool:
+    """Whether the first row, taken for the header, is an ordinary row of an image."""
     names = scan.names
     are_numbers = bool(names) and all(WHOLE.fullmatch(name) for name in names)
     if are_numbers and names != [*map(str, range(len(names)))]:
         return True
     if are_numbers and all(_has_file(tables, text or "") for text in scan.sample[names[0]]):
         return _has_file(tables, names[0])
-    images = _image_columns(tables, scan.sample)
-    return any(_has_file(tables, name) and plain_word(name) not in IMAGE_COLUMNS for name in images)
+    images = _find_image_columns(tables, scan.sample)
+    images = [name for name in images if normalize_word(name) not in IMAGE_COLUMNS]
+    return any(_has_file(tables, name) for name in images)
 
 
 def _resolves(tables: Tables, texts: Sequence[str | None]) -> bool:
     """Whether most values of a column name files."""
     present = [text for text in texts if text]
-    some = present if len(present) <= SAMPLE else random.Random(0).sample(present, SAMPLE)
-    found = sum(_has_file(tables, text) for text in some)
+    some = present
+    if len(present) > MAX_SAMPLED_VALUES:
+        some = random.Random(0).sample(present, MAX_SAMPLED_VALUES)
+    num_found = sum(_has_file(tables, text) for text in some)
     are_ids = not any(suffix_of(text) in IMAGE_SUFFIXES for text in some)
-    are_few = len(set(present)) * MOST_ROWS_OF_AN_ID < len(present)  # as labels are
-    are_few = are_few or len(set(present)) * MOST_IMAGES_OF_AN_ID < len(tables.index)
-    return found * 2 > len(some) and not (are_ids and are_few)
+    are_few = len(set(present)) * MAX_ROWS_PER_ID < len(present)  # as labels are
+    are_few = are_few or len(set(present)) * MAX_IMAGES_PER_ID < len(tables.index)
+    return num_found * 2 > len(some) and not (are_ids and are_few)
 
 
 def _has_file(tables: Tables, text: str) -> bool:
@@ -346,18 +358,18 @@ def _has_file(tables: Tables, text: str) -> bool:
     if path is None or "\0" in text:
         return False
     name = posixpath.normpath(path.text.removeprefix("/")).removeprefix("../")
-    base = name.rpartition("/")[2]  # of a path of another machine
-    return bool(tables.index.ending_with(name) or (base != name and tables.index.ending_with(base)))
+    base = name.rpartition("/")[2]  # the folders may be those of another machine
+    return any(map(tables.index.find_by_suffix, (name, base)))
 
 
-def _image_columns(tables: Tables, sample: Values) -> list[str]:
-    """Return the columns that name files: those of file names, else those of bare ids."""
+def _find_image_columns(tables: Tables, sample: Values) -> list[str]:
+    """Return the columns that name files: by file names, otherwise by ids without extension."""
     resolved = [name for name, texts in sample.items() if _resolves(tables, texts)]
-    return [name for name in _columns_of_paths(sample) if name in resolved] or resolved
+    return [name for name in _find_path_columns(sample) if name in resolved] or resolved
 
 
-def _columns_of_paths(sample: Values) -> list[str]:
-    """Return the columns most of whose values are called like images."""
+def _find_path_columns(sample: Values) -> list[str]:
+    """Return the columns in which most values have the extension of an image."""
     columns: list[str] = []
     for column, texts in sample.items():
         count = sum(suffix_of(text or "") in IMAGE_SUFFIXES for text in texts)
@@ -367,43 +379,47 @@ def _columns_of_paths(sample: Values) -> list[str]:
 
 
 def _choose_image(tables: Tables, columns: Columns, images: Sequence[str]) -> str:
-    """Return the column of images. Raise UserError if that is not clear, or none names files."""
-    asked = tables.request.given.get("image")
-    if asked is not None:
-        return columns.check(asked)
+    """Choose the image column.
+
+    Raises:
+        UserError: If several columns are possible, or if no column names existing files.
+    """
+    requested = tables.request.given.get("image")
+    if requested is not None:
+        return columns.check(requested)
     names = columns.names
-    known = [name for name in names if plain_word(name) in IMAGE_COLUMNS]
+    known = [name for name in names if normalize_word(name) in IMAGE_COLUMNS]
     if images:
         likely = [name for name in images if name in known] or [*images]
-        paths = _columns_of_paths(columns.sample)
+        paths = _find_path_columns(columns.sample)
         are_alike = all(name in paths for name in images) or len(images) == 1
         others = [name for name in known if name not in images]
-        are_masks = set(tokens_in_lower_case(likely[0])) & NO_IMAGE_TOKENS
+        are_masks = set(tokenize_lower(likely[0])) & NO_IMAGE_TOKENS
         if len(likely) == 1 and are_alike and not (are_masks and others):
             return columns.check(likely[0])
         if are_masks and others:
-            raise _not_there(tables, next(filter(None, columns.sample[others[0]]), ""))
-        raise columns.unclear("image", images)
-    likely = _columns_of_paths(columns.sample) or known
+            raise _missing_images_error(tables, next(filter(None, columns.sample[others[0]]), ""))
+        raise columns.ambiguous_error("image", images)
+    likely = _find_path_columns(columns.sample) or known
     addresses = [n for n in names if any("://" in (text or "") for text in columns.sample[n])]
     if addresses and not likely:
         likely = addresses
     if not likely:
         raise NoTable(
-            f"{columns.where} has the columns {listed_columns(names)}, and none of them names "
+            f"{columns.where} has the columns {format_columns(names)}, and none of them names "
             f"images that are below {printable(tables.base)}; put the images there, or name the "
-            f"column of images as in "
-            f"`{tables.request.command(f'source.image={yaml_text(names[0])}')}`"
+            f"image column, as in "
+            f"`{tables.request.command(f'source.image={to_yaml(names[0])}')}`"
         )
-    raise _not_there(tables, next(filter(None, columns.sample[likely[0]]), ""))
+    raise _missing_images_error(tables, next(filter(None, columns.sample[likely[0]]), ""))
 
 
-def _not_there(tables: Tables, text: str) -> NoTable:
+def _missing_images_error(tables: Tables, text: str) -> NoTable:
     where = printable(tables.uri(tables.first))
     if "://" in text:
         return NoTable(
             f"{where} names images by addresses such as {quoted(text)}, which are not fetched; "
-            "download them, with img2dataset for instance, and name the files"
+            "download them, for example with img2dataset, and name the files"
         )
     return NoTable(
         f"{where} names images such as {quoted(text)}, which are not below "
@@ -411,32 +427,33 @@ def _not_there(tables: Tables, text: str) -> NoTable:
     )
 
 
-def _label_of_others(tables: Tables, columns: Columns, image: str, taken: Sequence[str]) -> str:
-    """Return the column whose folders are the labels, if no column is a label by itself.
+def _infer_label(tables: Tables, columns: Columns, image: str, taken: Sequence[str]) -> str:
+    """Return the image column as the label column if the folders of its paths are the labels.
 
     Raises:
-        LabelUnclear: If there is none.
+        LabelUnclear: If another column may be the label.
+        NoTable: If there are no labels.
     """
     others = {name: texts for name, texts in columns.sample.items() if name not in taken}
     paths = filter(None, columns.sample[image])
     folders = {posixpath.dirname(text.replace("\\", "/")) for text in paths}
     if not others and len(folders - {""}) > 1:
-        return image  # a list of paths, whose folders are the classes
+        return image  # a list of paths like `cat/1.png`
     if len(others) > 1:
-        raise columns.unclear("label", [*others])
+        raise columns.ambiguous_error("label", [*others])
     raise NoTable(f"{columns.where} has no column of labels; give a table of images and labels")
 
 
 def _one_hot_error(columns: Columns, one_hot: Sequence[str]) -> LabelUnclear:
     return LabelUnclear(
-        f"{columns.where} has a column for each class ({listed_columns(one_hot)}) with a 1 in one "
+        f"{columns.where} has a column for each class ({format_columns(one_hot)}) with a 1 in one "
         "of them, and labels are read from one column; add a column `label` with the name of the "
         "class"
     )
 
 
-def _one_hot_columns(values: Values) -> list[str]:
-    """Return the columns that are a class each: in every row, one of them is 1 and all others 0."""
+def _find_one_hot_columns(values: Values) -> list[str]:
+    """Return the one-hot columns: each row has a single 1 and otherwise 0."""
     names = [name for name, texts in values.items() if all(is_yes(t) or is_no(t) for t in texts)]
     if len(names) < 2:
         return []
@@ -447,124 +464,129 @@ def _one_hot_columns(values: Values) -> list[str]:
 
 
 # ---- splits --------------------------------------------------------------------------------------
-def _splits_of(tables: Tables, placement: Placement, meaning: Meaning) -> dict[str, Any]:
-    """Return the settings of the source that say its path, its splits and what says them."""
-    given = tables.request.given
+def _build_split_settings(
+    tables: Tables, placement: Placement, roles: ColumnRoles
+) -> dict[str, Any]:
+    """Build the source settings `path`, `splits` and `split`."""
+    settings = tables.request.given
     uri = tables.uri(tables.first)
-    if "splits" in given and "split" in given:
+    if "splits" in settings and "split" in settings:
         return {"path": uri}
-    if meaning.words is not None:
-        splits = {split: list(values) for split, values in meaning.words.splits.items()}
-        return {"path": uri, "split": list(meaning.split), "splits": splits}
+    if roles.words is not None:
+        splits = {split: list(values) for split, values in roles.words.splits.items()}
+        return {"path": uri, "split": list(roles.split), "splits": splits}
     if len(tables.names) > 1 or (not tables.is_whole and any(tables.names.values())):
         by_split: dict[str, list[str]] = {}
         for name, split in tables.names.items():
             by_split.setdefault(split or "train", []).append(name)
         return {"path": tables.base, "splits": by_split}
-    words = None if "split" in given else _words_in_paths(tables, placement)
+    words = None if "split" in settings else _find_split_in_paths(tables, placement)
     if words is None:
         return {"path": uri, "splits": {"train": "train"}}
-    return {"path": uri, "split": meaning.image, "splits": words.splits}
+    return {"path": uri, "split": roles.image, "splits": words.splits}
 
 
-def _words_in_paths(tables: Tables, placement: Placement) -> SplitWords | None:
-    """Return the splits that the folders, or the names, of the images say; None if they say none.
+def _find_split_in_paths(tables: Tables, placement: Placement) -> SplitWords | None:
+    """Find the splits named by the folders or file names of images, for example `test/1.png`.
+
+    Returns:
+        The words of each split, or None if paths name no splits.
 
     Raises:
-        SplitUnclear: If they say it for some images only, or none is of train.
+        SplitUnclear: If only some images have a split, or none is train.
     """
     where = printable(tables.uri(tables.first))
-    found = [file for file in placement.files if file is not None]
-    for find in (_word_of_folder, _part_of_folder, _word_of_name):
-        words = {find(file) for file in found} - {""}
-        roles = set(map(role_in, words))
-        if not words or (roles == {"train"} and find is not _word_of_name):
+    files = [file for file in placement.files if file is not None]
+    for find in (_find_folder_word, _find_folder_part, _find_name_word):
+        words = {find(file) for file in files} - {""}
+        roles = set(map(find_role, words))
+        if not words or (roles == {"train"} and find is not _find_name_word):
             continue
-        if find is not _word_of_folder and (len(roles) < 2 or "train" not in roles):
+        if find is not _find_folder_word and (len(roles) < 2 or "train" not in roles):
             continue
         none = tables.request.command("source.split=null")
-        unread = [file for file in found if not find(file)]
+        unread = [file for file in files if not find(file)]
         if unread or "train" not in roles:
-            problem = f"{quoted(unread[0])} is in none of them" if unread else "none is of train"
+            problem = f"{quoted(unread[0])} is in none of them" if unread else "none is train"
             raise SplitUnclear(
                 f"{where}: its images lie in {listed(sorted(words))}, which looks like a split, "
-                f"and {problem}; add a column `split`, or say that it is none: `{none}`"
+                f"but {problem}; add a column `split`, or say that it is no split: `{none}`"
             )
-        return read_words(words, exact=False)
+        return parse_split_words(words, exact=False)
     return None
 
 
-def _word_of_folder(path: str) -> str:
-    return next((part for part in path.split("/")[:-1] if role_of(part)), "")
+def _find_folder_word(path: str) -> str:
+    return next((part for part in path.split("/")[:-1] if parse_role(part)), "")
 
 
-def _part_of_folder(path: str) -> str:
-    return next((part for part in path.split("/")[:-1] if role_in(part)), "")
+def _find_folder_part(path: str) -> str:
+    return next((part for part in path.split("/")[:-1] if find_role(part)), "")
 
 
-def _word_of_name(path: str) -> str:
+def _find_name_word(path: str) -> str:
     name = path.rpartition("/")[2]
     for sign in "_-. ":
         first = name.partition(sign)[0]
-        if first != name and role_of(first):
+        if first != name and parse_role(first):
             return first
     return ""
 
 
 # ---- rows and files ------------------------------------------------------------------------------
-def _rows_of(tables: Tables, meaning: Meaning) -> list[NamedRow]:
-    """Return rows from all over the tables, with their labels and splits."""
+def _read_sample(tables: Tables, roles: ColumnRoles) -> list[NamedRow]:
+    """Sample rows from all tables, with their labels and splits."""
     rows: list[NamedRow] = []
-    wanted = [meaning.image, meaning.label, *meaning.split[:1]]
-    shared = _folder_of(tables)
+    columns = [roles.image, roles.label, *roles.split[:1]]
+    shared = _find_shared_folder(tables)
     for name, split in tables.names.items():
         folder = posixpath.dirname(name)
-        for row in read_rows(tables.uri(name), wanted, meaning.has_header):
+        for row in read_rows(tables.uri(name), columns, roles.has_header):
             text = row.values[0] or ""
             if folder != shared and text and not text.startswith("/"):
                 text = posixpath.join(posixpath.relpath(folder or ".", shared or "."), text)
-            label = label_of(row.values[1])
-            word = (row.values[2] or "") if meaning.split else split
+            label = normalize_label(row.values[1])
+            word = (row.values[2] or "") if roles.split else split
             rows.append(NamedRow(text, "" if label is None else str(label), word))
-    if len(rows) <= MOST_PLACED:
+    if len(rows) <= MAX_PLACED_ROWS:
         return rows
-    chosen = sorted(random.Random(0).sample(range(len(rows)), MOST_PLACED))
+    chosen = sorted(random.Random(0).sample(range(len(rows)), MAX_PLACED_ROWS))
     return [rows[index] for index in chosen]
 
 
-def _folder_of(tables: Tables) -> str:
-    """Return the folder of all tables; of tables in several folders, the source."""
+def _find_shared_folder(tables: Tables) -> str:
+    """Return the folder of all tables, or "" (the source) if they lie in several folders."""
     folders = {posixpath.dirname(name) for name in tables.names}
     return folders.pop() if len(folders) == 1 else ""
 
 
-def _placement_of(tables: Tables, rows: Sequence[NamedRow], meaning: Meaning) -> Placement:
-    """Return where the images of rows lie.
+def _choose_placement(tables: Tables, rows: Sequence[NamedRow], roles: ColumnRoles) -> Placement:
+    """Choose the patterns that lead from rows to image files.
 
     Raises:
-        NoTable: If most of them are not there.
-        SplitUnclear: If there are several ways to read their paths.
+        NoTable: If most of the images do not exist.
+        SplitUnclear: If the paths can be read in several ways.
     """
     where = printable(tables.uri(tables.first))
-    if meaning.label == meaning.image:
+    if roles.label == roles.image:
         rows = [row._replace(label="") for row in rows]
-    given = tables.request.given.get("files")
-    if given is not None:
-        given_patterns = (given,) if isinstance(given, str) else tuple(given)
-        return Placement(given_patterns, (None,) * len(rows))
-    found = placements(rows, tables.index, _folder_of(tables), tables.base)
-    if not found:
+    requested = tables.request.given.get("files")
+    if requested is not None:
+        patterns = (requested,) if isinstance(requested, str) else tuple(requested)
+        return Placement(patterns, (None,) * len(rows))
+    candidates = find_placements(rows, tables.index, _find_shared_folder(tables), tables.base)
+    if not candidates:
         _check_labels(tables, rows)
-        raise _not_there(tables, next((row.text for row in rows if row.text), ""))
-    if len(found) > 1:
-        ways = " or ".join(listed(placement.patterns) for placement in found[:4])
-        example = yaml_text(found[0].patterns[0])
+        raise _missing_images_error(tables, next((row.text for row in rows if row.text), ""))
+    if len(candidates) > 1:
+        ways = " or ".join(listed(placement.patterns) for placement in candidates[:4])
+        example = to_yaml(candidates[0].patterns[0])
         raise SplitUnclear(
             f"{where}: its rows name files of the same names in several folders, and the images "
-            f"can be at {ways}; say which with source.files, as in "
+            f"can be at {ways}; choose with source.files, as in "
             f"`{tables.request.command(f'source.files={example}')}`"
         )
-    placement = found[0]
+    placement = candidates[0]
     is_direct = placement.patterns == ("{}",)
     if not is_direct and len({posixpath.dirname(name) for name in tables.names}) > 1:
         raise SplitUnclear(
@@ -573,42 +595,45 @@ def _placement_of(tables: Tables, rows: Sequence[NamedRow], meaning: Meaning) ->
         )
     if placement.num_found * 2 < len(rows):
         lost = next(row.text for row, file in zip(rows, placement.files, strict=True) if not file)
-        raise _not_there(tables, lost)
+        raise _missing_images_error(tables, lost)
     return placement
 
 
 def _check_labels(tables: Tables, rows: Sequence[NamedRow]) -> None:
-    """Raise UserError if rows give one file two labels, whatever the folder."""
+    """Raise LabelUnclear if rows give one file two labels, in any folder."""
     labels: dict[str, str] = {}
     twice: dict[str, tuple[str, str]] = {}
     for row in rows:
         first = labels.setdefault(row.text, row.label)
         if first != row.label:
             twice.setdefault(row.text, (first, row.label))
-    if not twice or not any(_has_file(tables, text) for text in [*twice][:SAMPLE]):
+    if not twice or not any(_has_file(tables, text) for text in [*twice][:MAX_SAMPLED_VALUES]):
         return
     text, both = next(iter(twice.items()))
     raise LabelUnclear(
         f"{printable(tables.uri(tables.first))}: {counted(len(twice), 'image')} have two labels, "
         f"such as {quoted(text)} with {listed(both)}; an image needs one class, so name another "
-        "column of labels, or mend the table"
+        "label column, or correct the table"
     )
 
 
-def table_groups(names: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Yield tables that belong together: one for each split, then each by itself.
+def group_tables(names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Group tables that belong together: first one per split, then each remaining table alone.
 
-    Tables belong together if their paths differ in the word of a split alone, as train.csv and
-    test.csv, or train/metadata.csv and test/metadata.csv.
+    Tables belong together if their paths differ only in a split word. For example, `train.csv` and
+    `test.csv`, or `train/metadata.csv` and `test/metadata.csv`.
+
+    Yields:
+        Table -> its split; "" for a table alone.
     """
     groups: dict[str, dict[str, list[str]]] = {}
     for name in names:
-        rest, word = _table_word(name)
+        rest, word = _split_table_name(name)
         if word:
             groups.setdefault(rest, {}).setdefault(word, []).append(name)
     taken: set[str] = set()
     for by_word in groups.values():
-        words = read_words(by_word)
+        words = parse_split_words(by_word)
         if "train" not in words.splits:
             continue
         group: dict[str, str] = {}
@@ -622,14 +647,16 @@ def table_groups(names: Sequence[str]) -> Iterator[dict[str, str]]:
             yield {name: ""}
 
 
-def _table_word(name: str) -> tuple[str, str]:
-    """Return a table's path without the word of its split, and that word."""
+def _split_table_name(name: str) -> tuple[str, str]:
+    """Split the path of a table into the rest and its split word, or "" without one."""
     folder, _, base = name.rpartition("/")
     stem, _, suffix = base.rpartition(".")
-    words = [word for word in ([stem] if role_of(stem) else tokens_of(stem)) if role_of(word)]
-    if role_in(stem) and words:
+    words = [
+        word for word in ([stem] if parse_role(stem) else tokenize_name(stem)) if parse_role(word)
+    ]
+    if find_role(stem) and words:
         return f"{folder}/{stem.replace(words[0], '', 1).strip('_-. ')}.{suffix}", words[0]
     last = folder.rpartition("/")[2]
-    if role_of(last):
+    if parse_role(last):
         return f"{folder.rpartition('/')[0]}//{base}", last
     return name, ""

@@ -1,48 +1,48 @@
-"""Words by which people call folders, tables and columns that are no classes and no labels."""
+"""Common names of folders, tables and columns, used to tell classes and labels from the rest."""
 
 from __future__ import annotations
 
 from pipeline.data.names import words
-from pipeline.data.splits import plain_word, tokens_of
+from pipeline.data.splits import normalize_word, tokenize_name
 
-# folders that hold the images of a data set, and are no class
+# folders around the images of a data set; not classes
 WRAPPERS = words(
     """image images img imgs photo photos picture pictures jpg jpeg jpegs png pngs data dataset
     raw all dcim camera"""
 )
-# folders beside the classes that hold no photos to learn from
+# folders next to the classes that contain no training photos
 NO_CLASSES = words(
     """annotation annotations annots segmentation segmentations segmaps labelmaps groundtruth
     groundtruths thumbs thumbnail thumbnails unlabeled unlabelled unsorted
     unclassified unannotated uncategorized tosort depthmaps heatmaps"""
 )
-# of a test folder's only folder: a loader of class folders asks for one
+# the only folder in a test folder without labels; loaders of class folders need one
 WITHOUT_LABELS = NO_CLASSES | frozenset(["all", "images", "imgs", "test", "testing", "unknown"])
-# folders that may be a class or not: a person is asked
+# folders that may be classes or not: the user is asked
 PERHAPS_NO_CLASSES = words(
     """mask masks seg segs gt label labels preview previews depth overlay overlays bbox bboxes
     tmp temp backup backups bak rejected discarded duplicates incoming inbox todo pending
     misc extra extras small lowres resized cropped crops augmented thumb trash deleted predict
     infer inference demo samples unknown input inputs target targets output outputs"""
 )
-# words that say the same as a part of a name
+# parts of folder names with this meaning
 NO_CLASS_TOKENS = words(
     """annotation annotations segmentation segmentations groundtruth thumbnail thumbnails thumbs
     unlabeled unlabelled unsorted unclassified unannotated uncategorized mask masks seg gt label
     labels"""
 )
-# at the beginning or end of the names of files beside the images that they belong to
+# first or last words in the names of files that belong to an image, for example `1_mask.png`
 NO_IMAGE_TOKENS = NO_CLASS_TOKENS | words("""thumb small depth overlay preview heatmap mask""")
-# words in the names of tables that do not say what images are
+# words in the names of files that list splits
 SPLIT_LISTS = words("""split splits fold folds partition partitions setid""")
 NO_LABEL_TABLES = words(
     """prediction predictions predicted preds pred submission submissions result results output
     outputs score scores logits attribute attributes attrs classes names categories vocab
     mapping log logs history metrics stats readme requirements license hierarchy"""
 )
-# words in the names of tables that say what images are
+# words in the names of tables with labels
 LABEL_TABLES = words("label labels annotation annotations metadata meta truth groundtruth target")
-# in lower case, without signs between words; the first that occurs is taken before the others
+# names of image columns after `normalize_word`, by decreasing priority
 IMAGE_COLUMNS = (
     "image",
     "img",
@@ -65,7 +65,7 @@ LABEL_COLUMNS = words(
     """label labels class classname target category labelname y labelid classid categoryid
     categoryname targetname"""
 )
-# columns that are no labels where another one may be
+# columns to avoid as labels if there is another candidate
 NO_LABEL_COLUMNS = words(
     """width height depth channels size bytes filesize xmin ymin xmax ymax x y w h x1 y1 x2 y2 lat
     lon lng latitude longitude date time datetime timestamp year month day age sex gender url link
@@ -73,9 +73,9 @@ NO_LABEL_COLUMNS = words(
     score prob probability index row imageid fold rotation roix1 roiy1
     roix2 roiy2 orientation dpi format mode caption description comment notes"""
 )
-# columns of a taxonomy, of which `class` is one
+# columns of a biological taxonomy; `class` is another one
 RANKS = words("""kingdom phylum order family genus species subspecies""")
-# beginnings of folders over which images are spread, as in part_1 and images_002
+# prefixes of folders that divide images into parts, for example `part_1` and `images_002`
 PARTS = words(
     """part parts batch batches chunk folder dir group volume archive shard patient subject case
     session fold video clip seq sequence scene person user slide new old more extra misc"""
@@ -83,18 +83,18 @@ PARTS = words(
 
 
 def is_part(name: str) -> bool:
-    """Whether a folder is called as one of several over which images are spread."""
-    letters = [word.lower() for word in tokens_of(name) if not word.isdigit()]
+    """Whether a folder is named like one of several parts of the images, not like a class."""
+    letters = [word.lower() for word in tokenize_name(name) if not word.isdigit()]
     are_parts = [word in PARTS for word in letters]
     return any(are_parts) and all(len(w) == 1 or w in PARTS for w in letters)
 
 
 def says_no_labels(table: str) -> bool:
-    """Whether a table is called by what it has instead of labels, such as predictions.csv."""
+    """Whether the name of a table excludes labels, as `predictions.csv` does."""
     stem = table.rpartition("/")[2].rpartition(".")[0]
-    return any(word.lower() in NO_LABEL_TABLES for word in tokens_of(stem))
+    return any(word.lower() in NO_LABEL_TABLES for word in tokenize_name(stem))
 
 
 def is_called(name: str, known: frozenset[str]) -> bool:
-    """Whether a folder is called by one of some words."""
-    return plain_word(name) in known
+    """Whether the name of a folder is one of some words."""
+    return normalize_word(name) in known

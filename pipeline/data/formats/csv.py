@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from pipeline.data.cards import Card
-from pipeline.data.file_index import NO_FILE, FileFinder, FileIndex, NamedRow, several_files
+from pipeline.data.file_index import NO_FILE, FileFinder, FileIndex, NamedRow, ambiguous_files_error
 from pipeline.data.file_kinds import IMAGE_FILES, TABLE_SUFFIXES
 from pipeline.data.formats.base import (
     Format,
@@ -28,10 +28,10 @@ from pipeline.data.formats.base import (
     units_of_items,
     visible,
 )
-from pipeline.data.labels import Label, label_of
+from pipeline.data.labels import Label, normalize_label
 from pipeline.data.listing import Entry, is_folder, list_entries, open_source
 from pipeline.data.names import listed, nfc, printable, quoted, suffix_of
-from pipeline.data.splits import IGNORE, SPLITS, Split, role_of
+from pipeline.data.splits import IGNORE, SPLITS, Split, parse_role
 from pipeline.data.tables import read_rows
 from workers.errors import UserError
 from workers.storage.artifact import is_local, join, parent
@@ -186,18 +186,18 @@ def _images_of_table(
     rows = list(rows_of(card, base, table))
     label_is_folder = source.label == source.image
     named = [_named(row) for row in rows]
-    finder.look_for_moved_folders(named)
+    finder.find_moved_folders(named)
     for row, named_row in zip(rows, named, strict=True):
         names, problem = finder.find(named_row)
         if problem == NO_FILE:
             problem = next((links[part] for part in row.text.split("/") if part in links), problem)
         if len(names) > 1:
-            raise several_files(where, row.number, row.text, names)
+            raise ambiguous_files_error(where, row.number, row.text, names)
         name = names[0] if names else ""
         split = row.split
         if split is None:
             split = values.find_in_path(name, row.number) if name else SPLITS[0]
-        label = label_of(row.label)
+        label = normalize_label(row.label)
         if label_is_folder:
             label = _folder_label(name, values.splits)
         yield TableImage(split, row.number, row.text, label, name, problem)
@@ -205,8 +205,8 @@ def _images_of_table(
 
 def _named(row: TableRow) -> NamedRow:
     """Return what the patterns of `source.files` are filled with."""
-    label = label_of(row.label)
-    word = row.word if role_of(row.word) is not None else row.split
+    label = normalize_label(row.label)
+    word = row.word if parse_role(row.word) is not None else row.split
     return NamedRow(row.text, "" if label is None else str(label), word or "")
 
 

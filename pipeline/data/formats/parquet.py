@@ -15,11 +15,11 @@ from pipeline.data.column_files import (
     ARROW_SUFFIX,
     RowGroup,
     Schema,
-    batches_of,
-    column_values,
-    python_value,
-    row_groups_of,
-    schema_of,
+    read_batches,
+    read_row_groups,
+    read_schema,
+    to_python_list,
+    to_python_value,
 )
 from pipeline.data.file_kinds import COLUMN_FILES
 from pipeline.data.formats.base import (
@@ -36,7 +36,7 @@ from pipeline.data.formats.base import (
     unit_slices,
     units_of_items,
 )
-from pipeline.data.labels import MAX_LABEL_BYTES, NUMBERS_HINT, Label, label_of
+from pipeline.data.labels import MAX_LABEL_BYTES, NUMBERS_HINT, Label, normalize_label
 from pipeline.data.listing import Entry, open_file
 from pipeline.data.names import nfc, printable, quoted
 from pipeline.data.splits import IGNORE, SPLITS
@@ -101,8 +101,8 @@ def list_row_groups(file: ParquetFile) -> list[RowGroup]:
     Raises:
         UserError: If it cannot be read, or lacks a column.
     """
-    _check_columns(file, schema_of(file.uri))
-    return row_groups_of(file.uri)
+    _check_columns(file, read_schema(file.uri))
+    return read_row_groups(file.uri)
 
 
 def _check_columns(file: ParquetFile, schema: Schema) -> None:
@@ -153,8 +153,8 @@ def read_parquet(file: ParquetFile, start: int, stop: int, first: int) -> Iterat
     with open_file(file.uri) as stream:
         file_bytes = stream.size()
     groups = None if file.uri.endswith(ARROW_SUFFIX) else list(range(start, stop))
-    for row, batch in enumerate(batches_of(file.uri, columns, 1, groups), first):
-        cells = [python_value(batch[column][0]) for column in columns]
+    for row, batch in enumerate(read_batches(file.uri, columns, 1, groups), first):
+        cells = [to_python_value(batch[column][0]) for column in columns]
         label = labels.find(cells[1], row) if source.label is not None else None
         split = file.split or values.find(_split_value(values, cells), row)
         item, data = _item(split, file.uri, row, cells[0], label)
@@ -184,7 +184,7 @@ class DeclaredLabels:
     def __init__(self, card: Card, uri: str):
         self.uri = uri
         self.column = card.source.label or ""
-        declared = schema_of(uri).classes.get(self.column, ())
+        declared = read_schema(uri).classes.get(self.column, ())
         known = {nfc(name): place for place, name in enumerate(card.classes)}
         self.names: tuple[str, ...] = ()
         if any(nfc(name) in known for name in declared) or card.source.numbers == "names":
@@ -209,7 +209,7 @@ class DeclaredLabels:
             )
         if value is not None and not isinstance(value, (str, bytes, int, float)):
             raise no_classes(self.uri, self.column)
-        label = label_of(value)
+        label = normalize_label(value)
         if isinstance(label, int) and 0 <= label < len(self.names):
             return nfc(self.names[label])
         return label
@@ -241,10 +241,10 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     source = card.source
     declared: dict[bool, str] = {}
     for file in files_of(card, entries)[0]:
-        schema = schema_of(file.uri)
+        schema = read_schema(file.uri)
         _check_columns(file, schema)
         if source.label is None:
-            rows = sum(group.rows for group in row_groups_of(file.uri))
+            rows = sum(group.rows for group in read_row_groups(file.uri))
             counts[file.split or SPLITS[0], None] += rows
             continue
         for column in (source.label, *source.split_columns()):
@@ -256,7 +256,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
         if source.numbers != "places":
             _check_declared(declared, file.uri, source.label, labels)
         row = 0
-        for batch in batches_of(file.uri, columns):
+        for batch in read_batches(file.uri, columns):
             for cells, number in batch_counts(batch, columns):
                 split = file.split or values.find(_split_value(values, cells), row)
                 label = labels.find(cells[0], row)
@@ -277,7 +277,7 @@ def _check_declared(
 
     declared: Whether names are declared -> a file with such numbers; it is filled in.
     """
-    if not pa.types.is_integer(schema_of(uri).types[column]):
+    if not pa.types.is_integer(read_schema(uri).types[column]):
         return
     declared.setdefault(bool(labels.names), uri)
     if len(declared) > 1:
@@ -292,7 +292,7 @@ def batch_counts(
     batch: pa.RecordBatch, columns: Sequence[str]
 ) -> Iterator[tuple[tuple[Any, ...], int]]:
     """Yield the different values of some columns in a batch, with their number of rows."""
-    cells = [column_values(batch[column]) for column in columns]
+    cells = [to_python_list(batch[column]) for column in columns]
     yield from Counter(zip(*cells, strict=True)).items()
 
 

@@ -27,7 +27,7 @@ from pipeline.data.formats.base import (
     size_problem,
     units_of_items,
 )
-from pipeline.data.labels import MAX_LABEL_BYTES, ClassNames, Label, label_of
+from pipeline.data.labels import MAX_LABEL_BYTES, ClassNames, Label, normalize_label
 from pipeline.data.listing import Entry, open_file, open_source
 from pipeline.data.names import check_unicode_forms, printable
 from pipeline.data.splits import IGNORE, SPLITS
@@ -160,7 +160,7 @@ def field_of(source: str, data: bytes) -> Any:
 
 def name_contradicts(names: ClassNames, label: Label, text: Any) -> str | None:
     """Return the problem of a sample whose `.txt` names another class than its label."""
-    said = label_of(text)
+    said = normalize_label(text)
     if said is None or said not in names.by_name or label is None:
         return None
     found = names.find(label)
@@ -349,7 +349,7 @@ def list_tar(job: TarJob) -> list[Item]:
     split: str
     problem: str | None
     for key, members, texts in samples:
-        label = label_of(texts.get(source or ""))
+        label = normalize_label(texts.get(source or ""))
         images = image_suffixes(members, endings)
         name = f"{archive}:{key}"
         stem = key.rsplit("/", 1)[-1]

@@ -19,7 +19,7 @@ from pipeline.data.formats.base import (
     png,
     source_uri,
 )
-from pipeline.data.labels import label_of
+from pipeline.data.labels import normalize_label
 from pipeline.data.listing import Entry
 from pipeline.data.splits import SPLITS, Split
 from workers.errors import UserError
@@ -132,7 +132,7 @@ def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:
     for split in filter(card.source.splits.get, SPLITS):
         data = torchvision_set(source_uri(card), card.source.name, _words(card, split), True)
         labels = next(filter(len, (getattr(data, name, ()) for name in LABEL_LISTS)), ())
-        counts.update((split, label_of(int(label))) for label in labels)
+        counts.update((split, normalize_label(int(label))) for label in labels)
         counts[split, None] += len(data) - len(labels)
     return +counts
 

@@ -59,7 +59,7 @@ from pipeline.data.formats.tar import (
     peek_dots,
     split_name,
 )
-from pipeline.data.labels import MAX_LABEL_BYTES, ClassNames, Label, label_of
+from pipeline.data.labels import MAX_LABEL_BYTES, ClassNames, Label, normalize_label
 from pipeline.data.listing import Entry, absolute_uri, open_source, remedy
 from pipeline.data.names import printable
 from pipeline.data.splits import SPLITS, Split
@@ -346,7 +346,7 @@ class Sample:
                 self._reject("corrupt: two labels for one key")
                 return
             self.found.add("label")
-            self.label = label_of(_field(job.label, member, stream))
+            self.label = normalize_label(_field(job.label, member, stream))
         elif is_image_ending(suffix, job.endings):
             self._add_image(suffix, member, stream, job)
         elif suffix == NAME_SUFFIX and job.label == LABEL_SUFFIX:

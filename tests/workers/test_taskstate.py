@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from workers.errors import UserError
-from workers.storage.taskstate import KINDS, Carried, TaskState, pack, unpack
+from workers.storage.taskstate import KINDS, Carried, TaskState, check_values, pack, unpack
 
 SHAPES = [(), (1,), (7,), (8,), (9,), (3, 5), (2, 3, 4), (0,), (64, 33)]
 
@@ -155,3 +155,11 @@ def test_what_is_no_task_state_is_refused_in_one_sentence_and_never_run(data: by
 def test_what_is_no_carried_state_is_refused(data: bytes) -> None:
     with pytest.raises(UserError, match="not readable as safetensors"):
         Carried.from_bytes(data)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e-320])
+def test_values_that_training_never_leaves_are_refused(value: float) -> None:
+    good = torch.zeros(3, dtype=torch.float64)
+    check_values([good, torch.arange(3)], "here")
+    with pytest.raises(UserError, match="here holds numbers that are not finite"):
+        check_values([good, good + value], "here")

@@ -6,6 +6,7 @@ import posixpath
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from pipeline.data.detection.columns import (
@@ -195,7 +196,10 @@ def _widen_patterns(tables: Tables, placement: Placement, source: dict[str, Any]
 def _drop_other_tables(tables: Tables, roles: ColumnRoles) -> tuple[Tables, list[str]]:
     """Drop tables without the columns of the first one. Return the others and notes."""
     notes: list[str] = []
-    for name, split in [*tables.names.items()]:
+    # val first, which takes the place of a dropped test
+    for name, split in sorted(tables.names.items(), key=itemgetter(1), reverse=True):
+        if name not in tables.names:
+            continue
         names = column_names(tables.uri(name), roles.has_header)
         missing = [column for column in (roles.image, roles.label) if column not in names]
         if missing and split not in ("", "train"):

@@ -6,7 +6,7 @@ Also the schema of all settings that can change a result.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -21,14 +22,16 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import CoreSchema
 
 LARGEST = 1e30  # of all numbers that are not whole
+SMALLEST = 1e-30  # of those that are not 0; a division by it does not overflow
 
 
 class Frozen(BaseModel):
-    """Base of all settings: immutable; unknown keys and very large numbers are errors.
+    """Base of all settings: immutable; unknown keys and extreme numbers are errors.
 
-    Larger numbers would overflow, or let a loop run for ever.
+    Larger numbers, or divisions by smaller ones, would overflow or let a loop run for ever.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -42,14 +45,49 @@ class Frozen(BaseModel):
                 _check_size(number, cls.largest_whole)
         return value
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return pydantic's schema, with the largest numbers where a field has no limit."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        _limit_numbers(schema, {"integer": cls.largest_whole, "number": LARGEST})
+        return schema
+
 
 def _check_size(number: float, largest_whole: int) -> None:
-    """Raise `ValueError` when a number is too large, whole or not."""
+    """Raise `ValueError` if a number is too large, or too close to 0."""
     if type(number) is int:
         if abs(number) > largest_whole:
             raise ValueError(f"a whole number here is at most {largest_whole}")
     elif abs(number) > LARGEST:
         raise ValueError(f"a number here is at most {LARGEST:g}")
+    elif 0 < abs(number) < SMALLEST:
+        raise ValueError(f"a number here is 0, or at least {SMALLEST:g}")
+
+
+def _limit_numbers(schema: Any, largest: Mapping[str, float]) -> None:
+    """Add limits to the numbers in a JSON schema that have none, in place.
+
+    Args:
+        schema: A schema, or a part of one; the definitions it refers to are left as they are.
+        largest: JSON type -> the largest magnitude.
+    """
+    if isinstance(schema, list):
+        for part in schema:
+            _limit_numbers(part, largest)
+    elif isinstance(schema, dict):
+        limit = largest.get(str(schema.get("type")))
+        if limit is not None:
+            if not {"maximum", "exclusiveMaximum"} & schema.keys():
+                schema["maximum"] = limit
+            if not {"minimum", "exclusiveMinimum"} & schema.keys():
+                schema["minimum"] = -limit
+            if schema["type"] == "number" and schema.get("exclusiveMinimum") == 0:
+                schema["minimum"] = SMALLEST
+                del schema["exclusiveMinimum"]
+        for part in schema.values():
+            _limit_numbers(part, largest)
 
 
 Interpolation = Literal["bicubic", "bilinear"]

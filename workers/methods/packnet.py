@@ -36,9 +36,8 @@ FREE = 0
 FIRST = 1
 MOST_OWNERS = torch.iinfo(torch.uint8).max
 # One entry of the setting `prune`, for editors.
-SHARE_SCHEMA: dict[str, JsonValue] = {
-    "anyOf": [{"type": "number"}, {"type": "null"}, {"const": "none"}]
-}
+PRUNED: dict[str, JsonValue] = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+SHARE_SCHEMA: dict[str, JsonValue] = {"anyOf": [PRUNED, {"type": "null"}, {"const": "none"}]}
 
 
 class PackNetSettings(MethodSettings):
@@ -47,7 +46,7 @@ class PackNetSettings(MethodSettings):
         description="share of a task's new weights that are pruned, and so free for later "
         "tasks: a number for all tasks, or a list with one entry per task, `none` for no "
         "pruning",
-        json_schema_extra={"anyOf": [{"type": "number"}, {"type": "array", "items": SHARE_SCHEMA}]},
+        json_schema_extra={"anyOf": [PRUNED, {"type": "array", "items": SHARE_SCHEMA}]},
     )
     base_mode: Literal["own_nothing", "prune_only", "prune_retrain"] = Field(
         "own_nothing",

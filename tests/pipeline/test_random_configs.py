@@ -1,0 +1,108 @@
+"""A config drawn at random from the JSON schema is refused by `plan`, or runs to its end."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from schema_draws import draw
+from stage_lab import TASKS, TINY, Lab
+
+from pipeline.config import Config
+from pipeline.shell.schema import config_schema
+from workers.errors import UserError
+from workers.job import DataSettings, TrainSettings
+from workers.methods import METHODS
+
+NUM_RUNS = 300
+NUM_QUICK = 20  # of these runs are in `make test`
+OF_EVERY_METHOD = ("method", "train", "data", "steps", "tasks")
+SCHEMA = config_schema()
+DEFINITIONS = SCHEMA["definitions"]
+
+
+def subset(schema: dict[str, Any], rng: Random, share: float) -> dict[str, Any]:
+    """Return values of some properties of an object's schema."""
+    return {
+        name: draw(part, DEFINITIONS, rng)
+        for name, part in schema["properties"].items()
+        if rng.random() < share and name not in OF_EVERY_METHOD
+    }
+
+
+def random_body(rng: Random) -> dict[str, Any]:
+    """Return sections of a config of two toy tasks and one method."""
+    method = rng.choice(sorted(METHODS))
+    scenarios = sorted(METHODS[method].scenarios) * 5 + ["task", "class"]
+    settings = subset(DEFINITIONS[method], rng, 0.3)
+    train = subset(DEFINITIONS["TrainSettings"], rng, 0.15)
+    if rng.random() < 0.2:
+        task = DEFINITIONS[method]["properties"]["tasks"]["additionalProperties"]
+        settings["tasks"] = {rng.choice([*TASKS]): subset(task, rng, 0.3)}
+    return {
+        "method": method,
+        "settings": settings,
+        "train": {"epochs": 1, "batch_size": 32, "min_steps": 0, **train, "compile": False},
+        "data": subset(DEFINITIONS["DataSettings"], rng, 0.15),
+        "scenario": rng.choice(scenarios),
+        "seed": rng.randint(0, 9),
+        "backbone": TINY
+        | ({} if rng.random() < 0.7 else {"context": {"kind": rng.choice(["cb", "cbs"])}}),
+    }
+
+
+@pytest.mark.parametrize(
+    "number",
+    [n if n < NUM_QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(NUM_RUNS)],
+)
+def test_a_random_config_is_refused_or_runs_to_its_end(lab: Lab, number: int) -> None:
+    body = random_body(Random(number))
+    try:
+        run = lab.run_of(**body)
+    except UserError:
+        return
+    for task in range(2):
+        run.trained(task)
+        assert run.evaluated(task)
+
+
+SETTINGS: dict[str, type[BaseModel]] = {
+    "DataSettings": DataSettings,
+    "TrainSettings": TrainSettings,
+    **{name: cls.Settings for name, cls in METHODS.items()},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_schema_accepts_no_value_that_is_refused_for_itself(name: str) -> None:
+    rng = Random(0)
+    refused = {}
+    for key, part in DEFINITIONS[name]["properties"].items():
+        if key in OF_EVERY_METHOD:
+            continue
+        for extreme in (True, False) * 10:
+            value = draw(part, DEFINITIONS, rng, extreme)
+            if key == "crop_scale":  # an order is more than a schema can say
+                value = sorted(value)
+            try:
+                SETTINGS[name].model_validate({key: value})
+            except ValidationError as error:
+                refused[key] = (value, str(error).splitlines()[2])
+    assert refused == {}
+
+
+def test_the_schema_of_a_config_has_a_limit_for_every_number() -> None:
+    def check(part: Any) -> None:
+        if isinstance(part, list):
+            for item in part:
+                check(item)
+        elif isinstance(part, dict):
+            if part.get("type") in ("integer", "number"):
+                assert {"maximum", "exclusiveMaximum"} & part.keys(), part
+            for item in part.values():
+                check(item)
+
+    check(SCHEMA)
+    assert Config.largest_whole in [SCHEMA["properties"]["seed"]["maximum"]]

@@ -50,8 +50,8 @@ def draw(schema: Schema, definitions: Schema, rng: Random, extreme: bool = False
 
 def _numbers(schema: Schema, whole: bool, rng: Random, extreme: bool) -> list[float]:
     """Return numbers within the limits of a schema."""
-    low = schema.get("minimum", schema.get("exclusiveMinimum"))
-    high = schema.get("maximum", schema.get("exclusiveMaximum"))
+    low: float = schema["minimum" if "minimum" in schema else "exclusiveMinimum"]
+    high: float = schema["maximum" if "maximum" in schema else "exclusiveMaximum"]
     if whole:
         low += "exclusiveMinimum" in schema and "minimum" not in schema
         high -= "exclusiveMaximum" in schema and "maximum" not in schema
@@ -60,8 +60,8 @@ def _numbers(schema: Schema, whole: bool, rng: Random, extreme: bool) -> list[fl
         high = high if "maximum" in schema else math.nextafter(high, -math.inf)
     if extreme:
         return [low, high]
-    usual = schema.get("default")
-    usual = usual if isinstance(usual, (int, float)) else 1
+    default = schema.get("default")
+    usual: float = default if isinstance(default, (int, float)) else 1
     numbers = [usual, 2 * usual, usual / 2, usual * (0.5 + rng.random())]
     numbers += [max(low, 0), max(low, 0) + 1]
     if not whole and high <= 1:

@@ -70,6 +70,7 @@ def log(
     """
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow import MlflowClient
+    from mlflow.entities import LoggedModelOutput
 
     bundle = Bundle.open(folder)
     if bundle.nbytes > most_bytes:
@@ -81,7 +82,12 @@ def log(
         )
     client = MlflowClient(uri)
     run = client.get_run(run_id)
-    model = _find_model(client, run, bundle) or _create_model(client, run, bundle, folder)
+    model = _find_model(client, run, bundle) or _create_model(client, run, bundle)
+    if model.status != "READY":
+        model = _write_model(client, run_id, model, bundle, folder)
+    outputs = run.outputs.model_outputs if run.outputs else []
+    if model.model_id not in [output.model_id for output in outputs]:
+        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
     if not name:
         return Published(f"models:/{model.model_id}")
     note = note_of(bundle, name, alias)
@@ -90,36 +96,41 @@ def log(
 
 
 def _find_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel | None:
-    """Return the complete model of this bundle in a run; None when there is none."""
+    """Return the model of this bundle in a run, or None. A kill may have left it without files."""
     models = client.search_logged_models(
         [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
     )
     for model in models:
-        if model.tags.get(TAG) == bundle.body["sha256"] and model.status == "READY":
+        if model.tags.get(TAG) == bundle.body["sha256"]:
             return model
     return None
 
 
-def _create_model(client: MlflowClient, run: Run, bundle: Bundle, folder: str) -> LoggedModel:
-    """Log a bundle as a model, by calls of the client: MLflow's fluent functions start runs, and
-    copy every metric of the run one by one."""
-    from mlflow.entities import LoggedModelOutput, LoggedModelStatus
-
+def _create_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel:
+    """Create a model without files, by calls of the client: MLflow's fluent functions start runs,
+    and copy every metric of the run one by one."""
     body = bundle.body
-    run_id = run.info.run_id
     tags = {
         TAG: body["sha256"],
         "method": body["method"],
         "scenario": body["scenario"],
         "tasks": ", ".join(t.name for t in bundle.tasks)[:4000],
     }
-    model = client.create_logged_model(
+    return client.create_logged_model(
         run.info.experiment_id,
         name="model",
-        source_run_id=run_id,
+        source_run_id=run.info.run_id,
         model_type="classifier",
         tags=tags,
     )
+
+
+def _write_model(
+    client: MlflowClient, run_id: str, model: LoggedModel, bundle: Bundle, folder: str
+) -> LoggedModel:
+    """Write the files of a model, and return it when it is ready."""
+    from mlflow.entities import LoggedModelStatus
+
     try:
         with tempfile.TemporaryDirectory(prefix="accrete-") as temporary:
             model_folder = str(Path(temporary, "model"))
@@ -136,7 +147,6 @@ def _create_model(client: MlflowClient, run: Run, bundle: Bundle, folder: str) -
     except BaseException:
         client.finalize_logged_model(model.model_id, LoggedModelStatus.FAILED)
         raise
-    client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
     return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,6 +252,65 @@ def test_a_finished_run_gets_its_model_once_and_stays_as_it_was(
         "was not logged to MLflow; `python -m pipeline bundle` makes a folder of it"
         in large.warning
     )
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing that a process does after it reaches the server."""
+
+
+MODEL_CALLS = (
+    "get_run",
+    "search_logged_models",
+    "create_logged_model",
+    "log_model_artifacts",
+    "log_outputs",
+    "finalize_logged_model",
+    "create_registered_model",
+    "create_model_version",
+    "set_registered_model_alias",
+)
+
+
+def test_a_kill_while_a_model_is_logged_leaves_one_model_and_one_version(
+    lab: Any, tracking: Any, tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    from pipeline.tracking import publish
+
+    folder = str(tmp_path / "bundle")
+    finished(lab, "linear", epochs=1).bundle.write(folder)
+    num_kills = 0
+    for last in range(1, 40):
+        name = f"killed-{last}"
+        run_id = tracking.client.create_run(tracking.experiment).info.run_id
+        count = 0
+
+        def counted(call: Any, *args: Any, last: int = last, **options: Any) -> Any:
+            nonlocal count
+            if count == last:
+                raise Killed
+            answer = call(*args, **options)
+            count += 1
+            return answer
+
+        with pytest.MonkeyPatch.context() as patch:
+            for method in MODEL_CALLS:
+                call = getattr(MlflowClient, method)
+                patch.setattr(MlflowClient, method, partialmethod(partial(counted, call)))
+            try:
+                publish.log(tracking.uri, run_id, folder, name)
+            except Killed:
+                num_kills += 1
+        assert publish.log(tracking.uri, run_id, folder, name).version == "1"
+        query = f"source_run_id = '{run_id}'"
+        models = tracking.client.search_logged_models([tracking.experiment], query)
+        versions = tracking.client.search_model_versions(f"name = '{name}'")
+        outputs = tracking.client.get_run(run_id).outputs.model_outputs
+        assert [len(models), len(versions), len(outputs)] == [1, 1, 1], last
+        if count < last:
+            break
+    assert num_kills >= 7
 
 
 @pytest.fixture(scope="module")

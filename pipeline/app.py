@@ -25,6 +25,7 @@ from pipeline.data.account import ACCOUNT, Account
 from pipeline.data.preview import PREVIEW
 from pipeline.graph import diagram, graph_cache, raw_data
 from pipeline.graph.journal import Journal, journal_of
+from pipeline.graph.live_status import read_status
 from pipeline.graph.raw_data import Source
 from pipeline.graph.replica_configs import refuse_replicas, replica_configs
 from pipeline.graph.replicas import union_of
@@ -520,6 +521,10 @@ def _run_and_record(
             outcome = _run_stages(run, record, lookups, todo, screen, recording, journal)
             if outcome.failures:
                 status = "FAILED"
+                with screen.activity(lambda: "building the report"):
+                    files = build_report(run, record, outcome.failures)
+                page = export(store, config.name, files)
+                screen.say(f"report of what finished: {page}")
             elif is_whole:
                 status = "FINISHED"
             raise_if_failed(outcome, resume_command, logs_command(store.storage, graph.name))
@@ -755,13 +760,22 @@ def report_files_or_build(run: PreparedRun, record: RunRecord) -> dict[str, byte
     return build_report(run, record)
 
 
-def build_report(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:
-    """Return the files of a report by name: of one run, or of all replicas together."""
+def build_report(
+    run: PreparedRun, record: RunRecord, failures: Mapping[str, str] | None = None
+) -> dict[str, bytes]:
+    """Return the files of a report by name: of one run, or of all replicas together.
+
+    Args:
+        run: The run.
+        record: Its record.
+        failures: Id of a stage that failed -> why.
+    """
     from pipeline.report import page, replicas_page  # they import matplotlib
 
     if not run.replicas:
-        return page.build(run.store.storage, record)
-    return replicas_page.build(record, RunTables.load_all(run.store.storage, records_of(run)))
+        return page.build(run.store.storage, record, failures)
+    tables = RunTables.load_all(run.store.storage, records_of(run))
+    return replicas_page.build(record, tables, failures)
 
 
 def records_of(run: PreparedRun) -> dict[str, RunRecord]:
@@ -819,7 +833,7 @@ def report(run: PreparedRun, report_command: str) -> WrittenReport:
         record = record_of(run.graph, run.config, run.tasks, provenance())
     picture = diagram.to_svg(run.graph, {})
     with at_work(lambda: "building the report"):
-        files = build_report(run, record)
+        files = build_report(run, record, _earlier_failures(run))
         if not run.replicas:
             files = analysis_section.add_section(files, record, store)
     recorder = open_recorder(run, log_to_stderr, report_command)
@@ -831,6 +845,17 @@ def report(run: PreparedRun, report_command: str) -> WrittenReport:
         recorder.finish(files)
     page_path = export(store, run.config.name, files)
     return WrittenReport(page_path, recorder.warnings, recorder.links())
+
+
+def _earlier_failures(run: PreparedRun) -> dict[str, str]:
+    """Return id -> message of the stages that failed when the run was last tried."""
+    status = read_status(run.store.storage, run.config.name)
+    failures = {}
+    for stage_id, stage in (status["stages"] if status else {}).items():
+        key = run.graph[stage_id].key if stage_id in run.graph.stages else ""
+        if stage["state"] == "failed" and key and not Artifact.open(run.store.root, key):
+            failures[stage_id] = stage.get("message", "")
+    return failures
 
 
 def write_bundle(run: PreparedRun, label: str, folder: str) -> None:

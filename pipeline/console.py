@@ -326,15 +326,20 @@ def summary(tables: RunTables, outcome: Outcome, links: Sequence[str]) -> str:
         lines += ["", matrix_text(tables, label)]
     rows = [_summary_cells(row) for row in tables.summary()]
     lines += ["", table_text(SUMMARY_HEADING, rows)]
-    warnings = tables.warnings()
-    if warnings:
-        lines.append("")
-        first = warnings[:MOST_WARNINGS]
-        lines += [f"warning: {row['stage']}: {row['warning']}" for row in first]
-        if len(warnings) > len(first):
-            lines.append(f"{len(warnings) - len(first)} more warnings: the report lists them")
+    lines += warning_lines(tables.warnings())
     lines += ["", *ending(outcome, links)]
     return "\n".join(lines)
+
+
+def warning_lines(rows: Sequence[Row]) -> list[str]:
+    """Return a blank line and the first warnings, for a person; nothing if there are none."""
+    if not rows:
+        return []
+    first = rows[:MOST_WARNINGS]
+    lines = ["", *(f"warning: {row['stage']}: {row['warning']}" for row in first)]
+    if len(rows) > len(first):
+        lines.append(f"{len(rows) - len(first)} more warnings: the report lists them")
+    return lines
 
 
 def ending(outcome: Outcome, links: Sequence[str]) -> list[str]:

@@ -46,7 +46,13 @@ from pipeline.data.packs import (
     write_unit,
 )
 from pipeline.data.preview import PREVIEW, Picture, render_preview, sample_rows
-from pipeline.data.selection import REJECTED, reason_counts, rejected_rows, select_rows
+from pipeline.data.selection import (
+    REJECTED,
+    REJECTED_CSV,
+    reason_counts,
+    rejected_rows,
+    select_rows,
+)
 from pipeline.data.shard_writer import (
     ShardJob,
     WrittenShard,
@@ -75,7 +81,6 @@ from workers.storage.artifact import (
 
 REVISION = 2  # raise it when the same source gives other shards
 NONCE = "nonce"  # a file in a folder of packs, see `_attempt_name`
-REJECTED_CSV = "rejected.csv"
 SMALL_BYTES = 8 << 20  # a source of no more, and of few images, is packed beside this process
 TABLE_READERS = 8  # tables of finished units that are read at the same time
 

@@ -29,6 +29,7 @@ MAX_LEAKS = 0.01  # share of the test images that may be copies of train images
 SLASH = pa.scalar("/", pa.large_string())
 LIMIT_REASON = "left out: its class has per_class images"
 _NAMES = ("key", "split", "class", "reason", "kept", "source")
+REJECTED_CSV = "rejected.csv"  # of an ingest stage
 # The rows of rejected.csv. kept: "yes" for an image that is listed and written all the same.
 REJECTED = pa.schema([(name, pa.large_string()) for name in _NAMES])
 

@@ -10,9 +10,11 @@ from typing import Any
 
 from pipeline.report.figures import Picture
 from pipeline.report.plots import format_bytes
+from pipeline.results.tables import Row
 from pipeline.yaml_files import dump_yaml
 
 NO_VALUE = "<span class=soft>-</span>"
+MOST_WARNINGS = 5  # open from the start
 MOST_ROWS = 40  # of a table that is open from the start
 STYLE = """
 :root {
@@ -227,3 +229,44 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_to_plain(item) for item in value]
     return value
+
+
+def render_warnings(rows: Sequence[Row]) -> str:
+    """Return a note with the first warnings, and the others folded; empty if there are none."""
+    if not rows:
+        return ""
+    first = _render_list_of_warnings(rows[:MOST_WARNINGS])
+    others = rows[MOST_WARNINGS:]
+    if others:
+        more = f"{len(others)} more warning{plural(len(others))}"
+        first += render_folded(more, _render_list_of_warnings(others))
+    return f'<div class="note"><b>{len(rows)} warning{plural(len(rows))}</b>{first}</div>'
+
+
+def _render_list_of_warnings(rows: Sequence[Row]) -> str:
+    items = ""
+    for row in rows:
+        stages = escape(row["stage"])
+        if row["stages"] > 1:
+            stages += f" and {row['stages'] - 1} more"
+        items += f"<li>{escape(row['warning'])} <span class=soft>({stages})</span></li>"
+    return f"<ul>{items}</ul>"
+
+
+def render_failures(failures: Mapping[str, str]) -> str:
+    """Return a note on the stages that failed; empty if there are none.
+
+    Args:
+        failures: Id of a stage -> why it failed.
+    """
+    if not failures:
+        return ""
+    items = "".join(
+        f"<li>{escape(message)} <span class=soft>({escape(stage)})</span></li>"
+        for stage, message in failures.items()
+    )
+    heading = f"{len(failures)} stage{plural(len(failures))} failed"
+    return (
+        f'<div class="note"><b>{heading}</b>: the stages that need their results were not run, '
+        f"and are missing below<ul>{items}</ul></div>"
+    )

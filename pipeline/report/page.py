@@ -23,11 +23,12 @@ from pipeline.report.html_parts import (
     plural,
     render_document,
     render_facts,
-    render_folded,
+    render_failures,
     render_links,
     render_long_table,
     render_picture,
     render_table,
+    render_warnings,
 )
 from pipeline.report.plots import format_bytes
 from pipeline.report.replicas import comparison_of
@@ -39,12 +40,18 @@ from workers.errors import UserError
 # a graph picture up to this many pixels wide is shrunk to the page, a wider one is scrolled
 FITS = 1500
 MOST_TASKS = 12  # named in the head of the page
-MOST_WARNINGS = 5  # open from the start
 
 
-def build(storage: str, record: RunRecord) -> dict[str, bytes]:
-    """Return all files of the report by name: `report.html`, `graph.svg`, tables as CSV and
-    Parquet, PNGs."""
+def build(
+    storage: str, record: RunRecord, failures: Mapping[str, str] | None = None
+) -> dict[str, bytes]:
+    """Return all files of the report by name: the page, the graph, tables, pictures.
+
+    Args:
+        storage: Folder or URI of the results.
+        record: The run record.
+        failures: Id of a stage that failed -> why.
+    """
     tables = RunTables.load(storage, record)
     views = {label: figures.load_mask_views(tables, label) for label in tables.labels}
     run_pictures = figures.run_pictures(tables)
@@ -58,7 +65,8 @@ def build(storage: str, record: RunRecord) -> dict[str, bytes]:
     for pictures in method_pictures.values():
         report_files |= {picture.name: picture.png for picture in pictures}
     report_files["graph.svg"] = draw_graph(tables, "report.html").encode()
-    page = render_page(tables, run_pictures, method_pictures, draw_graph(tables, ""))
+    graph_svg = draw_graph(tables, "")
+    page = render_page(tables, run_pictures, method_pictures, graph_svg, failures or {})
     report_files["report.html"] = page.encode()
     if tables.labels:
         report_files |= paper.paper_files(one_run(tables))
@@ -87,9 +95,11 @@ def render_page(
     run_pictures: Sequence[Picture],
     method_pictures: Mapping[str, Sequence[Picture]],
     graph_svg: str,
+    failures: Mapping[str, str],
 ) -> str:
     """Return the page as HTML. method_pictures: by label."""
-    sections = [render_head(tables), render_warnings(tables), render_summary(tables)]
+    sections = [render_head(tables), render_failures(failures)]
+    sections += [render_warnings(tables.warnings()), render_summary(tables)]
     if tables.labels:
         sections.append(render_table_of_tasks(one_run(tables)))
     sections += map(render_picture, run_pictures)
@@ -154,29 +164,6 @@ def _origin(tables: RunTables) -> str:
             return f"pretrained on <b>{escape(task['name'])}</b>"
     weights = str(tables.record["config"].get("backbone", {}).get("weights", "none"))
     return f"weights: {escape(weights.rsplit('/', 1)[-1])}"
-
-
-def render_warnings(tables: RunTables) -> str:
-    """Return the warnings of all stages; empty without warnings."""
-    rows = tables.warnings()
-    if not rows:
-        return ""
-    first = _render_warnings(rows[:MOST_WARNINGS])
-    others = rows[MOST_WARNINGS:]
-    if others:
-        more = f"{len(others)} more warning{plural(len(others))}"
-        first += render_folded(more, _render_warnings(others))
-    return f'<div class="note"><b>{len(rows)} warning{plural(len(rows))}</b>{first}</div>'
-
-
-def _render_warnings(rows: Sequence[Row]) -> str:
-    items = ""
-    for row in rows:
-        stages = escape(row["stage"])
-        if row["stages"] > 1:
-            stages += f" and {row['stages'] - 1} more"
-        items += f"<li>{escape(row['warning'])} <span class=soft>({stages})</span></li>"
-    return f"<ul>{items}</ul>"
 
 
 # ---- summary -------------------------------------------------------------------------------------

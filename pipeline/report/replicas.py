@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.console import table_text
+from pipeline.console import table_text, warning_lines
 from pipeline.report.comparison import METRICS, Comparison, Entry, Group, unfinished_notes
 from pipeline.report.comparison_files import format_plain
-from pipeline.results.tables import RunTables
+from pipeline.results.tables import RunTables, merge_warnings
 
 PRINTED = ("average_accuracy", "average_incremental_accuracy", "forgetting", "bytes_per_task")
 
@@ -39,7 +39,7 @@ def _classes(run: RunTables) -> tuple[tuple[str, ...], ...]:
 
 
 def comparison_text(name: str, tables: Mapping[str, RunTables]) -> str:
-    """Return a table of mean and deviation of each method over the replicas, as plain text."""
+    """Return a table of mean and deviation over the replicas, and warnings, as plain text."""
     comparison = comparison_of(name, tables)
     body = []
     for entry in comparison.entries:
@@ -47,4 +47,5 @@ def comparison_text(name: str, tables: Mapping[str, RunTables]) -> str:
         cells += [format_plain(entry.spread(metric), METRICS[metric].kind) for metric in PRINTED]
         body.append(cells)
     heading = ["method", "n", *(metric.replace("_", " ") for metric in PRINTED)]
-    return "\n".join([*comparison.notes, table_text(heading, body)])
+    lines = [*comparison.notes, table_text(heading, body)]
+    return "\n".join([*lines, *warning_lines(merge_warnings(tables))])

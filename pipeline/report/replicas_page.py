@@ -13,12 +13,14 @@ from pipeline.report.html_parts import (
     plural,
     render_document,
     render_facts,
+    render_failures,
     render_links,
     render_picture,
+    render_warnings,
 )
 from pipeline.report.replicas import comparison_of
 from pipeline.report.table_section import render_table_of_tasks
-from pipeline.results.tables import RunTables
+from pipeline.results.tables import RunTables, merge_warnings
 
 LINKS = (
     ("table", "Methods and tasks"),
@@ -32,8 +34,18 @@ LINKS = (
 )
 
 
-def build(record: RunRecord, tables: Mapping[str, RunTables]) -> dict[str, bytes]:
-    """Return all files of the report by name. record: of the run; tables: of each replica."""
+def build(
+    record: RunRecord,
+    tables: Mapping[str, RunTables],
+    failures: Mapping[str, str] | None = None,
+) -> dict[str, bytes]:
+    """Return all files of the report by name.
+
+    Args:
+        record: The record of the run.
+        tables: Name of a replica -> its results.
+        failures: Id of a stage that failed -> why.
+    """
     comparison = comparison_of(str(record["name"]), tables)
     pictures = [
         comparison_page.curves_picture(comparison),
@@ -41,7 +53,8 @@ def build(record: RunRecord, tables: Mapping[str, RunTables]) -> dict[str, bytes
     ]
     report = {picture.name: picture.png for picture in pictures}
     notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
-    sections = [render_head(record, comparison)]
+    sections = [render_head(record, comparison), render_failures(failures or {})]
+    sections.append(render_warnings(merge_warnings(tables)))
     if notes:
         sections.append(f'<div class="note"><ul>{notes}</ul></div>')
     sections += [render_table_of_tasks(comparison), comparison_page.render_summary(comparison)]

@@ -6,7 +6,9 @@ again at any time. An unfinished run yields the results that exist.
 
 from __future__ import annotations
 
+import csv
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.data.selection import LIMIT_REASON, REJECTED_CSV
 from pipeline.graph.run_record import RunRecord, StageRecord
 from pipeline.results import metrics
 from pipeline.results.chance import LearnedTask
@@ -670,17 +673,21 @@ class RunTables:
         return group_steps(steps)
 
     def warnings(self) -> list[Row]:
-        """Return tasks at chance, the warnings of all stages, then `problems`; each sentence once.
+        """Return a row for each warning, with the number of stages that have it.
 
-        stages: the number of stages with that warning.
+        First images that were left out, then tasks at chance, warnings of stages, and `problems`.
         """
         rows: list[Row] = []
+        for stage in self.record["stages"]:
+            left_out = self._left_out(stage["id"]) if stage["step"] == "ingest" else ""
+            if left_out:
+                rows.append({"stage": stage["id"], "stages": 1, "warning": left_out})
         for label in self.labels:
             for learned in self.learned_tasks(label):
-                sentence = learned.sentence()
-                stage = f"{label}/{learned.task}/evaluate"
-                if sentence:
-                    rows.append({"stage": stage, "stages": 1, "warning": sentence})
+                at_chance = learned.sentence()
+                stage_id = f"{label}/{learned.task}/evaluate"
+                if at_chance:
+                    rows.append({"stage": stage_id, "stages": 1, "warning": at_chance})
         stage_ids: dict[str, list[str]] = {}
         for stage_id, artifact in self.artifacts.items():
             for sentence in artifact.manifest.get("warnings") or []:
@@ -699,6 +706,27 @@ class RunTables:
             if content:
                 digests[task["name"]] = str(content)
         return digests
+
+    def _left_out(self, stage_id: str) -> str:
+        """Return a sentence on the images that an ingest stage left out, or ""."""
+        artifact = self.artifacts.get(stage_id)
+        data = self.read(artifact, REJECTED_CSV)
+        if artifact is None or data is None:
+            return ""
+        lines = csv.DictReader(data.decode().splitlines())
+        reasons = Counter(
+            line["reason"].split(":")[0]
+            for line in lines
+            if line["kept"] == "no" and line["reason"] != LIMIT_REASON
+        )
+        if not reasons:
+            return ""
+        number = reasons.total()
+        parts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+        return (
+            f"{number} image{'' if number == 1 else 's'} of the source left out ({parts}); "
+            f"{artifact.uri(REJECTED_CSV)} lists them"
+        )
 
     def ingested(self) -> list[Artifact]:
         """Return the results of the ingest stages."""
@@ -809,3 +837,26 @@ def _mean(values: Sequence[float | None]) -> float:
     if not known:
         return math.nan
     return sum(known) / len(known)
+
+
+def merge_warnings(replicas: Mapping[str, RunTables]) -> list[Row]:
+    """Return the warnings of all replicas of a run, as `RunTables.warnings` does.
+
+    Args:
+        replicas: Name, such as `seed-0` -> its results. A stage is followed by the names of the
+            replicas that have the warning, unless all have it.
+    """
+    names: dict[tuple[str, str], list[str]] = {}
+    rows: dict[tuple[str, str], Row] = {}
+    for name, tables in replicas.items():
+        for row in tables.warnings():
+            key = (row["warning"], row["stage"])
+            names.setdefault(key, []).append(name)
+            rows.setdefault(key, row)
+    merged = []
+    for key, row in rows.items():
+        stage = row["stage"]
+        if len(names[key]) < len(replicas):
+            stage += f" of {', '.join(names[key])}"
+        merged.append({**row, "stage": stage})
+    return merged

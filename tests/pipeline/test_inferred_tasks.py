@@ -99,7 +99,7 @@ def test_the_page_says_how_often_it_was_right_and_how_sure(tables: RunTables) ->
         "class=soft>-</span></td>" in text
     )
     assert page.render_picks(tables, "finetune") in page.render_page(
-        tables, [], {"finetune": []}, ""
+        tables, [], {"finetune": []}, "", {}
     )
 
 

@@ -436,8 +436,9 @@ def _remove_word(stem: str, word: str) -> str:
 
 
 def _are_counted(stems: Iterable[str]) -> bool:
-    """Whether names end in nearly consecutive numbers, which restart in every class."""
+    """Whether nearly all names end in nearly consecutive numbers, which restart in every class."""
+    stems = [*stems]
     numbers = sorted(int(match[0]) for stem in stems if (match := re.search(r"[0-9]+$", stem)))
-    if len(numbers) < len([*stems]):
+    if not numbers or len(numbers) < SHARE_PAIRED * len(stems):
         return False
     return numbers[-1] - numbers[0] < 2 * len(numbers)

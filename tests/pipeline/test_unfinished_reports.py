@@ -1,0 +1,77 @@
+"""What a person is told of a run that failed in part, and of images and warnings of all seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline import cli
+from pipeline.report import html_parts
+from pipeline.results.tables import merge_warnings
+from tests import small_run
+
+
+def test_a_method_that_fails_leaves_a_report_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "ab"), ["linear"])
+    body["methods"]["finetune"] = {"train": {"lr": 1e20}}
+    path = small_run.write_config(tmp_path / "config.yaml", body)
+    assert cli.main(["run", path]) == 2
+    output = capsys.readouterr()
+    page = tmp_path / "storage" / "runs" / "small" / "report.html"
+    assert f"report of what finished: {page}" in output.out
+    assert "the loss became" in output.err
+
+    def check_page() -> None:
+        text = page.read_text()
+        assert "1 stage failed" in text
+        assert "the loss became" in text
+        assert "finetune/a/train" in text
+        assert (page.parent / "matrix-linear.png").exists()
+
+    check_page()
+    page.unlink()
+    assert cli.main(["report", path]) == 0
+    check_page()
+
+
+def test_a_run_names_images_that_were_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cards = small_run.make_cards(tmp_path, "ab")
+    body = small_run.make_body(tmp_path, cards, ["linear"])
+    path = small_run.write_config(tmp_path / "config.yaml", body)
+    next(tmp_path.rglob("*.png")).write_bytes(b"no image")
+    for card in cards.values():
+        Path(card).write_text(Path(card).read_text() + "max_bad_fraction: 0.5\n")
+    assert cli.main(["run", path]) == 0
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: data/")
+    )
+    assert "1 image of the source left out (1 corrupt); " in line
+    assert Path(line.split("; ")[1].removesuffix(" lists them")).read_text().count("corrupt") == 1
+    page = tmp_path / "storage" / "runs" / "small" / "report.html"
+    assert "1 image of the source left out (1 corrupt)" in page.read_text()
+
+
+def rows(**warnings: str) -> Any:
+    """Return tables of a replica: stage -> its warning."""
+    found = [{"stage": name, "stages": 1, "warning": text} for name, text in warnings.items()]
+    return SimpleNamespace(warnings=lambda: found)
+
+
+def test_warnings_name_the_seeds_that_have_them() -> None:
+    replicas = {"seed-0": rows(a="few", b="5 of 9"), "seed-1": rows(a="few", b="4 of 9", c="new")}
+    merged = merge_warnings(replicas)
+    assert [(row["stage"], row["warning"]) for row in merged] == [
+        ("a", "few"),
+        ("b of seed-0", "5 of 9"),
+        ("b of seed-1", "4 of 9"),
+        ("c of seed-1", "new"),
+    ]
+    assert html_parts.render_warnings(merged).count("<li>") == 4
+    assert html_parts.render_warnings([]) == ""

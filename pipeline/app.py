@@ -6,9 +6,12 @@ line parses arguments, calls these functions and prints what they return.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -71,6 +74,9 @@ from workers.storage.artifact import (
     delete_dir,
     exists,
     join,
+    read_bytes,
+    read_json,
+    resolve,
     write_bytes,
 )
 from workers.storage.lock import stage_lock
@@ -87,6 +93,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("accrete.app")
 BUILD_MODULE = "pipeline.graph.build"
 ANALYSIS_FILE = "analysis.json"
+REPORT_FILES = "report-files.json"  # names and digests of what the report wrote beside it
+REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 MAX_MAP_IMAGES = 32  # test images of a task over which maps are drawn; a page shows no more
 PACKAGES = (
     "torch",
@@ -814,11 +822,36 @@ def log_models(recorder: Recorder, run: PreparedRun) -> None:
 
 
 def export(store: Store, name: str, files: Mapping[str, bytes]) -> str:
-    """Copy the files of a report to `<storage>/runs/NAME/`; return the path of the page."""
+    """Write the files of a report to `<storage>/runs/NAME/`, and return the path of the page.
+
+    Files of an earlier report that this one does not have are removed: they are of another config.
+    Changed files, and those of an analysis, stay.
+    """
     folder = join(store.storage, "runs", name)
+    list_uri = join(folder, REPORT_FILES)
+    try:
+        before = read_json(list_uri)
+    except (FileNotFoundError, ValueError):
+        before = {}
     for file, data in files.items():
         write_bytes(join(folder, file), data)
+    digests = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+    write_bytes(list_uri, json.dumps(digests, indent=1, sort_keys=True).encode())
+    for file, digest in before.items() if isinstance(before, dict) else ():
+        if file not in digests and REPORT_FILE.fullmatch(file):
+            _remove_unchanged(join(folder, file), digest)
     return join(folder, "report.html")
+
+
+def _remove_unchanged(uri: str, digest: object) -> None:
+    """Remove a file if its sha256 is this one."""
+    try:
+        is_unchanged = hashlib.sha256(read_bytes(uri)).hexdigest() == digest
+    except FileNotFoundError:
+        return
+    if is_unchanged:
+        system, path = resolve(uri)
+        system.delete_file(path)
 
 
 def report(run: PreparedRun, report_command: str) -> WrittenReport:
@@ -921,7 +954,9 @@ def analyse(
     first = prepared[0]
     records = [run.record for run in runs]
     files = analysis_section.analysis_files(measured.parts, records, first.store)
-    folder = os.path.dirname(export(first.store, first.config.name, files))
+    folder = join(first.store.storage, "runs", first.config.name)
+    for file, data in files.items():
+        write_bytes(join(folder, file), data)
     pages = []
     warnings: list[str] = []
     links: list[str] = []

@@ -57,7 +57,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made for."""
     made: list[str] = []
 
-    def build(storage: str, record: dict[str, Any]) -> dict[str, bytes]:
+    def build(storage: str, record: dict[str, Any], *_: Any) -> dict[str, bytes]:
         made.append(record["name"])
         return {"report.html": b"a page", "tables/matrix.csv": b"a table"}
 

@@ -1,6 +1,7 @@
 """Promises of the report: it tells what the store holds, finished or not, and its page needs
 nothing else."""
 
+import hashlib
 import inspect
 import io
 import json
@@ -19,6 +20,8 @@ import torch
 from PIL import Image
 
 from pipeline import cli, console
+from pipeline.app import REPORT_FILES, export
+from pipeline.graph.store import Store
 from pipeline.report import (
     analysis_section,
     attention,
@@ -600,3 +603,22 @@ def test_every_drawing_function_is_used(module: ModuleType) -> None:
 def test_every_picture_of_a_method_reaches_its_record(report: dict[str, bytes]) -> None:
     names = [name for name in report if name.endswith("-finetune.png")]
     assert len(method_report_files(report, "finetune")) == len(names)
+
+
+def test_a_report_removes_what_an_earlier_one_wrote_and_nothing_else(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    folder = tmp_path / "runs" / "mine"
+    export(
+        store, "mine", {"report.html": b"1", "masks.csv": b"a", "maps/a.png": b"b", "old.csv": b"c"}
+    )
+    (folder / "old.csv").write_text("changed by a person")
+    (folder / "notes.txt").write_text("of a person")
+    (tmp_path / "precious.txt").write_text("elsewhere")
+    listed = folder / REPORT_FILES
+    forged = json.loads(listed.read_text())
+    forged["../../precious.txt"] = hashlib.sha256(b"elsewhere").hexdigest()
+    listed.write_text(json.dumps(forged))
+    export(store, "mine", {"report.html": b"2"})
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    kept = {"runs/mine/notes.txt", "runs/mine/old.csv", "precious.txt"}
+    assert left == {"runs/mine/report.html", f"runs/mine/{REPORT_FILES}", *kept}

@@ -139,7 +139,10 @@ class Console:
         self.ended = 0
         self.num_queued = 0  # stages that run or wait for a worker
         self.heartbeat = Heartbeat(self._show_activity)
+        self.warnings: dict[str, Sequence[str]] = {}  # stage that is done -> its warnings
         for stage_id, lookup in lookups.items():
+            if lookup.hit and lookup.manifest:
+                self.warnings[stage_id] = lookup.manifest.get("warnings") or []
             if lookup.must_withdraw:
                 self.say(f"{stage_id}: {lookup.reason}")
 
@@ -165,6 +168,10 @@ class Console:
                 self.say(f"{stage}: {reason}")
             case DecisionKind.FAIL:
                 self.say(f"{stage}: failed: {reason}")
+                needed = walk.graph.with_ancestors([stage])
+                for earlier in filter(needed.__contains__, walk.graph.stages):
+                    for warning in self.warnings.get(earlier, ()):
+                        self.say(f"{stage}: warning of {earlier}, which it needs: {warning}")
 
     def on_event(self, walk: Walk, event: Event) -> None:
         self._count(walk)
@@ -181,6 +188,9 @@ class Console:
                 self.say(f"{event.stage}: {text}")
                 if event.body.get("note"):
                     self.say(f"{event.stage}: {event.body['note']}")
+                self.warnings[event.stage] = event.body.get("warnings") or []
+                for warning in self.warnings[event.stage]:
+                    self.say(f"{event.stage}: warning: {warning}")
 
     def progress(self, event: Event) -> None:
         """Show the progress of a stage, or a note about the cluster."""

@@ -32,7 +32,11 @@ from workers.job import StageJob
 from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
 from workers.methods.protocols import PrecomputesFeatures, RemembersSamples, UsesSharpness
-from workers.methods.symptoms import symptoms_of_masks, symptoms_of_training
+from workers.methods.symptoms import (
+    divergence_remedy,
+    symptoms_of_masks,
+    symptoms_of_training,
+)
 from workers.model import noise, vit
 from workers.restore import load_carried, load_states, new_method, settings_of
 from workers.rng import derive_seed
@@ -288,7 +292,7 @@ def step_inputs(
     )
     context = StepContext(
         task=job.task,
-        optim=OptimPlan(train.lr, train.weight_decay, train.batch_size, full_rate_steps=0.0),
+        optim=OptimPlan(train.lr, train.weight_decay, train.batch_size, 0.0, train.optimizer),
         step=job.step,
         scenario=job.scenario,
         stream=job.tasks,
@@ -366,7 +370,7 @@ def train_epochs(
         best_tensors = start.restore(method, optimizer)
     best = BestEpoch(start.best, best_tensors)
     checkpoints = CheckpointSaver(job, method, optimizer, best, group, report)
-    meter = ProgressMeter(job, epochs, report if group.rank == 0 else None)
+    meter = ProgressMeter(job, method, epochs, report if group.rank == 0 else None)
     history = list(start.history)
     steps = feed.steps_per_epoch
     for epoch in range(start.epoch, epochs):
@@ -387,7 +391,7 @@ def train_epochs(
         row = {
             "epoch": epoch,
             "lr": optimizer.param_groups[0]["lr"],  # of the first group in the last step
-            **losses.means(job.id),
+            **losses.means(job, method),
             **method.metrics(),
             **validation_counts(method, val, group),
         }
@@ -618,15 +622,15 @@ class LossMeter:
         sums = {name: float(self.group.sum(value.clone())) for name, value in self.values.items()}
         return {"images": self.images, **sums}
 
-    def means(self, stage_id: str) -> dict[str, float]:
+    def means(self, job: StageJob, method: Method) -> dict[str, float]:
         """Return the epoch's mean loss and terms, its images, and its seconds since a resume.
 
-        Call it on all ranks. Raise `UserError` with the stage when the mean loss is not finite.
+        Call it on all ranks. Raise `UserError` if the mean loss is not finite.
         """
         total = self.total()
         del total["images"]
         means = {name: value / self.images for name, value in total.items()}
-        check_finite(means["loss"], stage_id)
+        check_finite(means["loss"], job, method)
         seconds = round(time.perf_counter() - self.started, 3)
         return {**means, "images": self.images, "seconds": seconds}
 
@@ -639,12 +643,12 @@ class LossMeter:
         return (self.start_loss + own_sum * self.group.world) / self.images
 
 
-def check_finite(loss: float, stage_id: str) -> None:
-    """Raise `UserError` when a loss is NaN or infinite."""
+def check_finite(loss: float, job: StageJob, method: Method) -> None:
+    """Raise `UserError` if a loss is NaN or infinite."""
     if not math.isfinite(loss):
         raise UserError(
-            f"stage {stage_id}: the loss became {loss}; training cannot go on from there, lower "
-            "train.lr, set train.clip=1, or use train.precision=fp32"
+            f"stage {job.id}: the loss became {loss}, and training cannot go on from there; "
+            f"{divergence_remedy(job, method)}"
         )
 
 
@@ -654,8 +658,9 @@ class ProgressMeter:
     report: None on ranks other than 0: these do not report.
     """
 
-    def __init__(self, job: StageJob, epochs: int, report: Report | None):
+    def __init__(self, job: StageJob, method: Method, epochs: int, report: Report | None):
         self.job = job
+        self.method = method
         self.epochs = epochs
         self.report = report
         self.started = time.monotonic()
@@ -694,7 +699,7 @@ class ProgressMeter:
         steps_left = progress.total - progress.global_step - 1
         loss = losses.estimate()
         if losses.group.world == 1:
-            check_finite(loss, self.job.id)
+            check_finite(loss, self.job, self.method)
         self.report(
             {
                 "stage": self.job.id,

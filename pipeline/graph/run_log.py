@@ -123,6 +123,8 @@ class RunLog:
         match event.kind:
             case EventKind.DONE:
                 LOG.info("%s: done in %.1f s", event.stage, event.body.get("wall_s", 0.0))
+                for warning in event.body.get("warnings") or []:
+                    LOG.warning("%s: %s", event.stage, warning, extra={ON_SCREEN: True})
             case EventKind.STARTED | EventKind.PROGRESS | EventKind.CHECKPOINT | EventKind.NOTE:
                 self.progress(event)
             case _:

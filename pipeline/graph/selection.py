@@ -86,7 +86,7 @@ def selected_to_run(graph: Graph, lookups: dict[str, Lookup], selection: Selecti
     if selection.start:
         selected &= descendants(graph, stages_named(graph, selection.start, "--from"))
     if selection.until:
-        selected &= ancestors(graph, stages_named(graph, selection.until, "--until"))
+        selected &= graph.with_ancestors(stages_named(graph, selection.until, "--until"))
     _check_forced(graph, selection, selected)
     chosen = {stage_id for stage_id in selected if not lookups[stage_id].hit}
     if selection.until and not selection.only and not selection.start:
@@ -148,13 +148,4 @@ def descendants(graph: Graph, stage_ids: set[str]) -> set[str]:
     for stage in graph:  # in topological order
         if ids.intersection(stage.parents):
             ids.add(stage.id)
-    return ids
-
-
-def ancestors(graph: Graph, stage_ids: set[str]) -> set[str]:
-    """Return stages and all that they need."""
-    ids = set(stage_ids)
-    for stage in reversed(graph.stages.values()):
-        if stage.id in ids:
-            ids.update(stage.parents)
     return ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -80,6 +80,14 @@ class Graph:
     def has_outside_code(self) -> bool:
         """Whether a method of it is defined outside of this project: `pipeline.register`."""
         return any("code" in stage.inputs for stage in self)
+
+    def with_ancestors(self, stage_ids: Iterable[str]) -> set[str]:
+        """Return the ids of stages and of all stages that they depend on."""
+        needed = set(stage_ids)
+        for stage in reversed(self.stages.values()):
+            if stage.id in needed:
+                needed.update(stage.parents)
+        return needed
 
     def children(self, stage_id: str) -> list[Stage]:
         return self._children[stage_id]

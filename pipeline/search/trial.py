@@ -388,7 +388,7 @@ def _graph_of_trial(plan: Plan, settings: config.Config, store: Store) -> tuple[
     label = next(iter(settings.methods))
     stage_ids: set[str] = set()
     for task in plan.tasks:
-        stage_ids |= ancestors(graph, f"{label}/{task}/evaluate")
+        stage_ids |= graph.with_ancestors([f"{label}/{task}/evaluate"])
     part = Graph.of(graph.name, [stage for stage in graph if stage.id in stage_ids])
     return part, [task for task in tasks if task.name in plan.tasks]
 
@@ -406,7 +406,7 @@ class Runner:
 
     def run(self, stage_id: str) -> None:
         """Run a stage and all that it needs. Raises `UserError` when a stage fails."""
-        stage_ids = ancestors(self.graph, stage_id)
+        stage_ids = self.graph.with_ancestors([stage_id])
         part = Graph.of(self.graph.name, [stage for stage in self.graph if stage.id in stage_ids])
         new = Graph(part.name, {s.id: s for s in part if s.id not in self.lookups})
         new_lookups = look_up_each(new, self.store, None, "nothing")
@@ -466,18 +466,6 @@ class SharedExecutor:
 
     def close(self) -> None:
         """Do nothing: the runner closes the executor."""
-
-
-def ancestors(graph: Graph, stage_id: str) -> set[str]:
-    """Return the ids of a stage and of all stages that it needs."""
-    stage_ids: set[str] = set()
-    waiting = [stage_id]
-    while waiting:
-        next_id = waiting.pop()
-        if next_id not in stage_ids:
-            stage_ids.add(next_id)
-            waiting += graph[next_id].parents
-    return stage_ids
 
 
 def result_of(store: Store, record: RunRecord, label: str, task: str, position: int) -> TrialResult:

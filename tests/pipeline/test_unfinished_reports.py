@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeline import cli
+from pipeline import cli, console
+from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.report import html_parts
 from pipeline.results.tables import merge_warnings
 from tests import small_run
@@ -25,6 +28,7 @@ def test_a_method_that_fails_leaves_a_report_of_the_others(
     page = tmp_path / "storage" / "runs" / "small" / "report.html"
     assert f"report of what finished: {page}" in output.out
     assert "the loss became" in output.err
+    assert "lower methods.finetune.train.lr (now 1e+20) or set methods.finetune" in output.err
 
     def check_page() -> None:
         text = page.read_text()
@@ -75,3 +79,30 @@ def test_warnings_name_the_seeds_that_have_them() -> None:
     ]
     assert html_parts.render_warnings(merged).count("<li>") == 4
     assert html_parts.render_warnings([]) == ""
+
+
+def test_a_stage_prints_its_warnings_and_one_that_fails_those_of_the_stages_it_needs() -> None:
+    graph = Graph.of(
+        "g",
+        [
+            Stage("m/a/train", "train", "k", {}),
+            Stage("m/b/train", "train", "l", {}, ("m/a/train",)),
+            Stage("n/a/train", "train", "n", {}),
+        ],
+    )
+    stream = io.StringIO()
+    screen = console.Console(graph, {}, stream)
+    walk = Walk.over(graph, [], 0)
+    walk.decide()
+    for stage, text in (("m/a/train", "it diverged"), ("n/a/train", "few steps")):
+        done = Event(EventKind.DONE, stage, body={"kind": "train", "sizes": {}, "warnings": [text]})
+        walk.apply(done)
+        screen.on_event(walk, done)
+        assert f"{stage}: warning: {text}" in stream.getvalue()
+    failed = Event(EventKind.FAILED, "m/b/train", "the loss became nan", final=True)
+    decision = walk.apply(failed)
+    assert decision is not None
+    screen.on_decision(walk, decision)
+    lines = stream.getvalue().splitlines()
+    assert lines[-2].endswith("m/b/train: failed: the loss became nan")
+    assert lines[-1].endswith("m/b/train: warning of m/a/train, which it needs: it diverged")

@@ -4,6 +4,7 @@ plain fine-tuning."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def regression(theta: list[float], seed: int = 0, **settings: Any) -> Ewc:
     """Softmax regression: the backbone computes z, and heads hand it on."""
     backbone: Any = nn.Linear(2, 3)
     backbone.num_features = 3
-    method = Ewc(backbone, EwcSettings(**settings), seed)
+    method = Ewc(backbone, EwcSettings(**{"scale": "none", "lambda": 100.0} | settings), seed)
     set_theta(method, theta)
     return method
 
@@ -199,9 +200,15 @@ def test_online_importance_decays_by_gamma() -> None:
 
 def test_a_penalty_that_is_too_stiff_for_sgd_is_warned_of() -> None:
     carried = after(THETA, A).finish()[1]
-    for weight, num_warnings in ((100.0, 1), (1.0, 0)):
-        method = regression(THETA, lambda_=weight)
-        warnings = begin(method, B, "train", carried).warnings()
+    for weight, optimizer, num_warnings in (
+        (1000.0, "sgd", 1),
+        (10.0, "sgd", 0),
+        (1000.0, "adamw", 0),
+    ):
+        method = begin(regression(THETA, **{"lambda": weight}), B, "train", carried)
+        optim = replace(method.context.optim, optimizer=optimizer)
+        method.context = replace(method.context, optim=optim)
+        warnings = method.warnings()
         assert len(warnings) == num_warnings
         assert all("plain SGD diverges above 2" in warning for warning in warnings)
 
@@ -277,3 +284,32 @@ def test_a_base_task_is_protected_too(lab: Lab, scenario: str) -> None:
     assert [job.step for job in run.stages(0)] == ["importance"]
     assert float(run.carried(0).tensors["importance/backbone/pos_embed"].max()) > 0
     assert history(run.artifact(run.stages(1)[0]))[-1]["penalty"] > 0
+
+
+def test_importance_is_divided_by_its_mean(lab: Lab) -> None:
+    def importance(**settings: Any) -> dict[str, Tensor]:
+        run = lab.run_of("ewc", {"lr": 1e-2, "epochs": 1, "batch_size": 32}, settings=settings)
+        tensors = run.carried(0).tensors
+        return {name: t for name, t in tensors.items() if name.startswith("importance/")}
+
+    plain, scaled = importance(scale="none"), importance()
+    count = sum(values.numel() for values in plain.values())
+    mean = sum(float(values.sum()) for values in plain.values()) / count
+    assert sum(float(values.sum()) for values in scaled.values()) / count == pytest.approx(1)
+    for name, values in plain.items():
+        torch.testing.assert_close(scaled[name], values / mean)
+
+
+@pytest.mark.parametrize(("method", "term"), [("ewc", "penalty"), ("lwf", "kd")])
+def test_a_penalty_without_effect_is_told(lab: Lab, method: str, term: str) -> None:
+    train = {"lr": 1e-2, "epochs": 1, "batch_size": 32}
+    weak = lab.run_of(method, train, settings={"lambda": 1e-4})
+    for task, number in ((0, 0), (1, 1)):
+        warnings = weak.stages(task)[0], weak.artifact(weak.stages(task)[0]).manifest["warnings"]
+        told = [text for text in warnings[1] if "trains as finetune does" in text]
+        assert len(told) == number
+        assert all(f"penalty {term!r}" in text for text in told)
+        assert all(f"raise methods.{method}.lambda" in text for text in told)
+    usual = lab.run_of(method, train, settings={})
+    warnings_of_usual = usual.artifact(usual.stages(1)[0]).manifest["warnings"]
+    assert not [text for text in warnings_of_usual if "as finetune does" in text]

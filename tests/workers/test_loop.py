@@ -504,7 +504,7 @@ def test_reports_say_which_share_of_its_time_training_waits_for_batches(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     reports: list[dict[str, Any]] = []
     job: Any = SimpleNamespace(id="meat/a/train")
-    meter = loop.ProgressMeter(job, 1, reports.append)
+    meter = loop.ProgressMeter(job, job, 1, reports.append)
     losses = loop.LossMeter({}, Group())
 
     def batches() -> Iterator[Any]:

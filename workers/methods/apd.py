@@ -9,10 +9,10 @@ Decomposition, ICLR 2020.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -196,6 +196,7 @@ class Apd(Method[ApdSettings]):
         "ICLR 2020"
     )
     carries = ("sigma", "tau")
+    penalty_terms: ClassVar[Mapping[str, str]] = {"anchor": "lambda2"}
     steps = (Step("train"), Step("consolidate", trains=False, measured=True))
     needs_states = True  # the v of earlier tasks
     may_forget = True

@@ -138,12 +138,14 @@ class OptimPlan:
     batch_size: global, over all ranks.
     full_rate_steps: sum of the schedule's factors over all steps. lr * full_rate_steps bounds how
         far AdamW can move one entry.
+    optimizer: `adamw` or `sgd`.
     """
 
     lr: float
     weight_decay: float
     batch_size: int
     full_rate_steps: float
+    optimizer: str = "adamw"
 
     def mask_lr(self, setting: float | str, travel: float) -> float:
         """Return the peak rate of mask parameters. `auto`: all steps move an entry by `travel`."""
@@ -236,6 +238,8 @@ class MethodPlan(Generic[S]):
     Settings: ClassVar[type[MethodSettings]] = MethodSettings
     # How it is trained where a config does not say it, with the source of the numbers.
     train_defaults: ClassVar[TrainDefaults] = TrainDefaults(lr=1e-3, source="none: set `train.lr`")
+    # Terms of the loss, besides the cross-entropy, that protect earlier tasks -> their setting
+    penalty_terms: ClassVar[Mapping[str, str]] = {}
     # Raise it when the method's results change: it is part of the keys of its stages.
     revision: ClassVar[int] = 1
 

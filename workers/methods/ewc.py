@@ -7,15 +7,16 @@ Schwarz et al.: Progress & Compress, ICML 2018, for online EWC.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from workers.data.batch import Batch
-from workers.job import ActiveIf
+from workers.job import ActiveIf, Neutral
 from workers.methods.base import MethodSettings, ParamGroup, Progress, Step, StepContext
 from workers.methods.bases.class_incremental import ClassIncremental
 from workers.methods.finetune import network_of, restore_network, weight_groups
@@ -32,7 +33,7 @@ OFFSET = "offset"
 class EwcSettings(MethodSettings):
     model_config = ConfigDict(populate_by_name=True)
 
-    lambda_: NonNegativeFloat = Field(100.0, alias="lambda", description="weight of the penalty")
+    lambda_: NonNegativeFloat = Field(1.0, alias="lambda", description="weight of the penalty")
     fisher: Literal["exact", "sampled", "empirical"] = Field(
         "exact",
         description="whose gradients are squared: of every class, weighted by its probability; of "
@@ -40,6 +41,11 @@ class EwcSettings(MethodSettings):
     )
     samples: PositiveInt = Field(
         512, description="images of a task whose gradients are squared, chosen at random"
+    )
+    scale: Annotated[Literal["mean", "none"], Neutral("none")] = Field(
+        "mean",
+        description="divisor of a task's importance: `mean`: its mean over all protected weights, "
+        "so that lambda does not depend on the network; `none`: 1, as in the paper",
     )
     online: bool = Field(
         False, description="one anchor, the latest weights, instead of one for each task"
@@ -69,7 +75,9 @@ class Ewc(ClassIncremental[EwcSettings]):
     too; in scenario `task` they are not trained any more. Of a base task the importance is computed
     as well.
 
-    Where it differs from the paper: F uses at most `samples` images of a task. Plain SGD diverges
+    Where it differs from the paper: F uses at most `samples` images of a task, and is divided by
+    its mean over all weights (`scale: none`: it is not). F of a trained network is small, so that
+    a lambda of the size of 100 would have no effect without. Plain SGD diverges
     where lr * lambda * max(A) is above 2; `warnings` says so.
     """
 
@@ -89,6 +97,7 @@ class Ewc(ClassIncremental[EwcSettings]):
     scenarios = frozenset({"task", "class"})
     freezes_backbone = False
     may_forget = True
+    penalty_terms: ClassVar[Mapping[str, str]] = {"penalty": "lambda"}
     per_task = frozenset({"lambda", "fisher", "samples"})
 
     def __init__(self, backbone: nn.Module, settings: EwcSettings, seed: int):
@@ -106,7 +115,7 @@ class Ewc(ClassIncremental[EwcSettings]):
     @classmethod
     def ignored_settings(cls, step: str) -> frozenset[str]:
         if step == "train":
-            return frozenset({"fisher", "samples", "online", "gamma"})
+            return frozenset({"fisher", "samples", "scale", "online", "gamma"})
         return frozenset({"lambda"})
 
     # ---- training --------------------------------------------------------------------------------
@@ -158,7 +167,8 @@ class Ewc(ClassIncremental[EwcSettings]):
     def fisher(self) -> dict[str, Tensor]:
         """Return the diagonal of the Fisher information on the task's images, by parameter.
 
-        Each rank squares the gradients of its share of the images.
+        It is divided by its mean, if `scale` says so; 0 stays 0 if all gradients vanish. Each rank
+        squares the gradients of its share of the images.
         """
         self.eval()
         parameters = self.protected()
@@ -172,7 +182,12 @@ class Ewc(ClassIncremental[EwcSettings]):
                 if key in keys:
                     log_p = self.log_probabilities(batch.images[row : row + 1])
                     self.add_squares(sums, parameters, log_p, int(batch.labels[row]), key)
-        return {name: feed.group.sum(total) / len(keys) for name, total in sums.items()}
+        fisher = {name: feed.group.sum(total) / len(keys) for name, total in sums.items()}
+        if self.settings.scale == "none":
+            return fisher
+        num_weights = sum(values.numel() for values in fisher.values())
+        mean = torch.stack([values.sum() for values in fisher.values()]).sum() / num_weights
+        return {name: (values / mean).nan_to_num(0.0) for name, values in fisher.items()}
 
     def fisher_keys(self) -> set[str]:
         """Return the keys of the images that `fisher` uses, the same on all ranks."""
@@ -259,15 +274,16 @@ class Ewc(ClassIncremental[EwcSettings]):
         return self.state(), Carried(tensors)
 
     def warnings(self) -> list[str]:
-        if self.context.step != "train" or not self.importance:
+        optim = self.context.optim
+        if self.context.step != "train" or not self.importance or optim.optimizer != "sgd":
             return []
         largest = max(float(importance.max()) for importance in self.importance.values())
-        stiffness = self.context.optim.lr * self.settings.lambda_ * largest
+        stiffness = optim.lr * self.settings.lambda_ * largest
         if stiffness <= 1:
             return []
         return [
             f"lr * lambda * largest importance is {stiffness:.2g}: plain SGD diverges above 2; "
-            "lower methods.ewc.lambda or train.lr, or use adamw"
+            "lower lambda or train.lr, or use adamw"
         ]
 
     # ---- serving ---------------------------------------------------------------------------------

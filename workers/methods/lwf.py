@@ -6,6 +6,9 @@ Li, Hoiem: Learning without Forgetting, ECCV 2016.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
@@ -69,6 +72,7 @@ class Lwf(ClassIncremental[LwfSettings]):
     may_forget = True
     scenarios = frozenset({"task", "class"})
     Settings = LwfSettings
+    penalty_terms: ClassVar[Mapping[str, str]] = {"kd": "lambda"}
     per_task = frozenset({"lambda", "tau", "head_first"})
 
     # ---- training --------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from workers.storage.taskstate import TaskState
 FEW_STEPS_SHARE = 0.25
 # A loss that is larger than that of guessing by more than this, in nats, has diverged.
 LOSS_MARGIN = 1.0
+# A penalty below this share of the loss in every epoch has no effect.
+PENALTY_SHARE = 0.01
 CROSS_ENTROPY = "ce"  # the term of a loss that guessing has a known value of
 
 
@@ -40,6 +42,14 @@ def symptoms_of_training(
             f"{job.step!r}, and guessing gives {guessing:.3g}: training diverged; lower the rate, "
             f"for example --set {section}.lr={job.train.lr / 10:.3g}"
         )
+    for term, setting in method.penalty_terms.items():
+        shares = [_added_share(row) for row in history if row.get(term) is not None]
+        if shares and max(shares) < PENALTY_SHARE:
+            sentences.append(
+                f"task {job.task.name!r}: the penalty {term!r} is at most {max(shares):.2%} of the "
+                f"loss in every epoch of {job.step!r}, so that {method.name} trains as finetune "
+                f"does; raise methods.{label}.{setting}"
+            )
     own_steps = method.train_defaults.of_step(job.step, from_scratch=False)["min_steps"]
     if length["steps"] < FEW_STEPS_SHARE * own_steps:
         sentences.append(
@@ -48,6 +58,24 @@ def symptoms_of_training(
             f"train.batch_size, or --set {section}.min_steps={own_steps}"
         )
     return sentences
+
+
+def divergence_remedy(job: StageJob, method: Method) -> str:
+    """Return the settings to change if a loss has become NaN or infinite."""
+    label = _label(job)
+    section = _section(label, job) if job.task is not None and label != "backbone" else "train"
+    remedies = [f"lower {section}.lr (now {job.train.lr:g})"]
+    remedies += [f"lower methods.{label}.{name}" for name in method.penalty_terms.values()]
+    if not job.train.clip:
+        remedies.append(f"set {section}.clip=1")
+    if job.train.precision != "fp32":
+        remedies.append(f"use {section}.precision=fp32")
+    return " or ".join(remedies)
+
+
+def _added_share(row: Mapping[str, Any]) -> float:
+    """Return the share of an epoch's loss that is not cross-entropy."""
+    return float(abs(row["loss"] - row[CROSS_ENTROPY]) / max(abs(row["loss"]), 1e-30))
 
 
 def _label(job: StageJob) -> str:

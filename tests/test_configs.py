@@ -158,6 +158,10 @@ NAMED: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
 }
 
 
+# PackNet's and Piggyback's scripts, and KSM's after them, name the sets that are cut to boxes.
+CROPPED = ("cub200-cropped", "stanford-cars-cropped", "flowers102", "wikiart", "sketches")
+
+
 def method_class(name: str) -> type[Method]:
     return METHODS[name]
 
@@ -213,6 +217,12 @@ def test_a_config_of_a_paper_has_the_settings_that_the_paper_names(name: str, la
     )
     for named, model in pairs:
         assert {key: getattr(model, key) for key in named} == named
+
+
+@pytest.mark.parametrize("name", ["packnet-paper", "piggyback-paper", "ksm-paper"])
+def test_packnet_and_its_successors_train_on_the_cropped_sets(name: str) -> None:
+    loaded = config.load(str(CONFIGS / "methods" / f"{name}.yaml"))
+    assert tuple(task.card for task in loaded.stream.tasks) == CROPPED
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

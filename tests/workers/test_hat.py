@@ -179,6 +179,21 @@ def test_the_scale_starts_again_in_every_epoch() -> None:
             assert torch.allclose(method.soft, torch.sigmoid(scale * method.mask.embedding))
 
 
+@pytest.mark.parametrize("compensation", ["exact", "official"])
+@pytest.mark.parametrize("s_max", [25.0, 400.0])
+def test_embeddings_are_compensated_by_the_largest_scale_of_the_settings(
+    s_max: float, compensation: Any
+) -> None:
+    """Sec. 2.5: whatever s is, d sigmoid(s e) / de becomes s_max / (2 (cosh(e) + 1))."""
+    method = Hat(vit(), HatSettings(s_max=s_max, start="normal", compensation=compensation), 1)
+    method.begin(step_context(ONE, "train", None, RATES, (ONE,)))
+    method.mask.sample(2.0).sum().backward()
+    e = method.mask.embedding
+    assert e.grad is not None
+    expected = s_max / (2 * (torch.cosh(e.detach()) + 1))
+    assert torch.allclose(e.grad, expected, rtol=1e-3)
+
+
 def test_a_task_in_training_is_measured_with_the_masks_that_will_be_stored() -> None:
     method = Hat(vit(), HatSettings(start="normal", per_task_affine=True), 1)
     done = trained(method)

@@ -114,6 +114,19 @@ def test_self_loop_lets_a_masked_token_see_itself_as_the_released_code_does() ->
         assert torch.allclose(psi[0], torch.tensor([0.5, 0.0, 0.5]))
 
 
+def test_a_token_that_sees_itself_anyway_gives_its_own_mask_no_gradient() -> None:
+    """With scores of 0, row i of Psi is policy_i / sum policy_i, policy = m + (1 - m) I: the entry
+    of the diagonal is 1 whatever m is. Rows 0 and 2 have two keys, d Psi_1 / d m_1 = 1/2 each; row
+    1 has three, d Psi_1 / d m_0 = d Psi_1 / d m_2 = -1/9, and d Psi_1 / d m_1 = 0."""
+    attention = TokenSites(vit(), "all", "off", self_loop=True).attention[0]
+    assert isinstance(attention, MaskedAttention)
+    keys = torch.tensor([[1.0, 0.0, 1.0]], requires_grad=True)
+    attention.keys = keys
+    psi = MaskedSoftmax.apply(torch.zeros(1, 1, 3, 3), attention.policy())
+    psi[..., 1].sum().backward()
+    assert torch.allclose(gradient_of(keys), torch.tensor([[-1 / 9, 1.0, -1 / 9]]))
+
+
 def test_a_masked_key_far_above_the_kept_ones_leaks_nothing() -> None:
     for high in (16.0, 200.0, 1e4):
         row = MaskedSoftmax.apply(torch.tensor([[0.0, high, 1.0]]), torch.tensor([[1.0, 0.0, 1.0]]))
@@ -158,6 +171,32 @@ def test_drop_control_example_of_the_paper() -> None:
     gradient = gradient_of(tokens)
     assert torch.allclose(gradient[0, 0], torch.full((3,), -0.077778), atol=1e-6)
     assert torch.allclose(gradient[0, 1], torch.full((3,), 0.033333), atol=1e-6)
+
+
+def test_drop_control_is_of_the_share_over_all_images_of_the_batch() -> None:
+    """Images keep 2/3 and 3/3 of layer 1, 3/3 and 1/3 of layer 2: shares 5/6 and 2/3, squares
+    (1/15)^2 and (7/30)^2. Image by image it would be 0.0988889."""
+    tokens = torch.tensor(
+        [[[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]], [[1.0, 1.0, 1.0], [0.0, 0.0, 1.0]]],
+        requires_grad=True,
+    )
+    loss = drop_control([tokens], 0.9)
+    loss.backward()
+    assert math.isclose(loss.item(), 0.0294444, abs_tol=1e-6)
+    gradient = gradient_of(tokens)  # 2 (share - lambda) / (2 layers * 2 images * 3 tokens)
+    assert torch.allclose(gradient[:, 0], torch.full((2, 3), -0.0111111), atol=1e-6)
+    assert torch.allclose(gradient[:, 1], torch.full((2, 3), -0.0388889), atol=1e-6)
+
+
+def test_the_loss_controls_the_share_of_tokens_over_the_batch() -> None:
+    method = meat(gamma=0.2)
+    method.begin(step_context(TASK, "train", None, RATES, (TASK,)))
+    _, terms = method.loss(batch(), PROGRESS)
+    gates = torch.cat([*method.sample_gates(batch().draw).values()])
+    assert len(gates) > 1
+    shares = gates.mean(dim=(0, 2))
+    expected = (method.settings.lambda_ - shares).square().mean()
+    assert terms["drop_control"].item() == pytest.approx(expected.item())
 
 
 def test_a_new_mask_keeps_an_entry_with_probability_sigmoid_of_two_gamma() -> None:

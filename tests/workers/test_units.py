@@ -290,6 +290,18 @@ def test_compensation_is_the_papers_formula() -> None:
     )
 
 
+@pytest.mark.parametrize("compensation", ["exact", "official"])
+@pytest.mark.parametrize("scale", [0.04, 1.0, 3.0])
+def test_compensated_gradients_have_the_values_of_the_equation(
+    scale: float, compensation: Any
+) -> None:
+    """s_max (cosh(s e) + 1) / (s (cosh(e) + 1)) s a (1 - a) = s_max / (2 (cosh(e) + 1))."""
+    e = torch.tensor([0.0, -1.0, 2.0])
+    golden = torch.tensor([0.25, 0.1966119, 0.1049936])
+    for s_max in (25.0, 400.0, 800.0):
+        assert torch.allclose(slopes(e, scale, s_max, compensation), s_max * golden, rtol=1e-4)
+
+
 def test_beyond_the_clamp_no_gradient_is_left() -> None:
     assert slopes(torch.tensor([0.124, 0.126, -0.126]), 400.0, 400.0, "exact")[1:].tolist() == [
         0,

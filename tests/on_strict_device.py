@@ -99,7 +99,7 @@ class Case:
         settings.pop("train", None)
         if issubclass(METHODS[self.method], Rehearsal):
             # Enough for several steps on exemplars alone, and fewer than all images of a class.
-            settings["memory"] = 60
+            settings |= {"memory": 60, "per_class": 0}
         tasks = [
             {"card": str(lab.card), "name": name, "classes": list(classes)}
             for name, classes in TASKS.items()

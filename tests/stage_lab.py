@@ -34,7 +34,7 @@ from workers import loop, restore
 from workers.data.feed import Feed
 from workers.data.shards import Shards
 from workers.dist import Group
-from workers.job import StageJob
+from workers.job import StageJob, find_idle
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.storage.artifact import Artifact
@@ -92,11 +92,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "supsup": {"scores": "threshold"},
 }
 # Method -> values that `other_values` returns as they are: twice or half the usual value would
-# mask nothing, or everything.
+# mask nothing, or everything. None: the setting is left out.
 FIXED_OTHER_VALUES: dict[str, dict[str, Any]] = {
     "meat": {"gamma": 0.5, "alpha": 0.1, "mask_lr": 0.5},
     "simple_der": {"keep": 0.2},
-    "supsup": {"density": 0.4, "budget": 5.0},
+    "supsup": {"density": 0.4, "budget": None},
 }
 
 
@@ -411,6 +411,8 @@ def answers(method: Method, images: Tensor, task: str) -> Tensor:
 def other_values(method: str) -> dict[str, Any]:
     """Return, for each setting that a task may override, a valid value other than the usual one.
 
+    Settings without an effect beside the other values are left out.
+
     The usual values are those under `BESIDE`. Values in `FIXED_OTHER_VALUES` come first.
     """
     cls = METHODS[method]
@@ -422,7 +424,10 @@ def other_values(method: str) -> dict[str, Any]:
     values = {}
     for name in sorted(cls.per_task):
         values[name] = other_value(cls.Settings, name, getattr(usual, fields[name]))
-    return values | FIXED_OTHER_VALUES.get(method, {})
+    values |= FIXED_OTHER_VALUES.get(method, {})
+    together = cls.Settings.model_validate(usual.model_dump(by_alias=True) | values)
+    idle = find_idle(together, scenario="task")
+    return {k: value for k, value in values.items() if value is not None and k not in idle}
 
 
 def other_value(settings: type[BaseModel], name: str, usual: Any) -> Any:

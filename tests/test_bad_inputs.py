@@ -324,7 +324,7 @@ CONFIGS: dict[str, tuple[Change, list[str]]] = {
     "no class in a task": (task(classes=[]), ["stream.tasks.1.classes is []", "at least 1"]),
     "crop of no size": (
         entries(data={"crop": "resized", "crop_scale": [0.9, 0.1]}),
-        ["crop_scale: [0.9, 0.1]", "low <= high"],
+        ["data.crop_scale is [0.9, 0.1]", "low <= high"],
     ),
     "block that is not there": (
         entries(methods={"meat": {"token_mask_blocks": [7]}}),
@@ -672,7 +672,8 @@ def test_a_loss_that_is_no_number_ends_the_stage_and_says_what_to_lower(
 ) -> None:
     site.set(methods={method: {}}, train__lr=1e30, train__epochs=3)
     message = sentence(capfd, ["run", site.config()])
-    for words in (f"stage {method}/", "the loss became", "lower train.lr", "resume with"):
+    remedy = f"lower methods.{method}.train.lr"
+    for words in (f"stage {method}/", "the loss became", remedy, "resume with"):
         assert words in message
 
 

@@ -472,7 +472,7 @@ class DataSettings(Frozen):
     @classmethod
     def _check_crop_scale(cls, value: tuple[float, float]) -> tuple[float, float]:
         if value[0] > value[1]:
-            raise ValueError("the smallest area comes first")
+            raise ValueError("give [low, high] with 0 < low <= high <= 1")
         return value
 
 

@@ -434,7 +434,12 @@ def test_how_training_goes_is_not_in_the_key_of_a_step_that_does_not_train(tmp_p
 
 def test_settings_that_only_serve_are_kept_from_training_and_measure_again(tmp_path: Path) -> None:
     graphs = [
-        graph_of(tmp_path, "supsup", methods={"supsup": settings})[0]
+        graph_of(
+            tmp_path,
+            "supsup",
+            methods={"supsup": settings},
+            stream={"tasks": TASKS, "scenario": "class"},
+        )[0]
         for settings in ({}, {"infer": "one_shot", "density": 0.8}, {"density": 0.8})
     ]
     trained, measured = (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
+from pydantic import ValidationError
 
 from workers.data import randaugment
 from workers.data.augment import (
@@ -25,7 +26,6 @@ from workers.data.augment import (
     mix_into,
 )
 from workers.data.order import partner_positions
-from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng
 
@@ -481,9 +481,10 @@ def test_everything_on_still_gives_finite_images_and_proper_targets() -> None:
     assert targets.min() > 0
 
 
-def test_a_crop_scale_that_is_no_range_is_refused_with_the_rule() -> None:
-    with pytest.raises(UserError, match="0 < low <= high <= 1"):
-        Augment(DataSettings(crop_scale=(0.8, 0.2)), backbone(), True)
+@pytest.mark.parametrize("areas", [(0.8, 0.2), (0.0, 1.0), (0.06, 1.08)])
+def test_a_crop_scale_that_is_no_range_is_refused(areas: tuple[float, float]) -> None:
+    with pytest.raises(ValidationError, match="crop_scale"):
+        DataSettings(crop="resized", crop_scale=areas)
 
 
 def test_pixels_of_another_size_are_refused() -> None:

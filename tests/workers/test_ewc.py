@@ -198,6 +198,11 @@ def test_online_importance_decays_by_gamma() -> None:
     assert torch.allclose(flat(second.anchors), torch.tensor(THETA_2))
 
 
+def stiff(weight: float) -> Ewc:
+    settings: dict[str, Any] = {"lambda": weight}
+    return regression(THETA, **settings)
+
+
 def test_a_penalty_that_is_too_stiff_for_sgd_is_warned_of() -> None:
     carried = after(THETA, A).finish()[1]
     for weight, optimizer, num_warnings in (
@@ -205,7 +210,7 @@ def test_a_penalty_that_is_too_stiff_for_sgd_is_warned_of() -> None:
         (10.0, "sgd", 0),
         (1000.0, "adamw", 0),
     ):
-        method = begin(regression(THETA, **{"lambda": weight}), B, "train", carried)
+        method = begin(stiff(weight), B, "train", carried)
         optim = replace(method.context.optim, optimizer=optimizer)
         method.context = replace(method.context, optim=optim)
         warnings = method.warnings()

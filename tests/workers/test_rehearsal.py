@@ -57,7 +57,7 @@ def test_a_class_with_fewer_images_than_its_share_keeps_them_all(lab: Lab) -> No
 
 
 def test_with_per_class_the_exemplars_of_a_class_do_not_become_fewer(lab: Lab) -> None:
-    run = run_of(lab, per_class=3, memory=1)
+    run = run_of(lab, per_class=3)
     assert [counts(run.carried(task)) for task in (0, 1)] == [
         {"two": [3, 3]},
         {"two": [3, 3], "three": [3, 3, 3]},
@@ -257,7 +257,7 @@ def test_the_teacher_is_the_model_of_the_task_before_and_never_changes(
     lab: Lab, method: str
 ) -> None:
     """Bit for bit, after the student was trained (C10)."""
-    run = run_of(lab, method, memory=20)
+    run = run_of(lab, method, memory=20, per_class=0)
     run.trained(1)
     teacher: Any = lab.live[run.stages(1)[0].key].teacher
     modules = [teacher.backbone, *teacher.heads.values()]
@@ -277,7 +277,7 @@ def test_the_teacher_is_the_model_of_the_task_before_and_never_changes(
 def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str) -> None:
     """Weights, biases and buffers are bit for bit those of the step before (C8); only class means
     are new."""
-    run = run_of(lab, method, memory=20)
+    run = run_of(lab, method, memory=20, per_class=0)
     run.trained(1)
     by_key = {job.key: job for job in run.stages(1)}
     herd = next(job for job in run.stages(1) if job.step == "herd")

@@ -25,7 +25,6 @@ from workers.data.crops import CropDraws, View
 from workers.data.memory import TensorPool, parts_of
 from workers.data.order import Ints, partner_positions
 from workers.data.upload import to_device
-from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.rng import StepRng, derive_seed
 
@@ -246,15 +245,9 @@ class Plan:
 
 class Augment:
     """Turn pixels into model inputs and labels into targets, as `DataSettings` says. Random only
-    while training. Raise `UserError` when `data.crop_scale` is no range of areas."""
+    while training."""
 
     def __init__(self, data: DataSettings, backbone: BackboneSettings, training: bool):
-        low, high = data.crop_scale
-        if not 0 < low <= high <= 1:
-            raise UserError(
-                f"data.crop_scale: {list(data.crop_scale)} is no range of areas; "
-                "give [low, high] with 0 < low <= high <= 1"
-            )
         self.data = data
         self.training = training
         self.side = backbone.img_size

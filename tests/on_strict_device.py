@@ -97,9 +97,10 @@ class Case:
         """Return the run of this stream in `lab`."""
         settings = dict(SETTINGS.get((self.method, "adamw"), {}))
         settings.pop("train", None)
-        if issubclass(METHODS[self.method], Rehearsal):
+        cls = METHODS[self.method]
+        if issubclass(cls, Rehearsal) and not cls.Settings().per_class:
             # Enough for several steps on exemplars alone, and fewer than all images of a class.
-            settings |= {"memory": 60, "per_class": 0}
+            settings["memory"] = 60
         tasks = [
             {"card": str(lab.card), "name": name, "classes": list(classes)}
             for name, classes in TASKS.items()

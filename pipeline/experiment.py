@@ -188,9 +188,10 @@ class Experiment:
     def status(self) -> pd.DataFrame:
         """Return how far the run is: a row for each stage, also while another process runs it.
 
-        `state` is `done`, `reused`, `running`, `queued`, `waiting`, `missing`, `failed` or
-        `blocked`; `since_s` are the seconds that it has been so, `wall_s` those that it took, NaN
-        where they are not known. Raise `UserError` when the run was never started.
+        `state` is `done`, `reused`, `running`, `queued`, `waiting`, `interrupted` (the next run
+        continues from its checkpoint), `missing`, `failed` or `blocked`; `since_s` are the seconds
+        that it has been so, `wall_s` those that it took, NaN where they are not known.
+        Raise `UserError` when the run was never started.
         """
         from pipeline.report.run_text import progress_line
         from pipeline.results.data_frame import data_frame

@@ -440,6 +440,9 @@ def _position(values: list[Any], part: str, where: str) -> int:
     return int(part)
 
 
+VARIABLE = re.compile(r"\$\{([^}]+)\}")  # ${NAME} and ${NAME:-default}
+
+
 def expand(text: str) -> str:
     """Replace ${NAME} and ${NAME:-default} by values of the environment.
 
@@ -456,9 +459,20 @@ def expand(text: str) -> str:
             )
         return value
 
-    expanded = re.sub(r"\$\{([^}]+)\}", replacement, text)
+    expanded = VARIABLE.sub(replacement, text)
     refuse_secrets(expanded, f"what {text!r} stands for")
     return expanded
+
+
+def variable_remedy(text: str) -> str:
+    """Return the remedy for a path with variables that does not exist; "" without variables."""
+    parts = [name.partition(":-") for name in VARIABLE.findall(text)]
+    if not parts:
+        return ""
+    name, _, default = parts[0]
+    value = os.environ.get(name) or default
+    state = "it is" if os.environ.get(name) else "it is not set, and its default is"
+    return f"set the environment variable {name} to the right folder ({state} {value!r:.200}), or "
 
 
 def similar_file(file: Path) -> str:

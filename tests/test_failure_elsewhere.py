@@ -108,7 +108,8 @@ def answer_of(*arguments: str) -> str:
 def test_an_error_has_its_traceback_node_rank_and_log(tmp_path: Path) -> None:
     with two_nodes(tmp_path, FAIL) as nodes:
         output = failed_output(start(nodes, tmp_path), tmp_path)
-    assert f"{STAGE}: failed: ArithmeticError: this node cannot count (at workers/loop" in output
+    place = f"(at {tmp_path}/sitecustomize.py:"
+    assert f"{STAGE}: failed: ArithmeticError: this node cannot count {place}" in output
     answer = answer_of_the_named_command(output)
     assert f"stage: {STAGE}\n" in answer
     assert f"host: {platform.node()}\nrank: 0 of 1\nprocess: " in answer

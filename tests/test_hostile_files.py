@@ -47,7 +47,7 @@ from workers.data.decoding import ImageLimits
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import vit
-from workers.serving.bundle import sealed
+from workers.serving.model_file import sealed
 from workers.storage.artifact import file_info
 from workers.storage.taskstate import TaskState, load_tensors
 

@@ -13,6 +13,7 @@ from docs.site.pages import text_of
 from workers.methods import METHODS
 from workers.methods.base import Method
 
+PAGE = text_of("docs/new-method.md")
 PROMISED = (
     "old_answers_stay",
     "the_order_of_tasks_changes_nothing",
@@ -24,11 +25,18 @@ PROMISED = (
 @pytest.fixture(scope="module")
 def example() -> type[Method]:
     """The class that the page's block of Python defines."""
-    blocks = re.findall(r"```python\n(.*?)```", text_of("docs/new-method.md"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     module = ModuleType("norms")
     exec(compile(blocks[0], "docs/new-method.md", "exec", dont_inherit=True), module.__dict__)
     norms: type[Method] = module.Norms
     return norms
+
+
+def test_the_imports_of_the_page_work() -> None:
+    imports = re.findall(r"^from workers\S* import (?:\([^)]*\)|.+)$", PAGE, re.MULTILINE)
+    assert any("workers.methods.bases import" in text for text in imports)
+    for text in imports:
+        exec(text, {})
 
 
 @pytest.mark.parametrize("promise", PROMISED)

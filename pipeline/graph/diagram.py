@@ -17,6 +17,7 @@ COLOURS = {
     "queued": "#fff9d9",
     "miss": "#fde3c8",
     "missing": "#fde3c8",
+    "interrupted": "#fde3c8",
     "pending": "#eeeeee",
     "waiting": "#eeeeee",
     "failed": "#f6c6c6",

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import stat
+import sysconfig
 import time
 import traceback
 from pathlib import Path
@@ -24,10 +25,10 @@ FOLDER = "failures"
 SUFFIX = ".txt"
 ROOT = str(Path(__file__).resolve().parents[2])
 PACKAGES = (f"pipeline{os.sep}", f"workers{os.sep}")
-REMOTE_FRAME = re.compile(
-    r'File "(?!.*site-packages)[^"\n]*?(?P<module>(?:pipeline|workers)/[^"\n]*\.py)", line '
-    r"(?P<line>\d+), in (?P<name>\S+)"
-)  # a line of this project in the text of a traceback
+REMOTE_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
+REMOTE_MODULE = re.compile(r"(?!.*site-packages).*?(?P<module>(?:pipeline|workers)/.*\.py)")
+# folders of libraries, below which no file is the user's
+LIBRARIES = tuple({f"{path}{os.sep}" for path in sysconfig.get_paths().values()})
 MAX_MESSAGE = 500  # characters of an error's message in `describe`; the file has all of them
 MAX_WRITE_ERROR = 200  # characters of the reason why the file was not written
 STDERR = 2
@@ -37,33 +38,52 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")  # colours, which Ray puts into tracebacks
 
 
 def describe(error: Exception) -> str:
-    """Return the type and message of an error, with the innermost line of this project that
-    raised it or passed it on."""
+    """Return the type and message of an error, and the line to look at (`find_frame`)."""
     message = printable(" ".join(ANSI.sub("", str(error)).split()))
     text = f"{type(error).__name__}: {message[:MAX_MESSAGE]}"
-    frame = innermost_frame(error)
+    frame = find_frame(error)
     if frame:
         text += f" (at {frame})"
     return text
 
 
-def innermost_frame(error: BaseException) -> str:
-    """Return the innermost frame below `pipeline/` or `workers/`; empty when there is none.
+def find_frame(error: BaseException) -> str:
+    """Return the innermost frame of the user's code, such as a method of a notebook; without one,
+    the innermost frame below `pipeline/` or `workers/`; empty if there is neither.
 
     The form is `workers/loop.py:120 in train_step`. Where Ray has brought the error from another
     process, it is the frame in that process.
     """
     # a RayTaskError holds the traceback of the other process as text
     remote_traceback = getattr(error.__cause__, "traceback_str", "")
-    remote_frames = list(REMOTE_FRAME.finditer(remote_traceback))
-    if remote_frames:
-        match = remote_frames[-1]
-        return f"{match['module']}:{match['line']} in {match['name']}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = os.path.relpath(os.path.abspath(frame.filename), ROOT)
-        if path.startswith(PACKAGES):
-            return f"{path}:{frame.lineno} in {frame.name}"
-    return ""
+    # (path, line, function), the outermost first
+    frames = [match.groups() for match in REMOTE_FRAME.finditer(remote_traceback)] or [
+        (frame.filename, frame.lineno, frame.name)
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    own = ""
+    for path, line, name in reversed(frames):
+        module = _own_module(path, bool(remote_traceback))
+        if module:
+            own = own or f"{module}:{line} in {name}"
+        elif _is_users(path):
+            return f"{path}:{line} in {name}"
+    return own
+
+
+def _own_module(path: str, is_remote: bool) -> str:
+    """Return the path of a file below this project, such as `workers/loop.py`; empty if foreign."""
+    if is_remote:
+        match = REMOTE_MODULE.fullmatch(path)
+        return match["module"] if match else ""
+    module = os.path.relpath(os.path.abspath(path), ROOT)
+    return module if module.startswith(PACKAGES) else ""
+
+
+def _is_users(path: str) -> bool:
+    """Whether a file of code is neither that of a library nor made by the interpreter."""
+    is_library = path.startswith(LIBRARIES) or "-packages/" in path or "/lib/python3" in path
+    return not is_library and not path.startswith("<")
 
 
 class Origin(NamedTuple):

@@ -24,6 +24,8 @@ from pipeline.graph.run_record import RunRecord, is_stage, needed_keys
 from pipeline.graph.stage import Graph, Stage
 from workers.errors import UserError
 from workers.storage.artifact import (
+    CHECKPOINTS,
+    LATEST,
     MANIFEST,
     Artifact,
     StoredFile,
@@ -43,6 +45,7 @@ from workers.storage.artifact import (
 from workers.storage.filesystem import FIRST_CONTACT_S, access_remedy, patience
 
 EARLIER = "earlier"  # folder in that of a run: records of what it was before its config was changed
+NOT_FINISHED = "not finished"  # reason of a miss: the last run had the same stage
 MOST_CHANGES = 4  # versions that a note names
 
 
@@ -201,7 +204,12 @@ class Store:
         elif exists(join(self.root, stage.key, MANIFEST)):
             damage = f"{MANIFEST} is not as it was written"
         else:
-            return Lookup(False, why(stage, previous))
+            reason = why(stage, previous)
+            if reason == NOT_FINISHED and exists(
+                join(self.storage, CHECKPOINTS, stage.key, LATEST)
+            ):
+                reason += ", continues from its checkpoint"
+            return Lookup(False, reason)
         return Lookup(False, f"damaged: {damage}", must_withdraw=True)
 
     def withdraw(self, key: str) -> None:
@@ -353,7 +361,7 @@ class Store:
                 needed |= needed_keys(earlier_record)
         files_in = {
             area: stored_files(join(self.storage, area))
-            for area in ("stages", "checkpoints", failures.FOLDER)
+            for area in ("stages", CHECKPOINTS, failures.FOLDER)
         }
         standing: dict[str, str] = {}  # key -> the attempt that its manifest names
         for key in unclear(files_in) & needed:
@@ -437,7 +445,7 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
     if before is None:
         return "new"
     if before["key"] == stage.key:
-        return "not finished"
+        return NOT_FINISHED
     version = previous.get("key_version", 1) if previous else run_record.KEY_VERSION
     if version != run_record.KEY_VERSION:
         return f"key version {version} -> {run_record.KEY_VERSION}"

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.data.listing import CARDS
 from pipeline.graph.store import Store
-from pipeline.yaml_files import expand
+from pipeline.yaml_files import expand, variable_remedy
 from workers.errors import UserError
 from workers.storage import hub
 from workers.storage.regular_file import open_regular, read_regular
@@ -116,8 +116,12 @@ def weights_digest(config: Config, store: Store, max_bytes: int) -> str:
     if not os.path.exists(path):
         digest = store.remembered(_identity(path))
         if digest is None:
+            weights = config.backbone.weights
+            remedy = variable_remedy(weights)
+            if not remedy and not os.path.isabs(weights):
+                remedy = f"a relative path starts at {CARDS.parent}; "
             raise UserError(
-                f"backbone.weights is {path!r}, which does not exist; "
+                f"backbone.weights is {path!r}, which does not exist; {remedy}"
                 "give a .safetensors file, `hub` or `none`"
             )
         return str(digest)

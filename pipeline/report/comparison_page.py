@@ -25,6 +25,7 @@ from pipeline.report.html_parts import (
     render_document,
     render_links,
     render_picture,
+    render_pictures,
     render_table,
 )
 from pipeline.results.answers import ACCURACY_AFTER, FORGETTING_AFTER
@@ -60,7 +61,7 @@ def render_page(comparison: Comparison) -> str:
     sections.append('<h2 id="tasks">Over the tasks</h2>')
     sections.append(render_picture(curves_picture(comparison)))
     sections.append('<h2 id="matrices">Accuracy matrices</h2>')
-    sections += map(render_picture, matrix_pictures(comparison))
+    sections.append(render_pictures(matrix_pictures(comparison)))
     sections.append(render_settings(comparison))
     sections.append(render_provenance(comparison))
     sections.append(render_stages(comparison))

@@ -46,7 +46,9 @@ a { color: var(--blue); text-decoration: none; }
 a:hover { text-decoration: underline; }
 figure { margin: 22px 0 8px; }
 figure .scroll { margin: 8px 0 0; }
-figure img { max-width: 100%; height: auto; display: block; }
+figure img { width: var(--width); max-width: 100%; height: auto; display: block; }
+.pictures { display: flex; flex-wrap: wrap; align-items: flex-end; column-gap: 32px; }
+.pictures figure { width: max(var(--width), 300px); max-width: 100%; }
 figcaption b { color: var(--ink); }
 figcaption { max-width: 96ch; }
 .scroll { overflow-x: auto; margin: 12px 0; }
@@ -167,10 +169,15 @@ def render_picture(picture: Picture) -> str:
     data = base64.b64encode(picture.png).decode()
     title = escape(picture.title)
     return (
-        f"<figure><figcaption><b>{title}.</b> {escape(picture.caption)}</figcaption>"
-        f'<div class="scroll"><img alt="{title}" style="width:{picture.width}px" '
+        f'<figure style="--width:{picture.width}px"><figcaption><b>{title}.</b> '
+        f'{escape(picture.caption)}</figcaption><div class="scroll"><img alt="{title}" '
         f'src="data:image/png;base64,{data}"></div></figure>'
     )
+
+
+def render_pictures(pictures: Iterable[Picture]) -> str:
+    """Return pictures with their captions side by side, as many in a row as the page is wide."""
+    return f'<div class="pictures">{"".join(map(render_picture, pictures))}</div>'
 
 
 def render_folded(text: str, html: str) -> str:

@@ -16,6 +16,7 @@ from pipeline.report.html_parts import (
     render_failures,
     render_links,
     render_picture,
+    render_pictures,
     render_warnings,
 )
 from pipeline.report.replicas import comparison_of
@@ -62,7 +63,7 @@ def build(
     sections.append('<h2 id="curves">Over the tasks</h2>')
     sections.append(render_picture(pictures[0]))
     sections.append('<h2 id="matrices">Accuracy matrices</h2>')
-    sections += map(render_picture, pictures[1:])
+    sections.append(render_pictures(pictures[1:]))
     sections.append(comparison_page.render_stages(comparison))
     sections.append(render_settings(record, tables))
     page = render_document(escape(str(record["name"])), sections)

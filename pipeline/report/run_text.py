@@ -35,7 +35,17 @@ MOST_METHODS = 4  # whose accuracies stand in a line
 MOST_CHARACTERS = 200  # of the progress of a stage
 CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
 ENDED = ("done", "reused", "waiting", "missing")  # states of stages that a short list leaves out
-ORDER = ("done", "reused", "running", "queued", "waiting", "missing", "failed", "blocked")
+ORDER = (
+    "done",
+    "reused",
+    "running",
+    "queued",
+    "waiting",
+    "interrupted",
+    "missing",
+    "failed",
+    "blocked",
+)
 
 
 def run_picture(storage: str, name: str) -> str:
@@ -215,6 +225,8 @@ def stage_text(stage: StageStatus) -> str:
         parts.append(f"{stage.tries} failed tries")
     if stage.message and stage.state not in ("done", "reused", "running"):
         parts.append(stage.message)
+    if stage.is_saved:
+        parts.append("the next run continues from its checkpoint")
     return in_one_line(", ".join(parts))
 
 

@@ -197,6 +197,12 @@ def count_text(count: float, noun: str) -> str:
     return f"{count:,} {noun}{plural(count)}"
 
 
+def _has_failed(search: Search) -> bool:
+    """Whether all trials of the last phase failed, so that it has no winner."""
+    trials = search.of(search.phases[-1]) if search.trials else []
+    return bool(trials) and all(trial["status"] == "failed" for trial in trials)
+
+
 def render_head(search: Search) -> str:
     """Return title, state, introduction and links."""
     protocol = str(search.settings.get("protocol", "end_of_stream"))
@@ -210,6 +216,8 @@ def render_head(search: Search) -> str:
             f"least every {OLDEST_MINUTES} minutes: if that time is older, the search was killed. "
             "The same command continues it.</p>"
         )
+    elif _has_failed(search):
+        state = '<span class="bad">failed: every trial failed, the table of trials says why</span>'
     elif not search.winner:
         state = '<span class="pending">not finished: there is no winner yet</span>'
     trials = count_text(len(search.trials), "trial")

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
-from pipeline.results.tables import Row
 from pipeline.yaml_files import absolute
 from workers.data.decoding import MAX_PIXELS, ImageLimits
 from workers.data.shards import limits_of
 from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.serving import bundle as bundle_files
-from workers.serving.bundle import MODEL, Bundle
+from workers.serving.bundle import Bundle
+from workers.serving.model_file import MODEL
 from workers.storage.artifact import Artifact, exists, join
 from workers.storage.regular_file import read_regular, write_named
 
@@ -76,16 +76,6 @@ def is_model_folder(path: str) -> bool:
 def open_folder(folder: str) -> Bundle:
     """Return the bundle of a model folder or a URI. Raise `UserError` when it is none."""
     return Bundle.open(absolute(folder))
-
-
-def task_rows(bundle: Bundle) -> list[Row]:
-    """Return for each task that a bundle serves its number of classes, and the bytes of its
-    state."""
-    rows: list[Row] = []
-    for task in bundle.tasks:
-        info = bundle.body["files"][bundle_files.state_file(task.name)]
-        rows.append({"task": task.name, "classes": task.num_classes, "bytes": info["bytes"]})
-    return rows
 
 
 def export_task(bundle: Bundle, task: str, file: str) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
+# Below it, training for longer is the first remedy. It is `TrainDefaults.min_steps`, without torch.
+FEW_STEPS = 300
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,13 +68,20 @@ class LearnedTask:
         section = f"methods.{self.label}.train"
         if limit > 0.75 * self.total:
             return f"{fact}, or the images are too few to tell; give the task more test images"
+        default_rate = (
+            f"leave the learning rate out of the config, so that {self.method}'s own is used"
+        )
+        is_short = 0 < self.steps < FEW_STEPS
+        if self.has_rate and not is_short:
+            return f"{fact}; {default_rate}"
+        steps = max(2 * self.steps, 1000)
+        longer = f"train for longer, for example --set {section}.min_steps={steps}"
         if self.has_rate:
             return (
-                f"{fact}; leave the learning rate out of the config, so that "
-                f"{self.method}'s own is used"
+                f"{fact} in {self.steps} optimizer steps; first {longer}; if that does not help, "
+                f"{default_rate}"
             )
-        steps = max(2 * self.steps, 1000)
-        return f"{fact}; train for longer, for example --set {section}.min_steps={steps}"
+        return f"{fact}; {longer}"
 
 
 def sentences_of(learned: Sequence[LearnedTask]) -> list[str]:

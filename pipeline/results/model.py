@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.results.bundles import export_task, task_rows
+from pipeline.results.bundles import export_task
 from pipeline.results.data_frame import data_frame
 from pipeline.yaml_files import absolute
 from workers.analysis import logits_with_task
 from workers.model.attention import record_class_attention
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
+from workers.serving.model_file import task_rows
 from workers.serving.server import Answer, Predictor, Rule
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Model:
     @property
     def sizes(self) -> pd.DataFrame:
         """A row for each task: its number of classes, and the bytes of its state."""
-        return data_frame(task_rows(self.bundle))
+        return data_frame(task_rows(self.bundle.body))
 
     def save(self, folder: AnyPath) -> None:
         """Write the model into a new folder or a URI, which `open_model`, `predict` and `serve`

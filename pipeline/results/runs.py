@@ -25,7 +25,15 @@ from pipeline.graph.store import Store
 from pipeline.results.tables import RunTables
 from pipeline.yaml_files import absolute
 from workers.errors import UserError, did_you_mean
-from workers.storage.artifact import MANIFEST, exists, is_local, join, list_files
+from workers.storage.artifact import (
+    CHECKPOINTS,
+    LATEST,
+    MANIFEST,
+    exists,
+    is_local,
+    join,
+    list_files,
+)
 
 State = Literal[
     "running",
@@ -71,7 +79,8 @@ class RunOverview:
 @dataclass(frozen=True)
 class StageStatus:
     """A stage of a run. since_s: seconds that it has been in this state; None where that is not
-    known. wall_s: seconds that it took, or None. where: what runs it, or ran it."""
+    known. wall_s: seconds that it took, or None. where: what runs it, or ran it. is_saved: nothing
+    runs it, and the next run goes on from its checkpoint."""
 
     id: str
     step: str
@@ -85,6 +94,7 @@ class StageStatus:
     tries: int = 0
     message: str = ""
     progress: dict[str, object] = field(default_factory=dict)
+    is_saved: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,7 @@ def list_runs(storage: str) -> list[RunOverview]:
     storage."""
     check_readable(storage)
     store = Store(storage)
-    has_result = _result_finder(storage)
+    has_result = _key_finder(storage, "stages", MANIFEST)
     overviews = []
     for name in store.run_names():
         if not re.fullmatch(NAME, name):  # no run can have it
@@ -158,13 +168,13 @@ def _overview_of(store: Store, name: str, has_result: Callable[[str], bool]) -> 
     return RunOverview(name, "damaged", "", 0, 0, ())
 
 
-def _result_finder(storage: str) -> Callable[[str], bool]:
-    """Return a function that says whether a key has a result. A bucket is listed once."""
-    root = join(storage, "stages")
+def _key_finder(storage: str, area: str, file: str) -> Callable[[str], bool]:
+    """Return a function that says whether a key has a file in an area. A bucket is listed once."""
+    root = join(storage, area)
     if is_local(storage):
-        return lambda key: exists(join(root, key, MANIFEST))
+        return lambda key: exists(join(root, key, file))
     files = list_files(root)
-    return lambda key: f"{key}/{MANIFEST}" in files
+    return lambda key: f"{key}/{file}" in files
 
 
 def _overview(store: Store, record: RunRecord, has_result: Callable[[str], bool]) -> RunOverview:
@@ -238,14 +248,15 @@ def run_status(storage: str, name: str) -> RunStatus:
     record = find_record(store, name)
     live = read_status(storage, name)
     alive = live is not None and is_alive(storage, live)
-    has_result = _result_finder(storage)
+    has_result = _key_finder(storage, "stages", MANIFEST)
+    has_checkpoint = _key_finder(storage, CHECKPOINTS, LATEST)
     now = time.time()
     stages = []
     for stage in record["stages"]:
         live_stage: LiveStage = {}
         if live is not None:
             live_stage = live["stages"].get(stage["id"], {})
-        stages.append(_stage_status(stage, live_stage, alive, has_result, now))
+        stages.append(_stage_status(stage, live_stage, alive, has_result, has_checkpoint, now))
     is_whole = all(s.state in ("done", "reused") for s in stages if s.step != "report")
     status = RunStatus(
         name,
@@ -274,16 +285,20 @@ def _stage_status(
     live: LiveStage,
     is_alive: bool,
     has_result: Callable[[str], bool],
+    has_checkpoint: Callable[[str], bool],
     now: float,
 ) -> StageStatus:
     """Return the status of a stage: as the driver sees it while it lives, else by its result."""
     state: str = live.get("state", "waiting")
+    is_saved = False
     if not is_alive:
         stands = has_result(stage["key"])
         if stands and state not in ("done", "reused"):
             state = "done"
-        elif not stands and state not in ("failed", "blocked"):
-            state = "missing"
+        elif not stands:
+            is_saved = has_checkpoint(stage["key"])
+            if state not in ("failed", "blocked"):
+                state = "interrupted" if is_saved else "missing"
     since = live.get("since")
     shows_time = is_alive and since is not None
     return StageStatus(
@@ -299,6 +314,7 @@ def _stage_status(
         tries=int(live.get("tries", 0)),
         message=live.get("message", ""),
         progress=dict(live.get("progress", {})) if is_alive else {},
+        is_saved=is_saved,
     )
 
 

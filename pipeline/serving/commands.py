@@ -205,14 +205,18 @@ def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
 
 def tasks(args: argparse.Namespace) -> int:
     """List, export, import or remove tasks of a model folder."""
-    from pipeline.console import table_text
-    from pipeline.results import bundles
-
     if args.action == "list":
-        opened = bundles.open_folder(args.model)
-        rows = [[*map(str, row.values())] for row in bundles.task_rows(opened)]
+        from pipeline.console import table_text
+        from pipeline.yaml_files import absolute
+        from workers.serving.model_file import read_model, task_rows
+
+        body = read_model(absolute(args.model))
+        rows = [[*map(str, row.values())] for row in task_rows(body)]
         print(table_text(["task", "classes", "bytes"], rows))
-    elif args.action == "export":
+        return 0
+    from pipeline.results import bundles  # imports torch
+
+    if args.action == "export":
         size = bundles.export_task(bundles.open_folder(args.model), args.name, args.file)
         print(f"{args.file}: task {args.name}, {size} bytes")
     elif args.action == "import":

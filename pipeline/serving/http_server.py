@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,7 +221,7 @@ class Front:
             await self.update_replicas()
             return Reply(200, self.metrics.text(), CONTENT_TYPE)
         if route in PAGES:
-            return page(route)
+            return page(route, request.headers["host"])
         if route != "POST /predict":
             raise Refused(
                 404,
@@ -404,10 +405,11 @@ def raw_request(request: Request, body: bytes) -> RawRequest:
     return RawRequest(body, request.headers.get("content-type", ""), request.url.query)
 
 
-def page(route: str) -> Reply:
-    """Return one of the files that describe the server."""
+def page(route: str, host: str) -> Reply:
+    """Return one of the files that describe the server, with the address of the request."""
     name, content_type = PAGES[route]
-    return Reply(200, (Path(__file__).parent / name).read_bytes(), content_type)
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return Reply(200, text.replace("ADDRESS", f"http://{escape(host)}").encode(), content_type)
 
 
 async def disconnected(receive: Callable[[], Awaitable[Message]]) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from workers.errors import UserError
-from workers.serving.bundle import MODEL, Bundle, read_model
+from workers.serving.bundle import Bundle
+from workers.serving.model_file import MODEL, read_model
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

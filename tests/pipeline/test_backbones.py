@@ -17,6 +17,7 @@ import torch
 from pipeline import cli
 from pipeline.config import BackboneChoice, Config
 from pipeline.config import check as check_config
+from pipeline.data.listing import CARDS
 from pipeline.graph.backbone import resolve
 from pipeline.graph.store import Store
 from tests import small_run
@@ -86,6 +87,26 @@ def resolved(folder: Path, **backbone: Any) -> Any:
     body["backbone"] = backbone
     config: Config = check_config(body, "test", with_methods=False)
     return resolve(config, Store(str(folder / "storage")), may_connect=False)
+
+
+# ---- a file that is not there --------------------------------------------------------------------
+def test_missing_weights_name_the_variable_of_their_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "${ACCRETE_DATA:-../shared/data}/weights/no.safetensors"
+    monkeypatch.delenv("ACCRETE_DATA", raising=False)
+    with pytest.raises(UserError, match=r"set the environment variable ACCRETE_DATA .*not set"):
+        resolved(tmp_path, weights=path)
+    monkeypatch.setenv("ACCRETE_DATA", "/nowhere")
+    with pytest.raises(UserError, match=r"set .* ACCRETE_DATA .*\(it is '/nowhere'\), or give"):
+        resolved(tmp_path, weights=path)
+
+
+def test_missing_weights_say_where_a_relative_path_starts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"a relative path starts at {CARDS.parent};"):
+        resolved(tmp_path, weights="no.safetensors")
+    with pytest.raises(UserError, match=r"does not exist; give a \.safetensors file"):
+        resolved(tmp_path, weights=str(tmp_path / "no.safetensors"))
 
 
 # ---- the model's own configuration ---------------------------------------------------------------

@@ -485,6 +485,17 @@ def test_every_route_but_health_asks_for_the_token(
         assert server.ask("GET", "/health") == (200, {"status": "ok"})
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1:{port}", "localhost:{port}"])
+def test_the_examples_of_the_page_have_the_address_of_the_request(host: str) -> None:
+    with serving() as server:
+        asked = host.format(port=server.port)
+        with server.opened(f"GET / HTTP/1.1\r\nHost: {asked}\r\n\r\n".encode()) as client:
+            client.shutdown(socket.SHUT_WR)
+            text = received(client).decode()
+    assert text.count(f"http://{asked}/predict") == 2
+    assert "ADDRESS" not in text
+
+
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 def test_who_has_the_token_is_answered(scheme: str) -> None:
     with serving(token=SECRET) as server:
@@ -627,7 +638,7 @@ def test_the_page_needs_no_other_server() -> None:
         page = answer.read().decode()
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
         links = re.findall(r"(?:href|src)=\"([^\"]*)\"", page)
-        assert "://" not in page
+        assert "://" not in page.replace(f"http://127.0.0.1:{server.port}/", "")
         assert {f"/{link}" for link in links} < set(ROUTES)
         for link in links:
             with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/{link}") as linked:

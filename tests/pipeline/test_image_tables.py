@@ -128,6 +128,64 @@ def test_an_unclear_column_is_asked_for_by_a_command_that_works(
     assert cli.main(shlex.split(command)[1:]) == 0
 
 
+def animals(folder: Path, header: str, num_images: int = 12) -> Path:
+    """Write images and a table of their species, and other columns."""
+    columns = header.split(",")
+    lines = [header]
+    for number in range(num_images):
+        make_image(folder / f"{number}.png", number)
+        values = {
+            "image": f"{number}.png",
+            "species": NAMES[number % 4],
+            "family": NAMES[number % 2],
+            "camera": f"cam{number % 2}",
+            "site": f"site{number // 2 % 2}",
+        }
+        lines.append(",".join(values[column] for column in columns))
+    return write_table(folder / "labels.csv", lines)
+
+
+@pytest.mark.parametrize(
+    ("header", "num_images"),
+    [
+        ("image,species,site", 12),
+        ("image,site,species", 12),
+        ("image,species,camera", 4),
+        ("image,camera,species", 4),
+        ("image,family,species", 12),
+    ],
+)
+def test_the_likelier_label_is_proposed_first(tmp_path: Path, header: str, num_images: int) -> None:
+    table = animals(tmp_path / "data", header, num_images)
+    with pytest.raises(UserError, match="it can be 'species'") as error:
+        found(table)
+    assert "--set source.label=species`" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "note"),
+    [
+        ("image,camera,species", "column 'species' was taken as the label, and 'camera' not"),
+        ("image,camera", "column 'camera' was taken as the label, because there is no other"),
+    ],
+)
+def test_a_label_column_without_a_usual_name_is_told(
+    tmp_path: Path, header: str, note: str
+) -> None:
+    (told,) = found(animals(tmp_path / "data", header)).notes
+    assert told.startswith(note)
+
+
+def test_a_table_named_without_its_folder_names_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    animals(tmp_path / "data", "image,species")
+    monkeypatch.chdir(tmp_path / "data")
+    assert found("labels.csv").name == "labels"
+    monkeypatch.chdir(tmp_path)
+    assert found("data/labels.csv").name == "data"
+
+
 def test_the_columns_and_folders_of_a_contest_are_found(tmp_path: Path) -> None:
     data_set = found(sources.ids_in_an_odd_column(tmp_path / "data"))
     source = data_set.source

@@ -4,6 +4,7 @@ one report, and every command that reads runs."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,9 @@ def test_every_command_that_looks_at_runs_takes_a_run_of_several_seeds(
     assert "seed-1/linear/b/train" in printed(capsys, "status", path)
     assert "nothing to do" in printed(capsys, "run", path)
     assert "report.html" in printed(capsys, "report", path)
-    assert (folder / "storage/runs/small/report.html").exists()
+    page = (folder / "storage/runs/small/report.html").read_text()
+    (side_by_side,) = re.findall(r'<div class="pictures">(.*?)<h2', page, re.DOTALL)
+    assert side_by_side.count("<figure") == 2, "the matrix of each method"
     compared = printed(capsys, "compare", path)  # its methods, over both seeds
     assert "small (2 seeds): linear" in compared
     sentence = printed(capsys, "bundle", path, "--out", str(folder / "bundle"), code=2)

@@ -31,6 +31,7 @@ from pipeline.results import runs
 from tests import small_run
 from workers import preemption
 from workers.errors import UserError
+from workers.storage.artifact import join, write_bytes
 from workers.storage.lock import is_locked, stage_lock
 from workers.storage.secrets import printable
 
@@ -449,6 +450,21 @@ def test_a_run_with_missing_results_says_how_many_stand(
     status = runs.run_status(str(storage), "small")
     assert (status.state, status.counts["missing"]) == ("unfinished", 1)
     assert "10/11" in output(capsys, "runs", "--storage", str(storage))
+
+
+def test_an_interrupted_stage_continues_from_its_checkpoint(store: Store) -> None:
+    graph = make_graph()
+    save_record(store, graph)
+    write_bytes(join(store.storage, "checkpoints", "k-a", "latest.json"), b"{}")
+    status = runs.run_status(store.storage, "r")
+    assert status.counts == {"missing": 4, "interrupted": 1}
+    assert re.search(
+        r"m/a/train +interrupted +the next run continues from its checkpoint",
+        run_text.status_text(status),
+    )
+    reasons = {stage.id: store.look_up(stage, store.record("r")).reason for stage in graph}
+    assert reasons["m/a/train"] == "not finished, continues from its checkpoint"
+    assert reasons["m/b/train"] == "not finished"
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,14 @@ def test_an_unfinished_search_shows_what_is_there(tmp_path: Path) -> None:
     check_page(search_result)
 
 
+def test_a_search_whose_trials_all_failed_is_failed(tmp_path: Path) -> None:
+    failed = [fake.trial(n, status="failed", results=[], message="no memory") for n in range(3)]
+    text = words(made(tmp_path, failed, won=False, drawn=False))
+    assert "failed: every trial failed, the table of trials says why" in text
+    assert "no memory" in text
+    assert "not finished" not in text
+
+
 def test_the_page_says_whether_the_search_runs_now(tmp_path: Path) -> None:
     some = [*fake.trials(3), fake.trial(3, status="running", results=[])]
     fake.write(tmp_path, fake.record(), some)

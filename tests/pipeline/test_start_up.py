@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import app, config
+from pipeline import app, cli, config
 from pipeline.graph import build, graph_cache, run_record
 from pipeline.graph.stage import Graph
 from tests import small_run
@@ -55,6 +55,15 @@ def test_plan_and_run_of_what_stands_import_nothing_heavy(tmp_path: Path) -> Non
     assert heavy_imports(tmp_path, "plan", path) == []
     assert heavy_imports(tmp_path, "run", path) == []
     assert "mlflow" in heavy_imports(tmp_path, "report", path), "it writes the record anew"
+
+
+def test_the_tasks_of_a_model_are_listed_without_torch(tmp_path: Path) -> None:
+    cards = small_run.make_cards(tmp_path, ("base", "a"))
+    body = small_run.make_body(tmp_path, cards, ["linear"], tracking="off")
+    path = small_run.write_config(tmp_path / "config.yaml", body)
+    assert cli.main(["run", path]) == 0
+    assert cli.main(["bundle", path, "--out", str(tmp_path / "model")]) == 0
+    assert heavy_imports(tmp_path, "tasks", str(tmp_path / "model"), "list") == []
 
 
 # ---- the cache -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +19,12 @@ from pipeline import app, console
 from pipeline.cli import main
 from pipeline.config import TrackingSettings
 from pipeline.report.plots import draw_averages, draw_comparison, draw_matrix
-from pipeline.results.chance import LearnedTask, most_correct_by_chance
+from pipeline.results.chance import FEW_STEPS, LearnedTask, most_correct_by_chance
 from pipeline.results.tables import RunTables
 from pipeline.tracking import mlflow_client
 from pipeline.tracking.recorder import Recorder
 from pipeline.tracking.run_writer import RunIdentity
+from workers.methods.train_defaults import TrainDefaults
 
 LEARNS_NOTHING = {"lr": 1e-12, "epochs": 1, "batch_size": 64}
 TASK_WARNING = "task 'digits': "
@@ -43,8 +45,18 @@ def test_only_a_task_within_the_interval_is_told_and_the_remedy_fits() -> None:
     assert at_chance.sentence().endswith("--set methods.mine.train.min_steps=1000")
     with_rate = LearnedTask("mine", "meat", "a", 36, 72, 2, has_rate=True)
     assert "leave the learning rate out" in with_rate.sentence()
+    assert "train for longer" not in with_rate.sentence()
+    long = replace(with_rate, steps=300)
+    assert long.sentence() == with_rate.sentence()
     few = LearnedTask("mine", "meat", "a", 8, 10, 2)
     assert few.sentence().endswith("give the task more test images")
+
+
+def test_few_steps_are_the_first_remedy_before_the_rate() -> None:
+    sentence = LearnedTask("mine", "meat", "a", 36, 72, 2, has_rate=True, steps=12).sentence()
+    longer = sentence.index("first train for longer, for example --set methods.mine.train.min")
+    assert longer < sentence.index("if that does not help, leave the learning rate out")
+    assert TrainDefaults.min_steps == FEW_STEPS
 
 
 def test_a_task_of_one_class_cannot_be_guessed_wrongly_and_is_not_told() -> None:

@@ -26,6 +26,7 @@ from workers.job import Neutral
 from workers.methods import METHODS
 from workers.methods.meat import MeatSettings
 from workers.serving import bundle as bundles
+from workers.serving import model_file
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
 from workers.serving.server import LruCache, Predictor
@@ -453,9 +454,9 @@ def test_a_forged_folder_is_not_served(folder: Any, case: str) -> None:
     for name, tensor in FORGERIES[case]["tensors"].items():
         tensors[name.removeprefix("head/")] = tensor
     data = replace(state, head=tensors).to_bytes()
-    changed = bundle.with_tasks(bundle.tasks, {bundles.state_file("two"): data})
-    Path(model_folder, bundles.state_file("two")).write_bytes(data)
-    bundles.write_model(model_folder, changed.body)
+    changed = bundle.with_tasks(bundle.tasks, {model_file.state_file("two"): data})
+    Path(model_folder, model_file.state_file("two")).write_bytes(data)
+    model_file.write_model(model_folder, changed.body)
     with pytest.raises(UserError, match=r"task 'two'"):
         Bundle.open(model_folder).method()
 
@@ -523,7 +524,7 @@ def test_a_folder_of_a_stranger_names_nothing_outside_itself_and_says_what_it_mu
         **body,
         **{k: {**body[k], **v} if isinstance(v, dict) else v for k, v in change.items()},
     }
-    bundles.write_model(str(model_folder), bundles.sealed(merged))
+    model_file.write_model(str(model_folder), model_file.sealed(merged))
     with pytest.raises(UserError, match=r"model\.json"):
         bundles.remove_task(str(model_folder), "two")
     with pytest.raises(UserError, match=r"model\.json"):
@@ -536,6 +537,6 @@ def test_the_state_of_another_task_is_not_served_under_a_name(folder: Any) -> No
     model_folder = Path(folder("meat"))
     body = json.loads((model_folder / "model.json").read_text())
     body["tasks"][0]["classes"] = body["tasks"][0]["classes"][:1]
-    bundles.write_model(str(model_folder), bundles.sealed(body))
+    model_file.write_model(str(model_folder), model_file.sealed(body))
     with pytest.raises(UserError, match="other classes"):
         Predictor.open(str(model_folder))

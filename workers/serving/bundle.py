@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import ValidationError
 
 from workers.data.decoding import ANY_RANGE, ImageLimits
 from workers.errors import UserError
@@ -31,30 +30,32 @@ from workers.methods.base import Method
 from workers.model import vit
 from workers.restore import merge_carried
 from workers.rng import derive_seed
+from workers.serving.model_file import (
+    BACKBONE,
+    FORMAT,
+    MODEL,
+    NAME,
+    REMAKE,
+    TaskBody,
+    read_model,
+    sealed,
+    state_file,
+    task_body,
+    write_model,
+)
 from workers.storage.artifact import (
     Artifact,
-    digest_of,
     file_info,
     is_local,
     join,
     read_bytes,
-    read_json,
     resolve,
     write_bytes,
 )
 from workers.storage.lock import file_lock
 from workers.storage.taskstate import Carried, TaskState, check_values, load_tensors
 
-FORMAT = 1
-MODEL, BACKBONE = "model.json", "backbone.safetensors"
 LOCK = ".lock"  # is there while the folder is changed
-PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"
-NAME = re.compile(PLAIN)
-Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
-Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]  # goes to terminals
-# No path outside the folder.
-File = Annotated[str, Field(pattern=rf"^(backbone|tasks/{PLAIN}|carried/{PLAIN})\.safetensors$")]
-REMAKE = "make the folder anew with `python -m pipeline bundle`"
 # A task's state is valid only in bundles that agree with it in these.
 COMMON = (
     "method",
@@ -63,43 +64,6 @@ COMMON = (
     "seed",
     "backbone_digest",
 )
-
-
-class FileBody(Frozen):
-    """Size and digest of a file."""
-
-    bytes: NonNegativeInt
-    sha256: str
-
-
-class TaskBody(Frozen):
-    """A task that the bundle serves."""
-
-    name: Plain
-    classes: tuple[Shown, ...] = Field(min_length=1)
-    card: str
-    data: str
-    role: Literal["task", "base"]
-
-
-class Body(Frozen):
-    """The schema of `model.json`, which is checked because a folder may come from a stranger."""
-
-    format: int
-    method: str
-    settings: dict[str, Any]
-    backbone: BackboneSettings
-    backbone_digest: str
-    scenario: Literal["task", "class"]
-    seed: NonNegativeInt
-    tasks: tuple[TaskBody, ...] = Field(min_length=1)
-    carried: dict[Plain, File]
-    preprocessing: dict[str, Any]
-    max_pixels: PositiveInt
-    range: tuple[float, float] | None = None
-    provenance: dict[str, Any]
-    files: dict[File, FileBody]
-    sha256: str
 
 
 class NeedsBody(Frozen):
@@ -412,71 +376,6 @@ class Bundle:
         return Bundle(sealed(body), fetch, self.where)
 
 
-def read_model(uri: str) -> dict[str, Any]:
-    """Read and check `model.json`. Raise `UserError` when it is missing, changed or invalid."""
-    model_uri = join(uri, MODEL)
-    try:
-        body = read_json(model_uri)
-    except UserError:  # the storage cannot be used
-        raise
-    except (OSError, ValueError) as error:
-        reason = ""
-        if not isinstance(error, FileNotFoundError):
-            reason = f" ({getattr(error, 'strerror', None) or error})"
-        raise UserError(
-            f"{uri!r} is no model folder: it has no readable {MODEL}{reason}; make one with "
-            "`python -m pipeline bundle`"
-        ) from None
-    if not isinstance(body, dict):
-        raise UserError(f"{model_uri}: it is not as it was written; {REMAKE}")
-    version = body.get("format")
-    if version not in (FORMAT, None):
-        raise UserError(
-            f"{model_uri}: its format is {version}, this version reads {FORMAT}; {REMAKE}"
-        )
-    if version is None or body.get("sha256") != digest_of(body):
-        raise UserError(f"{model_uri}: it is not as it was written; {REMAKE}")
-    try:
-        Body.model_validate(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field_name = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{model_uri}: {field_name} is {first['input']!r:.80} ({first['msg']}); {REMAKE}"
-        ) from None
-    expected = {BACKBONE, *body["carried"].values()}
-    expected |= {state_file(task["name"]) for task in body["tasks"]}
-    difference = ", ".join(sorted(expected ^ body["files"].keys()))
-    if difference:
-        raise UserError(
-            f"{model_uri}: its files are not those of its tasks ({difference[:200]}); {REMAKE}"
-        )
-    return body
-
-
-def task_body(task: Task) -> dict[str, Any]:
-    """Return a task as `model.json` lists it."""
-    return {
-        "name": task.name,
-        "classes": list(task.classes),
-        "card": task.card,
-        "data": task.data,
-        "role": task.role,
-    }
-
-
-def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body with the sha256 of all its other fields, in the types that JSON has."""
-    content = {name: value for name, value in body.items() if name != "sha256"}
-    plain = json.loads(json.dumps(content, default=str))
-    return {**plain, "sha256": digest_of(plain)}
-
-
-def write_model(uri: str, body: Mapping[str, Any]) -> None:
-    """Write `model.json` of the bundle at `uri`."""
-    write_bytes(join(uri, MODEL), json.dumps(body, indent=1, sort_keys=True).encode())
-
-
 def check_new(uri: str) -> None:
     """Raise `UserError` unless a folder is new or empty."""
     system, path = resolve(uri)
@@ -489,11 +388,6 @@ def check_new(uri: str) -> None:
         raise UserError(
             f"{uri!r} is there already and not an empty folder; name another, or remove it first"
         )
-
-
-def state_file(task: str) -> str:
-    """Return the name of the file of a task's state."""
-    return f"tasks/{task}.safetensors"
 
 
 def whole_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"  # folder beside the stages, with one for each key
+LATEST = "latest.json"  # the file that names the checkpoint of a key
 DAMAGED_SUFFIX = ".damaged"  # of a manifest that was withdrawn
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # file systems without them
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)  # what says that nothing may be written

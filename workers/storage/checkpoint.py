@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from workers.errors import UserError
 from workers.storage.artifact import (
+    CHECKPOINTS,
+    LATEST,
     delete_dir,
     file_info,
     join,
@@ -81,7 +83,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 def folder_of(root: str, key: str) -> str:
     """Return the folder of a stage's checkpoints: beside the stages, named by the stage's key."""
-    return join(parent(root), "checkpoints", key)
+    return join(parent(root), CHECKPOINTS, key)
 
 
 def save(
@@ -121,7 +123,7 @@ def save(
     # The folder is gone when another run has finished the same stage and dropped its checkpoints.
     with suppress(FileNotFoundError):
         write_bytes(join(folder, file_name), data)
-        write_bytes(join(folder, "latest.json"), json.dumps({"file": file_name, **info}).encode())
+        write_bytes(join(folder, LATEST), json.dumps({"file": file_name, **info}).encode())
         if previous and previous["file"] != file_name:
             system, path = resolve(join(folder, previous["file"]))
             system.delete_file(path)
@@ -151,7 +153,7 @@ def load(root: str, key: str) -> Checkpoint | None:
 
 def age_s(root: str, key: str) -> float | None:
     """Return the seconds since the last checkpoint of a stage was written; None without one."""
-    system, path = resolve(join(folder_of(root, key), "latest.json"))
+    system, path = resolve(join(folder_of(root, key), LATEST))
     written = system.get_file_info(path).mtime
     if written is None:
         return None
@@ -166,7 +168,7 @@ def drop(root: str, key: str) -> None:
 
 def _latest(folder: str) -> dict[str, Any] | None:
     try:
-        latest = read_json(join(folder, "latest.json"))
+        latest = read_json(join(folder, LATEST))
     except (FileNotFoundError, ValueError):
         return None
     if not isinstance(latest, dict) or latest.keys() != {"file", "bytes", "sha256"}:

@@ -29,6 +29,7 @@ from pipeline.data.detection.columns import (
     find_label_column,
     find_split_columns,
     format_columns,
+    note_label,
 )
 from pipeline.data.detection.data_set import DataSet, Request, format_splits, read_labelled
 from pipeline.data.detection.words import IMAGE_COLUMNS, is_part
@@ -308,6 +309,8 @@ def read_columns(files: Files) -> DataSet:
     others = [name for name in schema.classes if name != label]
     if others:
         notes.append(f"labels in {listed(others)} are not read")
+    else:
+        notes += note_label(columns, label, [image, *split])
     num_files = sum(len(names) for names in splits.values())
     kind = "Arrow file" if suffix_of(first) == ".arrow" else "Parquet file"
     layout = (

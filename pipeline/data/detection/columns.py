@@ -94,14 +94,14 @@ class Columns:
 
         Args:
             kind: `image` or `label`.
-            candidates: Columns that may be meant.
+            candidates: Columns that may be meant, the likeliest first.
         """
         commands = [
             f"`{self.request.command(f'source.{kind}={to_yaml(name)}')}`" for name in candidates
         ]
         return LabelUnclear(
             f"{self.where} has the columns {format_columns(self.names)}, and which is the {kind} "
-            f"is not clear: it can be {listed(candidates)}; name one, as in {commands[-1]}"
+            f"is not clear: it can be {listed(candidates)}; name one, as in {commands[0]}"
         )
 
 
@@ -156,8 +156,50 @@ def find_label_column(
     if not candidates:
         return None
     if len(candidates) > 1:
-        raise columns.ambiguous_error(LABEL, candidates)
+        raise columns.ambiguous_error(LABEL, sort_labels(columns.sample, candidates))
     return columns.check(candidates[0])
+
+
+def sort_labels(sample: Values, names: Iterable[str]) -> list[str]:
+    """Sort columns by how likely their names and values make them the label, likeliest first."""
+
+    def priority(name: str) -> tuple[bool | int, ...]:
+        word = normalize_word(name)
+        num_distinct = len(set(sample[name])) if word in RANKS else 0  # species before family
+        return (
+            word in NO_LABEL_COLUMNS,
+            word != LABEL,
+            word not in LABEL_COLUMNS,
+            word not in RANKS,
+            not _looks_like_labels(sample[name], name),
+            -num_distinct,
+        )
+
+    return sorted(names, key=priority)
+
+
+def note_label(columns: Columns, label: str, taken: Iterable[str]) -> list[str]:
+    """Return a note on a label column that was chosen without a usual name such as `label`.
+
+    Args:
+        columns: Columns of the table.
+        label: The label column.
+        taken: Columns with another role, such as the image column.
+    """
+    word = normalize_word(label)
+    others = sort_labels(
+        columns.sample, [name for name in columns.sample if name not in {label, *taken}]
+    )
+    if "label" in columns.request.given or word in LABEL_COLUMNS or label in taken:
+        return []
+    if not others and word not in NO_LABEL_COLUMNS:
+        return []
+    note = f"column {quoted(label)} was taken as the label"
+    if not others:
+        return [f"{note}, because there is no other; add a column `label` if it is not"]
+    likeliest = sort_labels(columns.sample, others)[0]
+    command = columns.request.command(f"source.label={to_yaml(likeliest)}")
+    return [f"{note}, and {listed(others)} not; if another is meant, name it, as in `{command}`"]
 
 
 def tokenize_lower(name: str) -> list[str]:

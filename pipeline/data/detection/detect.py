@@ -108,7 +108,7 @@ def detect(request: Request) -> list[DataSet]:
 
 def _detect_file(uri: str, request: Request) -> DataSet:
     stem = _get_stem(uri)
-    if stem.lower() in PLAIN_STEMS:
+    if stem.lower() in PLAIN_STEMS and "/" in request.path:
         stem = posixpath.basename(parent(uri))
     name = name_of(stem)
     base = parent(uri)

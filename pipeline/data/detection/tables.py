@@ -17,6 +17,8 @@ from pipeline.data.detection.columns import (
     find_label_column,
     find_split_columns,
     format_columns,
+    note_label,
+    sort_labels,
     tokenize_lower,
 )
 from pipeline.data.detection.data_set import DataSet, Request, read_labelled, to_yaml
@@ -124,6 +126,7 @@ class ColumnRoles:
         split: Columns of splits, or ().
         words: The split that each value stands for, if there is a split column.
         has_header: As in `tables.read_rows`.
+        notes: Sentences on the choice of the label.
     """
 
     image: str
@@ -131,6 +134,7 @@ class ColumnRoles:
     split: tuple[str, ...]
     words: SplitWords | None
     has_header: bool | None
+    notes: list[str]
 
 
 def read_tables(tables: Tables) -> TableReading:
@@ -144,6 +148,7 @@ def read_tables(tables: Tables) -> TableReading:
     request = tables.request
     roles = _find_roles(tables)
     tables, notes = _drop_other_tables(tables, roles)
+    notes = [*roles.notes, *notes]
     rows = _read_sample(tables, roles)
     placement = _choose_placement(tables, rows, roles)
     for split in SPLITS[1:]:
@@ -328,7 +333,8 @@ def _find_roles(tables: Tables) -> ColumnRoles:
         raise _one_hot_error(columns, one_hot)
     if label is None:
         label = _infer_label(tables, columns, image, taken)
-    return ColumnRoles(image, label, split, words, has_header)
+    notes = note_label(columns, label, taken)
+    return ColumnRoles(image, label, split, words, has_header, notes)
 
 
 def _is_first_row(tables: Tables, scan: TableScan) -> bool:
@@ -398,12 +404,12 @@ def _choose_image(tables: Tables, columns: Columns, images: Sequence[str]) -> st
         paths = _find_path_columns(columns.sample)
         are_alike = all(name in paths for name in images) or len(images) == 1
         others = [name for name in known if name not in images]
-        are_masks = set(tokenize_lower(likely[0])) & NO_IMAGE_TOKENS
+        are_masks = _is_mask(likely[0])
         if len(likely) == 1 and are_alike and not (are_masks and others):
             return columns.check(likely[0])
         if are_masks and others:
             raise _missing_images_error(tables, next(filter(None, columns.sample[others[0]]), ""))
-        raise columns.ambiguous_error("image", images)
+        raise columns.ambiguous_error("image", sorted(images, key=_is_mask))
     likely = _find_path_columns(columns.sample) or known
     addresses = [n for n in names if any("://" in (text or "") for text in columns.sample[n])]
     if addresses and not likely:
@@ -416,6 +422,11 @@ def _choose_image(tables: Tables, columns: Columns, images: Sequence[str]) -> st
             f"`{tables.request.command(f'source.image={to_yaml(names[0])}')}`"
         )
     raise _missing_images_error(tables, next(filter(None, columns.sample[likely[0]]), ""))
+
+
+def _is_mask(column: str) -> bool:
+    """Whether a column is named like files that belong to images, for example `mask`."""
+    return bool(set(tokenize_lower(column)) & NO_IMAGE_TOKENS)
 
 
 def _missing_images_error(tables: Tables, text: str) -> NoTable:
@@ -444,7 +455,7 @@ def _infer_label(tables: Tables, columns: Columns, image: str, taken: Sequence[s
     if not others and len(folders - {""}) > 1:
         return image  # a list of paths like `cat/1.png`
     if len(others) > 1:
-        raise columns.ambiguous_error("label", [*others])
+        raise columns.ambiguous_error("label", sort_labels(columns.sample, others))
     raise NoTable(f"{columns.where} has no column of labels; give a table of images and labels")
 
 

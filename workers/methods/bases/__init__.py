@@ -1,1 +1,23 @@
 """Base classes that several methods share."""
+
+from workers.methods.bases.class_incremental import ClassIncremental
+from workers.methods.bases.cosine import CosineRehearsal, CosineSettings
+from workers.methods.bases.rehearsal import Rehearsal, RehearsalSettings
+from workers.methods.bases.weight_masks import (
+    ThresholdMasks,
+    ThresholdSettings,
+    WeightMasks,
+    WeightMaskSettings,
+)
+
+__all__ = [
+    "ClassIncremental",
+    "CosineRehearsal",
+    "CosineSettings",
+    "Rehearsal",
+    "RehearsalSettings",
+    "ThresholdMasks",
+    "ThresholdSettings",
+    "WeightMaskSettings",
+    "WeightMasks",
+]

@@ -1,0 +1,141 @@
+"""`model.json` of a bundle: its schema, and reading and writing it, without importing torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+
+from workers.errors import UserError
+from workers.job import BackboneSettings, Frozen, Task
+from workers.storage.artifact import digest_of, join, read_json, write_bytes
+
+FORMAT = 1
+MODEL, BACKBONE = "model.json", "backbone.safetensors"
+PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"
+NAME = re.compile(PLAIN)
+Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
+Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]  # goes to terminals
+# No path outside the folder.
+File = Annotated[str, Field(pattern=rf"^(backbone|tasks/{PLAIN}|carried/{PLAIN})\.safetensors$")]
+REMAKE = "make the folder anew with `python -m pipeline bundle`"
+
+
+class FileBody(Frozen):
+    """Size and digest of a file."""
+
+    bytes: NonNegativeInt
+    sha256: str
+
+
+class TaskBody(Frozen):
+    """A task that the bundle serves."""
+
+    name: Plain
+    classes: tuple[Shown, ...] = Field(min_length=1)
+    card: str
+    data: str
+    role: Literal["task", "base"]
+
+
+class Body(Frozen):
+    """The schema of `model.json`, which is checked because a folder may come from a stranger."""
+
+    format: int
+    method: str
+    settings: dict[str, Any]
+    backbone: BackboneSettings
+    backbone_digest: str
+    scenario: Literal["task", "class"]
+    seed: NonNegativeInt
+    tasks: tuple[TaskBody, ...] = Field(min_length=1)
+    carried: dict[Plain, File]
+    preprocessing: dict[str, Any]
+    max_pixels: PositiveInt
+    range: tuple[float, float] | None = None
+    provenance: dict[str, Any]
+    files: dict[File, FileBody]
+    sha256: str
+
+
+def read_model(uri: str) -> dict[str, Any]:
+    """Read and check `model.json`. Raise `UserError` when it is missing, changed or invalid."""
+    model_uri = join(uri, MODEL)
+    try:
+        body = read_json(model_uri)
+    except UserError:  # the storage cannot be used
+        raise
+    except (OSError, ValueError) as error:
+        reason = ""
+        if not isinstance(error, FileNotFoundError):
+            reason = f" ({getattr(error, 'strerror', None) or error})"
+        raise UserError(
+            f"{uri!r} is no model folder: it has no readable {MODEL}{reason}; make one with "
+            "`python -m pipeline bundle`"
+        ) from None
+    if not isinstance(body, dict):
+        raise UserError(f"{model_uri}: it is not as it was written; {REMAKE}")
+    version = body.get("format")
+    if version not in (FORMAT, None):
+        raise UserError(
+            f"{model_uri}: its format is {version}, this version reads {FORMAT}; {REMAKE}"
+        )
+    if version is None or body.get("sha256") != digest_of(body):
+        raise UserError(f"{model_uri}: it is not as it was written; {REMAKE}")
+    try:
+        Body.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field_name = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{model_uri}: {field_name} is {first['input']!r:.80} ({first['msg']}); {REMAKE}"
+        ) from None
+    expected = {BACKBONE, *body["carried"].values()}
+    expected |= {state_file(task["name"]) for task in body["tasks"]}
+    difference = ", ".join(sorted(expected ^ body["files"].keys()))
+    if difference:
+        raise UserError(
+            f"{model_uri}: its files are not those of its tasks ({difference[:200]}); {REMAKE}"
+        )
+    return body
+
+
+def task_body(task: Task) -> dict[str, Any]:
+    """Return a task as `model.json` lists it."""
+    return {
+        "name": task.name,
+        "classes": list(task.classes),
+        "card": task.card,
+        "data": task.data,
+        "role": task.role,
+    }
+
+
+def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body with the sha256 of all its other fields, in the types that JSON has."""
+    content = {name: value for name, value in body.items() if name != "sha256"}
+    plain = json.loads(json.dumps(content, default=str))
+    return {**plain, "sha256": digest_of(plain)}
+
+
+def write_model(uri: str, body: Mapping[str, Any]) -> None:
+    """Write `model.json` of the bundle at `uri`."""
+    write_bytes(join(uri, MODEL), json.dumps(body, indent=1, sort_keys=True).encode())
+
+
+def state_file(task: str) -> str:
+    """Return the name of the file of a task's state."""
+    return f"tasks/{task}.safetensors"
+
+
+def task_rows(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return for each task that a bundle serves its number of classes, and the bytes of its
+    state."""
+    rows: list[dict[str, Any]] = []
+    for task in body["tasks"]:
+        info = body["files"][state_file(task["name"])]
+        rows.append({"task": task["name"], "classes": len(task["classes"]), "bytes": info["bytes"]})
+    return rows

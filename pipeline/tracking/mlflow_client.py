@@ -282,6 +282,20 @@ def transient(error: Exception) -> bool:
     return isinstance(error, (OSError, OperationalError, sqlite3.OperationalError))
 
 
+def login_refusal(error: Exception) -> str:
+    """Return a sentence for an error of a server that refuses the login; "" for any other error."""
+    from mlflow.exceptions import MlflowException
+
+    if not isinstance(error, MlflowException) or error.get_http_status_code() not in (401, 403):
+        return ""
+    status = error.get_http_status_code()
+    return (
+        f"MLflow refuses the login (status {status}), and nothing is recorded; set "
+        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to an "
+        "account that may write, and send the record with `report CONFIG`"
+    )
+
+
 # ---- runs ----------------------------------------------------------------------------------------
 class MlflowClientAdapter:
     """The runs of one experiment.

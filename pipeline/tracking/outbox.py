@@ -28,6 +28,8 @@ class Outbox:
     transient: returns whether an action may succeed later after an error. After any other error the
     action is left out, and a sentence is added to `warnings`.
     log: is called with a line for people when the server stops answering and when it answers again.
+    refusal: returns a sentence for an error that every action would have, such as a wrong password,
+    and else "". The sentence is logged and warned of once.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class Outbox:
         forget: Action,
         transient: Callable[[Exception], bool],
         log: Callable[[str], None],
+        refusal: Callable[[Exception], str] = lambda error: "",
     ):
         self.name = name
         self.answers = answers
         self.forget = forget
         self.transient = transient
         self.log = log
+        self.refusal = refusal
         self.warnings: list[str] = []
         self.waiting: deque[Action] = deque()
         self.news = threading.Condition()
@@ -111,6 +115,12 @@ class Outbox:
                 self.forget()
                 # MLflow repeats its address
                 reason = f"{type(error).__name__}: {' '.join(redact(str(error)).split())[:300]}"
+                refusal = self.refusal(error)
+                if refusal:
+                    if refusal not in self.warnings:
+                        self.log(refusal)
+                    self.warn(refusal)
+                    return True
                 if self.transient(error) and not self.answers():
                     self._wait_for_answer(reason)
                     continue

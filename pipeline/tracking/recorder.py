@@ -18,7 +18,12 @@ from pipeline.graph.run_record import RunRecord
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.shell.invocation import this_command
 from pipeline.tracking.event_files import EventRecorder
-from pipeline.tracking.mlflow_client import MlflowClientAdapter, SystemMetrics, transient
+from pipeline.tracking.mlflow_client import (
+    MlflowClientAdapter,
+    SystemMetrics,
+    login_refusal,
+    transient,
+)
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.run_writer import RunIdentity, RunWriter
 from pipeline.tracking.ui import accuracies_link, page_base, run_link
@@ -66,7 +71,9 @@ class Recorder:
         self.storage = storage
         self.remedy = remedy or f"{this_command()} report CONFIG"
         self.writer = RunWriter(settings, storage, identity or RunIdentity())
-        self.outbox = Outbox("MLflow", self._answers, self.writer.forget, transient, log)
+        self.outbox = Outbox(
+            "MLflow", self._answers, self.writer.forget, transient, log, login_refusal
+        )
         self.events: EventRecorder | None = None
         if settings.tensorboard:
             self.events = EventRecorder(settings, storage)

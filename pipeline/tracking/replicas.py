@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.graph.run_record import RunRecord
-from pipeline.tracking.mlflow_client import Point, key_name, transient
+from pipeline.tracking.mlflow_client import Point, key_name, login_refusal, transient
 from pipeline.tracking.outbox import Outbox
 from pipeline.tracking.recorder import Log, Recorder, log_to_stderr
 from pipeline.tracking.run_writer import RunIdentity, RunWriter, run_key
@@ -49,7 +49,7 @@ class ReplicatedRecorder(Recorder):
             for stage in record["stages"]:
                 stages = self.stages_by_key.setdefault(stage["key"], [])
                 stages.append((record["name"], stage["id"]))
-        self.outbox = Outbox("MLflow", self._answers, self._forget, transient, log)
+        self.outbox = Outbox("MLflow", self._answers, self._forget, transient, log, login_refusal)
 
     def _records_by_folder(self, record: RunRecord) -> Mapping[str, RunRecord]:
         return {replica["name"]: replica for replica in self.records.values()}

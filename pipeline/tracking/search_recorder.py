@@ -26,6 +26,7 @@ from pipeline.tracking.mlflow_client import (
     MlflowClientAdapter,
     Point,
     key_name,
+    login_refusal,
     transient,
 )
 from pipeline.tracking.outbox import Outbox
@@ -98,7 +99,7 @@ class SearchRecorder:
         self.location: SearchLocation | None = None
         self.trials_in_curves: set[int] = set()
         self.logged_inputs: set[tuple[str, str]] = set()  # (stage, context)
-        self.outbox = Outbox("MLflow", self._answers, self.forget, transient, log)
+        self.outbox = Outbox("MLflow", self._answers, self.forget, transient, log, login_refusal)
 
     @property
     def warnings(self) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import fake_run
 import pytest
 from fake_mlflow import Away, FakeMlflow, Refused
+from mlflow.exceptions import MlflowException, get_error_code
 
 from pipeline.config import TrackingSettings
 from pipeline.shell.invocation import this_command
@@ -99,6 +100,31 @@ def test_calls_missed_in_an_outage_are_made_in_order_when_the_server_is_back() -
     assert ["does not answer" in line for line in server.lines] == [True, False]
     assert "answers again after" in server.lines[1]
     assert server.outbox.warnings == []
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_login_is_told_once_and_names_the_variables(status: int) -> None:
+    lines: list[str] = []
+    asked = outbox.Outbox(
+        "MLflow",
+        lambda: True,
+        lambda: None,
+        mlflow_client.transient,
+        lines.append,
+        mlflow_client.login_refusal,
+    )
+
+    def refused() -> None:
+        raise MlflowException("no", error_code=get_error_code(status))
+
+    for _ in range(3):
+        asked.put(refused)
+    assert asked.close(0) == 0
+    assert asked.warnings == lines
+    assert f"refuses the login (status {status}), and nothing is recorded" in lines[0]
+    for name in ("USERNAME", "PASSWORD", "TOKEN"):
+        assert f"MLFLOW_TRACKING_{name}" in lines[0]
+    assert mlflow_client.login_refusal(ConnectionError("refused")) == ""
 
 
 def test_each_of_two_outages_is_reported() -> None:

@@ -274,7 +274,7 @@ def test_stages_before_a_kill_or_a_failure_are_counted(
 def test_a_trial_that_fails_says_why_each_time(plan: trial.Plan) -> None:
     bad = {"methods.meat.train.lr": 1e30}
     for _ in range(2):
-        with pytest.raises(trial.TrialFailed, match=r"lower train\.lr"):
+        with pytest.raises(trial.TrialFailed, match=r"lower methods\.\S+\.lr"):
             run(plan, 3, bad)
         assert record(plan, 3)["status"] == "failed"
         assert "\n" not in record(plan, 3)["message"]

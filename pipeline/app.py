@@ -41,7 +41,7 @@ from pipeline.graph.run import (
     run_graph,
     stages_to_run,
 )
-from pipeline.graph.run_log import RunLog, driver_log
+from pipeline.graph.run_log import ON_SCREEN, RunLog, driver_log
 from pipeline.graph.run_record import RunRecord, record_of
 from pipeline.graph.selection import (
     EVERYTHING,
@@ -529,10 +529,7 @@ def _run_and_record(
             outcome = _run_stages(run, record, lookups, todo, screen, recording, journal)
             if outcome.failures:
                 status = "FAILED"
-                with screen.activity(lambda: "building the report"):
-                    files = build_report(run, record, outcome.failures)
-                page = export(store, config.name, files)
-                screen.say(f"report of what finished: {page}")
+                files = _report_failures(run, record, outcome.failures, screen)
             elif is_whole:
                 status = "FINISHED"
             raise_if_failed(outcome, resume_command, logs_command(store.storage, graph.name))
@@ -759,6 +756,25 @@ def report_files(run: PreparedRun) -> dict[str, bytes]:
     """Return the files of the report stage by name. Raise `UserError` when it has no result."""
     artifact = Artifact.need(run.store.root, run.graph["report"].key)
     return {name: artifact.read(name) for name in artifact.manifest["files"]}
+
+
+def _report_failures(
+    run: PreparedRun, record: RunRecord, failures: Mapping[str, str], screen: Screen
+) -> dict[str, bytes]:
+    """Write the report of a run of which stages failed, and return its files.
+
+    An error here must not hide why the stages failed: it is a line on the screen.
+    """
+    try:
+        with screen.activity(lambda: "building the report"):
+            files = _add_analysis(build_report(run, record, failures), record, run.store)
+        page = export(run.store, run.config.name, files)
+    except Exception as error:
+        LOG.warning("no report", exc_info=True, extra={ON_SCREEN: True})
+        screen.say(f"no report of the finished stages: {type(error).__name__}: {error}")
+        return {}
+    screen.say(f"report of the finished stages: {page}")
+    return files
 
 
 def report_files_or_build(run: PreparedRun, record: RunRecord) -> dict[str, bytes]:

@@ -867,39 +867,41 @@ def _check_train_and_data(config: Config, where: str) -> None:
     """Raise `UserError` for a setting of `train` or `data` that has an effect on no method."""
     from workers.methods import METHODS  # imports torch
 
-    idle: dict[tuple[str, str], str] = {}  # (section, key) -> the error, if nothing uses it
+    errors: dict[tuple[str, str], str] = {}  # (section, key) -> the error, if nothing uses it
     used: set[tuple[str, str]] = set()
 
-    def note(section: str, given: Mapping[str, Any], settings: Frozen) -> None:
-        idle_keys = find_idle(settings)
-        for key, given_value in given.items():
-            is_default = given_value == type(settings).model_fields[key].default
-            if key in idle_keys and not is_default:  # a recorded config names all settings
-                idle[section, key] = _idle_text(section, key, given_value, *idle_keys[key])
+    def check_section(section: str, values: Mapping[str, Any], resolved: Frozen) -> None:
+        idle = find_idle(resolved)
+        for key, value in values.items():
+            # a recorded config names all settings, also those without an effect
+            is_default = value == type(resolved).model_fields[key].default
+            if key in idle and not is_default:
+                errors[section, key] = _idle_text(section, key, value, *idle[key])
             else:
                 used.add((section, key))
 
     shared_train = config.train.model_dump(exclude_unset=True)
+    shared_data = config.data.model_dump(exclude_unset=True)
     if any(task.role == "base" for task in config.stream.tasks):
-        note("train", shared_train, config.backbone_train())
+        check_section("train", shared_train, config.backbone_train())
     for label, task in _labels_and_tasks(config):
-        path = settings_path(label, task)
         method = config.methods[label]
         entry = method if task is None else method.tasks[task]
+        path = settings_path(label, task)
         data = config.data_of(label, where)
-        note("data", config.data.model_dump(exclude_unset=True), data)
-        note(f"{settings_path(label)}.data", method.data, data)
+        check_section("data", shared_data, data)
+        check_section(f"{settings_path(label)}.data", method.data, data)
         for step in METHODS[method.method].steps:
-            if step.trains:
-                train = config.train_of(label, step.name, where, task)
-                note("train", shared_train, train)
-                note(f"{settings_path(label)}.train", method.train, train)
-                note(f"{path}.train", entry.train, train)
-                step_settings = entry.steps.get(step.name, {})
-                note(f"{path}.steps.{step.name}", step_settings, train)
-    for place, text in idle.items():
-        if place not in used:
-            raise UserError(f"{where}: {text}")
+            if not step.trains:
+                continue
+            train = config.train_of(label, step.name, where, task)
+            check_section("train", shared_train, train)
+            check_section(f"{settings_path(label)}.train", method.train, train)
+            check_section(f"{path}.train", entry.train, train)
+            check_section(f"{path}.steps.{step.name}", entry.steps.get(step.name, {}), train)
+    for key, error in errors.items():
+        if key not in used:
+            raise UserError(f"{where}: {error}")
 
 
 def _idle_text(path: str, key: str, value: Any, mark: ActiveIf, other: Any) -> str:

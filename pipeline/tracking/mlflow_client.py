@@ -288,11 +288,13 @@ def login_refusal(error: Exception) -> str:
 
     if not isinstance(error, MlflowException) or error.get_http_status_code() not in (401, 403):
         return ""
-    status = error.get_http_status_code()
+    problem = "the login (status 401): nothing is recorded"
+    if error.get_http_status_code() == 403:
+        problem = "this account a change (status 403): the record is not complete"
     return (
-        f"MLflow refuses the login (status {status}), and nothing is recorded; set "
-        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to an "
-        "account that may write, and send the record with `report CONFIG`"
+        f"MLflow refuses {problem}; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+        "MLFLOW_TRACKING_TOKEN, to an account that may write, and send the record with "
+        "`report CONFIG`"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import cli, console
+from pipeline import app, cli, console
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.report import html_parts
@@ -26,7 +27,7 @@ def test_a_method_that_fails_leaves_a_report_of_the_others(
     assert cli.main(["run", path]) == 2
     output = capsys.readouterr()
     page = tmp_path / "storage" / "runs" / "small" / "report.html"
-    assert f"report of what finished: {page}" in output.out
+    assert f"report of the finished stages: {page}" in output.out
     assert "the loss became" in output.err
     assert "lower methods.finetune.train.lr (now 1e+20) or set methods.finetune" in output.err
 
@@ -41,6 +42,22 @@ def test_a_method_that_fails_leaves_a_report_of_the_others(
     page.unlink()
     assert cli.main(["report", path]) == 0
     check_page()
+
+
+def test_a_report_that_fails_does_not_hide_why_a_stage_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    body = small_run.make_body(tmp_path, small_run.make_cards(tmp_path, "a"), ["finetune"])
+    body["methods"] = {"finetune": {"train": {"lr": 1e20}}}
+    monkeypatch.setattr(app, "export", full_disk)
+    assert cli.main(["run", small_run.write_config(tmp_path / "config.yaml", body)]) == 2
+    output = capsys.readouterr()
+    assert "no report of the finished stages: OSError: " in output.out
+    assert "the loss became" in output.err
+    assert "Traceback" not in output.out + output.err
 
 
 def test_a_run_names_images_that_were_left_out(

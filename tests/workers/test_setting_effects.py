@@ -79,12 +79,9 @@ CHANGES: dict[tuple[str, str], Change] = {
 # (method, setting) -> why two toy tasks do not show its effect
 NOT_SEEN = {
     ("bic", "bias_mode"): "from the third task on: the first has no correction",
-    ("toast", "td_value_bias"): "the biases of a backbone that is not trained are 0",
-    ("toast_lite", "td_value_bias"): "the biases of a backbone that is not trained are 0",
-    ("toast", "pretune"): "refused: for streams with a base task or images without labels",
-    ("toast_lite", "pretune"): "refused: for streams with a base task or images without labels",
-    ("toast", "variational"): "refused: for streams with a base task or images without labels",
-    ("toast_lite", "variational"): "refused: for streams with a base task or images without labels",
+    ("*", "td_value_bias"): "the biases of an untrained backbone are 0",
+    ("*", "pretune"): "acts in streams with a base task or images without labels",
+    ("*", "variational"): "acts in streams with a base task or images without labels",
     ("rpsnet", "phi"): "from the third task on: until then the factor is 1",
     ("supsup_nn", "scores"): "one value is allowed",
     ("supsup_nn", "budget"): "refused: for scores topk only",
@@ -152,7 +149,7 @@ def settings_without_effect(lab: Lab, method: str) -> dict[str, Any]:
     without_effect = {}
     for name in named_fields(settings):
         change = CHANGES.get((method, name), CHANGES.get(("*", name), Change()))
-        if (method, name) not in NOT_SEEN:
+        if not {(method, name), ("*", name)} & NOT_SEEN.keys():
             value = changed_value(settings, name, change)
             run = method_run(lab, method, change, {})
             if changed_stage(run, method_run(lab, method, change, {name: value})) is None:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.detection.data_set import Request
-from pipeline.data.detection.detect import detect
+from pipeline.data.detection.detect import MAX_TABLES, detect
 from tests.random_layouts import Layout, Maker, Picture
 from tests.test_random_layouts import RIGHT, read_layout
 from workers.errors import UserError
@@ -170,6 +170,24 @@ def split_in_file_names(tree: Tree) -> None:
 def folders_of_the_same_names(tree: Tree) -> None:
     tree.classes("farm one/")
     tree.classes("farm two/")
+
+
+def images_in_one_wrapper(tree: Tree) -> None:
+    for index in range(6):
+        tree.image(f"images/{index}.png")
+
+
+def numbered_classes_with_other_names(tree: Tree) -> None:
+    for name in NAMES:
+        for index in range(20):
+            tree.image(f"{name}/{index}.png", name)
+        tree.image(f"{name}/{name}.png", name)
+
+
+def more_tables_than_are_compared(tree: Tree) -> None:
+    tree.classes("photos/")
+    for index in range(MAX_TABLES + 1):
+        tree.csv(f"table{index}.csv", "file,score", [[tree.truth[index % 12].name, index]])
 
 
 def parts_of_images(tree: Tree) -> None:
@@ -426,6 +444,9 @@ CASES: dict[str, Case] = {
     "splits of each class": (splits_of_each_class, RIGHT),
     "split in names of files": (split_in_file_names, "{label}/*test*"),
     "folders of the same names": (folders_of_the_same_names, "folders of the same names"),
+    "images in one wrapper": (images_in_one_wrapper, "no data set of images with labels"),
+    "numbered classes": (numbered_classes_with_other_names, RIGHT),
+    "many tables": (more_tables_than_are_compared, f"at most {MAX_TABLES} are compared"),
     "parts": (parts_of_images, "other than classes"),
     "signs of patterns": (signs_of_patterns, "rename it"),
     "a class called train": (class_called_train, RIGHT),

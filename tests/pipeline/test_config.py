@@ -772,3 +772,10 @@ def test_all_mistakes_of_a_config_are_told_at_once() -> None:
 def test_letters_that_a_locale_does_not_know_are_no_mistake_of_yaml() -> None:
     with pytest.raises(UserError, match=r"set LC_ALL=C\.UTF-8"):
         parse_override("name=gr\udcc3\udcb6e")
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-31, 1e31])
+def test_numbers_by_which_a_division_overflows_are_refused(value: float) -> None:
+    with pytest.raises(UserError, match="a number here is"):
+        config(train={"lr": value})
+    assert config(train={"lr": 1e-30}).train.lr == 1e-30

@@ -612,6 +612,9 @@ def test_a_report_removes_what_an_earlier_one_wrote_and_nothing_else(tmp_path: P
         store, "mine", {"report.html": b"1", "masks.csv": b"a", "maps/a.png": b"b", "old.csv": b"c"}
     )
     (folder / "old.csv").write_text("changed by a person")
+    export(store, "mine", {"report.html": b"1", "masks.csv": b"a", "maps/a.png": b"b"})
+    assert (folder / "masks.csv").read_bytes() == b"a", "written twice, and still there"
+    assert (folder / "old.csv").exists(), "changed since"
     (folder / "notes.txt").write_text("of a person")
     (tmp_path / "precious.txt").write_text("elsewhere")
     listed = folder / REPORT_FILES

@@ -100,6 +100,18 @@ def key_name(text: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", text)
 
 
+def round_for_display(value: float) -> float:
+    """Round a value to six significant digits; whole numbers, such as bytes, stay as they are.
+
+    MLflow's pages show all digits of a metric. The exact numbers are in the artifacts.
+
+    Example:
+        >>> round_for_display(0.92128814517)
+        0.921288
+    """
+    return value if float(value).is_integer() else float(f"{value:.6g}")
+
+
 # ---- the tracking store --------------------------------------------------------------------------
 def tracking_uri(storage: str, uri: str = "") -> str:
     """Return the URI of the tracking store: `uri`, else MLFLOW_TRACKING_URI, else SQLite in the
@@ -366,7 +378,7 @@ class MlflowClientAdapter:
         metrics = []
         for point in points:
             time_ms = start_ms + int(1000 * point.after_s)
-            metrics.append(Metric(point.name, point.value, time_ms, point.step))
+            metrics.append(Metric(point.name, round_for_display(point.value), time_ms, point.step))
         new_tags = dict(tags or {})
         last_tags = [RunTag(name, value) for name, value in new_tags.items()]
         full_batches = max(len(metrics) - 1, 0) // METRICS_PER_CALL

@@ -11,10 +11,12 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from urllib.parse import quote
 
 from pipeline.config import flatten
 from pipeline.graph.run_record import RunRecord
@@ -35,6 +37,8 @@ MAX_STATE_BYTES = 32 << 20  # a larger task state stays in the store; a tag has 
 MASK_CACHE_BYTES = 256 << 20  # masks in memory, for the overlap with later tasks
 MAX_TAG = 4000  # characters
 PARENT = "mlflow.parentRunId"
+TRAINING_PAGES = "?workflowType=machine_learning"  # else MLflow shows those for language models
+NOTE = "mlflow.note.content"  # the tag with the description of a run
 CONFIG_FILE = "config.yaml"
 # settings that are parameters of a graph's run, where they are set; MLflow lists all of them side
 # by side, so that the rest is in CONFIG_FILE and in the parameters of the methods' runs
@@ -240,11 +244,12 @@ class RunWriter:
             "task": task,
             "method": method,
             PARENT: parent_id,
-            "mlflow.note.content": self._note(label, task),
+            NOTE: self._note(label, task),
         }
         if not task:
             tags |= keys_of(record, label)
-        return self.client.create(task or label or record["name"], tags)
+        name = f"{label} ({record['name']})" if label else record["name"]
+        return self.client.create(task or name, tags)
 
     def _kind(self, label: str, task: str) -> str:
         if not label and not task:
@@ -530,8 +535,30 @@ class RunWriter:
             contents["environment.csv"] = files.as_csv(rows)
         client = self.ready()
         client.log_files(self.parent, contents)
+        pictures = {self.parent.info.run_id: [*contents]}
         for label in tables.labels:
-            client.log_files(self._run(label, ""), method_report_files(report, label))
+            method = self._run(label, "")
+            method_pictures = method_report_files(report, label)
+            client.log_files(method, method_pictures)
+            pictures[method.info.run_id] = [*method_pictures]
+        self._link_pictures(pictures)
+
+    def _link_pictures(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Begin the descriptions of runs with links to their pages and pictures.
+
+        A description that somebody has edited is kept.
+
+        Args:
+            names: artifacts by id of a run; of these, pages and pictures are linked.
+        """
+        client = self.ready()
+        for run in client.find({"accrete.run": self._run_key()}):  # descriptions as they are now
+            text = self._note(run.data.tags.get("label", ""), run.data.tags.get("task", ""))
+            links = artifact_links(
+                client.experiment, run.info.run_id, names.get(run.info.run_id, ())
+            )
+            if links and run.data.tags.get(NOTE, "").endswith(text):
+                client.tag(run, {NOTE: f"{links}\n\n{text}"})
 
     def _close(self, run: Run, status: str = "FINISHED") -> None:
         self.ready().close(run, status)
@@ -634,6 +661,25 @@ def note_of(record: RunRecord, label: str, task: str) -> str:
         "There is one child run per method, and below each "
         "method one run per task. To compare methods, select their runs and press Compare."
     )
+
+
+def artifact_links(experiment: str, run_id: str, names: Iterable[str]) -> str:
+    """Return Markdown links to the pages and pictures among the artifacts of a run.
+
+    Args:
+        experiment: id of the experiment.
+        run_id: id of the run.
+        names: paths of artifacts, such as `report/masks.png`.
+    """
+    links = []
+    for name in names:
+        path = PurePosixPath(name)
+        if path.suffix in (".html", ".png"):
+            # relative to the page, so that it holds at any address of the server
+            root = f"#/experiments/{experiment}/runs/{run_id}/artifacts"
+            address = f"{root}/{quote(name)}{TRAINING_PAGES}"
+            links.append(f"[{path.stem}]({address})")
+    return " | ".join(links)
 
 
 def warnings_file(step: str) -> str:

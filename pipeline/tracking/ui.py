@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
+from pipeline.tracking.run_writer import TRAINING_PAGES
 from workers.errors import UserError
 from workers.storage.secrets import redact
 
@@ -27,6 +28,21 @@ LOOPBACK = "127.0.0.1"
 NOTICE_S = 10.0  # seconds between two lines that say that the server is still starting
 LAST_LINES = 30  # lines of a server's log that are searched for why it ended
 VIEW = "accrete"  # name of the view that `share_view` stores
+# columns of the list of methods with their widths in pixels: the first five fit beside MLflow's
+# assistant on a page of 1,400 pixels
+COLUMNS = {
+    "attributes.`Run Name`": 190,
+    "runDateAndNestInfo": 130,  # when it was created
+    "metrics.`average_accuracy`": 130,
+    "metrics.`forgetting`": 95,
+    "metrics.`size/task_bytes`": 110,
+    "duration": 75,
+    "tags.`method`": 100,
+    "tags.`run`": 120,
+    "tags.`stream`": 160,
+    "tags.`scenario`": 80,
+    "tags.`seed`": 60,
+}
 METHODS_VIEW = {
     "searchFilter": "tags.`accrete.kind` = 'method'",
     "orderByKey": "metrics.`average_accuracy`",  # by time MLflow would fold methods into runs
@@ -35,18 +51,10 @@ METHODS_VIEW = {
     "lifecycleFilter": "Active",
     "datasetsFilter": [],
     "modelVersionFilter": "All Runs",
-    "selectedColumns": [
-        "metrics.`average_accuracy`",
-        "metrics.`forgetting`",
-        "metrics.`size/task_bytes`",
-        "tags.`method`",
-        "tags.`run`",
-        "tags.`stream`",
-        "tags.`scenario`",
-        "tags.`seed`",
-    ],
+    "selectedColumns": [name for name in COLUMNS if name.startswith(("metrics.", "tags."))],
+    "columnOrder": [*COLUMNS],
+    "columnWidths": COLUMNS,
 }
-MODE = "?workflowType=machine_learning"  # else MLflow opens on its pages for language models
 
 
 class RecordedRun(NamedTuple):
@@ -59,7 +67,7 @@ class RecordedRun(NamedTuple):
 
 def runs_link(base: str, experiment: str) -> str:
     """Return the link to the methods of all runs of an experiment, with what is compared first."""
-    return f"{base}/#/experiments/{experiment}/runs{MODE}&viewStateShareKey={VIEW}"
+    return f"{base}/#/experiments/{experiment}/runs{TRAINING_PAGES}&viewStateShareKey={VIEW}"
 
 
 def share_view(client: MlflowClient, experiment: str) -> None:
@@ -74,7 +82,7 @@ def share_view(client: MlflowClient, experiment: str) -> None:
 
 def run_link(base: str, experiment: str, run: str) -> str:
     """Return the link to the page of a run."""
-    return f"{base}/#/experiments/{experiment}/runs/{run}{MODE}"
+    return f"{base}/#/experiments/{experiment}/runs/{run}{TRAINING_PAGES}"
 
 
 def compare_link(base: str, experiment: str, runs: Sequence[str]) -> str:

@@ -3,6 +3,7 @@ never stops a run."""
 
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -162,6 +163,52 @@ def test_pictures_tables_and_the_report_are_artifacts(recorded: Any) -> None:
         state.runs["finetune", ""].info.run_id, "accuracy_matrix.json"
     )
     assert len(json.loads(Path(path).read_text())["accuracy"]) == 4
+
+
+def test_a_list_of_methods_names_their_runs_and_shows_short_numbers(recorded: Any) -> None:
+    runs = recorded.after.runs
+    assert runs["meat", ""].info.run_name == "meat (tiny)"
+    assert runs["meat", "birds"].info.run_name == "birds"
+    accuracy = runs["meat", ""].data.metrics["average_accuracy"]
+    assert len(str(accuracy)) <= len("0.123456")
+    assert runs["meat", ""].data.metrics["size/backbone"].is_integer()
+    assert mlflow_client.round_for_display(123456789.0) == 123456789.0
+    assert mlflow_client.round_for_display(0.92128814517) == 0.921288
+
+
+def test_descriptions_link_to_pages_and_pictures(recorded: Any) -> None:
+    state = recorded.after
+    run = state.runs["meat", ""]
+    note = run.data.tags["mlflow.note.content"]
+    links, _, text = note.partition("\n\n")
+    root = f"(#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}/artifacts/"
+    assert f"[masks]{root}report/masks.png?workflowType=machine_learning)" in links.split(" | ")
+    assert text == run_writer.note_of(fake_run.record(), "meat", "")
+    linked = set(re.findall(r"/artifacts/([^?]+)", links))
+    stored = {f.path for f in state.client.list_artifacts(run.info.run_id, "report")}
+    assert linked == stored
+    links = state.runs["", ""].data.tags["mlflow.note.content"].partition("\n\n")[0]
+    assert "[report](#/" in links
+
+
+def test_an_edited_description_is_kept(tmp_path: Path) -> None:
+    storage = str(tmp_path)
+    record = fake_run.record()
+    recorder = Recorder(SETTINGS, storage)
+    recorder.start(record)
+    for stage, manifest in fake_run.write(storage):
+        recorder.stage(stage, manifest)
+    assert recorder.outbox.close(60) == 0
+    state = contents(storage)
+    run_id = state.runs["meat", ""].info.run_id
+    state.client.set_tag(run_id, "mlflow.note.content", "my own words")
+    second = Recorder(SETTINGS, storage)
+    second.start(record)
+    second.finish(page.build(storage, record))
+    assert second.warnings == []
+    runs = contents(storage).runs
+    assert runs["meat", ""].data.tags["mlflow.note.content"] == "my own words"
+    assert "[matrix]" in runs["finetune", ""].data.tags["mlflow.note.content"]
 
 
 def test_runs_can_be_found_by_their_tags_and_compared_by_their_settings(recorded: Any) -> None:
@@ -379,7 +426,7 @@ def test_runs_and_methods_have_the_metrics_and_tags_that_lists_sort_and_filter_b
         "dataset.context = 'test'",
         order_by=["metrics.average_accuracy DESC"],
     )
-    assert [r.info.run_name for r in best] == ["meat", "hat-small", "finetune"]
+    assert [r.data.tags["label"] for r in best] == ["meat", "hat-small", "finetune"]
 
 
 def test_methods_and_tasks_record_the_data_sets_they_read_and_their_use(recorded: Any) -> None:

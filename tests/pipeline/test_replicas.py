@@ -229,7 +229,7 @@ def test_mlflow_has_each_replica_below_the_run_once(
     assert above.count(("small", None)) == 1
     for seed in ("small-seed-0", "small-seed-1"):
         assert above.count((seed, "small")) == 1
-        assert above.count(("linear", seed)) == 1
+        assert above.count((f"linear ({seed})", seed)) == 1
     top = next(run for run in runs if run.info.run_name == "small")
     assert {"average_accuracy_mean/linear", "average_accuracy_sd/linear"} <= set(top.data.metrics)
     assert {run.info.status for run in runs} == {"FINISHED"}

@@ -148,7 +148,7 @@ def test_trials_are_nested_in_the_search_and_their_graphs_in_the_trials(recorded
     assert {way[:2] for way in contents if len(way) > 1} == {
         ("find", f"find-{n:04d}") for n in range(5)
     }
-    assert ("find", "find-0001", "meat", "birds") in contents
+    assert ("find", "find-0001", "meat (find-0001)", "birds") in contents
     assert len(contents) == 1 + 5 + 4 * CHILDREN  # one has no graph
 
 

@@ -274,7 +274,14 @@ def _add_run_commands(add_command: AddCommand) -> None:
     plan_parser.add_argument(
         "--cost",
         action="store_true",
-        help="also forecast device-hours and wall time, from what the storage has measured",
+        help="also forecast device-hours and wall time, from what the storage has measured, else "
+        "from the operations of the backbone",
+    )
+    plan_parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="as --cost; where the storage has measured nothing, measure this machine for a few "
+        "seconds",
     )
     add_command(
         "search",
@@ -669,7 +676,8 @@ def plan(args: argparse.Namespace) -> int:
     from pipeline import app
     from pipeline.launch import training_plan
 
-    prepared = app.prepare(args.config, args.overrides, with_jobs=args.cost, several=True)
+    with_cost = args.cost or args.calibrate
+    prepared = app.prepare(args.config, args.overrides, with_jobs=with_cost, several=True)
     run_plan = app.plan(prepared)
     graph = prepared.graph
     status = run_plan.status
@@ -695,22 +703,27 @@ def plan(args: argparse.Namespace) -> int:
     )
     if training:
         print(f"\n{training}")
-    if args.cost:
+    if with_cost:
         from pipeline.launch import cost  # imports torch
 
-        print("\n" + cost.text(forecast_of(prepared, run_plan)))
+        print("\n" + cost.text(forecast_of(prepared, run_plan, args.calibrate)))
     if args.svg:
         write_named("--svg", args.svg, diagram.to_svg(graph, status).encode())
         print(f"\npicture: {args.svg}")
     return 0
 
 
-def forecast_of(prepared: PreparedRun, run_plan: RunPlan) -> Forecast:
+def forecast_of(prepared: PreparedRun, run_plan: RunPlan, calibrate: bool = False) -> Forecast:
     """Return what the stages will cost that a plan is to run."""
     from pipeline.launch import cost  # imports torch
 
     return cost.forecast(
-        prepared.graph, prepared.config, prepared.store, run_plan.stages_to_run, prepared.tasks
+        prepared.graph,
+        prepared.config,
+        prepared.store,
+        run_plan.stages_to_run,
+        prepared.tasks,
+        calibrate,
     )
 
 

@@ -97,12 +97,16 @@ class Experiment:
             rows.append({"label": step.label, "step": step.step, **texts})
         return data_frame(rows)
 
-    def cost(self) -> pd.DataFrame:
+    def cost(self, calibrate: bool = False) -> pd.DataFrame:
         """Return what the stages that `run` would run will take, as `plan --cost` forecasts it.
 
         A row for each method, the last, `together`, for all: `stages`, `images` times epochs,
-        `device_hours` and `wall_hours`, and how many stages each number is based on what. NaN where
-        the storage has measured nothing comparable.
+        `device_hours` and `wall_hours` with the ends of their likely ranges (`_low`, `_high`), and
+        how many stages rest on what. Hours are NaN if no number of images is known.
+
+        Args:
+            calibrate: where the storage has measured nothing, measure this machine for a few
+                seconds, as `plan --calibrate` does.
         """
         from pipeline import app
         from pipeline.launch import cost  # start-up time: imports torch
@@ -111,7 +115,9 @@ class Experiment:
         with self._in_folder():
             run = self._prepare(with_jobs=True)
             missing = app.plan(run).stages_to_run
-            forecast = cost.forecast(run.graph, run.config, run.store, missing, run.tasks)
+            forecast = cost.forecast(
+                run.graph, run.config, run.store, missing, run.tasks, calibrate
+            )
         return data_frame([cost.label_row(forecast, label) for label in forecast.walls])
 
     def picture(self, of: Literal["plan", "status"] = "plan") -> str:

@@ -1,9 +1,10 @@
-"""What a run will cost, before anything runs: device-hours from what finished stages took.
+"""What a run will cost, before anything runs: device-hours, with their uncertainty.
 
 The work of a stage is images times epochs; of an evaluation, or of a step without epochs, it is
 images. Finished stages of the same method, step and precision give seconds per image. Where there
-are none, other methods' stages of the same step do. Where there are none either, the cost is
-reported as not measured.
+are none, other methods' stages of the same step do. Where there are none either, the seconds follow
+from a calibration, or from the operations of the backbone (`speed`). Only a stage whose number of
+images is not known has no forecast.
 
 Measurements come from all named runs of this storage with the same backbone, precision and kind of
 device. Ingest and report use no device and are left out.
@@ -20,23 +21,36 @@ from heapq import heappop, heappush
 from typing import Any, Literal, NamedTuple
 
 from pipeline.config import Config
-from pipeline.console import table_text
+from pipeline.console import format_seconds, table_text
 from pipeline.data.cards import Card
 from pipeline.graph.run_record import recorded_config
 from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind, Walk
+from pipeline.launch import speed
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from pipeline.results.tables import Row
+from workers.data.augment import Augment
 from workers.errors import DamagedArtifact
 from workers.job import StageJob, Task, TrainSettings, with_neutral
 from workers.methods import METHODS
+from workers.methods.protocols import PrecomputesFeatures
 from workers.optim import fit_to_images
 from workers.storage.artifact import Artifact
 from workers.storage.parquet import read_table
 
-Basis = Literal["same method", "other method", "not measured"]
-BASES: tuple[Basis, ...] = ("same method", "other method", "not measured")
+Basis = Literal["same method", "other method", "calibration", "formula", "unknown"]
+# What a forecast rests on -> the factor by which the real time may be lower or higher. Those of a
+# calibration and of a formula cover that methods differ: a step takes 0.5 to 2 times, and of a few
+# methods 5 times, as long as one of full fine-tuning.
+SPREADS: dict[Basis, float] = {
+    "same method": 1.3,
+    "other method": 2.0,
+    "calibration": 3.0,
+    "formula": 5.0,
+    "unknown": 1.0,
+}
+STAGE_S = 0.5  # of a stage, beside its images, where nothing was measured
 MAX_SOURCES = 8  # stages that are read for one method and step, of the runs started last
 WITHOUT_DEVICE = ("ingest", "report")
 SHOWN_TASKS = 5
@@ -82,12 +96,20 @@ class Measured:
 Sources = Mapping[SourceKind, list[Measured]]
 
 
+class Estimate(NamedTuple):
+    """A forecast with the ends of its likely range."""
+
+    expected: float
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Cost:
     """The predicted cost of a stage.
 
-    images: of one epoch; None when not known yet. device_s: device-seconds; None when nothing
-    comparable was measured. basis: what was measured.
+    images: of one epoch; None when not known yet. device_s: device-seconds; None when the number of
+    images is not known. basis: what it rests on.
     """
 
     label: str
@@ -103,15 +125,17 @@ class Forecast:
     """The predicted costs of a run.
 
     costs: by stage id. groups: of `workers` ranks each; 0 is as many as stages can use. walls:
-    seconds of wall time of each label alone, and of all `together`, without stages that are not
-    measured. unknown: tasks whose number of images is not known.
+    seconds of wall time of each label alone, and of all `together`, without stages that have no
+    forecast. devices: on which finished stages were measured. speeds: what formulas or a
+    calibration rest on. unknown: tasks whose number of images is not known.
     """
 
     costs: dict[str, Cost]
     workers: int
     groups: int
-    walls: dict[str, float]
+    walls: dict[str, Estimate]
     devices: tuple[str, ...]
+    speeds: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
 
@@ -320,13 +344,26 @@ def read_epochs_s(artifact: Artifact) -> float | None:
 
 # ---- what is to come -----------------------------------------------------------------------------
 def forecast(
-    graph: Graph, config: Config, store: Store, todo: set[str], tasks: Iterable[Task]
+    graph: Graph,
+    config: Config,
+    store: Store,
+    todo: set[str],
+    tasks: Iterable[Task],
+    calibrate: bool = False,
 ) -> Forecast:
-    """Return the costs of the stages `todo`."""
+    """Return the costs of the stages `todo`.
+
+    Args:
+        calibrate: where nothing was measured, measure this machine for a few seconds.
+
+    Raises:
+        UserError: if this machine cannot be calibrated for the config.
+    """
     cards = {stage.key: stage.job.card for stage in graph if isinstance(stage.job, IngestJob)}
     images = Images(store, cards)
     sources = read_sources(store, graph, config, images)
     data = task_data(graph, tasks)
+    speeds = Speeds(config, calibrate)
     costs: dict[str, Cost] = {}
     devices: set[str] = set()
     for stage in graph:
@@ -335,6 +372,9 @@ def forecast(
         work = work_of(stage.step, stage.inputs, data, images)
         basis, measurements = basis_of(stage, config, sources, work)
         devices.update(measured.device for measured in measurements)
+        if basis == "unknown" and work.images is not None:
+            basis = speeds.basis
+            measurements = [speeds.of(stage, work)]
         label = stage.method or stage.step
         device_s = device_seconds(measurements, work)
         costs[stage.id] = Cost(label, stage.step, work.images, work.epochs, device_s, basis)
@@ -342,7 +382,43 @@ def forecast(
     groups = config.cluster.groups if config.cluster.workers else 1
     walls = wall_times(graph, costs, workers, groups or len(graph))
     unknown = [name for name, one in data.items() if images.of(one, "train") is None]
-    return Forecast(costs, workers, groups, walls, tuple(sorted(devices)), tuple(unknown))
+    return Forecast(
+        costs,
+        workers,
+        groups,
+        walls,
+        tuple(sorted(devices)),
+        tuple(speed.source for speed in speeds.known.values()),
+        tuple(unknown),
+    )
+
+
+class Speeds:
+    """The speeds of the kinds of workers that a config asks for, from formulas or a calibration."""
+
+    def __init__(self, config: Config, calibrate: bool):
+        self.config = config
+        self.get = speed.calibrate if calibrate else speed.assume
+        self.basis: Basis = "calibration" if calibrate else "formula"
+        self.known: dict[tuple[int, float, str], speed.Speed] = {}
+
+    def of(self, stage: Stage, work: Work) -> Measured:
+        """Return the device-seconds of a stage as if it had been measured."""
+        assert isinstance(stage.job, StageJob)
+        cluster = self.config.cluster.of_step(stage.step)
+        precision = precision_of(stage.inputs) or self.config.train.precision or "fp32"
+        kind = (cluster.cpus_per_worker, cluster.gpus_per_worker, precision)
+        if kind not in self.known:
+            self.known[kind] = self.get(stage.job.backbone_settings, *kind)
+        one = self.known[kind]
+        if not work.epochs or stage.step == "evaluate":
+            return Measured(STAGE_S, one.forward_s, one.source)
+        method = METHODS.get(stage.job.method)
+        if method is None or not issubclass(method, PrecomputesFeatures):
+            return Measured(STAGE_S, one.train_s, one.source)
+        if Augment(stage.job.data, stage.job.backbone_settings, training=True).is_deterministic:
+            return Measured(STAGE_S + (work.images or 0.0) * one.forward_s, 0.0, one.source)
+        return Measured(STAGE_S, one.forward_s, one.source)
 
 
 def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
@@ -358,9 +434,9 @@ def task_data(graph: Graph, tasks: Iterable[Task]) -> dict[str, TaskData]:
 def basis_of(
     stage: Stage, config: Config, sources: Sources, work: Work
 ) -> tuple[Basis, list[Measured]]:
-    """Return which measurements the forecast of a stage rests on."""
+    """Return which measurements the forecast of a stage rests on; `unknown` for none."""
     if work.images is None:
-        return "not measured", []
+        return "unknown", []
     method = config.methods[stage.method].method if stage.method else ""
     kind = SourceKind(method, stage.step, precision_of(stage.inputs))
     same_method = sources.get(kind)
@@ -372,7 +448,7 @@ def basis_of(
             other_methods += measurements
     if other_methods:
         return "other method", other_methods
-    return "not measured", []
+    return "unknown", []
 
 
 def device_seconds(measurements: list[Measured], work: Work) -> float | None:
@@ -384,18 +460,33 @@ def device_seconds(measurements: list[Measured], work: Work) -> float | None:
     return fixed_s + work.images * max(1, work.epochs) * image_s
 
 
+def total_seconds(costs: Iterable[Cost]) -> Estimate:
+    """Return the device-seconds of several stages; those without a forecast count as nothing."""
+    known = [(cost.device_s, SPREADS[cost.basis]) for cost in costs if cost.device_s is not None]
+    return Estimate(
+        sum(device_s for device_s, _ in known),
+        sum(device_s / spread for device_s, spread in known),
+        sum(device_s * spread for device_s, spread in known),
+    )
+
+
 def wall_times(
     graph: Graph, costs: Mapping[str, Cost], workers: int, groups: int
-) -> dict[str, float]:
+) -> dict[str, Estimate]:
     """Return the seconds of wall time of each label alone, and of all `together`."""
-    seconds = {}
+    seconds = {stage_id: total_seconds([cost]) for stage_id, cost in costs.items()}
     stages_of: dict[str, set[str]] = {}
     for stage_id, cost in costs.items():
         stages_of.setdefault(cost.label, set()).add(stage_id)
-        if cost.device_s is not None:
-            seconds[stage_id] = cost.device_s / workers
     stages_of["together"] = set(costs)
-    return {label: wall_time(graph, ids, seconds, groups) for label, ids in stages_of.items()}
+    walls = {}
+    for label, ids in stages_of.items():
+        ends = []
+        for end in range(3):  # expected, low, high
+            stage_s = {stage_id: values[end] / workers for stage_id, values in seconds.items()}
+            ends.append(wall_time(graph, ids, stage_s, groups))
+        walls[label] = Estimate(*ends)
+    return walls
 
 
 def wall_time(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups: int) -> float:
@@ -426,44 +517,49 @@ def text(prediction: Forecast) -> str:
     """Return the table and the notes that a person reads."""
     if not prediction.costs:
         return "cost: nothing to run"
-    head = ["cost", "stages", "images x epochs", "device-hours", "wall hours", *BASES]
+    head = ["cost", "stages", "images x epochs", "device time", "wall time", "rests on"]
     rows = [table_row(prediction, label) for label in prediction.walls]
-    lines = [table_text(head, rows), "", *notes(prediction)]
+    lines = [table_text(head, rows, left=["cost", "rests on"]), "", *notes(prediction)]
     return "\n".join(lines)
 
 
 def table_row(prediction: Forecast, label: str) -> list[str]:
     """Return the cells of one label."""
     row = label_row(prediction, label)
-    hours = ["-", "-"]
+    times = ["-", "-"]
     if not math.isnan(row["device_hours"]):
-        hours = [f"{row['device_hours']:.3g}", f"{row['wall_hours']:.3g}"]
-    bases = [str(row[basis]) for basis in BASES]
-    return [label, str(row["stages"]), f"{row['images']:,.0f}", *hours, *bases]
+        times = [range_text(row, "device_hours"), range_text(row, "wall_hours")]
+    bases = ", ".join(f"{basis}: {row[basis]}" for basis in SPREADS if row[basis])
+    return [label, str(row["stages"]), f"{row['images']:,.0f}", *times, bases]
+
+
+def range_text(row: Row, name: str) -> str:
+    """Return a time and its likely range, such as `1 h 05 min (13 min 00 s to 5 h 25 min)`."""
+    expected, low, high = (
+        format_seconds(3600 * row[name + suffix]) for suffix in ("", "_low", "_high")
+    )
+    return f"{expected} ({low} to {high})"
 
 
 def label_row(prediction: Forecast, label: str) -> Row:
     """Return the numbers of one label.
 
-    images: times epochs. Hours are NaN where nothing comparable was measured. Beside them, by
-    basis, stages.
+    images: times epochs. Hours are NaN if no number of images is known; `_low` and `_high` are the
+    ends of their likely range. Beside them, by basis, stages.
     """
     costs = [cost for cost in prediction.costs.values() if label in (cost.label, "together")]
-    device_s = [cost.device_s for cost in costs if cost.device_s is not None]
-    device_hours = math.nan
-    wall_hours = math.nan
-    if device_s:
-        device_hours = sum(device_s) / 3600
-        wall_hours = prediction.walls[label] / 3600
-    stages_per_basis = Counter(cost.basis for cost in costs)
     row: Row = {
         "label": label,
         "stages": len(costs),
         "images": sum((cost.images or 0.0) * max(1, cost.epochs) for cost in costs),
-        "device_hours": device_hours,
-        "wall_hours": wall_hours,
     }
-    return row | {basis: stages_per_basis[basis] for basis in BASES}
+    is_known = any(cost.device_s is not None for cost in costs)
+    hours = {"device_hours": total_seconds(costs), "wall_hours": prediction.walls[label]}
+    for name, estimate in hours.items():
+        for suffix, value in zip(("", "_low", "_high"), estimate, strict=True):
+            row[name + suffix] = value / 3600 if is_known else math.nan
+    stages_per_basis = Counter(cost.basis for cost in costs)
+    return row | {basis: stages_per_basis[basis] for basis in SPREADS}
 
 
 def notes(prediction: Forecast) -> list[str]:
@@ -471,16 +567,23 @@ def notes(prediction: Forecast) -> list[str]:
     groups = "as many groups as are asked for"
     if prediction.groups:
         groups = counted(prediction.groups, "group")
-    unmeasured = [cost for cost in prediction.costs.values() if cost.device_s is None]
+    unknown = [cost for cost in prediction.costs.values() if cost.device_s is None]
     without = ""
-    if unmeasured:
-        without = f", without {len(unmeasured)} stages that are not measured"
+    if unknown:
+        without = f", without {counted(len(unknown), 'stage')} of unknown cost"
     lines = [
-        f"wall hours: with {groups} of {counted(prediction.workers, 'worker')}{without}; "
+        f"wall time: with {groups} of {counted(prediction.workers, 'worker')}{without}; "
         "without ingest, report and the start of Ray"
     ]
     if prediction.devices:
         lines.append(f"measured on: {'; '.join(prediction.devices)}")
+    bases = {cost.basis for cost in prediction.costs.values()}
+    if prediction.speeds:
+        basis = "formula" if "formula" in bases else "calibration"
+        lines.append(f"{basis}: {'; '.join(prediction.speeds)}")
+    spreads = [f"{basis} {SPREADS[basis]:g}" for basis in SPREADS if basis in bases - {"unknown"}]
+    if spreads:
+        lines.append(f"ranges: times or divided by {', '.join(spreads)}")
     if prediction.unknown:
         names = ", ".join(prediction.unknown[:SHOWN_TASKS])
         more = " ..." if len(prediction.unknown) > SHOWN_TASKS else ""
@@ -488,10 +591,11 @@ def notes(prediction: Forecast) -> list[str]:
             f"no count of images: {names}{more}; bring the data "
             "in with `python -m pipeline ingest CONFIG`, or put `counts` on its card"
         )
-    if unmeasured:
+    if "formula" in bases:
         lines.append(
-            "to measure what is not, run one task of it first, with this backbone, on this kind "
-            "of device and into this storage"
+            "for narrower ranges: `plan CONFIG --calibrate` measures this machine for a few "
+            "seconds; a run of one task, on this kind of device and into this storage, measures "
+            "the methods"
         )
     return lines
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from pipeline.config import ClusterSettings, Config
-from pipeline.launch.cost import Forecast, counted
+from pipeline.launch.cost import Estimate, Forecast, counted, total_seconds
 from workers.errors import UserError
 
 LEAST_CPUS = 2  # of a node: beside a rank, Ray's own processes and the driver are at work
@@ -15,7 +15,7 @@ MEMORY_GB_PER_CPU = 4
 RAY_MEMORY_GB = 2  # beside what ranks reserve
 MARGIN = 2  # times the forecast, which leaves out ingest, report and the start of Ray
 LEAST_HOURS = 1
-HOURS = 8  # where nothing comparable was measured
+HOURS = 8  # where the number of images is not known
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,16 @@ def hours_of(forecast: Forecast | None) -> tuple[int, str]:
     """Return a time limit in whole hours, and what it rests on."""
     if forecast is None:
         return HOURS, "not forecast"
-    unmeasured = [cost for cost in forecast.costs.values() if cost.device_s is None]
-    if unmeasured:
-        return HOURS, f"{len(unmeasured)} stages are not measured: see `plan --cost`"
-    wall_h = forecast.walls.get("together", 0.0) / 3600
-    hours = max(LEAST_HOURS, math.ceil(wall_h * MARGIN))
-    return hours, f"{MARGIN} times the {wall_h:.2g} h of `plan --cost`, in whole hours"
+    unknown = [cost for cost in forecast.costs.values() if cost.device_s is None]
+    if unknown:
+        return HOURS, f"the cost of {counted(len(unknown), 'stage')} is unknown: see `plan --cost`"
+    if not forecast.costs:
+        return LEAST_HOURS, "nothing is to run"
+    wall = forecast.walls["together"]
+    if not forecast.groups:  # as many as there is room for: here, one
+        wall = Estimate(*(s / forecast.workers for s in total_seconds(forecast.costs.values())))
+    limit_h = max(wall.expected * MARGIN, wall.high) / 3600
+    why = f"{MARGIN} times the {wall.expected / 3600:.2g} h of `plan --cost`"
+    if wall.high > wall.expected * MARGIN:
+        why = f"the upper end of the {wall.expected / 3600:.2g} h of `plan --cost`"
+    return max(LEAST_HOURS, math.ceil(limit_h)), f"{why}, in whole hours"

@@ -14,14 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
-from urllib.parse import quote
 
 from pipeline.config import flatten
 from pipeline.graph.run_record import RunRecord
 from pipeline.results.chance import sentences_of
 from pipeline.tracking.mlflow_client import InputData, MlflowClientAdapter, Point, key_name
+from pipeline.tracking.ui import artifact_links
 from pipeline.yaml_files import dump_yaml
 from workers.storage.artifact import Artifact, join
 from workers.storage.secrets import redact
@@ -37,7 +36,6 @@ MAX_STATE_BYTES = 32 << 20  # a larger task state stays in the store; a tag has 
 MASK_CACHE_BYTES = 256 << 20  # masks in memory, for the overlap with later tasks
 MAX_TAG = 4000  # characters
 PARENT = "mlflow.parentRunId"
-TRAINING_PAGES = "?workflowType=machine_learning"  # else MLflow shows those for language models
 NOTE = "mlflow.note.content"  # the tag with the description of a run
 CONFIG_FILE = "config.yaml"
 # settings that are parameters of a graph's run, where they are set; MLflow lists all of them side
@@ -661,25 +659,6 @@ def note_of(record: RunRecord, label: str, task: str) -> str:
         "There is one child run per method, and below each "
         "method one run per task. To compare methods, select their runs and press Compare."
     )
-
-
-def artifact_links(experiment: str, run_id: str, names: Iterable[str]) -> str:
-    """Return Markdown links to the pages and pictures among the artifacts of a run.
-
-    Args:
-        experiment: id of the experiment.
-        run_id: id of the run.
-        names: paths of artifacts, such as `report/masks.png`.
-    """
-    links = []
-    for name in names:
-        path = PurePosixPath(name)
-        if path.suffix in (".html", ".png"):
-            # relative to the page, so that it holds at any address of the server
-            root = f"#/experiments/{experiment}/runs/{run_id}/artifacts"
-            address = f"{root}/{quote(name)}{TRAINING_PAGES}"
-            links.append(f"[{path.stem}]({address})")
-    return " | ".join(links)
 
 
 def warnings_file(step: str) -> str:

@@ -14,10 +14,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
-from pipeline.tracking.run_writer import TRAINING_PAGES
 from workers.errors import UserError
 from workers.storage.secrets import redact
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 NOTICE_S = 10.0  # seconds between two lines that say that the server is still starting
 LAST_LINES = 30  # lines of a server's log that are searched for why it ended
+TRAINING_PAGES = "?workflowType=machine_learning"  # else MLflow shows those for language models
 VIEW = "accrete"  # name of the view that `share_view` stores
 # columns of the list of methods with their widths in pixels: the first five fit beside MLflow's
 # assistant on a page of 1,400 pixels
@@ -83,6 +84,25 @@ def share_view(client: MlflowClient, experiment: str) -> None:
 def run_link(base: str, experiment: str, run: str) -> str:
     """Return the link to the page of a run."""
     return f"{base}/#/experiments/{experiment}/runs/{run}{TRAINING_PAGES}"
+
+
+def artifact_links(experiment: str, run_id: str, names: Iterable[str]) -> str:
+    """Return Markdown links to the pages and pictures among the artifacts of a run.
+
+    Args:
+        experiment: id of the experiment.
+        run_id: id of the run.
+        names: paths of artifacts, such as `report/masks.png`.
+    """
+    links = []
+    for name in names:
+        path = PurePosixPath(name)
+        if path.suffix in (".html", ".png"):
+            # relative to the page, so that it holds at any address of the server
+            root = f"#/experiments/{experiment}/runs/{run_id}/artifacts"
+            address = f"{root}/{quote(name)}{TRAINING_PAGES}"
+            links.append(f"[{path.stem}]({address})")
+    return " | ".join(links)
 
 
 def compare_link(base: str, experiment: str, runs: Sequence[str]) -> str:

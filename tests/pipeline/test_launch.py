@@ -15,7 +15,7 @@ import yaml
 from pipeline import app, config
 from pipeline.cli import main
 from pipeline.launch import platforms
-from pipeline.launch.cost import Cost, Forecast
+from pipeline.launch.cost import SPREADS, Basis, Cost, Estimate, Forecast
 from pipeline.launch.machines import MACHINES, machine_for
 from pipeline.launch.sizes import HOURS, Size, hours_of, size_of
 from pipeline.launch.template import with_directives, with_values
@@ -178,23 +178,28 @@ def test_nodes_have_what_their_ranks_take(
     assert (size.nodes, size.cpus, size.gpus, size.memory_gb) == expected
 
 
-def forecast(seconds: float | None, wall_s: float = 0.0) -> Forecast:
+def forecast(
+    seconds: float | None, wall_s: float = 0.0, basis: Basis = "same method", groups: int = 1
+) -> Forecast:
     """Return the forecast of a run of one stage."""
-    basis: Any = "not measured" if seconds is None else "same method"
-    cost = Cost("meat", "train", 100.0, 2, seconds, basis)
-    return Forecast({"meat/a/train": cost}, 1, 1, {"meat": wall_s, "together": wall_s}, ())
+    cost = Cost("meat", "train", 100.0, 2, seconds, "unknown" if seconds is None else basis)
+    wall = Estimate(wall_s, wall_s / SPREADS[basis], wall_s * SPREADS[basis])
+    return Forecast({"meat/a/train": cost}, 1, groups, {"meat": wall, "together": wall}, ())
 
 
 @pytest.mark.parametrize(
     ("prediction", "hours", "why"),
     [
         (None, HOURS, "not forecast"),
-        (forecast(None), HOURS, "1 stages are not measured"),
+        (forecast(None), HOURS, "the cost of 1 stage is unknown"),
         (forecast(60.0, 60.0), 1, "2 times"),
         (forecast(1e4, 9000.0), 5, "2 times the 2.5 h"),
+        (forecast(1e4, 9000.0, "formula"), 13, "the upper end of the 2.5 h"),
+        (forecast(9000.0, 60.0, groups=0), 5, "2 times the 2.5 h"),  # sized for one group
+        (Forecast({}, 1, 1, {}, ()), 1, "nothing is to run"),
     ],
 )
-def test_the_time_limit_is_twice_the_forecast(prediction: Any, hours: int, why: str) -> None:
+def test_the_time_limit_follows_from_the_forecast(prediction: Any, hours: int, why: str) -> None:
     limit, text = hours_of(prediction)
     assert limit == hours
     assert why in text

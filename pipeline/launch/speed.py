@@ -1,0 +1,137 @@
+"""How fast a device trains a backbone: assumed from the backbone's operations, or calibrated by a
+few training steps on this machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from workers.errors import UserError
+from workers.job import BackboneSettings
+from workers.loop import device_name
+from workers.model import vit
+from workers.model.compact import multiply_adds
+
+TRAINING_PASSES = 3  # of full fine-tuning, in forward passes: the backward pass counts as two
+READ_S = 1e-3  # to read, decode and augment one image
+# FLOP/s that a training step reaches, in fp32 on one core of a CPU and on a GPU in fp32 and bf16.
+# Newer devices reach a multiple of it; so does a large batch.
+CORE_FLOPS = 3e10
+GPU_FLOPS = {"fp32": 1.5e13, "bf16": 5e13}
+MAX_BATCH = {"cpu": 16, "cuda": 128}  # images of a step of a calibration
+CALIBRATION_S = 3.0  # for all steps of one kind
+MIN_STEPS = 3
+CLASSES = 10
+
+
+class Speed(NamedTuple):
+    """Device-seconds of one image.
+
+    Attributes:
+        train_s: in a training step, with reading it.
+        forward_s: in a forward pass without gradients, with reading it.
+        source: what the numbers rest on, for people.
+    """
+
+    train_s: float
+    forward_s: float
+    source: str
+
+
+def assume(settings: BackboneSettings, cores: int, gpus: float, precision: str) -> Speed:
+    """Return the speed that follows from the operations of a backbone.
+
+    Args:
+        settings: of the backbone.
+        cores: CPU cores of a worker; without a GPU it computes with these.
+        gpus: GPUs of a worker, or a fraction of one; 0 for a CPU.
+        precision: `fp32` or `bf16`.
+    """
+    forward_flops = 2 * multiply_adds(
+        vit.outline(settings), 3, settings.img_size, settings.img_size
+    )
+    if gpus:
+        rate = GPU_FLOPS[precision] * min(gpus, 1.0)
+        device = "GPU"
+    else:
+        rate = CORE_FLOPS * min(cores, os.cpu_count() or cores)
+        device = f"CPU, {cores} {'core' if cores == 1 else 'cores'}"
+    forward_s = forward_flops / rate
+    return Speed(
+        READ_S + TRAINING_PASSES * forward_s,
+        READ_S + forward_s,
+        f"{forward_flops / 1e9:.3g} GFLOP a forward pass and image, {TRAINING_PASSES} passes to "
+        f"train, {rate / 1e9:.0f} GFLOP/s ({device}, {precision}), {1000 * READ_S:.0f} ms to read",
+    )
+
+
+def calibrate(settings: BackboneSettings, cores: int, gpus: float, precision: str) -> Speed:
+    """Measure the speed of this machine with steps of full fine-tuning on random images.
+
+    It takes a few seconds, and more for a backbone with a slow step. The arguments are those of
+    `assume`.
+
+    Raises:
+        UserError: if the backbone is to be trained on a GPU, and this machine has none.
+    """
+    if gpus and not torch.cuda.is_available():
+        raise UserError(
+            "--calibrate measures this machine, which has no GPU, and the config trains on GPUs "
+            "(cluster.gpus_per_worker); plan on a machine with such a GPU, or leave it out"
+        )
+    device = torch.device("cuda" if gpus else "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cores)
+    try:
+        train_s, forward_s = time_steps(settings, device, precision)
+    finally:
+        torch.set_num_threads(threads)
+    source = f"{device_name(device)}, {1000 * READ_S:.0f} ms to read an image"
+    return Speed(READ_S + train_s, READ_S + forward_s, source)
+
+
+def time_steps(
+    settings: BackboneSettings, device: torch.device, precision: str
+) -> tuple[float, float]:
+    """Return the seconds of one image in a training step, and in a forward pass."""
+    batch_size = MAX_BATCH[device.type]
+    network = nn.Sequential(vit.build(settings), nn.LazyLinear(CLASSES)).to(device)
+    network.eval()  # stochastic depth needs the numbers of a real batch
+    images = torch.randn(batch_size, 3, settings.img_size, settings.img_size, device=device)
+    labels = torch.randint(CLASSES, (batch_size,), device=device)
+    with torch.no_grad():
+        network(images)  # sets the width of the linear layer
+    optimizer = torch.optim.AdamW(network.parameters())
+
+    def forward() -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            return nn.functional.cross_entropy(network(images), labels)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        forward().backward()
+        optimizer.step()
+
+    train_s = time_calls(train, device)
+    with torch.no_grad():
+        forward_s = time_calls(forward, device)
+    return train_s / batch_size, forward_s / batch_size
+
+
+def time_calls(call: Callable[[], object], device: torch.device) -> float:
+    """Return the mean seconds of a call, after one call that is not counted."""
+    start = 0.0
+    calls = -1
+    while calls < MIN_STEPS or time.perf_counter() - start < CALIBRATION_S:
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        calls += 1
+        if calls == 0:
+            start = time.perf_counter()
+    return (time.perf_counter() - start) / calls

@@ -12,6 +12,8 @@ from benchmarks import stream
 from pipeline.config import Config
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
+from workers import accelerator
+from workers.accelerator import CPU
 from workers.methods import METHODS
 
 # Name of a task -> its range of classes. The first one trains the backbone.
@@ -72,7 +74,9 @@ class Setup:
 def prepare(folder: Path, device: str) -> Setup:
     """Draws the images of all cases: the same on every machine."""
     card = stream.draw_images(folder, len(CLASSES), train=20, test=8, sides=(24,))
-    return Setup(torch.device(device), folder, card)
+    # by number: a process that forks must not ask CUDA
+    chosen = torch.device(device, 0) if device == accelerator.TYPE else CPU
+    return Setup(chosen, folder, card)
 
 
 def plan(
@@ -100,7 +104,7 @@ def plan(
         methods={case.method: {**settings, "train": {"precision": case.precision}}},
         cluster={
             "workers": 0,
-            "gpus_per_worker": int(device.type == "cuda"),
+            "gpus_per_worker": int(accelerator.is_accelerator(device)),
             "checkpoint_s": 0,  # only when it is told to leave
             "loader_workers": 1,
         },

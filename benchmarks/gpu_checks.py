@@ -323,7 +323,7 @@ class CaseChecks:
         bundle_of(self.graph, self.store, self.case.method).write(folder)
         on_cpu = Predictor.open(folder)
         with another_rounding(self.setup.device):
-            on_device = Predictor.open(folder, device=str(self.setup.device))
+            on_device = Predictor.open(folder, device=self.setup.device)
         images, tasks = mixed_batch(self.setup)
         rule_without_task: Rule = "refuse" if on_cpu.infers_task else "confident"
         requests: list[tuple[list[str] | None, Rule]] = [

@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import io
 import math
+import queue
 import re
 import statistics
 import sys
@@ -25,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,9 +37,12 @@ from checks import Interrupted, interrupted_after
 from stage_lab import SETTINGS, TASKS, TINY, Lab, Run, again
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests import strict_device
+from pipeline import app, cli
+from pipeline.graph.store import Store
+from pipeline.launch.local import LocalExecutor
+from tests import small_run, strict_device
 from tests.strict_device import Counts
-from workers import loop
+from workers import accelerator, loop
 from workers.data import feed
 from workers.data.rows import select
 from workers.dist import Group
@@ -119,12 +125,14 @@ class Case:
 
 
 folders: list[Path] = []  # one: the folder that `start` got
+numbers = count()  # of interrupted stages: a case may run twice in a process
 
 
 @cache
 def lab_on(device: str) -> Lab:
     """Return the `Lab` of a device, the same one at each call in this process."""
-    return Lab(folders[0] / device, Group(device=torch.device(device)))
+    chosen = accelerator.make_device(float(device == strict_device.NAME))
+    return Lab(folders[0] / device, Group(device=chosen))
 
 
 # ---- what is done on the device ------------------------------------------------------------------
@@ -181,7 +189,7 @@ def resumed(case: Case, device: str) -> None:
         expected = run.artifact(job)
         if not expected.manifest["epochs"]:
             continue
-        repeated = again(job, "resumed", checkpoint_s=1e-9)
+        repeated = again(job, f"resumed-{next(numbers)}", checkpoint_s=1e-9)
         with contextlib.suppress(Interrupted), interrupted_after(1):
             run.lab.stage(repeated)
         with interrupted_after(1000) as steps:
@@ -191,6 +199,38 @@ def resumed(case: Case, device: str) -> None:
             assert artifact.read(name) == expected.read(name), (
                 f"{job.id}: {name} differs after an interruption"
             )
+
+
+def run_main_job(path: str, storages: tuple[str, str]) -> list[dict[str, Any]]:
+    """Run a config by the command line, first on the device, then on the CPU.
+
+    Return the results of both, each by the id of the stage. path: of the config. storages: of both.
+    """
+    overrides = ["--set", "cluster.gpus_per_worker=1", "--set", f"storage={storages[0]}"]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        with strict_device.strict_device():
+            code = cli.main(["run", path, *overrides])
+        assert code == 0, output.getvalue()
+        assert accelerator.functions().emptied, "no stage has returned its cached memory"
+        with sdpa_kernel(SDPBackend.MATH):
+            code = cli.main(["run", path, "--set", f"storage={storages[1]}"])
+        assert code == 0, output.getvalue()
+    return [small_run.results(storage) for storage in storages]
+
+
+def first_sample(path: str, timeout_s: float = 20) -> Any:
+    """Return the first sample of the machine that an executor posts with the device."""
+    samples: queue.Queue[Any] = queue.Queue()
+    config = app.prepare(path, ["cluster.gpus_per_worker=1"]).config
+    with strict_device.strict_device():
+        executor = LocalExecutor(
+            Store(config.storage), config.cluster, lambda stage: {}, samples.put, sample_s=0.01
+        )
+        try:
+            return samples.get(timeout=timeout_s).body
+        finally:
+            executor.close()
 
 
 @contextlib.contextmanager
@@ -228,6 +268,7 @@ def start(folder: Path) -> None:
     folders.append(folder)
     torch.set_num_threads(1)
     strict_device.register()
+    accelerator.TYPE = strict_device.NAME
 
 
 def check(case: Case, compare: bool = True, resume: bool = True) -> dict[Step, Counts]:

@@ -90,6 +90,7 @@ class StrictTensor(torch.Tensor):
     """A tensor on the device; `values` are its numbers on the host."""
 
     values: Tensor  # type: ignore[assignment]  # a function of sparse tensors
+    block: Block  # of memory, which views share
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -103,6 +104,7 @@ class StrictTensor(torch.Tensor):
             device=torch.device(NAME, 0),
         )
         wrapper.values = values
+        wrapper.block = Block(current_stream(), current().errors)
         return wrapper
 
     @classmethod
@@ -123,6 +125,9 @@ class StrictTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def record_stream(self, stream: Any) -> None:
+        self.block.recorded.add(stream)
+
     def untyped_storage(self) -> Any:
         return self.values.untyped_storage()
 
@@ -142,6 +147,7 @@ class StrictTensor(torch.Tensor):
             )
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.values = other.values
+        self.block = other.block
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StrictTensor:
         if id(self) not in memo:
@@ -156,6 +162,77 @@ class StrictTensor(torch.Tensor):
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"StrictTensor({self.values})"
+
+
+class Stream(torch.Stream):
+    """A queue of operations. What another stream has written may be used after `wait_event` alone.
+
+    time: number of operations that were launched. seen: by stream, the time up to which this one
+    has waited for it.
+    """
+
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls, device=indexed(device))
+
+    def __init__(self, device: Any = None) -> None:
+        self.time = 0
+        self.seen: dict[Stream, int] = {}
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def record_event(self, event: Any = None) -> Any:
+        return {**self.seen, self: self.time}
+
+    def wait_event(self, event: Any) -> None:
+        for stream, time in event.items():
+            self.seen[stream] = max(time, self.seen.get(stream, 0))
+
+    def wait_stream(self, stream: Any) -> None:
+        self.wait_event(stream.record_event())
+
+
+class CurrentStream(threading.local):
+    """The stream of each thread: the default one, which all threads share, unless it is changed."""
+
+    stream: Stream | None = None
+
+
+class Block:
+    """The memory of a tensor and its views.
+
+    stream: on which it was allocated, and which uses its memory again after it is freed. written:
+    the stream that wrote it last, and when. used: by other stream, when it was used last there.
+    recorded: streams that `record_stream` has named. errors: what was found when it was freed.
+    """
+
+    def __init__(self, stream: Stream, errors: list[str]) -> None:
+        self.stream = stream
+        self.errors = errors
+        self.written = (stream, stream.time)
+        self.used: dict[Stream, tuple[int, Any]] = {}
+        self.recorded: set[Any] = set()
+
+    def use(self, func: Any) -> None:
+        """Note a use by the current stream. Raise DeviceError if it may not use this memory."""
+        stream = current_stream()
+        writer, time = self.written
+        if writer is not stream and stream.seen.get(writer, 0) < time:
+            raise DeviceError(
+                f"{func}: another stream may still be writing this tensor; wait for its event"
+            )
+        if stream is not self.stream:
+            self.used[stream] = (stream.time + 1, func)
+
+    def __del__(self) -> None:
+        for stream, (time, func) in self.used.items():
+            if stream not in self.recorded and self.stream.seen.get(stream, 0) < time:
+                self.errors.append(
+                    f"{func}: memory was freed, and may be used again, before a stream that uses "
+                    "it was done; call record_stream, or wait for that stream"
+                )
 
 
 class Generator(torch._C.Generator):
@@ -187,6 +264,7 @@ class StrictDevice(TorchDispatchMode):
         self.counts = Counts()
         self.lock = threading.Lock()
         self.pinned: set[int] = set()
+        self.errors: list[str] = []  # of streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -226,6 +304,8 @@ class StrictDevice(TorchDispatchMode):
         else:
             self.check_devices(func, args, kwargs, tensors, device_tensors)
             self.count_op(func, args, kwargs)
+        for tensor in device_tensors:
+            tensor.block.use(func)
         plain = {
             name: mapped(values_of, value) for name, value in kwargs.items() if name != "pin_memory"
         }
@@ -234,9 +314,33 @@ class StrictDevice(TorchDispatchMode):
         result = func(*mapped(values_of, args), **plain)
         if target.type == NAME:
             result = mapped(StrictTensor, result)
+            self.launched(func, args, kwargs, device_tensors, result)
         if func.is_view or func._schema.is_mutable:
             return return_and_correct_aliasing(func, args, kwargs, result)
         return result
+
+    # ---- streams ---------------------------------------------------------------------------------
+    def launched(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        device_tensors: list[StrictTensor],
+        result: Any,
+    ) -> None:
+        """Note on the current stream which blocks of memory an operation has written."""
+        results = [t for t in tensors_in((result,)) if isinstance(t, StrictTensor)]
+        if func.is_view:
+            for view in results:
+                view.block = device_tensors[0].block
+            return
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        written = [named.get(a.name) for a in func._schema.arguments if is_written(a)]
+        stream = current_stream()
+        stream.time += 1
+        for tensor in (*results, *tensors_in(written)):
+            if isinstance(tensor, StrictTensor):
+                tensor.block.written = (stream, stream.time)
 
     # ---- what is refused -------------------------------------------------------------------------
     def check_devices(
@@ -411,7 +515,7 @@ def apply(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     return module
 
 
-class Backend:
+class Backend:  # its functions have the names of `torch.cuda`
     """The module `torch.strict`, with the functions that PyTorch expects of a backend."""
 
     _is_in_bad_fork = staticmethod(lambda: False)
@@ -421,7 +525,83 @@ class Backend:
     manual_seed_all = staticmethod(lambda seed: None)
     # no operation is cast: results are those of fp32
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
-    mem_get_info = staticmethod(lambda device=None: (1 << 40, 1 << 40))
+    OutOfMemoryError = torch.OutOfMemoryError
+    fraction = 1.0  # of the memory that this process may allocate
+    free = total = 1 << 40  # bytes
+    reserved = allocated = 0
+    emptied = 0  # calls of `empty_cache`
+
+    def get_device_name(self, device: Any) -> str:
+        indexed(device)
+        return "simulated device"
+
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        indexed(device)
+        return self.free, self.total
+
+    def memory_reserved(self, device: Any) -> int:
+        indexed(device)
+        return self.reserved
+
+    def memory_allocated(self, device: Any) -> int:
+        indexed(device)
+        return self.allocated
+
+    def set_per_process_memory_fraction(self, fraction: float, device: Any) -> None:
+        indexed(device)
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        self.fraction = fraction
+
+    def get_per_process_memory_fraction(self, device: Any) -> float:
+        indexed(device)
+        return self.fraction
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+    def utilization(self, device: Any) -> int:
+        indexed(device)
+        return 50
+
+    def synchronize(self, device: Any) -> None:
+        indexed(device)
+
+    def Stream(self, device: Any) -> Stream:
+        return Stream(device)
+
+    def current_stream(self, device: Any) -> torch.Stream:
+        indexed(device)
+        return current_stream()
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before = streams.stream
+        streams.stream = stream
+        try:
+            yield
+        finally:
+            streams.stream = before
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Return a device that has an index; raise the error of CUDA's functions for one without."""
+    if device.index is None:
+        raise ValueError(
+            f"Expected a torch.device with a specified index or an integer, but got:{device}"
+        )
+    return device
+
+
+streams = CurrentStream()
+defaults: list[Stream] = []  # one: the default stream
+
+
+def current_stream() -> Stream:
+    """Return the stream of this thread."""
+    if not defaults:
+        defaults.append(Stream(torch.device(NAME, 0)))
+    return streams.stream or defaults[0]
 
 
 libraries: list[torch.library.Library] = []  # kept alive: a library unregisters when it is freed
@@ -474,6 +654,8 @@ def strict_device() -> Iterator[StrictDevice]:
             mock.patch.object(threading.Thread, "run", run_in_mode),
         ):
             yield mode
+        if mode.errors:
+            raise DeviceError(mode.errors[0])
     finally:
         torch._C._set_only_lift_cpu_tensors(False)
         active.pop()

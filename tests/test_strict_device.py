@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline.launch import machine
 from tests import on_strict_device, small_run
 from tests.on_strict_device import (
     BACKBONES,
@@ -25,6 +27,7 @@ from tests.on_strict_device import (
     with_rows,
 )
 from tests.strict_device import NAME, Counts, DeviceError, strict_device
+from workers import accelerator
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.methods import METHODS
@@ -178,6 +181,60 @@ def test_every_method_on_every_backbone_under_every_augmentation(
         pytest.skip(str(error))
 
 
+# ---- the main job --------------------------------------------------------------------------------
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    """The config of a small stream."""
+    cards = small_run.make_cards(tmp_path, ("base", "a"))
+    body = small_run.make_body(tmp_path, cards, ("meat", "finetune"), train={"epochs": 1})
+    return small_run.write_config(tmp_path / "run.yaml", body)
+
+
+def test_the_command_line_gives_the_results_of_the_cpu(
+    device: Any, job: str, tmp_path: Path
+) -> None:
+    storages = (str(tmp_path / "strict"), str(tmp_path / "cpu"))
+    ours, expected = device.submit(on_strict_device.run_main_job, job, storages).result()
+    assert ours == expected
+
+
+def test_the_use_of_the_gpu_is_sampled(device: Any, job: str) -> None:
+    sample = device.submit(on_strict_device.first_sample, job).result()
+    assert sample["gpus"] == {"0": {"memory_bytes": 0, "utilization": 0.5}}
+
+
+def without_index(path: str, storages: tuple[str, str]) -> Any:
+    """In the device's process: devices are made as `torch.device("cuda")`."""
+    with mock.patch.object(accelerator, "make_device", return_value=torch.device(NAME)):
+        return on_strict_device.run_main_job(path, storages)
+
+
+def test_a_job_whose_device_has_no_index_is_found_out(
+    device: Any, job: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="a specified index"):
+        device.submit(without_index, job, (str(tmp_path / "a"), str(tmp_path / "b"))).result()
+
+
+def without_sampler(path: str) -> Any:
+    """In the device's process: the use of GPUs is not sampled."""
+    with mock.patch.object(machine, "sample_gpu", return_value={}):
+        return on_strict_device.first_sample(path)
+
+
+def test_a_job_without_the_sampler_is_found_out(device: Any, job: str) -> None:
+    assert device.submit(without_sampler, job).result()["gpus"] == {"0": {}}
+
+
+def test_one_module_knows_cuda() -> None:
+    root = TABLE.parents[1]
+    knows = set()
+    for path in (*root.glob("pipeline/**/*.py"), *root.glob("workers/**/*.py")):
+        if re.search(r"torch\.cuda|type [=!]= .cuda", path.read_text()):
+            knows.add(str(path.relative_to(root)))
+    assert knows == {"workers/accelerator.py"}
+
+
 # ---- the device itself ---------------------------------------------------------------------------
 def host(*shape: int) -> Tensor:
     return torch.ones(shape)
@@ -239,7 +296,34 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "other data": (lambda: setattr(device_tensor(2), "data", host(2)), "attempted to set the data"),
     "pinned": (lambda: device_tensor(2).pin_memory(), "cannot pin"),
+    "a device without an index": (
+        lambda: accelerator.limit_memory(torch.device(NAME), 1.0),
+        "Expected a torch.device with a specified index",
+    ),
+    "what another stream still writes": (
+        lambda: other_stream()[0] + 1,
+        "another stream may still be writing",
+    ),
+    "freed while another stream uses it": (lambda: free_early(), "memory was freed"),
 }
+
+
+def other_stream() -> tuple[Tensor, Any]:
+    """Return a tensor that another stream makes, and that stream."""
+    stream = accelerator.functions().Stream(torch.device(NAME, 0))
+    with accelerator.functions().stream(stream):
+        return torch.ones(2, device=NAME), stream
+
+
+def free_early(record: bool = False) -> None:
+    """Free a tensor of another stream that this one has used."""
+    tensor, stream = other_stream()
+    this_stream = accelerator.functions().current_stream(torch.device(NAME, 0))
+    this_stream.wait_stream(stream)
+    tensor + 1
+    if record:
+        tensor.record_stream(this_stream)
+
 
 COUNTED: dict[str, tuple[Callable[[Tensor], Any], Counts]] = {  # of a tensor (4, 4) of ones
     "a view": (lambda x: x.t()[:2].detach(), Counts()),
@@ -272,11 +356,11 @@ COUNTED: dict[str, tuple[Callable[[Tensor], Any], Counts]] = {  # of a tensor (4
 
 def refused(name: str) -> str:
     """What the device says of REFUSED[name]; in its process."""
-    with strict_device():
-        try:
+    try:
+        with strict_device():
             REFUSED[name][0]()
-        except (DeviceError, TypeError) as error:
-            return str(error)
+    except (DeviceError, TypeError, ValueError) as error:
+        return str(error)
     return "nothing"
 
 
@@ -296,6 +380,11 @@ def allowed() -> None:
         assert torch.where(x > 0, x, torch.tensor(0.0)).device.type == NAME
         same = torch.rand(3, generator=torch.Generator(NAME).manual_seed(1), device=NAME)
         assert same.tolist() == torch.rand(3, generator=torch.Generator().manual_seed(1)).tolist()
+        free_early(record=True)
+        tensor, stream = other_stream()
+        accelerator.functions().current_stream(x.device).wait_event(stream.record_event())
+        assert (tensor + 1).tolist() == [2, 2]
+        stream.wait_stream(accelerator.functions().current_stream(x.device))
 
 
 def test_what_cuda_takes_is_taken(device: Any) -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -22,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from workers import dist, optim, preemption
+from workers import accelerator, dist, optim, preemption
 from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.data.rows import has_validation, keys_of, select
@@ -71,7 +69,13 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
         return manifest
     with stage_lock(job.root, job.key, group, on_wait=lambda: report(dict(WAITING))):
         # Another run may have computed the result while this one waited for the lock.
-        return stored_manifest(job, group) or _run_stage(job, group, report)
+        manifest = stored_manifest(job, group)
+        if manifest is None:
+            try:
+                manifest = _run_stage(job, group, report)
+            finally:
+                accelerator.release_memory(group.device)
+        return manifest
 
 
 def stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
@@ -105,7 +109,7 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
         "provenance": {
             **job.provenance,
             "seed": job.seed,
-            "device": device_name(group.device),
+            "device": accelerator.describe(group.device),
             "threads": torch.get_num_threads(),
         },
     }
@@ -728,10 +732,3 @@ def to_parquet(rows: list[dict[str, Any]]) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(complete_rows), buffer)
     return buffer.getvalue()
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the architecture and number of cores of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"

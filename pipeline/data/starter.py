@@ -342,9 +342,9 @@ def has_gpu() -> bool:
     """Whether torch can use a GPU of this machine."""
     if not os.path.exists("/dev/nvidia0"):
         return False
-    import torch  # seconds, and only where there is a GPU
+    from workers import accelerator  # torch takes seconds, and only where there is a GPU
 
-    return torch.cuda.is_available()
+    return accelerator.is_available()
 
 
 def write(starter: Starter) -> str:

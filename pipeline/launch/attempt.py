@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline.graph.walk import Event, EventKind
 from pipeline.launch.limits import Deadline, StageTimeout
 from workers import dist, preemption
 from workers.errors import DamagedArtifact, UserError
+from workers.job import StageJob
 from workers.loop import WAITING
 from workers.storage.artifact import Artifact
 from workers.storage.lock import stage_lock
@@ -49,8 +51,33 @@ def attempt_stage(
             return Event(EventKind.LOST, stage.id, "a worker of its group is gone")
         group = group or dist.Group()
         trace = failures.keep(storage, stage.id, stage.key, error, group.rank, group.world)
-        message = f"{failures.describe(error)}; traceback: {trace}"
+        reason = failures.describe(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = explain_memory(stage, error)
+        message = f"{reason}; traceback: {trace}"
         return Event(EventKind.FAILED, stage.id, message, body=origin_of(group))
+
+
+def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
+    """Return what a stage computed when a GPU's memory did not suffice, and what helps."""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    allocation = f" (an allocation of {asked[1]} failed)" if asked else ""
+    if stage.step == "evaluate" or not isinstance(stage.job, StageJob):
+        return (
+            f"the memory of the GPU does not suffice to evaluate {stage.id!r}{allocation}; give it "
+            "a larger share of a GPU (cluster.gpus_per_worker, or cluster.stages)"
+        )
+    train = stage.job.train
+    parts = f"in {train.accumulate} parts" if train.accumulate > 1 else "in one part"
+    remedies = ["raise train.accumulate, which gives the same batches in more parts"]
+    if train.precision == "fp32":
+        remedies.append("set train.precision to bf16")
+    remedies.append("lower train.batch_size")
+    remedies.append("give it a larger share of a GPU (cluster.gpus_per_worker)")
+    return (
+        f"the memory of the GPU does not suffice for batches of {train.batch_size} images {parts}, "
+        f"in {train.precision}{allocation}; {', '.join(remedies[:-1])}, or {remedies[-1]}"
+    )
 
 
 def origin_of(group: dist.Group | None) -> dict[str, Any]:

@@ -27,8 +27,7 @@ from pipeline.launch.attempt import (
 from pipeline.launch.limits import Deadline
 from pipeline.launch.machine import gpu_number, sampling
 from pipeline.launch.queue import ReadyQueue, ReadyStage
-from workers import dist, preemption
-from workers.data.device_memory import limit_memory
+from workers import accelerator, dist, preemption
 from workers.errors import UserError
 from workers.loop import run_stage
 
@@ -54,7 +53,7 @@ class LocalExecutor(Executor):
         self.clock = clock
         check_gpus(cluster)
         self.sampling = ExitStack()
-        device = torch.device("cuda" if cluster.gpus_per_worker else "cpu")
+        device = accelerator.make_device(cluster.gpus_per_worker)
         self.sampling.enter_context(sampling(device, self._post_sample, sample_s))
 
     def _post_sample(self, sample: MachineSample) -> None:
@@ -78,8 +77,9 @@ class LocalExecutor(Executor):
         node = platform.node()
         where = f"this process, {node}"
         gpus = []
-        if self.cluster.of_step(stage.step).gpus_per_worker and stage.job is not None:
-            gpus = [gpu_number(torch.device("cuda"))]
+        share = self.cluster.of_step(stage.step).gpus_per_worker
+        if share and stage.job is not None:
+            gpus = [gpu_number(accelerator.make_device(share))]
             where += f" (GPU {gpus[0]})"
         return {"where": where, "nodes": [node], "gpus": gpus}
 
@@ -98,8 +98,8 @@ class LocalExecutor(Executor):
 
         settings = self.cluster.of_step(stage.step)
         torch.set_num_threads(settings.cpus_per_worker)
-        device = torch.device("cuda" if settings.gpus_per_worker else "cpu")
-        limit_memory(device, settings.gpus_per_worker)
+        device = accelerator.make_device(settings.gpus_per_worker)
+        accelerator.limit_memory(device, settings.gpus_per_worker)
         return run_stage(stage.job, dist.Group(0, 1, device), report)
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class LocalExecutor(Executor):
 
 def check_gpus(cluster: ClusterSettings) -> None:
     """Raise `UserError` when stages are to use a GPU and this machine has none."""
-    if torch.cuda.is_available():
+    if accelerator.is_available():
         return
     settings: dict[str, float | None] = {"gpus_per_worker": cluster.gpus_per_worker}
     settings |= {f"stages.{step}.gpus": limits.gpus for step, limits in cluster.stages.items()}

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from pipeline.graph.live_status import GpuSample, MachineSample
+from workers.accelerator import functions, is_accelerator
 
 SAMPLE_S = 10.0  # between two samples
 
@@ -23,19 +24,19 @@ def sample_machine(device: torch.device) -> MachineSample:
 
         sample["cpu"] = psutil.cpu_percent() / 100
         sample["memory_bytes"] = psutil.virtual_memory().used
-    if device.type == "cuda":
+    if is_accelerator(device):
         sample["gpus"][gpu_number(device)] = sample_gpu(device)
     return sample
 
 
 def sample_gpu(device: torch.device) -> GpuSample:
     """Return the use of a GPU."""
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = functions().mem_get_info(device)
     sample: GpuSample = {"memory_bytes": total - free}
     # nvidia-ml-py is an extra, and its errors derive from Exception alone: part of a GPU (MIG) has
     # no such figure
     with suppress(Exception):
-        sample["utilization"] = torch.cuda.utilization(device) / 100
+        sample["utilization"] = functions().utilization(device) / 100
     return sample
 
 

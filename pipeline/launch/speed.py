@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from workers import accelerator
 from workers.errors import UserError
 from workers.job import BackboneSettings
-from workers.loop import device_name
 from workers.model import vit
 from workers.model.compact import multiply_adds
 
@@ -23,7 +23,8 @@ READ_S = 1e-3  # to read, decode and augment one image
 # Newer devices reach a multiple of it; so does a large batch.
 CORE_FLOPS = 3e10
 GPU_FLOPS = {"fp32": 1.5e13, "bf16": 5e13}
-MAX_BATCH = {"cpu": 16, "cuda": 128}  # images of a step of a calibration
+MAX_BATCH = 16  # images of a step of a calibration on a CPU
+MAX_GPU_BATCH = 128
 CALIBRATION_S = 3.0  # for all steps of one kind
 MIN_STEPS = 3
 CLASSES = 10
@@ -79,19 +80,19 @@ def calibrate(settings: BackboneSettings, cores: int, gpus: float, precision: st
     Raises:
         UserError: if the backbone is to be trained on a GPU, and this machine has none.
     """
-    if gpus and not torch.cuda.is_available():
+    if gpus and not accelerator.is_available():
         raise UserError(
             "--calibrate measures this machine, which has no GPU, and the config trains on GPUs "
             "(cluster.gpus_per_worker); plan on a machine with such a GPU, or leave it out"
         )
-    device = torch.device("cuda" if gpus else "cpu")
+    device = accelerator.make_device(gpus)
     threads = torch.get_num_threads()
     torch.set_num_threads(cores)
     try:
         train_s, forward_s = time_steps(settings, device, precision)
     finally:
         torch.set_num_threads(threads)
-    source = f"{device_name(device)}, {1000 * READ_S:.0f} ms to read an image"
+    source = f"{accelerator.describe(device)}, {1000 * READ_S:.0f} ms to read an image"
     return Speed(READ_S + train_s, READ_S + forward_s, source)
 
 
@@ -99,7 +100,7 @@ def time_steps(
     settings: BackboneSettings, device: torch.device, precision: str
 ) -> tuple[float, float]:
     """Return the seconds of one image in a training step, and in a forward pass."""
-    batch_size = MAX_BATCH[device.type]
+    batch_size = MAX_GPU_BATCH if accelerator.is_accelerator(device) else MAX_BATCH
     network = nn.Sequential(vit.build(settings), nn.LazyLinear(CLASSES)).to(device)
     network.eval()  # stochastic depth needs the numbers of a real batch
     images = torch.randn(batch_size, 3, settings.img_size, settings.img_size, device=device)
@@ -129,8 +130,8 @@ def time_calls(call: Callable[[], object], device: torch.device) -> float:
     calls = -1
     while calls < MIN_STEPS or time.perf_counter() - start < CALIBRATION_S:
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if accelerator.is_accelerator(device):
+            accelerator.functions().synchronize(device)
         calls += 1
         if calls == 0:
             start = time.perf_counter()

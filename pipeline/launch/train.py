@@ -18,8 +18,7 @@ from pipeline.launch.cluster import where_ray_writes
 from pipeline.launch.machine import gpu_number, sampling
 from pipeline.launch.queue import STOP, Rank
 from pipeline.launch.shares import resources_per_worker
-from workers import dist, preemption
-from workers.data.device_memory import limit_memory
+from workers import accelerator, dist, preemption
 from workers.loop import run_stage
 from workers.storage.artifact import delete_dir, join, parent
 
@@ -105,17 +104,17 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     import ray.train
 
     context = ray.train.get_context()
-    device = torch.device("cpu")
+    device = accelerator.CPU
     if config["gpus"]:
         from ray.train.torch import get_device
 
         device = get_device()
-        limit_memory(device, config["gpus"])
+        accelerator.limit_memory(device, config["gpus"])
     torch.set_num_threads(config["threads"])
     rank = dist.Group(context.get_world_rank(), context.get_world_size(), device)
     queue = config["queue"]
     group = config["group"]
-    gpu = gpu_number(device) if device.type == "cuda" else ""
+    gpu = gpu_number(device) if accelerator.is_accelerator(device) else ""
     ranks = rank.gather(Rank(ray.get_runtime_context().get_node_id(), gpu))
     if rank.rank == 0:
         ray.get(queue.join.remote(group, ranks))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
+import ray
 from numpy.typing import NDArray
 from ray import serve
 from ray.exceptions import RayActorError, RayError
@@ -25,6 +25,7 @@ from ray.serve.handle import DeploymentHandle
 from pipeline.serving.http_server import Bounds, Reply
 from pipeline.serving.replicas import ReplicaSettings
 from pipeline.serving.requests import RawRequest, parse_request
+from workers import accelerator
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget
@@ -50,6 +51,14 @@ class DecodedRequest:
     top: int
 
 
+def assigned_gpus() -> float:
+    """Return how many GPUs, or which part of one, Ray has assigned to this process; 1 without
+    Ray."""
+    if not ray.is_initialized():
+        return 1.0
+    return float(ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0))
+
+
 def count_images(requests: Sequence[DecodedRequest]) -> int:
     """Return how many images some requests have together."""
     return sum(len(request.tasks) for request in requests)
@@ -70,8 +79,15 @@ class Deployment:
     all images that are decoded at the same moment. device: `cpu` or `cuda`.
     """
 
-    def __init__(self, open_model: Callable[[], Bundle], total_pixels: int, device: str = "cpu"):
-        self.served = Predictor(open_model(), device=torch.device(device))
+    def __init__(
+        self,
+        open_model: Callable[[], Bundle],
+        total_pixels: int,
+        device: accelerator.DeviceName = "cpu",
+    ):
+        chosen = accelerator.named_device(device)
+        accelerator.limit_memory(chosen, assigned_gpus())
+        self.served = Predictor(open_model(), device=chosen)
         self.served.warm_up()
         self.limits = Limits(
             self.served.bundle.body["max_pixels"],

@@ -6,7 +6,7 @@ Limits and checks of requests are those of `accrete serve`.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, Field
 from ray import serve
@@ -20,6 +20,7 @@ from pipeline.serving.application import count_running
 from pipeline.serving.deployment import Deployment, predict_of
 from pipeline.serving.http_server import Bounds, Front, Hosts
 from pipeline.serving.serve_command import MAX_PIXELS, token_of
+from workers.accelerator import DeviceName
 from workers.serving.bundle import Bundle
 
 
@@ -34,7 +35,7 @@ class ServiceArguments(BaseModel):
     bundle: str
     hosts: list[str] = Field(default_factory=list)
     max_pixels: int = Field(MAX_PIXELS, gt=0)
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceName = "cpu"
 
 
 @serve.deployment(max_ongoing_requests=Bounds.requests)

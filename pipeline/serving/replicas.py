@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from workers.errors import UserError
 
@@ -51,6 +52,6 @@ class ReplicaSettings:
         return self.least < self.most
 
     @property
-    def device(self) -> str:
+    def device(self) -> Literal["cpu", "cuda"]:
         """The device that a replica computes on."""
         return "cuda" if self.gpus else "cpu"

@@ -209,3 +209,40 @@ def test_a_run_that_fails_says_where_its_traceback_is(
     assert f"ZeroDivisionError: by nothing (at {__file__}:" in output
     assert "by nothing" in path.read_text()
     assert path.is_relative_to(tmp_path / "storage" / "failures")
+
+
+@pytest.mark.parametrize(
+    ("stage_id", "overrides", "expected"),
+    [
+        (
+            "finetune/a/train",
+            ["train.accumulate=2"],
+            "the memory of the GPU does not suffice for batches of 16 images in 2 parts, in fp32 "
+            "(an allocation of 2.50 GiB failed); raise train.accumulate, which gives the same "
+            "batches in more parts, set train.precision to bf16, lower train.batch_size, or give "
+            "it a larger share of a GPU (cluster.gpus_per_worker); traceback: ",
+        ),
+        (
+            "finetune/a/train",
+            ["train.precision=bf16"],
+            "16 images in one part, in bf16 (an allocation of 2.50 GiB failed); raise "
+            "train.accumulate, which gives the same batches in more parts, lower train.batch_size, "
+            "or give it a larger share",
+        ),
+        ("finetune/a/evaluate", [], "does not suffice to evaluate 'finetune/a/evaluate'"),
+    ],
+)
+def test_a_gpu_without_memory_left_names_the_settings_that_help(
+    tmp_path: Path, stage_id: str, overrides: list[str], expected: str
+) -> None:
+    cards = small_run.make_cards(tmp_path, ("base", "a"))
+    body = small_run.make_body(tmp_path, cards, ("finetune",))
+    path = small_run.write_config(tmp_path / "run.yaml", body)
+    stage = app.prepare(path, overrides, with_jobs=True).graph[stage_id]
+
+    def run() -> dict[str, object]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
+
+    event = attempt.attempt_stage(stage, run, str(tmp_path))
+    assert expected in event.message
+    assert not event.final, "another process may have left the GPU meanwhile"

@@ -95,6 +95,7 @@ class Feed:
             job.data.repeats,
         )
         self.source, self.resident = self._make_source(job, cache)
+        self.side_stream = SideStream(group.device)
 
     def _make_source(self, job: StageJob, cache: Cache | None) -> tuple[Source, bool]:
         """Return the source of pixels, and whether they are kept decoded."""
@@ -214,7 +215,7 @@ class Feed:
                 yield samples
 
         pixels_of_steps = self.source.steps(samples_of_steps())
-        side_stream = SideStream(self.group.device)
+        self.side_stream.fork()
 
         def jobs() -> Generator[Callable[[], Pending[list[Batch]]]]:
             for _ in steps:  # it must not end before the last pixels are made
@@ -228,14 +229,17 @@ class Feed:
                     self._task_counts(order, rng.step),
                     pixels,
                 )
-                yield partial(side_stream.run, make)
+                yield partial(self.side_stream.run, make)
 
         made = make_ahead(jobs(), pixels_of_steps.close, NUM_THREADS, NUM_AHEAD)
-        with closing(made):
-            for batches, event in made:
-                for batch in batches:
-                    side_stream.hand_over(event, batch.device_tensors())
-                yield batches
+        try:
+            with closing(made):
+                for batches, event in made:
+                    for batch in batches:
+                        self.side_stream.hand_over(event, batch.device_tensors())
+                    yield batches
+        finally:
+            self.side_stream.join()  # memory that it still reads may be freed after this
 
     def _micro_batches(self, size: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global batch of `size` samples.

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from workers.accelerator import free_bytes, is_accelerator
 from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, Cutter, View
 from workers.data.decoding import DECODING, ImageLimits, decode, resize_square
-from workers.data.device_memory import free_bytes
 from workers.data.memory import TensorPool
 from workers.data.order import Ints
 from workers.data.pictures import (
@@ -101,7 +101,7 @@ class Resident:
         else:
             self.pixels = self.blocks.data.reshape(self.shape)
         self.on_device: Tensor | None = None
-        if device.type != "cpu" and 2 * self.pixels.nbytes < free_bytes(device):
+        if is_accelerator(device) and 2 * self.pixels.nbytes < free_bytes(device):
             everything = self._read(np.arange(len(samples)))
             self.on_device = torch.from_numpy(everything).to(device)
             self.blocks = None

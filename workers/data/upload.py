@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from workers.accelerator import functions, is_accelerator
 
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes; a tensor of any type may start at such a place
@@ -17,7 +19,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
     They travel as one copy, from pinned memory. On the CPU they are returned as they are.
     """
-    if device.type == "cpu":
+    if not is_accelerator(device):
         return list(tensors)
     if len(tensors) == 1:
         return [tensors[0].pin_memory().to(device, non_blocking=True)]
@@ -41,33 +43,43 @@ class Pending(NamedTuple, Generic[T]):
     """What was made on a side stream, and the event after its last kernel; None on the CPU."""
 
     result: T
-    event: torch.cuda.Event | None
+    event: Any
 
 
 class SideStream:
-    """A stream beside the one that trains, for what several threads copy and compute; on devices
-    other than CUDA's there is none, and everything is done in line."""
+    """A stream beside the one that trains, for what several threads copy and compute. On the CPU
+    there is none, and everything is done in line."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = functions().Stream(device) if is_accelerator(device) else None
 
     def run(self, make: Callable[[], T]) -> Pending[T]:
         """Call `make` with its kernels on the side stream."""
         if self.stream is None:
             return Pending(make(), None)
-        with torch.cuda.stream(self.stream):
+        with functions().stream(self.stream):
             result = make()
             return Pending(result, self.stream.record_event())
 
-    def hand_over(self, event: torch.cuda.Event | None, tensors: Iterable[Tensor]) -> None:
+    def fork(self) -> None:
+        """Let the side stream wait for all that was launched on the caller's stream."""
+        if self.stream is not None:
+            self.stream.wait_stream(functions().current_stream(self.device))
+
+    def join(self) -> None:
+        """Let the caller's stream wait for all that was launched on the side stream."""
+        if self.stream is not None:
+            functions().current_stream(self.device).wait_stream(self.stream)
+
+    def hand_over(self, event: Any, tensors: Iterable[Tensor]) -> None:
         """Let the caller's stream use tensors of the side stream, after `event`.
 
         Their memory is not used again before the caller's stream is done with them.
         """
         if event is None:
             return
-        stream = torch.cuda.current_stream(self.device)
+        stream = functions().current_stream(self.device)
         stream.wait_event(event)
         for tensor in tensors:
             tensor.record_stream(stream)

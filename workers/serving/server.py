@@ -6,7 +6,7 @@ import difflib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,8 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from workers.accelerator import CPU
 from workers.data.augment import Augment
 from workers.data.feed import EVAL_BATCH
+from workers.data.upload import to_device
 from workers.errors import UserError
 from workers.job import BackboneSettings, DataSettings
 from workers.methods.bases.class_incremental import ClassIncremental
@@ -129,7 +131,7 @@ class Predictor:
 
     bundle: Bundle
     cache_bytes: int = CACHE_BYTES
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = CPU
 
     def __post_init__(self) -> None:
         self.method = self.bundle.method(self.device)
@@ -152,12 +154,14 @@ class Predictor:
         return weights
 
     @classmethod
-    def open(cls, uri: str, cache_bytes: int = CACHE_BYTES, device: str = "cpu") -> Predictor:
+    def open(
+        cls, uri: str, cache_bytes: int = CACHE_BYTES, device: torch.device = CPU
+    ) -> Predictor:
         """Load the bundle at `uri`: a folder, or a URI that pyarrow knows.
 
         Raise `UserError` when a digest differs or the bundle cannot be used.
         """
-        return cls(Bundle.open(uri), cache_bytes, torch.device(device))
+        return cls(Bundle.open(uri), cache_bytes, device)
 
     @property
     def infers_task(self) -> bool:
@@ -288,7 +292,7 @@ class Predictor:
 
     def network_input(self, pixels: NDArray[Any]) -> Tensor:
         """Return pixels uint8 (n, 3, S, S) as the images (n, 3, H, W) that evaluation uses."""
-        batch = torch.from_numpy(pixels).to(self.device)
+        (batch,) = to_device([torch.from_numpy(pixels)], self.device)
         rows = torch.arange(len(batch))
         rng = StepRng(0, 0, 0, rows, len(batch), self.device)
         return self.augment(batch, rows, None, rng)[0]
@@ -305,7 +309,8 @@ class Predictor:
         groups: list[Group] = []
         if unknown:
             rows = torch.tensor(unknown)
-            groups += self.logits_without_task(rows, images[rows.to(self.device)], rule)
+            (index,) = to_device([rows], self.device)
+            groups += self.logits_without_task(rows, images[index], rule)
         task_rows = {task: torch.tensor(rows) for task, rows in rows_by_task.items()}
         for task, logits in self.logits_with_task(images, task_rows).items():
             rows = task_rows[task]
@@ -319,7 +324,8 @@ class Predictor:
         """
         if not rows:
             return {}
-        device_rows = {task: index.to(self.device) for task, index in rows.items()}
+        indices = to_device([*rows.values()], self.device)
+        device_rows = dict(zip(rows, indices, strict=True))
         if self.compact is None:
             return grouped_logits(self.method, images, device_rows)
         logits: dict[str, Tensor] = {}

@@ -1,0 +1,97 @@
+"""Devices have an index, and a process that has a part of a GPU takes that part of its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from workers import accelerator
+from workers.accelerator import describe, free_bytes, limit_memory, make_device, named_device
+
+GIB = 1 << 30
+
+
+class SharedGpu:
+    """A GPU of 16 GiB, of which others and this process hold some memory."""
+
+    def __init__(self, free: int = 16, reserved: int = 0, allocated: int = 0):
+        self.free = free * GIB
+        self.reserved = reserved * GIB
+        self.allocated = allocated * GIB
+        self.fraction = 1.0
+
+    def current_device(self) -> int:
+        return 3
+
+    def get_device_name(self, device: torch.device) -> str:
+        return f"GPU {device.index}"
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.free, 16 * GIB
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return self.allocated
+
+    def empty_cache(self) -> None:
+        self.free += self.reserved - self.allocated
+        self.reserved = self.allocated
+
+    def set_per_process_memory_fraction(self, fraction: float, device: torch.device) -> None:
+        self.fraction = fraction
+
+    def get_per_process_memory_fraction(self, device: torch.device) -> float:
+        return self.fraction
+
+
+def use(monkeypatch: pytest.MonkeyPatch, gpu: Any) -> torch.device:
+    monkeypatch.setattr(accelerator, "functions", lambda: gpu)
+    return make_device(1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "reserved", "allocated", "allowed"),
+    [
+        (1, 10, 2, 2, 10),
+        (2, 10, 2, 2, 10),
+        (1, 10, 4, 1, 13),  # 3 GiB are kept for later allocations
+        (0.25, 10, 1, 1, 3),
+        (0.25, 10, 4, 1, 3),
+        (0.25, 2, 1, 1, 2),  # others took more than their part
+        (0.25, 10, 4, 4, 0),
+    ],
+)
+def test_a_part_of_a_gpu_has_that_part_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: float,
+    free: int,
+    reserved: int,
+    allocated: int,
+    allowed: int,
+) -> None:
+    device = use(monkeypatch, SharedGpu(free, reserved, allocated))
+    limit_memory(device, gpus)
+    assert free_bytes(device) == allowed * GIB
+
+
+def test_cached_memory_is_returned_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SharedGpu(free=6, reserved=10, allocated=1)
+    accelerator.release_memory(use(monkeypatch, gpu))
+    assert gpu.mem_get_info(make_device(1))[0] == 15 * GIB
+
+
+def test_a_device_has_an_index_and_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = use(monkeypatch, SharedGpu())
+    assert device == named_device("cuda") == torch.device("cuda", 3)
+    assert describe(device) == "GPU 3"
+    assert make_device(0) == named_device("cpu") == torch.device("cpu")
+    assert describe(torch.device("cpu")).startswith("cpu (")
+
+
+def test_a_cpu_has_no_such_limit() -> None:
+    limit_memory(torch.device("cpu"), 0)
+    accelerator.release_memory(torch.device("cpu"))

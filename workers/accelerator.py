@@ -1,0 +1,86 @@
+"""The accelerator: how its devices are made, and what they can do.
+
+No other module compares the type of a device with anything but `cpu`. So tests can set `TYPE` to a
+simulated device, and every branch for a GPU runs without one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any, Literal
+
+import torch
+
+TYPE = "cuda"  # of devices that are no CPU
+CPU = torch.device("cpu")
+DeviceName = Literal["cpu", "cuda"]  # as users write it
+
+
+def functions() -> Any:
+    """Return torch's functions for the accelerator: `torch.cuda`."""
+    return torch.get_device_module(TYPE)
+
+
+def is_available() -> bool:
+    """Return whether this machine has an accelerator that torch can use."""
+    return bool(functions().is_available())
+
+
+def make_device(gpus: float) -> torch.device:
+    """Return the device of a process that takes so many GPUs, or a fraction of one; 0: the CPU.
+
+    It has an index: functions of torch refuse a device without.
+    """
+    return torch.device(TYPE, functions().current_device()) if gpus else CPU
+
+
+def named_device(name: DeviceName) -> torch.device:
+    """Return the device that users call `cpu` or `cuda`."""
+    return make_device(float(name != CPU.type))
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is no CPU."""
+    return device.type != CPU.type
+
+
+def describe(device: torch.device) -> str:
+    """Return the name of the GPU, or the architecture and number of cores of the CPU."""
+    if is_accelerator(device):
+        return str(functions().get_device_name(device))
+    return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+
+
+# ---- memory --------------------------------------------------------------------------------------
+def limit_memory(device: torch.device, gpus: float) -> None:
+    """Let this process allocate its part of a GPU's memory and no more.
+
+    More than that raises torch's OutOfMemoryError here, and in no other process that shares the
+    GPU.
+
+    Args:
+        device: of this process; nothing is done for a CPU.
+        gpus: number of GPUs that the process takes; if it is less than one, the part.
+    """
+    if is_accelerator(device):
+        functions().set_per_process_memory_fraction(min(1.0, gpus), device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how many bytes this process may still allocate on an accelerator.
+
+    Memory that torch keeps for later allocations counts as free.
+    """
+    free, total = functions().mem_get_info(device)
+    allocated = functions().memory_allocated(device)
+    cached = functions().memory_reserved(device) - allocated
+    allowed = functions().get_per_process_memory_fraction(device) * total - allocated
+    return max(0, int(min(free + cached, allowed)))
+
+
+def release_memory(device: torch.device) -> None:
+    """Return memory that torch keeps for later allocations to the GPU, for processes that share
+    it."""
+    if is_accelerator(device):
+        functions().empty_cache()

@@ -566,7 +566,7 @@ def test_halving_stops_poor_trials_and_failed_trials_do_not_end_the_search(tmp_p
         if record["status"] == "stopped":
             assert len(record["results"]) < 3
         if record["status"] == "failed":
-            assert "lower train.lr" in record["message"]
+            assert "lower methods.individual.train.lr" in record["message"]
     assert statuses_by_rate[1e30] == {"failed"}
     assert "stopped" in statuses_by_rate[1e-9] | statuses_by_rate[1e-8]
     assert winner(tmp_path)["params"] == {"methods.individual.train.lr": 3e-3}
@@ -641,7 +641,7 @@ def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path
         "method": "individual",
         "scheduler": "pbt",
         "budget": {"trials": 2},
-        "seeds": [5],
+        "seeds": [6],
         "seed": 7,
         "concurrent": 1,
     }
@@ -660,9 +660,9 @@ def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path
         "and takes over what the other one has learned"
     )
     assert poor["rounds"][0]["params"] == first_points[1]
-    # after the first task, of few images, both may still guess
-    assert poor["rounds"][0]["accuracy"] <= good["rounds"][0]["accuracy"]
-    assert poor["rounds"][1]["accuracy"] < good["rounds"][1]["accuracy"]
+    # it is the poorer one until it takes over, after the first task
+    assert poor["rounds"][0]["accuracy"] < good["rounds"][0]["accuracy"]
+    assert poor["rounds"][1]["params"] == first_points[0]
     for record in trials:
         assert record["status"] == "finished"
         assert list(record["history"]) == ["a", "b", "c"]

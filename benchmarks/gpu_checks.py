@@ -61,7 +61,7 @@ from pipeline.graph.run import look_up_all, run_graph
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.results.bundles import bundle_of
-from workers import loop, preemption
+from workers import accelerator, loop, preemption
 from workers.dist import Group
 from workers.job import StageJob
 from workers.methods import METHODS
@@ -115,7 +115,7 @@ def check_case(setup: Setup, case: Case, send: Callable[[str, Any], None]) -> bo
     begins), `failure` (a Failure), and at the end `measured` (text by column of the table).
     """
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False  # fp32 is compared with fp32
+    accelerator.use_fp32()  # with which fp32 is compared
     checks = CaseChecks(setup, case, send)
     is_sound = True
     if case.precision == "fp32":

@@ -95,6 +95,10 @@ BUILD_MODULE = "pipeline.graph.build"
 ANALYSIS_FILE = "analysis.json"
 REPORT_FILES = "report-files.json"  # names and digests of what the report wrote beside it
 REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
+FP32_ON_GPU = (
+    "training is in fp32; on this GPU train.precision=tf32 or bf16 is faster, with other results "
+    "(docs/launch.md)"
+)
 MAX_MAP_IMAGES = 32  # test images of a task over which maps are drawn; a page shows no more
 PACKAGES = (
     "torch",
@@ -586,17 +590,22 @@ def _run_stages(
 ) -> Outcome:
     """Run the stages `todo`, watched by the screen, MLflow, the log and the journal."""
     # start-up time: they import torch
+    from pipeline.graph.walk import Event, EventKind
     from pipeline.launch import executor as launch
+    from pipeline.launch.gpu_use import GpuUse
     from pipeline.launch.machine import SAMPLE_S
 
     config = run.config
     run_log = RunLog()
+    gpu_use = GpuUse(run.graph, config.cluster, launch.width_of(run.graph, todo))
+    has_gpus = config.cluster.of_any_step().gpus_per_worker > 0
 
     def progress(event: Event) -> None:
         screen.progress(event)
         run_log.progress(event)
         journal.progress(event)
         recording.progress(event)
+        gpu_use.progress(event)
 
     def make_executor(todo: set[str]) -> Executor:
         return launch.make_executor(
@@ -606,22 +615,27 @@ def _run_stages(
             todo,
             progress,
             lambda stage: make_report(run, record, stage),
-            SAMPLE_S if config.tracking.samples_machines else 0.0,
+            SAMPLE_S if config.tracking.samples_machines or has_gpus else 0.0,
         )
 
     def describe() -> str:
         return "ending the workers" if journal.is_over else "starting"
 
+    if has_gpus and config.train.precision == "fp32":
+        progress(Event(EventKind.NOTE, "", FP32_ON_GPU))
     with screen.activity(describe):
-        return run_graph(
+        outcome = run_graph(
             run.graph,
             run.store,
             make_executor,
             RetryPolicy.of(config.cluster).stage,
-            [screen, recording, run_log, journal],
+            [screen, recording, run_log, journal, gpu_use],
             lookups,
             selected=todo,
         )
+    for sentence in gpu_use.sentences():
+        progress(Event(EventKind.NOTE, "", sentence))
+    return outcome
 
 
 def _finish(

@@ -200,7 +200,7 @@ def test_the_command_line_gives_the_results_of_the_cpu(
 
 def test_the_use_of_the_gpu_is_sampled(device: Any, job: str) -> None:
     sample = device.submit(on_strict_device.first_sample, job).result()
-    assert sample["gpus"] == {"0": {"memory_bytes": 0, "utilization": 0.5}}
+    assert sample["gpus"] == {"0": {"memory_bytes": 0, "total_bytes": 1 << 40, "utilization": 0.5}}
 
 
 def without_index(path: str, storages: tuple[str, str]) -> Any:

@@ -52,6 +52,18 @@ def describe(device: torch.device) -> str:
     return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
 
 
+def use_fp32(tf32: bool = False) -> None:
+    """Set how this process computes products and convolutions of fp32 on a GPU.
+
+    By itself torch computes convolutions in TF32. A CPU has no TF32.
+
+    Args:
+        tf32: whether both are computed in TF32, with 10 bits of mantissa.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+
+
 # ---- memory --------------------------------------------------------------------------------------
 def limit_memory(device: torch.device, gpus: float) -> None:
     """Let this process allocate its part of a GPU's memory and no more.

@@ -539,8 +539,10 @@ class TrainSettings(Frozen):
         0.0,
         description="largest global gradient norm; larger gradients are scaled down to it; 0: off",
     )
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="`fp32`, or `bf16`: autocast of forward passes to bfloat16"
+    precision: Literal["fp32", "tf32", "bf16"] = Field(
+        "fp32",
+        description="`fp32`; `tf32`: products and convolutions of a GPU with 10 bits of mantissa; "
+        "`bf16`: autocast of forward passes to bfloat16",
     )
     compile: bool = Field(
         False, description="whether the blocks of the backbone are compiled by torch.compile"

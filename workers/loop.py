@@ -96,6 +96,7 @@ def _run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, An
     started = time.perf_counter()
     runners: dict[str, Runner] = {"backbone": train_backbone, "evaluate": evaluate_task}
     run = runners.get(job.step, train_task)
+    accelerator.use_fp32(tf32=run is not evaluate_task and job.train.precision == "tf32")
     with cached_artifacts(job.root, job.parents) as parent_digests:
         files, manifest = run(job, group, report)
     manifest |= {

@@ -59,11 +59,15 @@ class LiveStage(TypedDict, total=False):
 
 
 class GpuSample(TypedDict, total=False):
-    """Use of a GPU by all processes. utilization: share of the time in which it computed, left out
-    where nvidia-ml-py is not installed or has no figure."""
+    """Use of a GPU by all processes.
+
+    utilization: share of the time in which it computed; if it is not known, `reason` says why.
+    """
 
     memory_bytes: int
+    total_bytes: int
     utilization: float
+    reason: str
 
 
 class MachineSample(TypedDict, total=False):

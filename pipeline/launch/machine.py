@@ -32,11 +32,13 @@ def sample_machine(device: torch.device) -> MachineSample:
 def sample_gpu(device: torch.device) -> GpuSample:
     """Return the use of a GPU."""
     free, total = functions().mem_get_info(device)
-    sample: GpuSample = {"memory_bytes": total - free}
-    # nvidia-ml-py is an extra, and its errors derive from Exception alone: part of a GPU (MIG) has
-    # no such figure
-    with suppress(Exception):
+    sample: GpuSample = {"memory_bytes": total - free, "total_bytes": total}
+    try:
         sample["utilization"] = functions().utilization(device) / 100
+    except ImportError:
+        sample["reason"] = "nvidia-ml-py is not installed (`pip install nvidia-ml-py`)"
+    except Exception as error:  # those of nvidia-ml-py: part of a GPU (MIG) has no such figure
+        sample["reason"] = f"its driver says {error}"
     return sample
 
 

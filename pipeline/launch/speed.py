@@ -22,7 +22,7 @@ READ_S = 1e-3  # to read, decode and augment one image
 # FLOP/s that a training step reaches, in fp32 on one core of a CPU and on a GPU in fp32 and bf16.
 # Newer devices reach a multiple of it; so does a large batch.
 CORE_FLOPS = 3e10
-GPU_FLOPS = {"fp32": 1.5e13, "bf16": 5e13}
+GPU_FLOPS = {"fp32": 1.5e13, "tf32": 3e13, "bf16": 5e13}
 MAX_BATCH = 16  # images of a step of a calibration on a CPU
 MAX_GPU_BATCH = 128
 CALIBRATION_S = 3.0  # for all steps of one kind
@@ -51,7 +51,7 @@ def assume(settings: BackboneSettings, cores: int, gpus: float, precision: str) 
         settings: of the backbone.
         cores: CPU cores of a worker; without a GPU it computes with these.
         gpus: GPUs of a worker, or a fraction of one; 0 for a CPU.
-        precision: `fp32` or `bf16`.
+        precision: `fp32`, `tf32` or `bf16`.
     """
     forward_flops = 2 * multiply_adds(
         vit.outline(settings), 3, settings.img_size, settings.img_size
@@ -107,6 +107,7 @@ def time_steps(
     labels = torch.randint(CLASSES, (batch_size,), device=device)
     with torch.no_grad():
         network(images)  # sets the width of the linear layer
+    accelerator.use_fp32(tf32=precision == "tf32")
     optimizer = torch.optim.AdamW(network.parameters())
 
     def forward() -> torch.Tensor:

@@ -87,6 +87,7 @@ class Deployment:
     ):
         chosen = accelerator.named_device(device)
         accelerator.limit_memory(chosen, assigned_gpus())
+        accelerator.use_fp32()
         self.served = Predictor(open_model(), device=chosen)
         self.served.warm_up()
         self.limits = Limits(

@@ -229,7 +229,8 @@ def test_a_gpu_without_figures_of_its_use_does_not_end_the_sampling(
         while len(samples) < 2 and time.monotonic() < wait_until:
             time.sleep(0.01)
     assert len(samples) >= 2
-    assert all(sample["gpus"] == {"1": {"memory_bytes": 70}} for sample in samples)
+    gpu = {"memory_bytes": 70, "total_bytes": 100, "reason": "its driver says Not Supported"}
+    assert all(sample["gpus"] == {"1": gpu} for sample in samples)
 
 
 def test_a_period_of_zero_samples_nothing() -> None:

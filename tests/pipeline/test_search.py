@@ -478,9 +478,9 @@ def winner_body(folder: Path) -> dict[str, Any]:
     return body
 
 
-def winner_keys(folder: Path, seed: int = 5) -> dict[str, str]:
-    """Return stage id -> key of the winner's run with a seed."""
-    manifests = small_run.manifests(folder / "storage", f"small-winner-seed{seed}")
+def winner_keys(folder: Path) -> dict[str, str]:
+    """Return stage id -> key of the winner's run with seed 5."""
+    manifests = small_run.manifests(folder / "storage", "small-winner-seed5")
     return {stage_id: manifest["key"] for stage_id, manifest in manifests.items()}
 
 
@@ -641,7 +641,7 @@ def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path
         "method": "individual",
         "scheduler": "pbt",
         "budget": {"trials": 2},
-        "seeds": [6],
+        "seeds": [5],
         "seed": 7,
         "concurrent": 1,
     }
@@ -674,7 +674,7 @@ def test_a_poor_trial_of_a_population_continues_from_a_better_one(tmp_path: Path
     tasks = winner_body(tmp_path)["methods"]["individual"]["tasks"]
     rates = [params["methods.individual.train.lr"] for params in best_trial["history"].values()]
     assert [tasks[task]["train"]["lr"] for task in "abc"] == rates
-    winner_key = winner_keys(tmp_path, seed=6)["individual/c/train"]
+    winner_key = winner_keys(tmp_path)["individual/c/train"]
     assert winner_key == stage_keys(best_trial)["individual/c/train"]
 
 

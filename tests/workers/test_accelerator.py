@@ -95,3 +95,31 @@ def test_a_device_has_an_index_and_a_name(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_cpu_has_no_such_limit() -> None:
     limit_memory(torch.device("cpu"), 0)
     accelerator.release_memory(torch.device("cpu"))
+
+
+def test_a_stage_trains_in_its_precision_and_is_evaluated_in_fp32(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    use_fp32 = accelerator.use_fp32
+
+    def use(tf32: bool = False) -> None:
+        asked.append(tf32)
+        use_fp32(tf32)
+
+    monkeypatch.setattr(accelerator, "use_fp32", use)
+    train = {"optimizer": "adamw", "lr": 1e-2, "epochs": 1, "batch_size": 32}
+    runs = {
+        precision: lab.run_of("finetune", {**train, "precision": precision})
+        for precision in ("fp32", "tf32")
+    }
+    states = {}
+    for precision, run in runs.items():
+        asked.clear()
+        (job,) = run.stages(0)
+        states[precision] = run.artifact(job).read("task.safetensors")
+        assert asked[-1] == torch.backends.cudnn.allow_tf32 == (precision == "tf32")
+        run.evaluated(0)
+        assert not torch.backends.cudnn.allow_tf32
+        assert not torch.backends.cuda.matmul.allow_tf32
+    assert states["fp32"] == states["tf32"], "a CPU has no TF32"

@@ -49,7 +49,13 @@ def slots_of(node: Node, cluster: ClusterSettings) -> int:
     """Return how many workers fit onto one node, if nothing else ran there."""
     counts = []
     for name, amount in resources_per_worker(cluster).items():
-        counts.append(int(node.resources.get(name, 0.0) / amount + SLACK))
+        available = node.resources.get(name, 0.0)
+        count = int(available / amount + SLACK)
+        if name == "GPU" and amount < 1:  # a worker takes its part of one card
+            cards = int(available + SLACK)
+            rest = available - cards
+            count = cards * int(1 / amount + SLACK) + int(rest / amount + SLACK)
+        counts.append(count)
     return min(counts)
 
 

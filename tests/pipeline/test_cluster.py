@@ -49,6 +49,15 @@ def test_a_tenth_of_a_gpu_fits_ten_times() -> None:
     assert sizes(nodes_of([{"CPU": 99.0, "GPU": 1.0}]), workers=1, gpus_per_worker=0.1) == [1] * 10
 
 
+@pytest.mark.parametrize(
+    ("gpus", "share", "groups"),
+    [(2.0, 0.4, 4), (2.0, 0.5, 4), (3.0, 0.7, 3), (2.0, 0.1, 20), (1.2, 0.4, 2), (4.0, 2.0, 2)],
+)
+def test_a_part_of_a_gpu_is_on_one_card(gpus: float, share: float, groups: int) -> None:
+    node = [{"CPU": 99.0, "GPU": gpus}]
+    assert sizes(nodes_of(node), workers=1, gpus_per_worker=share) == [1] * groups
+
+
 def test_a_worker_is_on_one_node_and_not_on_parts_of_two() -> None:
     assert sizes(nodes_of([{"CPU": 3.0}] * 2), workers=1, cpus_per_worker=2) == [1, 1]
 

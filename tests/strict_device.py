@@ -5,6 +5,13 @@ would reveal raise an error: an operation on tensors of two devices, a generator
 `.numpy()`, a write from the host. What would slow down a GPU is counted (`Counts`). Results are
 those of the CPU's kernels.
 
+Streams and events are simulated: a tensor that another stream may still write, and memory that is
+freed before another stream is done with it, raise an error. A device without an index is refused.
+
+It does not see: speed; rounding and the order of sums of a GPU's kernels; which operations autocast
+casts (none is cast here); memory that runs out; host memory that changes while it is copied;
+collectives; `torch.compile`; several devices.
+
 The device is PyTorch's `PrivateUse1`, and this module alone implements its operations. Registering
 it changes the process for good, and must come before the first backward pass. So use it in a
 process that does nothing else.

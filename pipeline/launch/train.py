@@ -75,8 +75,6 @@ def make_trainer(
     from ray.train import ScalingConfig  # heavy: for this task's process alone
     from ray.train.torch import TorchConfig
 
-    use_gpu = bool(cluster.gpus_per_worker)
-    shares_gpu = cluster.gpus_per_worker % 1 > 0  # nccl refuses two ranks on one GPU
     return ray_internals.trainer_class()(
         train_loop_per_worker,
         train_loop_config={
@@ -86,15 +84,25 @@ def make_trainer(
             "threads": cluster.cpus_per_worker,
             "sample_s": sample_s,
         },
-        torch_config=TorchConfig(backend="nccl" if use_gpu and not shares_gpu else "gloo"),
+        torch_config=TorchConfig(backend=collectives_of(cluster)),
         scaling_config=ScalingConfig(
             num_workers=workers,
-            use_gpu=use_gpu,
+            use_gpu=bool(cluster.gpus_per_worker),
             resources_per_worker=resources_per_worker(cluster),
             placement_strategy=cluster.placement,
         ),
         run_config=ray_internals.run_config(name, where_ray_writes(storage)),
     )
+
+
+def collectives_of(cluster: ClusterSettings) -> str:
+    """Return torch's name of what connects the ranks of a group.
+
+    NCCL sums tensors on GPUs, and refuses two ranks on one of them. Objects are sent by gloo: ranks
+    that wait for a stage in NCCL would keep their GPUs busy.
+    """
+    has_whole_gpus = cluster.gpus_per_worker >= 1 and cluster.gpus_per_worker % 1 == 0
+    return "cpu:gloo,cuda:nccl" if has_whole_gpus else "gloo"
 
 
 # ---- each rank -----------------------------------------------------------------------------------

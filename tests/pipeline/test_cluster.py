@@ -18,7 +18,7 @@ import pytest
 from pyarrow import fs
 
 from pipeline.config import ClusterSettings
-from pipeline.launch import cluster, ray_internals, shares
+from pipeline.launch import cluster, ray_internals, shares, train
 from pipeline.launch.cluster import ClusterState
 from tests.pipeline.nodes import nodes_of
 from workers.errors import UserError
@@ -56,6 +56,13 @@ def test_a_tenth_of_a_gpu_fits_ten_times() -> None:
 def test_a_part_of_a_gpu_is_on_one_card(gpus: float, share: float, groups: int) -> None:
     node = [{"CPU": 99.0, "GPU": gpus}]
     assert sizes(nodes_of(node), workers=1, gpus_per_worker=share) == [1] * groups
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"), [(0, "gloo"), (0.5, "gloo"), (1, "cpu:gloo,cuda:nccl")]
+)
+def test_objects_are_sent_by_gloo(gpus: float, backend: str) -> None:
+    assert train.collectives_of(ClusterSettings(workers=2, gpus_per_worker=gpus)) == backend
 
 
 def test_a_worker_is_on_one_node_and_not_on_parts_of_two() -> None:

@@ -30,7 +30,6 @@ from pipeline.launch import dead_workers, ray_internals
 from pipeline.launch.attempt import Manifest, Progress, RunOnDriver, attempt_stage, run_ingest
 from pipeline.launch.cluster import (
     ClusterState,
-    DriverRegistration,
     Node,
     actor_name,
     address_of,
@@ -41,7 +40,8 @@ from pipeline.launch.cluster import (
 )
 from pipeline.launch.limits import Deadline, timeout_text
 from pipeline.launch.pools import Pools
-from pipeline.launch.queue import Queue, ReadyStage
+from pipeline.launch.queue import ReadyStage
+from pipeline.launch.queue_actor import QueueActor
 from pipeline.launch.shares import in_words, resources_per_worker
 from pipeline.launch.train import NO_ROOM, run_segment
 from workers import preemption
@@ -57,21 +57,6 @@ GRACE_S = 60.0  # how long a preempted driver waits for its groups to save their
 CLOSE_TIMEOUT_S = 10.0
 CLOSED_S = 0.5  # between two looks of a thread of ingest whether the executor was closed
 INGEST_THREADS = 8  # each waits for Ray tasks, which do the work
-
-
-class QueueActor(DriverRegistration, Queue):
-    """The queue as an actor of the cluster."""
-
-    def count_waiting_placement_groups(self) -> int:
-        """Return how many placement groups of this job wait for room."""
-        return len(ray_internals.waiting_placement_groups())
-
-    def release_orphans(self) -> None:
-        """Give back what worker groups reserved whose controllers were killed."""
-        from ray.util import remove_placement_group  # heavy, and loaded already in an actor
-
-        for placement_group in ray_internals.orphaned_placement_groups():
-            remove_placement_group(placement_group)
 
 
 @dataclass(frozen=True)

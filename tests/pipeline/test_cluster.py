@@ -608,3 +608,8 @@ def test_ray_writes_by_streams_of_its_own(tmp_path: Path) -> None:
     assert isinstance(streams["storage_filesystem"], fs.S3FileSystem), (
         "a stream is never closed half-way there: ours offers none"
     )
+
+
+def test_the_process_of_the_queue_imports_no_torch() -> None:
+    code = "import sys, pipeline.launch.queue_actor; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,9 +1,10 @@
 """Correctness on a GPU: every method trains two tasks, resumes, is evaluated and served.
 
-`python -m benchmarks.gpu [--methods NAME ...]`; meant for at most 5 minutes on one GPU with 16 CPU
-cores. It needs neither ray nor mlflow nor webdataset, makes its own images and reaches for nothing
-outside its temporary folder. `benchmarks/gpu_checks.py` says what is compared with the CPU, and how
-closely. `--device cpu` rehearses all of it without a GPU.
+`python -m benchmarks.gpu [--methods NAME ...]`; with `--speed` it is `benchmarks/gpu_speed.py`.
+Meant for at most 5 minutes on one GPU with 16 CPU cores. It needs neither ray nor mlflow nor
+webdataset, makes its own images and reaches for nothing outside its temporary folder.
+`benchmarks/gpu_checks.py` says what is compared with the CPU, and how closely. `--device cpu`
+rehearses all of it without a GPU.
 
 One line per failure: method, scenario, precision, stage, a sentence, the line of this project under
 which it was raised. Then a table. Exit code 1 where anything failed, 2 where it could not begin.
@@ -27,6 +28,7 @@ import torch
 from benchmarks import gpu_pool
 from benchmarks.gpu_cases import Case, Failure, prepare
 from benchmarks.gpu_checks import check_case
+from workers import accelerator
 from workers.errors import UserError
 from workers.methods import METHODS
 
@@ -182,7 +184,31 @@ def command_line() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help=f"of one case, then it is stopped (default: {LIMIT_S:g})",
     )
+    parser.add_argument(
+        "--speed", action="store_true", help="measure speed instead, for at most 5 minutes"
+    )
+    parser.add_argument(
+        "--out",
+        default="gpu-speed.jsonl",
+        metavar="FILE",
+        help="of --speed: rows that it has are not measured again (default: gpu-speed.jsonl)",
+    )
     return parser
+
+
+def measure_speed(arguments: argparse.Namespace, device: str, name: str) -> int:
+    """Measure speed, and print the tables; return 1 where a row failed."""
+    from benchmarks import gpu_speed  # imports all that it measures
+
+    chosen = torch.device(device, 0) if device == accelerator.TYPE else accelerator.CPU
+    sizes = gpu_speed.REHEARSAL if chosen == accelerator.CPU else gpu_speed.Sizes()
+    bench = gpu_speed.Bench(chosen, sizes, Path(arguments.out))
+    print(f"on {name}; torch {torch.__version__}; rows in {bench.out}", flush=True)
+    gpu_speed.measure_all(bench, arguments.methods)
+    print(f"\n{gpu_speed.tables(bench.rows)}")
+    if bench.left_out:
+        print(f"no time was left for {', '.join(bench.left_out)}; the same command measures them")
+    return int(any("error" in row for row in bench.rows))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -198,6 +224,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"benchmarks.gpu: {error}", file=sys.stderr)
         return 2
+    if arguments.speed:
+        return measure_speed(arguments, device, name)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     print(f"on {name}; {versions}; {len(cases)} cases, {arguments.jobs} side by side", flush=True)
     rows = run(cases, device, max(1, arguments.jobs), arguments.limit)

@@ -12,15 +12,16 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import Report, interleave, start
 from workers import dist, loop, optim
+from workers.accelerator import CPU
 from workers.data.batch import Batch
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
 from workers.loop import exemplar_keys
@@ -28,6 +29,7 @@ from workers.methods import METHODS
 from workers.methods.base import Method, OptimPlan, Progress, StepContext, StepData
 from workers.model import vit
 from workers.rng import StepRng
+from workers.storage.taskstate import TaskState
 
 SIDE, BATCH, CLASSES, ROUNDS = 96, 16, 20, 7
 STEPS = 100  # in an epoch of the schedule; a timed step is one of its first
@@ -61,26 +63,44 @@ TRAINING_DEMANDS = {
     "podnet": 1.6,
     "dytox": 1.4,
 }
-TASKS = tuple(Task(f"t{i}", "none", "none", tuple(map(str, range(CLASSES)))) for i in range(2))
-GROUP = dist.Group()
+TASKS = tuple(Task(f"t{i}", "none", "none", tuple(map(str, range(CLASSES)))) for i in range(3))
 DATA = DataSettings()
-TRAIN = TrainSettings(epochs=10, batch_size=BATCH)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How a training step is measured.
+
+    position: of the task in the stream, from 0; a method without a chain trains the first one.
+    """
+
+    side: int = SIDE
+    batch: int = BATCH
+    position: int = 1
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    device: torch.device = CPU
+
+    @property
+    def train(self) -> TrainSettings:
+        """The training settings."""
+        return TrainSettings(epochs=10, batch_size=self.batch, precision=self.precision)
 
 
 class Pictures:
     """A feed for methods that read images before they train: random images of some tasks."""
 
-    group = GROUP
-
-    def __init__(self, tasks: tuple[Task, ...]) -> None:
+    def __init__(self, tasks: tuple[Task, ...], conditions: Conditions) -> None:
         self.tasks = tasks
+        self.side = conditions.side
+        self.group = dist.Group(device=conditions.device)
 
     def evaluate(self) -> Iterator[Batch]:
         """Yield one batch a task, with four images of each class."""
+        device = self.group.device
         for index, task in enumerate(self.tasks):
-            images = torch.randn(4 * CLASSES, 3, SIDE, SIDE)
-            labels = torch.arange(4 * CLASSES) % CLASSES
-            rng = StepRng(0, 0, 0, torch.arange(len(labels)), len(labels), torch.device("cpu"))
+            images = torch.randn(4 * CLASSES, 3, self.side, self.side).to(device)
+            labels = (torch.arange(4 * CLASSES) % CLASSES).to(device)
+            rng = StepRng(0, 0, 0, torch.arange(len(labels)), len(labels), device)
             yield Batch(images, labels, torch.full_like(labels, index), rng, keys=keys_of(task))
 
 
@@ -101,13 +121,22 @@ def keys_by_class(task: Task) -> dict[str, list[str]]:
 
 
 class Training:
-    """A method in the middle of a stage; for a chain, in the training of its second task.
+    """A method in the middle of a stage; for a chain, in the training of a later task.
 
-    The first task's later steps are left out, but for the one that chooses exemplars.
+    The later steps of the tasks before it are left out, but for the one that chooses exemplars.
     """
 
-    def __init__(self, name: str, backbone: torch.nn.Module, scenario: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        backbone: torch.nn.Module,
+        scenario: str,
+        conditions: Conditions = Conditions(),
+    ) -> None:
         cls = METHODS[name]
+        device = conditions.device
+        train = conditions.train
+        self.group = dist.Group(device=device)
         settings = cls.Settings()
         self.job = StageJob(
             "benchmark",
@@ -118,36 +147,38 @@ class Training:
             {},
             BackboneSettings(),
             DATA,
-            TRAIN,
+            train,
             scenario,
             0,
             TASKS[0],
             TASKS[:1],
         )
-        state, carried = None, None
+        states: dict[str, TaskState] = {}
+        carried = None
         steps = [step.name for step in cls.steps_for(settings, 0)]
         timed = (0, steps[0])  # position in the stream, step
         stages = [timed]
         if cls.carries:
-            herds = [step for step in steps if step == "herd"]
-            timed = (1, steps[0])
-            stages = [(0, steps[0]), *((0, step) for step in herds), timed]
+            timed = (conditions.position, steps[0])
+            before = [steps[0], *(step for step in steps if step == "herd")]
+            stages = [(i, step) for i in range(conditions.position) for step in before]
+            stages.append(timed)
         for position, step in stages:
-            rates = OptimPlan(
-                TRAIN.lr, TRAIN.weight_decay, BATCH, optim.full_rate_steps(10 * STEPS, STEPS, TRAIN)
-            )
+            full_rate = optim.full_rate_steps(10 * STEPS, STEPS, train)
+            rates = OptimPlan(train.lr, train.weight_decay, conditions.batch, full_rate)
             torch.manual_seed(0)
-            self.method: Method = cls(copy.deepcopy(backbone), settings, seed=0)
+            self.method: Method = cls(copy.deepcopy(backbone), settings, seed=0).to(device)
             self.method.scenario, self.method.stream = scenario, TASKS[: position + 1]
-            if state is not None and cls.loads_states(scenario):
-                self.method.load_task(state)
+            if cls.loads_states(scenario):
+                for earlier in states.values():
+                    self.method.load_task(earlier)
             context = StepContext(
                 TASKS[position],
                 rates,
                 step,
                 scenario,
                 TASKS[: position + 1],
-                carried=carried,
+                carried=carried and carried.to(device),
                 data=StepData(task_keys=keys_by_class),
             )
             memory = exemplar_keys(self.method, context)
@@ -156,9 +187,10 @@ class Training:
                 for task in self.method.stream
                 if cls.trains_on == "seen" or task == TASKS[position] or memory.get(task.name)
             )
-            pictures = Pictures(tasks)
+            pictures = Pictures(tasks, conditions)
             data = StepData(partial(feed_of, pictures), keys_by_class)
             groups = self.method.begin(replace(context, training_tasks=tasks, data=data))
+            self.method.to(device)
             trained: set[int] = set()
             for group in groups:
                 trained.update(id(parameter) for parameter in group["params"])
@@ -166,22 +198,27 @@ class Training:
                 parameter.requires_grad_(id(parameter) in trained)
             if (position, step) != timed:
                 state, carried = self.method.finish()
-        self.optimizer = optim.build(groups, TRAIN)
+                states[state.task] = state
+        self.optimizer = optim.build(groups, train)
         self.method.train()
         generator = torch.Generator().manual_seed(1)
-        self.images = torch.randn(BATCH, 3, SIDE, SIDE, generator=generator)
-        self.labels = torch.randint(0, CLASSES, (BATCH,), generator=generator)
-        self.tasks = torch.arange(BATCH) % len(tasks)
+        self.size = conditions.batch
+        shape = (self.size, 3, conditions.side, conditions.side)
+        self.images = torch.randn(shape, generator=generator).to(device)
+        self.labels = torch.randint(0, CLASSES, (self.size,), generator=generator).to(device)
+        tasks_of_images = torch.arange(self.size) % len(tasks)
+        self.counts = tuple(torch.bincount(tasks_of_images).tolist())
+        self.tasks = tasks_of_images.to(device)
         self.steps = 0
 
     def step(self) -> Tensor:
         """Run one training step and return its loss."""
-        rng = StepRng(0, 0, self.steps, torch.arange(BATCH), BATCH, torch.device("cpu"))
-        counts = tuple(torch.bincount(self.tasks).tolist())
-        batch = Batch(self.images, self.labels, self.tasks, rng, counts=counts)
+        positions = torch.arange(self.size)
+        rng = StepRng(0, 0, self.steps, positions, self.size, self.group.device)
+        batch = Batch(self.images, self.labels, self.tasks, rng, counts=self.counts)
         progress = Progress(self.steps // STEPS, self.steps % STEPS, 10, STEPS)
         self.steps += 1
-        sums = loop.train_step(self.method, self.optimizer, [batch], progress, self.job, GROUP)
+        sums = loop.train_step(self.method, self.optimizer, [batch], progress, self.job, self.group)
         return sums["loss"]
 
     @torch.no_grad()

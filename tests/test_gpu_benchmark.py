@@ -3,6 +3,7 @@ seen to fail."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks import gpu, gpu_pool
+from benchmarks import gpu, gpu_pool, gpu_speed
 from workers.methods import METHODS
 from workers.methods.linear import Linear
 
@@ -240,3 +241,39 @@ def test_a_case_that_hangs_or_dies_is_ended_and_costs_no_other() -> None:
     assert pids["good too"] == pids["good as well"]
     for pid in set(pids.values()):
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_speed_is_measured_row_by_row_and_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "speed.jsonl"
+    options = ("--speed", "--out", str(out), "--methods", "dytox")
+    bench = gpu_speed.Bench(torch.device("cpu"), gpu_speed.REHEARSAL, out, limit_s=0.0)
+    gpu_speed.measure_all(bench, ["dytox"])
+    assert not out.exists(), "no time is left"
+    named = len(bench.left_out)
+    first = benchmark(*options)
+    assert first.returncode == 0, first.stdout + first.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == named
+    steps = {row["name"]: row for row in rows if row["kind"] == "training step"}
+    assert steps.keys() == {"dytox, task 1", "dytox, task 3"}
+    assert all(row["images_s"] > 0 and row["ms"] > 0 for row in steps.values())
+    assert "kernels" in steps["dytox, task 1"]
+    out.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:-1]))
+    second = benchmark(*options)
+    assert second.returncode == 0
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert again[:-1] == rows[:-1], "what stands is not measured again"
+    assert again[-1]["name"] == rows[-1]["name"]
+    assert rows[-1]["name"] in second.stdout
+
+
+def test_a_row_that_fails_is_said_and_does_not_stop_the_others(tmp_path: Path) -> None:
+    out = tmp_path / "speed.jsonl"
+    bench = gpu_speed.Bench(torch.device("cpu"), gpu_speed.REHEARSAL, out)
+    bench.measure("a kind", "fails", lambda: {"value": 1 / 0})
+    bench.measure("a kind", "works", lambda: {"value": 1.5})
+    assert [row.get("error", row.get("value")) for row in bench.rows] == [
+        "ZeroDivisionError: division by zero",
+        1.5,
+    ]
+    assert "works" in gpu_speed.tables(bench.rows)

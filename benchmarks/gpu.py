@@ -28,7 +28,7 @@ import torch
 from benchmarks import gpu_pool
 from benchmarks.gpu_cases import Case, Failure, prepare
 from benchmarks.gpu_checks import check_case
-from workers import accelerator
+from workers.data import accelerator
 from workers.errors import UserError
 from workers.methods import METHODS
 

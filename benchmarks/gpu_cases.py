@@ -12,8 +12,8 @@ from benchmarks import stream
 from pipeline.config import Config
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
-from workers import accelerator
-from workers.accelerator import CPU
+from workers.data import accelerator
+from workers.data.accelerator import CPU
 from workers.methods import METHODS
 
 # Name of a task -> its range of classes. The first one trains the backbone.

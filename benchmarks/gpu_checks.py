@@ -61,7 +61,8 @@ from pipeline.graph.run import look_up_all, run_graph
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.results.bundles import bundle_of
-from workers import accelerator, loop, preemption
+from workers import loop, preemption
+from workers.data import accelerator
 from workers.dist import Group
 from workers.job import StageJob
 from workers.methods import METHODS

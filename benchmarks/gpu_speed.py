@@ -30,7 +30,7 @@ from benchmarks import dytox, stream
 from benchmarks.meat_inference import meat
 from benchmarks.methods import CLASSES, Conditions, Training
 from pipeline.console import table_text
-from workers import accelerator
+from workers.data import accelerator
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.job import BackboneSettings
@@ -154,7 +154,8 @@ def measure_all(bench: Bench, names: list[str]) -> None:
     timm_network = timm.create_model(
         bench.sizes.backbone, img_size=bench.sizes.side, num_classes=CLASSES
     )
-    ours = nn.Sequential(copy.deepcopy(backbone), nn.Linear(backbone.num_features, CLASSES))  # type: ignore[arg-type]
+    width: Any = backbone.num_features
+    ours = nn.Sequential(copy.deepcopy(backbone), nn.Linear(width, CLASSES))
     bench.measure("plain loop", "our network", partial(plain_loop, bench, ours))
     bench.measure("plain loop", "timm", partial(plain_loop, bench, timm_network))
     for position in (0, 2):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.harness import Report, interleave, start
 from workers import dist, loop, optim
-from workers.accelerator import CPU
+from workers.data.accelerator import CPU
 from workers.data.batch import Batch
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
 from workers.loop import exemplar_keys

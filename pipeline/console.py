@@ -441,7 +441,7 @@ def table_text(heading: list[str], rows: list[list[str]], left: Sequence[str] | 
         cells = []
         for name, cell, width in zip(heading, row, widths, strict=True):
             cells.append(cell.ljust(width) if name in left else cell.rjust(width))
-        lines.append("  ".join(cells))
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 

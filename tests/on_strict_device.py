@@ -42,8 +42,8 @@ from pipeline.graph.store import Store
 from pipeline.launch.local import LocalExecutor
 from tests import small_run, strict_device
 from tests.strict_device import Counts
-from workers import accelerator, loop
-from workers.data import feed
+from workers import loop
+from workers.data import accelerator, feed
 from workers.data.rows import select
 from workers.dist import Group
 from workers.job import Task

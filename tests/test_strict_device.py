@@ -27,7 +27,7 @@ from tests.on_strict_device import (
     with_rows,
 )
 from tests.strict_device import NAME, Counts, DeviceError, strict_device
-from workers import accelerator
+from workers.data import accelerator
 from workers.data.batch import Batch
 from workers.errors import UserError
 from workers.methods import METHODS
@@ -232,7 +232,7 @@ def test_one_module_knows_cuda() -> None:
     for path in (*root.glob("pipeline/**/*.py"), *root.glob("workers/**/*.py")):
         if re.search(r"torch\.cuda|type [=!]= .cuda", path.read_text()):
             knows.add(str(path.relative_to(root)))
-    assert knows == {"workers/accelerator.py"}
+    assert knows == {"workers/data/accelerator.py"}
 
 
 # ---- the device itself ---------------------------------------------------------------------------

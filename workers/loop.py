@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from workers import accelerator, dist, optim, preemption
+from workers import dist, optim, preemption
+from workers.data import accelerator
 from workers.data.batch import Batch
 from workers.data.feed import Feed
 from workers.data.rows import has_validation, keys_of, select

@@ -342,7 +342,7 @@ def has_gpu() -> bool:
     """Whether torch can use a GPU of this machine."""
     if not os.path.exists("/dev/nvidia0"):
         return False
-    from workers import accelerator  # torch takes seconds, and only where there is a GPU
+    from workers.data import accelerator  # torch takes seconds, and only where there is a GPU
 
     return accelerator.is_available()
 

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 from pipeline.config import Config
 from pipeline.console import format_seconds, table_text
 from pipeline.data.cards import Card
+from pipeline.data.formats import count_labels, is_local_source, list_source
 from pipeline.graph.run_record import recorded_config
 from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store
@@ -31,7 +32,7 @@ from pipeline.launch import speed
 from pipeline.launch.queue import ReadyQueue, ReadyStage
 from pipeline.results.tables import Row
 from workers.data.augment import Augment
-from workers.errors import DamagedArtifact
+from workers.errors import DamagedArtifact, UserError
 from workers.job import StageJob, Task, TrainSettings, with_neutral
 from workers.methods import METHODS
 from workers.methods.protocols import PrecomputesFeatures
@@ -144,12 +145,15 @@ class Images:
     """Counts the images of tasks: by the index of ingested data, else by the counts of the card.
 
     cards: key of an ingest stage -> its card. counts: key -> images by (split, class), read from
-    an index; None when there is no index.
+    an index; None when there is no index. lists_sources: whether sources on this machine are listed
+    to count their images, which takes a while. listed: key -> images by split, of such a source.
     """
 
     store: Store
     cards: Mapping[str, Card] = field(default_factory=dict)
     counts: dict[str, Mapping[tuple[str, str], int] | None] = field(default_factory=dict)
+    lists_sources: bool = False
+    listed: dict[str, Mapping[str, float]] = field(default_factory=dict)
 
     def of(self, data: TaskData, split: str) -> float | None:
         """Return how many images of these classes a split (`train`, `val`, `test`) has.
@@ -162,8 +166,15 @@ class Images:
         if counts is not None:
             return float(sum(counts.get((split, name), 0) for name in data.classes))
         card = self.cards.get(data.key)
-        number = None if card is None or card.counts is None else getattr(card.counts, split)
-        if card is None or number is None:
+        if card is None:
+            return None
+        if card.counts is not None:
+            number = getattr(card.counts, split)
+        else:
+            if data.key not in self.listed:
+                self.listed[data.key] = count_source(card) if self.lists_sources else {}
+            number = self.listed[data.key].get(split)
+        if number is None:
             return None
         return float(number * len(data.classes) / len(card.classes))
 
@@ -177,6 +188,26 @@ class Images:
             return None
         splits = table["split"].to_pylist()
         return Counter(zip(splits, table["class"].to_pylist(), strict=True))
+
+
+def count_source(card: Card) -> dict[str, float]:
+    """Return about how many images each split of a source has, by listing its files.
+
+    Empty for a source that is not on this machine, or that cannot be read: ingest says why.
+    """
+    if card.source.format == "torchvision" or not is_local_source(card):
+        return {}
+    try:
+        counts = count_labels(card, list_source(card) or [])
+    except (UserError, OSError):
+        return {}
+    images: dict[str, float] = {}
+    for (split, _), number in counts.items():
+        images[split] = images.get(split, 0.0) + number
+    if "test" not in images and "train" in images:
+        images["test"] = images["train"] * card.test_fraction
+        images["train"] -= images["test"]
+    return images
 
 
 # ---- the work of a stage -------------------------------------------------------------------------
@@ -360,7 +391,7 @@ def forecast(
         UserError: if this machine cannot be calibrated for the config.
     """
     cards = {stage.key: stage.job.card for stage in graph if isinstance(stage.job, IngestJob)}
-    images = Images(store, cards)
+    images = Images(store, cards, lists_sources=True)
     sources = read_sources(store, graph, config, images)
     data = task_data(graph, tasks)
     speeds = Speeds(config, calibrate)

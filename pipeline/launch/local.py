@@ -27,7 +27,8 @@ from pipeline.launch.attempt import (
 from pipeline.launch.limits import Deadline
 from pipeline.launch.machine import gpu_number, sampling
 from pipeline.launch.queue import ReadyQueue, ReadyStage
-from workers import accelerator, dist, preemption
+from workers import dist, preemption
+from workers.data import accelerator
 from workers.errors import UserError
 from workers.loop import run_stage
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from pipeline.graph.live_status import GpuSample, MachineSample
-from workers.accelerator import functions, is_accelerator
+from workers.data.accelerator import functions, is_accelerator
 
 SAMPLE_S = 10.0  # between two samples
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workers import accelerator
+from workers.data import accelerator
 from workers.errors import UserError
 from workers.job import BackboneSettings
 from workers.model import vit

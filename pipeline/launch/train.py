@@ -18,7 +18,8 @@ from pipeline.launch.cluster import where_ray_writes
 from pipeline.launch.machine import gpu_number, sampling
 from pipeline.launch.queue import STOP, Rank
 from pipeline.launch.shares import resources_per_worker
-from workers import accelerator, dist, preemption
+from workers import dist, preemption
+from workers.data import accelerator
 from workers.loop import run_stage
 from workers.storage.artifact import delete_dir, join, parent
 

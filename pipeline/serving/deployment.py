@@ -25,7 +25,7 @@ from ray.serve.handle import DeploymentHandle
 from pipeline.serving.http_server import Bounds, Reply
 from pipeline.serving.replicas import ReplicaSettings
 from pipeline.serving.requests import RawRequest, parse_request
-from workers import accelerator
+from workers.data import accelerator
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget

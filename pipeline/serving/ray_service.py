@@ -20,7 +20,7 @@ from pipeline.serving.application import count_running
 from pipeline.serving.deployment import Deployment, predict_of
 from pipeline.serving.http_server import Bounds, Front, Hosts
 from pipeline.serving.serve_command import MAX_PIXELS, token_of
-from workers.accelerator import DeviceName
+from workers.data.accelerator import DeviceName
 from workers.serving.bundle import Bundle
 
 

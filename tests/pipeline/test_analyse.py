@@ -491,7 +491,7 @@ def test_the_record_gets_curves_over_blocks_once(
         ("context_scale", "scale"),
     ):
         assert curves["finetune", name] == {
-            block: pytest.approx(np.mean([r[value] for r in rows if r["block"] == block]))
+            block: pytest.approx(np.mean([r[value] for r in rows if r["block"] == block]), rel=1e-5)
             for block in range(2)
         }
     assert [*curves["finetune", "accuracy_occluded"]] == [0, 10, 20, 30, 40, 50]

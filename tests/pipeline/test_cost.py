@@ -266,6 +266,10 @@ def test_the_card_tells_how_many_images_there_are_before_they_are_ingested(
         "b": small_run.make_card(tmp_path, "b", "45", counts=counts),
         "a": small_run.make_card(tmp_path, "other", "23"),
     }
+    listed = costs(tmp_path, cards, name="next")
+    assert listed.costs["finetune/a/train"].images == pytest.approx(TRAIN), "its files are listed"
+    assert listed.costs["finetune/b/evaluate"].images == pytest.approx(3 * TEST)
+    shutil.rmtree(tmp_path / "raw" / "other")
     prediction = costs(tmp_path, cards, name="next")
     assert prediction.costs["finetune/b/train"].images == pytest.approx(36)
     assert prediction.costs["finetune/a/train"].images is None
@@ -345,7 +349,7 @@ def test_the_forecast_of_a_real_run_of_twice_the_epochs_is_near_what_it_then_tak
         small_run.make_body(tmp_path, cards, ("finetune",), train={"epochs": 8}),
     )
     assert main(["plan", path, "--cost"]) == 0
-    assert "unknown: 4" in capsys.readouterr().out
+    assert "formula: 4" in capsys.readouterr().out
     assert main(["run", path]) == 0
     longer = ["--set", "train.epochs=16", "--set", "name=longer"]
     capsys.readouterr()

@@ -14,7 +14,7 @@ from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import machine
 from pipeline.launch.gpu_use import GpuUse
 from tests import small_run
-from workers import accelerator
+from workers.data import accelerator
 
 GIB = 1 << 30
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from workers import accelerator
-from workers.accelerator import describe, free_bytes, limit_memory, make_device, named_device
+from workers.data import accelerator
+from workers.data.accelerator import describe, free_bytes, limit_memory, make_device, named_device
 
 GIB = 1 << 30
 

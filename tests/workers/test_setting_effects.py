@@ -233,6 +233,7 @@ IN_SECTIONS: dict[tuple[str, str], Change] = {
     ("train", "warmup"): Change(0.3),
     ("train", "warmup_start"): Change(0.5, {"warmup": 0.5}),
     ("train", "clip"): Change(0.001),
+    ("train", "precision"): Change("bf16"),  # a CPU has no TF32
     ("train", "keep"): Change("best", {"epochs": 4, "lr": 0.1}),
 }
 KEEPS_RESULTS = {

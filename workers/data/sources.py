@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from workers.accelerator import free_bytes, is_accelerator
+from workers.data.accelerator import free_bytes, is_accelerator
 from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, Cutter, View

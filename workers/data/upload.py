@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from workers.accelerator import functions, is_accelerator
+from workers.data.accelerator import functions, is_accelerator
 
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes; a tensor of any type may start at such a place

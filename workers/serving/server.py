@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from workers.accelerator import CPU
+from workers.data.accelerator import CPU
 from workers.data.augment import Augment
 from workers.data.feed import EVAL_BATCH
 from workers.data.upload import to_device

@@ -243,6 +243,7 @@ def test_a_case_that_hangs_or_dies_is_ended_and_costs_no_other() -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_speed_is_measured_row_by_row_and_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "speed.jsonl"
     options = ("--speed", "--out", str(out), "--methods", "dytox")

@@ -52,7 +52,7 @@ def launched(source: str, *options: str, hours: int = HOURS) -> dict[str, str]:
 
 def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """Return the sentence with which the command ends; it writes nothing then."""
-    assert main(["launch", "--out", "out", *options]) == 2
+    assert main(["launch", "--out", "out", "--hours", "1", *options]) == 2
     assert not Path("out").exists()
     return capsys.readouterr().err
 

@@ -72,7 +72,7 @@ REHEARSAL = Sizes(
 
 @dataclass
 class Bench:
-    """Measures rows that are not in the file yet, until the time is over.
+    """Measures the rows that the file lacks, until the time limit.
 
     out: file with a JSON object per line. left_out: names of rows for which no time was left.
     """
@@ -104,7 +104,7 @@ class Bench:
         self.rows.append(row)
         with self.out.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
-        print(" ".join(f"{key}={text_of(value)}" for key, value in row.items()), flush=True)
+        print(" ".join(f"{key}={format_cell(value)}" for key, value in row.items()), flush=True)
 
     def wait(self) -> None:
         """Wait until the device has computed everything."""
@@ -128,7 +128,7 @@ class Bench:
         return {"ms": 1e3 * seconds, "images_s": images / seconds, "host_cpu_ms": 1e3 * cpu_s}
 
 
-def text_of(value: object) -> str:
+def format_cell(value: object) -> str:
     """Return a value of a row as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -139,12 +139,12 @@ def tables(rows: list[Row]) -> str:
     for kind in dict.fromkeys(row["kind"] for row in rows):
         chosen = [row for row in rows if row["kind"] == kind]
         columns = list(dict.fromkeys(name for row in chosen for name in row if name != "kind"))
-        cells = [[text_of(row.get(name, "-")) for name in columns] for row in chosen]
+        cells = [[format_cell(row.get(name, "-")) for name in columns] for row in chosen]
         texts.append(f"{kind}\n{table_text(columns, cells)}")
     return "\n\n".join(texts)
 
 
-# ---- what is measured ----------------------------------------------------------------------------
+# ---- the rows -----------------------------------------------------------------------------------
 def measure_all(bench: Bench, names: list[str]) -> None:
     """Measure every row, the most important first."""
     bench.measure("ceiling", "product and copy", partial(ceiling, bench))

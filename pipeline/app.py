@@ -96,8 +96,8 @@ ANALYSIS_FILE = "analysis.json"
 REPORT_FILES = "report-files.json"  # names and digests of what the report wrote beside it
 REPORT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 FP32_ON_GPU = (
-    "training is in fp32; on this GPU train.precision=tf32 or bf16 is faster, with other results "
-    "(docs/launch.md)"
+    "stages train in fp32 on a GPU; train.precision=tf32 or bf16 is usually faster, with slightly "
+    "different results (docs/launch.md)"
 )
 MAX_MAP_IMAGES = 32  # test images of a task over which maps are drawn; a page shows no more
 PACKAGES = (
@@ -621,7 +621,8 @@ def _run_stages(
     def describe() -> str:
         return "ending the workers" if journal.is_over else "starting"
 
-    if has_gpus and config.train.precision == "fp32":
+    precisions = {(run.graph[name].inputs.get("train") or {}).get("precision") for name in todo}
+    if has_gpus and "fp32" in precisions:
         progress(Event(EventKind.NOTE, "", FP32_ON_GPU))
     with screen.activity(describe):
         outcome = run_graph(

@@ -3,9 +3,11 @@ and what its steps cost there."""
 
 from __future__ import annotations
 
+import queue
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.launch import machine
+from pipeline.launch import local
 from tests import on_strict_device, small_run
 from tests.on_strict_device import (
     BACKBONES,
@@ -217,13 +219,14 @@ def test_a_job_whose_device_has_no_index_is_found_out(
 
 
 def without_sampler(path: str) -> Any:
-    """In the device's process: the use of GPUs is not sampled."""
-    with mock.patch.object(machine, "sample_gpu", return_value={}):
-        return on_strict_device.first_sample(path)
+    """In the device's process: the executor starts no sampler."""
+    with mock.patch.object(local, "sampling", return_value=nullcontext()):
+        return on_strict_device.first_sample(path, timeout_s=1)
 
 
 def test_a_job_without_the_sampler_is_found_out(device: Any, job: str) -> None:
-    assert device.submit(without_sampler, job).result()["gpus"] == {"0": {}}
+    with pytest.raises(queue.Empty):
+        device.submit(without_sampler, job).result()
 
 
 def test_one_module_knows_cuda() -> None:

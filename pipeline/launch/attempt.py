@@ -59,7 +59,7 @@ def attempt_stage(
 
 
 def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
-    """Return what a stage computed when a GPU's memory did not suffice, and what helps."""
+    """Return a sentence on a stage that a GPU has too little memory for, with the remedies."""
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     allocation = f" (an allocation of {asked[1]} failed)" if asked else ""
     if stage.step == "evaluate" or not isinstance(stage.job, StageJob):
@@ -70,7 +70,7 @@ def explain_memory(stage: Stage, error: torch.OutOfMemoryError) -> str:
     train = stage.job.train
     parts = f"in {train.accumulate} parts" if train.accumulate > 1 else "in one part"
     remedies = ["raise train.accumulate, which gives the same batches in more parts"]
-    if train.precision == "fp32":
+    if train.precision != "bf16":
         remedies.append("set train.precision to bf16")
     remedies.append("lower train.batch_size")
     remedies.append("give it a larger share of a GPU (cluster.gpus_per_worker)")

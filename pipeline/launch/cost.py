@@ -98,7 +98,7 @@ Sources = Mapping[SourceKind, list[Measured]]
 
 
 class Estimate(NamedTuple):
-    """A forecast with the ends of its likely range."""
+    """A forecast in seconds, with the lower and upper end of its likely range."""
 
     expected: float
     low: float
@@ -437,7 +437,7 @@ class Speeds:
         """Return the device-seconds of a stage as if it had been measured."""
         assert isinstance(stage.job, StageJob)
         cluster = self.config.cluster.of_step(stage.step)
-        precision = precision_of(stage.inputs) or self.config.train.precision or "fp32"
+        precision = precision_of(stage.inputs) or "fp32"  # evaluation has none: it is in fp32
         kind = (cluster.cpus_per_worker, cluster.gpus_per_worker, precision)
         if kind not in self.known:
             self.known[kind] = self.get(stage.job.backbone_settings, *kind)

@@ -19,7 +19,7 @@ MIN_SAMPLES = 3
 class Use:
     """The samples of one GPU while stages trained.
 
-    busy: shares of the time in which it computed. memory_bytes: the most that was in use.
+    busy: shares of the time in which the GPU computed. memory_bytes: largest use of its memory.
     """
 
     busy: list[float] = field(default_factory=list)
@@ -32,7 +32,7 @@ class GpuUse:
 
     Args:
         graph: of the run.
-        cluster: what its workers take.
+        cluster: resources of its workers.
         chains: number of stages that can run beside each other.
     """
 
@@ -72,7 +72,7 @@ class GpuUse:
         use.total_bytes = sample["total_bytes"]
 
     def sentences(self) -> list[str]:
-        """Return how busy each GPU was while stages trained, and what would use it more."""
+        """Return how busy each GPU was while stages trained, and the setting that uses it more."""
         lines = [f"the use of a GPU was not measured: {reason}" for reason in self.reasons]
         for (node, gpu), use in self.uses.items():
             if len(use.busy) >= MIN_SAMPLES:

@@ -54,7 +54,7 @@ class LocalExecutor(Executor):
         self.clock = clock
         check_gpus(cluster)
         self.sampling = ExitStack()
-        device = accelerator.make_device(cluster.gpus_per_worker)
+        device = accelerator.make_device(cluster.of_any_step().gpus_per_worker)
         self.sampling.enter_context(sampling(device, self._post_sample, sample_s))
 
     def _post_sample(self, sample: MachineSample) -> None:

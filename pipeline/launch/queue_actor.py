@@ -1,4 +1,5 @@
-"""The queue as an actor of the cluster. Its process imports neither torch nor what computes."""
+"""The queue as an actor of the cluster, in a module of its own so that its process imports no
+torch."""
 
 from __future__ import annotations
 

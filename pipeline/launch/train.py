@@ -85,7 +85,7 @@ def make_trainer(
             "threads": cluster.cpus_per_worker,
             "sample_s": sample_s,
         },
-        torch_config=TorchConfig(backend=collectives_of(cluster)),
+        torch_config=TorchConfig(backend=choose_collectives(cluster)),
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=bool(cluster.gpus_per_worker),
@@ -96,8 +96,8 @@ def make_trainer(
     )
 
 
-def collectives_of(cluster: ClusterSettings) -> str:
-    """Return torch's name of what connects the ranks of a group.
+def choose_collectives(cluster: ClusterSettings) -> str:
+    """Return the torch.distributed backend of a worker group.
 
     NCCL sums tensors on GPUs, and refuses two ranks on one of them. Objects are sent by gloo: ranks
     that wait for a stage in NCCL would keep their GPUs busy.

@@ -52,11 +52,13 @@ class DecodedRequest:
 
 
 def assigned_gpus() -> float:
-    """Return how many GPUs, or which part of one, Ray has assigned to this process; 1 without
-    Ray."""
+    """Return the number of GPUs, or the fraction of one, that Ray has assigned to this process.
+
+    It is 1 if nothing is assigned, as without Ray.
+    """
     if not ray.is_initialized():
         return 1.0
-    return float(ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0))
+    return float(ray.get_runtime_context().get_assigned_resources().get("GPU") or 1.0)
 
 
 def count_images(requests: Sequence[DecodedRequest]) -> int:

@@ -62,7 +62,7 @@ def test_a_part_of_a_gpu_is_on_one_card(gpus: float, share: float, groups: int) 
     ("gpus", "backend"), [(0, "gloo"), (0.5, "gloo"), (1, "cpu:gloo,cuda:nccl")]
 )
 def test_objects_are_sent_by_gloo(gpus: float, backend: str) -> None:
-    assert train.collectives_of(ClusterSettings(workers=2, gpus_per_worker=gpus)) == backend
+    assert train.choose_collectives(ClusterSettings(workers=2, gpus_per_worker=gpus)) == backend
 
 
 def test_a_worker_is_on_one_node_and_not_on_parts_of_two() -> None:

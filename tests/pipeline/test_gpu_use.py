@@ -19,7 +19,7 @@ from workers.data import accelerator
 GIB = 1 << 30
 
 
-def use_of(folder: Path, chains: int = 8, **cluster: Any) -> GpuUse:
+def make_use(folder: Path, chains: int = 8, **cluster: Any) -> GpuUse:
     cards = small_run.make_cards(folder, ("base", "a"))
     body = small_run.make_body(
         folder, cards, ("finetune",), cluster={"workers": 1, "gpus_per_worker": 1, **cluster}
@@ -45,7 +45,7 @@ def start(use: GpuUse, stage: str = "finetune/a/train") -> None:
 
 
 def test_samples_count_while_a_stage_trains(tmp_path: Path) -> None:
-    use = use_of(tmp_path)
+    use = make_use(tmp_path)
     feed(use, 0.0, 0.0, 0.0)
     start(use, "finetune/a/evaluate")
     feed(use, 0.0, 0.0, 0.0)
@@ -74,7 +74,7 @@ def test_samples_count_while_a_stage_trains(tmp_path: Path) -> None:
 def test_an_idle_gpu_is_offered_more_chains(
     tmp_path: Path, chains: int, used: int, cluster: dict[str, Any], expected: str
 ) -> None:
-    use = use_of(tmp_path, chains, **cluster)
+    use = make_use(tmp_path, chains, **cluster)
     start(use)
     feed(use, 0.1, 0.2, 0.3, used=used)
     (sentence,) = use.sentences()
@@ -110,7 +110,7 @@ def test_a_figure_that_is_missing_is_explained(
     monkeypatch.setattr(machine, "functions", lambda: Gpu(error))
     sample = machine.sample_gpu(torch.device("cuda", 0))
     assert sample == {"memory_bytes": 4, "total_bytes": 9, "reason": reason}
-    use = use_of(tmp_path)
+    use = make_use(tmp_path)
     start(use)
     for _ in range(3):
         use.progress(Event(EventKind.SAMPLE, "", body={"node": "n", "gpus": {"0": sample}}))

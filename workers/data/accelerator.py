@@ -1,4 +1,4 @@
-"""The accelerator: how its devices are made, and what they can do.
+"""Make the device of a process, and call torch's functions for it.
 
 No other module compares the type of a device with anything but `cpu`. So tests can set `TYPE` to a
 simulated device, and every branch for a GPU runs without one.
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-TYPE = "cuda"  # of devices that are no CPU
+TYPE = "cuda"  # type of the accelerator's devices
 CPU = torch.device("cpu")
 DeviceName = Literal["cpu", "cuda"]  # as users write it
 
@@ -41,7 +41,7 @@ def named_device(name: DeviceName) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device is no CPU."""
+    """Return whether a device is a GPU and not the CPU."""
     return device.type != CPU.type
 
 

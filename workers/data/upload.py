@@ -47,8 +47,8 @@ class Pending(NamedTuple, Generic[T]):
 
 
 class SideStream:
-    """A stream beside the one that trains, for what several threads copy and compute. On the CPU
-    there is none, and everything is done in line."""
+    """A second stream of a GPU, on which several threads copy and compute while the first one
+    trains. A CPU has no streams: everything is done in line."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -63,12 +63,12 @@ class SideStream:
             return Pending(result, self.stream.record_event())
 
     def fork(self) -> None:
-        """Let the side stream wait for all that was launched on the caller's stream."""
+        """Make the side stream wait for the kernels launched on the caller's stream so far."""
         if self.stream is not None:
             self.stream.wait_stream(functions().current_stream(self.device))
 
     def join(self) -> None:
-        """Let the caller's stream wait for all that was launched on the side stream."""
+        """Make the caller's stream wait for the kernels launched on the side stream so far."""
         if self.stream is not None:
             functions().current_stream(self.device).wait_stream(self.stream)
 

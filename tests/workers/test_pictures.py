@@ -14,14 +14,16 @@ import torch
 from PIL import Image
 from test_feed import COLOURS, SHAPES, encoded, feed_of, publish, samples
 
-from workers.data import pictures, sources
+from workers.data import making, pictures, sources
 from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
+from workers.data.crops import View
 from workers.data.decoding import read_picture
 from workers.data.feed import NUM_THREADS, Feed
+from workers.data.making import ImageMaker
 from workers.data.pictures import KeptPictures, are_small
 from workers.data.rows import SampleTable, select
-from workers.data.sources import PictureSource, Scratch, chunks_of
+from workers.data.sources import PictureSource, chunks_of
 from workers.errors import UserError
 from workers.job import Interpolation
 
@@ -187,7 +189,7 @@ def test_each_image_is_decoded_once_and_its_sides_are_those_of_the_original(
         decoded.append(len(data))
         return read_picture(data, *args)
 
-    monkeypatch.setattr(pictures, "read_picture", counted)
+    monkeypatch.setattr(making, "read_picture", counted)
     for cache in (Cache(str(tmp_path / "cache"), 10**9), None):
         kept = KeptPictures(table, LONGEST, 2, cache)
         for row in (3, 16, 0, 3):
@@ -252,13 +254,13 @@ def test_what_is_kept_is_told_from_the_pixels_of_some_images(
 def test_threads_of_later_epochs_use_the_memory_of_earlier_ones(
     root: Path, monkeypatch: pytest.MonkeyPatch, fed: str
 ) -> None:
-    made: list[Scratch] = []
+    made: list[ImageMaker] = []
 
-    def note(side: int) -> Scratch:
-        made.append(Scratch(side))
+    def note(view: View) -> ImageMaker:
+        made.append(ImageMaker(view))
         return made[-1]
 
-    monkeypatch.setattr(sources, "Scratch", note)
+    monkeypatch.setattr(sources, "ImageMaker", note)
     feed = feed_of(root, fed, data={"crop": "resized"})
     for epoch in range(6):
         assert len(list(feed.epoch(epoch))) == feed.steps_per_epoch > 1

@@ -23,6 +23,7 @@ from test_feed import CLASSES, COLOURS, feed_of, publish, samples
 from workers.data import order, reader
 from workers.data.cache import Cache
 from workers.data.crops import View
+from workers.data.making import ReadPicture
 from workers.data.order import Deal, Ints
 from workers.data.pictures import StreamedPictures
 from workers.data.reader import (
@@ -390,7 +391,7 @@ def test_an_epoch_that_is_dropped_does_not_wait_for_the_storage(
 ) -> None:
     answers = threading.Event()
     monkeypatch.setattr(DiskReader, "read", lambda reader, row: answers.wait(60))
-    pictures = StreamedPictures(colours, DiskReader(colours), None)
+    pictures = StreamedPictures(colours, DiskReader(colours), ReadPicture(None))
     source = PictureSource(pictures, View(8), 2)
     rows = np.arange(900).reshape(9, 100)
     steps = source.steps(StepSamples(np.arange(100), rows_of_step) for rows_of_step in rows)

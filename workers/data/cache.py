@@ -240,7 +240,7 @@ class Blocks:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Cache | None,
         file: LocalFile,
         start: int,
         borders: NDArray[np.int64],
@@ -287,6 +287,7 @@ class Blocks:
             row for row in np.unique(rows[~self.checked[rows]]).tolist() if not self._is_whole(row)
         ]
         if bad:
+            assert self.cache is not None, "memory keeps what is written"
             filesystem.notify(
                 f"cache: {len(bad)} decoded images in {self.cache.folder} are not what was "
                 "written there, and are "
@@ -304,6 +305,7 @@ class Blocks:
         return crc32(self.row(row).data) == int(self.checksums[row])
 
     def _mend(self, row: int) -> None:
+        assert self.cache is not None
         data = np.ascontiguousarray(self.make(row)).tobytes()
         try:
             os.pwrite(self.file.fileno(), data, self.start + int(self.borders[row]))

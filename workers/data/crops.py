@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data.decoding import Picture, Pixels
+from workers.data.order import Ints
 from workers.data.torch_internals import resize_into
 from workers.job import Interpolation
 from workers.rng import StepRng
@@ -88,6 +89,19 @@ class CropDraws:
         flips = torch.rand(rng.size, generator=rng.generator("flip", CPU))[positions] < flip
         first_sides = sides[:, 0].flatten().tolist()
         return cls(sides.numpy(), first_sides, corners.flatten().tolist(), flips.tolist())
+
+    def store(self, requests: NDArray[Any], indices: Ints) -> None:
+        """Write the draws of some samples into requests to loaders, see `shared_blocks`."""
+        requests["sides"] = self.sides[indices]
+        requests["corner"] = np.array(self.corners).reshape(-1, 2)[indices]
+        requests["flip"] = np.array(self.flips)[indices]
+
+    @classmethod
+    def load(cls, requests: NDArray[Any]) -> CropDraws:
+        """Return the draws that stand in requests."""
+        sides = requests["sides"].copy()
+        corners = requests["corner"].flatten().tolist()
+        return cls(sides, sides[:, 0].flatten().tolist(), corners, requests["flip"].tolist())
 
     def box(self, index: int, height: int, width: int) -> Box:
         """The box of a sample in an image of `height` x `width`.

@@ -6,6 +6,7 @@ same bits, reduced by its DCT too; all else, and what simplejpeg refuses, by Pil
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from typing import Any, NamedTuple
@@ -88,6 +89,11 @@ class Picture(NamedTuple):
     pixels: Pixels
     height: int
     width: int
+
+
+def is_intact(data: bytes, digest: bytes) -> bool:
+    """Whether `data` have a sha256, given as hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest().encode() == digest
 
 
 def open_image(

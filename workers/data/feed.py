@@ -17,6 +17,8 @@ from workers.data.ahead import make_ahead
 from workers.data.augment import Augment
 from workers.data.batch import Batch
 from workers.data.cache import Cache
+from workers.data.loaders import count_loaders
+from workers.data.making import ReadPicture
 from workers.data.order import Deal, Ints, Order, TableOrder
 from workers.data.pictures import KeptPictures, Pictures, StreamedPictures, are_small
 from workers.data.reader import sequential_reader, shuffled_reader
@@ -100,7 +102,7 @@ class Feed:
     def _make_source(self, job: StageJob, cache: Cache | None) -> tuple[Source, bool]:
         """Return the source of pixels, and whether they are kept decoded."""
         view = self.augment.view
-        workers = job.loader_workers
+        workers = count_loaders(job.loader_workers, self.group.world)
         device = self.group.device
         most_bytes = job.data.resident_mb << 20
         pictures: Pictures
@@ -114,7 +116,7 @@ class Feed:
             reader = shuffled_reader(self.samples, self.deal, self.group.world, cache)
         else:
             reader = sequential_reader(self.samples, cache)
-        pictures = StreamedPictures(self.samples, reader, view.longest_side)
+        pictures = StreamedPictures(self.samples, reader, ReadPicture(view.longest_side))
         return PictureSource(pictures, view, workers), False
 
     def _label_globally(self, job: StageJob) -> None:

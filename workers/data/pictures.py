@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle, islice
+from functools import partial
+from itertools import cycle, islice, pairwise
 from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
@@ -20,13 +23,20 @@ from numpy.typing import NDArray
 
 from workers.data.arena import Arena
 from workers.data.cache import CHECKSUM, Blocks, Cache, LocalFile
-from workers.data.decoding import DECODING, ImageLimits, Picture, Pixels, read_picture
+from workers.data.crops import View
+from workers.data.decoding import DECODING, Picture, Pixels, read_picture
+from workers.data.loader_process import Recipe
+from workers.data.loaders import Lease, Loaders, count_seconds, find_loaders, give_back
+from workers.data.making import Decode, ReadPicture
 from workers.data.order import Ints
 from workers.data.reader import Reader, sequential_reader
 from workers.data.rows import SampleTable
+from workers.data.shared_blocks import make_memory_file
 
 CHUNK = 16  # samples that a thread makes at once: a job costs as much as decoding a small image
 CHUNK_BYTES = 64 << 10  # of images in a file that a thread decodes at once: fewer large ones
+MOST_THREADS = 2  # of a rank that make images: more would wait for the interpreter lock
+WAIT_S = 1.0  # after which a rank looks whether its loaders live
 ESTIMATE_ROWS = 32  # that are decoded to tell how large all are
 ESTIMATE_THREADS = 8
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -51,17 +61,28 @@ class Pictures(Protocol):
         A picture may lie in `arena`, one of the calling thread, until the next one is asked for.
         """
 
+    def recipe(self, view: View | None) -> Recipe:
+        """Return how loader processes make images of these pictures."""
+
+    def data_bytes(self, rows: Ints) -> int:
+        """Return the bytes that `start` writes into a block for some rows."""
+
+    def start(
+        self, loaders: Loaders, block: Lease, rows: Ints, pool: ThreadPoolExecutor
+    ) -> list[Future[None]]:
+        """Let loaders make the images of some rows (k,), which are those of a block's requests.
+
+        Return what must be done before all of them have begun, in `pool`.
+        """
+
 
 @dataclass(frozen=True)
 class StreamedPictures:
-    """Pictures that are read and decoded each time.
-
-    longest_side: what longer images are reduced to; None: they are not.
-    """
+    """Pictures that are read and decoded each time."""
 
     samples: SampleTable
     reader: Reader
-    longest_side: int | None
+    decode: Decode
     are_kept: bool = False
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
@@ -74,11 +95,65 @@ class StreamedPictures:
         for row in rows.tolist():
             if row != last_row:
                 arena.clear()
-                data = self.reader.read(row)
-                limits = self.samples.limits(row)
-                picture = read_picture(data, self.longest_side, limits, arena)
+                picture = self.decode(self.reader.read(row), self.samples.limits(row), arena)
                 last_row = row
             yield picture
+
+    def recipe(self, view: View | None) -> Recipe:
+        """See `Pictures.recipe`."""
+        files = self.samples.locations.files
+        paths = [""] * len(files)
+        if self.reader.reads_disks:
+            paths = [shards.local_path(name) for shards, name in files]
+        return Recipe(
+            tuple(paths),
+            tuple(shards.files[name]["bytes"] for shards, name in files),
+            tuple(shards.limits for shards, _ in files),
+            self.decode,
+            view=view,
+        )
+
+    def data_bytes(self, rows: Ints) -> int:
+        """See `Pictures.data_bytes`: the files of a disk are read by loaders."""
+        if self.reader.reads_disks:
+            return 0
+        return int(self.samples.locations.sizes[np.unique(rows)].sum())
+
+    def start(
+        self, loaders: Loaders, block: Lease, rows: Ints, pool: ThreadPoolExecutor
+    ) -> list[Future[None]]:
+        """See `Pictures.start`."""
+        locations = self.samples.locations
+        requests = block.requests
+        requests["file"] = locations.shards[rows]
+        requests["size"] = locations.sizes[rows]
+        requests["is_here"] = not self.reader.reads_disks
+        if self.reader.reads_disks:
+            requests["offset"] = locations.offsets[rows]
+            requests["digest"] = self.samples.digests[rows].view("S64")[:, 0]
+            loaders.start(block, 0, len(block.borders) - 1)
+            return []
+        distinct, places = np.unique(rows, return_inverse=True)
+        sizes = locations.sizes[distinct]
+        requests["offset"] = (np.cumsum(sizes) - sizes)[places]
+        borders = block.borders.tolist()
+        return [
+            pool.submit(self._start_chunk, loaders, block, chunk, rows[start:stop])
+            for chunk, (start, stop) in enumerate(pairwise(borders))
+        ]
+
+    def _start_chunk(self, loaders: Loaders, block: Lease, chunk: int, rows: Ints) -> None:
+        """Read the bytes of a chunk's rows into its block, and start it."""
+        start = int(block.borders[chunk])
+        offsets = block.requests["offset"][start : start + len(rows)].tolist()
+        data = block.data()
+        last_row = -1
+        for row, offset in zip(rows.tolist(), offsets, strict=True):
+            if row != last_row:
+                record = self.reader.read(row)
+                data[offset : offset + len(record)] = record
+                last_row = row
+        loaders.start(block, chunk, chunk + 1)
 
 
 class KeptPictures:
@@ -92,18 +167,13 @@ class KeptPictures:
 
     def __init__(self, samples: SampleTable, longest_side: int, workers: int, cache: Cache | None):
         self.samples = samples
-        self.longest_side = longest_side
+        self.decode = ReadPicture(longest_side)
         self.workers = workers
         self.cache = cache
-        self.pictures: list[Picture] = []  # of all rows, where there is no cache
         self._has_written = False
-        if cache is None:
-            for picture in self._decoded():
-                self.pictures.append(picture._replace(pixels=picture.pixels.copy()))
-        else:
-            self.blocks, sides = self._mapped(cache)
-            # (n, 5): where each picture begins, and its sides; read as one, as it is for each
-            self.layout = np.column_stack((self.blocks.borders[:-1], sides))
+        self.blocks, sides = self._mapped(cache) if cache else self._in_memory()
+        # (n, 5): where each picture begins, and its sides; read as one, as it is for each
+        self.layout = np.column_stack((self.blocks.borders[:-1], sides))
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
         """See `Pictures.ahead`; all rows are decoded already."""
@@ -111,32 +181,56 @@ class KeptPictures:
 
     def read(self, rows: Ints, arena: Arena) -> Iterator[Picture]:
         """See `Pictures.read`; they are checked where they come from a disk."""
-        if self.pictures:
-            for row in rows.tolist():
-                yield self.pictures[row]
-            return
-        if not self.blocks.checked[rows].all():
-            self.blocks.verify(rows)
+        self._verify(rows)
         data = self.blocks.data
         for start, pixel_height, pixel_width, height, width in self.layout[rows].tolist():
             pixels = data[start : start + 3 * pixel_height * pixel_width]
             yield Picture(pixels.reshape(pixel_height, pixel_width, 3), height, width)
 
-    def _decoded(self) -> Iterator[Picture]:
-        def read(data: bytes, limits: ImageLimits, arena: Arena) -> Picture:
-            return read_picture(data, self.longest_side, limits, arena)
+    def recipe(self, view: View | None) -> Recipe:
+        """See `Pictures.recipe`: the file may have no name, or belong to another one by now."""
+        kept = f"/proc/{os.getpid()}/fd/{self.blocks.file.fileno()}"
+        return Recipe((), (), (), self.decode, kept, view)
 
-        return decoded_rows(self.samples, self.workers, self.cache, read)
+    def data_bytes(self, rows: Ints) -> int:
+        """See `Pictures.data_bytes`."""
+        return 0
+
+    def start(
+        self, loaders: Loaders, block: Lease, rows: Ints, pool: ThreadPoolExecutor
+    ) -> list[Future[None]]:
+        """See `Pictures.start`; they are checked where they come from a disk."""
+        self._verify(rows)
+        layout = self.layout[rows]
+        block.requests["offset"] = layout[:, 0]
+        block.requests["shape"] = layout[:, 1:]
+        loaders.start(block, 0, len(block.borders) - 1)
+        return []
+
+    def _verify(self, rows: Ints) -> None:
+        if not self.blocks.checked[rows].all():
+            self.blocks.verify(rows)
 
     def _make(self, row: int) -> Pixels:
         """Decode one row again, from where it is stored."""
-        data = self.samples.bytes_of(row)
-        return read_picture(data, self.longest_side, self.samples.limits(row)).pixels
+        limits = self.samples.limits(row)
+        return self.decode(self.samples.bytes_of(row), limits, Arena()).pixels
+
+    def _in_memory(self) -> tuple[Blocks, NDArray[np.uint32]]:
+        """Write a file that is gone with this process."""
+        file = LocalFile(make_memory_file(), "r+")
+        with open(file.fileno(), "r+b", closefd=False) as stream:
+            self._write(stream)
+        sides = read_sides(file, len(self.samples))
+        assert sides is not None, "memory gives back what is written"
+        blocks = Blocks(self.cache, file, 0, borders_of(sides), self._make)
+        blocks.checked[:] = True
+        return blocks, sides
 
     def _mapped(self, cache: Cache) -> tuple[Blocks, NDArray[np.uint32]]:
         """Open the file `<cache>/<hash of samples and longest side>.pictures`; write it first where
         it is missing or damaged where the sides stand."""
-        contents = f"{DECODING}|{self.samples.digest()}|{self.longest_side}|crc32"
+        contents = f"{DECODING}|{self.samples.digest()}|{self.decode.longest_side}|crc32"
         name = hashlib.sha256(contents.encode()).hexdigest()[:32] + ".pictures"
         for _ in range(2):
             # in use for as long as these pictures are
@@ -155,7 +249,8 @@ class KeptPictures:
         sides = np.zeros((len(self.samples), 4), "<u4")
 
         def rows() -> Iterator[Pixels]:
-            for row, picture in enumerate(self._decoded()):
+            decoded = decoded_rows(self.samples, self.workers, self.cache, self.decode)
+            for row, picture in enumerate(decoded):
                 sides[row] = *picture.pixels.shape[:2], picture.height, picture.width
                 yield picture.pixels
 
@@ -210,42 +305,90 @@ def are_small(samples: SampleTable, longest_side: int, most_bytes: int) -> bool:
 
 
 def decoded_rows(
-    samples: SampleTable,
-    workers: int,
-    cache: Cache | None,
-    decode: Callable[[bytes, ImageLimits, Arena], T],
-) -> Iterator[T]:
-    """Yield every row decoded, in table order; threads decode some rows ahead.
+    samples: SampleTable, workers: int, cache: Cache | None, decode: Decode
+) -> Iterator[Picture]:
+    """Yield every row decoded, in table order; loaders or threads decode some rows ahead.
 
-    decode: is given the bytes of a row, the limits of its data set, and memory for the pixels,
-    which is overwritten after the next row is asked for.
+    A picture is overwritten after the next one is asked for.
     """
-    reader = sequential_reader(samples, cache)
-    threads = max(1, workers)
+    pictures = StreamedPictures(samples, sequential_reader(samples, cache), decode)
     mean_bytes = max(1, int(samples.locations.sizes.mean()))
     chunk = max(1, min(CHUNK, CHUNK_BYTES // mean_bytes))
+    threads = max(1, min(workers, MOST_THREADS))
+    recipe = StoredRecipe(pictures, None)
 
     def chunks() -> Iterator[Ints]:
         for first in range(0, len(samples), chunk):
             yield np.arange(first, min(first + chunk, len(samples)))
 
-    def decode_chunk(rows: Ints, arena: Arena) -> list[T]:
-        arena.clear()
-        return [decode(reader.read(row), samples.limits(row), arena) for row in rows.tolist()]
+    def decode_chunk(rows: Ints, arena: Arena) -> list[Picture]:
+        with count_seconds():
+            arena.clear()
+            reader = pictures.reader
+            return [decode(reader.read(row), samples.limits(row), arena) for row in rows.tolist()]
 
-    def submitted() -> Iterator[Future[list[T]]]:
-        for rows, arena in zip(reader.ahead(chunks()), cycle(arenas), strict=False):
-            yield pool.submit(decode_chunk, rows, arena)
+    def make_chunk(rows: Ints, arena: Arena) -> Callable[[], list[Picture]]:
+        loaders = find_loaders(workers)
+        if loaders is None:
+            return pool.submit(decode_chunk, rows, arena).result
+        borders = np.array([0, len(rows)])
+        block = loaders.take(
+            borders, decode.most_bytes, recipe.on(loaders), pictures.data_bytes(rows)
+        )
+        slots = loaders.pixels(block).view(len(rows), -1)
+        block.requests["slot"] = np.arange(len(rows))
+        jobs = pictures.start(loaders, block, rows, pool)
+        return partial(finish_chunk, rows, arena, loaders, block, slots.numpy(), jobs)
 
-    num_ahead = 4 * threads
+    def finish_chunk(
+        rows: Ints,
+        arena: Arena,
+        loaders: Loaders,
+        block: Lease,
+        slots: NDArray[np.uint8],
+        jobs: list[Future[None]],
+    ) -> list[Picture]:
+        for job in jobs:
+            job.result()
+        loaders.wait(block, threading.Event(), WAIT_S)
+        if not block.requests["is_made"].all():
+            return decode_chunk(rows, arena)
+        shapes = block.requests["shape"].tolist()
+        return [
+            Picture(slot[: 3 * height * width].reshape(height, width, 3), *sides)
+            for slot, (height, width, *sides) in zip(slots, shapes, strict=True)
+        ]
+
+    def submitted() -> Iterator[Callable[[], list[Picture]]]:
+        for rows, arena in zip(pictures.ahead(chunks()), cycle(arenas), strict=False):
+            yield make_chunk(rows, arena)
+
+    num_ahead = 2 * max(threads, workers)
     arenas = [Arena() for _ in range(num_ahead + 1)]  # of the chunks ahead and of the one in use
     pool = ThreadPoolExecutor(threads)
     try:
-        for future in prefetched(submitted(), num_ahead):
-            yield from future.result()
+        for finish in prefetched(submitted(), num_ahead):
+            yield from finish()
     finally:
         abandon(pool)
-        reader.close()
+        pictures.reader.close()
+
+
+class StoredRecipe:
+    """A recipe in the memory of the loaders that follow it, stored when it is first needed."""
+
+    def __init__(self, pictures: Pictures, view: View | None):
+        self.pictures = pictures
+        self.view = view
+        self._stored: tuple[Loaders, Lease] | None = None
+
+    def on(self, loaders: Loaders) -> Lease:
+        """Return the block of the recipe."""
+        if self._stored is None or self._stored[0] is not loaders:
+            block = loaders.store(self.pictures.recipe(self.view))
+            weakref.finalize(self, give_back, block).atexit = False
+            self._stored = (loaders, block)
+        return self._stored[1]
 
 
 def abandon(pool: ThreadPoolExecutor) -> None:

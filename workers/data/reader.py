@@ -6,7 +6,6 @@ by a few threads, into the node's cache or into memory.
 
 from __future__ import annotations
 
-import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from workers.data.cache import Cache, LocalFile
+from workers.data.loaders import ranks_of_node
 from workers.data.order import Deal, Ints, cut_runs
 from workers.data.rows import SampleTable
 from workers.storage import filesystem
@@ -34,6 +34,8 @@ FETCH_THREADS = 8
 
 class Reader(Protocol):
     """The verified bytes of a table's rows."""
+
+    reads_disks: bool  # records that any process of this node reads as well
 
     def read(self, row: int) -> bytes:
         """Return the bytes of a row's image; thread-safe.
@@ -54,6 +56,8 @@ class Reader(Protocol):
 
 class DiskReader:
     """Reads shards on a disk of this node, or on one that it has mounted."""
+
+    reads_disks = True
 
     def __init__(self, samples: SampleTable):
         self.samples = samples
@@ -177,6 +181,8 @@ class BucketReader:
         read yet is never forgotten for it: ranges are fetched ahead only while there is room.
     num_ahead: ranges that are fetched before they are needed.
     """
+
+    reads_disks = False
 
     def __init__(self, samples: SampleTable, ranges: Ranges, cache: Cache | None, num_ahead: int):
         self.samples = samples
@@ -486,14 +492,6 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
         if pieces.total_bytes <= limit:
             ranges = pieces
     return BucketReader(samples, ranges, cache, num_ahead)
-
-
-def ranks_of_node(world: int) -> int:
-    """Return how many ranks share the cache of this node; all, where the launcher does not say."""
-    local_world = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not local_world.isdigit():
-        return world
-    return max(1, min(world, int(local_world)))
 
 
 def pieces_or(samples: SampleTable, runs: Ranges) -> Ranges:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.data.decoding import ImageLimits
+from workers.data.decoding import ImageLimits, is_intact
 from workers.data.shards import Shards
 from workers.errors import UserError
 from workers.job import Task
@@ -95,8 +95,7 @@ class SampleTable:
 
     def is_intact(self, row: int, data: bytes) -> bool:
         """Whether `data` are the bytes of a row as ingest wrote them."""
-        expected: bytes = self._digests[row].tobytes()
-        return hashlib.sha256(data).hexdigest().encode() == expected
+        return is_intact(data, self.digests[row].tobytes())
 
     def limits(self, row: int) -> ImageLimits:
         """What holds for the images of a row's data set."""
@@ -104,7 +103,7 @@ class SampleTable:
         return shards.limits
 
     @cached_property
-    def _digests(self) -> NDArray[np.uint8]:
+    def digests(self) -> NDArray[np.uint8]:
         """(n, HEX_DIGITS) of the column sha256: a view of it where all have as many digits."""
         column = _column(self.table, "sha256")
         _, starts_buffer, text = column.buffers()

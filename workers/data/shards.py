@@ -183,6 +183,11 @@ class Shards:
         except OSError as error:
             raise self._reading_error(shard, error) from None
 
+    def local_path(self, shard: str) -> str:
+        """Return the path of a shard on a disk; nothing where it is elsewhere."""
+        uri = self.uri(shard)
+        return resolve(uri)[1] if is_local(uri) else ""
+
     def damaged_record(self, record: str, shard: str) -> UserError:
         """The error for a record of a shard whose bytes are not those that ingest read or wrote."""
         if self.is_in_place:

@@ -12,7 +12,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import BinaryIO, NamedTuple, Protocol
@@ -20,20 +20,23 @@ from typing import BinaryIO, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from workers.data.accelerator import free_bytes, is_accelerator
 from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
-from workers.data.crops import CropDraws, Cutter, View
-from workers.data.decoding import DECODING, ImageLimits, decode, resize_square
+from workers.data.crops import CropDraws, View
+from workers.data.decoding import DECODING
+from workers.data.loaders import Lease, Loaders, count_seconds, find_loaders
+from workers.data.making import ImageMaker, ReadSquare
 from workers.data.memory import TensorPool
 from workers.data.order import Ints
 from workers.data.pictures import (
     CHUNK,
     KEPT_REMEDY,
+    MOST_THREADS,
     Pictures,
+    StoredRecipe,
     abandon,
     decoded_rows,
     prefetched,
@@ -42,6 +45,7 @@ from workers.data.rows import SampleTable
 from workers.data.upload import to_device
 
 AHEAD = 2  # steps whose images are made before they are asked for
+MOST_CHUNKS = 512  # of a step: all tokens of some steps must fit into a pipe
 QUICK_SIDE = 64  # of images that are made sooner than another thread is woken
 DROPPED_S = 0.1  # how soon a thread that waits for images sees that nobody wants them
 
@@ -127,18 +131,13 @@ class Resident:
         return self.pixels[rows]
 
     def _decoded(self) -> Iterator[NDArray[np.uint8]]:
-        def square(data: bytes, limits: ImageLimits, arena: Arena) -> NDArray[np.uint8]:
-            return decode(data, self.view.side, limits, arena, self.view.interpolation)
-
-        return decoded_rows(self.samples, self.workers, self.cache, square)
+        pictures = decoded_rows(self.samples, self.workers, self.cache, ReadSquare(self.view))
+        return (picture.pixels for picture in pictures)
 
     def _decode(self, row: int) -> NDArray[np.uint8]:
         """Decode one row again, from where it is stored."""
         limits = self.samples.limits(row)
-        interpolation = self.view.interpolation
-        return decode(
-            self.samples.bytes_of(row), self.view.side, limits, interpolation=interpolation
-        )
+        return ReadSquare(self.view)(self.samples.bytes_of(row), limits, Arena()).pixels
 
     def _in_memory(self) -> NDArray[np.uint8]:
         pixels = np.empty(self.shape, np.uint8)
@@ -168,34 +167,25 @@ class Resident:
         return Blocks(cache, file, header.tell(), borders, self._decode)
 
 
-class Scratch:
-    """What one thread needs to make images: a cutter of crops, and memory for one picture."""
-
-    def __init__(self, side: int):
-        self.cutter = Cutter(side)
-        self.arena = Arena()
-
-
 class PictureSource:
-    """Makes the images of each step from pictures, on threads, before they are asked for.
+    """Makes the images of each step from pictures, before they are asked for: by loader processes,
+    and by threads of this process until there are any.
 
-    Small images of kept pictures are made by the thread that asks for them.
+    Then small images of kept pictures are made by the thread that asks for them.
     """
 
     def __init__(self, pictures: Pictures, view: View, workers: int):
         self.pictures = pictures
         self.view = view
-        self.threads = max(1, workers)
-        self.free: deque[Scratch] = deque()  # it outlives threads, which end with an epoch
+        self.workers = workers
+        self.threads = max(1, min(workers, MOST_THREADS))
+        self.free: deque[ImageMaker] = deque()  # it outlives threads, which end with an epoch
         self._turn = threading.Lock()  # held by the thread that makes small images
         self.pool = TensorPool()
+        self.recipe = StoredRecipe(pictures, view)
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """See `Source.steps`; other samples than those are not made."""
-        if self.pictures.are_kept and self.view.side <= QUICK_SIDE:
-            for samples in steps:
-                yield partial(self._make_now, samples)
-            return
         waiting: deque[StepSamples] = deque()
 
         def rows_of_steps() -> Iterator[Ints]:
@@ -204,16 +194,23 @@ class PictureSource:
                 yield samples.rows
 
         rows_ahead = self.pictures.ahead(rows_of_steps())
+        is_quick = self.pictures.are_kept and self.view.side <= QUICK_SIDE
 
-        def submitted() -> Iterator[StepPixels]:
+        def submitted() -> Iterator[Pixels]:
             for _ in rows_ahead:
-                yield self._submit(pool, waiting.popleft(), is_dropped)
+                samples = waiting.popleft()
+                loaders = find_loaders(self.workers)
+                if loaders is not None:
+                    yield self._request(loaders, pool, samples, is_dropped).at
+                elif is_quick:
+                    yield partial(self._make_now, samples)
+                else:
+                    yield self._submit(pool, samples, is_dropped).at
 
         is_dropped = threading.Event()
         pool = ThreadPoolExecutor(self.threads)
         try:
-            for pixels in prefetched(submitted(), AHEAD):
-                yield pixels.at
+            yield from prefetched(submitted(), AHEAD)
         finally:
             is_dropped.set()
             abandon(pool)
@@ -222,7 +219,7 @@ class PictureSource:
     def _make_now(self, samples: StepSamples, positions: Ints) -> Tensor:
         images = self._empty(samples)
         with self._turn:  # two threads would wait for the GIL at every crop
-            self._make(samples, np.arange(len(samples.rows)), images)
+            self._make(samples, images, np.arange(len(samples.rows)))
         return images_at(positions, samples.positions, images)
 
     def _empty(self, samples: StepSamples) -> NDArray[np.uint8]:
@@ -236,30 +233,49 @@ class PictureSource:
     ) -> StepPixels:
         images = self._empty(samples)
         jobs = [
-            pool.submit(self._make, samples, indices, images)
+            pool.submit(self._make, samples, images, indices)
             for indices in chunks_of(samples.rows, self.threads)
         ]
         return StepPixels(samples.positions, images, jobs, is_dropped)
 
+    def _request(
+        self,
+        loaders: Loaders,
+        pool: ThreadPoolExecutor,
+        samples: StepSamples,
+        is_dropped: threading.Event,
+    ) -> LoadedPixels:
+        """Let loaders make the images of a step."""
+        by_row = np.argsort(samples.rows, kind="stable")
+        rows = samples.rows[by_row]
+        borders = borders_of_chunks(rows, loaders.count)
+        shape = (len(rows), 3, self.view.side, self.view.side)
+        block = loaders.take(
+            borders,
+            math.prod(shape[1:]),
+            self.recipe.on(loaders),
+            self.pictures.data_bytes(rows),
+        )
+        images = loaders.pixels(block).view(shape).numpy()
+        block.requests["slot"] = by_row
+        if samples.crops is not None:
+            samples.crops.store(block.requests, by_row)
+        jobs = self.pictures.start(loaders, block, rows, pool)
+        make = partial(self._make, samples, images)
+        return LoadedPixels(samples.positions, images, jobs, is_dropped, loaders, block, make)
+
     @torch.inference_mode()  # resizing a crop skips the dispatch of autograd
-    def _make(self, samples: StepSamples, indices: Ints, images: NDArray[np.uint8]) -> None:
+    def _make(self, samples: StepSamples, images: NDArray[np.uint8], indices: Ints) -> None:
         """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
         try:
-            scratch = self.free.pop()
+            maker = self.free.pop()
         except IndexError:  # other threads have all of them
-            scratch = Scratch(self.view.side)
-        last_picture = None
-        pictures = self.pictures.read(samples.rows[indices], scratch.arena)
-        for index, picture in zip(indices.tolist(), pictures, strict=True):
-            if samples.crops is not None:
-                scratch.cutter.cut(samples.crops, index, picture, images[index])
-                continue
-            if picture is not last_picture:
-                image = Image.fromarray(picture.pixels)
-                square = resize_square(image, self.view.side, self.view.interpolation)
-            images[index] = square.transpose(2, 0, 1)
-            last_picture = picture
-        self.free.append(scratch)
+            maker = ImageMaker(self.view)
+        with count_seconds():
+            pictures = self.pictures.read(samples.rows[indices], maker.arena)
+            outputs = (images[index] for index in indices.tolist())
+            maker.make(pictures, outputs, samples.crops, indices)
+        self.free.append(maker)
 
 
 class StepPixels:
@@ -283,12 +299,47 @@ class StepPixels:
 
     def at(self, positions: Ints) -> Tensor:
         """Return uint8 (b, 3, side, side); wait until they are made, or the epoch is dropped."""
+        self._finish()
+        return images_at(positions, self.positions, self.images)
+
+    def _finish(self) -> None:
         for job in self.jobs:
             while not self.is_dropped.is_set():
                 if wait_for((job,), timeout=DROPPED_S).done:
                     break
             job.result(timeout=0)
-        return images_at(positions, self.positions, self.images)
+
+
+class LoadedPixels(StepPixels):
+    """The images of a step, which loaders make, in a block; `jobs` start them.
+
+    make: makes images at some positions (k,) of the step in this process. Loaders leave out what
+    fails; it is made once more, for the error that tells why.
+    """
+
+    def __init__(
+        self,
+        positions: Ints,
+        images: NDArray[np.uint8],
+        jobs: list[Future[None]],
+        is_dropped: threading.Event,
+        loaders: Loaders,
+        block: Lease,
+        make: Callable[[Ints], None],
+    ):
+        super().__init__(positions, images, jobs, is_dropped)
+        self.loaders = loaders
+        self.block = block
+        self.make = make
+
+    def _finish(self) -> None:
+        super()._finish()
+        self.loaders.wait(self.block, self.is_dropped, DROPPED_S)
+        if self.block.num_pending:
+            raise CancelledError
+        requests = self.block.requests
+        if not requests["is_made"].all():
+            self.make(np.sort(requests["slot"][~requests["is_made"]]).astype(np.int64))
 
 
 def images_at(positions: Ints, made_positions: Ints, images: NDArray[np.uint8]) -> Tensor:
@@ -302,14 +353,23 @@ def images_at(positions: Ints, made_positions: Ints, images: NDArray[np.uint8]) 
 
 
 def chunks_of(rows: Ints, threads: int) -> list[Ints]:
-    """Deal the samples of a step to jobs: indices into `rows`, copies of a row in the same job.
-
-    A job has at most CHUNK samples, but for such copies, and fewer where threads would be idle.
-    """
+    """Deal the samples of a step to jobs: indices into `rows`, copies of a row in the same job."""
     if not len(rows):
         return []
     by_row = np.argsort(rows, kind="stable")
-    sorted_rows = rows[by_row]
-    size = min(CHUNK, -(-len(rows) // (2 * threads)))
-    starts = np.searchsorted(sorted_rows, sorted_rows[np.arange(0, len(rows), size)])
-    return np.split(by_row, np.unique(starts)[1:])
+    return np.split(by_row, borders_of_chunks(rows[by_row], threads)[1:-1])
+
+
+def borders_of_chunks(rows: Ints, threads: int) -> Ints:
+    """Return the borders (m + 1,) of the jobs that sorted rows are dealt to.
+
+    A job has at most CHUNK samples, but for copies of a row, which stay together, and where there
+    would be more than MOST_CHUNKS. It has fewer where threads would be idle.
+    """
+    size = max(
+        min(CHUNK, -(-len(rows) // (2 * threads))),
+        -(-len(rows) // MOST_CHUNKS),
+        1,
+    )
+    starts = np.searchsorted(rows, rows[np.arange(0, len(rows), size)])
+    return np.append(np.unique(starts), len(rows))

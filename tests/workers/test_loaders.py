@@ -1,0 +1,270 @@
+"""Loader processes give the bits of the threads, and leave nothing behind however they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from counted_bucket import URI, Bucket
+from test_feed import COLOURS, SHAPES, feed_of, publish, samples
+from test_pictures import CROPS, draw_mixed
+
+from workers.data import loaders, sources
+from workers.data.decoding import read_picture
+from workers.data.feed import Feed
+from workers.data.loaders import LoaderEnded, Loaders, count_cores, count_loaders
+from workers.data.making import ReadPicture
+from workers.data.pictures import decoded_rows
+from workers.data.rows import select
+from workers.errors import DamagedArtifact
+
+
+def processes_of(server: int) -> list[int]:
+    """The children of a process."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def at_once() -> Iterator[None]:
+    """Loaders start with the first image, and every feed waits for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaders, "START_AFTER_S", 0.0)
+        find = Loaders.are_ready
+        patch.setattr(Loaders, "are_ready", lambda self, timeout=60.0: find(self, timeout))
+        yield
+        while loaders._shared.loaders:
+            loaders._shared.loaders.popitem()[1].close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    publish(tmp_path, "colours", {"red": 9, "green": 8, "blue": 6}, draw=draw_mixed)
+    publish(tmp_path, "shapes", {"disc": 5, "ring": 7}, draw=draw_mixed)
+    return tmp_path
+
+
+@pytest.mark.parametrize("crop", CROPS)
+@pytest.mark.parametrize("kind", ["streamed", "kept", "cached"])
+def test_any_number_of_loaders_gives_the_bits_of_none(
+    crop: str, kind: str, root: Path, tmp_path: Path
+) -> None:
+    def epochs(workers: int) -> list[Any]:
+        cache = str(tmp_path / f"cache-{workers}") if kind == "cached" else ""
+        place = "streamed" if kind == "streamed" else "resident"
+        feed = feed_of(
+            root, place, tasks=(SHAPES, COLOURS), data=CROPS[crop], cache=cache, workers=workers
+        )
+        evaluated = feed_of(root, place, training=False, cache=cache, workers=workers)
+        images = [batch.images.numpy().tobytes() for batch in evaluated.evaluate(4)]
+        return [samples([feed], 0), samples([feed], 1), images]
+
+    expected = epochs(0)
+    for workers in (1, 2, 5):
+        assert epochs(workers) == expected
+
+
+def test_loaders_and_no_thread_make_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_here = []
+    make = sources.PictureSource._make
+    monkeypatch.setattr(
+        sources.PictureSource, "_make", lambda *args: made_here.append(1) or make(*args)
+    )
+    for kind in ("streamed", "resident"):
+        feed = feed_of(root, kind, data={"crop": "resized"})
+        assert len(list(feed.epoch(0))) == feed.steps_per_epoch
+    assert not made_here
+    list(feed_of(root, "streamed", data={"crop": "resized"}, workers=0).epoch(0))
+    assert made_here
+
+
+def test_images_of_a_bucket_are_read_here_and_made_by_loaders(counted_bucket: Bucket) -> None:
+    folder = counted_bucket.folder
+    publish(folder, "colours", {"red": 9, "green": 8, "blue": 6}, draw=draw_mixed)
+    for data in ({"crop": "resized", "repeats": 2}, {"crop": "none", "flip": 0.0}):
+        expected = samples([feed_of(folder, "streamed", data=data, workers=0)])
+        assert samples([feed_of(URI, "streamed", data=data)]) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_are_decoded_as_by_hand(root: Path, workers: int) -> None:
+    table = select(str(root), (COLOURS, SHAPES), "train", 0.0)
+    decoded = decoded_rows(table, workers, None, ReadPicture(30))
+    for row, picture in enumerate(decoded):
+        expected = read_picture(table.bytes_of(row), 30)
+        assert picture[1:] == expected[1:]
+        assert np.array_equal(picture.pixels, expected.pixels)
+    assert row == len(table) - 1
+
+
+def test_what_a_loader_cannot_make_is_made_here_or_explained(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = feed_of(root, "streamed", data={"crop": "resized"})
+    expected = samples([feed])
+    recipe = feed.source.pictures.recipe(None)
+    moved = recipe._replace(files=tuple(f"{path}.gone" for path in recipe.files))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(feed.source.pictures), "recipe", lambda self, view: moved)
+        assert samples([feed_of(root, "streamed", data={"crop": "resized"})]) == expected
+    (shard,) = {shards.local_path(name) for shards, name in feed.samples.locations.files[:1]}
+    data = bytearray(Path(shard).read_bytes())
+    offset = int(feed.samples.locations.offsets[0])
+    data[offset + 20] ^= 1
+    Path(shard).write_bytes(data)
+    with pytest.raises(DamagedArtifact, match="its bytes are not those that ingest wrote"):
+        samples([feed])
+
+
+def test_an_epoch_that_is_dropped_leaves_loaders_to_the_next(root: Path) -> None:
+    feed = feed_of(root, "streamed", data={"crop": "resized"})
+    expected = samples([feed], 3)
+    for _ in range(20):
+        with closing(feed.epoch(0)) as epoch:
+            list(islice(epoch, 1))
+    assert samples([feed], 3) == expected
+
+
+def test_memory_is_used_again(root: Path) -> None:
+    feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=2)
+    samples([feed])
+    made = loaders._shared.loaders[2]
+    num_pages = made._num_pages
+    for epoch in range(5):
+        samples([feed], epoch)
+    assert made._num_pages <= 2 * num_pages
+
+
+@pytest.mark.parametrize("turn", range(5))
+def test_a_loader_that_is_killed_is_said_and_replaced(root: Path, turn: int) -> None:
+    feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=3)
+    expected = samples([feed])
+    made = loaders._shared.loaders[3]
+    server = made._server
+    victims = [*processes_of(server.pid)]
+    os.kill(victims[turn % 3], signal.SIGKILL)
+    with pytest.raises(LoaderEnded, match=r"by signal SIGKILL; .* to fewer than 3, or to 0"):
+        train_on(feed)
+    assert samples([feed]) == expected
+    assert loaders._shared.loaders[3] is not made
+    del made
+    wait_until_gone([server.pid, *victims])
+
+
+def test_a_server_that_is_killed_is_said(root: Path) -> None:
+    feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=4)
+    samples([feed])
+    made = loaders._shared.loaders[4]
+    children = processes_of(made._server.pid)
+    for pid in (made._server.pid, *children):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(LoaderEnded, match="by signal SIGKILL"):
+        samples([feed])
+    wait_until_gone(children)
+
+
+def train_on(feed: Feed) -> None:
+    """Read epochs until something fails."""
+    for epoch in range(1000):
+        samples([feed], epoch)
+
+
+TRAINER = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+from test_feed import feed_of
+from workers.data import loaders
+loaders.START_AFTER_S = 0.0
+feed = feed_of(Path(sys.argv[3]), "streamed", data={"crop": "resized"}, workers=2)
+epoch = 0
+while True:
+    for step, _ in enumerate(feed.epoch(epoch)):
+        made = loaders._shared.loaders.get(2)
+        if made is not None and made.are_ready() and epoch > 1:
+            print(made._server.pid, flush=True)
+    epoch += 1
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_of_a_trainer_that_is_killed(root: Path, number: signal.Signals) -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", TRAINER, str(here), str(here.parent), str(root)]
+    trainer = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert trainer.stdout is not None
+    assert trainer.stderr is not None
+    server = int(trainer.stdout.readline())
+    while len(children := processes_of(server)) < 2:
+        time.sleep(0.01)
+    children.append(server)
+    if number == signal.SIGKILL:
+        trainer.kill()
+    else:
+        os.killpg(trainer.pid, number)  # as a terminal or a scheduler does
+    trainer.communicate()
+    assert trainer.returncode != 0
+    wait_until_gone(children)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Wait until none of some processes lives."""
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return re.sub(r".*\) ", "", status)[0] not in "ZX"
+
+
+def test_no_process_starts_for_little_work(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "START_AFTER_S", 1000.0)
+    feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=7)
+    samples([feed])
+    assert 7 not in loaders._shared.loaders
+    assert loaders._shared.seconds > 0
+
+
+def test_auto_is_the_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert count_loaders(3, 8) == 3
+    assert count_loaders(0, 1) == 0
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(loaders, "CPU_QUOTA", quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    for text, local_world, expected in (
+        ("", "", 16),
+        ("max 100000\n", "4", 4),
+        ("950000 100000\n", "1", 10),
+        ("950000 100000\n", "9", 2),
+    ):
+        quota.write_text(text)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world)
+        count_cores.cache_clear()
+        assert count_loaders("auto", 1 if not local_world else 64) == expected
+    count_cores.cache_clear()
+
+
+def test_a_step_has_no_more_chunks_than_its_pipe_holds() -> None:
+    rows = np.arange(100_000)
+    borders = sources.borders_of_chunks(rows, 64)
+    assert len(borders) - 1 <= sources.MOST_CHUNKS

@@ -238,11 +238,11 @@ class ClusterSettings(Frozen):
         le=1e9,
         description="seconds between checkpoints inside a stage; 0: only at a preemption",
     )
-    loader_workers: int = Field(
-        2,
-        ge=0,
-        le=1000,
-        description="threads of a rank that decode images; they do not change results",
+    loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=1000)] = Field(
+        "auto",
+        description="processes of a rank that decode and crop images, once its own threads have "
+        "done so for two seconds; `auto`: the node's cores by its ranks, at least 2; 0: threads "
+        "alone. They do not change results",
     )
     cache: str = Field(
         "",

@@ -15,11 +15,15 @@ BUCKET_BYTES = 32 << 20
 @dataclass(frozen=True)
 class Group:
     """One rank of `world` processes, each with one device. world == 1 never calls
-    torch.distributed."""
+    torch.distributed.
+
+    cores: of its node that the rank may use; None: all.
+    """
 
     rank: int = 0
     world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    cores: int | None = None
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""

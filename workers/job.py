@@ -626,6 +626,6 @@ class StageJob:
     method_code: str = ""
     # The result does not depend on:
     checkpoint_s: float = 60.0
-    loader_workers: int = 2
+    loader_workers: int | Literal["auto"] = "auto"
     cache: str = ""  # node-local folder of shards and decoded images
     cache_gb: float = 50.0

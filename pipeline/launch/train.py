@@ -20,6 +20,7 @@ from pipeline.launch.queue import STOP, Rank
 from pipeline.launch.shares import resources_per_worker
 from workers import dist, preemption
 from workers.data import accelerator
+from workers.data.loaders import count_cores
 from workers.loop import run_stage
 from workers.storage.artifact import delete_dir, join, parent
 
@@ -120,7 +121,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         device = get_device()
         accelerator.limit_memory(device, config["gpus"])
     torch.set_num_threads(config["threads"])
-    rank = dist.Group(context.get_world_rank(), context.get_world_size(), device)
+    cores = cores_of_rank(ray, config["gpus"], config["threads"])
+    rank = dist.Group(context.get_world_rank(), context.get_world_size(), device, cores)
     queue = config["queue"]
     group = config["group"]
     gpu = gpu_number(device) if accelerator.is_accelerator(device) else ""
@@ -133,6 +135,20 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
     with sampling(device, post_sample, config["sample_s"]):
         run_stages(ray, queue, group, rank)
+
+
+def cores_of_rank(ray: Any, gpus: float, cpus: int) -> int:
+    """Return this node's cores, divided by the ranks that its resources have room for.
+
+    Args:
+        ray: The module.
+        gpus: That a rank takes; where it takes none, CPUs decide.
+        cpus: That a rank takes.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    (resources,) = [node["Resources"] for node in ray.nodes() if node["NodeID"] == here]
+    ranks = resources["GPU"] / gpus if gpus else resources.get("CPU", 1) / cpus
+    return count_cores() // max(1, int(ranks))
 
 
 def run_stages(ray: Any, queue: Any, group: int, rank: dist.Group) -> None:

@@ -245,26 +245,21 @@ def test_no_process_starts_for_little_work(root: Path, monkeypatch: pytest.Monke
     assert loaders._shared.seconds > 0
 
 
-def test_auto_is_the_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_cores_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_loaders(3, 8) == 3
-    assert count_loaders(0, 1) == 0
+    assert count_loaders(0) == 0
+    assert [count_loaders("auto", cores) for cores in (0, 1, 4)] == [2, 2, 4]
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr(loaders, "CPU_QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    for text, local_world, expected in (
-        ("", "", 16),
-        ("max 100000\n", "4", 4),
-        ("950000 100000\n", "1", 10),
-        ("950000 100000\n", "9", 2),
-    ):
+    for text, expected in (("", 16), ("max 100000\n", 16), ("950000 100000\n", 10)):
         quota.write_text(text)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world)
         count_cores.cache_clear()
-        assert count_loaders("auto", 1 if not local_world else 64) == expected
+        assert count_loaders("auto") == expected
     count_cores.cache_clear()
 
 
 def test_a_step_has_no_more_chunks_than_its_pipe_holds() -> None:
     rows = np.arange(100_000)
-    borders = sources.borders_of_chunks(rows, 64)
+    borders = sources.borders_of_chunks(rows, 16)
     assert len(borders) - 1 <= sources.MOST_CHUNKS

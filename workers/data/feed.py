@@ -102,7 +102,7 @@ class Feed:
     def _make_source(self, job: StageJob, cache: Cache | None) -> tuple[Source, bool]:
         """Return the source of pixels, and whether they are kept decoded."""
         view = self.augment.view
-        workers = count_loaders(job.loader_workers, self.group.world)
+        workers = count_loaders(job.loader_workers, self.group.cores)
         device = self.group.device
         most_bytes = job.data.resident_mb << 20
         pictures: Pictures

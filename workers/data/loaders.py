@@ -100,6 +100,8 @@ class Loaders:
         )
         os.close(requests)
         os.close(replies)
+        self._poll = select.poll()
+        self._poll.register(self._replies, select.POLLIN)
         # also at the end of this process
         descriptors = (self._requests, self._replies, self._memory)
         self.close = weakref.finalize(self, _end, descriptors, self._server)
@@ -178,9 +180,7 @@ class Loaders:
         """Note replies, which are waited for; the caller holds `_receiving`."""
         if self._failure:
             raise LoaderEnded(self._failure)
-        poll = select.poll()
-        poll.register(self._replies, select.POLLIN)
-        if not poll.poll(1000 * timeout):
+        if not self._poll.poll(1000 * timeout):
             if self._server.poll() is not None:
                 self._fail(self._server.returncode)
             return
@@ -307,17 +307,17 @@ def count_seconds() -> Generator[None]:
     _shared.seconds += time.thread_time() - began
 
 
-def count_loaders(setting: int | Literal["auto"], world: int) -> int:
+def count_loaders(setting: int | Literal["auto"], cores: int | None = None) -> int:
     """Return how many loaders a rank has.
 
     Args:
-        setting: `cluster.loader_workers`; `auto`: one for each core of the node, shared by its
-            ranks, and at least LEAST_AUTO.
-        world: Number of ranks.
+        setting: `cluster.loader_workers`; `auto`: one for each core of the rank, and at least
+            LEAST_AUTO.
+        cores: Of the rank; None: all that this process may use.
     """
     if setting != "auto":
         return setting
-    return max(LEAST_AUTO, count_cores() // ranks_of_node(world))
+    return max(LEAST_AUTO, count_cores() if cores is None else cores)
 
 
 @functools.cache
@@ -331,10 +331,3 @@ def count_cores() -> int:
         pass
     return cores
 
-
-def ranks_of_node(world: int) -> int:
-    """Return how many of the ranks share this node; all, where the launcher does not say."""
-    local_world = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not local_world.isdigit():
-        return world
-    return max(1, min(world, int(local_world)))

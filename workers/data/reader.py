@@ -6,6 +6,7 @@ by a few threads, into the node's cache or into memory.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from workers.data.cache import Cache, LocalFile
-from workers.data.loaders import ranks_of_node
 from workers.data.order import Deal, Ints, cut_runs
 from workers.data.rows import SampleTable
 from workers.storage import filesystem
@@ -492,6 +492,14 @@ def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache |
         if pieces.total_bytes <= limit:
             ranges = pieces
     return BucketReader(samples, ranges, cache, num_ahead)
+
+
+def ranks_of_node(world: int) -> int:
+    """Return how many ranks share the cache of this node; all, where the launcher does not say."""
+    local_world = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local_world.isdigit():
+        return world
+    return max(1, min(world, int(local_world)))
 
 
 def pieces_or(samples: SampleTable, runs: Ranges) -> Ranges:

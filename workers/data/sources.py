@@ -45,6 +45,7 @@ from workers.data.rows import SampleTable
 from workers.data.upload import to_device
 
 AHEAD = 2  # steps whose images are made before they are asked for
+LOADED_CHUNK = 32  # samples that a loader makes at once: the rank handles a reply for each chunk
 MOST_CHUNKS = 512  # of a step: all tokens of some steps must fit into a pipe
 QUICK_SIDE = 64  # of images that are made sooner than another thread is woken
 DROPPED_S = 0.1  # how soon a thread that waits for images sees that nobody wants them
@@ -248,7 +249,9 @@ class PictureSource:
         """Let loaders make the images of a step."""
         by_row = np.argsort(samples.rows, kind="stable")
         rows = samples.rows[by_row]
-        borders = borders_of_chunks(rows, loaders.count)
+        # so that the steps that are made ahead keep all loaders busy
+        size = min(LOADED_CHUNK, -(-2 * len(rows) // loaders.count))
+        borders = borders_of_chunks(rows, size)
         shape = (len(rows), 3, self.view.side, self.view.side)
         block = loaders.take(
             borders,
@@ -357,19 +360,16 @@ def chunks_of(rows: Ints, threads: int) -> list[Ints]:
     if not len(rows):
         return []
     by_row = np.argsort(rows, kind="stable")
-    return np.split(by_row, borders_of_chunks(rows[by_row], threads)[1:-1])
+    size = min(CHUNK, -(-len(rows) // (2 * threads)))
+    return np.split(by_row, borders_of_chunks(rows[by_row], size)[1:-1])
 
 
-def borders_of_chunks(rows: Ints, threads: int) -> Ints:
-    """Return the borders (m + 1,) of the jobs that sorted rows are dealt to.
+def borders_of_chunks(rows: Ints, size: int) -> Ints:
+    """Return the borders (m + 1,) of the chunks that sorted rows (n,) are dealt to.
 
-    A job has at most CHUNK samples, but for copies of a row, which stay together, and where there
-    would be more than MOST_CHUNKS. It has fewer where threads would be idle.
+    A chunk has at most `size` rows, but for copies of a row, which stay together, and where there
+    would be more than MOST_CHUNKS.
     """
-    size = max(
-        min(CHUNK, -(-len(rows) // (2 * threads))),
-        -(-len(rows) // MOST_CHUNKS),
-        1,
-    )
+    size = max(1, size, -(-len(rows) // MOST_CHUNKS))
     starts = np.searchsorted(rows, rows[np.arange(0, len(rows), size)])
     return np.append(np.unique(starts), len(rows))

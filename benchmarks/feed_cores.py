@@ -1,0 +1,235 @@
+"""Measure how the feed uses cores: images a second on one core and on two, and for how long it holds
+the interpreter lock of the process that trains.
+
+`python -m benchmarks.feed_cores --side 224`; sides 32, 128 and 224, all three without an option;
+about a minute each on two idle cores. Random resized crops and flips of 2,048 JPEG files of 256 px
+in a steady stream, `streamed` (decoded in every epoch) and `kept` (decoded once), with two loader
+processes.
+
+*One core and two*: wall time of whole epochs with all processes and threads pinned to one core, and
+to two. *Lock*: a thread counts in Python on a core of its own, which it can do only while it holds
+the lock, beside the feed, whose threads and loaders have the other core; while it neither counts
+nor waits for its core, another thread holds the lock. *Memory*: what a loader has for itself.
+*DataLoader*: torch's own with a process for each core, Pillow and torchvision's transforms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from benchmarks import stream
+from benchmarks.harness import Report, start
+from workers import dist
+from workers.data import loaders
+from workers.data.feed import Feed
+from workers.job import StageJob
+
+SIDES = (32, 128, 224)
+SOURCE_SIDE, IMAGES, CLASSES, BATCH = 256, 2048, 8, 128
+LOADERS = 2
+ROUNDS = 3
+LOWEST_PRIORITY = 19
+LEAST_SPEEDUP = 1.85  # of two cores over one
+MOST_LOCK_S = 15e-6  # for an image
+MOST_LOADER_MIB = 60
+
+
+class Files(Dataset[Tensor]):
+    """The image files of a folder as a user of torch reads them."""
+
+    def __init__(self, folder: Path, transform: v2.Compose):
+        self.paths = sorted(folder.glob("train/*/*.jpg"))
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        with Image.open(self.paths[index]) as image:
+            tensor: Tensor = self.transform(image.convert("RGB"))
+            return tensor
+
+
+def make_data_loader(folder: Path, job: StageJob) -> DataLoader[Tensor]:
+    """Return torch's loader of the same images, with a process for each core."""
+    settings = job.backbone_settings
+    transform = v2.Compose(
+        [
+            v2.RandomResizedCrop(settings.img_size, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(list(settings.mean), list(settings.std)),
+        ]
+    )
+    return DataLoader(
+        Files(folder, transform), BATCH, shuffle=True, num_workers=2, persistent_workers=True
+    )
+
+
+def make_feed(folder: Path, side: int, kept: bool) -> tuple[Feed, StageJob]:
+    """Return the training feed of one task, and its job."""
+    card = str(folder / "card.yaml")
+    if not (folder / "raw").exists():
+        stream.draw_images(
+            folder, CLASSES, IMAGES // CLASSES, 1, sides=(SOURCE_SIDE,), suffixes=(".jpg",)
+        )
+    store, graph, _ = stream.plan(
+        folder / f"storage-{side}",
+        card,
+        1,
+        methods={"finetune": {}},
+        stream={"tasks": [{"card": card, "name": "t"}]},
+        backbone={"name": "vit_tiny_patch16_224", "img_size": side, "crop_pct": 1.0},
+        data={"crop": "resized", "flip": 0.5, "resident_mb": 4000 if kept else 0},
+        train={"epochs": 1, "batch_size": BATCH},
+        cluster={"workers": 0, "loader_workers": LOADERS},
+    )
+    stream.ingest(store, graph)
+    job = stream.job_of(graph, "finetune/t/train")
+    assert job.task is not None
+    return Feed(job, (job.task,), "train", dist.Group(), training=True), job
+
+
+def exhaust(feed: Feed, epochs: Iterator[int]) -> float:
+    """Read an epoch; return images a second."""
+    began = time.perf_counter()
+    count = sum(len(batch) for batches in feed.epoch(next(epochs)) for batch in batches)
+    return count / (time.perf_counter() - began)
+
+
+def pin(cores: set[int]) -> None:
+    """Let all threads of this process and of its children run on some cores alone."""
+    for pid in family(os.getpid()):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(ProcessLookupError):  # threads of an epoch end with it
+                os.sched_setaffinity(int(thread), cores)
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and all that it started."""
+    pids = [pid]
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        children = Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+        for child in children:
+            pids += family(int(child))
+    return pids
+
+
+def count_up(core: int, is_over: threading.Event, waits: list[float]) -> None:
+    """Count on a core until told to stop. Add the seconds that the thread spent neither on the core
+    nor in its queue to `waits`: those for which another thread held the lock."""
+    thread = threading.get_native_id()
+    os.sched_setaffinity(thread, {core})
+    began = time.perf_counter() - scheduled_seconds(thread)
+    while not is_over.is_set():
+        for _ in range(1000):
+            pass
+    waits.append(time.perf_counter() - scheduled_seconds(thread) - began)
+
+
+def scheduled_seconds(thread: int) -> float:
+    """Return for how long a thread of this process has run, or waited for its core."""
+    on_core, in_queue, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+    return (int(on_core) + int(in_queue)) / 1e9
+
+
+def lock_seconds(feed: Feed, epochs: Iterator[int], cores: list[int]) -> float:
+    """Return the seconds for an image in which the feed holds the interpreter lock."""
+    waits: list[float] = []
+    is_over = threading.Event()
+    counting = threading.Thread(target=count_up, args=(cores[0], is_over, waits))
+    pin({cores[1]})
+    for pid in family(os.getpid())[1:]:  # none of them takes the core from who holds the lock
+        os.setpriority(os.PRIO_PROCESS, pid, LOWEST_PRIORITY)
+    counting.start()
+    for _ in range(2):
+        exhaust(feed, epochs)
+    is_over.set()
+    counting.join()
+    return waits[0] / (2 * feed.num_samples)
+
+
+def private_mib(pid: int) -> float:
+    """Return the memory that a process shares with no other."""
+    total = 0
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Private_"):
+            total += int(line.split()[1])
+    return total / 1024
+
+
+def measure(side: int, folder: Path, report: Report) -> None:
+    """Measure streamed and kept images at one side."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    epochs = iter(range(1_000_000))
+    job = None
+    rates: dict[str, float] = {}
+    for name in ("streamed", "kept"):
+        feed, job = make_feed(folder, side, name == "kept")
+        exhaust(feed, epochs)
+        made = loaders.find_loaders(LOADERS)
+        while made is None or not made.are_ready(60.0):
+            made = loaders.find_loaders(LOADERS)
+        for _ in range(2):  # warm up
+            exhaust(feed, epochs)
+        measured: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(ROUNDS):
+            for number, of_number in measured.items():
+                pin(set(cores[:number]))
+                of_number.append(exhaust(feed, epochs))
+        one, two = (statistics.median(of_number) for of_number in measured.values())
+        rates[name] = two
+        report.at_least(f"{side} px, {name}, two cores over one", two / one, LEAST_SPEEDUP)
+        what = f"{side} px, {name}, images/s on one core and on two"
+        report.note(what, f"{one:,.0f}, {two:,.0f}")
+        lock = statistics.median(lock_seconds(feed, epochs, cores) for _ in range(ROUNDS))
+        what = f"{side} px, {name}, lock for an image (1.00x = {MOST_LOCK_S * 1e6:.0f} us)"
+        report.at_most(what, lock / MOST_LOCK_S, 1.0)
+        report.note(f"{side} px, {name}, lock for an image", f"{lock * 1e6:.1f} us")
+        pin(set(cores))
+        for pid in family(made._server.pid)[1:]:
+            what = f"{side} px, {name}, memory of a loader (1.00x = {MOST_LOADER_MIB} MiB)"
+            report.at_most(what, private_mib(pid) / MOST_LOADER_MIB, 1.0)
+    assert job is not None
+    data_loader = make_data_loader(folder / "raw", job)
+    for turn in range(2):
+        began = time.perf_counter()
+        count = sum(len(batch) for batch in data_loader)
+        if turn:
+            rates["DataLoader"] = count / (time.perf_counter() - began)
+    for name in ("streamed", "kept"):
+        ratio = rates[name] / rates["DataLoader"]
+        report.note(f"{side} px, {name} / torch's DataLoader with two processes", f"{ratio:.1f}x")
+
+
+def main() -> None:
+    """Measure one side, or all of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--side", type=int, choices=SIDES, help="of the input, in pixels")
+    options = parser.parse_args()
+    start()
+    report = Report()
+    loaders.START_AFTER_S = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for side in [options.side] if options.side else SIDES:
+            measure(side, Path(folder), report)
+    report.exit()
+
+
+if __name__ == "__main__":
+    main()

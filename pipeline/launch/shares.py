@@ -54,9 +54,16 @@ def slots_of(node: Node, cluster: ClusterSettings) -> int:
         if name == "GPU" and amount < 1:  # a worker takes its part of one card
             cards = int(available + SLACK)
             rest = available - cards
-            count = cards * int(1 / amount + SLACK) + int(rest / amount + SLACK)
+            count = cards * ranks_per_gpu(amount) + int(rest / amount + SLACK)
         counts.append(count)
     return min(counts)
+
+
+def ranks_per_gpu(gpus_per_worker: float) -> int:
+    """Return how many ranks share a GPU; 1 for ranks with a whole GPU, or without any."""
+    if not 0 < gpus_per_worker < 1:
+        return 1
+    return int(1 / gpus_per_worker + SLACK)
 
 
 def fair_share(total: int, name: str, names: Iterable[str]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.config import ClusterSettings, Config
 from pipeline.launch.cost import Estimate, Forecast, counted, total_seconds
+from pipeline.launch.shares import ranks_per_gpu
 from workers.errors import UserError
 
 LEAST_CPUS = 2  # of a node: beside a rank, Ray's own processes and the driver are at work
@@ -53,9 +54,7 @@ def size_of(
     cluster = config.cluster.of_any_step()
     gpus_per_rank = cluster.gpus_per_worker
     if not ranks_per_node:
-        ranks_per_node = 1
-        if 0 < gpus_per_rank < 1:
-            ranks_per_node = int(1 / gpus_per_rank)
+        ranks_per_node = ranks_per_gpu(gpus_per_rank)
     ranks = max(1, cluster.workers) * max(1, cluster.groups)
     ranks_per_node = min(ranks, ranks_per_node)
     cpus = max(LEAST_CPUS, ranks_per_node * cluster.cpus_per_worker)

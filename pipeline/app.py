@@ -27,6 +27,7 @@ from pipeline.console import at_work
 from pipeline.data.account import ACCOUNT, Account
 from pipeline.data.preview import PREVIEW
 from pipeline.graph import diagram, graph_cache, raw_data
+from pipeline.graph.gpu_use import GpuUse, gpu_sentences, read_gpu_use
 from pipeline.graph.journal import Journal, journal_of
 from pipeline.graph.live_status import read_status
 from pipeline.graph.raw_data import Source
@@ -592,12 +593,12 @@ def _run_stages(
     # start-up time: they import torch
     from pipeline.graph.walk import Event, EventKind
     from pipeline.launch import executor as launch
-    from pipeline.launch.gpu_use import GpuUse
     from pipeline.launch.machine import SAMPLE_S
 
     config = run.config
     run_log = RunLog()
-    gpu_use = GpuUse(run.graph, config.cluster, launch.width_of(run.graph, todo))
+    chains = launch.width_of(run.graph, todo)
+    gpu_use = GpuUse(run.graph, config.cluster, chains, journal.set_gpu_use)
     has_gpus = config.cluster.of_any_step().gpus_per_worker > 0
 
     def progress(event: Event) -> None:
@@ -607,6 +608,11 @@ def _run_stages(
         recording.progress(event)
         gpu_use.progress(event)
 
+    def write_report(stage: Stage) -> dict[str, Any]:
+        if gpu_use.figures():
+            journal.save()  # the report reads them
+        return make_report(run, record, stage)
+
     def make_executor(todo: set[str]) -> Executor:
         return launch.make_executor(
             run.store,
@@ -614,7 +620,7 @@ def _run_stages(
             run.graph,
             todo,
             progress,
-            lambda stage: make_report(run, record, stage),
+            write_report,
             SAMPLE_S if config.tracking.samples_machines or has_gpus else 0.0,
         )
 
@@ -634,8 +640,11 @@ def _run_stages(
             lookups,
             selected=todo,
         )
-    for sentence in gpu_use.sentences():
+    figures = gpu_use.figures()
+    for sentence in gpu_sentences(figures):
         progress(Event(EventKind.NOTE, "", sentence))
+    if figures:
+        journal.save()
     return outcome
 
 
@@ -811,10 +820,11 @@ def build_report(
     """
     from pipeline.report import page, replicas_page  # they import matplotlib
 
+    gpu_use = gpu_sentences(read_gpu_use(run.store.storage, record["name"]))
     if not run.replicas:
-        return page.build(run.store.storage, record, failures)
+        return page.build(run.store.storage, record, failures, gpu_use)
     tables = RunTables.load_all(run.store.storage, records_of(run))
-    return replicas_page.build(record, tables, failures)
+    return replicas_page.build(record, tables, failures, gpu_use)
 
 
 def records_of(run: PreparedRun) -> dict[str, RunRecord]:

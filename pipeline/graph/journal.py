@@ -12,9 +12,11 @@ from copy import deepcopy
 from typing import Any, NamedTuple, cast
 
 from pipeline.graph.event_log import EventLog
+from pipeline.graph.gpu_use import read_gpu_use
 from pipeline.graph.live_status import (
     BUCKET_HEARTBEAT_S,
     HEARTBEAT_S,
+    GpuFigure,
     LiveStage,
     LiveStatus,
     MachineSample,
@@ -91,6 +93,7 @@ class Journal:
             "stages": stages,
         }
         self.guard = threading.Lock()  # of the status: ingest stages report from threads
+        self.writing = threading.Lock()
         self.is_changed = True
         self.written_at = 0.0  # of a monotonic clock
         self.write_took_s = 0.0
@@ -99,6 +102,8 @@ class Journal:
         self.holding = ExitStack()  # the lock of the run
         self.has_lock = False
         self.thread = threading.Thread(target=self._keep_writing, name="status", daemon=True)
+        with suppress(OSError, UserError):  # they hold until a stage trains
+            self.set_gpu_use(read_gpu_use(store.storage, graph.name))
         self.log.write(
             "run_started",
             run=graph.name,
@@ -221,6 +226,15 @@ class Journal:
             machines[sample["node"]] = cast(MachineSample, {**before, **sample, "gpus": gpus})
             self.is_changed = True
 
+    def set_gpu_use(self, figures: list[GpuFigure]) -> None:
+        """Note how busy the GPUs are while stages train. A run without figures has no entry."""
+        with self.guard:
+            if figures:
+                self.status["gpu_use"] = figures
+            else:
+                self.status.pop("gpu_use", None)
+            self.is_changed = True
+
     def snapshot(self) -> LiveStatus:
         """Return a copy of the status as it is now."""
         with self.guard:
@@ -229,7 +243,7 @@ class Journal:
     # ---- the status file -------------------------------------------------------------------------
     def start(self) -> None:
         """Write the first status, and go on writing."""
-        self._write()
+        self.save()
         self.thread.start()
 
     def end(self, state: RunState, message: str = "") -> None:
@@ -243,7 +257,7 @@ class Journal:
                 self.status["message"] = redact(message)[:MAX_MESSAGE]
         seconds = round(time.time() - self.status["started"], 3)
         self.log.write("run_ended", state=state, message=message, seconds=seconds)
-        self._write()
+        self.save()
         self.log.close()
         self.holding.close()
 
@@ -254,10 +268,14 @@ class Journal:
         while not self.ended.wait(max(write_s, self.write_took_s / MAX_LOAD)):
             is_due = time.monotonic() - self.written_at >= heartbeat_s
             if self.is_changed or is_due:
-                self._write()
+                self.save()
+
+    def save(self) -> None:
+        """Write status and events as far as they are. On a full disk the run itself reports it."""
+        with self.writing:
+            self._write()
 
     def _write(self) -> None:
-        """Write status and events as far as they are. On a full disk the run itself reports it."""
         started = time.monotonic()
         self._take_lock()
         with self.guard:

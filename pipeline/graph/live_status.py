@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from contextlib import suppress
-from typing import Any, Literal, NotRequired, TypedDict, TypeGuard, get_args
+from typing import Any, Literal, NotRequired, Required, TypedDict, TypeGuard, get_args
 
 from workers.errors import UserError
 from workers.storage.artifact import (
@@ -81,6 +81,28 @@ class MachineSample(TypedDict, total=False):
     gpus: dict[str, GpuSample]
 
 
+class GpuFigure(TypedDict, total=False):
+    """How busy a GPU was while stages trained.
+
+    Attributes:
+        node: Name of its machine.
+        gpu: Its number on that machine.
+        busy: Share of the time in which it computed; absent where that could not be measured.
+        reason: Why it could not be measured.
+        advice: The setting that would use it more; empty if there is none.
+        ranks: Number of ranks that trained on it at a time, on average.
+        sampled_at: Time of the last sample, in seconds since the epoch.
+    """
+
+    node: Required[str]
+    gpu: Required[str]
+    busy: float
+    reason: str
+    advice: str
+    ranks: float
+    sampled_at: float
+
+
 class LiveStatus(TypedDict):
     """A run as its driver sees it.
 
@@ -88,7 +110,8 @@ class LiveStatus(TypedDict):
     message: why it failed. left_s: seconds until its end, about; None where nothing comparable was
     measured, or a stage is late by more than that. left_without: stages that `left_s` leaves out,
     because nothing comparable was measured. machines: node -> the last sample of its use. groups:
-    worker groups that are `up`, and `starting`: they wait for room or for their processes.
+    worker groups that are `up`, and `starting`: they wait for room or for their processes. gpu_use:
+    how busy each GPU was while stages trained, since the last start in which some did.
     """
 
     name: str
@@ -104,6 +127,7 @@ class LiveStatus(TypedDict):
     stages: dict[str, LiveStage]
     machines: NotRequired[dict[str, MachineSample]]
     groups: NotRequired[dict[str, int]]
+    gpu_use: NotRequired[list[GpuFigure]]
 
 
 def lock_key(name: str) -> str:
@@ -173,6 +197,7 @@ def _is_status(value: Any, name: str) -> bool:
     numbers = ("pid", "started", "updated", "left_without")
     stages = value.get("stages")
     left_s = value.get("left_s")
+    figures = value.get("gpu_use", [])
     return (
         value.get("state") in RUN_STATES
         and all(is_text(value.get(key)) for key in texts)
@@ -182,6 +207,8 @@ def _is_status(value: Any, name: str) -> bool:
         and (left_s is None or is_amount(left_s))
         and isinstance(stages, dict)
         and all(_is_stage(stage) for stage in stages.values())
+        and isinstance(figures, list)
+        and all(_is_gpu_figure(figure) for figure in figures)
     )
 
 
@@ -192,6 +219,15 @@ def _is_stage(value: Any) -> bool:
         and all(is_text(value.get(key, "")) for key in ("where", "message"))
         and all(is_amount(value.get(key, 0)) for key in ("since", "tries", "wall_s"))
         and isinstance(value.get("progress", {}), dict)
+    )
+
+
+def _is_gpu_figure(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(is_text(value.get(key)) for key in ("node", "gpu"))
+        and all(is_text(value.get(key, "")) for key in ("reason", "advice"))
+        and all(is_amount(value.get(key, 0)) for key in ("busy", "ranks", "sampled_at"))
     )
 
 

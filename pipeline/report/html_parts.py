@@ -260,6 +260,14 @@ def _render_list_of_warnings(rows: Sequence[Row]) -> str:
     return f"<ul>{items}</ul>"
 
 
+def render_gpu_use(sentences: Sequence[str]) -> str:
+    """Return how busy the GPUs were; empty for a run without GPUs."""
+    if not sentences:
+        return ""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f'<h3 id="gpus">Use of the GPUs</h3><ul>{items}</ul>'
+
+
 def render_failures(failures: Mapping[str, str]) -> str:
     """Return a note on the stages that failed; empty if there are none.
 

@@ -24,6 +24,7 @@ from pipeline.report.html_parts import (
     render_document,
     render_facts,
     render_failures,
+    render_gpu_use,
     render_links,
     render_long_table,
     render_picture,
@@ -43,7 +44,10 @@ MOST_TASKS = 12  # named in the head of the page
 
 
 def build(
-    storage: str, record: RunRecord, failures: Mapping[str, str] | None = None
+    storage: str,
+    record: RunRecord,
+    failures: Mapping[str, str] | None = None,
+    gpu_use: Sequence[str] = (),
 ) -> dict[str, bytes]:
     """Return all files of the report by name: the page, the graph, tables, pictures.
 
@@ -51,6 +55,7 @@ def build(
         storage: Folder or URI of the results.
         record: The run record.
         failures: Id of a stage that failed -> why.
+        gpu_use: Sentences on how busy each GPU was; empty without GPUs.
     """
     tables = RunTables.load(storage, record)
     views = {label: figures.load_mask_views(tables, label) for label in tables.labels}
@@ -66,7 +71,7 @@ def build(
         report_files |= {picture.name: picture.png for picture in pictures}
     report_files["graph.svg"] = draw_graph(tables, "report.html").encode()
     graph_svg = draw_graph(tables, "")
-    page = render_page(tables, run_pictures, method_pictures, graph_svg, failures or {})
+    page = render_page(tables, run_pictures, method_pictures, graph_svg, failures or {}, gpu_use)
     report_files["report.html"] = page.encode()
     if tables.labels:
         report_files |= paper.paper_files(one_run(tables))
@@ -96,6 +101,7 @@ def render_page(
     method_pictures: Mapping[str, Sequence[Picture]],
     graph_svg: str,
     failures: Mapping[str, str],
+    gpu_use: Sequence[str] = (),
 ) -> str:
     """Return the page as HTML. method_pictures: by label."""
     sections = [render_head(tables), render_failures(failures)]
@@ -111,6 +117,7 @@ def render_page(
     sections.append(render_sizes(tables))
     sections.append(render_graph(graph_svg))
     sections.append(render_stages(tables))
+    sections.append(render_gpu_use(gpu_use))
     sections.append(render_training(tables))
     sections.append(render_settings(tables))
     return render_document(escape(str(tables.record["name"])), sections)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from pipeline.graph.run_record import RunRecord
@@ -14,6 +14,7 @@ from pipeline.report.html_parts import (
     render_document,
     render_facts,
     render_failures,
+    render_gpu_use,
     render_links,
     render_picture,
     render_pictures,
@@ -39,6 +40,7 @@ def build(
     record: RunRecord,
     tables: Mapping[str, RunTables],
     failures: Mapping[str, str] | None = None,
+    gpu_use: Sequence[str] = (),
 ) -> dict[str, bytes]:
     """Return all files of the report by name.
 
@@ -46,6 +48,7 @@ def build(
         record: The record of the run.
         tables: Name of a replica -> its results.
         failures: Id of a stage that failed -> why.
+        gpu_use: Sentences on how busy each GPU was; empty without GPUs.
     """
     comparison = comparison_of(str(record["name"]), tables)
     pictures = [
@@ -65,6 +68,7 @@ def build(
     sections.append('<h2 id="matrices">Accuracy matrices</h2>')
     sections.append(render_pictures(pictures[1:]))
     sections.append(comparison_page.render_stages(comparison))
+    sections.append(render_gpu_use(gpu_use))
     sections.append(render_settings(record, tables))
     page = render_document(escape(str(record["name"])), sections)
     report["report.html"] = page.encode()

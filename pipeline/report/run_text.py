@@ -16,6 +16,7 @@ from pipeline.console import (
     table_text,
 )
 from pipeline.graph import diagram
+from pipeline.graph.gpu_use import gpu_sentences
 from pipeline.graph.run_record import graph_of_record
 from pipeline.graph.store import Store
 from pipeline.results.runs import (
@@ -154,8 +155,9 @@ def methods_text(methods: Sequence[MethodAccuracy], columns: int) -> str:
 
 
 def status_text(run: RunStatus, with_all: bool = False) -> str:
-    """Return what a person reads of a run: how far, how long, who runs what, what failed."""
+    """Return what a person reads of a run: how far, how long, who runs what, how busy GPUs are."""
     lines = [headline(run), counts_text(run)]
+    lines += [in_one_line(sentence) for sentence in gpu_sentences(run.gpu_use)]
     listed = run.stages
     if not with_all and len(listed) > MOST_STAGES:
         listed = tuple(stage for stage in listed if stage.state not in ENDED)

@@ -8,12 +8,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from pipeline import config
 from pipeline.config import NAME
 from pipeline.graph.live_status import (
+    GpuFigure,
     LiveStage,
     LiveStatus,
     check_readable,
@@ -118,7 +119,8 @@ class RunStatus:
     """How far a run is.
 
     driver: None where none has left word. left_s: seconds until its end, about, or None.
-    left_without: stages that `left_s` leaves out, because nothing comparable was measured.
+    left_without: stages that `left_s` leaves out, because nothing comparable was measured. gpu_use:
+    how busy each GPU was while stages trained; empty without GPUs.
     """
 
     name: str
@@ -128,6 +130,7 @@ class RunStatus:
     driver: Driver | None = None
     left_s: float | None = None
     left_without: int = 0
+    gpu_use: tuple[GpuFigure, ...] = ()
 
     @property
     def counts(self) -> Counter[str]:
@@ -275,8 +278,12 @@ def run_status(storage: str, name: str) -> RunStatus:
         live["command"],
     )
     left_s = live["left_s"] if alive else None
-    return RunStatus(
-        name, status.state, status.started, status.stages, driver, left_s, live["left_without"]
+    return replace(
+        status,
+        driver=driver,
+        left_s=left_s,
+        left_without=live["left_without"],
+        gpu_use=tuple(live.get("gpu_use", ())),
     )
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from pipeline.config import flatten
+from pipeline.graph.gpu_use import gpu_sentences, read_gpu_use
 from pipeline.graph.run_record import RunRecord
 from pipeline.results.chance import sentences_of
 from pipeline.tracking.mlflow_client import InputData, MlflowClientAdapter, Point, key_name
@@ -507,6 +508,8 @@ class RunWriter:
             self._record_metrics(label, tables, again=True)
         if self.identity.pictures:
             self._record_report(tables, report)
+        if self.identity.kind == "run":
+            self._record_gpu_use()
         for (_, task), run in self.runs.items():
             is_closed = bool(task) and run.info.status in ("FINISHED", status)
             if run is not parent and not is_closed:
@@ -540,6 +543,21 @@ class RunWriter:
             client.log_files(method, method_pictures)
             pictures[method.info.run_id] = [*method_pictures]
         self._link_pictures(pictures)
+
+    def _record_gpu_use(self) -> None:
+        """Log how busy each GPU was while stages trained, and a tag with that in words.
+
+        GPUs are counted from 0, because their numbers and the names of nodes differ between runs.
+        """
+        figures = read_gpu_use(self.storage, self.record["name"])
+        points = []
+        for number, figure in enumerate(figures):
+            if "busy" in figure:
+                after_s = figure["sampled_at"] - self.parent.info.start_time / 1000
+                points.append(Point(f"gpu_busy/{number}", figure["busy"], 0, max(0.0, after_s)))
+        if figures:
+            text = "; ".join(gpu_sentences(figures))
+            self.ready().log_points(self.parent, points, {"gpu_use": text[:MAX_TAG]})
 
     def _link_pictures(self, names: Mapping[str, Sequence[str]]) -> None:
         """Begin the descriptions of runs with links to their pages and pictures.

@@ -1,7 +1,9 @@
-"""A run says how busy its GPUs were while stages trained, and what would use them more."""
+"""A run says how busy its GPUs were while stages trained, and what would use them more: on the
+terminal, in its status, in its report and in MLflow."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,17 @@ import pytest
 import torch
 
 from pipeline import app
-from pipeline.graph.live_status import GpuSample
+from pipeline.cli import main
+from pipeline.graph import journal
+from pipeline.graph.gpu_use import GpuUse, gpu_sentences, read_gpu_use
+from pipeline.graph.journal import Journal, TimeLeft
+from pipeline.graph.live_status import GpuFigure, GpuSample, MachineSample, read_status
+from pipeline.graph.run import look_up_all
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch import machine
-from pipeline.launch.gpu_use import GpuUse
+from pipeline.launch.shares import ranks_per_gpu
+from pipeline.report.html_parts import render_gpu_use
+from pipeline.tracking import mlflow_client
 from tests import small_run
 from workers.data import accelerator
 
@@ -25,7 +34,7 @@ def make_use(folder: Path, chains: int = 8, **cluster: Any) -> GpuUse:
         folder, cards, ("finetune",), cluster={"workers": 1, "gpus_per_worker": 1, **cluster}
     )
     run = app.prepare(small_run.write_config(folder / "run.yaml", body))
-    return GpuUse(run.graph, run.config.cluster, chains)
+    return GpuUse(run.graph, run.config.cluster, chains, lambda figures: None)
 
 
 def feed(use: GpuUse, *shares: float, used: int = 3) -> None:
@@ -40,6 +49,10 @@ def feed(use: GpuUse, *shares: float, used: int = 3) -> None:
         use.progress(Event(EventKind.SAMPLE, "", body=body))
 
 
+def sentences_of(use: GpuUse) -> list[str]:
+    return gpu_sentences(use.figures())
+
+
 def start(use: GpuUse, stage: str = "finetune/a/train") -> None:
     use.progress(Event(EventKind.STARTED, stage))
 
@@ -49,12 +62,12 @@ def test_samples_count_while_a_stage_trains(tmp_path: Path) -> None:
     feed(use, 0.0, 0.0, 0.0)
     start(use, "finetune/a/evaluate")
     feed(use, 0.0, 0.0, 0.0)
-    assert use.sentences() == []
+    assert sentences_of(use) == []
     start(use)
     feed(use, 0.6, 0.7, 0.8)
     use.on_event(None, Event(EventKind.DONE, "finetune/a/train"))  # type: ignore[arg-type]
     feed(use, 0.0)
-    assert use.sentences() == ["GPU 0 of n1 was busy 70% of the time while stages trained"]
+    assert sentences_of(use) == ["GPU 0 of n1 was busy 70% of the time while stages trained"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +90,7 @@ def test_an_idle_gpu_is_offered_more_chains(
     use = make_use(tmp_path, chains, **cluster)
     start(use)
     feed(use, 0.1, 0.2, 0.3, used=used)
-    (sentence,) = use.sentences()
+    (sentence,) = sentences_of(use)
     assert sentence.startswith("GPU 0 of n1 was busy 20% of the time while stages trained")
     assert expected in sentence
     assert bool(expected) == ("; " in sentence)
@@ -114,4 +127,177 @@ def test_a_figure_that_is_missing_is_explained(
     start(use)
     for _ in range(3):
         use.progress(Event(EventKind.SAMPLE, "", body={"node": "n", "gpus": {"0": sample}}))
-    assert use.sentences() == [f"the use of a GPU was not measured: {reason}"]
+    assert sentences_of(use) == [f"the use of a GPU was not measured: {reason}"]
+
+
+def test_the_suggested_share_gives_as_many_chains_as_it_says(tmp_path: Path) -> None:
+    for chains in range(2, 31):
+        use = make_use(tmp_path, chains)
+        start(use)
+        feed(use, 0.0, 0.0, 0.0, used=1)
+        (figure,) = use.figures()
+        share, text = figure["advice"].removeprefix("cluster.gpus_per_worker=").split(" trains ")
+        assert text.startswith(f"{chains} chains")
+        assert ranks_per_gpu(float(share)) == chains
+
+
+def test_ranks_on_a_gpu_are_counted_while_stages_train(tmp_path: Path) -> None:
+    use = make_use(tmp_path, gpus_per_worker=0.5)
+    start(use)
+    feed(use, 0.4)
+    start(use, "backbone")
+    feed(use, 0.8, 0.8)
+    (figure,) = use.figures()
+    assert figure["ranks"] == pytest.approx(5 / 3)
+    assert figure["busy"] == pytest.approx(2 / 3)
+
+
+# ---- where people read it ------------------------------------------------------------------------
+SENTENCE = "was busy 20% of the time while stages trained"
+ADVICE = "; cluster.workers=1 and cluster.gpus_per_worker=0.5 trains 2 chains"
+REASON = "the use of a GPU was not measured: its driver says Not Supported"
+
+
+def run_with_samples(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: dict[str, GpuSample]
+) -> str:
+    """Run a config whose machine reports these GPUs, and return the path of the config."""
+
+    def sample(device: torch.device) -> MachineSample:
+        return {"node": "n1", "gpus": dict(gpus)}
+
+    monkeypatch.setattr(machine, "sample_machine", sample)
+    monkeypatch.setattr(machine, "SAMPLE_S", 0.01)
+    monkeypatch.setattr(journal, "WRITE_S", 600.0)  # nothing waits for the usual writes
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    cards = small_run.make_cards(folder, ("base", "a"))
+    tracking = {"enabled": True, "system_metrics": True, "models": False}
+    body = {**small_run.make_body(folder, cards, ("finetune",)), "tracking": tracking}
+    path = small_run.write_config(folder / "run.yaml", body)
+    assert main(["run", path]) == 0
+    return path
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def recorded(storage: str) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the metrics on GPUs and the tags of a run in MLflow."""
+    client, _, experiment = mlflow_client.open_store(storage)
+    (run,) = client.search_runs([experiment], "tags.`accrete.kind` = 'run'")
+    metrics = {name: v for name, v in run.data.metrics.items() if name.startswith("gpu_busy")}
+    return metrics, run.data.tags
+
+
+@pytest.mark.usefixtures("small_pictures")
+def test_the_figure_stands_in_status_report_and_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes: GpuSample = {"memory_bytes": 3 * GIB, "total_bytes": 80 * GIB}
+    gpus: dict[str, GpuSample] = {
+        "10": {**sizes, "utilization": 0.7},
+        "3": {**sizes, "utilization": 0.2},
+        "7": {**sizes, "reason": "its driver says Not Supported"},
+    }
+    monkeypatch.setattr(GpuUse, "groups_that_fit", lambda self, use: 2)
+    path = run_with_samples(tmp_path, monkeypatch, gpus)
+    storage = tmp_path / "storage"
+    status = read_status(str(storage), "small")
+    assert status is not None
+    figures = {figure["gpu"]: figure for figure in status["gpu_use"]}
+    texts = {
+        "terminal": capsys.readouterr().out,
+        "status": output(capsys, "status", path),
+        "report": (storage / "runs" / "small" / "report.html").read_text(),
+    }
+    metrics, tags = recorded(str(storage))
+    texts["tag"] = tags["gpu_use"]
+    for place, text in texts.items():
+        assert f"GPU 3 of n1 {SENTENCE}{ADVICE}" in text, place
+        assert "GPU 10 of n1 was busy 70% of the time" in text, place
+        assert REASON in text, place
+    assert metrics == {"gpu_busy/0": 0.2, "gpu_busy/2": 0.7}
+    assert "advice" not in figures["7"]
+
+
+@pytest.mark.usefixtures("small_pictures")
+def test_a_run_without_gpus_has_no_word_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_with_samples(tmp_path, monkeypatch, {})
+    storage = tmp_path / "storage"
+    assert "gpu_use" not in (read_status(str(storage), "small") or {})
+    assert "GPU" not in output(capsys, "status", path)
+    page = (storage / "runs" / "small" / "report.html").read_text()
+    assert "Use of the GPUs" not in page
+    metrics, tags = recorded(str(storage))
+    assert metrics == {}
+    assert "gpu_use" not in tags
+
+
+def test_figures_hold_until_a_stage_trains_again(tmp_path: Path) -> None:
+    cards = small_run.make_cards(tmp_path, ("base", "a"))
+    body = small_run.make_body(tmp_path, cards, ("finetune",))
+    run = app.prepare(small_run.write_config(tmp_path / "run.yaml", body))
+    graph = run.graph
+    lookups = look_up_all(graph, run.store, None)
+
+    def open_journal() -> Journal:
+        opened = Journal(
+            run.store, graph, lookups, {*graph.stages}, "", lambda stages: TimeLeft(None, 0)
+        )
+        opened.start()
+        return opened
+
+    def stored() -> list[GpuFigure]:
+        status = read_status(run.store.storage, graph.name)
+        assert status is not None
+        return status.get("gpu_use", [])
+
+    first = open_journal()
+    use = GpuUse(graph, run.config.cluster, 2, first.set_gpu_use)
+    start(use)
+    feed(use, 0.2, 0.2, 0.2)
+    first.end("stopped")
+    assert [figure["busy"] for figure in stored()] == [pytest.approx(0.2)]
+    second = open_journal()
+    use = GpuUse(graph, run.config.cluster, 2, second.set_gpu_use)
+    start(use, "finetune/a/evaluate")
+    second.save()
+    assert len(stored()) == 1
+    start(use)
+    second.save()
+    assert stored() == []
+    feed(use, 0.6, 0.6, 0.6)
+    second.end("stopped")
+    assert [figure["busy"] for figure in stored()] == [pytest.approx(0.6)]
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [3, ["x"], [{"node": "n"}], [{"node": "n", "gpu": "0", "busy": "much"}]],
+)
+def test_a_status_with_damaged_figures_is_left_aside(tmp_path: Path, figures: Any) -> None:
+    status: dict[str, Any] = {
+        "name": "r",
+        "state": "finished",
+        "left_s": None,
+        "stages": {},
+        **dict.fromkeys(("host", "command"), ""),
+        **dict.fromkeys(("pid", "started", "updated", "left_without"), 0),
+    }
+    path = tmp_path / "runs" / "r" / "status.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(status))
+    assert read_gpu_use(str(tmp_path), "r") == []
+    assert read_status(str(tmp_path), "r") is not None
+    path.write_text(json.dumps({**status, "gpu_use": figures}))
+    assert read_status(str(tmp_path), "r") is None
+
+
+def test_names_of_a_foreign_status_are_escaped() -> None:
+    figure: GpuFigure = {"node": "<b>", "gpu": "0", "busy": 0.5, "advice": ""}
+    assert "GPU 0 of &lt;b&gt; was busy 50%" in render_gpu_use(gpu_sentences([figure]))

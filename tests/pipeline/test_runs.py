@@ -116,7 +116,7 @@ def test_a_status_follows_a_run_and_says_how_it_ended(store: Store) -> None:
         step(notes, walk)
         notes.progress(Event(EventKind.STARTED, "m/a/train", body={"where": "group 1 on 10.0.0.8"}))
         notes.progress(Event(EventKind.PROGRESS, "m/a/train", body={"left_s": 7.0}))
-        notes._write()
+        notes.save()
         status = runs.run_status(store.storage, "r")
         by_id = {stage.id: stage for stage in status.stages}
         assert [stage.state for stage in status.stages] == ["done", "running"] + 3 * ["waiting"]
@@ -198,7 +198,7 @@ def test_a_second_driver_of_a_run_leaves_the_status_to_the_first(store: Store) -
         journal_of(store, graph, misses(graph), todo, "first", no_estimate),
         journal_of(store, graph, misses(graph), todo, "second", no_estimate) as second,
     ):
-        second._write()
+        second.save()
         status = read_status(store.storage, "r")
         assert status is not None
         assert status["command"] == "first"
@@ -565,7 +565,7 @@ def test_watch_prints_changes_until_the_run_ends(
     body = {"where": "here", "nodes": ["n1"], "gpus": []}
     notes.progress(Event(EventKind.STARTED, "data/a", body=body))
     notes.progress(Event(EventKind.CHECKPOINT, "data/a", body={"epoch": 1, "step": 2}))
-    notes._write()
+    notes.save()
     seconds = iter([0, 1])
 
     def go_on(_: float) -> None:
@@ -573,7 +573,7 @@ def test_watch_prints_changes_until_the_run_ends(
             notes.end("interrupted")
         else:
             step(notes, walk, Event(EventKind.DONE, "data/a", body={"wall_s": 1.0}))
-            notes._write()
+            notes.save()
 
     monkeypatch.setattr(time, "sleep", go_on)
     lines = output(capsys, "status", "r", "--storage", store.storage, "--watch").splitlines()

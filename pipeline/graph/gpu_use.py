@@ -1,0 +1,176 @@
+"""How busy the GPUs of a run are while its stages train, and the setting that uses them more."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pipeline.config import ClusterSettings
+from pipeline.graph.live_status import GpuFigure, GpuSample, read_status
+from pipeline.graph.stage import Graph
+from pipeline.graph.walk import Decision, Event, EventKind, Walk
+
+BUSY = 0.5  # share of the time; below it, more groups are suggested
+MEMORY_SHARE = 0.9  # of a GPU, for all groups together
+MIN_SAMPLES = 3
+
+
+@dataclass
+class Use:
+    """The samples of one GPU while stages trained.
+
+    Attributes:
+        samples: Their number.
+        measured: Number of samples that say how busy the GPU was.
+        busy_sum: Sum over these of the share of the time in which the GPU computed.
+        stages_sum: Sum over all samples of the stages that trained, on all GPUs together.
+        sampled_at: Time of the last sample, in seconds since the epoch.
+        memory_bytes: Largest use of its memory.
+        total_bytes: Size of its memory.
+        reason: Why a sample does not say how busy the GPU was.
+    """
+
+    samples: int = 0
+    measured: int = 0
+    busy_sum: float = 0.0
+    stages_sum: int = 0
+    sampled_at: float = 0.0
+    memory_bytes: int = 0
+    total_bytes: int = 0
+    reason: str = ""
+
+    @property
+    def busy(self) -> float:
+        """Mean share of the time in which the GPU computed."""
+        return self.busy_sum / self.measured
+
+    @property
+    def stages(self) -> float:
+        """Mean number of stages that trained at a time, on all GPUs together."""
+        return self.stages_sum / self.samples
+
+
+class GpuUse:
+    """Collects the samples of a run's GPUs.
+
+    Args:
+        graph: The graph of the run.
+        cluster: Resources of its workers.
+        chains: Number of stages that can run beside each other.
+        post: Called with the figures whenever they have changed. They are empty when the first
+            stage starts to train.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: ClusterSettings,
+        chains: int,
+        post: Callable[[list[GpuFigure]], None],
+    ):
+        self.graph = graph
+        self.cluster = cluster
+        self.chains = chains
+        self.post = post
+        self.training: set[str] = set()
+        self.has_trained = False
+        self.uses: dict[tuple[str, str], Use] = defaultdict(Use)  # by node and number of the GPU
+
+    def progress(self, event: Event) -> None:
+        """Note that a stage starts, or a sample."""
+        if event.kind is EventKind.STARTED and self.graph[event.stage].inputs.get("train"):
+            self.training.add(event.stage)
+            if not self.has_trained:
+                self.post([])
+            self.has_trained = True
+        if event.kind is EventKind.SAMPLE and self.training:
+            for gpu, sample in event.body.get("gpus", {}).items():
+                self._add(event.body["node"], gpu, sample)
+            self.post(self.figures())
+
+    def on_event(self, walk: Walk, event: Event) -> None:
+        """Note that a stage has ended."""
+        if event.kind not in (EventKind.STARTED, EventKind.PROGRESS, EventKind.CHECKPOINT):
+            self.training.discard(event.stage)
+        else:
+            self.progress(event)
+
+    def on_decision(self, walk: Walk, decision: Decision) -> None:
+        """Do nothing: a stage trains once it has started."""
+
+    def _add(self, node: str, gpu: str, sample: GpuSample) -> None:
+        use = self.uses[node, gpu]
+        use.samples += 1
+        use.stages_sum += len(self.training)
+        use.sampled_at = time.time()
+        if "utilization" not in sample:
+            use.reason = sample.get("reason", "it has no such figure")
+            return
+        use.measured += 1
+        use.busy_sum += sample["utilization"]
+        use.memory_bytes = max(use.memory_bytes, sample["memory_bytes"])
+        use.total_bytes = sample["total_bytes"]
+
+    def figures(self) -> list[GpuFigure]:
+        """Return the figure of each GPU with enough samples, or why it has none."""
+        figures: list[GpuFigure] = []
+        for node, gpu in sorted(self.uses, key=lambda place: (place[0], len(place[1]), place[1])):
+            use = self.uses[node, gpu]
+            ranks = use.stages * max(1, self.cluster.workers) / len(self.uses)
+            figure: GpuFigure = {
+                "node": node,
+                "gpu": gpu,
+                "ranks": ranks,
+                "sampled_at": use.sampled_at,
+            }
+            if use.measured >= MIN_SAMPLES:
+                figures.append({**figure, "busy": use.busy, "advice": self._advice(use)})
+            elif not use.measured:
+                figures.append({**figure, "reason": use.reason})
+        return figures
+
+    def _advice(self, use: Use) -> str:
+        """Return the setting that uses a GPU more; empty if there is none."""
+        groups = self.groups_that_fit(use)
+        if use.busy >= BUSY or groups < 2:
+            return ""
+        workers = "" if self.cluster.workers else "cluster.workers=1 and "
+        share = math.floor(1000 / groups) / 1000  # rounded up, fewer groups would fit
+        return (
+            f"{workers}cluster.gpus_per_worker={share:g} trains {groups} chains "
+            f"beside each other, which take about {groups * use.memory_bytes / 2**30:.1f} of its "
+            f"{use.total_bytes / 2**30:.0f} GiB"
+        )
+
+    def groups_that_fit(self, use: Use) -> int:
+        """Return how many chains may train beside each other on a GPU, by time and by memory."""
+        if self.cluster.gpus_per_worker < 1 or self.cluster.workers > 1:
+            return 1  # it is shared, or its ranks talk by NCCL, which takes whole GPUs
+        by_time = int(1 / max(use.busy, 0.01) + 1e-6)  # 1 / 0.2 is less than 5
+        by_memory = int(MEMORY_SHARE * use.total_bytes / max(use.memory_bytes, 1))
+        return min(self.chains, by_time, by_memory)
+
+
+def read_gpu_use(storage: str, name: str) -> list[GpuFigure]:
+    """Return the figures of the last start of a run in which stages trained; none without GPUs."""
+    status = read_status(storage, name)
+    return status.get("gpu_use", []) if status else []
+
+
+def gpu_sentences(figures: Iterable[GpuFigure]) -> list[str]:
+    """Return how busy each GPU was while stages trained, and the setting that uses it more."""
+    sentences = []
+    for figure in figures:
+        if "busy" not in figure:
+            sentences.append(f"the use of a GPU was not measured: {figure.get('reason', '')}")
+            continue
+        sentence = (
+            f"GPU {figure['gpu']} of {figure['node']} was busy {figure['busy']:.0%} of the time "
+            "while stages trained"
+        )
+        advice = figure.get("advice")
+        sentences.append(f"{sentence}; {advice}" if advice else sentence)
+    return list(dict.fromkeys(sentences))

@@ -8,6 +8,9 @@ images is not known has no forecast.
 
 Measurements come from all named runs of this storage with the same backbone, precision and kind of
 device. Ingest and report use no device and are left out.
+
+Ranks that share a GPU are counted by card: `sharing` says how much longer each takes beside others,
+and device-hours count the GPU once.
 """
 
 from __future__ import annotations
@@ -16,8 +19,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from pipeline.config import Config
@@ -27,9 +29,20 @@ from pipeline.data.formats import count_labels, is_local_source, list_source
 from pipeline.graph.run_record import recorded_config
 from pipeline.graph.stage import Graph, IngestJob, Stage
 from pipeline.graph.store import Store
-from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.launch import speed
-from pipeline.launch.queue import ReadyQueue, ReadyStage
+from pipeline.launch.sharing import (
+    ALWAYS_BUSY,
+    NOT_SHARED,
+    Busy,
+    Sharing,
+    find_busy,
+    find_sharing,
+    ranks_of_run,
+    read_cluster,
+    shares_gpus,
+    stretch,
+)
+from pipeline.launch.wall_time import wall_time
 from pipeline.results.tables import Row
 from workers.data.augment import Augment
 from workers.errors import DamagedArtifact, UserError
@@ -86,7 +99,8 @@ class SourceKind(NamedTuple):
 class Measured:
     """The device-seconds of one finished stage.
 
-    fixed_s: those that do not grow with its work. image_s: those per image and epoch.
+    They are those of ranks that each have a device to themselves. fixed_s: those that do not grow
+    with its work. image_s: those per image and epoch.
     """
 
     fixed_s: float
@@ -109,8 +123,9 @@ class Estimate(NamedTuple):
 class Cost:
     """The predicted cost of a stage.
 
-    images: of one epoch; None when not known yet. device_s: device-seconds; None when the number of
-    images is not known. basis: what it rests on.
+    images: of one epoch; None when not known yet. device_s: device-seconds of ranks that each have
+    a device to themselves; None when the number of images is not known. basis: what it rests on.
+    part: of a device that each of these seconds takes; below 1 where ranks share a GPU.
     """
 
     label: str
@@ -119,6 +134,12 @@ class Cost:
     epochs: int
     device_s: float | None
     basis: Basis
+    part: float = 1.0
+
+    @property
+    def taken_s(self) -> float | None:
+        """Device-seconds that the stage takes; None where they are not known."""
+        return None if self.device_s is None else self.device_s * self.part
 
 
 @dataclass(frozen=True)
@@ -128,7 +149,8 @@ class Forecast:
     costs: by stage id. groups: of `workers` ranks each; 0 is as many as stages can use. walls:
     seconds of wall time of each label alone, and of all `together`, without stages that have no
     forecast. devices: on which finished stages were measured. speeds: what formulas or a
-    calibration rest on. unknown: tasks whose number of images is not known.
+    calibration rest on. unknown: tasks whose number of images is not known. sharing: the stages
+    whose ranks share GPUs.
     """
 
     costs: dict[str, Cost]
@@ -138,6 +160,7 @@ class Forecast:
     devices: tuple[str, ...]
     speeds: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    sharing: Sharing = NOT_SHARED
 
 
 @dataclass
@@ -302,15 +325,29 @@ def backbone_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 # ---- what was measured ---------------------------------------------------------------------------
-def read_sources(store: Store, graph: Graph, config: Config, images: Images) -> Sources:
+def read_sources(
+    store: Store,
+    records: Iterable[Mapping[str, Any]],
+    config: Config,
+    images: Images,
+    busy: Busy,
+) -> Sources:
     """Return the device-seconds of finished stages by kind.
 
-    They are of runs in this storage with the backbone of `config`, and of the kind of device that
-    it gives to each kind of stage.
+    They are of the kind of device that `config` gives to each kind of stage.
+
+    Args:
+        store: The storage of the runs.
+        records: Those of comparable runs.
+        config: The config whose cost is forecast.
+        images: Counts the images of tasks.
+        busy: How busy one rank keeps a GPU.
     """
     sources: dict[SourceKind, list[Measured]] = {}
     read_keys: set[str] = set()
-    for record in comparable_records(store, graph, config):
+    for record in records:
+        cluster = read_cluster(record)
+        is_shared = shares_gpus(cluster)
         tasks = {}
         for task in record.get("tasks", ()):
             if "data" in task:
@@ -327,6 +364,9 @@ def read_sources(store: Store, graph: Graph, config: Config, images: Images) -> 
             if artifact is None:
                 continue
             measured = measure(artifact, work_of(step, inputs, tasks, images))
+            if measured is not None and is_shared:
+                ranks = ranks_of_run(store.storage, record["name"], cluster.of_step(step))
+                measured = without_others(measured, stretch(ranks, busy))
             on_cpu = not config.cluster.of_step(step).gpus_per_worker
             if measured is not None and measured.device.startswith("cpu") == on_cpu:
                 sources.setdefault(kind, []).append(measured)
@@ -362,6 +402,11 @@ def measure(artifact: Artifact, work: Work) -> Measured | None:
     return Measured(fixed_s, epochs_s * workers / images, device)
 
 
+def without_others(measured: Measured, factor: float) -> Measured:
+    """Return what a stage takes with a GPU to itself that took `factor` times as long."""
+    return replace(measured, fixed_s=measured.fixed_s / factor, image_s=measured.image_s / factor)
+
+
 def read_epochs_s(artifact: Artifact) -> float | None:
     """Return the seconds of all epochs together; None where there is no readable history."""
     if "history.parquet" not in artifact.manifest["files"]:
@@ -392,7 +437,13 @@ def forecast(
     """
     cards = {stage.key: stage.job.card for stage in graph if isinstance(stage.job, IngestJob)}
     images = Images(store, cards, lists_sources=True)
-    sources = read_sources(store, graph, config, images)
+    records = comparable_records(store, graph, config)
+    busy = ALWAYS_BUSY
+    if any(map(shares_gpus, [config.cluster, *map(read_cluster, records)])):
+        busy = find_busy(store.storage, [record["name"] for record in records])
+    sources = read_sources(store, records, config, images, busy)
+    steps = {stage.id: stage.step for stage in graph if isinstance(stage.job, StageJob)}
+    sharing = find_sharing(config.cluster, steps, busy)
     data = task_data(graph, tasks)
     speeds = Speeds(config, calibrate)
     costs: dict[str, Cost] = {}
@@ -408,10 +459,11 @@ def forecast(
             measurements = [speeds.of(stage, work)]
         label = stage.method or stage.step
         device_s = device_seconds(measurements, work)
-        costs[stage.id] = Cost(label, stage.step, work.images, work.epochs, device_s, basis)
+        part = sharing.gpu_part(stage.id)
+        costs[stage.id] = Cost(label, stage.step, work.images, work.epochs, device_s, basis, part)
     workers = max(1, config.cluster.workers)
     groups = config.cluster.groups if config.cluster.workers else 1
-    walls = wall_times(graph, costs, workers, groups or len(graph))
+    walls = wall_times(graph, costs, workers, groups or len(graph), sharing)
     unknown = [name for name, one in data.items() if images.of(one, "train") is None]
     return Forecast(
         costs,
@@ -421,6 +473,7 @@ def forecast(
         tuple(sorted(devices)),
         tuple(speed.source for speed in speeds.known.values()),
         tuple(unknown),
+        sharing,
     )
 
 
@@ -501,8 +554,13 @@ def total_seconds(costs: Iterable[Cost]) -> Estimate:
     )
 
 
+def device_time(costs: Iterable[Cost]) -> Estimate:
+    """Return the device-seconds of several stages, of a shared GPU the part that each takes."""
+    return total_seconds(replace(cost, device_s=cost.taken_s) for cost in costs)
+
+
 def wall_times(
-    graph: Graph, costs: Mapping[str, Cost], workers: int, groups: int
+    graph: Graph, costs: Mapping[str, Cost], workers: int, groups: int, sharing: Sharing
 ) -> dict[str, Estimate]:
     """Return the seconds of wall time of each label alone, and of all `together`."""
     seconds = {stage_id: total_seconds([cost]) for stage_id, cost in costs.items()}
@@ -515,32 +573,9 @@ def wall_times(
         ends = []
         for end in range(3):  # expected, low, high
             stage_s = {stage_id: values[end] / workers for stage_id, values in seconds.items()}
-            ends.append(wall_time(graph, ids, stage_s, groups))
+            ends.append(wall_time(graph, ids, stage_s, groups, sharing))
         walls[label] = Estimate(*ends)
     return walls
-
-
-def wall_time(graph: Graph, todo: set[str], seconds: Mapping[str, float], groups: int) -> float:
-    """Return the seconds until the last stage ends, with groups that take stages as in a run.
-
-    Stages that are not in `seconds` take no time.
-    """
-    walk = Walk.over(graph, [stage.id for stage in graph if stage.id not in todo], retries=0)
-    ready = ReadyQueue()
-    running: list[tuple[float, str]] = []  # a heap of (end, stage id)
-    now = 0.0
-    while not walk.ended:
-        for decision in walk.decide():
-            walk.record(decision)
-            ready.append(ReadyStage(decision.depth, graph[decision.stage]))
-        while len(running) < groups:
-            stage = ready.take()
-            if stage is None:
-                break
-            heappush(running, (now + seconds.get(stage.id, 0.0), stage.id))
-        now, stage_id = heappop(running)
-        walk.apply(Event(EventKind.DONE, stage_id))
-    return now
 
 
 # ---- the printed table ---------------------------------------------------------------------------
@@ -585,7 +620,7 @@ def label_row(prediction: Forecast, label: str) -> Row:
         "images": sum((cost.images or 0.0) * max(1, cost.epochs) for cost in costs),
     }
     is_known = any(cost.device_s is not None for cost in costs)
-    hours = {"device_hours": total_seconds(costs), "wall_hours": prediction.walls[label]}
+    hours = {"device_hours": device_time(costs), "wall_hours": prediction.walls[label]}
     for name, estimate in hours.items():
         for suffix, value in zip(("", "_low", "_high"), estimate, strict=True):
             row[name + suffix] = value / 3600 if is_known else math.nan
@@ -606,6 +641,8 @@ def notes(prediction: Forecast) -> list[str]:
         f"wall time: with {groups} of {counted(prediction.workers, 'worker')}{without}; "
         "without ingest, report and the start of Ray"
     ]
+    if prediction.sharing.stages:
+        lines.append(sharing_note(prediction.sharing))
     if prediction.devices:
         lines.append(f"measured on: {'; '.join(prediction.devices)}")
     bases = {cost.basis for cost in prediction.costs.values()}
@@ -629,6 +666,20 @@ def notes(prediction: Forecast) -> list[str]:
             "the methods"
         )
     return lines
+
+
+def sharing_note(sharing: Sharing) -> str:
+    """Return what the forecast assumes of ranks that share a GPU."""
+    text = f"shared GPUs: up to {sharing.ranks} ranks on each, which device time counts once; "
+    if not sharing.busy.run:
+        return (
+            f"{text}no run in this storage measured how busy one rank keeps a GPU, so each counts "
+            "as taking an equal part of its time"
+        )
+    return (
+        f"{text}one rank keeps a GPU {sharing.busy.share:.0%} busy (measured by run "
+        f"{sharing.busy.run}), and above 100% together each takes an equal part of its time"
+    )
 
 
 def counted(count: int, noun: str) -> str:

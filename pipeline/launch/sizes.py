@@ -91,7 +91,8 @@ def hours_of(forecast: Forecast | None) -> tuple[int, str]:
         return LEAST_HOURS, "nothing is to run"
     wall = forecast.walls["together"]
     if not forecast.groups:  # as many as there is room for: here, one
-        wall = Estimate(*(s / forecast.workers for s in total_seconds(forecast.costs.values())))
+        share = forecast.sharing.stretch(1) / forecast.workers  # of all device-seconds
+        wall = Estimate(*(s * share for s in total_seconds(forecast.costs.values())))
     limit_h = max(wall.expected * MARGIN, wall.high) / 3600
     why = f"{MARGIN} times the {wall.expected / 3600:.2g} h of `plan --cost`"
     if wall.high > wall.expected * MARGIN:

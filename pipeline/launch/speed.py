@@ -50,14 +50,15 @@ def assume(settings: BackboneSettings, cores: int, gpus: float, precision: str) 
     Args:
         settings: of the backbone.
         cores: CPU cores of a worker; without a GPU it computes with these.
-        gpus: GPUs of a worker, or a fraction of one; 0 for a CPU.
+        gpus: GPUs of a worker; 0 for a CPU. A worker with a part of a GPU has the speed of one that
+            is alone on it.
         precision: `fp32`, `tf32` or `bf16`.
     """
     forward_flops = 2 * multiply_adds(
         vit.outline(settings), 3, settings.img_size, settings.img_size
     )
     if gpus:
-        rate = GPU_FLOPS[precision] * min(gpus, 1.0)
+        rate = GPU_FLOPS[precision]
         device = "GPU"
     else:
         rate = CORE_FLOPS * min(cores, os.cpu_count() or cores)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pipeline.graph.journal import TimeLeft
 from pipeline.graph.live_status import LiveStage
 from pipeline.graph.stage import Graph, Stage
-from pipeline.launch.cost import wall_time
+from pipeline.launch.wall_time import wall_time
 
 FINISHED = ("done", "reused")
 ENDED = (*FINISHED, "failed", "blocked")

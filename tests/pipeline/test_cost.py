@@ -16,10 +16,14 @@ from benchmarks import stream
 from pipeline import app, config
 from pipeline.cli import main
 from pipeline.graph import build
+from pipeline.graph.live_status import GpuFigure, LiveStatus, write_status
 from pipeline.graph.run import look_up_all, stages_to_run
 from pipeline.graph.run_record import record_of
+from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.launch import cost, speed
+from pipeline.launch.sharing import Busy, Sharing
+from pipeline.launch.wall_time import wall_time
 from tests import small_run
 from workers.errors import UserError
 from workers.job import StageJob
@@ -308,6 +312,108 @@ def test_a_star_gets_faster_with_groups_and_a_chain_does_not(site: Site) -> None
     assert wall("linear", 2) < 0.8 * wall("linear", 1)
     assert wall("linear", 0) == pytest.approx(wall("linear", 9))
     assert wall("finetune", 9) > 0.8 * wall("finetune", 1)
+
+
+# ---- parts of a GPU ------------------------------------------------------------------------------
+FOUR = ("linear", "finetune", "packnet", "ewc")
+
+
+def note_gpu_use(site: Site, busy: float, ranks: float, name: str = "small") -> None:
+    """Write the status of a run whose ranks kept a GPU busy."""
+    figure: GpuFigure = {"node": "n", "gpu": "0", "busy": busy, "advice": "", "ranks": ranks}
+    status: LiveStatus = {
+        "name": name,
+        "state": "finished",
+        "host": "h",
+        "pid": 1,
+        "started": 0.0,
+        "updated": 0.0,
+        "command": "",
+        "left_s": None,
+        "left_without": 0,
+        "stages": {},
+        "gpu_use": [figure],
+    }
+    write_status(str(site.folder / "storage"), status)
+
+
+def hours(site: Site, gpus: float, groups: int, **cluster: Any) -> tuple[float, float, str]:
+    """Return the seconds of devices and of wall time of a run on GPUs, and the printed forecast."""
+    settings = {"workers": 1, "groups": groups, "gpus_per_worker": gpus, **cluster}
+    prediction = costs(*site, FOUR, name="next", train={"epochs": 4}, cluster=settings)
+    row = cost.label_row(prediction, "together")
+    return 3600 * row["device_hours"], 3600 * row["wall_hours"], cost.text(prediction)
+
+
+@pytest.fixture(params=["formula", "same method"])
+def on_gpu(request: pytest.FixtureRequest, site: Site) -> Site:
+    """A storage without results, or with those of whole GPUs."""
+    if request.param == "same method":
+        whole = {"workers": 1, "gpus_per_worker": 1}
+        finished(*site, FOUR, device=GPU, cluster=whole)
+    return site
+
+
+def test_ranks_that_share_a_gpu_take_as_long_as_one_after_the_other(on_gpu: Site) -> None:
+    one_gpu, one_wall, one_text = hours(on_gpu, 1, groups=1)
+    _, two_wall, _ = hours(on_gpu, 1, groups=2)
+    _, four_wall, _ = hours(on_gpu, 1, groups=4)
+    shared_gpu, shared_wall, text = hours(on_gpu, 0.25, groups=4)
+    assert shared_gpu == pytest.approx(one_gpu)
+    assert shared_wall == pytest.approx(one_wall)
+    _, on_two_wall, on_two_text = hours(on_gpu, 0.4, groups=4)  # two GPUs with two ranks each
+    assert four_wall < on_two_wall < one_wall
+    assert on_two_wall == pytest.approx(two_wall, rel=0.25)
+    assert "shared GPUs: up to 4 ranks on each, which device time counts once; no run" in text
+    assert "up to 2 ranks on each" in on_two_text
+    assert "shared GPUs" not in one_text
+    assert "shared GPUs" not in hours(on_gpu, 0.25, groups=1)[2]
+
+
+def test_a_measured_use_tells_what_sharing_saves(site: Site) -> None:
+    finished(*site, FOUR, device=GPU, cluster={"workers": 1, "gpus_per_worker": 1})
+    whole_gpu, _, _ = hours(site, 1, groups=1)
+    _, four_wall, _ = hours(site, 1, groups=4)
+    note_gpu_use(site, busy=0.2, ranks=1)
+    gpu_s, wall_s, text = hours(site, 0.25, groups=4)  # 0.8 of the GPU together
+    assert gpu_s == pytest.approx(whole_gpu / 4)
+    assert wall_s == pytest.approx(four_wall)
+    assert "one rank keeps a GPU 20% busy (measured by run small)" in text
+    note_gpu_use(site, busy=0.5, ranks=1)
+    gpu_s, wall_s, _ = hours(site, 0.25, groups=4)
+    assert gpu_s == pytest.approx(whole_gpu / 2)
+    assert four_wall < wall_s < 2 * four_wall
+
+
+def test_stages_measured_beside_others_are_faster_alone(site: Site) -> None:
+    shared = {"workers": 1, "groups": 4, "gpus_per_worker": 0.25}
+    finished(*site, FOUR, device=GPU, cluster={"workers": 1, "gpus_per_worker": 1})
+    whole_gpu, _, _ = hours(site, 1, groups=1)
+    finished(*site, FOUR, device=GPU, cluster=shared)  # the record of the same results
+    gpu_s, _, _ = hours(site, 1, groups=1)
+    assert gpu_s == pytest.approx(whole_gpu / 4)
+    note_gpu_use(site, busy=0.8, ranks=4)
+    assert hours(site, 1, groups=1)[0] == pytest.approx(whole_gpu)
+    note_gpu_use(site, busy=0.8, ranks=2)  # fewer were at work than could be
+    assert hours(site, 1, groups=1)[0] == pytest.approx(whole_gpu)
+
+
+def test_a_stage_is_slowed_while_others_are_on_its_gpu() -> None:
+    seconds = {"a": 10.0, "b": 20.0, "c": 25.0}
+    graph = Graph.of("r", [Stage(name, "train", name, {}) for name in seconds])
+
+    def wall(ids: str, ranks: int, share: float, workers: int = 1, groups: int = 3) -> float:
+        sharing = Sharing(frozenset("ab"), ranks, workers, Busy(share, "r"))
+        return wall_time(graph, {*ids}, seconds, groups, sharing)
+
+    assert wall("ab", 2, 1.0) == pytest.approx(30)  # a ends after 20 s, and b is then alone
+    assert wall("ab", 2, 0.6) == pytest.approx(12 + 10)
+    assert wall("ab", 2, 0.5) == pytest.approx(20)
+    assert wall("ab", 1, 1.0) == pytest.approx(20)  # each has a GPU
+    assert wall("abc", 2, 1.0) == pytest.approx(30)
+    assert wall("c", 2, 1.0) == pytest.approx(25)
+    assert wall("a", 2, 1.0, workers=2) == pytest.approx(20)  # its own ranks share a GPU
+    assert wall("ab", 2, 1.0, groups=1) == pytest.approx(30)
 
 
 def test_every_method_has_a_line_of_its_own_beside_all_together(site: Site) -> None:

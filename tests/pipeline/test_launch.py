@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeline.cli import main
 from pipeline.launch import platforms
 from pipeline.launch.cost import SPREADS, Basis, Cost, Estimate, Forecast
 from pipeline.launch.machines import MACHINES, machine_for
+from pipeline.launch.sharing import ALWAYS_BUSY, Sharing
 from pipeline.launch.sizes import HOURS, Size, hours_of, size_of
 from pipeline.launch.template import with_directives, with_values
 from tests import small_run
@@ -203,6 +205,13 @@ def test_the_time_limit_follows_from_the_forecast(prediction: Any, hours: int, w
     limit, text = hours_of(prediction)
     assert limit == hours
     assert why in text
+
+
+def test_ranks_of_one_group_that_share_a_gpu_take_longer() -> None:
+    prediction = replace(forecast(9000.0, groups=0), workers=2)
+    assert hours_of(prediction)[0] == 3
+    sharing = Sharing(frozenset({"meat/a/train"}), 2, 2, ALWAYS_BUSY)
+    assert hours_of(replace(prediction, sharing=sharing))[0] == 5
 
 
 def test_the_size_stands_in_the_files(capsys: pytest.CaptureFixture[str]) -> None:

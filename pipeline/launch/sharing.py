@@ -1,0 +1,132 @@
+"""How ranks that share a GPU slow each other down.
+
+A rank that has a GPU to itself keeps it busy for a share of the time, which earlier runs measured
+(`pipeline.graph.gpu_use`). Ranks beside each other run at full speed while these shares add up to
+at most 1. Above that each gets an equal part of the GPU. Where nothing was measured, a rank counts
+as keeping its GPU busy all the time: the GPU is shared equally, and sharing it saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from pipeline.config import ClusterSettings
+from pipeline.graph.gpu_use import read_gpu_use
+from pipeline.launch.shares import ranks_per_gpu
+
+
+class Busy(NamedTuple):
+    """How busy one rank keeps a GPU that it has to itself.
+
+    Attributes:
+        share: Share of the time.
+        run: The run that measured it; empty where none did.
+    """
+
+    share: float
+    run: str
+
+
+ALWAYS_BUSY = Busy(1.0, "")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The stages of a run whose ranks share GPUs.
+
+    Attributes:
+        stages: Their ids.
+        ranks: Most ranks on a GPU at a time.
+        workers: Ranks of a stage.
+        busy: How busy one rank keeps a GPU.
+    """
+
+    stages: frozenset[str]
+    ranks: int
+    workers: int
+    busy: Busy
+
+    def stretch(self, running: int) -> float:
+        """Return how many times as long the shared stages take while so many of them run.
+
+        They fill one GPU after the other.
+        """
+        return stretch(min(running * self.workers, self.ranks), self.busy)
+
+    def gpu_part(self, stage_id: str) -> float:
+        """Return the part of a GPU that each rank of a stage takes on a full GPU."""
+        if stage_id not in self.stages:
+            return 1.0
+        return stretch(self.ranks, self.busy) / self.ranks
+
+
+NOT_SHARED = Sharing(frozenset(), 1, 1, ALWAYS_BUSY)
+
+
+def stretch(ranks: float, busy: Busy) -> float:
+    """Return how many times as long a rank takes with so many ranks on its GPU."""
+    return max(1.0, ranks * busy.share)
+
+
+def find_sharing(cluster: ClusterSettings, steps: Mapping[str, str], busy: Busy) -> Sharing:
+    """Return the sharing of a run.
+
+    Args:
+        cluster: Resources of its workers.
+        steps: Id of a stage -> its kind.
+        busy: How busy one rank keeps a GPU.
+    """
+    ranks = {stage_id: ranks_beside(cluster.of_step(step)) for stage_id, step in steps.items()}
+    shared = frozenset(stage_id for stage_id, number in ranks.items() if number > 1)
+    return Sharing(shared, max(ranks.values(), default=1), max(1, cluster.workers), busy)
+
+
+def ranks_beside(cluster: ClusterSettings) -> int:
+    """Return the most ranks of a run that are on one GPU at a time."""
+    if not cluster.workers:  # one process runs one stage after the other
+        return 1
+    ranks = ranks_per_gpu(cluster.gpus_per_worker)
+    return min(ranks, cluster.groups * cluster.workers) if cluster.groups else ranks
+
+
+def shares_gpus(cluster: ClusterSettings) -> bool:
+    """Return whether ranks of a run share a GPU, for one kind of stage at least."""
+    kinds = [cluster, *(cluster.of_step(step) for step in cluster.stages)]
+    return any(ranks_beside(kind) > 1 for kind in kinds)
+
+
+# ---- earlier runs --------------------------------------------------------------------------------
+def read_cluster(record: Mapping[str, Any]) -> ClusterSettings:
+    """Return the resources that a recorded run had; those of a record that is not ours: none."""
+    try:
+        return ClusterSettings.model_validate((record.get("config") or {}).get("cluster") or {})
+    except ValidationError:
+        return ClusterSettings()
+
+
+def find_busy(storage: str, names: Iterable[str]) -> Busy:
+    """Return how busy one rank keeps a GPU, from the first of these runs that measured it.
+
+    Several ranks that kept a GPU busy all the time show the least that one of them does.
+    """
+    for name in names:
+        figures = [figure for figure in read_gpu_use(storage, name) if "busy" in figure]
+        ranks = fmean(figure.get("ranks", 0.0) for figure in figures) if figures else 0.0
+        if ranks > 0:
+            return Busy(min(1.0, fmean(figure["busy"] for figure in figures) / ranks), name)
+    return ALWAYS_BUSY
+
+
+def ranks_of_run(storage: str, name: str, cluster: ClusterSettings) -> float:
+    """Return how many ranks trained on a GPU at a time, on average, in an earlier run.
+
+    Where that was not noted, as many as could.
+    """
+    most = ranks_beside(cluster)
+    ranks = [figure.get("ranks", most) for figure in read_gpu_use(storage, name)]
+    return min(most, fmean(ranks)) if ranks else most

@@ -1,5 +1,5 @@
-"""Measure how the feed uses cores: images a second on one core and on two, and for how long it holds
-the interpreter lock of the process that trains.
+"""Measure how the feed uses cores: images a second on one core and on two, and for how long it
+holds the interpreter lock of the process that trains.
 
 `python -m benchmarks.feed_cores --side 224`; sides 32, 128 and 224, all three without an option;
 about a minute each on two idle cores. Random resized crops and flips of 2,048 JPEG files of 256 px

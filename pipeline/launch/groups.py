@@ -231,6 +231,7 @@ class RayExecutor(Executor):
     def _poll_groups(self) -> list[Event]:
         outbox = self.outbox
         self.outbox = []
+        was_any_up = bool(self.rank_nodes)
         events, self.rank_nodes = self._answer(self.queue.offer.remote(outbox))
         for nodes in self.rank_nodes.values():
             self.used_nodes.update(nodes)
@@ -244,6 +245,8 @@ class RayExecutor(Executor):
         reported = (EventKind.SAMPLE, EventKind.STARTED)
         events = [event for event in events if event.kind not in reported]
         self._replace_ended_groups()
+        if self.rank_nodes and not was_any_up:
+            self._adjust_groups()
         self._report_groups()
         self._report_waiting_groups()
         self._end_overdue_stages()
@@ -262,11 +265,19 @@ class RayExecutor(Executor):
 
     # ---- groups ----------------------------------------------------------------------------------
     def _sizes(self, state: ClusterState) -> dict[int, int]:
-        """Return the number of workers of each group that there may be now, by group."""
+        """Return the number of workers of each group that there may be now, by group.
+
+        Until one is up there are no more than have something to do: groups that start beside each
+        other slow each other. With `cluster.groups` nodes may be started for them, which takes
+        longer.
+        """
+        width = self.width
+        if not self.rank_nodes and not self.cluster.groups:
+            width = min(width, max(1, len(self.outstanding)))
         groups = {index: group.workers for index, group in self.groups.items()}
         name = self.session.name
         outstanding = self.outstanding.values()
-        return self.pools.sizes(state, name, self.width, outstanding, groups)
+        return self.pools.sizes(state, name, width, outstanding, groups)
 
     def _adjust_groups(self) -> None:
         """Start the groups that there is room for. Have those end between two stages that are too

@@ -129,21 +129,38 @@ def _placement_group_rows() -> list[Any]:
 
 
 def trainer_class() -> Any:
-    """Return `TorchTrainer` without the actor that gives back what a killed controller reserved.
+    """Return `TorchTrainer` without three processes that take seconds to start and serve no one.
 
-    Where the cluster has no dashboard, that actor never hears of the end and stays for ever. And it
-    knows a placement group only once all workers of the group are up. Our queue gives placement
-    groups back instead: see `orphaned_placement_groups`.
+    The actor that gives back what a killed controller reserved: where the cluster has no dashboard,
+    it never hears of the end and stays for ever, and it knows a placement group only once all
+    workers of the group are up. Our queue gives placement groups back instead: see
+    `orphaned_placement_groups`. The actor of data sets: there are none. The actor that announces
+    the resources of a group to the autoscaler, for which the controller waits: its placement group
+    does that.
     """
     from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import (
         PlacementGroupCleanerCallback,
     )
+    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+
+    class Policy(FixedScalingPolicy):
+        def after_controller_start(self, train_run_context: Any) -> None:
+            """Announce nothing."""
+
+        def _maybe_send_resource_request(self) -> None:
+            """Announce nothing."""
 
     class Trainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
             callbacks = super()._create_default_callbacks()  # type: ignore[misc]
-            return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
+            left_out = (PlacementGroupCleanerCallback, DatasetsCallback)
+            return [callback for callback in callbacks if not isinstance(callback, left_out)]
+
+        def _initialize_and_run_controller(self, **settings: Any) -> Any:
+            settings["scaling_policy"] = Policy(settings["scaling_policy"].scaling_config)
+            return super()._initialize_and_run_controller(**settings)  # type: ignore[misc]
 
     return Trainer
 

@@ -230,11 +230,26 @@ def test_as_many_groups_start_as_fit_and_more_when_nodes_join(
     make_driver: Any,
 ) -> None:
     driver = make_driver([1.0, 1.0], address="local")
-    driver.run_stage_on(0, "0")
+    driver.submit("first")
+    assert driver.sizes() == {0: 1}, "a second one would slow the start of the first"
+    driver.queue.join(0, [Rank("0")])
+    driver.poll()
     assert driver.sizes() == {0: 1, 1: 1}
     driver.change_cluster(cpus(1.0, 1.0, 2.0))
     assert driver.sizes() == {0: 1, 1: 1, 2: 1, 3: 1}
     assert driver.notes[-1] == "node 10.0.0.2 (2) joined (2 CPUs)"
+
+
+def test_groups_that_have_a_stage_each_start_beside_each_other(make_driver: Any) -> None:
+    driver = make_driver([1.0, 1.0, 1.0], address="local")
+    for name in ("one", "two"):
+        stage = Stage(name, "train", f"key-{name}", {}, (), job=SimpleNamespace())
+        driver.executor.submit(stage, 0)
+    driver.poll()
+    assert driver.sizes() == {0: 1, 1: 1}
+    asked = make_driver([1.0, 1.0, 1.0], groups=3)
+    asked.submit("one")
+    assert asked.sizes() == {0: 1, 1: 1, 2: 1}, "nodes may be started for them"
 
 
 def test_the_stage_of_a_lost_node_moves_at_once_without_using_a_retry(

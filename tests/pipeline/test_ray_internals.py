@@ -109,9 +109,7 @@ def test_placement_groups_of_this_job_that_wait_or_that_a_dead_actor_created(
     assert [names[ray.PlacementGroupID(identity)] for identity in waiting] == ["waiting orphan"]
 
 
-def test_our_trainer_has_all_of_rays_default_callbacks_but_the_cleaner_of_placement_groups() -> (
-    None
-):
+def test_our_trainer_has_all_of_rays_default_callbacks_but_those_with_actors_of_no_use() -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -122,9 +120,38 @@ def test_our_trainer_has_all_of_rays_default_callbacks_but_the_cleaner_of_placem
         return [type(callback).__name__ for callback in trainer._create_default_callbacks()]
 
     usual = names_of(TorchTrainer)
-    assert "PlacementGroupCleanerCallback" in usual
-    usual.remove("PlacementGroupCleanerCallback")
+    for name in ("PlacementGroupCleanerCallback", "DatasetsCallback"):
+        assert name in usual
+        usual.remove(name)
     assert names_of(ray_internals.trainer_class()) == usual
+
+
+def test_a_group_is_not_announced_to_the_autoscaler_by_an_actor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.execution import scaling_policy
+    from ray.train.v2.api.config import ScalingConfig
+
+    announced: list[str] = []
+    monkeypatch.setattr(
+        scaling_policy.scaling_policy, "TrainAutoscalingCoordinatorClient", announced.append
+    )
+    monkeypatch.setattr(
+        TorchTrainer, "_initialize_and_run_controller", lambda self, **settings: settings
+    )
+    config = ScalingConfig(num_workers=3)
+    trainer = ray_internals.trainer_class()(lambda: None, scaling_config=config)
+    usual: Any = scaling_policy.FixedScalingPolicy(config)
+    settings = trainer._initialize_and_run_controller(scaling_policy=usual)
+    policy = settings["scaling_policy"]
+    policy.after_controller_start(SimpleNamespace(run_id="run"))
+    decision = policy.make_decision_for_non_running_worker_group()
+    assert decision.num_workers == 3
+    assert not announced
+    usual._send_resource_request = lambda: None
+    usual.after_controller_start(SimpleNamespace(run_id="run"))
+    assert announced
 
 
 def test_a_group_that_does_not_come_up_is_told_from_other_errors_of_the_controller() -> None:

@@ -78,9 +78,12 @@ def test_any_number_of_loaders_gives_the_bits_of_none(
 def test_loaders_and_no_thread_make_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_here = []
     make = sources.PictureSource._make
-    monkeypatch.setattr(
-        sources.PictureSource, "_make", lambda *args: made_here.append(1) or make(*args)
-    )
+
+    def note(*args: Any) -> None:
+        made_here.append(args)
+        make(*args)
+
+    monkeypatch.setattr(sources.PictureSource, "_make", note)
     for kind in ("streamed", "resident"):
         feed = feed_of(root, kind, data={"crop": "resized"})
         assert len(list(feed.epoch(0))) == feed.steps_per_epoch

@@ -330,4 +330,3 @@ def count_cores() -> int:
     except (OSError, ValueError):  # no container, or no limit
         pass
     return cores
-

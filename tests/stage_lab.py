@@ -385,10 +385,11 @@ def _rank(
         mock.patch.object(loop, "train_step", recording_step),
         mock.patch.object(Group, "sum_gradients", recording_sum),
     ):
+        group = Group(rank, world)
         for job in jobs:
             steps_by_stage.append(Steps())
             with contextlib.suppress(InterruptedError), small_batches():
-                loop.run_stage(job, Group(rank, world), lambda event: None)
+                loop.run_stage(job, group, lambda event: None)
             torch.distributed.barrier()
     (Path(folder) / f"rank-{rank}").write_bytes(pickle.dumps(steps_by_stage))
     torch.distributed.destroy_process_group()

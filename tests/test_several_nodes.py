@@ -70,7 +70,7 @@ def test_results_are_those_of_one_process_when_a_node_dies_and_another_joins(
     # the second, where the work has gone on before Ray declares the node dead; the last, where
     # the group was missed before that
     continuation = "what ran on it goes on from its last checkpoint|what ran on it has gone on"
-    loss = f"was lost; ({continuation})|(was|may be) lost, and with it at most"
+    loss = f"was lost; ({continuation})|(was|may be) lost, and at most"
     assert re.search(loss, output)
     assert "RayTaskError" not in output
     assert " joined (1 CPU)" in output

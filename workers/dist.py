@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -10,12 +16,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 32 << 20
+WAIT_S = 600.0  # how long a rank may wait for the others in a collective
+STORE_ANSWER_S = 10.0  # how long rank 0, which holds the store, may take to answer a request
+TIMED_OUT = "Timed out waiting"  # in gloo's error when WAIT_S is over
+
+
+class MissingRanks(RuntimeError):
+    """Ranks did not arrive at a collective in which the others waited."""
 
 
 @dataclass(frozen=True)
 class Group:
     """One rank of `world` processes, each with one device. world == 1 never calls
     torch.distributed.
+
+    A collective raises `MissingRanks` if a rank does not arrive within the time limit of gloo, in
+    which the host waits.
 
     cores: of its node that the rank may use; None: all.
     """
@@ -24,11 +40,19 @@ class Group:
     world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     cores: int | None = None
+    # Numbers the collectives. All ranks call the same ones, in the same order.
+    _numbers: Iterator[int] = field(
+        default_factory=partial(count, 1), init=False, repr=False, compare=False
+    )
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(tensor)
+            if tensor.device.type != "cpu":
+                # The host reads the sum next. In NCCL it would wait without naming who is missing.
+                self.gather(None)
+            with self._arriving("a sum"):
+                dist.all_reduce(tensor)
         return tensor
 
     def sum_gradients(self, parameters: list[Tensor]) -> int:
@@ -42,13 +66,16 @@ class Group:
                 p.grad = torch.zeros_like(p)
         if self.world == 1:
             return 0
+        with self._arriving("the sum of the gradients"):
+            return self._sum_in_buckets([p.grad for p in parameters if p.grad is not None])
+
+    def _sum_in_buckets(self, gradients: list[Tensor]) -> int:
         total = 0
         bucket: list[Tensor] = []
         bucket_bytes = 0
-        for p in parameters:
-            assert p.grad is not None
-            bucket.append(p.grad)
-            bucket_bytes += p.grad.numel() * p.grad.element_size()
+        for gradient in gradients:
+            bucket.append(gradient)
+            bucket_bytes += gradient.numel() * gradient.element_size()
             if bucket_bytes >= BUCKET_BYTES:
                 total += self._sum_bucket(bucket)
                 bucket = []
@@ -71,7 +98,8 @@ class Group:
         if self.world == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        with self._arriving("a value of rank 0"):
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -79,8 +107,81 @@ class Group:
         if self.world == 1:
             return [value]
         box: list[Any] = [None] * self.world
-        dist.all_gather_object(box, value)
+        with self._arriving("the values of all ranks"):
+            dist.all_gather_object(box, value)
         return box
+
+    @contextmanager
+    def _arriving(self, purpose: str) -> Iterator[None]:
+        """Note in the store of torch.distributed that this rank arrives at its next collective.
+
+        The note is sent, and no answer is waited for.
+
+        Args:
+            purpose: what the collective gives, for the error.
+
+        Raises:
+            MissingRanks: if the collective has timed out.
+        """
+        number = next(self._numbers)
+        started = time.monotonic()
+        shared_store().set(arrival_key(self.rank), str(number))
+        try:
+            yield
+        except RuntimeError as error:
+            if TIMED_OUT not in str(error):
+                raise
+            waited_s = time.monotonic() - started
+            sentence = describe_missing(self._find_missing(number), purpose, waited_s)
+            raise MissingRanks(sentence) from None
+
+    def _find_missing(self, number: int) -> list[int]:
+        """Return the ranks that have not arrived at the collective of this number."""
+        store = shared_store()
+        try:
+            store.wait([arrival_key(self.rank)], timedelta(seconds=STORE_ANSWER_S))
+            missing = []
+            for rank in range(self.world):
+                key = arrival_key(rank)
+                if not store.check([key]) or int(store.get(key)) < number:
+                    missing.append(rank)
+            return missing
+        except RuntimeError:  # rank 0 holds the store, and does not answer
+            return [0]
+
+
+def shared_store() -> Any:
+    """Return the store that all ranks of this process's group read and write."""
+    group = dist.group.WORLD
+    assert group is not None, "there is no process group"
+    return group.get_group_store()
+
+
+def arrival_key(rank: int) -> str:
+    """Return the key in the store of the number of the last collective that a rank arrived at."""
+    return f"arrivals/{rank}"
+
+
+def describe_missing(ranks: list[int], purpose: str, waited_s: float) -> str:
+    """Return the sentence about ranks that did not arrive at a collective.
+
+    Args:
+        ranks: the missing ranks; empty if all arrived, so that the network between them is slow
+            or broken.
+        purpose: what the collective gives.
+        waited_s: how long this rank waited, seconds.
+    """
+    if not ranks:
+        return (
+            f"all ranks arrived, but {purpose} did not come within {waited_s:.0f} s; check the "
+            "network between the nodes of the group"
+        )
+    names = ", ".join(map(str, ranks))
+    subject = f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+    return (
+        f"{subject} of its group did not arrive within {waited_s:.0f} s, while the others waited "
+        f"for {purpose} (restart the node of a rank that hangs)"
+    )
 
 
 def interleave(shares: list[list[Any]]) -> list[Any]:

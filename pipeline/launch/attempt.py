@@ -45,6 +45,8 @@ def attempt_stage(
         return Event(EventKind.FAILED, stage.id, str(error), body=origin_of(group))
     except UserError as error:
         return Event(EventKind.FAILED, stage.id, str(error), final=True, body=origin_of(group))
+    except dist.MissingRanks as error:
+        return Event(EventKind.LOST, stage.id, str(error))
     except Exception as error:
         if "/gloo/" in str(error) or isinstance(error, torch.distributed.DistError):
             # A collective fails on all ranks when one of them is gone.

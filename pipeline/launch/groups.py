@@ -498,9 +498,9 @@ class RayExecutor(Executor):
             return event
         stage = self.stages[event.stage]
         age_s = checkpoint.age_s(self.store.root, stage.key)
-        loss = "and it has no checkpoint yet"
+        loss = "and the stage has no checkpoint yet"
         if age_s is not None:
-            loss = f"and with it at most {age_s:.0f} s of work"
+            loss = f"and at most {age_s:.0f} s of work is lost"
         for node_id in event.body["nodes"]:
             node = self.state.nodes.get(node_id)
             if node is not None and not node.alive:

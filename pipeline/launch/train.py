@@ -19,7 +19,7 @@ from pipeline.launch.machine import gpu_number, sampling
 from pipeline.launch.queue import STOP, Rank
 from pipeline.launch.shares import resources_per_worker
 from workers import dist, preemption
-from workers.data import accelerator
+from workers.data import accelerator, torch_internals
 from workers.data.loaders import count_cores
 from workers.loop import run_stage
 from workers.storage.artifact import delete_dir, join, parent
@@ -123,6 +123,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     torch.set_num_threads(config["threads"])
     cores = cores_of_rank(ray, config["gpus"], config["threads"])
     rank = dist.Group(context.get_world_rank(), context.get_world_size(), device, cores)
+    if rank.world > 1:
+        # NCCL keeps Ray's limit, which is longer: NCCL ends the process without a sentence.
+        torch_internals.limit_host_waits(dist.WAIT_S)
     queue = config["queue"]
     group = config["group"]
     gpu = gpu_number(device) if accelerator.is_accelerator(device) else ""

@@ -260,7 +260,7 @@ def test_the_stage_of_a_lost_node_moves_at_once_without_using_a_retry(
     driver.change_cluster(cpus(1.0, 1.0, lost=[0]))
     [event] = driver.poll()
     assert (event.kind, event.stage) == ("moved", stage.id)
-    assert event.message == "node 10.0.0.0 (0) was lost, and it has no checkpoint yet"
+    assert event.message == "node 10.0.0.0 (0) was lost, and the stage has no checkpoint yet"
     assert (
         driver.notes[0]
         == "node 10.0.0.0 (0) was lost; what ran on it goes on from its last checkpoint"
@@ -281,7 +281,7 @@ def test_a_group_whose_workers_cannot_be_reached_moves_its_stage_without_using_a
     [event] = driver.poll()
     assert (event.kind, event.stage) == ("moved", stage.id)
     assert event.message == (
-        "its workers cannot be reached, their node may be lost, and it has no checkpoint yet"
+        "its workers cannot be reached, their node may be lost, and the stage has no checkpoint yet"
     )
     assert 0 in driver.groups, "another group is started"
 

@@ -3,9 +3,12 @@ it is used for here."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from workers.data import torch_internals
@@ -89,3 +92,17 @@ def test_at_the_limit_of_variants_a_block_runs_uncompiled() -> None:
         for dimensions in range(1, 6):
             assert block(torch.zeros([2] * dimensions)).eq(1).all()
     assert len(compiled_graphs) == 2
+
+
+def test_collectives_on_the_host_have_a_time_limit_of_their_own(tmp_path: Path) -> None:
+    whole = timedelta(seconds=60)
+    meeting = f"file://{tmp_path}/meet"
+    distributed.init_process_group("gloo", meeting, timeout=whole, rank=0, world_size=1)
+    try:
+        torch_internals.limit_host_waits(2.5)
+        group = distributed.group.WORLD
+        assert group is not None
+        backend = group._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=2.5)
+    finally:
+        distributed.destroy_process_group()

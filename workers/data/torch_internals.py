@@ -6,7 +6,10 @@ contract test for each, so that an upgrade fails there with the name that is gon
 
 from __future__ import annotations
 
-from torch import Tensor
+from datetime import timedelta
+
+import torch
+from torch import Tensor, distributed
 from torch._C._nn import _upsample_bilinear2d_aa
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -42,3 +45,13 @@ def set_compile_options(max_variants: int) -> None:
     # Otherwise the code of a block without hooks would serve blocks with hooks, and skip these.
     config.skip_nnmodule_hook_guards = False
     config.recompile_limit = max_variants
+
+
+def limit_host_waits(seconds: float) -> None:
+    """Set the time limit of the collectives on host tensors in the default process group.
+
+    Those on device tensors keep theirs.
+    """
+    group = distributed.group.WORLD
+    assert group is not None, "there is no process group"
+    group._get_backend(torch.device("cpu")).set_timeout(timedelta(seconds=seconds))

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pipeline.launch import local
 from tests import on_strict_device, small_run
@@ -166,6 +168,70 @@ def test_every_way_of_training_gives_the_results_of_the_cpu(device: Any, name: s
     device.submit(
         on_strict_device.check, Case("finetune", "class", train=TRAIN[name]), compare=name != "bf16"
     ).result()
+
+
+# ---- memory formats of CNNs ----------------------------------------------------------------------
+class Convolutions(NamedTuple):
+    """What the stages of a case made, and the memory formats of its convolutions.
+
+    formats: pairs of whether the layer was trained, and the name of the format of its input.
+    tensors: tensors of the tasks' states by stage and name.
+    """
+
+    formats: set[tuple[bool, str]]
+    tensors: dict[str, Tensor]
+
+
+def convolve(case: Case, device: str) -> Convolutions:
+    """Run the stages of a case in the device's process."""
+    formats = set()
+
+    def note(layer: nn.Module, inputs: Any) -> None:
+        if isinstance(layer, nn.Conv2d):
+            is_first = inputs[0].is_contiguous()
+            is_last = inputs[0].is_contiguous(memory_format=torch.channels_last)
+            if is_first != is_last:  # else it has one channel or one pixel
+                formats.add((layer.training, "channels last" if is_last else "contiguous"))
+
+    with register_module_forward_pre_hook(note):
+        results = on_strict_device.results(case, device)
+    tensors = {}
+    for stage, data in results.items():
+        if stage.endswith("state"):
+            for name, tensor in safetensors.torch.load(data).items():
+                tensors[f"{stage}/{name}"] = tensor
+    return Convolutions(formats, tensors)
+
+
+def convolve_on_device(case: Case) -> tuple[Convolutions, Convolutions]:
+    """Run a case on the strict device and on the CPU."""
+    with strict_device():
+        on_device = convolve(case, NAME)
+    return on_device, convolve(case, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("backbone", "precision", "trained_in"),
+    [
+        ("resnet", "tf32", {"channels last"}),
+        ("resnet", "fp32", {"contiguous"}),
+        ("convnext", "tf32", {"channels last"}),
+        # Its blocks permute axes, and so change the format by themselves.
+        ("convnext", "fp32", {"contiguous", "channels last"}),
+    ],
+)
+def test_cnn_trains_channels_last_on_tensor_cores(
+    device: Any, backbone: str, precision: str, trained_in: set[str]
+) -> None:
+    train = {"precision": precision, "lr": 1e-3}
+    case = Case("finetune", "task", backbone, train=train)
+    ours, expected = device.submit(convolve_on_device, case).result()
+    assert {name for is_trained, name in ours.formats if is_trained} == trained_in
+    assert (False, "contiguous") in ours.formats, "images are evaluated in fp32"
+    assert (True, "contiguous") in expected.formats, "on a CPU nothing changes"
+    assert ours.tensors.keys() == expected.tensors.keys()
+    for name, tensor in ours.tensors.items():
+        torch.testing.assert_close(tensor, expected.tensors[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -251,6 +251,9 @@ def fit(
             return Training([], {})
         row = {"epoch": 0, **method.metrics(), **validation_counts(method, val, group)}
         return Training([row], {})
+    feed.memory_format = accelerator.choose_memory_format(
+        method.backbone, group.device, job.train.precision
+    )
     trained_ids: set[int] = set()
     for param_group in param_groups:
         trained_ids.update(id(p) for p in param_group["params"])

@@ -105,6 +105,9 @@ def time_steps(
     network = nn.Sequential(vit.build(settings), nn.LazyLinear(CLASSES)).to(device)
     network.eval()  # stochastic depth needs the numbers of a real batch
     images = torch.randn(batch_size, 3, settings.img_size, settings.img_size, device=device)
+    images = images.contiguous(
+        memory_format=accelerator.choose_memory_format(network, device, precision)
+    )
     labels = torch.randint(CLASSES, (batch_size,), device=device)
     with torch.no_grad():
         network(images)  # sets the width of the linear layer

@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from workers.data import accelerator
-from workers.data.accelerator import describe, free_bytes, limit_memory, make_device, named_device
+from workers.data.accelerator import (
+    choose_memory_format,
+    describe,
+    free_bytes,
+    limit_memory,
+    make_device,
+    named_device,
+)
 
 GIB = 1 << 30
 
@@ -95,6 +103,31 @@ def test_a_device_has_an_index_and_a_name(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_cpu_has_no_such_limit() -> None:
     limit_memory(torch.device("cpu"), 0)
     accelerator.release_memory(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("convolutions", "device", "precision", "is_channels_last"),
+    [
+        (2, "cuda", "bf16", True),
+        (2, "cuda", "tf32", True),
+        (2, "cuda", "fp32", False),
+        (2, "cpu", "bf16", False),
+        (1, "cuda", "bf16", False),  # a ViT
+    ],
+)
+def test_cnns_take_channels_last_on_tensor_cores(
+    convolutions: int, device: str, precision: str, is_channels_last: bool
+) -> None:
+    network = nn.Sequential(*[nn.Conv2d(3, 3, 1) for _ in range(convolutions)])
+    memory_format = choose_memory_format(network, torch.device(device), precision)
+    assert (memory_format == torch.channels_last) is is_channels_last
+
+
+def test_algorithms_of_convolutions_are_deterministic() -> None:
+    with torch.backends.cudnn.flags(deterministic=False, benchmark=True):
+        accelerator.use_fp32()
+        assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.benchmark
 
 
 def test_a_stage_trains_in_its_precision_and_is_evaluated_in_fp32(

@@ -11,6 +11,7 @@ import platform
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 TYPE = "cuda"  # type of the accelerator's devices
 CPU = torch.device("cpu")
@@ -55,13 +56,38 @@ def describe(device: torch.device) -> str:
 def use_fp32(tf32: bool = False) -> None:
     """Set how this process computes products and convolutions of fp32 on a GPU.
 
-    By itself torch computes convolutions in TF32. A CPU has no TF32.
+    By itself torch computes convolutions in TF32. A CPU has no TF32. In every precision cuDNN takes
+    deterministic algorithms, and chooses them by the shapes and not by trials.
 
     Args:
         tf32: whether both are computed in TF32, with 10 bits of mantissa.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def choose_memory_format(
+    network: nn.Module, device: torch.device, precision: str
+) -> torch.memory_format:
+    """Return the memory format of the images that a network is trained on.
+
+    It is channels last for CNNs on a GPU, in which Tensor Cores convolve, unless they compute in
+    fp32. A convolution computes in the format of its input, and its output has it, so that the
+    images set it for the whole network, or up to its first group norm: on CUDA its output is
+    contiguous. Weights stay contiguous, because methods, optimizers and checkpoints read them. A
+    network with at most one convolution is no CNN: a ViT cuts patches with it.
+
+    Args:
+        network: the backbone.
+        device: on which it is trained.
+        precision: of training, as in `train.precision`.
+    """
+    if precision == "fp32" or not is_accelerator(device):
+        return torch.contiguous_format
+    convolutions = [module for module in network.modules() if isinstance(module, nn.Conv2d)]
+    return torch.channels_last if len(convolutions) > 1 else torch.contiguous_format
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class Feed:
         step = () if job.step in ("train", "backbone") else (job.step,)
         self.seed = derive_seed(job.seed, "feed", *(task.name for task in tasks), *step)
         self.augment = Augment(job.data, job.backbone_settings, training)
+        self.memory_format = torch.contiguous_format  # of images in batches
         self.cached: Tensor | None = None  # (n, ...) in table order; replaces images in batches
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
         self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {})
@@ -312,6 +313,7 @@ class Feed:
                 (step_pixels,) = to_device([step_pixels], device)
             step_pixels = step_pixels.contiguous()
             images, targets = self.augment(step_pixels, global_labels, self.num_classes, rng, plan)
+            images = images.contiguous(memory_format=self.memory_format)
         else:
             num_samples = len(rng.positions)
             images = self.cached[ids[:num_samples]]

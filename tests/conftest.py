@@ -43,6 +43,20 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """A process that has the strict device; what is registered there stays there."""
+    from concurrent.futures import ProcessPoolExecutor
+
+    from tests import on_strict_device, small_run
+
+    folder = tmp_path_factory.mktemp("strict")
+    with ProcessPoolExecutor(
+        1, small_run.processes(), on_strict_device.start, (folder,)
+    ) as process:
+        yield process
+
+
 @pytest.fixture
 def clean_registry() -> Iterator[None]:
     """Forget the methods that a test registers."""

@@ -8,9 +8,10 @@ those of the CPU's kernels.
 Streams and events are simulated: a tensor that another stream may still write, and memory that is
 freed before another stream is done with it, raise an error. A device without an index is refused.
 
-It does not see: speed; rounding and the order of sums of a GPU's kernels; which operations autocast
-casts (none is cast here); memory that runs out; host memory that changes while it is copied;
-collectives; `torch.compile`; several devices.
+Autocast casts the operations that it casts on CUDA (`tests/strict_autocast.py`).
+
+It does not see: speed; rounding and the order of sums of a GPU's kernels; memory that runs out;
+host memory that changes while it is copied; collectives; `torch.compile`; several devices.
 
 The device is PyTorch's `PrivateUse1`, and this module alone implements its operations. Registering
 it changes the process for good, and must come before the first backward pass. So use it in a
@@ -30,6 +31,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+
+from tests import strict_autocast
 
 NAME = "strict"
 CPU = torch.device("cpu")
@@ -530,7 +533,6 @@ class Backend:  # its functions have the names of `torch.cuda`
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
     manual_seed_all = staticmethod(lambda seed: None)
-    # no operation is cast: results are those of fp32
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
     OutOfMemoryError = torch.OutOfMemoryError
     fraction = 1.0  # of the memory that this process may allocate
@@ -623,9 +625,7 @@ def register() -> None:
 
     if not hasattr(torch, NAME):
         _setup_privateuseone_for_python_backend(NAME, Backend())
-        library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-        library.fallback(torch.library.fallthrough_kernel)
-        libraries.append(library)
+        libraries.extend(strict_autocast.register(NAME))
 
 
 active: list[StrictDevice] = []

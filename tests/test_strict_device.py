@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import queue
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,15 +79,6 @@ TRAIN: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "clip": 1.0},
     "best": {"keep": "best", "epochs": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    """A process that has the strict device; what is registered there stays there."""
-    with ProcessPoolExecutor(
-        1, small_run.processes(), on_strict_device.start, (tmp_path_factory.mktemp("strict"),)
-    ) as process:
-        yield process
 
 
 # ---- every method --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,14 @@ HELPERS = (
     "two_domains",
 )
 pytest.register_assert_rewrite(*HELPERS)
+
+
+@pytest.fixture(autouse=True)
+def start_no_loaders() -> None:
+    """Make each test a process that has made no images yet: loaders start after two seconds."""
+    loaders = sys.modules.get("workers.data.loaders")
+    if loaders is not None:
+        loaders._shared.seconds = 0.0
 
 
 @pytest.fixture(scope="session")

@@ -85,8 +85,10 @@ def test_loaders_and_no_thread_make_the_images(root: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(sources.PictureSource, "_make", note)
     for kind in ("streamed", "resident"):
-        feed = feed_of(root, kind, data={"crop": "resized"})
-        assert len(list(feed.epoch(0))) == feed.steps_per_epoch
+        for repeats in (1, 3):
+            data = {"crop": "resized", "repeats": repeats}
+            feed = feed_of(root, kind, data=data, batch=16, workers=5)
+            assert len(list(feed.epoch(0))) == feed.steps_per_epoch
     assert not made_here
     list(feed_of(root, "streamed", data={"crop": "resized"}, workers=0).epoch(0))
     assert made_here
@@ -116,10 +118,10 @@ def test_what_a_loader_cannot_make_is_made_here_or_explained(
 ) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"})
     expected = samples([feed])
-    recipe = feed.source.pictures.recipe(None)
+    recipe = feed.source.pictures.recipe()
     moved = recipe._replace(files=tuple(f"{path}.gone" for path in recipe.files))
     with monkeypatch.context() as patch:
-        patch.setattr(type(feed.source.pictures), "recipe", lambda self, view: moved)
+        patch.setattr(type(feed.source.pictures), "recipe", lambda self: moved)
         assert samples([feed_of(root, "streamed", data={"crop": "resized"})]) == expected
     (shard,) = {shards.local_path(name) for shards, name in feed.samples.locations.files[:1]}
     data = bytearray(Path(shard).read_bytes())
@@ -260,6 +262,19 @@ def test_auto_is_the_cores_of_the_rank(tmp_path: Path, monkeypatch: pytest.Monke
         count_cores.cache_clear()
         assert count_loaders("auto") == expected
     count_cores.cache_clear()
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 100])
+def test_chunks_keep_copies_together(size: int) -> None:
+    rows = np.array([7, 7, 3, 9, 9, 9, 1, 4, 4, 2])
+    borders = sources.borders_of_chunks(rows, size).tolist()
+    assert borders[0] == 0
+    assert borders[-1] == len(rows)
+    assert borders == sorted(set(borders))
+    assert all(rows[border] != rows[border - 1] for border in borders[1:-1])
+    assert max(np.diff(borders)) <= max(size + 2, 3)
+    if size == 1:
+        assert len(borders) - 1 == 6
 
 
 def test_a_step_has_no_more_chunks_than_its_pipe_holds() -> None:

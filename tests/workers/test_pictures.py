@@ -17,7 +17,6 @@ from test_feed import COLOURS, SHAPES, encoded, feed_of, publish, samples
 from workers.data import making, pictures, sources
 from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
-from workers.data.crops import View
 from workers.data.decoding import read_picture
 from workers.data.feed import NUM_THREADS, Feed
 from workers.data.making import ImageMaker
@@ -256,8 +255,8 @@ def test_threads_of_later_epochs_use_the_memory_of_earlier_ones(
 ) -> None:
     made: list[ImageMaker] = []
 
-    def note(view: View) -> ImageMaker:
-        made.append(ImageMaker(view))
+    def note(*arguments: Any) -> ImageMaker:
+        made.append(ImageMaker(*arguments))
         return made[-1]
 
     monkeypatch.setattr(sources, "ImageMaker", note)

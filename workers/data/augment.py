@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from workers.data import randaugment
 from workers.data.crops import CropDraws, View
-from workers.data.memory import TensorPool, parts_of
+from workers.data.making import Statistics
+from workers.data.memory import TensorPool
 from workers.data.order import Ints, partner_positions
 from workers.data.upload import to_device
 from workers.job import BackboneSettings, DataSettings
@@ -255,11 +256,8 @@ class Augment:
         self.size_in = round(backbone.img_size / backbone.crop_pct)
         self.view = self._view()
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
-        # (v / 255 - mean) / std as one product and one sum
-        scale = torch.tensor([1 / (255 * s) for s in backbone.std]).view(3, 1, 1)
-        shift = [-m / s for m, s in zip(backbone.mean, backbone.std, strict=True)]
         # one value, so that a thread never sees one of them moved and the other not
-        self.statistics = (scale, torch.tensor(shift).view(3, 1, 1))
+        self.statistics = Statistics.of(backbone.mean, backbone.std)
         self.pool = TensorPool()  # of batches on the CPU
 
     @property
@@ -282,6 +280,11 @@ class Augment:
         )
 
     @property
+    def cuts_alone(self) -> bool:
+        """Whether nothing is made of the pixels that `view` has before they are normalised."""
+        return self.training and self.data.crop == "resized" and not self.data.randaugment
+
+    @property
     def is_deterministic(self) -> bool:
         """Whether an image gives the same input in every epoch, the one for evaluation."""
         if not self.training:
@@ -299,7 +302,8 @@ class Augment:
         plan: Plan | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """pixels uint8 (k, 3, S, S) as `view` has them, labels (k,) -> images float32 (b, 3, s, s),
-        targets (b, K); targets are None where labels serve as well.
+        targets (b, K); targets are None where labels serve as well. Pixels may be float32 and
+        normalised where `cuts_alone` says so.
 
         The k samples are those at the positions of `plan`, which is on the device; it is made where
         there is none. With num_classes None (a batch over several tasks without a common output
@@ -331,20 +335,18 @@ class Augment:
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 (b, 3, s, s) -> float32, zero mean and unit deviation under the backbone's
         statistics."""
-        scale, shift = self._statistics_on(pixels.device)
+        statistics = self._statistics_on(pixels.device)
         if pixels.device.type != "cpu":
-            return pixels.float().mul_(scale).add_(shift)
+            return pixels.float().mul_(statistics.scale).add_(statistics.shift)
         images = self.pool.empty(pixels.shape, torch.float32)
-        for part in parts_of(images, 0, len(images)):
-            images[part].copy_(pixels[part]).mul_(scale).add_(shift)
+        statistics.normalise(pixels, images)
         return images
 
-    def _statistics_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Scale and shift on a device, copied once; several threads ask for them."""
+    def _statistics_on(self, device: torch.device) -> Statistics:
+        """The statistics on a device, copied once; several threads ask for them."""
         statistics = self.statistics
-        if statistics[0].device != device:
-            scale, shift = statistics
-            statistics = (scale.to(device), shift.to(device))
+        if statistics.scale.device != device:
+            statistics = Statistics(statistics.scale.to(device), statistics.shift.to(device))
             self.statistics = statistics
         return statistics
 
@@ -429,7 +431,7 @@ class Augment:
         pixels = self._crop(pixels, plan.windows)
         if plan.schedule is not None:
             pixels = randaugment.apply(pixels, plan.schedule, self.fill)
-        images = self.normalise(pixels)
+        images = pixels if pixels.is_floating_point() else self.normalise(pixels)
         if plan.erased is not None:
             images = erase(images, plan.erased, self._noise(draw, pixels.device))
         if plan.mix is None or plan.partners is None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.data.accelerator import is_accelerator
 from workers.data.ahead import make_ahead
 from workers.data.augment import Augment
 from workers.data.batch import Batch
@@ -107,18 +108,21 @@ class Feed:
         device = self.group.device
         most_bytes = job.data.resident_mb << 20
         pictures: Pictures
+        statistics = None
+        if self.augment.cuts_alone and not is_accelerator(device):
+            statistics = self.augment.statistics
         if view.longest_side is None:
             if len(self.samples) * view.side**2 * 3 <= most_bytes:
                 return Resident(self.samples, view, workers, cache, device), True
         elif are_small(self.samples, view.longest_side, most_bytes):
             pictures = KeptPictures(self.samples, view.longest_side, workers, cache)
-            return PictureSource(pictures, view, workers), True
+            return PictureSource(pictures, view, workers, statistics), True
         if self.augment.training:
             reader = shuffled_reader(self.samples, self.deal, self.group.world, cache)
         else:
             reader = sequential_reader(self.samples, cache)
         pictures = StreamedPictures(self.samples, reader, ReadPicture(view.longest_side))
-        return PictureSource(pictures, view, workers), False
+        return PictureSource(pictures, view, workers, statistics), False
 
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.

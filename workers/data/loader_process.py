@@ -9,6 +9,7 @@ next. All of them end when the rank closes its end of that pipe, or is killed.
 from __future__ import annotations
 
 import gc
+import io
 import os
 import pickle
 import signal
@@ -21,17 +22,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from workers.data.arena import Arena
-from workers.data.crops import CropDraws, View
-from workers.data.decoding import ImageLimits, Picture, is_intact
-from workers.data.making import Decode, ImageMaker
+from workers.data.crops import Box, CropDraws, Cutter, View
+from workers.data.decoding import ImageLimits, Picture, is_intact, read_picture
+from workers.data.making import Decode, ImageMaker, Statistics
 from workers.data.shared_blocks import DIED, READY, TOKEN, Block
 from workers.storage.regular_file import regular_descriptor
 
 MOST_BLOCKS = 32  # that a loader has mapped
 MOST_FILES = 64  # that a loader has open
-MOST_RECIPES = 8
+MOST_RECIPES = 4
+SOME_SIDE = 64
 
 
 class Recipe(NamedTuple):
@@ -44,6 +47,7 @@ class Recipe(NamedTuple):
         decode: Makes a picture of the bytes of an image.
         kept: Path of the file with kept pictures, which are not decoded; nothing without.
         view: Of the images that are made of pictures; None: they are the pictures' pixels.
+        statistics: Of the network that images are normalised for; None: they stay uint8.
     """
 
     files: tuple[str, ...]
@@ -52,6 +56,7 @@ class Recipe(NamedTuple):
     decode: Decode
     kept: str = ""
     view: View | None = None
+    statistics: Statistics | None = None
 
 
 class Kitchen:
@@ -60,7 +65,7 @@ class Kitchen:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.arena = Arena()
-        self.maker = ImageMaker(recipe.view) if recipe.view else None
+        self.maker = ImageMaker(recipe.view, recipe.statistics) if recipe.view else None
         self.files: OrderedDict[int, int] = OrderedDict()  # descriptors of shards
         self.kept: NDArray[np.uint8] | None = None
         if recipe.kept:
@@ -70,9 +75,9 @@ class Kitchen:
         """Make the images of a chunk, and mark them as made."""
         start, stop = block.borders[chunk : chunk + 2].tolist()
         requests = block.requests[start:stop]
-        slots = block.pixels().reshape(-1, block.get("slot_bytes"))
         pictures = self._kept(requests) if self.recipe.kept else self._decoded(block, requests)
         if self.maker is None:
+            slots = block.pixels().reshape(-1, block.get("slot_bytes"))
             for slot, picture in zip(requests["slot"].tolist(), pictures, strict=True):
                 height, width, _ = picture.pixels.shape
                 slots[slot, : picture.pixels.size].reshape(height, width, 3)[...] = picture.pixels
@@ -80,10 +85,12 @@ class Kitchen:
                 block.requests["shape"][start] = shape
                 start += 1
         else:
-            images = slots.reshape(-1, 3, self.maker.view.side, self.maker.view.side)
-            crops = CropDraws.load(requests) if self.maker.view.longest_side is not None else None
-            outputs = (images[slot] for slot in requests["slot"].tolist())
-            self.maker.make(pictures, outputs, crops, np.arange(len(requests)))
+            view = self.maker.view
+            images = torch.from_numpy(block.pixels()).view(self.maker.dtype)
+            images = images.view(-1, 3, view.side, view.side)
+            crops = CropDraws.load(requests) if view.longest_side is not None else None
+            places = requests["slot"].astype(np.int64)
+            self.maker.make(pictures, images, places, crops, np.arange(len(requests)))
         requests["is_made"] = True
 
     def _kept(self, requests: NDArray[Any]) -> Iterator[Picture]:
@@ -190,12 +197,21 @@ def serve(memory: int, requests: int, replies: int) -> None:
             os.write(replies, token)
 
 
+def make_one_image() -> None:
+    """Use what images are made with, so that loaders share what that leaves in memory."""
+    file = io.BytesIO()
+    Image.new("RGB", (SOME_SIDE, SOME_SIDE)).save(file, "JPEG")
+    picture = read_picture(file.getvalue())
+    Cutter(SOME_SIDE // 2).resize(picture.pixels, Box(0, 0, SOME_SIDE, SOME_SIDE))
+
+
 def main() -> None:
     """Fork loaders, wait for them, and tell the rank of one that ends by itself."""
     memory, requests, replies, count = map(int, sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM):  # the rank decides when loaders end
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
+    make_one_image()
     gc.collect()
     gc.freeze()  # so that loaders go on sharing this memory
     loaders = set()

@@ -5,16 +5,19 @@ The threads of a rank and its loader processes run the same code, and give the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from workers.data.arena import Arena
 from workers.data.crops import CropDraws, Cutter, View
 from workers.data.decoding import ImageLimits, Picture, decode, read_picture, resize_square
+from workers.data.memory import PART_VALUES, parts_of
 from workers.data.order import Ints
 
 
@@ -61,18 +64,55 @@ class ReadSquare(NamedTuple):
         return 3 * self.view.side**2
 
 
-class ImageMaker:
-    """Makes the images of a view from pictures; not thread-safe, as it uses its memory again."""
+class Statistics(NamedTuple):
+    """How pixels become the input of a network: (pixels / 255 - mean) / deviation, as one product
+    and one sum.
 
-    def __init__(self, view: View):
+    scale, shift: (3, 1, 1) float32.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    @classmethod
+    def of(cls, mean: Sequence[float], deviation: Sequence[float]) -> Statistics:
+        """Return the statistics of three colours."""
+        scale = torch.tensor([1 / (255 * value) for value in deviation])
+        shift = torch.tensor([-m / d for m, d in zip(mean, deviation, strict=True)])
+        return cls(scale.view(3, 1, 1), shift.view(3, 1, 1))
+
+    def normalise(self, pixels: Tensor, images: Tensor) -> None:
+        """Write uint8 pixels (b, 3, s, s) of a CPU into float32 images, in parts that fit its
+        cache."""
+        for part in parts_of(images, 0, len(images)):
+            images[part].copy_(pixels[part]).mul_(self.scale).add_(self.shift)
+
+
+class ImageMaker:
+    """Makes the images of a view from pictures; not thread-safe, as it uses its memory again.
+
+    statistics: of the network that images are normalised for; None: they stay uint8.
+    """
+
+    def __init__(self, view: View, statistics: Statistics | None = None):
         self.view = view
+        self.statistics = statistics
         self.cutter = Cutter(view.side)
         self.arena = Arena()
+        # as many as a CPU normalises at once, while they are in its cache
+        count = max(1, PART_VALUES // (3 * view.side**2))
+        self._pixels = torch.empty((count, 3, view.side, view.side), dtype=torch.uint8)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of images."""
+        return torch.uint8 if self.statistics is None else torch.float32
 
     def make(
         self,
         pictures: Iterator[Picture],
-        images: Iterable[NDArray[np.uint8]],
+        images: Tensor,
+        places: Ints,
         crops: CropDraws | None,
         indices: Ints,
     ) -> None:
@@ -80,17 +120,50 @@ class ImageMaker:
 
         Args:
             pictures: Of k images; neighbours may be the same picture.
-            images: k times uint8 (3, side, side), which are written.
+            images: (n, 3, side, side) All images of a step, float32 where they are normalised.
+            places: (k,) Which of them are written.
             crops: The draws of their crops; None: they are central squares.
             indices: (k,) Which of the draws belong to them.
         """
+        if self.statistics is None:
+            self._cut(pictures, images.numpy(), places.tolist(), crops, indices)
+            return
+        for start in range(0, len(places), len(self._pixels)):
+            of_part = slice(start, start + len(self._pixels))
+            self._make_part(pictures, images, places[of_part].tolist(), crops, indices[of_part])
+
+    def _make_part(
+        self,
+        pictures: Iterator[Picture],
+        images: Tensor,
+        places: list[int],
+        crops: CropDraws | None,
+        indices: Ints,
+    ) -> None:
+        assert self.statistics is not None
+        pixels = self._pixels[: len(places)]
+        self._cut(pictures, pixels.numpy(), range(len(places)), crops, indices)
+        if len(places) == 1 + places[-1] - places[0]:  # they lie beside each other
+            self.statistics.normalise(pixels, images[places[0] : places[-1] + 1])
+            return
+        for number, place in enumerate(places):
+            self.statistics.normalise(pixels[number : number + 1], images[place : place + 1])
+
+    def _cut(
+        self,
+        pictures: Iterator[Picture],
+        images: NDArray[np.uint8],
+        places: Sequence[int],
+        crops: CropDraws | None,
+        indices: Ints,
+    ) -> None:
         last_picture = None
-        for index, image, picture in zip(indices.tolist(), images, pictures, strict=True):
+        for index, place, picture in zip(indices.tolist(), places, pictures, strict=False):
             if crops is not None:
-                self.cutter.cut(crops, index, picture, image)
+                self.cutter.cut(crops, index, picture, images[place])
                 continue
             if picture is not last_picture:
                 whole = Image.fromarray(picture.pixels)
                 square = resize_square(whole, self.view.side, self.view.interpolation)
-            image[...] = square.transpose(2, 0, 1)
+            images[place] = square.transpose(2, 0, 1)
             last_picture = picture

@@ -27,7 +27,7 @@ from workers.data.crops import View
 from workers.data.decoding import DECODING, Picture, Pixels, read_picture
 from workers.data.loader_process import Recipe
 from workers.data.loaders import Lease, Loaders, count_seconds, find_loaders, give_back
-from workers.data.making import Decode, ReadPicture
+from workers.data.making import Decode, ReadPicture, Statistics
 from workers.data.order import Ints
 from workers.data.reader import Reader, sequential_reader
 from workers.data.rows import SampleTable
@@ -61,8 +61,8 @@ class Pictures(Protocol):
         A picture may lie in `arena`, one of the calling thread, until the next one is asked for.
         """
 
-    def recipe(self, view: View | None) -> Recipe:
-        """Return how loader processes make images of these pictures."""
+    def recipe(self) -> Recipe:
+        """Return how loader processes make these pictures."""
 
     def data_bytes(self, rows: Ints) -> int:
         """Return the bytes that `start` writes into a block for some rows."""
@@ -99,7 +99,7 @@ class StreamedPictures:
                 last_row = row
             yield picture
 
-    def recipe(self, view: View | None) -> Recipe:
+    def recipe(self) -> Recipe:
         """See `Pictures.recipe`."""
         files = self.samples.locations.files
         paths = [""] * len(files)
@@ -110,7 +110,6 @@ class StreamedPictures:
             tuple(shards.files[name]["bytes"] for shards, name in files),
             tuple(shards.limits for shards, _ in files),
             self.decode,
-            view=view,
         )
 
     def data_bytes(self, rows: Ints) -> int:
@@ -187,10 +186,10 @@ class KeptPictures:
             pixels = data[start : start + 3 * pixel_height * pixel_width]
             yield Picture(pixels.reshape(pixel_height, pixel_width, 3), height, width)
 
-    def recipe(self, view: View | None) -> Recipe:
+    def recipe(self) -> Recipe:
         """See `Pictures.recipe`: the file may have no name, or belong to another one by now."""
         kept = f"/proc/{os.getpid()}/fd/{self.blocks.file.fileno()}"
-        return Recipe((), (), (), self.decode, kept, view)
+        return Recipe((), (), (), self.decode, kept)
 
     def data_bytes(self, rows: Ints) -> int:
         """See `Pictures.data_bytes`."""
@@ -315,7 +314,7 @@ def decoded_rows(
     mean_bytes = max(1, int(samples.locations.sizes.mean()))
     chunk = max(1, min(CHUNK, CHUNK_BYTES // mean_bytes))
     threads = max(1, min(workers, MOST_THREADS))
-    recipe = StoredRecipe(pictures, None)
+    recipe = StoredRecipe(pictures)
 
     def chunks() -> Iterator[Ints]:
         for first in range(0, len(samples), chunk):
@@ -377,15 +376,22 @@ def decoded_rows(
 class StoredRecipe:
     """A recipe in the memory of the loaders that follow it, stored when it is first needed."""
 
-    def __init__(self, pictures: Pictures, view: View | None):
+    def __init__(
+        self,
+        pictures: Pictures,
+        view: View | None = None,
+        statistics: Statistics | None = None,
+    ):
         self.pictures = pictures
         self.view = view
+        self.statistics = statistics
         self._stored: tuple[Loaders, Lease] | None = None
 
     def on(self, loaders: Loaders) -> Lease:
         """Return the block of the recipe."""
         if self._stored is None or self._stored[0] is not loaders:
-            block = loaders.store(self.pictures.recipe(self.view))
+            recipe = self.pictures.recipe()
+            block = loaders.store(recipe._replace(view=self.view, statistics=self.statistics))
             weakref.finalize(self, give_back, block).atexit = False
             self._stored = (loaders, block)
         return self._stored[1]

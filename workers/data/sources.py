@@ -28,7 +28,7 @@ from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, View
 from workers.data.decoding import DECODING
 from workers.data.loaders import Lease, Loaders, count_seconds, find_loaders
-from workers.data.making import ImageMaker, ReadSquare
+from workers.data.making import ImageMaker, ReadSquare, Statistics
 from workers.data.memory import TensorPool
 from workers.data.order import Ints
 from workers.data.pictures import (
@@ -50,8 +50,8 @@ MOST_CHUNKS = 512  # of a step: all tokens of some steps must fit into a pipe
 QUICK_SIDE = 64  # of images that are made sooner than another thread is woken
 DROPPED_S = 0.1  # how soon a thread that waits for images sees that nobody wants them
 
-# positions in the global batch (b,) -> uint8 (b, 3, side, side) of any memory format, on the CPU or
-# where the source keeps them, and read only
+# positions in the global batch (b,) -> uint8 (b, 3, side, side), or float32 where the source
+# normalises, of any memory format, on the CPU or where the source keeps them
 Pixels = Callable[[Ints], Tensor]
 
 
@@ -173,17 +173,26 @@ class PictureSource:
     and by threads of this process until there are any.
 
     Then small images of kept pictures are made by the thread that asks for them.
+
+    statistics: what images are normalised by; None: they are uint8.
     """
 
-    def __init__(self, pictures: Pictures, view: View, workers: int):
+    def __init__(
+        self,
+        pictures: Pictures,
+        view: View,
+        workers: int,
+        statistics: Statistics | None = None,
+    ):
         self.pictures = pictures
         self.view = view
+        self.statistics = statistics
         self.workers = workers
         self.threads = max(1, min(workers, MOST_THREADS))
         self.free: deque[ImageMaker] = deque()  # it outlives threads, which end with an epoch
         self._turn = threading.Lock()  # held by the thread that makes small images
         self.pool = TensorPool()
-        self.recipe = StoredRecipe(pictures, view)
+        self.recipe = StoredRecipe(pictures, view, statistics)
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """See `Source.steps`; other samples than those are not made."""
@@ -223,11 +232,14 @@ class PictureSource:
             self._make(samples, images, np.arange(len(samples.rows)))
         return images_at(positions, samples.positions, images)
 
-    def _empty(self, samples: StepSamples) -> NDArray[np.uint8]:
-        """uint8 (k, 3, side, side) of any values."""
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.uint8 if self.statistics is None else torch.float32
+
+    def _empty(self, samples: StepSamples) -> Tensor:
+        """(k, 3, side, side) of any values."""
         shape = (len(samples.rows), 3, self.view.side, self.view.side)
-        images: NDArray[np.uint8] = self.pool.empty(shape, torch.uint8).numpy()
-        return images
+        return self.pool.empty(shape, self._dtype)
 
     def _submit(
         self, pool: ThreadPoolExecutor, samples: StepSamples, is_dropped: threading.Event
@@ -247,51 +259,52 @@ class PictureSource:
         is_dropped: threading.Event,
     ) -> LoadedPixels:
         """Let loaders make the images of a step."""
-        by_row = np.argsort(samples.rows, kind="stable")
-        rows = samples.rows[by_row]
+        order = np.arange(len(samples.rows))
+        if len(np.unique(samples.rows)) < len(order):
+            order = np.argsort(samples.rows, kind="stable")  # copies are neighbours
+        rows = samples.rows[order]
         # so that the steps that are made ahead keep all loaders busy
         size = min(LOADED_CHUNK, -(-2 * len(rows) // loaders.count))
         borders = borders_of_chunks(rows, size)
         shape = (len(rows), 3, self.view.side, self.view.side)
         block = loaders.take(
             borders,
-            math.prod(shape[1:]),
+            math.prod(shape[1:]) * self._dtype.itemsize,
             self.recipe.on(loaders),
             self.pictures.data_bytes(rows),
         )
-        images = loaders.pixels(block).view(shape).numpy()
-        block.requests["slot"] = by_row
+        images = loaders.pixels(block).view(self._dtype).view(shape)
+        block.requests["slot"] = order
         if samples.crops is not None:
-            samples.crops.store(block.requests, by_row)
+            samples.crops.store(block.requests, order)
         jobs = self.pictures.start(loaders, block, rows, pool)
         make = partial(self._make, samples, images)
         return LoadedPixels(samples.positions, images, jobs, is_dropped, loaders, block, make)
 
     @torch.inference_mode()  # resizing a crop skips the dispatch of autograd
-    def _make(self, samples: StepSamples, images: NDArray[np.uint8], indices: Ints) -> None:
+    def _make(self, samples: StepSamples, images: Tensor, indices: Ints) -> None:
         """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
         try:
             maker = self.free.pop()
         except IndexError:  # other threads have all of them
-            maker = ImageMaker(self.view)
+            maker = ImageMaker(self.view, self.statistics)
         with count_seconds():
             pictures = self.pictures.read(samples.rows[indices], maker.arena)
-            outputs = (images[index] for index in indices.tolist())
-            maker.make(pictures, outputs, samples.crops, indices)
+            maker.make(pictures, images, indices, samples.crops, indices)
         self.free.append(maker)
 
 
 class StepPixels:
     """The images of a step, which threads make.
 
-    positions: (k,) in the global batch, ascending. images: uint8 (k, 3, side, side), whole when all
+    positions: (k,) in the global batch, ascending. images: (k, 3, side, side), whole when all
     `jobs` are done.
     """
 
     def __init__(
         self,
         positions: Ints,
-        images: NDArray[np.uint8],
+        images: Tensor,
         jobs: list[Future[None]],
         is_dropped: threading.Event,
     ):
@@ -301,7 +314,7 @@ class StepPixels:
         self.is_dropped = is_dropped
 
     def at(self, positions: Ints) -> Tensor:
-        """Return uint8 (b, 3, side, side); wait until they are made, or the epoch is dropped."""
+        """Return (b, 3, side, side); wait until they are made, or the epoch is dropped."""
         self._finish()
         return images_at(positions, self.positions, self.images)
 
@@ -323,7 +336,7 @@ class LoadedPixels(StepPixels):
     def __init__(
         self,
         positions: Ints,
-        images: NDArray[np.uint8],
+        images: Tensor,
         jobs: list[Future[None]],
         is_dropped: threading.Event,
         loaders: Loaders,
@@ -345,14 +358,14 @@ class LoadedPixels(StepPixels):
             self.make(np.sort(requests["slot"][~requests["is_made"]]).astype(np.int64))
 
 
-def images_at(positions: Ints, made_positions: Ints, images: NDArray[np.uint8]) -> Tensor:
-    """Return the images of some positions (b,) of a global batch, as uint8 (b, 3, side, side).
+def images_at(positions: Ints, made_positions: Ints, images: Tensor) -> Tensor:
+    """Return the images of some positions (b,) of a global batch, as (b, 3, side, side).
 
     images: of `made_positions` (k,), ascending.
     """
-    if not np.array_equal(positions, made_positions):
-        images = images[np.searchsorted(made_positions, positions)]
-    return torch.from_numpy(images)
+    if np.array_equal(positions, made_positions):
+        return images
+    return images[torch.from_numpy(np.searchsorted(made_positions, positions))]
 
 
 def chunks_of(rows: Ints, threads: int) -> list[Ints]:
@@ -365,11 +378,13 @@ def chunks_of(rows: Ints, threads: int) -> list[Ints]:
 
 
 def borders_of_chunks(rows: Ints, size: int) -> Ints:
-    """Return the borders (m + 1,) of the chunks that sorted rows (n,) are dealt to.
+    """Return the borders (m + 1,) of the chunks that rows (n,), copies being neighbours, are dealt
+    to.
 
     A chunk has at most `size` rows, but for copies of a row, which stay together, and where there
     would be more than MOST_CHUNKS.
     """
     size = max(1, size, -(-len(rows) // MOST_CHUNKS))
-    starts = np.searchsorted(rows, rows[np.arange(0, len(rows), size)])
+    firsts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 1))  # of each row's copies
+    starts = firsts[np.searchsorted(firsts, np.arange(0, len(rows), size), "right") - 1]
     return np.append(np.unique(starts), len(rows))

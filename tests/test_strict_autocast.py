@@ -67,13 +67,8 @@ RESULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
     "of double": (lambda x, y: x.double() @ x.double(), torch.float64),
     "of int": (lambda x, y: x.long().sum(), torch.int64),
 }
-# A method of each kind. They train weights; masks of attention, units or weights; pruned weights;
-# low ranks, adapters, prompts; with distillation, decomposition, kernels, feedback, paths, cosines,
-# further extractors, attention of tasks.
-KINDS = (
-    "finetune", "meat", "hat", "supsup", "packnet", "lora", "adapter", "vpt", "lwf", "apd",
-    "ksm", "toast", "rpsnet", "ucir", "der", "dytox",
-)  # fmt: skip
+# Masks of attention, of units with statistics, pruned weights, feedback; the others are slow.
+KINDS = ("meat", "hat", "packnet", "toast")
 # Kernels of norms, losses and masks. On a ViT nothing but masks takes a sigmoid.
 IN_FP32 = {
     "aten.native_layer_norm.default",

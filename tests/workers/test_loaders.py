@@ -151,7 +151,9 @@ def test_memory_is_used_again(root: Path) -> None:
     assert made._num_pages <= 2 * num_pages
 
 
-@pytest.mark.parametrize("turn", range(5))
+@pytest.mark.parametrize(
+    "turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, 10))]
+)
 def test_a_loader_that_is_killed_is_said_and_replaced(root: Path, turn: int) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=3)
     expected = samples([feed])
@@ -203,7 +205,15 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        *(pytest.param(signal.SIGKILL, marks=pytest.mark.slow) for _ in range(9)),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_left_of_a_trainer_that_is_killed(root: Path, number: signal.Signals) -> None:
     here = Path(__file__).parent
     command = [sys.executable, "-c", TRAINER, str(here), str(here.parent), str(root)]

@@ -164,7 +164,11 @@ class Loaders:
                 self._running[block.page] = block
             block.num_pending += last - first
         tokens = b"".join(TOKEN.pack(block.page, chunk) for chunk in range(first, last))
-        os.write(self._requests, tokens)
+        try:
+            os.write(self._requests, tokens)
+        except BrokenPipeError:  # no loader is left
+            with self._receiving:
+                self._fail(self._server.wait())
 
     def wait(self, block: Lease, cancel: Cancel, timeout: float) -> None:
         """Wait until all chunks that were started are made, or `cancel` is set.
@@ -175,6 +179,8 @@ class Loaders:
             with self._receiving:
                 if block.num_pending:
                     self._receive(timeout)
+        if block.num_pending and self._failure:
+            raise LoaderEnded(self._failure)  # of which `cancel` was set in another thread
 
     def _receive(self, timeout: float) -> None:
         """Note replies, which are waited for; the caller holds `_receiving`."""

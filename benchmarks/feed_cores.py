@@ -44,6 +44,7 @@ SIDES = (32, 128, 224)
 SOURCE_SIDE, IMAGES, CLASSES, BATCH = 256, 2048, 8, 128
 LOADERS = 2
 ROUNDS = 3
+START_TIMEOUT_S = 60.0
 LOWEST_PRIORITY = 19
 RARE_INTERVAL_US = 987_654_321  # between two switches of threads
 RUNTIME_BYTES = 100_000  # of the state of CPython that are searched
@@ -215,9 +216,8 @@ def measure(side: int, folder: Path, report: Report) -> None:
     for name in ("streamed", "kept"):
         feed, job = make_feed(folder, side, name == "kept")
         exhaust(feed, epochs)
-        made = loaders.find_loaders(LOADERS)
-        while made is None or not made.are_ready(60.0):
-            made = loaders.find_loaders(LOADERS)
+        made = loaders.start_loaders(LOADERS, START_TIMEOUT_S)
+        assert made is not None, "no loader has started"
         for _ in range(2):  # warm up
             exhaust(feed, epochs)
         measured: dict[int, list[float]] = {1: [], 2: []}

@@ -1,8 +1,9 @@
 """Correctness on a GPU: every method trains two tasks, resumes, is evaluated and served.
 
-`python -m benchmarks.gpu [--methods NAME ...]`; with `--speed` it is `benchmarks/gpu_speed.py`.
-Meant for at most 5 minutes on one GPU with 16 CPU cores. It needs neither ray nor mlflow nor
-webdataset, makes its own images and reaches for nothing outside its temporary folder.
+`python -m benchmarks.gpu [--methods NAME ...]`; with `--speed` it is `benchmarks/gpu_speed.py`,
+with `--job` it is `benchmarks/gpu_job.py`. Meant for at most 5 minutes on one GPU with 16 CPU
+cores. It needs neither ray nor mlflow nor webdataset, makes its own images and reaches for nothing
+outside its temporary folder.
 `benchmarks/gpu_checks.py` says what is compared with the CPU, and how closely. `--device cpu`
 rehearses all of it without a GPU.
 
@@ -188,23 +189,33 @@ def command_line() -> argparse.ArgumentParser:
         "--speed", action="store_true", help="measure speed instead, for at most 5 minutes"
     )
     parser.add_argument(
+        "--job",
+        action="store_true",
+        help="run a whole job instead, through Ray Train and MLflow, for at most 5 minutes",
+    )
+    parser.add_argument(
         "--out",
-        default="gpu-speed.jsonl",
         metavar="FILE",
-        help="of --speed: rows that it has are not measured again (default: gpu-speed.jsonl)",
+        help="of --speed and --job: rows that it has are not measured again "
+        "(default: gpu-speed.jsonl, gpu-job.jsonl)",
     )
     return parser
 
 
-def measure_speed(arguments: argparse.Namespace, device: str, name: str) -> int:
-    """Measure speed, and print the tables; return 1 where a row failed."""
-    from benchmarks import gpu_speed  # imports all that it measures
+def measure(arguments: argparse.Namespace, device: str, name: str) -> int:
+    """Measure speed, or a whole job, and print the tables; return 1 where a row failed."""
+    from benchmarks import gpu_job, gpu_speed  # they import all that they measure
 
     chosen = torch.device(device, 0) if device == accelerator.TYPE else accelerator.CPU
     sizes = gpu_speed.REHEARSAL if chosen == accelerator.CPU else gpu_speed.Sizes()
-    bench = gpu_speed.Bench(chosen, sizes, Path(arguments.out))
+    out = arguments.out or f"gpu-{'job' if arguments.job else 'speed'}.jsonl"
+    bench = gpu_speed.Bench(chosen, sizes, Path(out))
     print(f"on {name}; torch {torch.__version__}; rows in {bench.out}", flush=True)
-    gpu_speed.measure_all(bench, arguments.methods)
+    if arguments.job:
+        with tempfile.TemporaryDirectory(prefix="accrete-job-") as folder:
+            gpu_job.measure_all(bench, Path(folder))
+    else:
+        gpu_speed.measure_all(bench, arguments.methods)
     print(f"\n{gpu_speed.tables(bench.rows)}")
     if bench.left_out:
         print(f"no time was left for {', '.join(bench.left_out)}; the same command measures them")
@@ -224,8 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"benchmarks.gpu: {error}", file=sys.stderr)
         return 2
-    if arguments.speed:
-        return measure_speed(arguments, device, name)
+    if arguments.speed or arguments.job:
+        return measure(arguments, device, name)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     print(f"on {name}; {versions}; {len(cases)} cases, {arguments.jobs} side by side", flush=True)
     rows = run(cases, device, max(1, arguments.jobs), arguments.limit)

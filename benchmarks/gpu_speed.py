@@ -1,9 +1,9 @@
 """Speed on a GPU: `python -m benchmarks.gpu --speed`, for at most 5 minutes on one GPU.
 
 Training steps of every method at its first and third task beside hand-written loops, the feed by
-threads, DyTox with 1, 10 and 50 task tokens, MEAT inference. Every row is written to `--out` when
-it is measured, and rows that stand there are not measured again, so that a run that was cut off
-goes on. `--device cpu` rehearses all of it with small sizes.
+loader processes, DyTox with 1, 10 and 50 task tokens, MEAT inference. Every row is written to
+`--out` when it is measured, and rows that stand there are not measured again, so that a run that
+was cut off goes on. `--device cpu` rehearses all of it with small sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks import dytox, stream
 from benchmarks.meat_inference import meat
 from benchmarks.methods import CLASSES, Conditions, Training
 from pipeline.console import table_text
-from workers.data import accelerator
+from workers.data import accelerator, loaders
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.job import BackboneSettings
@@ -38,9 +38,12 @@ from workers.methods import METHODS
 from workers.model import vit
 
 LIMIT_S = 290.0
+START_TIMEOUT_S = 60.0
 BLOCKS = 3
 PROFILED = ("finetune", "meat", "toast", "dytox")
 COMPILED = ("finetune", "meat")
+SMALL = ("finetune", "meat")  # methods whose step is measured where the host has most to do
+SMALL_SIDE, SMALL_BATCH = 128, 32
 NUM_KERNELS = 3
 Row = dict[str, Any]
 
@@ -49,7 +52,7 @@ Row = dict[str, Any]
 class Sizes:
     """How much is measured.
 
-    feed_images: of an epoch of the feed. threads: that decode.
+    feed_images: of an epoch of the feed. loaders: processes that decode.
     """
 
     backbone: str = "deit_small_patch16_224"
@@ -57,7 +60,7 @@ class Sizes:
     batch: int = 128
     steps: int = 12
     feed_images: int = 4096
-    threads: tuple[int, ...] = (2, 4, 8, 16)
+    loaders: tuple[int, ...] = (2, 4, 8, 16)
     dytox_batch: int = 512
     inference_batch: int = 256
     product: int = 8192
@@ -165,6 +168,13 @@ def measure_all(bench: Bench, names: list[str]) -> None:
                 bench.measure(
                     "training step", label, partial(method_row, bench, name, backbone, position)
                 )
+    small = replace(bench.sizes, side=min(SMALL_SIDE, bench.sizes.side), batch=SMALL_BATCH)
+    network = vit.build(BackboneSettings(name=small.backbone, img_size=small.side))
+    for name in (name for name in SMALL if name in names):
+        label = f"{name}, {small.side} px, batch {small.batch}"
+        bench.measure(
+            "step of a small job", label, partial(method_row, bench, name, network, 0, sizes=small)
+        )
     for name in (name for name in COMPILED if name in names):
         bench.measure("compiled step", name, partial(method_row, bench, name, backbone, 0, True))
     for tasks in (1, 10, 50):
@@ -179,9 +189,9 @@ def measure_all(bench: Bench, names: list[str]) -> None:
             )
     with tempfile.TemporaryDirectory(prefix="accrete-speed-") as folder:
         for kept in (False, True):
-            for threads in bench.sizes.threads:
-                label = f"{'kept decoded' if kept else 'streamed'}, {threads} threads"
-                bench.measure("feed", label, partial(feed_row, bench, Path(folder), threads, kept))
+            for count in bench.sizes.loaders:
+                label = f"{'kept decoded' if kept else 'streamed'}, {count} loaders"
+                bench.measure("feed", label, partial(feed_row, bench, Path(folder), count, kept))
 
 
 def ceiling(bench: Bench) -> Row:
@@ -221,22 +231,28 @@ def plain_loop(bench: Bench, network: nn.Module) -> Row:
 
 
 def method_row(
-    bench: Bench, name: str, backbone: nn.Module, position: int, compiled: bool = False
+    bench: Bench,
+    name: str,
+    backbone: nn.Module,
+    position: int,
+    compiled: bool = False,
+    sizes: Sizes | None = None,
 ) -> Row:
     """Time a training step of a method under bf16 autocast."""
     scenario = max(METHODS[name].scenarios)
-    conditions = Conditions(bench.sizes.side, bench.sizes.batch, position, "bf16", bench.device)
+    sizes = sizes or bench.sizes
+    conditions = Conditions(sizes.side, sizes.batch, position, "bf16", bench.device)
     training = Training(name, backbone, scenario, conditions)
     if compiled:
         vit.compile_blocks(training.method.backbone)
     training.step()
     bench.wait()
     row: Row = {"synchronisations": count_synchronisations(bench, training.step)}
-    row |= bench.time(training.step, bench.sizes.batch)
+    row |= bench.time(training.step, sizes.batch)
     if accelerator.is_accelerator(bench.device):
         row["peak_gib"] = accelerator.functions().max_memory_allocated(bench.device) / 2**30
         accelerator.functions().reset_peak_memory_stats(bench.device)
-    if name in PROFILED and position == 0 and not compiled:
+    if name in PROFILED and position == 0 and not compiled:  # those of small jobs, too
         row |= kernels(bench, training.step)
     finetune = [r for r in bench.rows if r["name"] == "finetune, task 1" and "ms" in r]
     if finetune:
@@ -314,7 +330,7 @@ def inference_row(bench: Bench, settings: BackboneSettings, shared: bool, precis
     return row
 
 
-def feed_row(bench: Bench, folder: Path, threads: int, kept: bool) -> Row:
+def feed_row(bench: Bench, folder: Path, count: int, kept: bool) -> Row:
     """Time a steady stream of the feed: resized crops and flips of JPEG files of 256 px."""
     classes = 8
     images = bench.sizes.feed_images
@@ -330,12 +346,14 @@ def feed_row(bench: Bench, folder: Path, threads: int, kept: bool) -> Row:
         backbone={"name": bench.sizes.backbone, "img_size": bench.sizes.side, "crop_pct": 1.0},
         data={"crop": "resized", "flip": 0.5, "resident_mb": 4000 if kept else 0},
         train={"epochs": 1, "batch_size": bench.sizes.batch},
-        cluster={"workers": 0, "loader_workers": threads},
+        cluster={"workers": 0, "loader_workers": count},
     )
     stream.ingest(store, graph)
-    job = replace(stream.job_of(graph, "finetune/t/train"), loader_workers=threads)
+    job = replace(stream.job_of(graph, "finetune/t/train"), loader_workers=count)
     assert job.task is not None
     feed = Feed(job, (job.task,), "train", Group(device=bench.device), training=True)
+    loaders.START_AFTER_S = 0.0
+    loaders.start_loaders(count, START_TIMEOUT_S)
     for _ in feed.epoch(0):  # fills the cache
         pass
     count = 0

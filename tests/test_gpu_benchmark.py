@@ -268,6 +268,20 @@ def test_speed_is_measured_row_by_row_and_goes_on(tmp_path: Path) -> None:
     assert rows[-1]["name"] in second.stdout
 
 
+@pytest.mark.slow
+def test_job_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "job.jsonl"
+    ended = benchmark("--job", "--out", str(out))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = {row["name"]: row for row in map(json.loads, out.read_text().splitlines())}
+    chains = rows["four chains, stopped once"]
+    assert chains["stopped_with"] != 0
+    assert 0 < chains["reused"] < chains["stages"]
+    assert chains["first_step_s"] > 0
+    assert chains["finetune"] == pytest.approx(rows["the same on the CPU"]["finetune"])
+    assert rows["two ranks on one GPU"]["finetune"] > 0
+
+
 def test_a_row_that_fails_is_said_and_does_not_stop_the_others(tmp_path: Path) -> None:
     out = tmp_path / "speed.jsonl"
     bench = gpu_speed.Bench(torch.device("cpu"), gpu_speed.REHEARSAL, out)

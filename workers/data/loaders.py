@@ -298,11 +298,17 @@ def find_loaders(count: int) -> Loaders | None:
     """
     if not count or not hasattr(os, "memfd_create") or _shared.seconds < START_AFTER_S:
         return None
+    return start_loaders(count, 0.0)
+
+
+def start_loaders(count: int, timeout: float) -> Loaders | None:
+    """Start the loaders of this process, unless there are any; return them once one is ready, or
+    None after `timeout` seconds."""
     with _shared.lock:
         loaders = _shared.loaders.get(count)
         if loaders is None or loaders.have_failed:
             loaders = _shared.loaders[count] = Loaders(count)
-    return loaders if loaders.are_ready() else None
+    return loaders if loaders.are_ready(timeout) else None
 
 
 @contextmanager

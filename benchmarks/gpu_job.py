@@ -1,0 +1,211 @@
+"""The whole job on a GPU: `python -m benchmarks.gpu --job`, for at most 5 minutes on one GPU.
+
+Commands are run as a person runs them, through Ray Train and MLflow, on a stream of seven tasks of
+generated images: four chains on one GPU, stopped by SIGTERM in the middle and gone on; the same on
+the CPU, for its accuracy; two ranks that share the GPU; and a stage that needs more memory than the
+GPU has. Rows are written as those of `benchmarks/gpu_speed.py`, and `--device cpu` rehearses all
+but the lack of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks import stream
+from benchmarks.gpu_speed import Bench, Row
+from pipeline.graph.gpu_use import read_gpu_use
+from pipeline.graph.live_status import read_status
+from workers.data import accelerator
+
+TASKS = 7
+METHODS = ("finetune", "linear", "individual", "meat")
+LOOK_S = 0.1
+LITTLE = 0.01  # share of a GPU's memory, which a ViT at 224 px and LARGE_BATCH does not fit into
+LARGE_BATCH = 400
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class JobSizes:
+    """How much a job computes.
+
+    stop_at: finished stages after which it is stopped. limit_s: seconds that a command may take.
+    """
+
+    backbone: str = "vit_tiny_patch16_224"
+    side: int = 64
+    images: int = 200  # of a class, of which there are two in a task
+    epochs: int = 5
+    methods: tuple[str, ...] = METHODS
+    tasks: int = TASKS
+    stop_at: int = 14
+    limit_s: float = 200.0
+
+
+REHEARSAL = JobSizes(
+    side=32, images=4, epochs=1, methods=("finetune", "linear"), tasks=2, stop_at=3
+)
+
+
+class Job:
+    """Runs `accrete run` on one stream, in a storage of its own for each kind of run."""
+
+    def __init__(self, bench: Bench, folder: Path, sizes: JobSizes):
+        self.bench = bench
+        self.folder = folder
+        self.sizes = sizes
+        self.has_gpu = accelerator.is_accelerator(bench.device)
+        self.card = stream.draw_images(
+            folder, 2 * sizes.tasks, sizes.images, 10, sides=(sizes.side,), suffixes=(".jpg",)
+        )
+
+    def configure(self, name: str, **changes: Any) -> Path:
+        """Write the config of a run, and return its path."""
+        sizes = self.sizes
+        body = {
+            "name": name,
+            "storage": str(self.folder / f"storage-{name}"),
+            "stream": {"tasks": [{"card": self.card, "name": "t", "split": sizes.tasks}]},
+            "backbone": {"name": sizes.backbone, "img_size": sizes.side, "crop_pct": 1.0},
+            "data": {"crop": "resized", "flip": 0.5, "val_fraction": 0.0},
+            "train": {"epochs": sizes.epochs, "batch_size": 32},
+            "methods": {method: {} for method in sizes.methods},
+            **changes,
+        }
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(body))
+        return path
+
+    def start(self, config: Path) -> subprocess.Popen[str]:
+        """Start `accrete run` of a config."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "run", str(config)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+
+    def stages(self, name: str) -> dict[str, Any]:
+        """Return what a run's stages do now, by id."""
+        status = read_status(str(self.folder / f"storage-{name}"), name)
+        return dict(status.get("stages", {})) if status else {}
+
+    def wait_for_step(self, name: str, running: subprocess.Popen[str], began: float) -> float:
+        """Return the seconds from the command to the first stage that trains."""
+        while running.poll() is None:
+            for stage in self.stages(name).values():
+                if stage.get("state") == "running" and "epoch" in stage.get("progress", {}):
+                    return time.monotonic() - began
+            time.sleep(LOOK_S)
+        raise RuntimeError(f"it ended with {running.returncode}: {output_of(running)[-300:]}")
+
+    def finish(self, running: subprocess.Popen[str]) -> str:
+        """Wait for a command, and return its output. Raise `RuntimeError` where it failed."""
+        output = output_of(running, self.sizes.limit_s)
+        if running.returncode:
+            raise RuntimeError(f"it ended with {running.returncode}: {output[-300:]}")
+        return output
+
+    def accuracies(self, config: Path) -> Row:
+        """Return the average accuracy of each method of a finished run, in percent."""
+        out = self.folder / "results.json"
+        command = [sys.executable, "-m", "pipeline", "report", str(config), "--json", str(out)]
+        subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+        (run,) = json.loads(out.read_text())["runs"]
+        return {
+            method["label"]: 100 * method["metrics"]["average_accuracy"]
+            for method in run["methods"]
+        }
+
+    def chains(self) -> Row:
+        """Run four chains beside each other, stopped once."""
+        cluster: dict[str, Any] = {"workers": 1, "groups": 1}
+        if self.has_gpu:
+            cluster = {"workers": 1, "gpus_per_worker": 0.25, "groups": 4}
+        config = self.configure("chains", cluster=cluster)
+        began = time.monotonic()
+        running = self.start(config)
+        row: Row = {"first_step_s": self.wait_for_step("chains", running, began)}
+        while running.poll() is None:
+            stages = self.stages("chains").values()
+            if sum(stage.get("state") == "done" for stage in stages) >= self.sizes.stop_at:
+                running.send_signal(signal.SIGTERM)
+                break
+            time.sleep(LOOK_S)
+        output_of(running, self.sizes.limit_s)
+        row["stopped_with"] = running.returncode
+        row["before_s"] = time.monotonic() - began
+        began = time.monotonic()
+        running = self.start(config)
+        row["first_step_again_s"] = self.wait_for_step("chains", running, began)
+        self.finish(running)
+        row["after_s"] = time.monotonic() - began
+        states = [stage.get("state") for stage in self.stages("chains").values()]
+        row["stages"] = len(states)
+        row["reused"] = states.count("reused")
+        for figure in read_gpu_use(str(self.folder / "storage-chains"), "chains"):
+            row["busy"] = figure.get("busy", figure.get("reason"))
+        return row | self.accuracies(config)
+
+    def on_cpu(self) -> Row:
+        """Run the same on the CPU, in one process."""
+        config = self.configure(
+            "cpu", cluster={"workers": 0, "cpus_per_worker": os.cpu_count() or 1}
+        )
+        began = time.monotonic()
+        self.finish(self.start(config))
+        return {"seconds": time.monotonic() - began} | self.accuracies(config)
+
+    def two_ranks(self) -> Row:
+        """Train one method on two ranks that share the GPU."""
+        cluster = {"workers": 2, "gpus_per_worker": 0.5 if self.has_gpu else 0, "groups": 1}
+        config = self.configure("ranks", cluster=cluster, methods={"finetune": {}})
+        began = time.monotonic()
+        self.finish(self.start(config))
+        return {"seconds": time.monotonic() - began} | self.accuracies(config)
+
+    def out_of_memory(self) -> Row:
+        """Ask for more memory than there is, and return the sentence that says so."""
+        config = self.configure(
+            "memory",
+            cluster={"workers": 0, "gpus_per_worker": LITTLE, "retries": 0},
+            train={"epochs": 1, "batch_size": LARGE_BATCH},
+            backbone={"name": self.sizes.backbone, "img_size": 224, "crop_pct": 1.0},
+            methods={"finetune": {}},
+        )
+        running = self.start(config)
+        output = output_of(running, self.sizes.limit_s)
+        lines = [line for line in output.splitlines() if "memory" in line]
+        return {"exit_code": running.returncode, "sentence": lines[0] if lines else output[-300:]}
+
+
+def output_of(running: subprocess.Popen[str], limit_s: float | None = None) -> str:
+    """Return what a command printed, when it has ended; end it after `limit_s`."""
+    try:
+        return running.communicate(timeout=limit_s)[0]
+    except subprocess.TimeoutExpired:
+        running.send_signal(signal.SIGTERM)
+        return running.communicate()[0]
+
+
+def measure_all(bench: Bench, folder: Path) -> None:
+    """Measure all rows that the bench lacks."""
+    has_gpu = accelerator.is_accelerator(bench.device)
+    job = Job(bench, folder, JobSizes() if has_gpu else REHEARSAL)
+    bench.measure("job", "four chains, stopped once", job.chains)
+    bench.measure("job", "two ranks on one GPU", job.two_ranks)
+    if has_gpu:
+        bench.measure("job", "out of memory", job.out_of_memory)
+    bench.measure("job", "the same on the CPU", job.on_cpu)

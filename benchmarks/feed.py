@@ -3,7 +3,8 @@
 `python -m benchmarks.feed --side 32`; sides 32 (from JPEG of 32 px), 128 (from 128) and 224 (from
 400), all three without an option; about a minute each. Generated images, random resized crops of 8
 to 100 % of the area, flips, normalised float batches in one process on one CPU, with one thread of
-PyTorch and one that decodes: threads on two hardware threads of a core would slow each other. With
+PyTorch and one that decodes: threads on two hardware threads of a core would slow each other, and
+the CPU time of loader processes would not be counted (`benchmarks/feed_cores.py` has them). With
 `--recipe` both sides also apply RandAugment, erasing, mixup and cutmix, with other random numbers.
 Of torchvision's transforms, those on Pillow images and those on tensors are measured, and the
 faster ones compared with. That both sides give the same pixels of the same boxes is checked first,
@@ -209,7 +210,7 @@ def measure(side: int, case: Case, report: Report, folder: Path, has_recipe: boo
         methods={"linear": {}},
         data={"val_fraction": 0.0, "crop": "resized", "crop_scale": SCALE, "flip": 0.5},
         train={"batch_size": case.batch_size},
-        cluster={"loader_workers": 1},
+        cluster={"loader_workers": 0},
     )
     stream.ingest(store, graph)
     job = stream.job_of(graph, "linear/t-0/train")

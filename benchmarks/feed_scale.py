@@ -181,7 +181,7 @@ def streamed_feed(root: Path, key: str) -> Feed:
         1,
         task,
         (task,),
-        loader_workers=1,
+        loader_workers=0,
     )
     return Feed(job, (task,), "train", Group(), training=True)
 

@@ -30,9 +30,12 @@ from workers.data.rows import select
 from workers.errors import DamagedArtifact
 
 
-def processes_of(server: int) -> list[int]:
-    """The children of a process."""
-    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+def processes_of(server: int, count: int) -> list[int]:
+    """The loaders of a server, when it has forked all of them."""
+    children: list[str] = []
+    while len(children) < count:
+        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        time.sleep(0.01)
     return [int(child) for child in children]
 
 
@@ -159,7 +162,7 @@ def test_a_loader_that_is_killed_is_said_and_replaced(root: Path, turn: int) -> 
     expected = samples([feed])
     made = loaders._shared.loaders[3]
     server = made._server
-    victims = [*processes_of(server.pid)]
+    victims = processes_of(server.pid, 3)
     os.kill(victims[turn % 3], signal.SIGKILL)
     with pytest.raises(LoaderEnded, match=r"by signal SIGKILL; .* to fewer than 3, or to 0"):
         train_on(feed)
@@ -173,7 +176,7 @@ def test_a_server_that_is_killed_is_said(root: Path) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=4)
     samples([feed])
     made = loaders._shared.loaders[4]
-    children = processes_of(made._server.pid)
+    children = processes_of(made._server.pid, 4)
     for pid in (made._server.pid, *children):
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(LoaderEnded, match="by signal SIGKILL"):
@@ -223,9 +226,7 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(root: Path, number: signal.
     assert trainer.stdout is not None
     assert trainer.stderr is not None
     server = int(trainer.stdout.readline())
-    while len(children := processes_of(server)) < 2:
-        time.sleep(0.01)
-    children.append(server)
+    children = [server, *processes_of(server, 2)]
     if number == signal.SIGKILL:
         trainer.kill()
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,19 +55,14 @@ class Box(NamedTuple):
 class CropDraws:
     """The random numbers of the crops of k samples.
 
-    What each sample needs stands in flat lists: their items cost less than arrays', and the garbage
-    collector does not look at them.
-
     sides: (k, ATTEMPTS, 2) height and width of the boxes that are tried, for an image of area 1.
-    first_sides: (k * 2) of the first attempt, which fits most images. corners: (k * 2) in [0, 1):
-    where the box lies, from top to bottom and from left to right. flips: (k) whether the crop is
-    mirrored.
+    corners: (k, 2) in [0, 1): where the box lies, from top to bottom and from left to right.
+    flips: (k,) whether the crop is mirrored.
     """
 
     sides: NDArray[np.float64]
-    first_sides: list[float]
-    corners: list[float]
-    flips: list[bool]
+    corners: NDArray[np.float64]
+    flips: NDArray[np.bool_]
 
     @classmethod
     def draw(
@@ -87,21 +83,36 @@ class CropDraws:
         corner = rng.generator("crop.corner", CPU)
         corners = torch.rand((rng.size, 2), generator=corner, dtype=torch.float64)[positions]
         flips = torch.rand(rng.size, generator=rng.generator("flip", CPU))[positions] < flip
-        first_sides = sides[:, 0].flatten().tolist()
-        return cls(sides.numpy(), first_sides, corners.flatten().tolist(), flips.tolist())
+        return cls(sides.numpy(), corners.numpy(), flips.numpy())
 
     def store(self, requests: NDArray[Any], indices: Ints) -> None:
         """Write the draws of some samples into requests to loaders, see `shared_blocks`."""
         requests["sides"] = self.sides[indices]
-        requests["corner"] = np.array(self.corners).reshape(-1, 2)[indices]
-        requests["flip"] = np.array(self.flips)[indices]
+        requests["corner"] = self.corners[indices]
+        requests["flip"] = self.flips[indices]
 
     @classmethod
     def load(cls, requests: NDArray[Any]) -> CropDraws:
         """Return the draws that stand in requests."""
-        sides = requests["sides"].copy()
-        corners = requests["corner"].flatten().tolist()
-        return cls(sides, sides[:, 0].flatten().tolist(), corners, requests["flip"].tolist())
+        return cls(requests["sides"], requests["corner"], requests["flip"])
+
+    # What each sample needs, in flat lists: their items cost less than arrays', and the garbage
+    # collector does not look at them.
+    @cached_property
+    def _first_sides(self) -> list[float]:
+        """(k * 2) of the first attempt, which fits most images."""
+        return _flat(self.sides[:, 0])
+
+    @cached_property
+    def _flat_corners(self) -> list[float]:
+        """(k * 2)"""
+        return _flat(self.corners)
+
+    @cached_property
+    def are_flipped(self) -> list[bool]:
+        """(k) whether the crop is mirrored."""
+        flips: list[bool] = self.flips.tolist()
+        return flips
 
     def box(self, index: int, height: int, width: int) -> Box:
         """The box of a sample in an image of `height` x `width`.
@@ -109,8 +120,8 @@ class CropDraws:
         It is the first of ATTEMPTS that fits, else the largest central one within RATIO.
         """
         root = math.sqrt(height * width)
-        box_height = round(root * self.first_sides[2 * index])
-        box_width = round(root * self.first_sides[2 * index + 1])
+        box_height = round(root * self._first_sides[2 * index])
+        box_width = round(root * self._first_sides[2 * index + 1])
         attempt = 1
         while not (0 < box_height <= height and 0 < box_width <= width):
             if attempt == ATTEMPTS:
@@ -119,9 +130,14 @@ class CropDraws:
             box_height = round(root * sides[0])
             box_width = round(root * sides[1])
             attempt += 1
-        top = int(self.corners[2 * index] * (height - box_height + 1))
-        left = int(self.corners[2 * index + 1] * (width - box_width + 1))
+        top = int(self._flat_corners[2 * index] * (height - box_height + 1))
+        left = int(self._flat_corners[2 * index + 1] * (width - box_width + 1))
         return Box(top, left, box_height, box_width)
+
+
+def _flat(values: NDArray[np.float64]) -> list[float]:
+    numbers: list[float] = values.flatten().tolist()
+    return numbers
 
 
 def central_box(height: int, width: int) -> Box:
@@ -177,7 +193,7 @@ class Cutter:
         """Write the crop of a sample into `out`, uint8 (3, side, side)."""
         box = crops.box(index, picture.height, picture.width)
         self.resize(picture.pixels, scaled_box(box, picture))
-        out[...] = self.mirrored_planes if crops.flips[index] else self.crop_planes
+        out[...] = self.mirrored_planes if crops.are_flipped[index] else self.crop_planes
 
     def resize(self, pixels: Pixels, box: Box) -> Pixels:
         """Resize a box of pixels, uint8 (h, w, 3), to (side, side, 3), bilinear and antialiased.

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,6 +22,7 @@ from test_feed import COLOURS, SHAPES, feed_of, publish, samples
 from test_pictures import CROPS, draw_mixed
 
 from workers.data import loaders, sources
+from workers.data.augment import Augment
 from workers.data.decoding import read_picture
 from workers.data.feed import Feed
 from workers.data.loaders import LoaderEnded, Loaders, count_cores, count_loaders
@@ -45,7 +47,7 @@ def at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loaders, "START_AFTER_S", 0.0)
         find = Loaders.are_ready
-        patch.setattr(Loaders, "are_ready", lambda self, timeout=60.0: find(self, timeout))
+        patch.setattr(Loaders, "are_ready", lambda self, timeout: find(self, 60.0))
         yield
         while loaders._shared.loaders:
             loaders._shared.loaders.popitem()[1].close()
@@ -76,6 +78,99 @@ def test_any_number_of_loaders_gives_the_bits_of_none(
     expected = epochs(0)
     for workers in (1, 2, 5):
         assert epochs(workers) == expected
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("workers", [0, 2, 5])
+@pytest.mark.parametrize("kind", ["streamed", "resident"])
+def test_normalised_crops_are_those_that_are_normalised_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, workers: int, repeats: int
+) -> None:
+    """Many small images in a part: they stand where they belong, in whatever order they are made.
+
+    The mixing of copies and of rows that follow each other is that of a large batch.
+    """
+    classes = {"red": 90, "green": 80, "blue": 60}
+    publish(tmp_path, "colours", classes, draw=draw_mixed, shard_images=50)
+    data = {"crop": "resized", "repeats": repeats, "val_fraction": 0.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(Augment, "cuts_alone", False)
+        later = [
+            samples([feed_of(tmp_path, kind, data=data, batch=64, workers=0)], e) for e in (0, 1)
+        ]
+    feed = feed_of(tmp_path, kind, data=data, batch=64, workers=workers)
+    assert [samples([feed], epoch) for epoch in (0, 1)] == later
+
+
+def test_features_that_are_cached_need_no_images(root: Path) -> None:
+    data = {"crop": "none", "flip": 0.0, "erase": 0.0}
+    feed = feed_of(root, "streamed", data=data)
+    feed.cache_features(lambda images: images.flatten(1))
+    assert len(list(feed.epoch(0))) == feed.steps_per_epoch
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_bytes_that_come_after_their_epoch_was_dropped_are_in_no_later_image(
+    counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    folder = counted_bucket.folder
+    publish(folder, "colours", {"red": 60, "green": 60}, shard_images=30)
+    data = {"crop": "resized"}
+    expected = samples([feed_of(folder, "streamed", data=data, batch=16, workers=0)], 1)
+    feed = feed_of(URI, "streamed", data=data, batch=16)
+    samples([feed], 1)  # its reader has all bytes
+    reader = feed.source.pictures.reader
+    read = type(reader).read
+    is_over = threading.Event()
+    late: list[int] = []
+
+    def read_late(self: Any, row: int) -> bytes:
+        record: bytes = read(self, row)
+        if not is_over.is_set() and len(late) < 40:
+            late.append(row)
+            is_over.wait(0.5 if when == "before" else 0.05)
+        return record
+
+    monkeypatch.setattr(type(reader), "read", read_late)
+    with closing(feed.epoch(0)) as epoch:
+        next(epoch)
+    assert samples([feed], 1) == expected
+    is_over.set()
+    assert samples([feed], 1) == expected
+
+
+@pytest.mark.parametrize("limit", ["blocks", "loaders"])
+def test_threads_make_what_there_is_no_room_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=6)
+    expected = samples([feed_of(root, "streamed", data={"crop": "resized"}, workers=0)])
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    if limit == "blocks":
+        monkeypatch.setattr(Loaders, "_make_block", refuse)
+    else:
+        monkeypatch.setattr(loaders, "Loaders", refuse)
+    assert samples([feed]) == expected
+
+
+def test_a_forked_process_leaves_loaders_to_its_parent(root: Path) -> None:
+    feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=2)
+    expected = samples([feed])
+    child = os.fork()
+    if not child:  # no test may go on here, whatever happens
+        status = 1
+        try:
+            other = feed_of(root, "streamed", data={"crop": "resized"}, workers=2)
+            status = 0 if samples([other]) == expected else 2
+        finally:
+            os._exit(status)
+    assert samples([feed]) == expected
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert samples([feed]) == expected
 
 
 def test_loaders_and_no_thread_make_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

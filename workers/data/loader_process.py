@@ -127,11 +127,12 @@ class Kitchen:
         descriptor = self.files.get(number)
         if descriptor is None:
             descriptor = regular_descriptor(self.recipe.files[number])
+            if os.fstat(descriptor).st_size != self.recipe.sizes[number]:
+                os.close(descriptor)
+                raise OSError("the shard has another size")
             self.files[number] = descriptor
             if len(self.files) > MOST_FILES:
                 os.close(self.files.popitem(last=False)[1])
-            if os.fstat(descriptor).st_size != self.recipe.sizes[number]:
-                raise OSError("the shard has another size")
         self.files.move_to_end(number)
         return descriptor
 
@@ -210,6 +211,7 @@ def main() -> None:
     memory, requests, replies, count = map(int, sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM):  # the rank decides when loaders end
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever ignores it cannot wait for loaders
     torch.set_num_threads(1)
     make_one_image()
     gc.collect()

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -58,6 +58,29 @@ class LoaderEnded(RuntimeError):
     """A loader process ended by itself."""
 
 
+class Stored(Protocol):
+    """A recipe in the memory of loaders."""
+
+    def on(self, loaders: Loaders) -> Lease:
+        """Return its block, which `Loaders.store` made."""
+
+
+class _Descriptors:
+    """File descriptors, closed when nothing refers to this object."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def add(self, number: int) -> int:
+        """Own a descriptor, and return it."""
+        self.numbers.append(number)
+        return number
+
+    def __del__(self) -> None:
+        while self.numbers:
+            os.close(self.numbers.pop())
+
+
 class Lease(Block):
     """A block that a rank has laid out.
 
@@ -66,6 +89,10 @@ class Lease(Block):
     """
 
     num_pending = 0
+
+    def __init__(self, descriptor: int, page: int, num_bytes: int):
+        super().__init__(descriptor, page, num_bytes)
+        self.owner = os.getpid()
 
 
 class Loaders:
@@ -80,7 +107,6 @@ class Loaders:
 
     def __init__(self, count: int):
         self.count = count
-        self._memory = os.memfd_create("images", os.MFD_CLOEXEC)
         self._num_pages = 0
         self._free: list[Lease] = []
         self._returned: deque[Lease] = deque()  # by whoever drops the last reference, in any thread
@@ -89,27 +115,46 @@ class Loaders:
         self._receiving = threading.Lock()
         self._num_ready = 0
         self._failure = ""
-        requests, self._requests = os.pipe()
-        self._replies, replies = os.pipe()
-        arguments = [str(number) for number in (self._memory, requests, replies, count)]
+        # Closed with this object, and not before: at the end of this process a thread may still be
+        # about to use one.
+        self._descriptors = _Descriptors()
+        theirs = _Descriptors()
+        self._memory = self._descriptors.add(os.memfd_create("images", os.MFD_CLOEXEC))
+        (requests, self._requests), (self._replies, replies) = os.pipe(), os.pipe()
+        self._descriptors.add(self._requests)
+        self._descriptors.add(self._replies)
+        passed = (self._memory, theirs.add(requests), theirs.add(replies))
         self._server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "workers.data.loader_process", *arguments],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "workers.data.loader_process",
+                *map(str, (*passed, count)),
+            ],
             stdin=subprocess.DEVNULL,
-            pass_fds=(self._memory, requests, replies),
+            pass_fds=passed,
             env=_environment(),
+            start_new_session=True,
         )
-        os.close(requests)
-        os.close(replies)
         self._poll = select.poll()
         self._poll.register(self._replies, select.POLLIN)
         # also at the end of this process
-        descriptors = (self._requests, self._replies, self._memory)
-        self.close = weakref.finalize(self, _end, descriptors, self._server)
+        self.close = weakref.finalize(self, _end, self._requests, self._server)
 
     @property
     def have_failed(self) -> bool:
         """Whether one has ended by itself, so that others are needed."""
         return bool(self._failure)
+
+    def abandon(self) -> None:
+        """Close what a forked process has of them; they go on working for its parent."""
+        self.close.detach()
+        self._descriptors.__del__()
+        self._failure = "a forked process has no loaders of its own"
+        self._free.clear()
+        self._receiving = threading.Lock()  # a thread of the parent may have held them
+        self._allocating = threading.Lock()
 
     def are_ready(self, timeout: float = 0.0) -> bool:
         """Whether a loader has started, within `timeout` seconds."""
@@ -127,22 +172,28 @@ class Loaders:
         block.data()[: len(data)] = data
         return block
 
-    def take(self, borders: Ints, slot_bytes: int, recipe: Lease, data_bytes: int = 0) -> Lease:
-        """Return a block of any contents, laid out.
+    def take(
+        self, borders: Ints, slot_bytes: int, recipe: Stored, data_bytes: int = 0
+    ) -> Lease | None:
+        """Return a block of any contents, laid out; None where the system gives no more.
 
         Args:
             borders: (m + 1,) Of its chunks.
             slot_bytes: Bytes of the pixels of an image.
-            recipe: What `store` returned.
+            recipe: How the images are made.
             data_bytes: Bytes of image files that this process reads itself.
         """
         num_bytes = Block.size(int(borders[-1]), slot_bytes, data_bytes)
         with self._allocating:
             block = self._reused(num_bytes)
-        block = block or self._make_block(num_bytes)
+        try:
+            stored = recipe.on(self)
+            block = block or self._make_block(num_bytes)
+        except OSError:  # each block takes a file descriptor, of which there may be no more
+            return None
         block.lay_out(borders, slot_bytes)
-        block.header["recipe_page"] = recipe.page
-        block.header["recipe_bytes"] = recipe.get("recipe_bytes")
+        block.header["recipe_page"] = stored.page
+        block.header["recipe_bytes"] = stored.get("recipe_bytes")
         block.requests["is_made"] = False
         block.num_pending = 0
         return block
@@ -206,11 +257,7 @@ class Loaders:
 
     def _fail(self, code: int) -> None:
         """Raise `LoaderEnded`, now and from now on; end the others."""
-        # Their pipe is closed. The descriptor stays one of this object's: a thread may be about to
-        # write to it.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._requests, inheritable=False)
-        os.close(nowhere)
+        _close_pipe(self._requests)
         how = f"with status {code}"
         if code < 0:
             how = f"by signal {signal.Signals(-code).name}"
@@ -248,24 +295,37 @@ class Loaders:
             return Lease(self._memory, page, padded(num_bytes))
 
 
-def _end(descriptors: tuple[int, ...], server: subprocess.Popen[bytes]) -> None:
-    """Close the pipes of loaders and their memory, and wait until they have ended."""
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _close_pipe(requests: int) -> None:
+    """Have loaders see the end of their pipe. The descriptor leads nowhere from now on: a thread
+    may be about to write to it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, requests, inheritable=False)
+    os.close(nowhere)
+
+
+def _end(requests: int, server: subprocess.Popen[bytes]) -> None:
+    """Close the pipe of loaders, and wait until they have ended."""
+    _close_pipe(requests)
     try:
         server.wait(LONGEST_END_S)
     except subprocess.TimeoutExpired:
-        server.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
-def give_back(block: Block) -> None:
+def give_back(block: Lease) -> None:
     """Return the memory of a block to the system. Its pages are not used again."""
-    block.memory.madvise(mmap.MADV_REMOVE)
+    if block.owner == os.getpid():  # not a process that was forked from the one that uses it
+        block.memory.madvise(mmap.MADV_REMOVE)
 
 
 def _environment() -> dict[str, str]:
     """Return the variables of the server's process: as here, with the same modules."""
-    paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+    paths = [path for path in sys.path if path]
+    root = str(Path(__file__).parents[2])
+    if root not in paths:
+        paths.append(root)
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {
         **os.environ,
@@ -303,12 +363,25 @@ def find_loaders(count: int) -> Loaders | None:
 
 def start_loaders(count: int, timeout: float) -> Loaders | None:
     """Start the loaders of this process, unless there are any; return them once one is ready, or
-    None after `timeout` seconds."""
+    None after `timeout` seconds, and where the system has no room for them."""
     with _shared.lock:
         loaders = _shared.loaders.get(count)
         if loaders is None or loaders.have_failed:
-            loaders = _shared.loaders[count] = Loaders(count)
+            try:
+                loaders = _shared.loaders[count] = Loaders(count)
+            except OSError:  # no descriptor, memory or process: tried again with the next step
+                return None
     return loaders if loaders.are_ready(timeout) else None
+
+
+def forget_loaders() -> None:
+    """Leave the loaders to the parent of this process, which was forked from it."""
+    for loaders in _shared.loaders.values():
+        loaders.abandon()
+    _shared.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=forget_loaders)
 
 
 @contextmanager

@@ -143,7 +143,7 @@ class ImageMaker:
         assert self.statistics is not None
         pixels = self._pixels[: len(places)]
         self._cut(pictures, pixels.numpy(), range(len(places)), crops, indices)
-        if len(places) == 1 + places[-1] - places[0]:  # they lie beside each other
+        if places == list(range(places[0], places[0] + len(places))):
             self.statistics.normalise(pixels, images[places[0] : places[-1] + 1])
             return
         for number, place in enumerate(places):

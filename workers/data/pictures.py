@@ -20,6 +20,7 @@ from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from workers.data.arena import Arena
 from workers.data.cache import CHECKSUM, Blocks, Cache, LocalFile
@@ -68,11 +69,12 @@ class Pictures(Protocol):
         """Return the bytes that `start` writes into a block for some rows."""
 
     def start(
-        self, loaders: Loaders, block: Lease, rows: Ints, pool: ThreadPoolExecutor
+        self, loaders: Loaders, block: Lease, pixels: Tensor, rows: Ints, pool: ThreadPoolExecutor
     ) -> list[Future[None]]:
         """Let loaders make the images of some rows (k,), which are those of a block's requests.
 
-        Return what must be done before all of them have begun, in `pool`.
+        Return what must be done before all of them have begun, in `pool`. It holds `pixels`, those
+        of the block, which is not used again before.
         """
 
 
@@ -119,7 +121,7 @@ class StreamedPictures:
         return int(self.samples.locations.sizes[np.unique(rows)].sum())
 
     def start(
-        self, loaders: Loaders, block: Lease, rows: Ints, pool: ThreadPoolExecutor
+        self, loaders: Loaders, block: Lease, pixels: Tensor, rows: Ints, pool: ThreadPoolExecutor
     ) -> list[Future[None]]:
         """See `Pictures.start`."""
         locations = self.samples.locations
@@ -137,12 +139,14 @@ class StreamedPictures:
         requests["offset"] = (np.cumsum(sizes) - sizes)[places]
         borders = block.borders.tolist()
         return [
-            pool.submit(self._start_chunk, loaders, block, chunk, rows[start:stop])
+            pool.submit(self._start_chunk, loaders, block, pixels, chunk, rows[start:stop])
             for chunk, (start, stop) in enumerate(pairwise(borders))
         ]
 
-    def _start_chunk(self, loaders: Loaders, block: Lease, chunk: int, rows: Ints) -> None:
-        """Read the bytes of a chunk's rows into its block, and start it."""
+    def _start_chunk(
+        self, loaders: Loaders, block: Lease, pixels: Tensor, chunk: int, rows: Ints
+    ) -> None:
+        """Read the bytes of a chunk's rows into its block, whose pixels it holds, and start it."""
         start = int(block.borders[chunk])
         offsets = block.requests["offset"][start : start + len(rows)].tolist()
         data = block.data()
@@ -196,7 +200,7 @@ class KeptPictures:
         return 0
 
     def start(
-        self, loaders: Loaders, block: Lease, rows: Ints, pool: ThreadPoolExecutor
+        self, loaders: Loaders, block: Lease, pixels: Tensor, rows: Ints, pool: ThreadPoolExecutor
     ) -> list[Future[None]]:
         """See `Pictures.start`; they are checked where they come from a disk."""
         self._verify(rows)
@@ -328,15 +332,15 @@ def decoded_rows(
 
     def make_chunk(rows: Ints, arena: Arena) -> Callable[[], list[Picture]]:
         loaders = find_loaders(workers)
-        if loaders is None:
+        block = None
+        if loaders is not None:
+            borders = np.array([0, len(rows)])
+            block = loaders.take(borders, decode.most_bytes, recipe, pictures.data_bytes(rows))
+        if loaders is None or block is None:
             return pool.submit(decode_chunk, rows, arena).result
-        borders = np.array([0, len(rows)])
-        block = loaders.take(
-            borders, decode.most_bytes, recipe.on(loaders), pictures.data_bytes(rows)
-        )
         slots = loaders.pixels(block).view(len(rows), -1)
         block.requests["slot"] = np.arange(len(rows))
-        jobs = pictures.start(loaders, block, rows, pool)
+        jobs = pictures.start(loaders, block, slots, rows, pool)
         return partial(finish_chunk, rows, arena, loaders, block, slots.numpy(), jobs)
 
     def finish_chunk(
@@ -388,7 +392,7 @@ class StoredRecipe:
         self._stored: tuple[Loaders, Lease] | None = None
 
     def on(self, loaders: Loaders) -> Lease:
-        """Return the block of the recipe."""
+        """Return the block of the recipe, see `Loaders.store`."""
         if self._stored is None or self._stored[0] is not loaders:
             recipe = self.pictures.recipe()
             block = loaders.store(recipe._replace(view=self.view, statistics=self.statistics))

@@ -209,9 +209,15 @@ class PictureSource:
         def submitted() -> Iterator[Pixels]:
             for _ in rows_ahead:
                 samples = waiting.popleft()
+                if not len(samples.rows):  # features are cached
+                    yield partial(self._make_now, samples)
+                    continue
                 loaders = find_loaders(self.workers)
+                requested = None
                 if loaders is not None:
-                    yield self._request(loaders, pool, samples, is_dropped).at
+                    requested = self._request(loaders, pool, samples, is_dropped)
+                if requested is not None:
+                    yield requested.at
                 elif is_quick:
                     yield partial(self._make_now, samples)
                 else:
@@ -257,8 +263,8 @@ class PictureSource:
         pool: ThreadPoolExecutor,
         samples: StepSamples,
         is_dropped: threading.Event,
-    ) -> LoadedPixels:
-        """Let loaders make the images of a step."""
+    ) -> LoadedPixels | None:
+        """Let loaders make the images of a step; None where there is no room for it."""
         order = np.arange(len(samples.rows))
         if len(np.unique(samples.rows)) < len(order):
             order = np.argsort(samples.rows, kind="stable")  # copies are neighbours
@@ -270,14 +276,16 @@ class PictureSource:
         block = loaders.take(
             borders,
             math.prod(shape[1:]) * self._dtype.itemsize,
-            self.recipe.on(loaders),
+            self.recipe,
             self.pictures.data_bytes(rows),
         )
+        if block is None:
+            return None
         images = loaders.pixels(block).view(self._dtype).view(shape)
         block.requests["slot"] = order
         if samples.crops is not None:
             samples.crops.store(block.requests, order)
-        jobs = self.pictures.start(loaders, block, rows, pool)
+        jobs = self.pictures.start(loaders, block, images, rows, pool)
         make = partial(self._make, samples, images)
         return LoadedPixels(samples.positions, images, jobs, is_dropped, loaders, block, make)
 
@@ -378,7 +386,7 @@ def chunks_of(rows: Ints, threads: int) -> list[Ints]:
 
 
 def borders_of_chunks(rows: Ints, size: int) -> Ints:
-    """Return the borders (m + 1,) of the chunks that rows (n,), copies being neighbours, are dealt
+    """Return the borders (m + 1,) of the chunks that n > 0 rows, copies being neighbours, are dealt
     to.
 
     A chunk has at most `size` rows, but for copies of a row, which stay together, and where there

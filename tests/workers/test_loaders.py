@@ -114,7 +114,7 @@ def test_bytes_that_come_after_their_epoch_was_dropped_are_in_no_later_image(
     counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     folder = counted_bucket.folder
-    publish(folder, "colours", {"red": 60, "green": 60}, shard_images=30)
+    publish(folder, "colours", {"red": 60, "green": 60, "blue": 60}, shard_images=30)
     data = {"crop": "resized"}
     expected = samples([feed_of(folder, "streamed", data=data, batch=16, workers=0)], 1)
     feed = feed_of(URI, "streamed", data=data, batch=16)

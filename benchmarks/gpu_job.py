@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,6 @@ import yaml
 from benchmarks import stream
 from benchmarks.gpu_speed import Bench, Row
 from pipeline.graph.gpu_use import read_gpu_use
-from pipeline.graph.live_status import read_status
 from workers.data import accelerator
 
 TASKS = 7
@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 class JobSizes:
     """How much a job computes.
 
-    stop_at: finished stages after which it is stopped. limit_s: seconds that a command may take.
+    stop_at: stages that train, after which it is stopped. limit_s: seconds that a command may take.
     """
 
     backbone: str = "vit_tiny_patch16_224"
@@ -48,12 +48,12 @@ class JobSizes:
     epochs: int = 5
     methods: tuple[str, ...] = METHODS
     tasks: int = TASKS
-    stop_at: int = 14
+    stop_at: int = 10
     limit_s: float = 200.0
 
 
 REHEARSAL = JobSizes(
-    side=32, images=4, epochs=1, methods=("finetune", "linear"), tasks=2, stop_at=3
+    side=32, images=4, epochs=1, methods=("finetune", "linear"), tasks=2, stop_at=1
 )
 
 
@@ -97,19 +97,27 @@ class Job:
             env={**os.environ, "COLUMNS": "200"},
         )
 
-    def stages(self, name: str) -> dict[str, Any]:
-        """Return what a run's stages do now, by id."""
-        status = read_status(str(self.folder / f"storage-{name}"), name)
-        return dict(status.get("stages", {})) if status else {}
+    def stages(self, name: str, event: str) -> list[str]:
+        """Return the stages that train of which a run has recorded an event, in all its starts."""
+        path = self.folder / f"storage-{name}" / "runs" / name / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        recorded = [json.loads(line) for line in lines]
+        stages = [entry["stage"] for entry in recorded if entry["event"] == event]
+        return [stage for stage in stages if stage.endswith("/train")]
 
-    def wait_for_step(self, name: str, running: subprocess.Popen[str], began: float) -> float:
-        """Return the seconds from the command to the first stage that trains."""
-        while running.poll() is None:
-            for stage in self.stages(name).values():
-                if stage.get("state") == "running" and "epoch" in stage.get("progress", {}):
-                    return time.monotonic() - began
+    def wait_for(self, name: str, event: str, count: int, running: subprocess.Popen[str]) -> float:
+        """Wait until a run has recorded an event `count` times; return the seconds that it took.
+
+        Raise `RuntimeError` where it ends before.
+        """
+        began = time.monotonic()
+        while len(self.stages(name, event)) < count:
+            if running.poll() is not None:
+                raise RuntimeError(
+                    f"it ended with {running.returncode}: {output_of(running)[-300:]}"
+                )
             time.sleep(LOOK_S)
-        raise RuntimeError(f"it ended with {running.returncode}: {output_of(running)[-300:]}")
+        return time.monotonic() - began
 
     def finish(self, running: subprocess.Popen[str]) -> str:
         """Wait for a command, and return its output. Raise `RuntimeError` where it failed."""
@@ -137,24 +145,21 @@ class Job:
         config = self.configure("chains", cluster=cluster)
         began = time.monotonic()
         running = self.start(config)
-        row: Row = {"first_step_s": self.wait_for_step("chains", running, began)}
-        while running.poll() is None:
-            stages = self.stages("chains").values()
-            if sum(stage.get("state") == "done" for stage in stages) >= self.sizes.stop_at:
-                running.send_signal(signal.SIGTERM)
-                break
-            time.sleep(LOOK_S)
+        row: Row = {"first_step_s": self.wait_for("chains", "started", 1, running)}
+        self.wait_for("chains", "done", self.sizes.stop_at, running)
+        running.send_signal(signal.SIGTERM)
         output_of(running, self.sizes.limit_s)
         row["stopped_with"] = running.returncode
         row["before_s"] = time.monotonic() - began
+        num_started = len(self.stages("chains", "started"))
         began = time.monotonic()
         running = self.start(config)
-        row["first_step_again_s"] = self.wait_for_step("chains", running, began)
-        self.finish(running)
+        row["first_step_again_s"] = self.wait_for("chains", "started", num_started + 1, running)
+        output = self.finish(running)
         row["after_s"] = time.monotonic() - began
-        states = [stage.get("state") for stage in self.stages("chains").values()]
-        row["stages"] = len(states)
-        row["reused"] = states.count("reused")
+        counts = re.search(r"(\d+) stages run, (\d+) reused", output)
+        assert counts is not None, output[-300:]
+        row["stages"], row["reused"] = sum(map(int, counts.groups())), int(counts[2])
         for figure in read_gpu_use(str(self.folder / "storage-chains"), "chains"):
             row["busy"] = figure.get("busy", figure.get("reason"))
         return row | self.accuracies(config)

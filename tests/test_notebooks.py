@@ -95,6 +95,7 @@ def test_a_notebook_is_listed_for_readers(name: str) -> None:
     assert f"({name})" in (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_first_hour_ends_with_a_model_that_answers(tmp_path: Path) -> None:
     output = run("first_hour.ipynb", tmp_path)
     assert re.search(r"^meat +0\.\d+ +0\.0+$|^\d +meat +0\.\d+ +0\.0+$", output, re.MULTILINE)

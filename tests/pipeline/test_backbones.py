@@ -156,6 +156,7 @@ def test_images_are_resized_as_those_that_a_model_was_trained_on(tmp_path: Path)
         resolved(tmp_path, name="resnet18", interpolation="nearest")
 
 
+@pytest.mark.slow
 def test_every_configuration_of_timm_is_read() -> None:
     for name in timm.list_models(pretrained=True):
         values = pretrained.own_input(name)

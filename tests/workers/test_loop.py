@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from checks import CARRIED, STATE, Interrupted, interrupted_after
+from slow import slow_but
 from stage_lab import OPTIMIZERS, TINY, Lab, Run, Steps, again, history, on_ranks, small_batches
 
 from workers import loop, preemption
@@ -418,7 +419,7 @@ def test_a_rank_alone_needs_no_process_group() -> None:
 
 
 # ---- compiled blocks -----------------------------------------------------------------------------
-@pytest.mark.parametrize("method", ["hat", "dytox", "podnet"])
+@pytest.mark.parametrize("method", slow_but(["hat", "dytox", "podnet"], "hat"))
 def test_blocks_run_compiled_whichever_way_a_method_runs_them(
     lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
-import pickle
 import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from PIL import Image
 from workers.data.arena import Arena
 from workers.data.crops import Box, CropDraws, Cutter, View
 from workers.data.decoding import ImageLimits, Picture, is_intact, read_picture
-from workers.data.making import Decode, ImageMaker, Statistics
+from workers.data.making import Decode, ImageMaker, ReadPicture, ReadSquare, Statistics
 from workers.data.shared_blocks import DIED, READY, TOKEN, Block
 from workers.storage.regular_file import regular_descriptor
 
@@ -57,6 +58,33 @@ class Recipe(NamedTuple):
     kept: str = ""
     view: View | None = None
     statistics: Statistics | None = None
+
+    def to_bytes(self) -> bytes:
+        """Return the recipe as JSON."""
+        statistics = None
+        if self.statistics is not None:
+            statistics = [part.flatten().tolist() for part in self.statistics]
+        decode: Any = self.decode
+        if isinstance(decode, ReadSquare):
+            decode = [astuple(decode.view)]
+        view = self.view and astuple(self.view)
+        fields = self._replace(decode=decode, view=view, statistics=statistics)  # type: ignore[arg-type]
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Recipe:
+        """Return the recipe that `to_bytes` wrote."""
+        files, sizes, limits, decode, kept, view, statistics = json.loads(data)
+        [read] = decode
+        return cls(
+            tuple(files),
+            tuple(sizes),
+            tuple(ImageLimits(pixels, span and tuple(span)) for pixels, span in limits),
+            ReadSquare(View(*read)) if isinstance(read, list) else ReadPicture(read),
+            kept,
+            view and View(*view),
+            statistics and Statistics(*(torch.tensor(part).view(3, 1, 1) for part in statistics)),
+        )
 
 
 class Kitchen:
@@ -179,8 +207,7 @@ class Loader:
         kitchen = self.kitchens.get(page)
         if kitchen is None:
             stored = Block.open(self.memory, page)
-            # from the rank alone: no other process can write there
-            recipe = pickle.loads(stored.data()[: block.get("recipe_bytes")])
+            recipe = Recipe.from_bytes(bytes(stored.data()[: block.get("recipe_bytes")]))
             kitchen = self.kitchens[page] = Kitchen(recipe)
             if len(self.kitchens) > MOST_RECIPES:
                 self.kitchens.popitem(last=False)[1].close()

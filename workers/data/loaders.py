@@ -14,7 +14,6 @@ import functools
 import math
 import mmap
 import os
-import pickle
 import select
 import signal
 import subprocess
@@ -165,7 +164,7 @@ class Loaders:
 
     def store(self, recipe: Recipe) -> Lease:
         """Return a block with a recipe, which loaders keep while it is used."""
-        data = pickle.dumps(recipe)
+        data = recipe.to_bytes()
         block = self._make_block(Block.size(0, 0, len(data)))
         block.lay_out(np.zeros(1, np.int64), 0)
         block.header["recipe_bytes"] = len(data)

@@ -28,7 +28,7 @@ DIED = 0xFFFFFFFE  # instead of a page: a loader has ended, with the status of `
 HEADER = np.dtype(
     [
         ("num_bytes", "<u8"),  # of the block
-        ("recipe_page", "<u4"),  # block with the pickled `Recipe`
+        ("recipe_page", "<u4"),  # block with the `Recipe`
         ("recipe_bytes", "<u4"),
         ("num_requests", "<u4"),
         ("num_chunks", "<u4"),

@@ -183,10 +183,10 @@ class Loaders:
             data_bytes: Bytes of image files that this process reads itself.
         """
         num_bytes = Block.size(int(borders[-1]), slot_bytes, data_bytes)
-        with self._allocating:
-            block = self._reused(num_bytes)
         try:
             stored = recipe.on(self)
+            with self._allocating:
+                block = self._reused(num_bytes)
             block = block or self._make_block(num_bytes)
         except OSError:  # each block takes a file descriptor, of which there may be no more
             return None

@@ -68,7 +68,7 @@ class Recipe(NamedTuple):
         if isinstance(decode, ReadSquare):
             decode = [astuple(decode.view)]
         view = self.view and astuple(self.view)
-        fields = self._replace(decode=decode, view=view, statistics=statistics)  # type: ignore[arg-type]
+        fields = (self.files, self.sizes, self.limits, decode, self.kept, view, statistics)
         return json.dumps(fields).encode()
 
     @classmethod

@@ -1,10 +1,9 @@
-"""The whole job on a GPU: `python -m benchmarks.gpu --job`, for at most 5 minutes on one GPU.
+"""A complete job on a GPU: `python -m benchmarks.gpu --job`, for at most 5 minutes on one GPU.
 
-Commands are run as a person runs them, through Ray Train and MLflow, on a stream of seven tasks of
-generated images: four chains on one GPU, stopped by SIGTERM in the middle and gone on; the same on
-the CPU, for its accuracy; two ranks that share the GPU; and a stage that needs more memory than the
-GPU has. Rows are written as those of `benchmarks/gpu_speed.py`, and `--device cpu` rehearses all
-but the lack of memory.
+It runs `accrete run`, through Ray Train and MLflow, on a stream of seven tasks of generated images:
+four chains on one GPU, interrupted by SIGTERM and resumed; two ranks that share the GPU; a stage
+that runs out of GPU memory; and the same stream on the CPU, to compare the accuracy. Rows are
+stored as in `benchmarks/gpu_speed.py`. `--device cpu` rehearses all rows but the lack of memory.
 """
 
 from __future__ import annotations
@@ -37,14 +36,22 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class JobSizes:
-    """How much a job computes.
+    """Sizes of a job.
 
-    stop_at: stages that train, after which it is stopped. limit_s: seconds that a command may take.
+    Attributes:
+        backbone: Name of the backbone.
+        side: Side of the images in pixels.
+        images: Training images per class. A task has two classes.
+        epochs: Epochs per task.
+        methods: Methods to train.
+        tasks: Number of tasks.
+        stop_at: Number of finished training stages after which the run gets SIGTERM.
+        limit_s: Time limit of a command in seconds.
     """
 
     backbone: str = "vit_tiny_patch16_224"
     side: int = 64
-    images: int = 200  # of a class, of which there are two in a task
+    images: int = 200
     epochs: int = 5
     methods: tuple[str, ...] = METHODS
     tasks: int = TASKS
@@ -58,7 +65,7 @@ REHEARSAL = JobSizes(
 
 
 class Job:
-    """Runs `accrete run` on one stream, in a storage of its own for each kind of run."""
+    """Runs `accrete run` on one stream. Each kind of run has its own storage."""
 
     def __init__(self, bench: Bench, folder: Path, sizes: JobSizes):
         self.bench = bench
@@ -98,7 +105,7 @@ class Job:
         )
 
     def stages(self, name: str, event: str) -> list[str]:
-        """Return the stages that train of which a run has recorded an event, in all its starts."""
+        """Return the training stages with this event in the log of a run, over all its starts."""
         path = self.folder / f"storage-{name}" / "runs" / name / "events.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         recorded = [json.loads(line) for line in lines]
@@ -106,22 +113,23 @@ class Job:
         return [stage for stage in stages if stage.endswith("/train")]
 
     def wait_for(self, name: str, event: str, count: int, running: subprocess.Popen[str]) -> float:
-        """Wait until a run has recorded an event `count` times; return the seconds that it took.
+        """Wait until `count` training stages have this event and return the seconds.
 
-        Raise `RuntimeError` where it ends before.
+        Raises:
+            RuntimeError: If the run ends first.
         """
         began = time.monotonic()
         while len(self.stages(name, event)) < count:
             if running.poll() is not None:
                 raise RuntimeError(
-                    f"it ended with {running.returncode}: {output_of(running)[-300:]}"
+                    f"it ended with {running.returncode}: {read_output(running)[-300:]}"
                 )
             time.sleep(LOOK_S)
         return time.monotonic() - began
 
     def finish(self, running: subprocess.Popen[str]) -> str:
         """Wait for a command, and return its output. Raise `RuntimeError` where it failed."""
-        output = output_of(running, self.sizes.limit_s)
+        output = read_output(running, self.sizes.limit_s)
         if running.returncode:
             raise RuntimeError(f"it ended with {running.returncode}: {output[-300:]}")
         return output
@@ -138,7 +146,7 @@ class Job:
         }
 
     def chains(self) -> Row:
-        """Run four chains beside each other, stopped once."""
+        """Run four chains in parallel, interrupt the run once and resume it."""
         cluster: dict[str, Any] = {"workers": 1, "groups": 1}
         if self.has_gpu:
             cluster = {"workers": 1, "gpus_per_worker": 0.25, "groups": 4}
@@ -148,7 +156,7 @@ class Job:
         row: Row = {"first_step_s": self.wait_for("chains", "started", 1, running)}
         self.wait_for("chains", "done", self.sizes.stop_at, running)
         running.send_signal(signal.SIGTERM)
-        output_of(running, self.sizes.limit_s)
+        read_output(running, self.sizes.limit_s)
         row["stopped_with"] = running.returncode
         row["before_s"] = time.monotonic() - began
         num_started = len(self.stages("chains", "started"))
@@ -182,7 +190,7 @@ class Job:
         return {"seconds": time.monotonic() - began} | self.accuracies(config)
 
     def out_of_memory(self) -> Row:
-        """Ask for more memory than there is, and return the sentence that says so."""
+        """Run out of GPU memory and return the exit code and the error message."""
         config = self.configure(
             "memory",
             cluster={"workers": 0, "gpus_per_worker": LITTLE, "retries": 0},
@@ -191,13 +199,13 @@ class Job:
             methods={"finetune": {}},
         )
         running = self.start(config)
-        output = output_of(running, self.sizes.limit_s)
+        output = read_output(running, self.sizes.limit_s)
         lines = [line for line in output.splitlines() if "memory" in line]
         return {"exit_code": running.returncode, "sentence": lines[0] if lines else output[-300:]}
 
 
-def output_of(running: subprocess.Popen[str], limit_s: float | None = None) -> str:
-    """Return what a command printed, when it has ended; end it after `limit_s`."""
+def read_output(running: subprocess.Popen[str], limit_s: float | None = None) -> str:
+    """Wait for a command and return its output; send it SIGTERM after `limit_s`."""
     try:
         return running.communicate(timeout=limit_s)[0]
     except subprocess.TimeoutExpired:

@@ -240,9 +240,9 @@ class ClusterSettings(Frozen):
     )
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=1000)] = Field(
         "auto",
-        description="processes of a rank that decode and crop images, once its own threads have "
-        "done so for two seconds; `auto`: the node's cores by its ranks, at least 2; 0: threads "
-        "alone. They do not change results",
+        description="loader processes of a rank, which decode and crop images; they start after "
+        "two seconds of such work in threads; `auto`: one per core of the node, divided by its "
+        "ranks, at least 2; 0: only threads. They do not change results",
     )
     cache: str = Field(
         "",

@@ -265,11 +265,11 @@ class RayExecutor(Executor):
 
     # ---- groups ----------------------------------------------------------------------------------
     def _sizes(self, state: ClusterState) -> dict[int, int]:
-        """Return the number of workers of each group that there may be now, by group.
+        """Return the number of workers of each group that may run now, by group.
 
-        Until one is up there are no more than have something to do: groups that start beside each
-        other slow each other. With `cluster.groups` nodes may be started for them, which takes
-        longer.
+        Until the first group is up, only groups with a stage to run start, because simultaneous
+        starts slow each other down. With `cluster.groups` all start at once: the autoscaler may
+        have to add nodes, which takes longer.
         """
         width = self.width
         if not self.rank_nodes and not self.cluster.groups:

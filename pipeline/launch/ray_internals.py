@@ -129,14 +129,15 @@ def _placement_group_rows() -> list[Any]:
 
 
 def trainer_class() -> Any:
-    """Return `TorchTrainer` without three processes that take seconds to start and serve no one.
+    """Return `TorchTrainer` without three actors that this project does not need.
 
-    The actor that gives back what a killed controller reserved: where the cluster has no dashboard,
-    it never hears of the end and stays for ever, and it knows a placement group only once all
-    workers of the group are up. Our queue gives placement groups back instead: see
-    `orphaned_placement_groups`. The actor of data sets: there are none. The actor that announces
-    the resources of a group to the autoscaler, for which the controller waits: its placement group
-    does that.
+    Each takes seconds to start:
+
+    - The cleaner of placement groups. Without a dashboard it never notices that a controller was
+      killed and runs forever. Our queue removes placement groups: `orphaned_placement_groups`.
+    - The manager of Ray data sets. We use none.
+    - The coordinator that requests resources from the autoscaler. The controller waits for it. The
+      pending placement group of the workers requests the same resources.
     """
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -147,10 +148,10 @@ def trainer_class() -> Any:
 
     class Policy(FixedScalingPolicy):
         def after_controller_start(self, train_run_context: Any) -> None:
-            """Announce nothing."""
+            """Request nothing: see `trainer_class`."""
 
         def _maybe_send_resource_request(self) -> None:
-            """Announce nothing."""
+            """Request nothing: see `trainer_class`."""
 
     class Trainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:

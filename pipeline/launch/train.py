@@ -121,7 +121,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         device = get_device()
         accelerator.limit_memory(device, config["gpus"])
     torch.set_num_threads(config["threads"])
-    cores = cores_of_rank(ray, config["gpus"], config["threads"])
+    cores = count_rank_cores(ray, config["gpus"], config["threads"])
     rank = dist.Group(context.get_world_rank(), context.get_world_size(), device, cores)
     if rank.world > 1:
         # NCCL keeps Ray's limit, which is longer: NCCL ends the process without a sentence.
@@ -140,13 +140,13 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         run_stages(ray, queue, group, rank)
 
 
-def cores_of_rank(ray: Any, gpus: float, cpus: int) -> int:
-    """Return this node's cores, divided by the ranks that its resources have room for.
+def count_rank_cores(ray: Any, gpus: float, cpus: int) -> int:
+    """Return the cores of this node per rank that fits on it.
 
     Args:
-        ray: The module.
-        gpus: That a rank takes; where it takes none, CPUs decide.
-        cpus: That a rank takes.
+        ray: The module `ray`.
+        gpus: GPUs of a rank. If 0, CPUs limit the number of ranks.
+        cpus: CPUs of a rank.
     """
     here = ray.get_runtime_context().get_node_id()
     (resources,) = [node["Resources"] for node in ray.nodes() if node["NodeID"] == here]

@@ -109,7 +109,7 @@ def test_placement_groups_of_this_job_that_wait_or_that_a_dead_actor_created(
     assert [names[ray.PlacementGroupID(identity)] for identity in waiting] == ["waiting orphan"]
 
 
-def test_our_trainer_has_all_of_rays_default_callbacks_but_those_with_actors_of_no_use() -> None:
+def test_trainer_omits_callbacks_with_unused_actors() -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -126,7 +126,7 @@ def test_our_trainer_has_all_of_rays_default_callbacks_but_those_with_actors_of_
     assert names_of(ray_internals.trainer_class()) == usual
 
 
-def test_a_group_is_not_announced_to_the_autoscaler_by_an_actor(
+def test_trainer_starts_no_autoscaling_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ray.train.torch import TorchTrainer

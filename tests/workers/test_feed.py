@@ -21,7 +21,7 @@ import pytest
 import torch
 from PIL import Image
 
-from workers.data import decoding, making
+from workers.data import decoding, image_maker
 from workers.data import feed as feeds
 from workers.data.batch import Batch
 from workers.data.cache import Blocks
@@ -350,7 +350,7 @@ def count_decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
         decoded[bytes(data)] += 1
         return read_picture(data, *arguments)
 
-    monkeypatch.setattr(making, "read_picture", counted)
+    monkeypatch.setattr(image_maker, "read_picture", counted)
     return decoded
 
 

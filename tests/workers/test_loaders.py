@@ -1,4 +1,4 @@
-"""Loader processes give the bits of the threads, and leave nothing behind however they end."""
+"""Loader processes produce the same bits as threads and exit cleanly."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from workers.data import loaders, sources
 from workers.data.augment import Augment
 from workers.data.decoding import read_picture
 from workers.data.feed import Feed
+from workers.data.image_maker import ReadPicture
 from workers.data.loaders import LoaderEnded, Loaders, count_cores, count_loaders
-from workers.data.making import ReadPicture
 from workers.data.pictures import decoded_rows
 from workers.data.rows import select
 from workers.errors import DamagedArtifact
@@ -62,7 +62,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("crop", CROPS)
 @pytest.mark.parametrize("kind", ["streamed", "kept", "cached"])
-def test_any_number_of_loaders_gives_the_bits_of_none(
+def test_images_do_not_depend_on_number_of_loaders(
     crop: str, kind: str, root: Path, tmp_path: Path
 ) -> None:
     def epochs(workers: int) -> list[Any]:
@@ -83,13 +83,10 @@ def test_any_number_of_loaders_gives_the_bits_of_none(
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2, 5])
 @pytest.mark.parametrize("kind", ["streamed", "resident"])
-def test_normalised_crops_are_those_that_are_normalised_later(
+def test_loader_normalisation_equals_normalisation_in_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, workers: int, repeats: int
 ) -> None:
-    """Many small images in a part: they stand where they belong, in whatever order they are made.
-
-    The mixing of copies and of rows that follow each other is that of a large batch.
-    """
+    """Batches are large enough for chunks with several images in non-ascending order."""
     classes = {"red": 90, "green": 80, "blue": 60}
     publish(tmp_path, "colours", classes, draw=draw_mixed, shard_images=50)
     data = {"crop": "resized", "repeats": repeats, "val_fraction": 0.0}
@@ -102,7 +99,7 @@ def test_normalised_crops_are_those_that_are_normalised_later(
     assert [samples([feed], epoch) for epoch in (0, 1)] == later
 
 
-def test_features_that_are_cached_need_no_images(root: Path) -> None:
+def test_cached_features_request_no_images(root: Path) -> None:
     data = {"crop": "none", "flip": 0.0, "erase": 0.0}
     feed = feed_of(root, "streamed", data=data)
     feed.cache_features(lambda images: images.flatten(1))
@@ -110,7 +107,7 @@ def test_features_that_are_cached_need_no_images(root: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "inside"])
-def test_bytes_that_come_after_their_epoch_was_dropped_are_in_no_later_image(
+def test_late_reads_of_abandoned_epoch_do_not_corrupt_images(
     counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     folder = counted_bucket.folder
@@ -140,7 +137,7 @@ def test_bytes_that_come_after_their_epoch_was_dropped_are_in_no_later_image(
 
 
 @pytest.mark.parametrize("limit", ["blocks", "loaders"])
-def test_threads_make_what_there_is_no_room_for(
+def test_threads_replace_loaders_when_system_refuses_memory(
     root: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=6)
@@ -156,7 +153,7 @@ def test_threads_make_what_there_is_no_room_for(
     assert samples([feed]) == expected
 
 
-def test_a_forked_process_leaves_loaders_to_its_parent(root: Path) -> None:
+def test_forked_child_does_not_use_loaders_of_parent(root: Path) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=2)
     expected = samples([feed])
     child = os.fork()
@@ -173,7 +170,9 @@ def test_a_forked_process_leaves_loaders_to_its_parent(root: Path) -> None:
     assert samples([feed]) == expected
 
 
-def test_loaders_and_no_thread_make_the_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_make_no_images_while_loaders_work(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made_here = []
     make = sources.PictureSource._make
 
@@ -192,7 +191,7 @@ def test_loaders_and_no_thread_make_the_images(root: Path, monkeypatch: pytest.M
     assert made_here
 
 
-def test_images_of_a_bucket_are_read_here_and_made_by_loaders(counted_bucket: Bucket) -> None:
+def test_loaders_make_images_of_bucket(counted_bucket: Bucket) -> None:
     folder = counted_bucket.folder
     publish(folder, "colours", {"red": 9, "green": 8, "blue": 6}, draw=draw_mixed)
     for data in ({"crop": "resized", "repeats": 2}, {"crop": "none", "flip": 0.0}):
@@ -201,7 +200,7 @@ def test_images_of_a_bucket_are_read_here_and_made_by_loaders(counted_bucket: Bu
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_rows_are_decoded_as_by_hand(root: Path, workers: int) -> None:
+def test_decoded_rows_equal_direct_decoding(root: Path, workers: int) -> None:
     table = select(str(root), (COLOURS, SHAPES), "train", 0.0)
     decoded = decoded_rows(table, workers, None, ReadPicture(30))
     for row, picture in enumerate(decoded):
@@ -211,16 +210,20 @@ def test_rows_are_decoded_as_by_hand(root: Path, workers: int) -> None:
     assert row == len(table) - 1
 
 
-def test_what_a_loader_cannot_make_is_made_here_or_explained(
+def test_failed_images_are_made_by_rank_or_reported(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"})
     expected = samples([feed])
-    recipe = feed.source.pictures.recipe()
-    moved = recipe._replace(files=tuple(f"{path}.gone" for path in recipe.files))
+    spec = feed.source.pictures.spec()
+    moved = spec._replace(files=tuple(f"{path}.gone" for path in spec.files))
+    notes: list[str] = []
+    monkeypatch.setattr("workers.storage.filesystem.notify", notes.append)
     with monkeypatch.context() as patch:
-        patch.setattr(type(feed.source.pictures), "recipe", lambda self: moved)
+        patch.setattr(type(feed.source.pictures), "spec", lambda self: moved)
         assert samples([feed_of(root, "streamed", data={"crop": "resized"})]) == expected
+    (note,) = notes
+    assert re.match(r"the loader processes failed to make \d+ images of a step; ", note)
     (shard,) = {shards.local_path(name) for shards, name in feed.samples.locations.files[:1]}
     data = bytearray(Path(shard).read_bytes())
     offset = int(feed.samples.locations.offsets[0])
@@ -230,7 +233,7 @@ def test_what_a_loader_cannot_make_is_made_here_or_explained(
         samples([feed])
 
 
-def test_an_epoch_that_is_dropped_leaves_loaders_to_the_next(root: Path) -> None:
+def test_abandoned_epochs_do_not_affect_later_epochs(root: Path) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"})
     expected = samples([feed], 3)
     for _ in range(20):
@@ -239,7 +242,7 @@ def test_an_epoch_that_is_dropped_leaves_loaders_to_the_next(root: Path) -> None
     assert samples([feed], 3) == expected
 
 
-def test_memory_is_used_again(root: Path) -> None:
+def test_blocks_are_reused(root: Path) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=2)
     samples([feed])
     made = loaders._shared.loaders[2]
@@ -252,7 +255,7 @@ def test_memory_is_used_again(root: Path) -> None:
 @pytest.mark.parametrize(
     "turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, 10))]
 )
-def test_a_loader_that_is_killed_is_said_and_replaced(root: Path, turn: int) -> None:
+def test_killed_loader_is_reported_and_replaced(root: Path, turn: int) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=3)
     expected = samples([feed])
     made = loaders._shared.loaders[3]
@@ -267,7 +270,7 @@ def test_a_loader_that_is_killed_is_said_and_replaced(root: Path, turn: int) -> 
     wait_until_gone([server.pid, *victims])
 
 
-def test_a_server_that_is_killed_is_said(root: Path) -> None:
+def test_killed_server_is_reported(root: Path) -> None:
     feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=4)
     samples([feed])
     made = loaders._shared.loaders[4]
@@ -312,7 +315,7 @@ while True:
         pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_left_of_a_trainer_that_is_killed(root: Path, number: signal.Signals) -> None:
+def test_loaders_exit_with_killed_trainer(root: Path, number: signal.Signals) -> None:
     here = Path(__file__).parent
     command = [sys.executable, "-c", TRAINER, str(here), str(here.parent), str(root)]
     trainer = subprocess.Popen(
@@ -348,7 +351,7 @@ def is_alive(pid: int) -> bool:
     return re.sub(r".*\) ", "", status)[0] not in "ZX"
 
 
-def test_no_process_starts_for_little_work(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_jobs_start_no_loaders(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaders, "START_AFTER_S", 1000.0)
     feed = feed_of(root, "streamed", data={"crop": "resized"}, workers=7)
     samples([feed])
@@ -356,7 +359,7 @@ def test_no_process_starts_for_little_work(root: Path, monkeypatch: pytest.Monke
     assert loaders._shared.seconds > 0
 
 
-def test_auto_is_the_cores_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_cores_of_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_loaders(3, 8) == 3
     assert count_loaders(0) == 0
     assert [count_loaders("auto", cores) for cores in (0, 1, 4)] == [2, 2, 4]
@@ -373,7 +376,7 @@ def test_auto_is_the_cores_of_the_rank(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("size", [1, 3, 8, 100])
 def test_chunks_keep_copies_together(size: int) -> None:
     rows = np.array([7, 7, 3, 9, 9, 9, 1, 4, 4, 2])
-    borders = sources.borders_of_chunks(rows, size).tolist()
+    borders = sources.cut_chunks(rows, size).tolist()
     assert borders[0] == 0
     assert borders[-1] == len(rows)
     assert borders == sorted(set(borders))
@@ -383,7 +386,7 @@ def test_chunks_keep_copies_together(size: int) -> None:
         assert len(borders) - 1 == 6
 
 
-def test_a_step_has_no_more_chunks_than_its_pipe_holds() -> None:
+def test_number_of_chunks_is_limited() -> None:
     rows = np.arange(100_000)
-    borders = sources.borders_of_chunks(rows, 16)
-    assert len(borders) - 1 <= sources.MOST_CHUNKS
+    borders = sources.cut_chunks(rows, 16)
+    assert len(borders) - 1 <= sources.MAX_CHUNKS

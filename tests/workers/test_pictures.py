@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 from test_feed import COLOURS, SHAPES, encoded, feed_of, publish, samples
 
-from workers.data import making, pictures, sources
+from workers.data import image_maker, pictures, sources
 from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.decoding import read_picture
 from workers.data.feed import NUM_THREADS, Feed
-from workers.data.making import ImageMaker
+from workers.data.image_maker import ImageMaker
 from workers.data.pictures import KeptPictures, are_small
 from workers.data.rows import SampleTable, select
 from workers.data.sources import PictureSource, chunks_of
@@ -188,7 +188,7 @@ def test_each_image_is_decoded_once_and_its_sides_are_those_of_the_original(
         decoded.append(len(data))
         return read_picture(data, *args)
 
-    monkeypatch.setattr(making, "read_picture", counted)
+    monkeypatch.setattr(image_maker, "read_picture", counted)
     for cache in (Cache(str(tmp_path / "cache"), 10**9), None):
         kept = KeptPictures(table, LONGEST, 2, cache)
         for row in (3, 16, 0, 3):

@@ -23,7 +23,7 @@ from test_feed import CLASSES, COLOURS, feed_of, publish, samples
 from workers.data import order, reader
 from workers.data.cache import Cache
 from workers.data.crops import View
-from workers.data.making import ReadPicture
+from workers.data.image_maker import ReadPicture
 from workers.data.order import Deal, Ints
 from workers.data.pictures import StreamedPictures
 from workers.data.reader import (

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from workers.data import randaugment
 from workers.data.crops import CropDraws, View
-from workers.data.making import Statistics
+from workers.data.image_maker import Normalisation
 from workers.data.memory import TensorPool
 from workers.data.order import Ints, partner_positions
 from workers.data.upload import to_device
@@ -257,7 +257,7 @@ class Augment:
         self.view = self._view()
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
         # one value, so that a thread never sees one of them moved and the other not
-        self.statistics = Statistics.of(backbone.mean, backbone.std)
+        self.normalisation = Normalisation.from_statistics(backbone.mean, backbone.std)
         self.pool = TensorPool()  # of batches on the CPU
 
     @property
@@ -335,20 +335,22 @@ class Augment:
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 (b, 3, s, s) -> float32, zero mean and unit deviation under the backbone's
         statistics."""
-        statistics = self._statistics_on(pixels.device)
+        normalisation = self._normalisation_on(pixels.device)
         if pixels.device.type != "cpu":
-            return pixels.float().mul_(statistics.scale).add_(statistics.shift)
+            return pixels.float().mul_(normalisation.scale).add_(normalisation.shift)
         images = self.pool.empty(pixels.shape, torch.float32)
-        statistics.normalise(pixels, images)
+        normalisation.apply(pixels, images)
         return images
 
-    def _statistics_on(self, device: torch.device) -> Statistics:
-        """The statistics on a device, copied once; several threads ask for them."""
-        statistics = self.statistics
-        if statistics.scale.device != device:
-            statistics = Statistics(statistics.scale.to(device), statistics.shift.to(device))
-            self.statistics = statistics
-        return statistics
+    def _normalisation_on(self, device: torch.device) -> Normalisation:
+        """The normalisation on a device, copied once; several threads ask for them."""
+        normalisation = self.normalisation
+        if normalisation.scale.device != device:
+            normalisation = Normalisation(
+                normalisation.scale.to(device), normalisation.shift.to(device)
+            )
+            self.normalisation = normalisation
+        return normalisation
 
     # ---- what is drawn, on the host --------------------------------------------------------------
     def positions(self, rng: StepRng, num_classes: int | None) -> Tensor:

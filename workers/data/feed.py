@@ -18,8 +18,8 @@ from workers.data.ahead import make_ahead
 from workers.data.augment import Augment
 from workers.data.batch import Batch
 from workers.data.cache import Cache
+from workers.data.image_maker import ReadPicture
 from workers.data.loaders import count_loaders
-from workers.data.making import ReadPicture
 from workers.data.order import Deal, Ints, Order, TableOrder
 from workers.data.pictures import KeptPictures, Pictures, StreamedPictures, are_small
 from workers.data.reader import sequential_reader, shuffled_reader
@@ -108,21 +108,21 @@ class Feed:
         device = self.group.device
         most_bytes = job.data.resident_mb << 20
         pictures: Pictures
-        statistics = None
+        normalisation = None
         if self.augment.cuts_alone and not is_accelerator(device):
-            statistics = self.augment.statistics
+            normalisation = self.augment.normalisation
         if view.longest_side is None:
             if len(self.samples) * view.side**2 * 3 <= most_bytes:
                 return Resident(self.samples, view, workers, cache, device), True
         elif are_small(self.samples, view.longest_side, most_bytes):
             pictures = KeptPictures(self.samples, view.longest_side, workers, cache)
-            return PictureSource(pictures, view, workers, statistics), True
+            return PictureSource(pictures, view, workers, normalisation), True
         if self.augment.training:
             reader = shuffled_reader(self.samples, self.deal, self.group.world, cache)
         else:
             reader = sequential_reader(self.samples, cache)
         pictures = StreamedPictures(self.samples, reader, ReadPicture(view.longest_side))
-        return PictureSource(pictures, view, workers, statistics), False
+        return PictureSource(pictures, view, workers, normalisation), False
 
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.

@@ -1,9 +1,9 @@
-"""A loader process: it makes images for a rank, beside the rank's interpreter lock.
+"""The program of the loader processes, which make images for a rank.
 
-`python -m workers.data.loader_process MEMORY REQUESTS REPLIES COUNT`, with the descriptors of
-`workers/data/loaders.py`, starts a server that imports what is needed once, and forks COUNT loaders
-from it. They share its memory, and read requests from one pipe, so that whoever is idle takes the
-next. All of them end when the rank closes its end of that pipe, or is killed.
+`python -m workers.data.loader_process MEMORY REQUESTS REPLIES COUNT` gets file descriptors from
+`workers/data/loaders.py`. It is a server: it imports torch once and forks COUNT loader processes,
+which share its memory. All loaders read from one request pipe, so an idle loader takes the next
+chunk. They exit when the rank closes its end of the pipe or is killed.
 """
 
 from __future__ import annotations
@@ -28,82 +28,89 @@ from PIL import Image
 from workers.data.arena import Arena
 from workers.data.crops import Box, CropDraws, Cutter, View
 from workers.data.decoding import ImageLimits, Picture, is_intact, read_picture
-from workers.data.making import Decode, ImageMaker, ReadPicture, ReadSquare, Statistics
+from workers.data.image_maker import Decode, ImageMaker, Normalisation, ReadPicture, ReadSquare
 from workers.data.shared_blocks import DIED, READY, TOKEN, Block
 from workers.storage.regular_file import regular_descriptor
 
-MOST_BLOCKS = 32  # that a loader has mapped
-MOST_FILES = 64  # that a loader has open
-MOST_RECIPES = 4
-SOME_SIDE = 64
+MAX_BLOCKS = 32  # mapped at a time
+MAX_FILES = 64  # open at a time
+MAX_SPECS = 4  # in use at a time
+WARM_UP_SIDE = 64  # pixels
 
 
-class Recipe(NamedTuple):
-    """How the images of some requests are made.
+class ImageSpec(NamedTuple):
+    """How a loader makes the images of a feed.
 
     Attributes:
-        files: Paths of shards; of those that no loader can open, nothing.
-        sizes: Bytes of each shard; a file of another size is not read.
-        limits: Of the images of each shard.
-        decode: Makes a picture of the bytes of an image.
-        kept: Path of the file with kept pictures, which are not decoded; nothing without.
-        view: Of the images that are made of pictures; None: they are the pictures' pixels.
-        statistics: Of the network that images are normalised for; None: they stay uint8.
+        files: Path of each shard; empty if the rank reads the shard itself.
+        sizes: Bytes of each shard. A file of another size is an error.
+        limits: Decoding limits of each shard.
+        decode: Decodes an image file.
+        kept_path: File with decoded pictures, which replace the shards; empty without one.
+        view: Size and crop of the images; None returns the decoded pictures.
+        normalisation: Applied to the images; None keeps them uint8.
     """
 
     files: tuple[str, ...]
     sizes: tuple[int, ...]
     limits: tuple[ImageLimits, ...]
     decode: Decode
-    kept: str = ""
+    kept_path: str = ""
     view: View | None = None
-    statistics: Statistics | None = None
+    normalisation: Normalisation | None = None
 
     def to_bytes(self) -> bytes:
-        """Return the recipe as JSON."""
-        statistics = None
-        if self.statistics is not None:
-            statistics = [part.flatten().tolist() for part in self.statistics]
+        """Serialize to JSON."""
+        normalisation = None
+        if self.normalisation is not None:
+            normalisation = [part.flatten().tolist() for part in self.normalisation]
         decode: Any = self.decode
         if isinstance(decode, ReadSquare):
             decode = [astuple(decode.view)]
         view = self.view and astuple(self.view)
-        fields = (self.files, self.sizes, self.limits, decode, self.kept, view, statistics)
+        fields = (self.files, self.sizes, self.limits, decode, self.kept_path, view, normalisation)
         return json.dumps(fields).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Recipe:
-        """Return the recipe that `to_bytes` wrote."""
-        files, sizes, limits, decode, kept, view, statistics = json.loads(data)
+    def from_bytes(cls, data: bytes) -> ImageSpec:
+        """Parse the output of `to_bytes`."""
+        files, sizes, limits, decode, kept_path, view, scale_and_shift = json.loads(data)
         [read] = decode
+        normalisation = None
+        if scale_and_shift is not None:
+            normalisation = Normalisation(
+                *(torch.tensor(values).view(3, 1, 1) for values in scale_and_shift)
+            )
         return cls(
             tuple(files),
             tuple(sizes),
             tuple(ImageLimits(pixels, span and tuple(span)) for pixels, span in limits),
             ReadSquare(View(*read)) if isinstance(read, list) else ReadPicture(read),
-            kept,
+            kept_path,
             view and View(*view),
-            statistics and Statistics(*(torch.tensor(part).view(3, 1, 1) for part in statistics)),
+            normalisation,
         )
 
 
-class Kitchen:
-    """What a loader needs to follow a recipe."""
+class ChunkMaker:
+    """Makes the images of chunks by one spec. Keeps shards open between chunks."""
 
-    def __init__(self, recipe: Recipe):
-        self.recipe = recipe
+    def __init__(self, spec: ImageSpec):
+        self.spec = spec
         self.arena = Arena()
-        self.maker = ImageMaker(recipe.view, recipe.statistics) if recipe.view else None
+        self.maker = ImageMaker(spec.view, spec.normalisation) if spec.view else None
         self.files: OrderedDict[int, int] = OrderedDict()  # descriptors of shards
-        self.kept: NDArray[np.uint8] | None = None
-        if recipe.kept:
-            self.kept = np.asarray(np.memmap(recipe.kept, np.uint8, "r"))
+        self.kept_pixels: NDArray[np.uint8] | None = None
+        if spec.kept_path:
+            self.kept_pixels = np.asarray(np.memmap(spec.kept_path, np.uint8, "r"))
 
     def make(self, block: Block, chunk: int) -> None:
         """Make the images of a chunk, and mark them as made."""
         start, stop = block.borders[chunk : chunk + 2].tolist()
         requests = block.requests[start:stop]
-        pictures = self._kept(requests) if self.recipe.kept else self._decoded(block, requests)
+        pictures = self._find_kept(requests)
+        if self.kept_pixels is None:
+            pictures = self._decode(block, requests)
         if self.maker is None:
             slots = block.pixels().reshape(-1, block.get("slot_bytes"))
             for slot, picture in zip(requests["slot"].tolist(), pictures, strict=True):
@@ -117,49 +124,49 @@ class Kitchen:
             images = torch.from_numpy(block.pixels()).view(self.maker.dtype)
             images = images.view(-1, 3, view.side, view.side)
             crops = CropDraws.load(requests) if view.longest_side is not None else None
-            places = requests["slot"].astype(np.int64)
-            self.maker.make(pictures, images, places, crops, np.arange(len(requests)))
+            image_slots = requests["slot"].astype(np.int64)
+            self.maker.make(pictures, images, image_slots, crops, np.arange(len(requests)))
         requests["is_made"] = True
 
-    def _kept(self, requests: NDArray[Any]) -> Iterator[Picture]:
-        assert self.kept is not None
+    def _find_kept(self, requests: NDArray[Any]) -> Iterator[Picture]:
+        assert self.kept_pixels is not None
         shapes = requests["shape"].tolist()
         for offset, (height, width, *sides) in zip(
             requests["offset"].tolist(), shapes, strict=True
         ):
-            pixels = self.kept[offset : offset + 3 * height * width]
+            pixels = self.kept_pixels[offset : offset + 3 * height * width]
             yield Picture(pixels.reshape(height, width, 3), *sides)
 
-    def _decoded(self, block: Block, requests: NDArray[Any]) -> Iterator[Picture]:
+    def _decode(self, block: Block, requests: NDArray[Any]) -> Iterator[Picture]:
         last = None
-        names = ("file", "offset", "size", "is_here", "digest")
+        names = ("file", "offset", "size", "is_inline", "digest")
         for request in zip(*(requests[name].tolist() for name in names), strict=True):
             if request != last:  # copies of an image are decoded once
                 self.arena.clear()
-                data = self._bytes(block, *request)
-                picture = self.recipe.decode(data, self.recipe.limits[request[0]], self.arena)
+                data = self._read(block, *request)
+                picture = self.spec.decode(data, self.spec.limits[request[0]], self.arena)
                 last = request
             yield picture
 
-    def _bytes(
-        self, block: Block, file: int, offset: int, size: int, is_here: bool, digest: bytes
+    def _read(
+        self, block: Block, file: int, offset: int, size: int, is_inline: bool, digest: bytes
     ) -> bytes:
-        if is_here:
+        if is_inline:
             return bytes(block.data()[offset : offset + size])
-        data = os.pread(self._file(file), size, offset)
+        data = os.pread(self._open(file), size, offset)
         if not is_intact(data, digest):
-            raise OSError("these are not the bytes of the image")
+            raise OSError("the bytes in the shard differ from the index")
         return data
 
-    def _file(self, number: int) -> int:
+    def _open(self, number: int) -> int:
         descriptor = self.files.get(number)
         if descriptor is None:
-            descriptor = regular_descriptor(self.recipe.files[number])
-            if os.fstat(descriptor).st_size != self.recipe.sizes[number]:
+            descriptor = regular_descriptor(self.spec.files[number])
+            if os.fstat(descriptor).st_size != self.spec.sizes[number]:
                 os.close(descriptor)
                 raise OSError("the shard has another size")
             self.files[number] = descriptor
-            if len(self.files) > MOST_FILES:
+            if len(self.files) > MAX_FILES:
                 os.close(self.files.popitem(last=False)[1])
         self.files.move_to_end(number)
         return descriptor
@@ -171,52 +178,58 @@ class Kitchen:
 
 
 class Loader:
-    """Makes the images of chunks.
+    """Makes the images of requested chunks.
 
     Args:
-        memory: Descriptor of the file with all blocks.
+        memory: File descriptor of the shared memory.
     """
 
     def __init__(self, memory: int):
         self.memory = memory
+        self.has_failed = False
         self.blocks: OrderedDict[int, Block] = OrderedDict()
-        self.kitchens: OrderedDict[int, Kitchen] = OrderedDict()
+        self.makers: OrderedDict[int, ChunkMaker] = OrderedDict()
 
     @torch.inference_mode()  # resizing a crop skips the dispatch of autograd
     def make(self, page: int, chunk: int) -> None:
-        """Make the images of a chunk. Whatever goes wrong, the rank makes those that are not marked
-        as made, and finds the same error."""
+        """Make the images of a chunk.
+
+        After an error they stay unmarked: the rank makes them itself, and raises the error for the
+        user. The first error is printed.
+        """
         try:
             block = self._block(page)
-            self._kitchen(block).make(block, chunk)
-        except Exception:
-            return
+            self._chunk_maker(block).make(block, chunk)
+        except Exception as error:
+            if not self.has_failed:
+                self.has_failed = True
+                print(f"loader process {os.getpid()}: {error!r:.300}", file=sys.stderr, flush=True)
 
     def _block(self, page: int) -> Block:
         block = self.blocks.get(page)
         if block is None:
             block = Block.open(self.memory, page)
             self.blocks[page] = block
-            if len(self.blocks) > MOST_BLOCKS:
+            if len(self.blocks) > MAX_BLOCKS:
                 self.blocks.popitem(last=False)
         self.blocks.move_to_end(page)
         return block
 
-    def _kitchen(self, block: Block) -> Kitchen:
-        page = block.get("recipe_page")
-        kitchen = self.kitchens.get(page)
-        if kitchen is None:
+    def _chunk_maker(self, block: Block) -> ChunkMaker:
+        page = block.get("spec_page")
+        chunk_maker = self.makers.get(page)
+        if chunk_maker is None:
             stored = Block.open(self.memory, page)
-            recipe = Recipe.from_bytes(bytes(stored.data()[: block.get("recipe_bytes")]))
-            kitchen = self.kitchens[page] = Kitchen(recipe)
-            if len(self.kitchens) > MOST_RECIPES:
-                self.kitchens.popitem(last=False)[1].close()
-        self.kitchens.move_to_end(page)
-        return kitchen
+            spec = ImageSpec.from_bytes(bytes(stored.data()[: block.get("spec_bytes")]))
+            chunk_maker = self.makers[page] = ChunkMaker(spec)
+            if len(self.makers) > MAX_SPECS:
+                self.makers.popitem(last=False)[1].close()
+        self.makers.move_to_end(page)
+        return chunk_maker
 
 
 def serve(memory: int, requests: int, replies: int) -> None:
-    """Make chunks until the rank closes the pipe of requests, or is gone."""
+    """Serve requests until the rank closes the request pipe or dies."""
     loader = Loader(memory)
     with suppress(BrokenPipeError):
         os.write(replies, TOKEN.pack(READY, 0))
@@ -225,24 +238,24 @@ def serve(memory: int, requests: int, replies: int) -> None:
             os.write(replies, token)
 
 
-def make_one_image() -> None:
-    """Use what images are made with, so that loaders share what that leaves in memory."""
+def warm_up() -> None:
+    """Make one image before the fork, so that loaders share the memory that this initializes."""
     file = io.BytesIO()
-    Image.new("RGB", (SOME_SIDE, SOME_SIDE)).save(file, "JPEG")
+    Image.new("RGB", (WARM_UP_SIDE, WARM_UP_SIDE)).save(file, "JPEG")
     picture = read_picture(file.getvalue())
-    Cutter(SOME_SIDE // 2).resize(picture.pixels, Box(0, 0, SOME_SIDE, SOME_SIDE))
+    Cutter(WARM_UP_SIDE // 2).resize(picture.pixels, Box(0, 0, WARM_UP_SIDE, WARM_UP_SIDE))
 
 
 def main() -> None:
-    """Fork loaders, wait for them, and tell the rank of one that ends by itself."""
+    """Fork the loaders, wait for them, and report an unexpected exit to the rank."""
     memory, requests, replies, count = map(int, sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM):  # the rank decides when loaders end
+    for number in (signal.SIGINT, signal.SIGTERM):  # loaders exit with the rank
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever ignores it cannot wait for loaders
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, `os.wait` does not work
     torch.set_num_threads(1)
-    make_one_image()
+    warm_up()
     gc.collect()
-    gc.freeze()  # so that loaders go on sharing this memory
+    gc.freeze()  # the collector would write to shared pages
     loaders = set()
     for _ in range(count):
         pid = os.fork()

@@ -1,11 +1,11 @@
-"""The loader processes of a rank, which make images on other cores than the rank's own threads.
+"""Loader processes decode and crop images for a rank without its interpreter lock.
 
-The interpreter lock lets a process make images on about two cores, and the thread that trains needs
-the same lock. A loader needs nothing of the rank but a token in a pipe for each chunk of images:
-the requests and the pixels lie in memory that both have mapped (`workers/data/shared_blocks.py`).
+Threads of one process share the lock, which limits them to about two cores and slows the training
+thread. A rank and its loaders share memory for requests and pixels
+(`workers/data/shared_blocks.py`), and exchange one message per chunk of images through pipes.
 
-Nothing of them outlives the rank. The memory and the pipes have no names, and loaders end when the
-rank's end of a pipe is closed, which the kernel does even for a process that is killed.
+No process and no memory outlives the rank. Memory and pipes have no names, and loaders exit when
+the rank's end of the request pipe closes, even after SIGKILL.
 """
 
 from __future__ import annotations
@@ -25,47 +25,32 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workers.data.loader_process import Recipe
+from workers.data.loader_process import ImageSpec
 from workers.data.order import Ints
-from workers.data.shared_blocks import DIED, PAGE, READY, TOKEN, Block, padded
+from workers.data.shared_blocks import DIED, PAGE, READY, TOKEN, Block, make_memory_file, padded
+from workers.storage import filesystem
 
-# CPU seconds that this process makes images itself before it starts loaders, which take about as
-# long to start
-START_AFTER_S = 2.0
-LEAST_AUTO = 2
-MOST_FREE = 8  # blocks that are kept while nobody uses them
-LONGEST_END_S = 5.0
-WASTE = 4  # a block is not used for less than this part of it
+START_AFTER_S = 2.0  # CPU seconds of work in this process before it starts loaders
+MIN_LOADERS = 2  # with `loader_workers: auto`
+MAX_FREE = 8  # unused blocks in reserve
+MAX_END_S = 5.0  # then loaders are killed
+MAX_OVERSIZE = 4  # a reused block is smaller than this many times the requested size
 RECEIVED_BYTES = TOKEN.size * 512
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds in each period, and the period
-
-
-class Cancel(Protocol):
-    """Says whether nobody waits any more, as `threading.Event` does."""
-
-    def is_set(self) -> bool:
-        """Return whether nobody waits any more."""
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time per period, and the period
 
 
 class LoaderEnded(RuntimeError):
-    """A loader process ended by itself."""
-
-
-class Stored(Protocol):
-    """A recipe in the memory of loaders."""
-
-    def on(self, loaders: Loaders) -> Lease:
-        """Return its block, which `Loaders.store` made."""
+    """A loader process exited unexpectedly."""
 
 
 class _Descriptors:
-    """File descriptors, closed when nothing refers to this object."""
+    """Owns file descriptors and closes them when it is garbage-collected."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -75,16 +60,21 @@ class _Descriptors:
         self.numbers.append(number)
         return number
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Close them."""
         while self.numbers:
             os.close(self.numbers.pop())
 
+    def __del__(self) -> None:
+        self.close()
 
-class Lease(Block):
-    """A block that a rank has laid out.
+
+class OwnedBlock(Block):
+    """A block in the rank that allocated it.
 
     Attributes:
-        num_pending: Chunks that loaders have not made yet.
+        num_pending: Number of requested chunks that are not finished.
+        owner: Id of the process that allocated it.
     """
 
     num_pending = 0
@@ -95,30 +85,31 @@ class Lease(Block):
 
 
 class Loaders:
-    """Loader processes, started at once; thread-safe.
+    """A pool of loader processes. Thread-safe.
 
     Args:
-        count: How many there are.
+        count: Number of processes.
 
     Raises:
-        LoaderEnded: From any method, once one of them has ended by itself.
+        OSError: If the system refuses memory, a file descriptor or a process.
+        LoaderEnded: From any method, after a process has exited unexpectedly.
     """
 
     def __init__(self, count: int):
         self.count = count
         self._num_pages = 0
-        self._free: list[Lease] = []
-        self._returned: deque[Lease] = deque()  # by whoever drops the last reference, in any thread
-        self._running: dict[int, Lease] = {}  # by page: those with pending chunks
+        self._free: list[OwnedBlock] = []
+        self._returned: deque[OwnedBlock] = deque()  # by finalizers, in any thread
+        self._running: dict[int, OwnedBlock] = {}  # by page
         self._allocating = threading.Lock()
         self._receiving = threading.Lock()
         self._num_ready = 0
         self._failure = ""
-        # Closed with this object, and not before: at the end of this process a thread may still be
-        # about to use one.
+        self._has_noted = False
+        # Not closed before this object: at exit, a daemon thread may still use one.
         self._descriptors = _Descriptors()
         theirs = _Descriptors()
-        self._memory = self._descriptors.add(os.memfd_create("images", os.MFD_CLOEXEC))
+        self._memory = self._descriptors.add(make_memory_file())
         (requests, self._requests), (self._replies, replies) = os.pipe(), os.pipe()
         self._descriptors.add(self._requests)
         self._descriptors.add(self._replies)
@@ -138,77 +129,75 @@ class Loaders:
         )
         self._poll = select.poll()
         self._poll.register(self._replies, select.POLLIN)
-        # also at the end of this process
+        # runs at exit, too
         self.close = weakref.finalize(self, _end, self._requests, self._server)
 
     @property
     def have_failed(self) -> bool:
-        """Whether one has ended by itself, so that others are needed."""
+        """Whether a process has exited unexpectedly. The pool must be replaced."""
         return bool(self._failure)
 
     def abandon(self) -> None:
-        """Close what a forked process has of them; they go on working for its parent."""
+        """Release the pool in a forked child. The loaders keep working for the parent."""
         self.close.detach()
-        self._descriptors.__del__()
+        self._descriptors.close()
         self._failure = "a forked process has no loaders of its own"
         self._free.clear()
-        self._receiving = threading.Lock()  # a thread of the parent may have held them
+        self._receiving = threading.Lock()  # a thread of the parent may hold the old ones
         self._allocating = threading.Lock()
 
     def are_ready(self, timeout: float = 0.0) -> bool:
-        """Whether a loader has started, within `timeout` seconds."""
+        """Return whether a loader has started; wait at most `timeout` seconds for the first."""
         with self._receiving:
             if not self._num_ready:
                 self._receive(timeout)
             return self._num_ready > 0
 
-    def store(self, recipe: Recipe) -> Lease:
-        """Return a block with a recipe, which loaders keep while it is used."""
-        data = recipe.to_bytes()
+    def store(self, spec: ImageSpec) -> OwnedBlock:
+        """Copy a spec to a new block and return the block."""
+        data = spec.to_bytes()
         block = self._make_block(Block.size(0, 0, len(data)))
         block.lay_out(np.zeros(1, np.int64), 0)
-        block.header["recipe_bytes"] = len(data)
+        block.header["spec_bytes"] = len(data)
         block.data()[: len(data)] = data
         return block
 
     def take(
-        self, borders: Ints, slot_bytes: int, recipe: Stored, data_bytes: int = 0
-    ) -> Lease | None:
-        """Return a block of any contents, laid out; None where the system gives no more.
+        self, borders: Ints, slot_bytes: int, spec: OwnedBlock, data_bytes: int = 0
+    ) -> OwnedBlock:
+        """Return a block with this layout and uninitialized contents.
 
         Args:
-            borders: (m + 1,) Of its chunks.
-            slot_bytes: Bytes of the pixels of an image.
-            recipe: How the images are made.
-            data_bytes: Bytes of image files that this process reads itself.
+            borders: (m + 1,) Borders of the chunks in the requests.
+            slot_bytes: Bytes of an image.
+            spec: Block of the spec, from `store`.
+            data_bytes: Space for image files that the rank reads itself.
+
+        Raises:
+            OSError: If there is no memory or no file descriptor for a block.
         """
         num_bytes = Block.size(int(borders[-1]), slot_bytes, data_bytes)
-        try:
-            stored = recipe.on(self)
-            with self._allocating:
-                block = self._reused(num_bytes)
-            block = block or self._make_block(num_bytes)
-        except OSError:  # each block takes a file descriptor, of which there may be no more
-            return None
+        with self._allocating:
+            block = self._reused(num_bytes)
+        block = block or self._make_block(num_bytes)
         block.lay_out(borders, slot_bytes)
-        block.header["recipe_page"] = stored.page
-        block.header["recipe_bytes"] = stored.get("recipe_bytes")
+        block.header["spec_page"] = spec.page
+        block.header["spec_bytes"] = spec.get("spec_bytes")
         block.requests["is_made"] = False
         block.num_pending = 0
         return block
 
-    def pixels(self, block: Lease) -> Tensor:
-        """Return uint8 (n * slot_bytes,), all pixels of a block.
+    def pixels(self, block: OwnedBlock) -> Tensor:
+        """Return all pixels of a block, uint8 (n * slot_bytes,).
 
-        The block is used again when nothing refers to them, or to what is made of them without a
-        copy, any more.
+        The block is reused after the last tensor or array that shares this memory is gone.
         """
         pixels = block.pixels()
         weakref.finalize(pixels, self._returned.append, block).atexit = False
         return torch.from_numpy(pixels)
 
-    def start(self, block: Lease, first: int, last: int) -> None:
-        """Let loaders make the chunks from `first` to before `last`."""
+    def start(self, block: OwnedBlock, first: int, last: int) -> None:
+        """Request chunks `first` to `last` - 1."""
         with self._receiving:
             if not block.num_pending:
                 self._running[block.page] = block
@@ -220,20 +209,33 @@ class Loaders:
             with self._receiving:
                 self._fail(self._server.wait())
 
-    def wait(self, block: Lease, cancel: Cancel, timeout: float) -> None:
-        """Wait until all chunks that were started are made, or `cancel` is set.
+    def wait(self, block: OwnedBlock, cancel: threading.Event, timeout: float) -> None:
+        """Wait until all requested chunks are finished or `cancel` is set.
 
-        timeout: seconds after which it looks whether it is set.
+        Args:
+            block: The block of the chunks.
+            cancel: Ends the wait.
+            timeout: Seconds between two checks of `cancel`.
         """
         while block.num_pending and not cancel.is_set():
             with self._receiving:
                 if block.num_pending:
                     self._receive(timeout)
         if block.num_pending and self._failure:
-            raise LoaderEnded(self._failure)  # of which `cancel` was set in another thread
+            raise LoaderEnded(self._failure)  # another thread met it and set `cancel`
+
+    def note_remade(self, count: int) -> None:
+        """Log, once, that this process had to make images that loaders could not make."""
+        if not self._has_noted:
+            self._has_noted = True
+            filesystem.notify(
+                f"the loader processes failed to make {count} images of a step; the training "
+                "process makes such images itself, which is slower; the first error of each "
+                "loader process is in the log of the worker"
+            )
 
     def _receive(self, timeout: float) -> None:
-        """Note replies, which are waited for; the caller holds `_receiving`."""
+        """Process replies; wait at most `timeout` seconds. The caller holds `_receiving`."""
         if self._failure:
             raise LoaderEnded(self._failure)
         if not self._poll.poll(1000 * timeout):
@@ -255,7 +257,7 @@ class Loaders:
                     del self._running[page]
 
     def _fail(self, code: int) -> None:
-        """Raise `LoaderEnded`, now and from now on; end the others."""
+        """Stop all loaders and raise `LoaderEnded`."""
         _close_pipe(self._requests)
         how = f"with status {code}"
         if code < 0:
@@ -271,56 +273,60 @@ class Loaders:
             )
         raise LoaderEnded(self._failure)
 
-    def _reused(self, num_bytes: int) -> Lease | None:
-        """Return the smallest free block that suits, or None."""
+    def _reused(self, num_bytes: int) -> OwnedBlock | None:
+        """Return the smallest free block of a suitable size, or None."""
         for _ in range(len(self._returned)):
             block = self._returned.popleft()
-            # those of an epoch that was dropped are still being made
+            # chunks of an abandoned epoch may still be running
             (self._returned if block.num_pending else self._free).append(block)
-        suits = [block for block in self._free if num_bytes <= block.num_bytes < WASTE * num_bytes]
+        suits = [
+            block for block in self._free if num_bytes <= block.num_bytes < MAX_OVERSIZE * num_bytes
+        ]
         if suits:
             best = min(suits, key=lambda block: block.num_bytes)
             self._free.remove(best)
             return best
-        while len(self._free) > MOST_FREE:
+        while len(self._free) > MAX_FREE:
             give_back(self._free.pop(0))
         return None
 
-    def _make_block(self, num_bytes: int) -> Lease:
+    def _make_block(self, num_bytes: int) -> OwnedBlock:
         with self._allocating:
             page = self._num_pages
             self._num_pages += padded(num_bytes) // PAGE
             os.ftruncate(self._memory, self._num_pages * PAGE)
-            return Lease(self._memory, page, padded(num_bytes))
+            return OwnedBlock(self._memory, page, padded(num_bytes))
 
 
 def _close_pipe(requests: int) -> None:
-    """Have loaders see the end of their pipe. The descriptor leads nowhere from now on: a thread
-    may be about to write to it."""
+    """Let loaders read the end of the request pipe.
+
+    The descriptor is redirected to /dev/null, not closed, because a thread may still write to it.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, requests, inheritable=False)
     os.close(nowhere)
 
 
 def _end(requests: int, server: subprocess.Popen[bytes]) -> None:
-    """Close the pipe of loaders, and wait until they have ended."""
+    """Stop the loaders and wait for them."""
     _close_pipe(requests)
     try:
-        server.wait(LONGEST_END_S)
+        server.wait(MAX_END_S)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 
-def give_back(block: Lease) -> None:
-    """Return the memory of a block to the system. Its pages are not used again."""
-    if block.owner == os.getpid():  # not a process that was forked from the one that uses it
+def give_back(block: OwnedBlock) -> None:
+    """Return the memory of a block to the system. Its address range is not reused."""
+    if block.owner == os.getpid():  # a forked child must not free memory of its parent
         block.memory.madvise(mmap.MADV_REMOVE)
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of the server's process: as here, with the same modules."""
+    """Return the environment of the server: this one, with the same module search path."""
     paths = [path for path in sys.path if path]
     root = str(Path(__file__).parents[2])
     if root not in paths:
@@ -335,9 +341,18 @@ def _environment() -> dict[str, str]:
 
 
 class _Shared:
-    """The loaders of this process, by their number, and how long it has made images itself."""
+    """State of this process.
+
+    Attributes:
+        loaders: Pools by number of processes.
+        seconds: CPU seconds that this process has spent on making images.
+    """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all pools and the time."""
         self.loaders: dict[int, Loaders] = {}
         self.seconds = 0.0
         self.lock = threading.Lock()
@@ -346,14 +361,14 @@ class _Shared:
 _shared = _Shared()
 
 
-def find_loaders(count: int) -> Loaders | None:
-    """Return the loaders of this process, which all of its feeds share; None where there are none.
+def get_loaders(count: int) -> Loaders | None:
+    """Return the pool that all feeds of this process share, or None if threads must do the work.
 
-    They are started when this process has made images for START_AFTER_S seconds, and there are none
-    until one of them is ready: nobody waits for them.
+    The pool starts after this process has spent START_AFTER_S CPU seconds on images. Threads
+    continue until the first loader is ready.
 
     Args:
-        count: Of loaders; see `count_loaders`.
+        count: Number of loaders, from `count_loaders`.
     """
     if not count or not hasattr(os, "memfd_create") or _shared.seconds < START_AFTER_S:
         return None
@@ -361,56 +376,60 @@ def find_loaders(count: int) -> Loaders | None:
 
 
 def start_loaders(count: int, timeout: float) -> Loaders | None:
-    """Start the loaders of this process, unless there are any; return them once one is ready, or
-    None after `timeout` seconds, and where the system has no room for them."""
+    """Start the pool if it does not run, and return it when its first loader is ready.
+
+    Returns:
+        None after `timeout` seconds, or if the system refuses to start processes.
+    """
     with _shared.lock:
         loaders = _shared.loaders.get(count)
         if loaders is None or loaders.have_failed:
             try:
                 loaders = _shared.loaders[count] = Loaders(count)
-            except OSError:  # no descriptor, memory or process: tried again with the next step
+            except OSError:  # the next step tries again
                 return None
     return loaders if loaders.are_ready(timeout) else None
 
 
-def forget_loaders() -> None:
-    """Leave the loaders to the parent of this process, which was forked from it."""
+def release_pools() -> None:
+    """Release the pools of the parent in a forked child."""
     for loaders in _shared.loaders.values():
         loaders.abandon()
-    _shared.__init__()  # type: ignore[misc]
+    _shared.reset()
 
 
-os.register_at_fork(after_in_child=forget_loaders)
+os.register_at_fork(after_in_child=release_pools)
 
 
 @contextmanager
-def count_seconds() -> Generator[None]:
-    """Count the CPU time of a thread that makes images in this process."""
+def count_work() -> Generator[None]:
+    """Context manager that adds the CPU time of this thread to the work of this process."""
     began = time.thread_time()
     yield
     _shared.seconds += time.thread_time() - began
 
 
 def count_loaders(setting: int | Literal["auto"], cores: int | None = None) -> int:
-    """Return how many loaders a rank has.
+    """Return the number of loaders of a rank.
 
     Args:
-        setting: `cluster.loader_workers`; `auto`: one for each core of the rank, and at least
-            LEAST_AUTO.
-        cores: Of the rank; None: all that this process may use.
+        setting: `cluster.loader_workers`. `auto` is one per core, at least MIN_LOADERS.
+        cores: Cores of the rank; None: all cores of this process.
     """
     if setting != "auto":
         return setting
-    return max(LEAST_AUTO, count_cores() if cores is None else cores)
+    return max(MIN_LOADERS, count_cores() if cores is None else cores)
 
 
 @functools.cache
 def count_cores() -> int:
-    """Return the cores that this process may use, by its affinity and its container's quota."""
+    """Return the number of cores of this process: CPU affinity, limited by the cgroup quota."""
+    if not hasattr(os, "sched_getaffinity"):  # macOS
+        return os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = CPU_QUOTA.read_text().split()
         cores = min(cores, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):  # no container, or no limit
+    except (OSError, ValueError):  # no quota
         pass
     return cores

@@ -26,9 +26,9 @@ from workers.data.arena import Arena
 from workers.data.cache import CHECKSUM, Blocks, Cache, LocalFile
 from workers.data.crops import View
 from workers.data.decoding import DECODING, Picture, Pixels, read_picture
-from workers.data.loader_process import Recipe
-from workers.data.loaders import Lease, Loaders, count_seconds, find_loaders, give_back
-from workers.data.making import Decode, ReadPicture, Statistics
+from workers.data.image_maker import Decode, Normalisation, ReadPicture
+from workers.data.loader_process import ImageSpec
+from workers.data.loaders import Loaders, OwnedBlock, count_work, get_loaders, give_back
 from workers.data.order import Ints
 from workers.data.reader import Reader, sequential_reader
 from workers.data.rows import SampleTable
@@ -36,8 +36,8 @@ from workers.data.shared_blocks import make_memory_file
 
 CHUNK = 16  # samples that a thread makes at once: a job costs as much as decoding a small image
 CHUNK_BYTES = 64 << 10  # of images in a file that a thread decodes at once: fewer large ones
-MOST_THREADS = 2  # of a rank that make images: more would wait for the interpreter lock
-WAIT_S = 1.0  # after which a rank looks whether its loaders live
+MAX_THREADS = 2  # of a rank for images; more would wait for the interpreter lock
+WAIT_S = 1.0  # between two checks of the loaders
 ESTIMATE_ROWS = 32  # that are decoded to tell how large all are
 ESTIMATE_THREADS = 8
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -62,19 +62,32 @@ class Pictures(Protocol):
         A picture may lie in `arena`, one of the calling thread, until the next one is asked for.
         """
 
-    def recipe(self) -> Recipe:
-        """Return how loader processes make these pictures."""
+    def spec(self) -> ImageSpec:
+        """Return the spec by which loader processes make these pictures."""
 
     def data_bytes(self, rows: Ints) -> int:
-        """Return the bytes that `start` writes into a block for some rows."""
+        """Return the bytes of image files that `start` copies to a block for some rows."""
 
     def start(
-        self, loaders: Loaders, block: Lease, pixels: Tensor, rows: Ints, pool: ThreadPoolExecutor
+        self,
+        loaders: Loaders,
+        block: OwnedBlock,
+        pixels: Tensor,
+        rows: Ints,
+        pool: ThreadPoolExecutor,
     ) -> list[Future[None]]:
-        """Let loaders make the images of some rows (k,), which are those of a block's requests.
+        """Let loaders make the images of a block.
 
-        Return what must be done before all of them have begun, in `pool`. It holds `pixels`, those
-        of the block, which is not used again before.
+        Args:
+            loaders: The loader processes.
+            block: A block with k requests. Their location fields are set here.
+            pixels: The pixels of the block. Returned jobs keep a reference, so that the block is
+                not reused before they end.
+            rows: (k,) Row of each request.
+            pool: Runs jobs that read image files.
+
+        Returns:
+            The jobs that must end before all chunks are requested.
         """
 
 
@@ -101,13 +114,13 @@ class StreamedPictures:
                 last_row = row
             yield picture
 
-    def recipe(self) -> Recipe:
-        """See `Pictures.recipe`."""
+    def spec(self) -> ImageSpec:
+        """See `Pictures.spec`."""
         files = self.samples.locations.files
         paths = [""] * len(files)
         if self.reader.reads_disks:
             paths = [shards.local_path(name) for shards, name in files]
-        return Recipe(
+        return ImageSpec(
             tuple(paths),
             tuple(shards.files[name]["bytes"] for shards, name in files),
             tuple(shards.limits for shards, _ in files),
@@ -115,28 +128,33 @@ class StreamedPictures:
         )
 
     def data_bytes(self, rows: Ints) -> int:
-        """See `Pictures.data_bytes`: the files of a disk are read by loaders."""
+        """See `Pictures.data_bytes`. Loaders read files on disks themselves."""
         if self.reader.reads_disks:
             return 0
         return int(self.samples.locations.sizes[np.unique(rows)].sum())
 
     def start(
-        self, loaders: Loaders, block: Lease, pixels: Tensor, rows: Ints, pool: ThreadPoolExecutor
+        self,
+        loaders: Loaders,
+        block: OwnedBlock,
+        pixels: Tensor,
+        rows: Ints,
+        pool: ThreadPoolExecutor,
     ) -> list[Future[None]]:
         """See `Pictures.start`."""
         locations = self.samples.locations
         requests = block.requests
         requests["file"] = locations.shards[rows]
         requests["size"] = locations.sizes[rows]
-        requests["is_here"] = not self.reader.reads_disks
+        requests["is_inline"] = not self.reader.reads_disks
         if self.reader.reads_disks:
             requests["offset"] = locations.offsets[rows]
             requests["digest"] = self.samples.digests[rows].view("S64")[:, 0]
             loaders.start(block, 0, len(block.borders) - 1)
             return []
-        distinct, places = np.unique(rows, return_inverse=True)
+        distinct, inverse = np.unique(rows, return_inverse=True)
         sizes = locations.sizes[distinct]
-        requests["offset"] = (np.cumsum(sizes) - sizes)[places]
+        requests["offset"] = (np.cumsum(sizes) - sizes)[inverse]
         borders = block.borders.tolist()
         return [
             pool.submit(self._start_chunk, loaders, block, pixels, chunk, rows[start:stop])
@@ -144,9 +162,9 @@ class StreamedPictures:
         ]
 
     def _start_chunk(
-        self, loaders: Loaders, block: Lease, pixels: Tensor, chunk: int, rows: Ints
+        self, loaders: Loaders, block: OwnedBlock, pixels: Tensor, chunk: int, rows: Ints
     ) -> None:
-        """Read the bytes of a chunk's rows into its block, whose pixels it holds, and start it."""
+        """Copy the image files of a chunk to its block and request the chunk."""
         start = int(block.borders[chunk])
         offsets = block.requests["offset"][start : start + len(rows)].tolist()
         data = block.data()
@@ -190,19 +208,24 @@ class KeptPictures:
             pixels = data[start : start + 3 * pixel_height * pixel_width]
             yield Picture(pixels.reshape(pixel_height, pixel_width, 3), height, width)
 
-    def recipe(self) -> Recipe:
-        """See `Pictures.recipe`: the file may have no name, or belong to another one by now."""
+    def spec(self) -> ImageSpec:
+        """See `Pictures.spec`. It refers to the open file: its path may be gone or replaced."""
         kept = f"/proc/{os.getpid()}/fd/{self.blocks.file.fileno()}"
-        return Recipe((), (), (), self.decode, kept)
+        return ImageSpec((), (), (), self.decode, kept)
 
     def data_bytes(self, rows: Ints) -> int:
         """See `Pictures.data_bytes`."""
         return 0
 
     def start(
-        self, loaders: Loaders, block: Lease, pixels: Tensor, rows: Ints, pool: ThreadPoolExecutor
+        self,
+        loaders: Loaders,
+        block: OwnedBlock,
+        pixels: Tensor,
+        rows: Ints,
+        pool: ThreadPoolExecutor,
     ) -> list[Future[None]]:
-        """See `Pictures.start`; they are checked where they come from a disk."""
+        """See `Pictures.start`. Pictures from a disk are verified first."""
         self._verify(rows)
         layout = self.layout[rows]
         block.requests["offset"] = layout[:, 0]
@@ -220,7 +243,7 @@ class KeptPictures:
         return self.decode(self.samples.bytes_of(row), limits, Arena()).pixels
 
     def _in_memory(self) -> tuple[Blocks, NDArray[np.uint32]]:
-        """Write a file that is gone with this process."""
+        """Write an anonymous file in memory."""
         file = LocalFile(make_memory_file(), "r+")
         with open(file.fileno(), "r+b", closefd=False) as stream:
             self._write(stream)
@@ -317,26 +340,28 @@ def decoded_rows(
     pictures = StreamedPictures(samples, sequential_reader(samples, cache), decode)
     mean_bytes = max(1, int(samples.locations.sizes.mean()))
     chunk = max(1, min(CHUNK, CHUNK_BYTES // mean_bytes))
-    threads = max(1, min(workers, MOST_THREADS))
-    recipe = StoredRecipe(pictures)
+    threads = max(1, min(workers, MAX_THREADS))
+    spec = SharedSpec(pictures)
 
     def chunks() -> Iterator[Ints]:
         for first in range(0, len(samples), chunk):
             yield np.arange(first, min(first + chunk, len(samples)))
 
     def decode_chunk(rows: Ints, arena: Arena) -> list[Picture]:
-        with count_seconds():
+        with count_work():
             arena.clear()
             reader = pictures.reader
             return [decode(reader.read(row), samples.limits(row), arena) for row in rows.tolist()]
 
     def make_chunk(rows: Ints, arena: Arena) -> Callable[[], list[Picture]]:
-        loaders = find_loaders(workers)
-        block = None
-        if loaders is not None:
-            borders = np.array([0, len(rows)])
-            block = loaders.take(borders, decode.most_bytes, recipe, pictures.data_bytes(rows))
-        if loaders is None or block is None:
+        loaders = get_loaders(workers)
+        if loaders is None:
+            return pool.submit(decode_chunk, rows, arena).result
+        borders = np.array([0, len(rows)])
+        try:
+            stored = spec.on(loaders)
+            block = loaders.take(borders, decode.most_bytes, stored, pictures.data_bytes(rows))
+        except OSError:  # no memory or file descriptor for it
             return pool.submit(decode_chunk, rows, arena).result
         slots = loaders.pixels(block).view(len(rows), -1)
         block.requests["slot"] = np.arange(len(rows))
@@ -347,7 +372,7 @@ def decoded_rows(
         rows: Ints,
         arena: Arena,
         loaders: Loaders,
-        block: Lease,
+        block: OwnedBlock,
         slots: NDArray[np.uint8],
         jobs: list[Future[None]],
     ) -> list[Picture]:
@@ -355,7 +380,9 @@ def decoded_rows(
             job.result()
         loaders.wait(block, threading.Event(), WAIT_S)
         if not block.requests["is_made"].all():
-            return decode_chunk(rows, arena)
+            decoded = decode_chunk(rows, arena)
+            loaders.note_remade(len(rows))
+            return decoded
         shapes = block.requests["shape"].tolist()
         return [
             Picture(slot[: 3 * height * width].reshape(height, width, 3), *sides)
@@ -377,25 +404,31 @@ def decoded_rows(
         pictures.reader.close()
 
 
-class StoredRecipe:
-    """A recipe in the memory of the loaders that follow it, stored when it is first needed."""
+class SharedSpec:
+    """The spec of a feed, copied to shared memory on first use.
+
+    Args:
+        pictures: Source of the images.
+        view: Size and crop of the images; None: the pictures themselves.
+        normalisation: Applied to the images; None keeps them uint8.
+    """
 
     def __init__(
         self,
         pictures: Pictures,
         view: View | None = None,
-        statistics: Statistics | None = None,
+        normalisation: Normalisation | None = None,
     ):
         self.pictures = pictures
         self.view = view
-        self.statistics = statistics
-        self._stored: tuple[Loaders, Lease] | None = None
+        self.normalisation = normalisation
+        self._stored: tuple[Loaders, OwnedBlock] | None = None
 
-    def on(self, loaders: Loaders) -> Lease:
-        """Return the block of the recipe, see `Loaders.store`."""
+    def on(self, loaders: Loaders) -> OwnedBlock:
+        """Return the block of the spec in the memory of `loaders`."""
         if self._stored is None or self._stored[0] is not loaders:
-            recipe = self.pictures.recipe()
-            block = loaders.store(recipe._replace(view=self.view, statistics=self.statistics))
+            spec = self.pictures.spec()
+            block = loaders.store(spec._replace(view=self.view, normalisation=self.normalisation))
             weakref.finalize(self, give_back, block).atexit = False
             self._stored = (loaders, block)
         return self._stored[1]

@@ -1,7 +1,7 @@
-"""Blocks of memory that a rank shares with its loader processes.
+"""Layout of the memory that a rank shares with its loader processes.
 
-A block holds the requests of a step, one per image, and the images that are made of them. It is a
-range of one anonymous file, which is gone with the last process that has it open.
+A block holds the requests of a step, one per image, and the finished images. All blocks are ranges
+of one anonymous file. The kernel frees the file when the last process closes it.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from workers.data.crops import ATTEMPTS
 from workers.data.order import Ints
 
 PAGE = mmap.ALLOCATIONGRANULARITY
-# What is sent through the pipes: the page where a block begins, and the number of a chunk in it.
-# All tokens have this size, so that a read gives a whole one.
+# A message in the pipes: the first page of a block, and the number of a chunk. All messages have
+# the same size, so that a read of this size returns exactly one.
 TOKEN = struct.Struct("<II")
-READY = 0xFFFFFFFF  # instead of a page: a loader has started
-DIED = 0xFFFFFFFE  # instead of a page: a loader has ended, with the status of `os.wait`
+READY = 0xFFFFFFFF  # in place of a page: a loader has started
+DIED = 0xFFFFFFFE  # in place of a page: a loader has exited, with the status of `os.wait`
 
 HEADER = np.dtype(
     [
         ("num_bytes", "<u8"),  # of the block
-        ("recipe_page", "<u4"),  # block with the `Recipe`
-        ("recipe_bytes", "<u4"),
+        ("spec_page", "<u4"),  # first page of the block with the `ImageSpec`
+        ("spec_bytes", "<u4"),
         ("num_requests", "<u4"),
         ("num_chunks", "<u4"),
         ("slot_bytes", "<u8"),  # of the pixels of an image
-        ("data_start", "<u8"),  # of the bytes that the rank has read itself
+        ("data_start", "<u8"),  # offset of the image files that the rank has read
     ]
 )
 REQUEST = np.dtype(
     [
-        ("file", "<i4"),  # index into the files of the recipe
-        ("is_here", "?"),  # whether the bytes lie in this block
+        ("file", "<i4"),  # index in `ImageSpec.files`
+        ("is_inline", "?"),  # whether the image file lies in this block
         ("flip", "?"),
         ("is_made", "?"),  # set by the loader
-        ("slot", "<u4"),  # where the image belongs
-        ("offset", "<u8"),  # of its bytes: in the file, or in this block
+        ("slot", "<u4"),  # index of the image in the step
+        ("offset", "<u8"),  # of the image file in its shard, or in the data of this block
         ("size", "<u8"),
-        ("digest", "S64"),  # hexadecimal sha256 of the bytes
-        # Height and width of the pixels and of the original: of a kept picture, or set by the
-        # loader for one that it decoded.
+        ("digest", "S64"),  # hexadecimal sha256 of the image file
+        # Height and width of the pixels and of the original image. The rank sets them for a kept
+        # picture, the loader for a decoded one.
         ("shape", "<u4", 4),
         ("sides", "<f8", (ATTEMPTS, 2)),  # see `CropDraws`
         ("corner", "<f8", 2),
@@ -56,17 +56,17 @@ REQUEST = np.dtype(
 
 
 def padded(num_bytes: int) -> int:
-    """Return the bytes of the whole pages that `num_bytes` take."""
+    """Round up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
 
 
 class Block:
-    """A block of shared memory.
+    """A block of shared memory, mapped into this process.
 
-    Attributes:
-        header: One `HEADER`.
-        borders: (m + 1,) Chunk c has the requests borders[c] to borders[c + 1].
-        requests: (n,) of `REQUEST`.
+    Args:
+        descriptor: File descriptor of the shared memory.
+        page: First page of the block.
+        num_bytes: Size of the block.
     """
 
     def __init__(self, descriptor: int, page: int, num_bytes: int):
@@ -77,18 +77,18 @@ class Block:
 
     @classmethod
     def open(cls, descriptor: int, page: int) -> Block:
-        """Map a block that another process has laid out."""
+        """Map a block whose header another process has written."""
         with mmap.mmap(descriptor, PAGE, offset=page * PAGE) as first:
             num_bytes = int(np.frombuffer(first[: HEADER.itemsize], HEADER)["num_bytes"][0])
         return cls(descriptor, page, num_bytes)
 
     @staticmethod
     def size(num_requests: int, slot_bytes: int, data_bytes: int = 0) -> int:
-        """Return the bytes of a block for so many requests."""
+        """Return the size of a block in bytes."""
         return _images_start(num_requests) + padded(num_requests * slot_bytes) + padded(data_bytes)
 
     def lay_out(self, borders: Ints, slot_bytes: int) -> None:
-        """Set the borders of the chunks, see the class, and the bytes of an image."""
+        """Write the header and the borders of the chunks."""
         num_requests = int(borders[-1])
         self.header["num_bytes"] = self.num_bytes
         self.header["num_requests"] = num_requests
@@ -98,29 +98,29 @@ class Block:
         self.borders[:] = borders
 
     def get(self, name: str) -> int:
-        """Return a number of the header."""
+        """Return a field of the header."""
         return int(self.header[name][0])
 
     @property
     def borders(self) -> NDArray[np.uint32]:
-        """(m + 1,) See the class."""
+        """(m + 1,) Requests of chunk c are borders[c] to borders[c + 1]."""
         count = self.get("num_chunks") + 1
         return np.frombuffer(self.memory, np.uint32, count, HEADER.itemsize)
 
     @property
     def requests(self) -> NDArray[Any]:
-        """(n,) See the class."""
+        """(n,) Structured array of `REQUEST`."""
         count = self.get("num_requests")
         return np.frombuffer(self.memory, REQUEST, count, _requests_start(count))
 
     def pixels(self) -> NDArray[np.uint8]:
-        """Return uint8 (n * slot_bytes,), the pixels of all images."""
+        """Return the pixels of all images, uint8 (n * slot_bytes,)."""
         count = self.get("num_requests")
         num_bytes = count * self.get("slot_bytes")
         return np.frombuffer(self.memory, np.uint8, num_bytes, _images_start(count))
 
     def data(self) -> memoryview:
-        """Return the bytes of image files that the rank has read itself."""
+        """Return the space for image files that the rank has read."""
         return memoryview(self.memory)[self.get("data_start") :]
 
 
@@ -134,7 +134,7 @@ def _images_start(num_requests: int) -> int:
 
 
 def make_memory_file() -> int:
-    """Return the descriptor of an anonymous file in memory."""
+    """Create an anonymous file in memory and return its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("images", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

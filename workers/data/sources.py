@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -27,16 +29,16 @@ from workers.data.arena import Arena
 from workers.data.cache import Blocks, Cache
 from workers.data.crops import CropDraws, View
 from workers.data.decoding import DECODING
-from workers.data.loaders import Lease, Loaders, count_seconds, find_loaders
-from workers.data.making import ImageMaker, ReadSquare, Statistics
+from workers.data.image_maker import ImageMaker, Normalisation, ReadSquare
+from workers.data.loaders import Loaders, OwnedBlock, count_work, get_loaders
 from workers.data.memory import TensorPool
 from workers.data.order import Ints
 from workers.data.pictures import (
     CHUNK,
     KEPT_REMEDY,
-    MOST_THREADS,
+    MAX_THREADS,
     Pictures,
-    StoredRecipe,
+    SharedSpec,
     abandon,
     decoded_rows,
     prefetched,
@@ -45,8 +47,8 @@ from workers.data.rows import SampleTable
 from workers.data.upload import to_device
 
 AHEAD = 2  # steps whose images are made before they are asked for
-LOADED_CHUNK = 32  # samples that a loader makes at once: the rank handles a reply for each chunk
-MOST_CHUNKS = 512  # of a step: all tokens of some steps must fit into a pipe
+MAX_LOADED_CHUNK = 32  # images per request; the rank processes one reply per request
+MAX_CHUNKS = 512  # of a step; the messages of several steps must fit into a pipe
 QUICK_SIDE = 64  # of images that are made sooner than another thread is woken
 DROPPED_S = 0.1  # how soon a thread that waits for images sees that nobody wants them
 
@@ -169,12 +171,16 @@ class Resident:
 
 
 class PictureSource:
-    """Makes the images of each step from pictures, before they are asked for: by loader processes,
-    and by threads of this process until there are any.
+    """Makes the images of each step ahead of time, from pictures.
 
-    Then small images of kept pictures are made by the thread that asks for them.
+    Loader processes do the work when they are ready, threads of this process before that. Without
+    loaders, small images of kept pictures are made by the calling thread.
 
-    statistics: what images are normalised by; None: they are uint8.
+    Args:
+        pictures: Source of the images.
+        view: Size and crop of the images.
+        workers: Number of loader processes.
+        normalisation: Applied to the images; None keeps them uint8.
     """
 
     def __init__(
@@ -182,17 +188,17 @@ class PictureSource:
         pictures: Pictures,
         view: View,
         workers: int,
-        statistics: Statistics | None = None,
+        normalisation: Normalisation | None = None,
     ):
         self.pictures = pictures
         self.view = view
-        self.statistics = statistics
+        self.normalisation = normalisation
         self.workers = workers
-        self.threads = max(1, min(workers, MOST_THREADS))
+        self.threads = max(1, min(workers, MAX_THREADS))
         self.free: deque[ImageMaker] = deque()  # it outlives threads, which end with an epoch
         self._turn = threading.Lock()  # held by the thread that makes small images
         self.pool = TensorPool()
-        self.recipe = StoredRecipe(pictures, view, statistics)
+        self.spec = SharedSpec(pictures, view, normalisation)
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
         """See `Source.steps`; other samples than those are not made."""
@@ -206,22 +212,20 @@ class PictureSource:
         rows_ahead = self.pictures.ahead(rows_of_steps())
         is_quick = self.pictures.are_kept and self.view.side <= QUICK_SIDE
 
+        def begin(samples: StepSamples) -> Pixels:
+            if not len(samples.rows):  # features are cached
+                return partial(self._make_now, samples)
+            loaders = get_loaders(self.workers)
+            if loaders is not None:
+                with suppress(OSError):  # no memory or file descriptor for it
+                    return self._request(loaders, pool, samples, is_dropped).at
+            if is_quick:
+                return partial(self._make_now, samples)
+            return self._submit(pool, samples, is_dropped).at
+
         def submitted() -> Iterator[Pixels]:
             for _ in rows_ahead:
-                samples = waiting.popleft()
-                if not len(samples.rows):  # features are cached
-                    yield partial(self._make_now, samples)
-                    continue
-                loaders = find_loaders(self.workers)
-                requested = None
-                if loaders is not None:
-                    requested = self._request(loaders, pool, samples, is_dropped)
-                if requested is not None:
-                    yield requested.at
-                elif is_quick:
-                    yield partial(self._make_now, samples)
-                else:
-                    yield self._submit(pool, samples, is_dropped).at
+                yield begin(waiting.popleft())
 
         is_dropped = threading.Event()
         pool = ThreadPoolExecutor(self.threads)
@@ -240,7 +244,7 @@ class PictureSource:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return torch.uint8 if self.statistics is None else torch.float32
+        return torch.uint8 if self.normalisation is None else torch.float32
 
     def _empty(self, samples: StepSamples) -> Tensor:
         """(k, 3, side, side) of any values."""
@@ -263,24 +267,22 @@ class PictureSource:
         pool: ThreadPoolExecutor,
         samples: StepSamples,
         is_dropped: threading.Event,
-    ) -> LoadedPixels | None:
-        """Let loaders make the images of a step; None where there is no room for it."""
+    ) -> LoadedPixels:
+        """Request the images of a step from loaders. Raise `OSError` without memory for them."""
         order = np.arange(len(samples.rows))
         if len(np.unique(samples.rows)) < len(order):
             order = np.argsort(samples.rows, kind="stable")  # copies are neighbours
         rows = samples.rows[order]
-        # so that the steps that are made ahead keep all loaders busy
-        size = min(LOADED_CHUNK, -(-2 * len(rows) // loaders.count))
-        borders = borders_of_chunks(rows, size)
+        # small enough for the steps in progress to keep all loaders busy
+        size = min(MAX_LOADED_CHUNK, -(-2 * len(rows) // loaders.count))
+        borders = cut_chunks(rows, size)
         shape = (len(rows), 3, self.view.side, self.view.side)
         block = loaders.take(
             borders,
             math.prod(shape[1:]) * self._dtype.itemsize,
-            self.recipe,
+            self.spec.on(loaders),
             self.pictures.data_bytes(rows),
         )
-        if block is None:
-            return None
         images = loaders.pixels(block).view(self._dtype).view(shape)
         block.requests["slot"] = order
         if samples.crops is not None:
@@ -295,34 +297,31 @@ class PictureSource:
         try:
             maker = self.free.pop()
         except IndexError:  # other threads have all of them
-            maker = ImageMaker(self.view, self.statistics)
-        with count_seconds():
+            maker = ImageMaker(self.view, self.normalisation)
+        with count_work():
             pictures = self.pictures.read(samples.rows[indices], maker.arena)
             maker.make(pictures, images, indices, samples.crops, indices)
         self.free.append(maker)
 
 
+@dataclass(frozen=True)
 class StepPixels:
     """The images of a step, which threads make.
 
-    positions: (k,) in the global batch, ascending. images: (k, 3, side, side), whole when all
-    `jobs` are done.
+    Attributes:
+        positions: (k,) In the global batch, ascending.
+        images: (k, 3, side, side), complete when all jobs are done.
+        jobs: Each makes some of the images.
+        is_dropped: Set when the epoch ends early.
     """
 
-    def __init__(
-        self,
-        positions: Ints,
-        images: Tensor,
-        jobs: list[Future[None]],
-        is_dropped: threading.Event,
-    ):
-        self.positions = positions
-        self.images = images
-        self.jobs = jobs
-        self.is_dropped = is_dropped
+    positions: Ints
+    images: Tensor
+    jobs: list[Future[None]]
+    is_dropped: threading.Event
 
     def at(self, positions: Ints) -> Tensor:
-        """Return (b, 3, side, side); wait until they are made, or the epoch is dropped."""
+        """Wait for the images and return those at some positions, (b, 3, side, side)."""
         self._finish()
         return images_at(positions, self.positions, self.images)
 
@@ -334,27 +333,20 @@ class StepPixels:
             job.result(timeout=0)
 
 
+@dataclass(frozen=True)
 class LoadedPixels(StepPixels):
-    """The images of a step, which loaders make, in a block; `jobs` start them.
+    """The images of a step, which loader processes make in a block. The jobs start the chunks.
 
-    make: makes images at some positions (k,) of the step in this process. Loaders leave out what
-    fails; it is made once more, for the error that tells why.
+    Attributes:
+        loaders: The loader processes.
+        block: The block of the images.
+        make: Makes the images at some indices (k,) in this process. It is called for the images
+            that loaders failed to make, and raises the error for the user.
     """
 
-    def __init__(
-        self,
-        positions: Ints,
-        images: Tensor,
-        jobs: list[Future[None]],
-        is_dropped: threading.Event,
-        loaders: Loaders,
-        block: Lease,
-        make: Callable[[Ints], None],
-    ):
-        super().__init__(positions, images, jobs, is_dropped)
-        self.loaders = loaders
-        self.block = block
-        self.make = make
+    loaders: Loaders
+    block: OwnedBlock
+    make: Callable[[Ints], None]
 
     def _finish(self) -> None:
         super()._finish()
@@ -363,7 +355,9 @@ class LoadedPixels(StepPixels):
             raise CancelledError
         requests = self.block.requests
         if not requests["is_made"].all():
-            self.make(np.sort(requests["slot"][~requests["is_made"]]).astype(np.int64))
+            missing = np.sort(requests["slot"][~requests["is_made"]]).astype(np.int64)
+            self.make(missing)
+            self.loaders.note_remade(len(missing))
 
 
 def images_at(positions: Ints, made_positions: Ints, images: Tensor) -> Tensor:
@@ -382,17 +376,16 @@ def chunks_of(rows: Ints, threads: int) -> list[Ints]:
         return []
     by_row = np.argsort(rows, kind="stable")
     size = min(CHUNK, -(-len(rows) // (2 * threads)))
-    return np.split(by_row, borders_of_chunks(rows[by_row], size)[1:-1])
+    return np.split(by_row, cut_chunks(rows[by_row], size)[1:-1])
 
 
-def borders_of_chunks(rows: Ints, size: int) -> Ints:
-    """Return the borders (m + 1,) of the chunks that n > 0 rows, copies being neighbours, are dealt
-    to.
+def cut_chunks(rows: Ints, size: int) -> Ints:
+    """Cut rows (n,), n > 0, into chunks and return their borders (m + 1,).
 
-    A chunk has at most `size` rows, but for copies of a row, which stay together, and where there
-    would be more than MOST_CHUNKS.
+    Equal rows must be neighbours. They stay in one chunk, which may therefore exceed `size` rows.
+    Chunks are larger if there would be more than MAX_CHUNKS.
     """
-    size = max(1, size, -(-len(rows) // MOST_CHUNKS))
+    size = max(1, size, -(-len(rows) // MAX_CHUNKS))
     firsts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 1))  # of each row's copies
     starts = firsts[np.searchsorted(firsts, np.arange(0, len(rows), size), "right") - 1]
     return np.append(np.unique(starts), len(rows))

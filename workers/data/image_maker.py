@@ -1,6 +1,6 @@
-"""Making images: the bytes of an image file, or a picture that is kept decoded, become pixels.
+"""Decode image files, cut crops and normalise them.
 
-The threads of a rank and its loader processes run the same code, and give the same bits.
+The threads of a rank and its loader processes run this code and produce the same bits.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from workers.data.order import Ints
 
 
 class Decode(Protocol):
-    """Decodes the bytes of an image within limits; the picture may lie in the arena."""
+    """Decodes an image file. The returned pixels may lie in the arena."""
 
     def __call__(self, data: bytes, limits: ImageLimits, arena: Arena) -> Picture:
         """Return the picture."""
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes that the pixels of a picture take."""
+        """Maximum size of the decoded pixels in bytes."""
 
 
 class ReadPicture(NamedTuple):
-    """Decodes a whole image; one that is longer than `longest_side` is reduced to that."""
+    """Decodes a whole image. Images longer than `longest_side` pixels are reduced to that side."""
 
     longest_side: int | None
 
@@ -64,106 +64,109 @@ class ReadSquare(NamedTuple):
         return 3 * self.view.side**2
 
 
-class Statistics(NamedTuple):
-    """How pixels become the input of a network: (pixels / 255 - mean) / deviation, as one product
-    and one sum.
+class Normalisation(NamedTuple):
+    """The map (pixels / 255 - mean) / std, as one product and one sum.
 
-    scale, shift: (3, 1, 1) float32.
+    Attributes:
+        scale: (3, 1, 1) float32.
+        shift: (3, 1, 1) float32.
     """
 
     scale: Tensor
     shift: Tensor
 
     @classmethod
-    def of(cls, mean: Sequence[float], deviation: Sequence[float]) -> Statistics:
-        """Return the statistics of three colours."""
-        scale = torch.tensor([1 / (255 * value) for value in deviation])
-        shift = torch.tensor([-m / d for m, d in zip(mean, deviation, strict=True)])
+    def from_statistics(cls, mean: Sequence[float], std: Sequence[float]) -> Normalisation:
+        """Build the map from the mean and standard deviation of each colour."""
+        scale = torch.tensor([1 / (255 * value) for value in std])
+        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)])
         return cls(scale.view(3, 1, 1), shift.view(3, 1, 1))
 
-    def normalise(self, pixels: Tensor, images: Tensor) -> None:
-        """Write uint8 pixels (b, 3, s, s) of a CPU into float32 images, in parts that fit its
-        cache."""
+    def apply(self, pixels: Tensor, images: Tensor) -> None:
+        """Normalise uint8 pixels (b, 3, s, s) into float32 images on the CPU, one cache-sized part
+        at a time."""
         for part in parts_of(images, 0, len(images)):
             images[part].copy_(pixels[part]).mul_(self.scale).add_(self.shift)
 
 
 class ImageMaker:
-    """Makes the images of a view from pictures; not thread-safe, as it uses its memory again.
+    """Makes images from pictures. Not thread-safe, because it reuses its buffers.
 
-    statistics: of the network that images are normalised for; None: they stay uint8.
+    Args:
+        view: Size and crop of the images.
+        normalisation: Applied to the images; None keeps them uint8.
     """
 
-    def __init__(self, view: View, statistics: Statistics | None = None):
+    def __init__(self, view: View, normalisation: Normalisation | None = None):
         self.view = view
-        self.statistics = statistics
+        self.normalisation = normalisation
         self.cutter = Cutter(view.side)
         self.arena = Arena()
-        # as many as a CPU normalises at once, while they are in its cache
+        # the number of images that fit into the cache
         count = max(1, PART_VALUES // (3 * view.side**2))
         self._pixels = torch.empty((count, 3, view.side, view.side), dtype=torch.uint8)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of images."""
-        return torch.uint8 if self.statistics is None else torch.float32
+        """Type of the images."""
+        return torch.uint8 if self.normalisation is None else torch.float32
 
     def make(
         self,
         pictures: Iterator[Picture],
         images: Tensor,
-        places: Ints,
+        slots: Ints,
         crops: CropDraws | None,
         indices: Ints,
     ) -> None:
         """Write images.
 
         Args:
-            pictures: Of k images; neighbours may be the same picture.
-            images: (n, 3, side, side) All images of a step, float32 where they are normalised.
-            places: (k,) Which of them are written.
-            crops: The draws of their crops; None: they are central squares.
-            indices: (k,) Which of the draws belong to them.
+            pictures: The k pictures. Equal neighbours share one object.
+            images: (n, 3, side, side), of type `dtype`. All images of a step.
+            slots: (k,) Index in `images` of each written image.
+            crops: Random numbers of the crops; None cuts central squares.
+            indices: (k,) Index in `crops` of each written image.
         """
-        if self.statistics is None:
-            self._cut(pictures, images.numpy(), places.tolist(), crops, indices)
+        if self.normalisation is None:
+            self._cut(pictures, images.numpy(), slots.tolist(), crops, indices)
             return
-        for start in range(0, len(places), len(self._pixels)):
+        for start in range(0, len(slots), len(self._pixels)):
             of_part = slice(start, start + len(self._pixels))
-            self._make_part(pictures, images, places[of_part].tolist(), crops, indices[of_part])
+            self._make_part(pictures, images, slots[of_part].tolist(), crops, indices[of_part])
 
     def _make_part(
         self,
         pictures: Iterator[Picture],
         images: Tensor,
-        places: list[int],
+        slots: list[int],
         crops: CropDraws | None,
         indices: Ints,
     ) -> None:
-        assert self.statistics is not None
-        pixels = self._pixels[: len(places)]
-        self._cut(pictures, pixels.numpy(), range(len(places)), crops, indices)
-        if places == list(range(places[0], places[0] + len(places))):
-            self.statistics.normalise(pixels, images[places[0] : places[-1] + 1])
+        assert self.normalisation is not None
+        pixels = self._pixels[: len(slots)]
+        self._cut(pictures, pixels.numpy(), range(len(slots)), crops, indices)
+        if slots == list(range(slots[0], slots[0] + len(slots))):
+            self.normalisation.apply(pixels, images[slots[0] : slots[-1] + 1])
             return
-        for number, place in enumerate(places):
-            self.statistics.normalise(pixels[number : number + 1], images[place : place + 1])
+        for number, slot in enumerate(slots):
+            self.normalisation.apply(pixels[number : number + 1], images[slot : slot + 1])
 
     def _cut(
         self,
         pictures: Iterator[Picture],
         images: NDArray[np.uint8],
-        places: Sequence[int],
+        slots: Sequence[int],
         crops: CropDraws | None,
         indices: Ints,
     ) -> None:
         last_picture = None
-        for index, place, picture in zip(indices.tolist(), places, pictures, strict=False):
+        for index, slot, picture in zip(indices.tolist(), slots, pictures, strict=False):
             if crops is not None:
-                self.cutter.cut(crops, index, picture, images[place])
+                self.cutter.cut(crops, index, picture, images[slot])
                 continue
             if picture is not last_picture:
                 whole = Image.fromarray(picture.pixels)
                 square = resize_square(whole, self.view.side, self.view.interpolation)
-            images[place] = square.transpose(2, 0, 1)
+            images[slot] = square.transpose(2, 0, 1)
             last_picture = picture

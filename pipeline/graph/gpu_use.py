@@ -1,4 +1,4 @@
-"""How busy the GPUs of a run are while its stages train, and the setting that uses them more."""
+"""Measure how busy the GPUs of a run are during training, and suggest a setting that helps."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Sharing:
     busy: Busy
 
     def stretch(self, running: int) -> float:
-        """Return how many times as long the shared stages take while so many of them run.
+        """Return the slowdown of the shared stages while `running` of them run.
 
         They fill one GPU after the other.
         """
@@ -69,7 +69,7 @@ NOT_SHARED = Sharing(frozenset(), 1, 1, ALWAYS_BUSY)
 
 
 def stretch(ranks: float, busy: Busy) -> float:
-    """Return how many times as long a rank takes with so many ranks on its GPU."""
+    """Return the slowdown of a rank with this number of ranks on its GPU."""
     return max(1.0, ranks * busy.share)
 
 
@@ -102,7 +102,7 @@ def shares_gpus(cluster: ClusterSettings) -> bool:
 
 # ---- earlier runs --------------------------------------------------------------------------------
 def read_cluster(record: Mapping[str, Any]) -> ClusterSettings:
-    """Return the resources that a recorded run had; those of a record that is not ours: none."""
+    """Return the cluster settings of a recorded run, or the defaults if its record is invalid."""
     try:
         return ClusterSettings.model_validate((record.get("config") or {}).get("cluster") or {})
     except ValidationError:
@@ -112,7 +112,7 @@ def read_cluster(record: Mapping[str, Any]) -> ClusterSettings:
 def find_busy(storage: str, names: Iterable[str]) -> Busy:
     """Return how busy one rank keeps a GPU, from the first of these runs that measured it.
 
-    Several ranks that kept a GPU busy all the time show the least that one of them does.
+    If several ranks kept a GPU fully busy, the result is a lower bound for one rank.
     """
     for name in names:
         figures = [figure for figure in read_gpu_use(storage, name) if "busy" in figure]
@@ -125,7 +125,7 @@ def find_busy(storage: str, names: Iterable[str]) -> Busy:
 def ranks_of_run(storage: str, name: str, cluster: ClusterSettings) -> float:
     """Return how many ranks trained on a GPU at a time, on average, in an earlier run.
 
-    Where that was not noted, as many as could.
+    If the run did not record it, this is the largest possible number.
     """
     most = ranks_beside(cluster)
     ranks = [figure.get("ranks", most) for figure in read_gpu_use(storage, name)]

@@ -1,4 +1,4 @@
-"""How long the stages of a graph take in worker groups that run beside each other."""
+"""Simulate the wall time of a graph whose stages run in parallel worker groups."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from pipeline.launch.sharing import NOT_SHARED, Sharing
 
 @dataclass
 class Clock:
-    """The work of stages that run beside each other, all at the same speed.
+    """Progress of parallel stages that all run at the same speed.
 
-    now: seconds of work that each has had since the start. ends: a heap of (clock when it ends,
-    stage id). stretch: seconds that a second of work takes.
+    Attributes:
+        now: Seconds of work that a stage has done since the start.
+        ends: Heap of (value of `now` at which the stage ends, stage id).
+        stretch: Seconds of wall time per second of work.
     """
 
     now: float = 0.0

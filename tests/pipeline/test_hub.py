@@ -90,6 +90,12 @@ def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(
     ] in output
 
 
+def test_a_timeout_of_the_client_is_no_answer(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = threading.Thread.join
+    monkeypatch.setattr(hub.Thread, "join", lambda thread, _: wait(thread, 30))
+    assert hub.connection_problem() == "no answer within 0.3 s"
+
+
 @pytest.mark.parametrize("classes", ["listed", "from_source"])
 def test_what_was_ingested_stands_without_the_hub_and_plan_does_not_even_ask(
     classes: str, silent: Any, tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from threading import Thread
+from time import monotonic
 
 from workers.errors import UserError
 from workers.job import HUB_MODEL
@@ -25,6 +26,7 @@ def connection_problem() -> str:
     from huggingface_hub import constants, get_session
 
     outcome: list[str] = []
+    end = monotonic() + DEADLINE_S
 
     def ask() -> None:
         try:
@@ -33,7 +35,8 @@ def connection_problem() -> str:
             session.head(constants.ENDPOINT, timeout=DEADLINE_S, follow_redirects=False)
             outcome.append("")
         except Exception as error:  # of the HTTP client, of the system, of HF_HUB_OFFLINE
-            outcome.append(" ".join(str(error).split())[:200] or type(error).__name__)
+            if monotonic() < end:  # later it is the client's own word for no answer
+                outcome.append(" ".join(str(error).split())[:200] or type(error).__name__)
 
     thread = Thread(target=ask, name="hub", daemon=True)
     thread.start()

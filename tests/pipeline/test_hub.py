@@ -92,7 +92,7 @@ def test_a_plan_without_a_network_is_one_sentence_that_names_the_hub(
 
 def test_a_timeout_of_the_client_is_no_answer(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = threading.Thread.join
-    monkeypatch.setattr(hub.Thread, "join", lambda thread, _: wait(thread, 30))
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, _: wait(thread, 30))
     assert hub.connection_problem() == "no answer within 0.3 s"
 
 

@@ -30,6 +30,29 @@ HELPERS = (
 pytest.register_assert_rewrite(*HELPERS)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all but some cases of each test that is marked `few`.
+
+    `make test` runs these, and `make test-all` runs all. The mark has their ids, or their number:
+    then they are spread evenly over the cases.
+    """
+    cases: dict[object, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("few"):
+            cases.setdefault(item.function, []).append(item)
+    for group in cases.values():
+        marker = group[0].get_closest_marker("few")
+        assert marker is not None
+        kept = {f"{group[0].originalname}[{case}]" for case in marker.args}
+        if isinstance(marker.args[0], int):
+            (count,) = marker.args
+            kept = {group[len(group) * number // count].name for number in range(count)}
+        for item in group:
+            if item.name not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def start_no_loaders() -> None:
     """Make each test a process that has made no images yet: loaders start after two seconds."""

@@ -27,6 +27,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.few(211)
 @pytest.mark.parametrize(("method", "optimizer", "promise"), EVERY)
 def test_every_method_keeps(lab: Lab, method: str, optimizer: str, promise: str) -> None:
     PROMISES[promise].check(lab, method, optimizer)

@@ -54,6 +54,7 @@ def killed_at_a_call(reference: Reference, folder: Path, call: int) -> bool:
     return was_killed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("trial", range(3))
 def test_a_run_killed_at_a_random_moment_ends_with_the_same_numbers(
     trial: Any, reference: Any, tmp_path: Path
@@ -65,6 +66,7 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_numbers(
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("trial", range(3))
 def test_a_run_killed_between_two_writes_ends_with_the_same_numbers(
     trial: Any, reference: Any, tmp_path: Path
@@ -99,6 +101,7 @@ def test_a_run_killed_before_each_of_its_writes_ends_with_the_same_numbers(
     assert call > 100
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_ten_times_ends_with_the_same_numbers(
     reference: Any, tmp_path: Path
 ) -> None:
@@ -180,6 +183,7 @@ def test_an_interrupted_run_prints_one_sentence_and_can_be_resumed(
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("call", [1, 3, 4, 9, 40, 90])
 def test_a_full_disk_is_reported_in_one_sentence_and_nothing_is_lost(
     call: int,
@@ -207,6 +211,7 @@ def test_a_full_disk_is_reported_in_one_sentence_and_nothing_is_lost(
 
 
 # ---- checkpoints inside a stage ------------------------------------------------------------------
+@pytest.mark.few(2)
 @pytest.mark.parametrize("crash_at", [2, 5, 6, 7, 8, 12, 15])
 def test_a_stage_goes_on_at_the_step_of_its_last_checkpoint(
     crash_at: int, reference: Any, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +247,7 @@ def test_without_checkpoints_a_stage_starts_again(
     assert small_run.results(tmp_path / "storage") == reference.expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "meta"])
 def test_a_damaged_checkpoint_is_not_believed(
     harm: str, reference: Any, tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ DATA = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("stage_id", "file"), FILES)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
 def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
@@ -56,6 +57,7 @@ def test_a_damaged_file_is_named_and_its_stage_alone_is_run_again(
     assert "1 stages run" in output
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("stage_id", "file"), DATA)
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
 def test_damaged_data_is_named_left_alone_while_unneeded_and_ingested_anew_when_needed(

@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from slow import slow_but
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -42,10 +41,7 @@ EVERY = [
     (method, scenario) for method, cls in METHODS.items() for scenario in sorted(cls.scenarios)
 ]
 # Masks with statistics, weights that are pruned, seeds, exemplars, tokens, a second pass.
-A_FEW = (
-    ("hat", "task"), ("packnet", "task"), ("supsup", "task"),
-    ("icarl", "class"), ("dytox", "class"), ("toast", "task"),
-)  # fmt: skip
+A_FEW = ("hat-task", "packnet-task", "supsup-task", "icarl-class", "dytox-class", "toast-task")
 RECORD = (
     "record it by `PYTHONPATH=tests .venv/bin/python -m tests.on_strict_device NAME --record`, "
     "and commit the file with the method"
@@ -88,7 +84,8 @@ TRAIN: dict[str, dict[str, Any]] = {
 
 
 # ---- every method --------------------------------------------------------------------------------
-@pytest.mark.parametrize(("method", "scenario"), slow_but(EVERY, *A_FEW))
+@pytest.mark.few(*A_FEW)
+@pytest.mark.parametrize(("method", "scenario"), EVERY)
 def test_every_stage_of_every_method_gives_the_results_of_the_cpu(
     device: Any, method: str, scenario: str
 ) -> None:
@@ -114,16 +111,16 @@ def sentences(counts: dict[Step, Counts]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("method", "backbone"), slow_but(SOME, ("meat", "t2t"), ("packnet", "resnet"))
-)
+@pytest.mark.few("meat-t2t", "packnet-resnet")
+@pytest.mark.parametrize(("method", "backbone"), SOME)
 def test_other_backbones_give_the_results_of_the_cpu(
     device: Any, method: str, backbone: str
 ) -> None:
     device.submit(on_strict_device.check, Case(method, "task", backbone), resume=False).result()
 
 
-@pytest.mark.parametrize("method", slow_but(["toast", "toast_lite", "icarl", "tfm"], "toast"))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("method", ["toast", "toast_lite", "icarl", "tfm"])
 def test_a_stream_with_a_base_task_gives_the_results_of_the_cpu(device: Any, method: str) -> None:
     """The backbone's own training, and the steps that methods have for such a task."""
     counts = device.submit(
@@ -133,7 +130,8 @@ def test_a_stream_with_a_base_task_gives_the_results_of_the_cpu(device: Any, met
         assert not sentences(counts)
 
 
-@pytest.mark.parametrize("name", slow_but(DATA, "all", "pad", "streamed"))
+@pytest.mark.few("all", "pad", "streamed")
+@pytest.mark.parametrize("name", DATA)
 def test_every_augmentation_gives_the_images_of_the_cpu(device: Any, name: str) -> None:
     """By one copy of pixels and one of small numbers, both pinned; and nothing is read back."""
     counts = device.submit(

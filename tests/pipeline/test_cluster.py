@@ -231,6 +231,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

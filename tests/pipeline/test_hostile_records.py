@@ -106,6 +106,7 @@ def mutations(body: Any, paths: list[tuple[Any, ...]]) -> Iterator[tuple[tuple[A
         yield (path, value), changed(body, path, value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("state", ["running", "failed"])
 def test_a_status_may_hold_anything(
     run: Path, capsys: pytest.CaptureFixture[str], state: str

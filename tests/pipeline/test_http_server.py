@@ -451,6 +451,7 @@ def test_a_port_that_is_taken_is_said_in_one_sentence() -> None:
 SECRET = "a-token-of-some-length"
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     "route",
     [

@@ -480,6 +480,7 @@ def test_settings_that_say_nothing_are_refused(wrong: dict[str, Any]) -> None:
 
 
 # ---- methods on such a backbone ------------------------------------------------------------------
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", ["finetune", "meat", "hat", "packnet", "dytox"])
 @pytest.mark.parametrize("kind", ["cb", "cbs"])
 def test_methods_learn_and_are_stored_with_it(

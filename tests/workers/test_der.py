@@ -395,6 +395,7 @@ def test_a_convolutional_backbone_grows_too(lab: Lab) -> None:
     assert len(run.evaluated(1)["rows"]) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", EVERY)
 def test_two_ranks_equal_one(lab: Lab, tmp_path: Path, name: str) -> None:
     tasks = [

@@ -75,6 +75,7 @@ def _run_rank(rank: int, folder: str, collective: str, missing: int) -> None:
     time.sleep(LIMIT_S)  # a process that ends closes its connections
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("collective", "missing"), [("broadcast", 0), ("gather", 1), ("sum", 2), ("gradients", 2)]
 )

@@ -233,6 +233,7 @@ def stream_of(lab: Lab, method: str, scenario: str, settings: Any, role: str = "
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scenario", ["task", "class"])
 def test_without_a_weight_it_is_fine_tuning_bit_for_bit(lab: Lab, scenario: str) -> None:
     plain = stream_of(lab, "finetune", scenario, {})

@@ -60,6 +60,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("crop", CROPS)
 @pytest.mark.parametrize("kind", ["streamed", "kept", "cached"])
 def test_images_do_not_depend_on_number_of_loaders(
@@ -80,6 +81,7 @@ def test_images_do_not_depend_on_number_of_loaders(
         assert epochs(workers) == expected
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2, 5])
 @pytest.mark.parametrize("kind", ["streamed", "resident"])

@@ -17,7 +17,6 @@ import pytest
 import safetensors.torch
 import torch
 from checks import CARRIED, STATE, Interrupted, interrupted_after
-from slow import slow_but
 from stage_lab import OPTIMIZERS, TINY, Lab, Run, Steps, again, history, on_ranks, small_batches
 
 from workers import loop, preemption
@@ -94,6 +93,7 @@ def test_as_many_threads_give_the_same_bytes_and_others_the_same_up_to_the_order
 
 
 # ---- interruptions -------------------------------------------------------------------------------
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", ["finetune", "meat"])
 @pytest.mark.parametrize(
     ("steps", "position"),
@@ -169,6 +169,7 @@ DAMAGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_makes_the_stage_start_anew_and_end_with_the_same_bytes(
     lab: Lab, damage: str
@@ -419,7 +420,8 @@ def test_a_rank_alone_needs_no_process_group() -> None:
 
 
 # ---- compiled blocks -----------------------------------------------------------------------------
-@pytest.mark.parametrize("method", slow_but(["hat", "dytox", "podnet"], "hat"))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("method", ["hat", "dytox", "podnet"])
 def test_blocks_run_compiled_whichever_way_a_method_runs_them(
     lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

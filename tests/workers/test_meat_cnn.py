@@ -474,6 +474,7 @@ def test_what_a_resnet_cannot_do_gets_a_sentence() -> None:
         method.load_task(state)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_works_on_a_cnn_or_says_before_anything_runs_that_it_needs_a_vit(
     lab: Lab, name: str

@@ -77,6 +77,7 @@ def three_tasks(lab: Lab, method: str, **settings: Any) -> Run:
     return run
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", REHEARSAL)
 def test_every_method_keeps_within_its_memory_and_drops_the_last_exemplars_of_a_class(
     lab: Lab, method: str
@@ -273,6 +274,7 @@ def test_the_teacher_is_the_model_of_the_task_before_and_never_changes(
         assert torch.equal(tensor, head[name])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", REHEARSAL)
 def test_choosing_exemplars_changes_nothing_of_the_network(lab: Lab, method: str) -> None:
     """Weights, biases and buffers are bit for bit those of the step before (C8); only class means

@@ -428,6 +428,7 @@ def test_paths_and_trunk_stay_as_they_were_stored_to_the_end_of_a_stream(lab: La
     assert max(sizes[1:]) < sizes[0] / 5, "the trunk is not handed on once it rests"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("val_fraction", [0.0, 0.2])
 def test_ranks_choose_alike(lab: Lab, tmp_path: Folder, val_fraction: float) -> None:
     run = lab.run_of(
@@ -476,6 +477,7 @@ def test_after_a_base_task_the_trunk_rests_from_the_start(lab: Lab, every: int) 
     assert same(tensors(served.backbone), tensors(run.fresh().backbone))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "promise",
     [

@@ -242,6 +242,7 @@ KEEPS_RESULTS = {
 }
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(
     ("section", "name"),
     [

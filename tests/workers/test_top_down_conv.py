@@ -12,7 +12,6 @@ import stage_lab
 import torch
 from checks import PROMISES
 from method_steps import BASE, ONE, PROGRESS, TWO, begun, images
-from slow import slow_but
 from stage_lab import TASKS, Lab, answers
 from test_convnext import SMALL, convnext
 from test_toast import moved
@@ -554,8 +553,9 @@ ON_LAB = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("promise", [name for name, p in PROMISES.items() if p.applies(Toast)])
-@pytest.mark.parametrize("name", slow_but(BOTH, BOTH[0]))
+@pytest.mark.parametrize("name", BOTH)
 def test_the_promises_of_every_method_hold_on_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str, promise: str
 ) -> None:

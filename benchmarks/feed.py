@@ -74,7 +74,11 @@ CASES = {
 
 
 def by_hand(
-    shards: list[str], transform: v2.Compose, batch_size: int, has_recipe: bool
+    shards: list[str],
+    classes: tuple[str, ...],
+    transform: v2.Compose,
+    batch_size: int,
+    has_recipe: bool,
 ) -> Iterator[Tensor]:
     """Yield float batches (b, 3, side, side) as a user of WebDataset writes it."""
     mixup = v2.MixUp(alpha=RECIPE["mixup"], num_classes=CLASSES)
@@ -84,8 +88,8 @@ def by_hand(
         webdataset.WebDataset(shards, shardshuffle=len(shards))
         .shuffle(SHUFFLE)
         .decode("pil")
-        .to_tuple("jpg", "cls")
-        .map_tuple(transform, int)
+        .to_tuple("jpg", "txt")
+        .map_tuple(transform, classes.index)
         .batched(batch_size, collation_fn=collate)
     )
     for images, labels in data:
@@ -214,6 +218,8 @@ def measure(side: int, case: Case, report: Report, folder: Path, has_recipe: boo
     )
     stream.ingest(store, graph)
     job = stream.job_of(graph, "linear/t-0/train")
+    assert job.task is not None
+    classes = job.task.classes
     data = Artifact.need(job.root, graph["data/generated"].key)
     names = sorted(name for name in data.manifest["files"] if name.startswith("train"))
     shards = [data.uri(name).removeprefix("file://") for name in names]
@@ -245,7 +251,7 @@ def measure(side: int, case: Case, report: Report, folder: Path, has_recipe: boo
     hands = transforms(side, job, has_recipe)
     for name, transform in hands.items():
         variants[name] = lambda transform=transform: exhaust(
-            by_hand(shards, transform, case.batch_size, has_recipe)
+            by_hand(shards, classes, transform, case.batch_size, has_recipe)
         )
     timing = interleave(variants, rounds=5, prepare={"first epoch": delete_cache})
     best = min(hands, key=timing.median)

@@ -1,7 +1,7 @@
-"""Simulate the feed of ImageNet-21k on a cluster, without its pixels: 13 million rows in 12,000
-shards, dealt to 64 nodes of 8 ranks.
+"""Simulate the feed of ImageNet-21k on a cluster, without its pixels: 13 million rows in 21,841
+shards, one of each class, dealt to 64 nodes of 8 ranks.
 
-`python -m benchmarks.feed_cluster`; about 15 seconds and 2 GB of memory. The order, its runs, the
+`python -m benchmarks.feed_cluster`; about 15 seconds and 2 GB of memory. The order, its ranges, the
 requests and the node's cache are those that the feed computes, for two nodes of the 64 (the others
 differ by their streams alone). CPU times are measured on one core with made-up photographs. What a
 network and a bucket do is assumed, and printed beside what follows from it.
@@ -9,6 +9,7 @@ network and a bucket do is assumed, and printed beside what follows from it.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tempfile
 import time
@@ -23,17 +24,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from benchmarks.feed_scale import DISTINCT, Index, made_up_index, write_store
+from benchmarks.feed_scale import (
+    CLASSES,
+    DISTINCT,
+    compute_order,
+    made_up_index,
+    make_deal,
+    rows_of_stream,
+    write_store,
+)
 from benchmarks.harness import Report, start
 from workers.data.cache import FILLED
 from workers.data.decoding import decode
 from workers.data.order import Deal, EpochOrder, Ints
-from workers.data.reader import FETCH_THREADS
-from workers.data.rows import SampleTable, select
+from workers.data.reader import FETCH_THREADS, cut_ranges
+from workers.data.rows import Locations, SampleTable, select
 from workers.data.shards import SCHEMA
 from workers.job import Task
 
-ROWS, SHARDS, NODES, RANKS, CORES = 13_000_000, 12_000, 64, 8, 16
+ROWS, SHARDS, NODES, RANKS, CORES = 13_000_000, 21_841, 64, 8, 16
 BATCH = 4096  # global: 8 images of each of 512 ranks
 SAMPLED_NODES = (0, 37)
 EPOCHS = 8
@@ -49,8 +58,8 @@ WIDTH, HEIGHT, QUALITY, GRAIN, SIDE = 500, 375, 92, 24, 224
 INDEX_ROWS = 100_000  # of which the bytes of an index are measured
 
 
-class Runs(NamedTuple):
-    """The runs of an index. of_row: (n,) the run of each row. sizes: (m,) bytes."""
+class ByteRanges(NamedTuple):
+    """What is fetched by one request. of_row: (n,) the range of each row. sizes: (m,) bytes."""
 
     of_row: np.ndarray
     sizes: Ints
@@ -70,34 +79,35 @@ class CpuCosts(NamedTuple):
 
 
 class NodeCache:
-    """Which runs lie in a node's cache, and when they make room: see `workers/data/cache.py`."""
+    """Which ranges lie in a node's cache, and when they make room: see `workers/data/cache.py`."""
 
     def __init__(self, limit: int):
         self.limit = limit
         self.used = 0
-        self.sizes: OrderedDict[int, int] = OrderedDict()  # run -> bytes, the latest last
+        self.sizes: OrderedDict[int, int] = OrderedDict()  # range -> bytes, the latest last
 
-    def find_or_add(self, run: int, size: int) -> bool:
-        """Return whether a run was there. It is there afterwards, and the one used last."""
-        if run in self.sizes:
-            self.sizes.move_to_end(run)
+    def find_or_add(self, number: int, size: int) -> bool:
+        """Return whether a range was there. It is there afterwards, and the one used last."""
+        if number in self.sizes:
+            self.sizes.move_to_end(number)
             return True
         if self.used + size > self.limit:
             most = min(self.limit - size, int(FILLED * self.limit))
             while self.used > most and self.sizes:
                 _, freed = self.sizes.popitem(last=False)
                 self.used -= freed
-        self.sizes[run] = size
+        self.sizes[number] = size
         self.used += size
         return False
 
 
-def cut(deal: Deal, index: Index) -> Runs:
-    """Return the runs of a deal."""
-    firsts = deal.borders[:-1]
+def cut(deal: Deal, index: Locations) -> ByteRanges:
+    """Return the ranges of the runs of a deal."""
+    borders = cut_ranges(index, deal.rows_per_run)
+    firsts = borders[:-1]
     ends = np.maximum.reduceat(index.offsets + index.sizes, firsts)
-    of_row = np.repeat(np.arange(len(firsts), dtype=np.int32), np.diff(deal.borders))
-    return Runs(of_row, ends - index.offsets[firsts])
+    of_row = np.repeat(np.arange(len(firsts), dtype=np.int32), np.diff(borders))
+    return ByteRanges(of_row, ends - index.offsets[firsts])
 
 
 def streams_of(node: int, deal: Deal) -> list[int]:
@@ -107,51 +117,58 @@ def streams_of(node: int, deal: Deal) -> list[int]:
     return [stream for stream in range(deal.num_streams) if stream % (NODES * RANKS) in ranks]
 
 
-def runs_of_node(order: EpochOrder, node: int, runs: Runs) -> list[int]:
-    """Return the runs that a node reads in an epoch, each once, in the order of their first use."""
+def ranges_of_node(order: EpochOrder, node: int, ranges: ByteRanges) -> list[int]:
+    """Return the ranges that a node reads in an epoch, once each, in the order of first use."""
     used: list[Ints] = []
     first_uses: list[Ints] = []
     for stream in streams_of(node, order.deal):
-        of_stream, first_use = np.unique(runs.of_row[order.stream(stream)], return_index=True)
+        of_row = ranges.of_row[rows_of_stream(order, stream)]
+        of_stream, first_use = np.unique(of_row, return_index=True)
         used.append(of_stream)
         first_uses.append(first_use)
     in_order = np.concatenate(used)[np.argsort(np.concatenate(first_uses), kind="stable")]
     return list(dict.fromkeys(in_order.tolist()))
 
 
-def measure_order(report: Report, index: Index) -> tuple[Deal, float]:
-    """Time and memory of what one rank of 512 computes; return the deal, and seconds an epoch."""
+def measure_order(report: Report, index: Locations) -> tuple[Deal, ByteRanges, float]:
+    """Time and memory of what one rank of 512 computes.
+
+    Return the deal, the ranges of its runs, and seconds of the order in an epoch.
+    """
     began = time.process_time()
-    deal = Deal(*index, BATCH, seed=1)
+    deal = make_deal(index.sizes, BATCH)
+    ranges = cut(deal, index)
     deal_s = time.process_time() - began
-    rank = np.arange(0, BATCH, NODES * RANKS)
     began = time.process_time()
-    deal.epoch(0).rows(0, rank)
+    compute_order(deal, 0, NODES * RANKS)
     epoch_s = time.process_time() - began
     tracemalloc.start()
-    Deal(*index, BATCH, seed=1).epoch(0).rows(0, rank)
+    compute_order(deal, 0, NODES * RANKS)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    report.note("runs", f"{len(deal.borders) - 1:,}, {deal.num_streams} streams")
-    report.note("order, once in a stage", f"{deal_s:.2f} s of one core, in each rank")
+    num_runs = -(-deal.num_rows // deal.rows_per_run)
+    report.note("runs", f"{num_runs:,} in {len(ranges.sizes):,} ranges, {deal.num_streams} streams")
+    report.note("ranges, once in a stage", f"{deal_s:.2f} s of one core, in each rank")
     report.note(
-        "order, in each epoch, the stream of one rank",
-        f"{epoch_s:.2f} s of one core; {peak / 1e6:.0f} MB at most beyond the index, of which "
-        "the rows of streams that nobody asks for are never touched",
+        "order, in each epoch, the streams of one rank",
+        f"{epoch_s:.2f} s of one core; {peak / 1e6:.0f} MB at most, of which those of streams that "
+        "nobody asks for are never touched",
     )
-    return deal, epoch_s
+    return deal, ranges, epoch_s
 
 
 def measure_index(report: Report) -> None:
     """Bytes of an index as ingest writes it, and as a rank holds it."""
     generator = np.random.default_rng(0)
     digests = [generator.bytes(32).hex() for _ in range(INDEX_ROWS)]
-    names = [f"n{number % 21_841:08d}" for number in range(INDEX_ROWS)]
+    per_class = ROWS // SHARDS
+    names = [f"n{row // per_class:08d}" for row in range(INDEX_ROWS)]
+    shards = [f"train-{hashlib.sha256(name.encode()).hexdigest()[:16]}-00000.tar" for name in names]
     columns = {
         "split": pa.array(["train"] * INDEX_ROWS),
         "key": pa.array([f"train/{name}/{name}_{row}" for row, name in enumerate(names)]),
         "class": pa.array(names),
-        "shard": pa.array([f"train-{row // 1083:05d}.tar" for row in range(INDEX_ROWS)]),
+        "shard": pa.array(shards),
         "offset": pa.array(generator.integers(0, 120_000_000, INDEX_ROWS)),
         "bytes": pa.array(generator.integers(30_000, 300_000, INDEX_ROWS)),
         "sha256": pa.array(digests),
@@ -168,15 +185,15 @@ def measure_index(report: Report) -> None:
     )
 
 
-def measure_requests(report: Report, deal: Deal, runs: Runs) -> tuple[float, float]:
+def measure_requests(report: Report, deal: Deal, ranges: ByteRanges) -> tuple[float, float]:
     """Bytes and requests of the sampled nodes; return those of a node in an epoch on average."""
-    share = int(runs.sizes.sum()) / NODES
+    share = int(ranges.sizes.sum()) / NODES
     all_bytes: list[int] = []
     all_requests: list[int] = []
     for node in SAMPLED_NODES:
         order = deal.epoch(0)
-        used = runs_of_node(order, node, runs)
-        num_bytes = int(runs.sizes[used].sum())
+        used = ranges_of_node(order, node, ranges)
+        num_bytes = int(ranges.sizes[used].sum())
         report.at_most(
             f"bytes of node {node} of {NODES} in an epoch / its share",
             num_bytes / share,
@@ -194,20 +211,20 @@ def measure_requests(report: Report, deal: Deal, runs: Runs) -> tuple[float, flo
     return mean_bytes, mean_requests
 
 
-def measure_cache(report: Report, deal: Deal, runs: Runs) -> None:
-    """The share of runs that a node finds in its cache, where streams are dealt anew each epoch."""
+def measure_cache(report: Report, deal: Deal, ranges: ByteRanges) -> None:
+    """The share of ranges that a node has in its cache; streams are dealt anew each epoch."""
     node = SAMPLED_NODES[0]
     caches = {size: NodeCache(size << 30) for size in CACHES_GIB}
     shares: dict[int, list[float]] = {size: [] for size in CACHES_GIB}
     for epoch in range(EPOCHS):
-        used = runs_of_node(deal.epoch(epoch), node, runs)
-        sizes = runs.sizes[used].tolist()
+        used = ranges_of_node(deal.epoch(epoch), node, ranges)
+        sizes = ranges.sizes[used].tolist()
         for gib, cache in caches.items():
             hits = sum(map(cache.find_or_add, used, sizes))
             shares[gib].append(hits / len(used))
     for gib, hit_shares in shares.items():
         report.note(
-            f"cache of {gib:,} GiB, runs that are found in it",
+            f"cache of {gib:,} GiB, ranges that are found in it",
             f"{100 * hit_shares[1]:.1f} % in the second epoch, {100 * hit_shares[-1]:.1f} % in "
             f"epoch {EPOCHS}; it holds {caches[gib].used / 2**30:,.0f} GiB then",
         )
@@ -237,21 +254,15 @@ def cpu_seconds(call: Callable[[int], object], rows: range) -> float:
     return sorted(rounds)[1]
 
 
-def measure_cpu(report: Report, deal: Deal, epoch_s: float) -> CpuCosts:
+def measure_cpu(report: Report, epoch_s: float) -> CpuCosts:
     """CPU seconds of an image: its place in the order, its bytes and digest, its pixels."""
-    order = deal.epoch(0)
-    ranks = NODES * RANKS
-    order.rows(0, np.arange(0, BATCH, ranks))  # computes the stream
-    seconds = cpu_seconds(lambda step: order.rows(step, np.arange(0, BATCH, ranks)), range(300))
-    images_of_step = BATCH / ranks
-    images_of_epoch = ROWS / ranks
     with tempfile.TemporaryDirectory() as folder:
         records = list(photographs())
         write_store(Path(folder), "photographs", 1000, records, "jpg")
-        task = Task("t", "card", "photographs", tuple(str(number) for number in range(10)))
+        task = Task("t", "card", "photographs", tuple(str(number) for number in range(CLASSES)))
         samples = select(folder, (task,), "train", 0.0)
         costs = CpuCosts(
-            seconds / images_of_step + epoch_s / images_of_epoch,
+            epoch_s / (ROWS / (NODES * RANKS)),
             cpu_seconds(samples.bytes_of, range(len(samples))),
             cpu_seconds(lambda row: decode_record(samples, row), range(DISTINCT)),
         )
@@ -309,12 +320,11 @@ def main() -> None:
     report.note(
         "assumed", f"{ROWS:,} images of {mean:.0f} kB on average, {index.sizes.sum() / 1e12:.2f} TB"
     )
-    deal, epoch_s = measure_order(report, index)
+    deal, ranges, epoch_s = measure_order(report, index)
     measure_index(report)
-    runs = cut(deal, index)
-    node_bytes, node_requests = measure_requests(report, deal, runs)
-    measure_cache(report, deal, runs)
-    costs = measure_cpu(report, deal, epoch_s)
+    node_bytes, node_requests = measure_requests(report, deal, ranges)
+    measure_cache(report, deal, ranges)
+    costs = measure_cpu(report, epoch_s)
     report_rates(report, costs, node_bytes, node_requests)
     report.exit()
 

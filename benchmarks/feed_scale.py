@@ -1,8 +1,8 @@
 """Measure the order of an epoch and the reading of records at the size of ImageNet, without pixels
 of that size.
 
-`python -m benchmarks.feed_scale`; an index of 1.28 million rows over 1280 shards of 1000 small
-images, 0.4 GB in a temporary folder, about three minutes. Times are CPU time of one thread.
+`python -m benchmarks.feed_scale`; an index of 1.28 million rows over 1290 shards of small images
+of one class, 0.4 GB in a temporary folder, about three minutes. Times are CPU time of one thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +23,8 @@ from PIL import Image
 from benchmarks.harness import Report, interleave, start
 from workers.data.feed import Feed
 from workers.data.order import Deal, EpochOrder, Ints, num_streams
-from workers.data.reader import DiskReader
+from workers.data.reader import DiskReader, cut_ranges
+from workers.data.rows import Locations
 from workers.data.shards import INDEX, SCHEMA
 from workers.dist import Group
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
@@ -32,9 +32,10 @@ from workers.storage.artifact import Attempt
 
 IMAGENET_ROWS = 1_281_000
 IMAGENET_BYTES = 110_000  # of an image, on average
-ROWS_OF_21K, SHARDS_OF_21K = 13_000_000, 12_000
+ROWS_OF_21K, SHARDS_OF_21K = 13_000_000, 21_841  # a shard of each class
 SHARD_ROWS, SMALL_ROWS, SIDE, BATCH = 1000, 1000, 8, 128
-DISTINCT = 100  # images of a store, each of which occurs many times
+CLASSES = 10  # of a store
+DISTINCT = 100  # pictures of a store, each of which occurs many times
 RANKS = 64
 NODES, RANKS_PER_NODE, LARGE_BATCH = (1, 2, 8, 64), 8, 4096
 ORDER_DEMAND_S = 1.0  # the order of 1.28 million rows
@@ -44,15 +45,7 @@ RATE_DEMAND = 0.9  # records per second of a rank among 64 / of a single one
 BYTES_DEMAND = 1.1  # bytes that one of N nodes reads / its share of all
 
 
-class Index(NamedTuple):
-    """Where rows lie, as `Deal` takes it."""
-
-    shards: np.ndarray
-    offsets: Ints
-    sizes: Ints
-
-
-def made_up_index(num_rows: int, num_shards: int) -> Index:
+def made_up_index(num_rows: int, num_shards: int) -> Locations:
     """Return an index of photographs: sizes between a third and three times the average."""
     generator = np.random.default_rng(0)
     spread = generator.uniform(-1.1, 1.1, num_rows)
@@ -63,15 +56,27 @@ def made_up_index(num_rows: int, num_shards: int) -> Index:
     firsts = np.flatnonzero(np.diff(shards, prepend=-1))
     shard_starts = (ends - sizes - 1536)[firsts]
     offsets = ends - sizes - 1024 - shard_starts[shards]
-    return Index(shards, offsets, sizes)
+    return Locations([], shards, offsets, sizes)
 
 
-def whole_order(index: Index, batch: int) -> EpochOrder:
-    """Compute the order of an epoch with all streams, as a single rank does."""
-    order = Deal(*index, batch, seed=1).epoch(0)
-    for stream in range(order.deal.num_streams):
-        order.rows(0, np.array([stream]))
-    return order
+def make_deal(sizes: Ints, batch: int) -> Deal:
+    """Return the deal of rows of some bytes."""
+    return Deal(len(sizes), int(sizes.sum()), batch, seed=1)
+
+
+def compute_order(deal: Deal, rank: int = 0, world: int = 1) -> int:
+    """Compute the rows of a rank in all steps of an epoch, and return how many they are."""
+    order = deal.epoch(0)
+    num_rows = 0
+    for step in range(order.num_steps):
+        num_rows += len(order.rows(step, np.arange(rank, order.size(step), world)))
+    return num_rows
+
+
+def rows_of_stream(order: EpochOrder, stream: int) -> Ints:
+    """Return the rows of a stream, block by block."""
+    blocks = range(int(order.num_blocks[stream]))
+    return np.concatenate([order.block(stream, block) for block in blocks])
 
 
 def measure_order(report: Report) -> None:
@@ -82,43 +87,43 @@ def measure_order(report: Report) -> None:
     ):
         index = made_up_index(rows, shards)
         began = time.process_time()
-        whole_order(index, 1024)
+        compute_order(make_deal(index.sizes, 1024))
         seconds = time.process_time() - began
         tracemalloc.start()
-        whole_order(index, 1024)
+        compute_order(make_deal(index.sizes, 1024))
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         if rows == IMAGENET_ROWS:
             report.below(f"order of {name}", seconds, ORDER_DEMAND_S)
             report.at_most(f"order of {name}, 100 MB", peak / 1e6 / ORDER_DEMAND_MB, 1.0)
         began = time.process_time()
-        order = Deal(*index, LARGE_BATCH, seed=1).epoch(0)
-        order.rows(0, np.arange(0, LARGE_BATCH, RANKS * RANKS_PER_NODE))
+        compute_order(make_deal(index.sizes, LARGE_BATCH), 0, RANKS * RANKS_PER_NODE)
         one_rank = time.process_time() - began
         report.note(f"order of {name}", f"{seconds:.2f} s, {peak / 1e6:.0f} MB at most")
         report.note(f"order of {name}, one rank of 512", f"{one_rank:.2f} s")
 
 
 def measure_bytes(report: Report) -> None:
-    """Bytes of the runs that the ranks of one node touch, in an epoch of ImageNet."""
+    """Bytes of the ranges that the ranks of one node touch, in an epoch of ImageNet."""
     index = made_up_index(IMAGENET_ROWS, 1281)
-    deal = Deal(*index, LARGE_BATCH, seed=1)
-    ends = np.maximum.reduceat(index.offsets + index.sizes, deal.borders[:-1])
-    run_bytes = ends - index.offsets[deal.borders[:-1]]
-    run_of_row = np.repeat(np.arange(len(run_bytes)), np.diff(deal.borders))
-    order = whole_order(index, LARGE_BATCH)
+    deal = make_deal(index.sizes, LARGE_BATCH)
+    borders = cut_ranges(index, deal.rows_per_run)
+    ends = np.maximum.reduceat(index.offsets + index.sizes, borders[:-1])
+    range_bytes = ends - index.offsets[borders[:-1]]
+    range_of_row = np.repeat(np.arange(len(range_bytes)), np.diff(borders))
+    order = deal.epoch(0)
     for nodes in NODES:
         world = nodes * RANKS_PER_NODE
         if num_streams(LARGE_BATCH) % world:
             continue
         streams = [s for s in range(deal.num_streams) if s % world < RANKS_PER_NODE]
-        rows = np.concatenate([order.stream(stream) for stream in streams])
-        runs = np.unique(run_of_row[rows])
-        share = float(run_bytes[runs].sum() / (run_bytes.sum() / nodes))
+        rows = np.concatenate([rows_of_stream(order, stream) for stream in streams])
+        ranges = np.unique(range_of_row[rows])
+        share = float(range_bytes[ranges].sum() / (range_bytes.sum() / nodes))
         report.at_most(f"bytes of one node of {nodes} / its share", share, BYTES_DEMAND)
         report.note(
             f"one node of {nodes}",
-            f"{run_bytes[runs].sum() / 1e9:.1f} GB in {len(runs):,} requests",
+            f"{range_bytes[ranges].sum() / 1e9:.1f} GB in {len(ranges):,} requests",
         )
 
 
@@ -136,37 +141,42 @@ def small_images() -> list[bytes]:
 def write_store(root: Path, key: str, num_rows: int, records: list[bytes], ext: str) -> None:
     """Write an artifact of `num_rows` images of ten classes, as ingest would.
 
-    records: DISTINCT images, which are repeated. ext: of their format.
+    records: pictures, which are repeated, each time with another number behind the picture. ext: of
+    their format.
     """
-    digests = [hashlib.sha256(record).hexdigest() for record in records]
-    shard_bytes = b"".join(record + bytes(64) for record in records) * (SHARD_ROWS // DISTINCT)
-    sizes = np.array([len(record) for record in records] * (SHARD_ROWS // DISTINCT))
-    offsets = np.cumsum(sizes + 64) - sizes - 64
     attempt = Attempt(str(root), key)
-    num_shards = num_rows // SHARD_ROWS
-    names = [f"train-{number:05d}.tar" for number in range(num_shards)]
-    for name in names:
-        attempt.write(name, shard_bytes)
-    rows = np.arange(num_rows)
-    columns = {
-        "split": pa.array(["train"] * num_rows),
-        "key": pa.array([f"train/{row}" for row in rows]),
-        "class": pa.array([str(number % 10) for number in rows]),
-        "shard": pa.array(names).take(pa.array(rows // SHARD_ROWS)),
-        "offset": pa.array(np.tile(offsets, num_shards)),
-        "bytes": pa.array(np.tile(sizes, num_shards)),
-        "sha256": pa.array(digests).take(pa.array(rows % DISTINCT)),
-        "ext": pa.array([ext] * num_rows),
-    }
+    tables: list[pa.Table] = []
+    for label in range(CLASSES):
+        images = []
+        for row in range(label, num_rows, CLASSES):
+            data = records[row % len(records)] + row.to_bytes(4)
+            images.append((hashlib.sha256(data).hexdigest(), row, data))
+        images.sort()
+        for number, first in enumerate(range(0, len(images), SHARD_ROWS)):
+            digests, rows, contents = zip(*images[first : first + SHARD_ROWS], strict=True)
+            name = f"train-{label}-{number:05d}.tar"
+            attempt.write(name, b"".join(data + bytes(64) for data in contents))
+            sizes = np.array([len(data) for data in contents])
+            columns = {
+                "split": pa.array(["train"] * len(rows)),
+                "key": pa.array([f"train/{label}/{row}" for row in rows]),
+                "class": pa.array([str(label)] * len(rows)),
+                "shard": pa.array([name] * len(rows)),
+                "offset": pa.array(np.cumsum(sizes + 64) - sizes - 64),
+                "bytes": pa.array(sizes),
+                "sha256": pa.array(digests),
+                "ext": pa.array([ext] * len(rows)),
+            }
+            tables.append(pa.table(columns, SCHEMA))
     index = io.BytesIO()
-    pq.write_table(pa.table(columns, SCHEMA), index)
+    pq.write_table(pa.concat_tables(tables), index)
     attempt.write(INDEX, index.getvalue())
     attempt.commit({"kind": "ingest"})
 
 
 def streamed_feed(root: Path, key: str) -> Feed:
     """Return the feed of one rank over such an artifact."""
-    task = Task("t", "card", key, tuple(str(number) for number in range(10)))
+    task = Task("t", "card", key, tuple(str(number) for number in range(CLASSES)))
     job = StageJob(
         "id",
         "key",
@@ -197,9 +207,7 @@ def make_batches(feed: Feed, order: EpochOrder, steps: range) -> int:
 def read_share(feed: Feed, rank: int, world: int) -> int:
     """Read the records of one rank of `world` in an epoch, in their order."""
     samples = feed.samples
-    locations = samples.locations
-    deal = Deal(locations.shards, locations.offsets, locations.sizes, LARGE_BATCH, seed=1)
-    order = deal.epoch(0)
+    order = make_deal(samples.locations.sizes, LARGE_BATCH).epoch(0)
     reader = DiskReader(samples)
     num_records = 0
     for step in range(order.num_steps):

@@ -51,7 +51,7 @@ StageResult = tuple[dict[str, bytes], dict[str, Any]]
 Runner = Callable[[StageJob, dist.Group, Report], StageResult]
 # It is part of the store's keys of trained results. Raise it when a change to this loop, the
 # optimizer, the feed, the augmentation, stochastic depth or the heads changes what training gives.
-TRAIN_REVISION = 5
+TRAIN_REVISION = 6
 REPORT_S = 1.0  # shortest time between two progress reports of a stage
 CHECKPOINT_REPORT_S = 30.0  # the same for its checkpoints
 # What a stage reports that another process is computing: two drivers of one run, for example.

@@ -11,8 +11,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,13 +22,14 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.shard_names import shard_name
 from workers.data import decoding, image_maker
 from workers.data import feed as feeds
 from workers.data.batch import Batch
 from workers.data.cache import Blocks
 from workers.data.decoding import ImageLimits, decode
 from workers.data.feed import Feed
-from workers.data.rows import hold_out
+from workers.data.held_out import hold_out
 from workers.data.shards import INDEX, SCHEMA, Shards
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError
@@ -42,6 +44,7 @@ from workers.job import (
 from workers.storage.artifact import Attempt
 
 SIDE = 8
+SPLITS = ("train", "test")
 CLASSES = {"red": 9, "green": 8, "blue": 6}
 PLACES = {"resident": 1024, "streamed": 0}  # data.resident_mb
 
@@ -53,6 +56,42 @@ def noise_of(record: str) -> bytes:
     return encoded(Image.fromarray(noise))
 
 
+class Record(NamedTuple):
+    """A record of an artifact."""
+
+    split: str
+    label: str
+    key: str
+    data: bytes
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+
+def shards_of_classes(records: list[Record], shard_images: int) -> dict[str, list[Record]]:
+    """Shards as ingest writes them."""
+    ordered = sorted(records, key=lambda r: (SPLITS.index(r.split), r.label, r.digest, r.key))
+    shards: dict[str, list[Record]] = {}
+    for (split, label), group in groupby(ordered, lambda record: record[:2]):
+        members = list(group)
+        for number, first in enumerate(range(0, len(members), shard_images)):
+            name = shard_name(split, label, number)
+            shards[name] = members[first : first + shard_images]
+    return shards
+
+
+def shards_of_splits(records: list[Record], shard_images: int) -> dict[str, list[Record]]:
+    """Shards with the images of all classes in between each other, as ingest once wrote them."""
+    shards: dict[str, list[Record]] = {}
+    for split in SPLITS:
+        members = [record for record in records if record.split == split]
+        members.sort(key=lambda record: hashlib.sha256(record.key.encode()).digest())
+        for number, first in enumerate(range(0, len(members), shard_images)):
+            shards[f"{split}-{number:05d}.tar"] = members[first : first + shard_images]
+    return shards
+
+
 def publish(
     root: Path,
     key: str,
@@ -60,39 +99,37 @@ def publish(
     test: int = 5,
     shard_images: int = 6,
     draw: Callable[[str], bytes] = noise_of,
+    layout: Callable[[list[Record], int], dict[str, list[Record]]] = shards_of_classes,
 ) -> None:
-    """An artifact as ingest writes it. draw: the file of each record."""
+    """An artifact. draw: the file of each record."""
+    records = []
+    for split in SPLITS:
+        for label, count in classes.items():
+            for number in range(count if split == "train" else test):
+                name = f"{split}/{label}/{number:03d}"
+                records.append(Record(split, label, name, draw(name)))
     attempt, rows = Attempt(str(root), key), []
-    for split in ("train", "test"):
-        samples_to_write = [
-            (split, name, i)
-            for name, count in classes.items()
-            for i in range(count if split == "train" else test)
-        ]
-        samples_to_write.sort(key=lambda w: hashlib.sha256(repr(w).encode()).digest())
-        for first in range(0, len(samples_to_write), shard_images):
-            shard, buffer = f"{split}-{first:05d}.tar", io.BytesIO()
-            with tarfile.open(fileobj=buffer, mode="w") as tar:
-                for _, name, i in samples_to_write[first : first + shard_images]:
-                    record = f"{split}/{name}/{i:03d}"
-                    for ext, data in (("png", draw(record)), ("cls", name.encode())):
-                        member = tarfile.TarInfo(f"{record}.{ext}")
-                        member.size = len(data)
-                        tar.addfile(member, io.BytesIO(data))
-                        if ext == "png":
-                            rows.append(
-                                {
-                                    "split": split,
-                                    "key": record,
-                                    "class": name,
-                                    "shard": shard,
-                                    "bytes": len(data),
-                                    "offset": tar.offset - -(-len(data) // 512) * 512,
-                                    "ext": ext,
-                                    "sha256": hashlib.sha256(data).hexdigest(),
-                                }
-                            )
-            attempt.write(shard, buffer.getvalue())
+    for shard, members in layout(records, shard_images).items():
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            for record in members:
+                rows.append(
+                    {
+                        "split": record.split,
+                        "key": record.key,
+                        "class": record.label,
+                        "shard": shard,
+                        "bytes": len(record.data),
+                        "offset": tar.offset + 512,
+                        "ext": "png",
+                        "sha256": record.digest,
+                    }
+                )
+                for ext, data in (("png", record.data), ("txt", record.label.encode())):
+                    member = tarfile.TarInfo(f"{record.key}.{ext}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+        attempt.write(shard, buffer.getvalue())
     table = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, SCHEMA), table)
     attempt.write(INDEX, table.getvalue())
@@ -309,6 +346,56 @@ def test_random_numbers_of_other_positions_are_not_those_of_the_batch(root: Any)
     assert torch.equal(batch.draw.positions_on_device, batch.draw.positions)
     everybody = replace(batch.draw, positions=torch.arange(4))
     assert everybody.positions_on_device.tolist() == [0, 1, 2, 3]
+
+
+# ---- the order ----------------------------------------------------------------------------------
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "smaller shards": {"shard_images": 4},
+    "larger shards": {"shard_images": 100},
+    "another class": {"classes": {**CLASSES, "grey": 11, "black": 3}},
+    "another class in the same shards": {
+        "classes": {"grey": 11, **CLASSES},
+        "shard_images": 7,
+        "layout": shards_of_splits,
+    },
+}
+
+
+@pytest.mark.parametrize("storage_kind", PLACES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_batches_depend_on_the_images_of_a_task_alone(
+    name: str, storage_kind: Any, root: Any, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    publish(other, "colours", **{"classes": CLASSES, **LAYOUTS[name]})
+    publish(other, "shapes", {"disc": 5, "ring": 7}, shard_images=3, layout=shards_of_splits)
+    for tasks in ((COLOURS,), (SHAPES, COLOURS)):
+        feeds = [feed_of(folder, storage_kind, tasks=tasks) for folder in (root, other)]
+        for epoch in (0, 1):
+            orders = [feed.deal.epoch(epoch) for feed in feeds]
+            for step in range(feeds[0].steps_per_epoch):
+                positions = np.arange(orders[0].size(step))
+                keys, same_keys = (
+                    feed.samples.keys(order.rows(step, positions))
+                    for feed, order in zip(feeds, orders, strict=True)
+                )
+                assert keys == same_keys
+            assert samples(feeds[:1], epoch) == samples(feeds[1:], epoch)
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+@pytest.mark.parametrize("layout", [shards_of_classes, shards_of_splits])
+def test_a_table_is_sorted_by_task_class_and_image(split: str, layout: Any, tmp_path: Path) -> None:
+    publish(tmp_path, "colours", CLASSES, layout=layout)
+    publish(tmp_path, "shapes", {"disc": 5, "ring": 7}, layout=layout)
+    backwards = Task("shapes", "shapes", "shapes", ("ring", "disc"))
+    feed = feed_of(tmp_path, "streamed", split=split, tasks=(backwards, COLOURS), training=False)
+    digests = feed.samples.table["sha256"].to_pylist()
+    rows = list(
+        zip(feed.samples.tasks.tolist(), feed.samples.labels.tolist(), digests, strict=True)
+    )
+    assert rows == sorted(rows)
+    assert {row[:2] for row in rows} == {(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)}
 
 
 # ---- made ahead ----------------------------------------------------------------------------------
@@ -705,7 +792,7 @@ def test_a_flipped_bit_names_the_damaged_image(root: Any, storage_kind: Any) -> 
 def test_a_shard_that_is_cut_short_or_missing_is_damage(
     root: Any, storage_kind: Any, left: Any
 ) -> None:
-    path = Path(Shards.open(str(root), "colours").uri("train-00006.tar"))
+    path = Path(Shards.open(str(root), "colours").uri(shard_name("train", "red")))
     if left is None:
         path.unlink()
     else:

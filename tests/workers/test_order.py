@@ -5,48 +5,35 @@ from __future__ import annotations
 import copy
 import hashlib
 import tracemalloc
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from workers.data import order
 from workers.data.order import (
-    GAP_BYTES,
+    MAX_RUNS,
     RUN_BYTES,
+    RUNS_PER_STREAM,
     Deal,
+    EpochOrder,
     Ints,
     TableOrder,
-    cut_runs,
+    draw,
     num_streams,
     partner_positions,
 )
+from workers.rng import derive_seed
+
+SMALL = 10_000  # rows
+SIZE = 20_000  # bytes of a row
 
 
-class Index(NamedTuple):
-    """Where the rows of a made-up index lie, and their classes."""
-
-    shards: Any
-    offsets: Ints
-    sizes: Ints
-    classes: Ints
-
-
-def sorted_index(num_classes: int, per_class: int, num_shards: int, size: int) -> Index:
-    """An index in the worst order there is: class after class."""
-    n = num_classes * per_class
-    rows = np.arange(n)
-    per_shard = -(-n // num_shards)
-    return Index(
-        (rows // per_shard).astype(np.int32),
-        (rows % per_shard) * (size + 1536) + 512,
-        np.full(n, size),
-        rows // per_class,
-    )
-
-
-def deal_of(index: Index, batch: int = 64, seed: int = 5, repeats: int = 1) -> Deal:
-    return Deal(index.shards, index.offsets, index.sizes, batch, seed, repeats)
+def deal_of(
+    num_rows: int = SMALL, batch: int = 64, seed: int = 5, repeats: int = 1, size: int = SIZE
+) -> Deal:
+    return Deal(num_rows, num_rows * size, batch, seed, repeats)
 
 
 def line(deal: Deal, epoch: int = 0, start: int = 0) -> list[Ints]:
@@ -56,7 +43,36 @@ def line(deal: Deal, epoch: int = 0, start: int = 0) -> list[Ints]:
     return [epoch_order.rows(s, np.arange(epoch_order.size(s))) for s in steps]
 
 
-SMALL = sorted_index(100, 100, 10, 20_000)
+def joined(batches: list[Ints]) -> Ints:
+    """The rows of all batches behind each other; there may be no batch."""
+    return np.concatenate([*batches, np.zeros(0, np.int64)])
+
+
+def rows_of_rank(epoch_order: EpochOrder, rank: int, world: int) -> Iterator[tuple[int, Ints]]:
+    """Each step and the rows of a rank in it."""
+    for step in range(epoch_order.num_steps):
+        yield step, epoch_order.rows(step, np.arange(rank, epoch_order.size(step), world))
+
+
+class Computed(list[tuple[int, int]]):
+    """Streams and blocks, as they are computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        block = EpochOrder.block
+
+        def note(epoch_order: EpochOrder, stream: int, number: int) -> Ints:
+            self.append((stream, number))
+            return block(epoch_order, stream, number)
+
+        monkeypatch.setattr(EpochOrder, "block", note)
+
+
+@pytest.fixture(params=[order.BLOCK_RUNS, 2, 1], ids="{}-runs".format)
+def block_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Runs of a block; with few of them the streams of a small data set have many blocks."""
+    number: int = request.param
+    monkeypatch.setattr(order, "BLOCK_RUNS", number)
+    return number
 
 
 # ---- streams and partners ------------------------------------------------------------------------
@@ -83,16 +99,18 @@ def test_partners_come_in_pairs_of_one_stream_and_of_one_rank(batch: int) -> Non
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 9])
-def test_copies_of_an_image_are_in_one_stream_and_are_never_partners(repeats: int) -> None:
-    deal = deal_of(SMALL, 64, repeats=repeats)
+def test_copies_of_an_image_are_in_one_stream_and_are_never_partners(
+    repeats: int, block_runs: int
+) -> None:
+    deal = deal_of(repeats=repeats)
     assert deal.num_streams <= 32 / repeats
-    repeated = deal.epoch(0)
     once = copy.copy(deal)
     once.repeats = 1
+    repeated_rows, rows_once = joined(line(deal)), joined(line(once))
     for stream in range(deal.num_streams):
-        rows = once.epoch(0).stream(stream)
+        rows = rows_once[stream :: deal.num_streams]
         copies = [row for row in rows.tolist() for _ in range(repeats)][: len(rows)]
-        assert repeated.stream(stream).tolist() == copies
+        assert repeated_rows[stream :: deal.num_streams].tolist() == copies
     for rows in line(deal):
         partners = partner_positions(64, len(rows)).numpy()
         mixed = partners != np.arange(len(rows))
@@ -101,54 +119,151 @@ def test_copies_of_an_image_are_in_one_stream_and_are_never_partners(repeats: in
 
 
 # ---- exactly once, a pure function ---------------------------------------------------------------
-@pytest.mark.parametrize("batch", [1, 4, 7, 64, 96, 1000, 20_000])
-def test_every_row_comes_once_in_every_epoch(batch: int) -> None:
-    deal = deal_of(SMALL, batch)
-    for epoch in (0, 3):
-        batches = line(deal, epoch)
+@pytest.mark.parametrize("batch", [1, 4, 7, 64, 96, 1000, 4097, 20_000])
+def test_every_row_comes_once_in_every_epoch(batch: int, block_runs: int) -> None:
+    deal = deal_of(batch=batch)
+    epochs = [line(deal, epoch) for epoch in (0, 3)]
+    for batches in epochs:
         assert [len(rows) for rows in batches[:-1]] == [batch] * (len(batches) - 1)
-        assert sorted(np.concatenate(batches).tolist()) == list(range(10_000))
-    assert np.concatenate(line(deal, 0)).tolist() != np.concatenate(line(deal, 3)).tolist()
+        assert sorted(joined(batches).tolist()) == list(range(SMALL))
+    assert joined(epochs[0]).tolist() != joined(epochs[1]).tolist()
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 31, 33, 100])
-def test_fewer_rows_than_streams_or_a_ragged_end_lose_nothing(n: int) -> None:
-    index = Index(*(column[:n] for column in SMALL))
-    batches = line(deal_of(index, 64))
-    assert sorted(np.concatenate([*batches, np.zeros(0, int)]).tolist()) == list(range(n))
+@pytest.mark.parametrize("n", [0, 1, 2, 31, 33, 100, 1009])
+@pytest.mark.parametrize("batch", [7, 64, 96])
+def test_fewer_rows_than_streams_or_a_ragged_end_lose_nothing(
+    n: int, batch: int, block_runs: int
+) -> None:
+    for size in (SIZE, RUN_BYTES // 10):
+        batches = line(deal_of(n, batch, size=size))
+        assert sorted(joined(batches).tolist()) == list(range(n))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_a_million_rows_come_once_for_any_number_of_ranks(world: int) -> None:
+    n = 1_000_000
+    count = np.zeros(n, np.int64)
+    deal = deal_of(n, 1000, size=100_000)
+    for rank in range(world):
+        for _, rows in rows_of_rank(deal.epoch(0), rank, world):
+            np.add.at(count, rows, 1)
+    assert (count == 1).all()
 
 
 def test_the_order_of_a_fixed_index_never_changes() -> None:
     """Stored results follow from it: another digest is another TRAIN_REVISION."""
-    digest = hashlib.sha256()
-    for epoch in (0, 1):
-        for rows in line(deal_of(SMALL, 64, seed=7), epoch):
-            digest.update(rows.astype("<i8").tobytes())
-    assert digest.hexdigest()[:16] == "a3659ca650e9922d"
+    digests = []
+    for deal in (deal_of(seed=7), deal_of(50_003, batch=8, seed=7)):
+        digest = hashlib.sha256()
+        for epoch in (0, 1):
+            for rows in line(deal, epoch):
+                digest.update(rows.astype("<i8").tobytes())
+        digests.append(digest.hexdigest()[:16])
+    assert digests == ["0b6d2d04f2874482", "abd2f9767c97b4b5"]
 
 
-def test_the_order_changes_with_the_seed_and_goes_on_in_the_middle() -> None:
-    whole = np.concatenate(line(deal_of(SMALL, 64)))
-    assert (whole != np.concatenate(line(deal_of(SMALL, 64, seed=6)))).any()
-    resumed = np.concatenate(line(deal_of(SMALL, 64), start=100))
+def test_the_order_changes_with_the_seed_and_goes_on_in_the_middle(block_runs: int) -> None:
+    whole = joined(line(deal_of()))
+    assert (whole != joined(line(deal_of(seed=6)))).any()
+    resumed = joined(line(deal_of(), start=100))
     assert (resumed == whole[100 * 64 :]).all()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_a_rank_computes_its_streams_alone_and_they_are_those_of_the_whole(world: int) -> None:
-    deal = deal_of(SMALL, 64)
+def by_the_book(deal: Deal, epoch: int) -> list[int]:
+    """The order as it is described, of lists that hold the whole epoch."""
+
+    def drawn(count: int, *names: str | int) -> Ints:
+        return draw(derive_seed(deal.seed, names[0], epoch, *names[1:]), count).astype(object)
+
+    n, size = deal.num_rows, deal.rows_per_run
+    whole = n // size
+    runs = [range(first, min(first + size, n)) for first in range(0, n, size)]
+    runs_in_line = [runs[number] for number in np.argsort(drawn(whole, "runs"), kind="stable")]
+    if n % size:
+        runs_in_line.insert(drawn(1, "short")[0] % (whole + 1), runs[-1])
+    rows_in_line = [row for run in runs_in_line for row in run]
+    streams = [part.tolist() for part in np.array_split(rows_in_line, deal.num_streams)]
+    for stream, rows in enumerate(streams):
+        shuffled: list[int] = []
+        num_blocks = int(deal.epoch(epoch).num_blocks[stream])
+        borders = [block * len(rows) // num_blocks for block in range(num_blocks + 1)]
+        for block in range(num_blocks):
+            part = rows[borders[block] : borders[block + 1]]
+            places = np.argsort(drawn(len(part), "rows", stream, block), kind="stable")
+            shuffled += [part[place] for place in places]
+        streams[stream] = [row for row in shuffled for _ in range(deal.repeats)][: len(rows)]
+    return [streams[i % deal.num_streams][i // deal.num_streams] for i in range(n)]
+
+
+@pytest.mark.parametrize("n", [1, 31, 33, 100, 1009, SMALL])
+@pytest.mark.parametrize(("batch", "repeats"), [(7, 1), (64, 1), (96, 3), (2000, 1)])
+def test_the_order_is_the_one_that_is_described(
+    n: int, batch: int, repeats: int, block_runs: int
+) -> None:
+    deal = deal_of(n, batch, repeats=repeats, size=RUN_BYTES // 10)
+    for epoch in (0, 2):
+        assert joined(line(deal, epoch)).tolist() == by_the_book(deal, epoch)
+
+
+@pytest.mark.parametrize(("batch", "repeats"), [(7, 1), (64, 1), (64, 3), (96, 1)])
+def test_steps_in_any_order_give_the_same_rows(
+    batch: int, repeats: int, block_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backwards and at random blocks make room for others, and are computed again."""
+    deal = deal_of(2000, batch, repeats=repeats)
     whole = line(deal)
-    computed = []
-    for rank in range(world):
+    generator = np.random.default_rng(0)
+    steps = np.arange(len(whole))
+    computed = Computed(monkeypatch)
+    for asked in (steps[::-1], generator.permutation(steps), generator.choice(steps, 300)):
         epoch_order = deal.epoch(0)
-        for step in range(epoch_order.num_steps):
-            positions = np.arange(rank, epoch_order.size(step), world)
+        for step in asked.tolist():
+            size = epoch_order.size(step)
+            positions = generator.permutation(size)[: generator.integers(size + 1)]
             assert (epoch_order.rows(step, positions) == whole[step][positions]).all()
-        computed.append(int(epoch_order._is_computed.sum()))
-    if deal.num_streams % world == 0:
-        assert computed == [deal.num_streams // world] * world
-    else:
-        assert min(computed) > deal.num_streams // world, "it needs rows of more streams"
+    if block_runs == 1:
+        assert len(set(computed)) < len(computed) / 3, "blocks were computed again"
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_a_rank_computes_its_blocks_alone_and_once(
+    world: int, block_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deal = deal_of()
+    whole = line(deal)
+    num_blocks = deal.epoch(0).num_blocks
+    for rank in range(world):
+        computed = Computed(monkeypatch)
+        for step, rows in rows_of_rank(deal.epoch(0), rank, world):
+            assert (rows == whole[step][rank::world]).all()
+        assert len(set(computed)) == len(computed)
+        streams = np.unique([stream for stream, _ in computed])
+        assert len(computed) == num_blocks[streams].sum()
+        if deal.num_streams % world == 0:
+            assert streams.tolist() == list(range(rank, deal.num_streams, world))
+        else:
+            assert len(streams) > deal.num_streams // world, "it needs rows of more streams"
+        monkeypatch.undo()
+        monkeypatch.setattr(order, "BLOCK_RUNS", block_runs)
+
+
+@pytest.mark.parametrize("batch", [7, 64, 96, 130, 1001, 1026, 4096])
+def test_a_step_needs_two_blocks_of_a_stream_at_most(
+    batch: int, block_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as are held: others would be overwritten before they are used."""
+    for n in (batch + 1, 2 * batch + 3, 9999, 20_011):
+        deal = deal_of(n, batch, size=RUN_BYTES // 3)
+        num_steps = deal.epoch(0).num_steps
+        for step in range(0, num_steps, 1 + num_steps // 100):
+            computed = Computed(monkeypatch)
+            epoch_order = deal.epoch(0)
+            epoch_order.rows(step, np.arange(epoch_order.size(step)))
+            monkeypatch.undo()
+            monkeypatch.setattr(order, "BLOCK_RUNS", block_runs)
+            assert max(np.bincount([stream for stream, _ in computed])) <= 2
+            assert len(set(computed)) == len(computed)
 
 
 def test_table_order_is_the_table() -> None:
@@ -159,18 +274,29 @@ def test_table_order_is_the_table() -> None:
 
 
 # ---- runs ----------------------------------------------------------------------------------------
-def test_runs_are_short_ranges_of_one_shard_without_wide_gaps() -> None:
-    shards = np.array([0] * 8 + [1] * 4, np.int32)
-    offsets = np.array([0, 10, 20, 30, 40, 50, 60 + GAP_BYTES, 70 + GAP_BYTES, 0, 10, 5, 2**22])
-    sizes = np.full(12, 9)
-    assert cut_runs(shards, offsets, sizes, 4).tolist() == [0, 4, 6, 8, 10, 11, 12]
-    index = sorted_index(100, 100, 10, 90_000)
-    borders = cut_runs(index.shards, index.offsets, index.sizes, 10_000)
-    starts, lasts = borders[:-1], borders[1:] - 1
-    spans = index.offsets[lasts] + index.sizes[lasts] - index.offsets[starts]
-    assert (index.shards[starts] == index.shards[lasts]).all()
-    assert spans.max() <= RUN_BYTES + 90_000
-    assert np.median(spans) > RUN_BYTES - 100_000, "runs are as long as they can be"
+@pytest.mark.parametrize("size", [1, 3000, 110_000, RUN_BYTES, RUN_BYTES + 1, 1 << 30])
+@pytest.mark.parametrize("n", [1, 10_000, 1_281_167, 13_000_000, 10**9])
+@pytest.mark.parametrize("batch", [63, 64, 1024])
+def test_runs_are_as_long_as_a_request_may_be(n: int, size: int, batch: int) -> None:
+    """And there are not too many of them, nor too few for the streams."""
+    deal = deal_of(n, batch, size=size)
+    length = deal.rows_per_run
+    least = RUNS_PER_STREAM * deal.num_streams
+    assert n / length <= MAX_RUNS
+    assert length <= max(1, RUN_BYTES // size, -(-n // MAX_RUNS))
+    assert (length - 1) * least < n
+    assert (length + 1) * size > RUN_BYTES or length * least >= n, "a longer one would do"
+
+
+@pytest.mark.parametrize(("n", "batch"), [(1_281_167, 128), (1_281_167, 1024), (13_000_000, 4096)])
+def test_blocks_have_few_runs_and_fit_into_a_cluster(n: int, batch: int) -> None:
+    deal = deal_of(n, batch, size=110_000)
+    epoch_order = deal.epoch(0)
+    for block in range(int(epoch_order.num_blocks[3])):
+        runs = np.unique(epoch_order.block(3, block) // deal.rows_per_run)
+        assert len(runs) <= deal.block_runs + 2, "the first and the last may be of other blocks"
+    window_runs = deal.num_streams * deal.block_runs
+    assert window_runs * deal.rows_per_run * 110_000 <= 16 << 30
 
 
 # ---- how good the shuffle is ---------------------------------------------------------------------
@@ -183,13 +309,13 @@ class Mixing(NamedTuple):
     partners: float  # share of partners of the same class
 
 
-def mixing(index: Index, batches: list[Ints], batch: int) -> Mixing:
+def mixing(batches: list[Ints], batch: int, per_class: int, per_shard: int) -> Mixing:
+    """Of a table in the worst order there is: class after class, shard after shard."""
     full = np.stack(batches[:-1])  # (steps, batch)
-    classes = index.classes[full]
+    classes = full // per_class
     labels = classes.reshape(-1)
     changes = np.flatnonzero(np.diff(labels, prepend=-1, append=-1))
-    shards = index.shards[full]
-    largest = [np.bincount(row).max() / batch for row in shards]
+    largest = [np.bincount(row).max() / batch for row in full // per_shard]
     half = batch // 2
     return Mixing(
         float((labels[1:] == labels[:-1]).mean()),
@@ -203,35 +329,49 @@ def mixing(index: Index, batches: list[Ints], batch: int) -> Mixing:
     ("num_classes", "per_class", "num_shards", "batch"),
     [(100, 100, 10, 64), (100, 100, 10, 128), (1000, 1280, 1024, 128), (1000, 1280, 1024, 1024)],
 )
-def test_an_index_sorted_by_class_is_mixed_almost_as_by_a_uniform_shuffle(
+def test_a_table_sorted_by_class_is_mixed_almost_uniformly(
     num_classes: int, per_class: int, num_shards: int, batch: int
 ) -> None:
-    index = sorted_index(num_classes, per_class, num_shards, 20_000)
-    deal = deal_of(index, batch)
-    n = len(index.classes)
+    n = num_classes * per_class
+    per_shard = -(-n // num_shards)
+    deal = deal_of(n, batch)
     uniform_rows = np.random.default_rng(0).permutation(n)
     uniform = [uniform_rows[first : first + batch] for first in range(0, n, batch)]
-    actual = mixing(index, line(deal), batch)
-    expected = mixing(index, uniform, batch)
+    actual = mixing(line(deal), batch, per_class, per_shard)
+    expected = mixing(uniform, batch, per_class, per_shard)
     # Neighbours are of different streams, which hold different runs: as in a uniform shuffle.
     assert actual.neighbours < 1.5 * expected.neighbours + 0.001
     assert actual.longest <= expected.longest + 2
     assert actual.shard < 1.25 * expected.shard
     # Partners share a stream and so a block: they are of one run with a chance of 1 / its runs.
-    runs_per_block = min(deal.block_runs, order.RUNS_PER_STREAM)
+    runs_per_block = min(deal.block_runs, RUNS_PER_STREAM)
     assert actual.partners < expected.partners + 1.5 / runs_per_block
 
 
 # ---- what it costs -------------------------------------------------------------------------------
-def test_an_order_needs_little_memory_beyond_the_index() -> None:
-    """Counted bytes of a tenth of ImageNet, beside 100 MB for the whole of it."""
-    index = sorted_index(1000, 128, 120, 110_000)
+def test_an_order_needs_little_memory() -> None:
+    """Counted bytes of a tenth of ImageNet."""
     tracemalloc.start()
     try:
-        epoch_order = deal_of(index, 1024).epoch(0)
+        epoch_order = deal_of(128_000, 1024, size=110_000).epoch(0)
         for step in range(epoch_order.num_steps):
             epoch_order.rows(step, np.arange(epoch_order.size(step)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 10e6
+
+
+def test_a_billion_rows_need_no_array_of_them() -> None:
+    """100 TB: the first batch of a rank of eight."""
+    tracemalloc.start()
+    try:
+        epoch_order = deal_of(10**9, 1024, size=100_000).epoch(0)
+        rows = epoch_order.rows(0, np.arange(0, 1024, 8))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(set(rows.tolist())) == 128
+    assert rows.min() >= 0
+    assert rows.max() < 10**9
+    assert peak < 300e6

@@ -18,24 +18,27 @@ import pyarrow as pa
 import pytest
 import torch
 from counted_bucket import MANY, URI, Bucket
-from test_feed import CLASSES, COLOURS, feed_of, publish, samples
+from test_feed import CLASSES, COLOURS, SHAPES, feed_of, publish, samples
 
+from tests.shard_names import shard_name
 from workers.data import order, reader
 from workers.data.cache import Cache
 from workers.data.crops import View
 from workers.data.image_maker import ReadPicture
-from workers.data.order import Deal, Ints
+from workers.data.order import RUN_BYTES, Deal, EpochOrder, Ints
 from workers.data.pictures import StreamedPictures
 from workers.data.reader import (
     FETCH_THREADS,
+    GAP_BYTES,
     BucketReader,
     DiskReader,
     Ranges,
     Reader,
+    cut_ranges,
     sequential_reader,
     shuffled_reader,
 )
-from workers.data.rows import SampleTable, select
+from workers.data.rows import Locations, SampleTable, select
 from workers.data.shards import OPEN_SHARE, Shards
 from workers.data.sources import PictureSource, Resident, StepSamples
 from workers.errors import DamagedArtifact, UserError
@@ -46,14 +49,18 @@ from workers.storage.filesystem import StorageUnavailable
 
 def fine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that make of small images what those of real ones are made of large ones."""
-    monkeypatch.setattr(order, "RUN_BYTES", 4 << 10)
+    monkeypatch.setattr(order, "RUN_BYTES", 600)  # two images
     monkeypatch.setattr(order, "BLOCK_RUNS", 4)
+    monkeypatch.setattr(reader, "RUN_BYTES", 4 << 10)  # with what a tar has beside them
     monkeypatch.setattr(reader, "PIECE_BYTES", 16 << 10)
 
 
 def deal_of(table: SampleTable, batch: int = 16) -> Deal:
-    locations = table.locations
-    return Deal(locations.shards, locations.offsets, locations.sizes, batch, seed=5)
+    return Deal(len(table), int(table.locations.sizes.sum()), batch, seed=5)
+
+
+def runs_of(table: SampleTable, deal: Deal) -> Ranges:
+    return Ranges.of_runs(table, deal.rows_per_run)
 
 
 def steps_of(deal: Deal, rank: int, world: int, epoch: int = 0) -> Iterator[Ints]:
@@ -91,6 +98,67 @@ def read_all(made: Reader, rows: Iterable[int]) -> None:
         made.read(row)
 
 
+# ---- ranges -------------------------------------------------------------------------------------
+def test_ranges_are_of_one_run_and_shard_without_wide_gaps() -> None:
+    shards = np.array([0] * 8 + [1] * 4, np.int32)
+    offsets = np.array([0, 10, 20, 30, 40, 50, 60 + GAP_BYTES, 70 + GAP_BYTES, 0, 10, 5, 2**22])
+    sizes = np.full(12, 9)
+    locations = Locations([], shards, offsets, sizes)
+    assert cut_ranges(locations, 4).tolist() == [0, 4, 6, 8, 10, 11, 12]
+    assert cut_ranges(locations, 3).tolist() == [0, 3, 6, 8, 9, 10, 11, 12]
+    assert cut_ranges(locations, 100).tolist() == [0, 6, 8, 10, 11, 12]
+    nothing = Locations([], shards[:0], offsets[:0], sizes[:0])
+    assert cut_ranges(nothing, 4).tolist() == cut_ranges(nothing).tolist() == [0]
+
+
+def test_ranges_end_only_where_they_must() -> None:
+    generator = np.random.default_rng(0)
+    n = 10_000
+    shards = np.sort(generator.integers(0, 50, n)).astype(np.int32)
+    sizes = generator.integers(1, 200_000, n)
+    steps = sizes + generator.choice(
+        [0, 1000, 2 * GAP_BYTES, -500_000], n, p=[0.6, 0.3, 0.05, 0.05]
+    )
+    offsets = np.cumsum(steps) + 10**10
+    borders = cut_ranges(Locations([], shards, offsets, sizes), 16)
+    assert (borders[0], borders[-1]) == (0, n)
+    is_border = np.zeros(n, bool)
+    is_border[borders[:-1]] = True
+    for row in range(1, n):
+        gap = offsets[row] - offsets[row - 1] - sizes[row - 1]
+        is_needed = (
+            row % 16 == 0
+            or shards[row] != shards[row - 1]
+            or offsets[row] < offsets[row - 1]
+            or gap > GAP_BYTES
+        )
+        assert is_border[row] == is_needed
+
+
+def test_ranges_of_a_whole_table_are_as_long_as_a_request() -> None:
+    rows, per_shard, size = np.arange(10_000), 1000, 90_000
+    shards = (rows // per_shard).astype(np.int32)
+    offsets = (rows % per_shard) * (size + 1536) + 512
+    borders = cut_ranges(Locations([], shards, offsets, np.full(len(rows), size)))
+    starts, lasts = borders[:-1], borders[1:] - 1
+    spans = offsets[lasts] + size - offsets[starts]
+    assert (shards[starts] == shards[lasts]).all()
+    assert spans.max() <= RUN_BYTES + size
+    assert np.median(spans) > RUN_BYTES - size - 10_000, "they are as long as they can be"
+
+
+@pytest.mark.parametrize("rows_per_run", [None, 1, 7])
+def test_records_lie_in_the_ranges_of_their_rows(
+    rows_per_run: int | None, colours: SampleTable
+) -> None:
+    locations = colours.locations
+    for ranges in (Ranges.of_runs(colours, rows_per_run), Ranges.of_pieces(colours)):
+        of_row = ranges.of_row
+        assert (ranges.shards[of_row] == locations.shards).all()
+        assert (ranges.starts[of_row] <= locations.offsets).all()
+        assert (ranges.ends[of_row] >= locations.offsets + locations.sizes).all()
+
+
 # ---- how much is read ----------------------------------------------------------------------------
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("cached", [True, False])
@@ -104,16 +172,16 @@ def test_a_node_of_several_reads_its_share_of_the_bytes(
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
-    whole = Ranges.of_runs(colours, deal.borders).total_bytes
+    runs = runs_of(colours, deal)
     rows = []
     for rank in range(world):
         counted_bucket.seen.clear()
         cache = Cache(str(tmp_path / f"node-{rank}"), 10**9) if cached else None
         made = shuffled_reader(colours, deal, world, cache)
         rows += read_and_compare(colours, counted_bucket, made, steps_of(deal, rank, world))
-        assert counted_bucket.bytes_read() <= 1.1 * whole / world
+        assert counted_bucket.bytes_read() <= 1.1 * runs.total_bytes / world
         requests = counted_bucket.requests()
-        assert requests <= 1.1 * len(deal.borders) / world + 2
+        assert requests <= 1.1 * len(runs.starts) / world + 2
         if cached:
             read_and_compare(colours, counted_bucket, made, steps_of(deal, rank, world))
             assert counted_bucket.requests() == requests, "the second time it comes from the cache"
@@ -131,7 +199,7 @@ def test_a_single_rank_reads_whole_pieces_once_and_other_feeds_find_them(
     assert counted_bucket.requests() == len(pieces.starts)
     assert counted_bucket.bytes_read() == pieces.total_bytes
     counted_bucket.seen.clear()
-    monkeypatch.setattr(order, "RUN_BYTES", 2 << 20)
+    monkeypatch.setattr(reader, "RUN_BYTES", 2 << 20)
     red = select(URI, (Task("t", "colours", "colours", ("red",)),), "train", 0.0)
     one_by_one = iter(np.arange(len(red)).reshape(-1, 1))
     read_and_compare(red, counted_bucket, sequential_reader(red, cache), one_by_one)
@@ -142,7 +210,7 @@ def test_a_few_rows_of_large_shards_are_read_by_themselves(
     colours: SampleTable, counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fine_runs(monkeypatch)
-    monkeypatch.setattr(order, "GAP_BYTES", 1000)
+    monkeypatch.setattr(reader, "GAP_BYTES", 1000)
     keys = [f"train/{name}/{number:03d}" for name in MANY for number in range(0, 300, 50)]
     few = select(URI, (COLOURS,), "train", 0.0, {"colours": keys})
     sizes = few.locations.sizes
@@ -170,7 +238,7 @@ def test_one_long_record_does_not_make_all_others_be_read_by_themselves(
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
-    runs = Ranges.of_runs(colours, deal.borders)
+    runs = runs_of(colours, deal)
     runs.ends[-1] += 50 * runs.total_bytes // len(runs.ends)
     monkeypatch.setattr(Ranges, "of_runs", lambda *_: runs)
     cache = Cache(str(tmp_path / "cache"), int(0.95 * runs.total_bytes))
@@ -184,7 +252,8 @@ def test_a_node_has_room_for_its_own_ranks_and_not_for_those_of_other_nodes(
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
-    cache = Cache(str(tmp_path / "cache"), Ranges.of_runs(colours, deal.borders).total_bytes // 10)
+    runs = runs_of(colours, deal)
+    cache = Cache(str(tmp_path / "cache"), runs.total_bytes // 10)
     num_ranges = {}
     for ranks_of_node in ("", "4", "1"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_of_node)
@@ -192,7 +261,45 @@ def test_a_node_has_room_for_its_own_ranks_and_not_for_those_of_other_nodes(
         assert isinstance(made, BucketReader)
         num_ranges[ranks_of_node] = len(made.ranges.starts)
     assert num_ranges[""] == num_ranges["4"] == 900, "records by themselves"
-    assert num_ranges["1"] == len(deal.borders) - 1
+    assert num_ranges["1"] == len(runs.starts)
+
+
+def test_runs_that_shards_cut_need_little_more_room(
+    counted_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine_runs(monkeypatch)
+    publish(counted_bucket.folder, "colours", MANY, shard_images=61)
+    table = select(URI, (COLOURS,), "train", 0.0)
+    deal = deal_of(table)
+    num_runs = len(table) // deal.rows_per_run
+    num_ranges = len(runs_of(table, deal).starts)
+    assert num_runs < num_ranges < 1.1 * num_runs
+    made = shuffled_reader(table, deal, 2, Cache(str(tmp_path / "cache"), 10**9))
+    assert isinstance(made, BucketReader)
+    runs_ahead = deal.num_streams // 2 * deal.block_runs
+    assert runs_ahead <= made.num_ahead <= 1.1 * runs_ahead + 1
+
+
+def test_blocks_of_several_tasks_are_computed_once(
+    counted_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read ahead makes no room for itself in the place of what is counted now."""
+    fine_runs(monkeypatch)
+    monkeypatch.setattr(order, "BLOCK_RUNS", 1)
+    publish(counted_bucket.folder, "colours", MANY, shard_images=7)
+    publish(counted_bucket.folder, "shapes", {"disc": 100, "ring": 100}, shard_images=7)
+    computed: Counter[tuple[int, int]] = Counter()
+    block = EpochOrder.block
+
+    def count(epoch_order: EpochOrder, stream: int, number: int) -> Ints:
+        computed[stream, number] += 1
+        return block(epoch_order, stream, number)
+
+    monkeypatch.setattr(EpochOrder, "block", count)
+    feed = feed_of(URI, "streamed", 0, 2, batch=16, tasks=(SHAPES, COLOURS))
+    list(feed.epoch(0))
+    assert len(computed) == feed.deal.epoch(0).num_blocks.sum() > 100
+    assert set(computed.values()) == {1}
 
 
 def test_what_is_not_read_yet_is_not_forgotten_for_what_is_fetched_ahead(
@@ -235,7 +342,7 @@ def test_ranges_are_fetched_before_they_are_needed_and_not_all_at_once(
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
-    ranges = Ranges.of_runs(colours, deal.borders)
+    ranges = runs_of(colours, deal)
     made = BucketReader(colours, ranges, Cache(str(tmp_path / "cache"), 10**9), num_ahead=6)
     steps = made.ahead(iter(np.arange(900).reshape(-1, 1)))
     first = next(steps)
@@ -254,7 +361,7 @@ def test_an_epoch_that_ends_late_takes_nothing_from_the_next_one(
 ) -> None:
     fine_runs(monkeypatch)
     deal = deal_of(colours)
-    made = BucketReader(colours, Ranges.of_runs(colours, deal.borders), None, num_ahead=40)
+    made = BucketReader(colours, runs_of(colours, deal), None, num_ahead=40)
     with counted_bucket.lock:  # nothing arrives meanwhile
         first = made.ahead(steps_of(deal, 0, 2))
         next(first)
@@ -496,7 +603,8 @@ def test_a_damaged_record_is_damage_and_one_that_only_the_cache_has_heals(
 def test_a_shard_that_is_gone_or_cut_short_is_damage(
     left: int | None, cached: bool, colours: SampleTable, counted_bucket: Bucket, tmp_path: Path
 ) -> None:
-    path = next(counted_bucket.folder.rglob("train-00060.tar"))
+    shard = shard_name("train", "red", 1)
+    path = next(counted_bucket.folder.rglob(shard))
     if left is None:
         path.unlink()
     else:
@@ -504,7 +612,7 @@ def test_a_shard_that_is_gone_or_cut_short_is_damage(
     cache = Cache(str(tmp_path / "cache"), 10**9) if cached else None
     deal = deal_of(colours)
     for made in (sequential_reader(colours, cache), shuffled_reader(colours, deal, 2, cache)):
-        with pytest.raises(DamagedArtifact, match=r"train-00060\.tar is .*run the same command"):
+        with pytest.raises(DamagedArtifact, match=rf"{shard} is .*run the same command"):
             read_all(made, range(900))
     assert not list(tmp_path.glob("cache/**/*.part"))
 

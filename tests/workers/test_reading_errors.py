@@ -15,6 +15,7 @@ from counted_bucket import MANY, Bucket
 from test_feed import COLOURS, publish
 from test_reader import deal_of, fine_runs, read_all, stored_records
 
+from tests.shard_names import shard_name
 from workers.data.cache import Cache, LocalFile
 from workers.data.reader import BucketReader, DiskReader, Ranges, sequential_reader, shuffled_reader
 from workers.data.rows import SampleTable, select
@@ -24,7 +25,8 @@ FULL = {
     errno.ENOSPC: "No space left on device",
     errno.EDQUOT: "Disk quota exceeded",
 }
-IN_RED = 70  # a row of the shard train-00060.tar
+SHARD = shard_name("train", "red", 1)
+IN_RED = 70  # a row of it
 
 
 # ---- shards --------------------------------------------------------------------------------------
@@ -55,7 +57,7 @@ def error_of_reading(samples: SampleTable) -> BaseException:
 def test_a_shard_that_is_no_file_any_more_is_damage(
     kind: str, on_disk: SampleTable, tmp_path: Path
 ) -> None:
-    path = next(tmp_path.rglob("train-00060.tar"))
+    path = next(tmp_path.rglob(SHARD))
     path.unlink()
     if kind == "fifo":
         os.mkfifo(path)
@@ -85,7 +87,7 @@ def test_a_shard_that_a_disk_does_not_give_is_a_sentence_and_no_damage(
     error = error_of_reading(on_disk)
     monkeypatch.undo()
     assert type(error) is UserError
-    path = next(tmp_path.rglob("train-00060.tar"))
+    path = next(tmp_path.rglob(SHARD))
     assert str(error) == (
         f"{path} cannot be read (Permission denied); mend its permissions or its disk, "
         "and run the same command again"
@@ -98,7 +100,7 @@ def test_a_shard_that_a_network_disk_has_lost_is_opened_again(
     """As a server of NFS does after it was started anew."""
     reader = DiskReader(on_disk)
     record = reader.read(IN_RED)
-    file = on_disk.shards[0]._file("train-00060.tar")
+    file = on_disk.shards[0]._file(SHARD)
     assert isinstance(file, LocalFile)
     stale = {file.fileno()}
     read_at = LocalFile.read_at
@@ -119,12 +121,12 @@ def test_an_object_that_is_deleted_while_it_is_open_is_damage(
     cached: bool, colours: SampleTable, counted_bucket: Bucket, tmp_path: Path
 ) -> None:
     cache = Cache(str(tmp_path / "cache"), 10**9) if cached else None
-    colours.shards[0]._file("train-00060.tar")
-    next(counted_bucket.folder.rglob("train-00060.tar")).unlink()
+    colours.shards[0]._file(SHARD)
+    next(counted_bucket.folder.rglob(SHARD)).unlink()
     counted_bucket.refusal_of_reads = (
         "AWS Error NO_SUCH_KEY during GetObject operation: The key is gone."
     )
-    with pytest.raises(DamagedArtifact, match=r"train-00060\.tar is missing; run the same command"):
+    with pytest.raises(DamagedArtifact, match=rf"{SHARD} is missing; run the same command"):
         shuffled_reader(colours, deal_of(colours), 2, cache).read(IN_RED)
     assert not list(tmp_path.glob("cache/**/*.part"))
 

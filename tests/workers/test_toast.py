@@ -712,7 +712,7 @@ def test_images_without_labels_pretune_a_whole_run(lab: Lab, name: str) -> None:
     }
     run = lab.run_of(
         name,
-        {"optimizer": "adamw", "lr": 1e-2, "epochs": 3},
+        {"optimizer": "adamw", "lr": 1e-2, "epochs": 6},
         ("two", "three"),
         stream=stream,
         methods={name: {}},

@@ -89,15 +89,8 @@ class Feed:
         cache = Cache(job.cache, int(job.cache_gb * 2**30)) if job.cache else None
         self.samples = select(job.root, tasks, split, job.data.val_fraction, memory or {})
         self._label_globally(job)
-        locations = self.samples.locations
-        self.deal = Deal(
-            locations.shards,
-            locations.offsets,
-            locations.sizes,
-            self.batch_size,
-            self.seed,
-            job.data.repeats,
-        )
+        num_bytes = int(self.samples.locations.sizes.sum())
+        self.deal = Deal(len(self.samples), num_bytes, self.batch_size, self.seed, job.data.repeats)
         self.source, self.resident = self._make_source(job, cache)
         self.side_stream = SideStream(group.device)
 
@@ -212,13 +205,16 @@ class Feed:
             positions = torch.cat([part.positions for part in parts_of(size)])
             return self._rng(epoch, step, positions, size)
 
-        drawn: deque[tuple[StepRng, StepSamples]] = deque()  # of steps that are made ahead
+        # Rows, and counts of tasks, of steps that are made ahead. All that is asked of the order is
+        # asked here, in the order of steps, as it holds only the blocks that were used last.
+        drawn: deque[tuple[StepRng, Ints, tuple[int, ...]]] = deque()
 
         def samples_of_steps() -> Generator[StepSamples]:
             for step in steps:
                 rng = rng_of(step)
                 samples = self._samples(order, rng)
-                drawn.append((rng, samples))
+                rows = self._rows(order, rng, samples)
+                drawn.append((rng, rows, self._task_counts(order, step)))
                 yield samples
 
         pixels_of_steps = self.source.steps(samples_of_steps())
@@ -227,15 +223,8 @@ class Feed:
         def jobs() -> Generator[Callable[[], Pending[list[Batch]]]]:
             for _ in steps:  # it must not end before the last pixels are made
                 pixels = next(pixels_of_steps)
-                rng, samples = drawn.popleft()
-                make = partial(
-                    self._make,
-                    rng,
-                    parts_of(rng.size),
-                    self._rows(order, rng, samples),
-                    self._task_counts(order, rng.step),
-                    pixels,
-                )
+                rng, rows, counts = drawn.popleft()
+                make = partial(self._make, rng, parts_of(rng.size), rows, counts, pixels)
                 yield partial(self.side_stream.run, make)
 
         made = make_ahead(jobs(), pixels_of_steps.close, NUM_THREADS, NUM_AHEAD)

@@ -1,11 +1,12 @@
 """The order of an epoch: which sample stands at which position of which global batch.
 
-It is a pure function of the index, the batch size, the seed and the epoch, and it is computed in
-two steps. Neighbouring rows of a shard form runs, which are shuffled and dealt to C streams. Inside
-a stream, the rows of a block of runs are shuffled. Position p of every global batch belongs to
-stream p mod C, so that a rank reads few long ranges of bytes, and knows which.
+It is a pure function of the number of rows, their mean size, the batch size, the seed and the
+epoch; where the bytes of a row lie does not matter. Neighbouring rows of a table form runs, equally
+many in each. The runs are shuffled and dealt to C streams. Inside a stream, the rows of a block of
+runs are shuffled. Position p of every global batch belongs to stream p mod C, so that a rank reads
+few long ranges of rows, and computes only the blocks that it reads.
 
-Letters: n rows, m runs, C streams, B samples of a full global batch.
+Letters: n rows, k rows in a run, m whole runs, C streams, B samples of a full global batch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from workers.rng import derive_seed
 
 MAX_STREAMS = 512
 RUNS_PER_STREAM = 16  # at least, so that a small data set is mixed as finely as a large one
-RUN_BYTES = 2 << 20  # a run is one request to a bucket
-GAP_BYTES = 256 << 10  # so many bytes between two rows that nobody asked for end a run
+RUN_BYTES = 2 << 20  # about; a run is one request to a bucket
+MAX_RUNS = 1 << 22  # 8 bytes of memory each; the runs of a larger data set are longer
 # Runs whose rows are shuffled together: in one stream, and in all streams together. 8192 runs of
 # 2 MiB are 16 GiB, which the nodes of a job share.
 BLOCK_RUNS = 64
@@ -61,32 +62,6 @@ def partner_positions(batch_size: int, size: int) -> Tensor:
     return torch.where(is_alone, positions, partners)
 
 
-def cut_runs(shards: NDArray[np.int32], offsets: Ints, sizes: Ints, max_rows: int) -> Ints:
-    """Return the borders of the runs, (m + 1,): run j is rows [borders[j], borders[j + 1]).
-
-    shards, offsets, sizes: (n,) of the rows in table order: where their bytes lie. A run is of one
-    shard, has at most `max_rows` rows, and spans at most RUN_BYTES and the rest of its last row. It
-    ends before a gap of more than GAP_BYTES.
-    """
-    n = len(offsets)
-    if not n:
-        return np.zeros(1, np.int64)
-    is_first = np.ones(n, bool)
-    gaps = offsets[1:] - offsets[:-1]
-    is_first[1:] = gaps < 0
-    gaps -= sizes[:-1]
-    is_first[1:] |= gaps > GAP_BYTES
-    is_first[1:] |= shards[1:] != shards[:-1]
-    pieces = offsets // RUN_BYTES
-    is_first[1:] |= pieces[1:] != pieces[:-1]
-    firsts = np.flatnonzero(is_first)
-    lengths = np.diff(firsts, append=n)
-    rank_in_run = np.arange(n)
-    rank_in_run -= np.repeat(firsts, lengths)
-    is_first |= rank_in_run % max_rows == 0
-    return np.append(np.flatnonzero(is_first), n)
-
-
 class Order(Protocol):
     """The rows of each global batch of an epoch."""
 
@@ -119,28 +94,26 @@ class TableOrder:
 class Deal:
     """How the rows of a table are dealt to streams in every epoch.
 
-    borders: of the runs, see `cut_runs`. repeats: r > 1: the first ceil(k / r) rows of a stream of
-    k come r times in a row, cut off after k. Difference to DeiT's sampler: copies of an image are
-    in the same global batch as there (where the batch does not end between them), but on one rank,
-    which decodes the image once.
+    Args:
+        num_rows: n.
+        num_bytes: Of all rows together.
+        batch_size: B.
+        seed: Of the feed.
+        repeats: r > 1: the first ceil(l / r) rows of a stream of l come r times in a row, cut off
+            after l. Difference to DeiT's sampler: copies of an image are in the same global batch
+            as there (where the batch does not end between them), but on one rank, which decodes
+            the image once.
     """
 
-    def __init__(
-        self,
-        shards: NDArray[np.int32],
-        offsets: Ints,
-        sizes: Ints,
-        batch_size: int,
-        seed: int,
-        repeats: int = 1,
-    ):
-        self.num_rows = len(offsets)
+    def __init__(self, num_rows: int, num_bytes: int, batch_size: int, seed: int, repeats: int = 1):
+        self.num_rows = num_rows
         self.batch_size = batch_size
         self.seed = seed
         self.repeats = repeats
         self.num_streams = num_streams(batch_size, repeats)
-        max_rows = max(1, -(-self.num_rows // (RUNS_PER_STREAM * self.num_streams)))
-        self.borders = cut_runs(shards, offsets, sizes, max_rows)
+        most = max(1, -(-num_rows // (RUNS_PER_STREAM * self.num_streams)))
+        of_bytes = max(1, RUN_BYTES * num_rows // max(1, num_bytes))
+        self.rows_per_run = max(min(most, of_bytes), -(-num_rows // MAX_RUNS))  # k
 
     @property
     def block_runs(self) -> int:
@@ -153,9 +126,9 @@ class Deal:
 
 
 class EpochOrder:
-    """The order of one epoch. A stream is computed when one of its rows is first asked for.
+    """The order of one epoch. A block of a stream is computed when a row of it is asked for.
 
-    Sample i = step * B + p of the epoch is row i // C of stream i mod C.
+    Sample i = step * B + p of the epoch is sample i // C of stream i mod C.
     """
 
     def __init__(self, deal: Deal, epoch: int):
@@ -164,6 +137,16 @@ class EpochOrder:
         self.num_rows = deal.num_rows
         self.batch_size = deal.batch_size
         self.num_steps = -(-deal.num_rows // deal.batch_size)
+        # Where the streams begin in the line of all rows of the epoch, and how long they are.
+        streams = np.arange(deal.num_streams)
+        count, num_longer = divmod(deal.num_rows, deal.num_streams)
+        self.starts = streams * count + np.minimum(streams, num_longer)
+        self.lengths = count + (streams < num_longer)
+        # A step has B / C samples of a stream. They lie in at most two blocks, because half the
+        # rows of a block are as many: blocks of a stream are more than half as long as they may be.
+        per_step = -(-deal.batch_size // deal.num_streams)
+        block_rows = max(deal.block_runs * deal.rows_per_run, 2 * per_step)
+        self.num_blocks = np.maximum(1, -(-self.lengths // block_rows))
 
     def size(self, step: int) -> int:
         """See `Order.size`."""
@@ -173,75 +156,72 @@ class EpochOrder:
         """See `Order.rows`."""
         samples = step * self.batch_size + positions
         streams = samples % self.deal.num_streams
-        for stream in np.unique(streams[~self._is_computed[streams]]).tolist():
-            rows = self.stream(stream)
-            self._grid[stream, : len(rows)] = rows
-            self._is_computed[stream] = True
-        return self._grid[streams, samples // self.deal.num_streams]
+        places = samples // self.deal.num_streams // self.deal.repeats
+        blocks = ((places + 1) * self.num_blocks[streams] - 1) // self.lengths[streams]
+        slots = blocks % 2
+        is_missing = self._held[streams, slots] != blocks
+        missing = set(zip(streams[is_missing].tolist(), blocks[is_missing].tolist(), strict=True))
+        for stream, block in missing:
+            rows = self.block(stream, block)
+            self._rows[stream, block % 2, : len(rows)] = rows
+            self._held[stream, block % 2] = block
+        asked: Ints = self._rows[streams, slots, places - self._block_start(streams, blocks)]
+        return asked
 
-    def stream(self, stream: int) -> Ints:
-        """Return the rows of a stream in their order."""
-        count = self.num_rows // self.deal.num_streams
-        extra = self.num_rows % self.deal.num_streams
-        start = stream * count + min(stream, extra)
-        stop = start + count + int(stream < extra)
-        if start == stop:
-            return np.zeros(0, np.int64)
-        first = int(np.searchsorted(self._ends, start, "right"))
-        last = int(np.searchsorted(self._ends, stop, "left"))
-        runs = self._runs[first : last + 1]
-        begins = self.deal.borders[runs]
-        ends = self.deal.borders[runs + 1]
-        line_start = self._ends[first] - (ends[0] - begins[0])
-        begins[0] += start - line_start  # the first and the last run may belong to two streams
-        ends[-1] -= self._ends[last] - stop
-        rows, run_of_row = expand(begins, ends)
-        shuffled = rows[self._shuffle_blocks(stream, run_of_row, len(runs))]
-        repeats = self.deal.repeats
-        if repeats > 1:
-            distinct = -(-len(rows) // repeats)
-            shuffled = np.repeat(shuffled[:distinct], repeats)[: len(rows)]
-        return shuffled
+    def block(self, stream: int, block: int) -> Ints:
+        """Return the rows of a block of a stream, shuffled."""
+        start, stop = self._block_start(np.int64(stream), np.array([block, block + 1])).tolist()
+        line: Ints = self.starts[stream] + np.arange(start, stop)
+        seed = derive_seed(self.deal.seed, "rows", self.epoch, stream, block)
+        return self._rows_in_line(line)[np.argsort(draw(seed, len(line)), kind="stable")]
 
-    def _shuffle_blocks(self, stream: int, run_of_row: Ints, num_runs: int) -> Ints:
-        """Return a permutation of a stream's rows that keeps each in its block of runs.
+    def _block_start(self, streams: Ints | np.int64, blocks: Ints) -> Ints:
+        """Return where blocks begin in their streams, which they cut into equal parts."""
+        starts: Ints = blocks * self.lengths[streams] // self.num_blocks[streams]
+        return starts
 
-        Blocks have equally many runs, so that the last one is mixed as well as the others.
+    def _rows_in_line(self, places: Ints) -> Ints:
+        """Return the rows at some places in the line of all runs of the epoch.
+
+        The rows behind the last whole run are one run more, shorter than the others, which comes
+        before whole run number `_short_run` of the line.
         """
-        num_blocks = -(-num_runs // self.deal.block_runs)
-        blocks = run_of_row * num_blocks // num_runs
-        seed = derive_seed(self.deal.seed, "rows", self.epoch, stream)
-        keys = np.random.PCG64(seed).random_raw(len(run_of_row))
-        return np.lexsort((keys, blocks))
+        size = self.deal.rows_per_run
+        num_short = self.num_rows % size
+        start = self._short_run * size  # of the short run
+        behind = places - num_short * (places >= start)
+        is_short = (places >= start) & (places < start + num_short)
+        runs = self._runs[np.where(is_short, 0, behind // size)]
+        return np.where(
+            is_short, self.num_rows - num_short + places - start, runs * size + behind % size
+        )
 
     @cached_property
     def _runs(self) -> Ints:
-        """(m,) all runs, shuffled. NumPy guarantees the numbers of `random_raw` in all versions."""
+        """(m,) the whole runs, shuffled; (1,) where there is none."""
         seed = derive_seed(self.deal.seed, "runs", self.epoch)
-        keys = np.random.PCG64(seed).random_raw(len(self.deal.borders) - 1)
-        return np.argsort(keys, kind="stable")
+        num_runs = max(1, self.num_rows // self.deal.rows_per_run)
+        return np.argsort(draw(seed, num_runs), kind="stable")
 
     @cached_property
-    def _ends(self) -> Ints:
-        """(m,) where each run ends in the line of all rows of the epoch."""
-        lengths = np.diff(self.deal.borders)
-        return np.cumsum(lengths[self._runs])
+    def _short_run(self) -> int:
+        seed = derive_seed(self.deal.seed, "short", self.epoch)
+        return int(draw(seed, 1)[0]) % (self.num_rows // self.deal.rows_per_run + 1)
 
     @cached_property
-    def _grid(self) -> Ints:
-        """(C, rows of the longest stream); memory is used only by the streams that are computed."""
-        longest = -(-self.num_rows // self.deal.num_streams)
-        return np.empty((self.deal.num_streams, longest), np.int64)
+    def _rows(self) -> Ints:
+        """(C, 2, rows of the longest block) of the two blocks of each stream that were computed
+        last; only the streams that are asked for take memory."""
+        longest = int((-(-self.lengths // self.num_blocks)).max())
+        return np.empty((self.deal.num_streams, 2, longest), np.int64)
 
     @cached_property
-    def _is_computed(self) -> NDArray[np.bool_]:
-        return np.zeros(self.deal.num_streams, bool)
+    def _held(self) -> Ints:
+        """(C, 2) which blocks of each stream `_rows` has; -1 for none."""
+        return np.full((self.deal.num_streams, 2), -1, np.int64)
 
 
-def expand(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
-    """Return the numbers of the ranges [begins[j], ends[j]) in a line, and j of each of them."""
-    lengths = ends - begins
-    index = np.repeat(np.arange(len(begins)), lengths)
-    line_starts = np.cumsum(lengths) - lengths
-    numbers = np.arange(len(index)) + (begins - line_starts)[index]
-    return numbers, index
+def draw(seed: int, count: int) -> NDArray[np.uint64]:
+    """Draw (count,) random words. NumPy guarantees the numbers of `random_raw` in all versions."""
+    words: NDArray[np.uint64] = np.random.PCG64(seed).random_raw(count)
+    return words

@@ -19,11 +19,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from workers.data.cache import Cache, LocalFile
-from workers.data.order import Deal, Ints, cut_runs
-from workers.data.rows import SampleTable
+from workers.data.order import RUN_BYTES, Deal, Ints
+from workers.data.rows import Locations, SampleTable
 from workers.storage import filesystem
 from workers.storage.filesystem import StorageUnavailable
 
+GAP_BYTES = 256 << 10  # so many bytes between two rows that nobody asked for end a range
 PIECE_BYTES = 8 << 20  # of a shard that is read as a whole: the most that one request asks for
 PIECES_AHEAD = 4
 SPARSE = 4  # pieces with more than so many times the bytes of the runs are not read as a whole
@@ -88,9 +89,15 @@ class Ranges:
     ends: Ints
 
     @classmethod
-    def of_runs(cls, samples: SampleTable, borders: Ints) -> Ranges:
-        """One range per run, see `cut_runs`; runs lie in a row, and in the order of offsets."""
+    def of_runs(cls, samples: SampleTable, rows_per_run: int | None = None) -> Ranges:
+        """Cut the table into runs, and each of them where its rows do not lie behind each other.
+
+        Args:
+            samples: n rows.
+            rows_per_run: See `Deal`; without it a run is RUN_BYTES and the rest of its last row.
+        """
         locations = samples.locations
+        borders = cut_ranges(locations, rows_per_run)
         firsts = borders[:-1]
         ends = np.maximum.reduceat(locations.offsets + locations.sizes, firsts)
         of_row = np.repeat(np.arange(len(firsts)), np.diff(borders))
@@ -140,6 +147,34 @@ class Ranges:
         """
         longest = int((self.ends - self.starts).max(initial=0))
         return count * self.total_bytes // max(1, len(self.starts)) + longest
+
+
+def cut_ranges(locations: Locations, rows_per_run: int | None = None) -> Ints:
+    """Return the borders of ranges of n rows, (m + 1,): range j is rows [borders[j], borders[j+1]).
+
+    A range is of one shard and of one run, in the order of offsets. It ends before a gap of more
+    than GAP_BYTES.
+
+    Args:
+        locations: Where the bytes of the rows lie.
+        rows_per_run: See `Ranges.of_runs`.
+    """
+    _, shards, offsets, sizes = locations
+    num_rows = len(offsets)
+    if not num_rows:
+        return np.zeros(1, np.int64)
+    is_first = np.ones(num_rows, bool)
+    gaps = offsets[1:] - offsets[:-1]
+    is_first[1:] = gaps < 0
+    gaps -= sizes[:-1]
+    is_first[1:] |= gaps > GAP_BYTES
+    is_first[1:] |= shards[1:] != shards[:-1]
+    if rows_per_run is None:
+        pieces = offsets // RUN_BYTES
+        is_first[1:] |= pieces[1:] != pieces[:-1]
+    else:
+        is_first[::rows_per_run] = True
+    return np.append(np.flatnonzero(is_first), num_rows)
 
 
 class IndexPieces(NamedTuple):
@@ -458,9 +493,7 @@ def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
     """Return a reader for rows that are read once, in table order."""
     if not is_remote(samples):
         return DiskReader(samples)
-    locations = samples.locations
-    borders = cut_runs(locations.shards, locations.offsets, locations.sizes, len(samples))
-    ranges = pieces_or(samples, Ranges.of_runs(samples, borders))
+    ranges = pieces_or(samples, Ranges.of_runs(samples))
     num_in_use = 2 * PIECES_AHEAD + FETCH_THREADS
     if cache is not None and min(ranges.bytes_of(num_in_use), ranges.total_bytes) > cache.limit:
         cache = None  # a piece would make room for the next one before it is read
@@ -470,13 +503,15 @@ def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
 def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache | None) -> Reader:
     """Return a reader for the epochs of a deal, on one of `world` ranks.
 
-    Runs are fetched where those of two blocks of all streams fit into the cache: those that are
-    used, and those that are used next. Where they do not, records are fetched one by one.
+    Ranges of runs are fetched where those of two blocks of all streams fit into the cache: those
+    that are used, and those that are used next. Where they do not, records are fetched one by one.
     """
     if not is_remote(samples):
         return DiskReader(samples)
-    ranges = Ranges.of_runs(samples, deal.borders)
-    num_ahead = -(-deal.num_streams // world) * deal.block_runs
+    ranges = Ranges.of_runs(samples, deal.rows_per_run)
+    num_runs = -(-len(samples) // deal.rows_per_run)
+    runs_ahead = -(-deal.num_streams // world) * deal.block_runs
+    num_ahead = -(-runs_ahead * len(ranges.starts) // num_runs)
     num_in_use = 2 * num_ahead
     limit = MEMORY_BYTES
     if cache is not None:

@@ -1,7 +1,4 @@
-"""Which images a feed gives, and their labels.
-
-Validation images are held out here alone, for data sets that bring none.
-"""
+"""Which images a feed gives, and their labels."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data.decoding import ImageLimits, is_intact
+from workers.data.held_out import hold_out
 from workers.data.shards import Shards
 from workers.errors import UserError
 from workers.job import Task
@@ -41,7 +39,10 @@ class Locations(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleTable:
-    """The n images of some tasks in a fixed order: by data set, then as the shards hold them.
+    """The n images of some tasks in a fixed order: by task and class, then by sha256 of the image.
+
+    The order of images in shards that are used in place is that of the shards.
+
 
     shards: one per data set.
     table: the index rows with the columns `data` (index into `shards`) and `position` (row of the
@@ -136,35 +137,6 @@ def _column(table: pa.Table, name: str) -> pa.Array:
     return pa.concat_arrays([pa.array([], column.type), *column.chunks])
 
 
-def hold_out(table: pa.Table, fraction: float) -> tuple[pa.Table, pa.Table]:
-    """Split a table into (train, val).
-
-    Of the n images of a class, the round(fraction * n) whose keys have the lowest sha256 are val:
-    at least one where n >= 2, and never all. Exact copies are one image, whose key is the one with
-    the lowest sha256, and stay together. This depends neither on the order of rows nor, without
-    copies in them, on other classes.
-
-    Args:
-        table: With the columns key, class, and sha256 of the image.
-        fraction: Of the images that are val.
-    """
-    first: dict[str, tuple[bytes, str]] = {}  # image -> lowest sha256 of its keys, class
-    columns = (table[name].to_pylist() for name in ("class", "key", "sha256"))
-    for name, key, image in zip(*columns, strict=True):
-        found = (hashlib.sha256(key.encode()).digest(), name)
-        first[image] = min(first.get(image, found), found)
-    members: dict[str, list[tuple[bytes, str]]] = {}  # class -> (sha256 of the key, image)
-    for image, (digest, name) in first.items():
-        members.setdefault(name, []).append((digest, image))
-    val: list[str] = []
-    for ranked in members.values():
-        least = 1 if fraction > 0 else 0
-        count = min(max(round(fraction * len(ranked)), least), len(ranked) - 1)
-        val += [image for _, image in sorted(ranked)[:count]]
-    is_val = pc.is_in(table["sha256"], pa.array(val, table["sha256"].type))
-    return table.filter(pc.invert(is_val)), table.filter(is_val)
-
-
 def select(
     root: str,
     tasks: tuple[Task, ...],
@@ -196,15 +168,35 @@ def select(
         for name, values in columns.items():
             part = part.append_column(name, values)
         parts.append(part)
-    table = pa.concat_tables(parts).sort_by(
-        [("data", "ascending"), ("position", "ascending"), ("task", "ascending")]
-    )
+    in_order = [
+        _sorted(part, shards[keys.index(task.data)].is_in_place)
+        for task, part in zip(tasks, parts, strict=True)
+    ]
+    table = pa.concat_tables(in_order).combine_chunks()
     return SampleTable(
         shards,
-        table.combine_chunks(),
+        table,
         labels=torch.from_numpy(table["label"].to_numpy().copy()),
         tasks=torch.from_numpy(table["task"].to_numpy().copy()),
     )
+
+
+def _sorted(part: pa.Table, is_in_place: bool) -> pa.Table:
+    """Sort the rows of a task as `SampleTable` says; mostly they are, as ingest wrote them so."""
+    if is_in_place or _is_sorted(part):
+        return part
+    return part.sort_by([(name, "ascending") for name in ("label", "sha256", "key")])
+
+
+def _is_sorted(part: pa.Table) -> bool:
+    """Whether rows are sorted by label and image, and no image comes twice in a class."""
+    before, after = part.slice(0, len(part) - 1), part.slice(1)
+    is_next_label = pc.less(before["label"], after["label"])
+    is_next_image = pc.and_(
+        pc.equal(before["label"], after["label"]), pc.less(before["sha256"], after["sha256"])
+    )
+    is_ascending: bool = pc.all(pc.or_(is_next_label, is_next_image)).as_py()
+    return is_ascending
 
 
 def _rows_of(shards: Shards, task: Task, split: str, val_fraction: float) -> pa.Table:
@@ -219,7 +211,7 @@ def _rows_of(shards: Shards, task: Task, split: str, val_fraction: float) -> pa.
         own = shards.select("val", task.classes)
         if len(own):
             return own if split == "val" else shards.select(split, task.classes)
-    train, val = hold_out(shards.select("train", task.classes), val_fraction)
+    train, val = hold_out(shards.select("train", task.classes), val_fraction, shards.hold_out)
     return val if split == "val" else train
 
 

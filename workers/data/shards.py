@@ -23,6 +23,7 @@ from pyarrow import fs
 from workers.data import in_place
 from workers.data.cache import LocalFile
 from workers.data.decoding import MAX_PIXELS, ImageLimits
+from workers.data.held_out import HoldOut
 from workers.data.range_files import ObjectFile, RangeFile, open_range_file
 from workers.errors import DamagedArtifact, SourceGone, UserError
 from workers.job import ShardUrls
@@ -110,6 +111,7 @@ class Shards:
         if self.is_in_place:
             self.is_remote = not all(map(is_local, (urls or {}).values()))
         self.limits = limits_of(artifact)
+        self.hold_out = hold_out_of(artifact)
         # Objects have no file descriptor, and opening one is a request: all of them are kept.
         self._objects: dict[str, RangeFile] = {}
         # A shuffled epoch opens a shard many times, which costs less than finding its path.
@@ -262,6 +264,11 @@ class Shards:
         if error.errno in (errno.EISDIR, errno.EINVAL):
             return DamagedArtifact(self.key, f"{uri} is no regular file; {again} to ingest anew")
         return UserError(f"{uri} cannot be read ({reason}); {remedy}")
+
+
+def hold_out_of(artifact: Artifact) -> HoldOut:
+    """Return how validation images are held out of the train images of an ingest stage."""
+    return "threshold" if artifact.manifest.get("hold_out") == "threshold" else "rank"
 
 
 def limits_of(artifact: Artifact) -> ImageLimits:

@@ -23,6 +23,7 @@ import os
 import platform
 import posixpath
 import re
+import shutil
 import stat
 import sys
 import uuid
@@ -292,6 +293,30 @@ def stored_files(uri: str) -> dict[str, StoredFile]:
 def list_files(uri: str) -> dict[str, int]:
     """Return path below `uri` -> bytes for every file below it; empty where `uri` is missing."""
     return {path: file.size_bytes for path, file in stored_files(uri).items()}
+
+
+def link_file(source: str, target: str) -> None:
+    """Put the file `source` at `target` as well: as a link on a disk, as a copy in a bucket.
+
+    Files of results are never changed in place. Do nothing where a file of this size stands there.
+    """
+    system, source_path = resolve(source)
+    _, target_path = resolve(target)
+    size = system.get_file_info(source_path).size
+    if system.get_file_info(target_path).size == size:
+        return
+    if not isinstance(system, fs.LocalFileSystem):
+        system.copy_file(source_path, target_path)
+        return
+    make_dirs(os.path.dirname(target_path))
+    part = f"{target_path}.{temporary_name()}.part"
+    try:
+        os.link(source_path, part)
+    except OSError as error:
+        if error.errno not in (*NO_LINKS, errno.EXDEV):
+            raise
+        shutil.copyfile(source_path, part)
+    os.replace(part, target_path)
 
 
 def delete_dir(uri: str) -> None:

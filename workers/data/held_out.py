@@ -1,0 +1,69 @@
+"""Which train images are held out for validation, of data sets that bring no validation images.
+
+It imports no torch: test images are held out by the same rule when data are ingested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+HoldOut = Literal["rank", "threshold"]  # see `Card.hold_out`
+SHARE_DIGITS = 12  # hexadecimal digits that decide whether an image is held out
+
+
+def is_below(digests: pa.ChunkedArray, fraction: float, purpose: Literal["test", "val"]) -> Any:
+    """Return for each image whether it is held out, by digits of its own sha256 alone.
+
+    Args:
+        digests: (n,) sha256 of images, in hexadecimal digits.
+        fraction: Share of all possible images that are held out.
+        purpose: For `test` and `val` different digits decide, so that neither follows from the
+            other.
+
+    Returns:
+        (n,) booleans of pyarrow.
+    """
+    start = {"test": 0, "val": SHARE_DIGITS}[purpose]
+    digits = pc.utf8_slice_codeunits(digests, start, start + SHARE_DIGITS)
+    bound = f"{math.ceil(fraction * 16**SHARE_DIGITS):0{SHARE_DIGITS}x}"
+    return pc.less(digits, pa.scalar(bound, digits.type))
+
+
+def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[pa.Table, pa.Table]:
+    """Split a table into (train, val).
+
+    By `threshold` each image decides by its own digest, see `is_below`.
+
+    By `rank`, of the n images of a class, the round(fraction * n) whose keys have the lowest sha256
+    are val: at least one where n >= 2, and never all. Exact copies are one image, whose key is the
+    one with the lowest sha256, and stay together. This depends neither on the order of rows nor,
+    without copies in them, on other classes.
+
+    Args:
+        table: With the columns key, class, and sha256 of the image.
+        fraction: Of the images that are val.
+        rule: `hold_out` of the card.
+    """
+    if rule == "threshold":
+        below = is_below(table["sha256"], fraction, "val")
+        return table.filter(pc.invert(below)), table.filter(below)
+    first: dict[str, tuple[bytes, str]] = {}  # image -> lowest sha256 of its keys, class
+    columns = (table[name].to_pylist() for name in ("class", "key", "sha256"))
+    for name, key, image in zip(*columns, strict=True):
+        found = (hashlib.sha256(key.encode()).digest(), name)
+        first[image] = min(first.get(image, found), found)
+    members: dict[str, list[tuple[bytes, str]]] = {}  # class -> (sha256 of the key, image)
+    for image, (digest, name) in first.items():
+        members.setdefault(name, []).append((digest, image))
+    val: list[str] = []
+    for ranked in members.values():
+        least = 1 if fraction > 0 else 0
+        count = min(max(round(fraction * len(ranked)), least), len(ranked) - 1)
+        val += [image for _, image in sorted(ranked)[:count]]
+    is_val = pc.is_in(table["sha256"], pa.array(val, table["sha256"].type))
+    return table.filter(pc.invert(is_val)), table.filter(is_val)

@@ -517,7 +517,7 @@ def test_a_bad_card_is_named_with_its_rule_and_remedy(
 
 # ---- sources -------------------------------------------------------------------------------------
 def test_a_tar_that_is_cut_short_is_refused(site: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    tar = next((site.folder / "storage" / "stages").glob("*/*/train-00000.tar"))
+    tar = next((site.folder / "storage" / "stages").glob("*/*/train-*-00000.tar"))
     (site.test_folder / "train.tar").write_bytes(tar.read_bytes()[:5000])
     (site.test_folder / "test.tar").write_bytes(tar.read_bytes())
     site.card(source={"format": "tar", "path": str(site.test_folder)})

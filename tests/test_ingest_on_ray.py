@@ -82,7 +82,7 @@ def test_a_killed_worker_of_an_ingest_on_ray_costs_its_unit_alone(tmp_path: Path
     expected = ingest(card, str(tmp_path / "expected"), "k", map, {})
     (stored,) = (tmp_path / "storage" / "stages").glob("*/a-*")
     digests = {name: info for name, info in expected["files"].items() if name.endswith(".tar")}
-    assert len(digests) == 9
+    assert len(digests) == 10
     for name in digests:
         assert (stored / name).read_bytes() == read_expected(tmp_path, name)
     assert not list((tmp_path / "storage").rglob("*.pack"))

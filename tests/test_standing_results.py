@@ -13,6 +13,7 @@ from pipeline import app, cli
 from pipeline.graph.run import look_up_all
 from tests import small_run
 from tests.recovery import damage_file
+from tests.shard_names import shard_name
 
 # ---- damage --------------------------------------------------------------------------------------
 FILES = [
@@ -24,8 +25,8 @@ FILES = [
     ("finetune/b/evaluate", "predictions.parquet"),
 ]
 DATA = [
-    ("data/a", "train-00000.tar"),
-    ("data/a", "test-00000.tar"),
+    ("data/a", shard_name("train", "2")),
+    ("data/a", shard_name("test", "3")),
     ("data/b", "index.parquet"),
     ("data/b", "rejected.csv"),
 ]
@@ -112,7 +113,7 @@ def test_a_damaged_manifest_is_no_result(
     [
         ("finetune/a/train", "carried.safetensors"),
         ("backbone", "state.safetensors"),
-        ("data/b", "train-00000.tar"),
+        ("data/b", shard_name("train", "5")),
         ("data/b", "index.parquet"),
     ],
 )
@@ -291,7 +292,7 @@ def test_data_that_cannot_be_had_again_is_not_deleted_for_a_damaged_byte(
     )
     assert cli.main(["run", config]) == 0
     storage = tmp_path / "storage"
-    shard = small_run.artifact(storage, "data/a", "test-00000.tar")
+    shard = small_run.artifact(storage, "data/a", shard_name("test", "2"))
     shutil.rmtree(tmp_path / "raw" / "a")
     damage_file(shard, harm)
     cards |= small_run.make_cards(tmp_path, "c")

@@ -187,6 +187,12 @@ class Card(Frozen):
     test_fraction: float = Field(
         0.0, ge=0, lt=1, description="share held out as test where the source has no test split"
     )
+    hold_out: Annotated[Literal["rank", "threshold"], Neutral("rank")] = Field(
+        "rank",
+        description="how images are held out for test and validation; `rank`: of each class an "
+        "exact share, so that new images move old ones from one side to the other; `threshold`: "
+        "each image decides by its own digest and stays on its side, so that shares are not exact",
+    )
     counts: Counts | None = Field(None, description="images that must be found, after rejections")
     content: str | None = Field(
         None, description="sha256 of the ingested index; what is found must equal it"

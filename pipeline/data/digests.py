@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 BATCH_ROWS = 1 << 16  # rows converted to Python objects at once
 DIGEST_WORDS = 4  # 64-bit words in a sha256
+DIGITS = 32  # of the digest of a class
+ClassDigests = dict[str, dict[str, str]]  # split -> class -> digest of its images
 
 
 def compute_key_digests(keys: pa.ChunkedArray) -> NDArray[np.uint64]:
@@ -51,6 +53,40 @@ def digest_rows(rows: pa.ChunkedArray) -> str:
         part = rows.take(order.slice(start, BATCH_ROWS)).to_pylist()
         body.update(b"\n" * bool(start) + b"\n".join(part))
     return body.hexdigest()
+
+
+def digest_classes(index: pa.Table, is_in_place: bool, salt: str = "") -> ClassDigests:
+    """Compute a digest of the images of each class in each split: key, sha256 and order.
+
+    The digest of a class depends neither on other classes nor on how shards are cut. Of shards that
+    are used in place it covers the place of each image as well, since they are read in that order.
+
+    Args:
+        index: Of an ingest stage, see `workers.data.shards.Shards`.
+        is_in_place: Whether the shards are used where they lie.
+        salt: What else decides which images are used how.
+
+    Returns:
+        Split -> class -> the first DIGITS hexadecimal digits of a sha256.
+    """
+    names = ["split", "class", "sha256", "key"]
+    if is_in_place:
+        names = ["split", "class", "shard", "offset", "sha256", "key"]
+    ordered = index.select(names).sort_by([(name, "ascending") for name in names])
+    columns = [ordered[name].cast(pa.string()) for name in names[2:]]
+    lines = pc.binary_join_element_wise(*columns, "\t").combine_chunks()
+    groups = index.group_by(["split", "class"]).aggregate([([], "count_all")])
+    digests: ClassDigests = {}
+    start = 0
+    for group in groups.sort_by([("split", "ascending"), ("class", "ascending")]).to_pylist():
+        body = hashlib.sha256(salt.encode())
+        stop = start + group["count_all"]
+        while start < stop:
+            part = lines.slice(start, min(BATCH_ROWS, stop - start)).to_pylist()
+            body.update("\n".join([*part, ""]).encode())
+            start += len(part)
+        digests.setdefault(group["split"], {})[group["class"]] = body.hexdigest()[:DIGITS]
+    return digests
 
 
 def digest_index(index: pa.Table) -> str:

@@ -33,6 +33,15 @@ from pipeline.data.csv_text import to_csv
 from pipeline.data.digests import digest_index, digest_rows
 from pipeline.data.formats import SourceState, format_of, require_entries, source_state, units
 from pipeline.data.formats.base import UNIT_ITEMS, MapFn, Unit, check_unfolding, unit_slices
+from pipeline.data.known_images import (
+    SOURCE,
+    Changes,
+    DividedUnit,
+    KnownImages,
+    digest_reading,
+    source_rows,
+    stamp_units,
+)
 from pipeline.data.listing import Entry
 from pipeline.data.packs import (
     TABLE_SUFFIX,
@@ -79,7 +88,7 @@ from workers.storage.artifact import (
     write_bytes,
 )
 
-REVISION = 2  # raise it when the same source gives other shards
+REVISION = 2  # raise it when the same source gives other images or keys
 NONCE = "nonce"  # a file in a folder of packs, see `_attempt_name`
 SMALL_BYTES = 8 << 20  # a source of no more, and of few images, is packed beside this process
 TABLE_READERS = 8  # tables of finished units that are read at the same time
@@ -124,13 +133,15 @@ def ingest(
     map_fn: MapFn,
     extra: dict[str, Any],
     progress: Report | None = None,
+    previous: str = "",
 ) -> Manifest:
     """Write the artifact `key` below `root` and return its manifest.
 
     map_fn(function, items): results in order. The shards are the same bytes whatever it does in
     parallel. extra: what else goes into the manifest. Raise UserError where the source is missing,
     too much of it is bad, or it is not what the card promises; then nothing is published. What a
-    killed or failed try has packed and written is used by the next one.
+    killed or failed try has packed and written is used by the next one. previous: key of an ingest
+    of the same data as they were before: its images are not read again, see `KnownImages`.
     """
     report = progress or (lambda event: None)
     started = time.monotonic()
@@ -140,25 +151,34 @@ def ingest(
         json.dumps([state, card.identity(), card.source.path, REVISION]).encode()
     ).hexdigest()
     file_bytes = sum(entry.size for entry in entries)
-    source_units = units(card, map_fn, entries)
+    source_units = stamp_units(units(card, map_fn, entries), card, entries)
+    known = KnownImages.open(root, previous, card)
     fields = {**extra, "fingerprint": fingerprint_of(state), "started": started}
+    fields["reading"] = digest_reading(card)
     if not is_local(root) and is_small(source_units, file_bytes):
         # A kill costs as much as one unit, and on a disk packs take no requests.
         with TemporaryDirectory(prefix="accrete-packs-") as packs:
-            rows = read_source(source_units, card, packs, map, report, file_bytes)
-            _write_artifact(card, entries, rows, Attempt(root, key), packs, map, report, fields)
+            rows = read_source(source_units, card, packs, map, report, file_bytes, known)
+            _write_artifact(
+                card, entries, rows, Attempt(root, key), packs, map, report, fields, known
+            )
         return Artifact.need(root, key).manifest
     packs = join(root, key, f"packs-{state_digest[:16]}")
     try:
-        rows = read_source(source_units, card, packs, map_fn, report, file_bytes)
-        _write_artifact(card, entries, rows, Attempt(root, key), packs, map_fn, report, fields)
+        rows = read_source(source_units, card, packs, map_fn, report, file_bytes, known)
+        _write_artifact(
+            card, entries, rows, Attempt(root, key), packs, map_fn, report, fields, known
+        )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _full_storage(card, root, packs) from None
         raise
     except DamagedPack:
         if Artifact.open(root, key) is None:
-            raise
+            if known is None:
+                raise
+            # a shard of the earlier ingest may be damaged: all images are read from the source
+            return ingest(card, root, key, map_fn, extra, progress)
         # another driver on a bucket, where nothing is locked, was faster and deleted the packs
     delete_dir(packs)
     return Artifact.need(root, key).manifest
@@ -179,17 +199,19 @@ def _write_artifact(
     map_fn: MapFn,
     report: Report,
     fields: dict[str, Any],
+    known: KnownImages | None,
 ) -> None:
     """Select of the rows of a source, write the shards and publish. fields: of the manifest."""
     try:
-        contents = select_contents(card, rows, entries)
+        contents = select_contents(card, rows, entries, known)
     except UserError:
         delete_dir(packs)
         raise
-    plan = f"{contents.fields['content']} {card.identity()} {REVISION}"
+    plan = f"{contents.fields['content']} {card.identity()} {REVISION} by class"
     attempt.name = _attempt_name(attempt.root, attempt.key, packs, plan)
     pictures = list(_pictures(card, sample_rows(contents.selected), packs))
-    index = _write_all(contents.selected, card, attempt, packs, map_fn, report)
+    index = _write_all(contents.selected, card, attempt, packs, map_fn, report, known)
+    attempt.write(SOURCE, source_rows(rows, index))
     publish(attempt, index, contents, pictures, fields)
 
 
@@ -221,19 +243,24 @@ class Contents(NamedTuple):
     fields: dict[str, Any]
 
 
-def select_contents(card: Card, rows: pa.Table, entries: list[Entry]) -> Contents:
+def select_contents(
+    card: Card, rows: pa.Table, entries: list[Entry], known: KnownImages | None = None
+) -> Contents:
     """Select the rows to write of all rows of a source (`packs.ROWS`).
 
     Args:
         card: Of the source.
         rows: As in `packs.ROWS`.
         entries: All files below the source.
+        known: What an earlier ingest of the same data found.
 
     Raises:
         UserError: If too much is bad, or the images are not those that the card promises.
     """
     raw_content_digest = digest_rows(rows["raw"].drop_null())
-    selected, rejected, notes = select_rows(card, rows.drop_columns("raw"))
+    selected, rejected, notes = select_rows(card, rows.drop_columns(["raw", "stamp"]))
+    if known is not None:
+        notes = [*notes, Changes.between(known.rows, rows).text()]
     account = _account(card, entries, selected, rejected, notes)
     account.check(card)
     counts = _counts_of(selected)
@@ -251,6 +278,8 @@ def select_contents(card: Card, rows: pa.Table, entries: list[Entry]) -> Content
     }
     if card.source.range is not None:
         fields["range"] = list(card.source.range)
+    if card.hold_out != "rank":
+        fields["hold_out"] = card.hold_out
     return Contents(card, selected, rejected, account, fields)
 
 
@@ -352,13 +381,23 @@ def _full_storage(card: Card, root: str, packs: str) -> UserError:
 
 # ---- first pass: every unit of the source is read once -------------------------------------------
 def read_source(
-    units: list[Unit], card: Card, packs: str, map_fn: MapFn, report: Report, file_bytes: int
+    units: list[Unit],
+    card: Card,
+    packs: str,
+    map_fn: MapFn,
+    report: Report,
+    file_bytes: int,
+    known: KnownImages | None = None,
 ) -> pa.Table:
     """Check and pack all images, and return the rows of all units in order (`packs.ROWS`).
 
     Units whose table stands in the folder of packs are not read again. file_bytes: of all files of
     the source, 0 where a library fetches it. Raise UserError where its images have far more.
     """
+    divided: list[DividedUnit | None] = [None] * len(units)
+    if known is not None:
+        divided = known.divide(units, card)
+    units = [unit if one is None else one.rest for unit, one in zip(units, divided, strict=True)]
     names = [name_of(unit) for unit in units]
     sizes = list_files(packs)
     tables: dict[str, pa.Table | None] = {}
@@ -384,7 +423,11 @@ def read_source(
         if file_bytes:
             check_unfolding(card.source.path, image_bytes, file_bytes)
         progress.add(job.unit.num_items)
-    return pa.concat_tables([tables[name] for name in names])
+    merged = [
+        tables[name] if one is None else one.merge(tables[name])
+        for name, one in zip(names, divided, strict=True)
+    ]
+    return pa.concat_tables(merged)
 
 
 def raw_content(card: Card, map_fn: MapFn) -> str:
@@ -395,14 +438,25 @@ def raw_content(card: Card, map_fn: MapFn) -> str:
 
 # ---- second pass: the shards ---------------------------------------------------------------------
 def _write_all(
-    rows: pa.Table, card: Card, attempt: Attempt, packs: str, map_fn: MapFn, report: Report
+    rows: pa.Table,
+    card: Card,
+    attempt: Attempt,
+    packs: str,
+    map_fn: MapFn,
+    report: Report,
+    known: KnownImages | None,
 ) -> pa.Table:
     """Write all shards that do not stand yet, and return the index."""
     shards = list(divide_into_shards(rows, card.shard_images))
     written = _written_before([shard.name for shard in shards], attempt, packs)
+    if known is not None:
+        same = known.find_shards([shard for shard in shards if shard.name not in written])
+        for taken in same.values():
+            known.take_over(attempt, taken)
+        written |= same
     pending = [shard for shard in shards if shard.name not in written]
     jobs = [
-        ShardJob(attempt.root, attempt.key, attempt.name, packs, card.classes, group)
+        ShardJob(attempt.root, attempt.key, attempt.name, packs, group)
         for group in group_shards(pending)
     ]
     num_before = len(rows) - sum(len(shard.rows) for shard in pending)

@@ -42,7 +42,8 @@ _TEXT = ("split", "name", "label", "problem", "key", "sha256", "ext", "pack")
 # One row an image, in the order of the source. split, name, label, problem: as in `Item`, but the
 # label is a class of the card. key: without its split. sha256, ext: of the bytes that are stored.
 # pack, offset, bytes: where these lie; null for an image with a problem. raw: see `raw_row`. blank:
-# "yes" for an image of one colour, "became" if its values differ. top: of more than 8 bits.
+# "yes" for an image of one colour, "became" if its values differ. top: of more than 8 bits. stamp:
+# see `Item`.
 ROWS = pa.schema(
     [
         *((name, pa.large_string()) for name in _TEXT),
@@ -51,6 +52,7 @@ ROWS = pa.schema(
         ("raw", pa.large_binary()),
         ("blank", pa.large_string()),
         ("top", pa.float64()),
+        ("stamp", pa.large_string()),
     ]
 )
 
@@ -146,6 +148,7 @@ class ImageChecker:
             "label": label,
             "problem": problem,
             "key": f"{key_part(label or '')}/{key_part(item.stem)}",
+            "stamp": item.stamp or None,
         }
 
     def _label_problem(self, label: str | None) -> str:
@@ -183,7 +186,8 @@ class _PackWriter:
     def _clear(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.checked: dict[str, StoredImage] = {}  # by the digest of the bytes in the source
-        self.images: dict[str, tuple[bytes, bytes]] = {}  # sha256 -> likely rank, stored bytes
+        # sha256 -> likely rank, stored bytes
+        self.images: dict[str, tuple[tuple[str, str, str], bytes]] = {}
         self.num_bytes = 0
 
     def add(self, item: Item, data: Any) -> None:
@@ -216,20 +220,20 @@ class _PackWriter:
         stored, extension = encode_for_storage(data, self.checker.limits)
         digest = hashlib.sha256(stored).hexdigest()
         if digest not in self.images:
-            self.images[digest] = (self._likely_rank(row["split"], row["key"]), stored)
+            self.images[digest] = (self._likely_rank(row, digest), stored)
             self.num_bytes += len(stored)
         return StoredImage(None, digest, extension, **notes_of(checked))
 
-    def _likely_rank(self, split: str, key: str) -> bytes:
+    def _likely_rank(self, row: Mapping[str, Any], digest: str) -> tuple[str, str, str]:
         """Return what sorts an image as the shards will.
 
         The key may yet get a suffix, and which images are held out depends on all of them.
         """
-        share = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4]) / 2**32
+        split = row["split"]
+        share = int.from_bytes(hashlib.sha256(row["key"].encode()).digest()[:4]) / 2**32
         if split == "train" and share < self.card.test_fraction:
             split = "test"
-        digest = hashlib.sha256(f"{split}/{key}".encode()).digest()
-        return split.encode() + digest
+        return split, row["label"], digest
 
     def _flush(self) -> None:
         ranges: dict[str, PackedRange] = {}
@@ -321,7 +325,7 @@ class Range(NamedTuple):
 
 
 class PackedImages:
-    """Some images of packs in memory, by their range."""
+    """Some images of packs in memory, by their range. A pack is a name, or the URI of a file."""
 
     def __init__(self, packs: str, rows: pa.Table):
         """Read the images of `rows`, in as few requests as they allow."""
@@ -349,11 +353,11 @@ class PackedImages:
         return parts[index][first : first + size]
 
     def _read(self, part: Range) -> bytes:
-        uri = join(self.packs, part.pack)
+        uri = part.pack if is_uri(part.pack) else join(self.packs, part.pack)
         size = part.stop - part.start
         try:
             if not is_local(uri):
-                return _read_object(uri, size, part.start)
+                return read_object(uri, size, part.start)
             _, path = resolve(uri)
             with open(path, "rb") as stream:
                 return os.pread(stream.fileno(), size, part.start)
@@ -364,7 +368,12 @@ class PackedImages:
             ) from None
 
 
-def _read_object(uri: str, size: int, offset: int) -> bytes:
+def is_uri(pack: str) -> bool:
+    """Whether a pack is a file of its own, and not one in the folder of packs."""
+    return "/" in pack
+
+
+def read_object(uri: str, size: int, offset: int) -> bytes:
     try:
         return open_pack(uri).read_at(size, offset)
     except OSError:

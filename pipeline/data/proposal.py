@@ -20,6 +20,7 @@ MOST_BAD = 0.05  # share of corrupt images that a run goes on with; they are lis
 MOST_TASKS = 5  # that one data set is divided into
 LEAST_CLASSES = 2  # of a task
 BASE_SHARE = 0.4  # of the classes of one data set
+MIN_PER_CLASS = 30  # images, for a fifth by threshold to be a few in (nearly) every case
 MOST_THREADS = 4
 LINE_WIDTH = 96
 COMMENT_COLUMN = 30
@@ -54,7 +55,11 @@ def card_text(data_set: DataSet, name: str, path: str, command: str) -> str:
         classes = _line("classes", "from_source", "the sorted names of the folders; or list them")
     held_out = ""
     if not data_set.has_test:
-        held_out = _line("test_fraction", TEST_FRACTION, "share of each class, by hash of the key")
+        held_out = _line("test_fraction", TEST_FRACTION, "share of each class")
+    sizes = [number for (split, _), number in data_set.images.items() if split == "train"]
+    is_any_held_out = not (data_set.has_test and data_set.counts.get("val"))
+    if is_any_held_out and min(sizes, default=0) >= MIN_PER_CLASS:
+        held_out += _line("hold_out", "threshold", "an image keeps its side when data grow")
     bad = min(round(MOST_BAD + data_set.bad_fraction + 0.005, 2), 1.0)
     text = (
         f"# {_comment(data_set.layout)}: {counted(len(data_set.classes), 'class')}, "

@@ -21,6 +21,7 @@ from pipeline.data.digests import compute_key_digests, sort_by_digest
 from pipeline.data.listing import describe_left_out
 from pipeline.data.names import counted, listed, nfc
 from pipeline.data.splits import SPLITS, Split
+from workers.data.held_out import is_below
 from workers.errors import UserError
 
 NAMED_IMAGES = 3  # images that an error lists
@@ -40,7 +41,7 @@ class Selection(NamedTuple):
     """What is made of the rows of a source.
 
     Attributes:
-        rows: Of the images to write, in the order of the shards.
+        rows: Of the images to write, sorted by split, class, sha256 and key.
         rejected: As in REJECTED.
         notes: What a person should know of the images.
     """
@@ -79,7 +80,7 @@ def select_rows(card: Card, rows: pa.Table) -> Selection:
     check_classes(card, problems, selected)
     notes = [*check_pixels(card, selected), *_in_two_classes(selected)]
     check_leaks(card, selected)
-    selected = selected.drop_columns(["blank", "top"])
+    selected = _in_order(selected.drop_columns(["blank", "top"]))
     return Selection(selected, _sorted_rejected(pa.concat_tables(rejected)), notes)
 
 
@@ -96,10 +97,12 @@ def check_listed(
     has_test = any(split == "test" for split, _ in counts)
     selected: Counter[tuple[str, str]] = Counter()
     for (split, name), size in counts.items():
-        num_test = 0
+        num_test = num_train = 0
         if card.test_fraction and not has_test and split == "train":
-            num_test = num_held_out(size, card.test_fraction)
-        selected[split, name] += size - num_test
+            num_test = num_train = num_held_out(size, card.test_fraction)
+            if card.hold_out == "threshold":  # which they are is not known before they are read
+                num_test, num_train = size, 0
+        selected[split, name] += size - num_train
         selected["test", name] += num_test
     limits = {str(s): n for s, n in card.per_class.by_split().items()} if card.per_class else {}
     totals = {"train": 0, "test": 0}
@@ -123,7 +126,7 @@ def _require_rows(card: Card, num_rows: int) -> None:
 
 # ---- keys and order ------------------------------------------------------------------------------
 def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
-    """Return the rows with their keys `split/class/stem`, in the order of the shards.
+    """Return the rows with their keys `split/class/stem`, by split and the digest of the key.
 
     Keys are unique, and independent of the other classes. Test images are held out of train where
     the source has none and the card asks for it.
@@ -132,13 +135,26 @@ def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
     if card.test_fraction and not pc.any(pc.equal(rows["split"], "test")).as_py():
         is_train = _split_numbers(rows) == 0
         is_test = np.zeros(len(rows), bool)
-        is_test[is_train] = _held_out(rows.filter(pa.array(is_train)), card.test_fraction)
+        train = rows.filter(pa.array(is_train))
+        if card.hold_out == "threshold":
+            below = is_below(train["sha256"], card.test_fraction, "test")
+            is_test[is_train] = below.to_numpy(zero_copy_only=False)
+        else:
+            is_test[is_train] = _held_out(train, card.test_fraction)
         split = pc.if_else(pa.array(is_test), "test", rows["split"]).cast(pa.large_string())
         rows = rows.set_column(_position(rows, "split"), "split", split)
     keys = pc.binary_join_element_wise(rows["split"], rows["key"], SLASH)
     rows = rows.set_column(_position(rows, "key"), "key", keys)
     order = sort_by_digest(compute_key_digests(rows["key"]), _split_numbers(rows))
     return rows.take(pa.array(order)).combine_chunks()
+
+
+def _in_order(rows: pa.Table) -> pa.Table:
+    """Sort rows as shards have them, so that an epoch reads a class in few long ranges."""
+    names = ("label", "sha256", "key")
+    rows = rows.append_column("number", pa.array(_split_numbers(rows)))
+    ordered = rows.sort_by([(name, "ascending") for name in ("number", *names)])
+    return ordered.drop_columns("number").combine_chunks()
 
 
 def _with_unique_keys(rows: pa.Table) -> pa.Table:
@@ -171,8 +187,8 @@ def _with_unique_keys(rows: pa.Table) -> pa.Table:
 def _held_out(rows: pa.Table, fraction: float) -> NDArray[np.bool_]:
     """Return which rows are held out: of each class those whose keys have the lowest sha256.
 
-    As `workers.data.rows.hold_out`: of n images round(fraction * n), at least one where n >= 2, and
-    never all; exact copies stay on the side of the one whose key has the lowest sha256.
+    As `workers.data.held_out.hold_out`: of n images round(fraction * n), at least one where n >= 2,
+    and never all; exact copies stay on the side of the one whose key has the lowest sha256.
     """
     contents = _codes(rows["sha256"])
     is_first = np.zeros(len(rows), bool)

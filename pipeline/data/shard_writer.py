@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import tarfile
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.packs import DamagedPack, PackedImages
-from pipeline.data.splits import SPLITS
 from workers.data.shards import SCHEMA
 from workers.storage.artifact import Attempt, FileInfo, join, read_bytes, write_bytes
 from workers.storage.parquet import read_table
@@ -21,6 +22,7 @@ from workers.storage.parquet import read_table
 MIN_GROUP_BYTES = 32 << 20
 MAX_GROUP_BYTES = 512 << 20  # of images that one task reads before it writes them
 GROUPS = 32  # about as many as there are of a data set whose groups are between the two
+CLASS_DIGITS = 16  # of the sha256 of a class's name, in the names of its shards
 MARK_SUFFIX = ".written"
 
 
@@ -32,16 +34,12 @@ class Shard(NamedTuple):
 
 
 class ShardJob(NamedTuple):
-    """Shards that one task writes below an attempt at the artifact `key`, from a folder of packs.
-
-    classes: as the card lists them; the number of a class is its place in them.
-    """
+    """Shards that one task writes below an attempt at the artifact `key`, from packs."""
 
     root: str
     key: str
     attempt: str
     packs: str
-    classes: tuple[str, ...]
     shards: list[Shard]
 
 
@@ -54,12 +52,22 @@ class WrittenShard(NamedTuple):
 
 
 def divide_into_shards(rows: pa.Table, shard_images: int) -> Iterator[Shard]:
-    """Yield the shards of the selected rows, those of train first."""
-    for split in SPLITS:
-        split_rows = rows.filter(pc.equal(rows["split"], split))
-        for number, start in enumerate(range(0, len(split_rows), shard_images)):
-            part = split_rows.slice(start, shard_images)
-            yield Shard(f"{split}-{number:05d}.tar", part)
+    """Yield the shards of the selected rows, which are sorted by split and class.
+
+    A shard holds images of one class of one split, and its name depends on no other class: data
+    grow by new shards, and a class is removed with its shards.
+    """
+    is_first = np.zeros(len(rows) + 1, bool)
+    is_first[[0, -1]] = True
+    for name in ("split", "label"):
+        codes = rows[name].combine_chunks().dictionary_encode().indices.to_numpy()
+        is_first[1:-1] |= codes[1:] != codes[:-1]
+    for start, stop in itertools.pairwise(np.flatnonzero(is_first).tolist()):
+        split, label = rows["split"][start].as_py(), rows["label"][start].as_py()
+        digest = hashlib.sha256(label.encode()).hexdigest()[:CLASS_DIGITS]
+        for number, first in enumerate(range(start, stop, shard_images)):
+            part = rows.slice(first, min(shard_images, stop - first))
+            yield Shard(f"{split}-{digest}-{number:05d}.tar", part)
 
 
 def group_shards(shards: list[Shard]) -> Iterator[list[Shard]]:
@@ -99,11 +107,10 @@ def write_shards(job: ShardJob) -> list[WrittenShard]:
 
 
 def _write_shard(job: ShardJob, shard: Shard, images: PackedImages) -> WrittenShard:
-    """Write one tar with `key.ext`, `key.cls` and `key.txt` of each image.
+    """Write one tar with `key.ext` and `key.txt` of each image, which holds the name of its class.
 
-    `.cls` holds the number of the class and `.txt` its name, as WebDataset's decoders expect.
+    The number of a class (`.cls`) is not written: it would depend on the other classes.
     """
-    numbers = {name: number for number, name in enumerate(job.classes)}
     buffer = io.BytesIO()
     offsets: list[int] = []
     names = ("key", "label", "sha256", "ext", "pack", "offset", "bytes")
@@ -117,7 +124,6 @@ def _write_shard(job: ShardJob, shard: Shard, images: PackedImages) -> WrittenSh
                     "run the same command again to make it anew"
                 )
             offsets.append(_add_member(tar, f"{key}.{extension}", data))
-            _add_member(tar, f"{key}.cls", b"%d" % numbers[label])
             _add_member(tar, f"{key}.txt", label.encode())
     info = Attempt(job.root, job.key, job.attempt).write(shard.name, buffer.getvalue())
     return WrittenShard(shard.name, info, _index_of(shard, offsets))

@@ -31,6 +31,7 @@ from pipeline.data.ingest import ingest
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store
 from tests import s3
+from tests.shard_names import shard_name
 from workers.data.decoding import decode
 from workers.data.rows import select
 from workers.data.shards import Shards
@@ -109,13 +110,9 @@ def test_every_image_is_found_again_byte_for_byte(source: Any, tmp_path: Path) -
     assert manifest["step"] == "ingest"
     assert manifest["wall_s"] > 0, "the report shows how long it took"
     rows = shards.index.to_pylist()
-    assert {r["shard"] for r in rows} == {
-        "train-00000.tar",
-        "train-00001.tar",
-        "train-00002.tar",
-        "test-00000.tar",
-        "test-00001.tar",
-    }
+    expected = {shard_name(split, name) for split in ("train", "test") for name in CLASSES}
+    expected |= {shard_name("train", name, 1) for name in CLASSES}
+    assert {r["shard"] for r in rows} == expected
     for row in rows:
         split, name, stem = row["key"].split("/")
         assert (split, name) == (row["split"], row["class"])
@@ -130,30 +127,43 @@ def text_of(tar: tarfile.TarFile, name: str) -> str:
     return stream.read().decode()
 
 
-def test_shards_are_webdataset_and_mix_the_classes(source: Any, tmp_path: Path) -> None:
+def test_shards_are_webdataset_of_one_class_each(source: Any, tmp_path: Path) -> None:
     _, shards = run(card_of(source), tmp_path)
-    with tarfile.open(shards.uri("train-00000.tar")) as tar:
-        names = tar.getnames()
-        assert [n.rsplit(".", 1)[1] for n in names] == ["png", "cls", "txt"] * 7
-        assert all(member.mtime == 0 for member in tar.getmembers())
-        labels = {text_of(tar, name) for name in names if name.endswith(".txt")}
-        assert labels == set(CLASSES)
-    records = webdataset.WebDataset(shards.uri("train-00000.tar"), shardshuffle=False)
-    assert [record["__key__"] for record in records] == [n[:-4] for n in names if n[-3:] == "png"]
+    for name in CLASSES:
+        uri = shards.uri(shard_name("train", name))
+        with tarfile.open(uri) as tar:
+            members = tar.getnames()
+            assert [n.rsplit(".", 1)[1] for n in members] == ["png", "txt"] * 7
+            assert all(member.mtime == 0 for member in tar.getmembers())
+            assert {text_of(tar, n) for n in members if n.endswith(".txt")} == {name}
+        records = webdataset.WebDataset(uri, shardshuffle=False)
+        keys = [record["__key__"] for record in records]
+        assert keys == [n[:-4] for n in members if n[-3:] == "png"]
 
 
-def test_the_package_webdataset_decodes_the_shards_and_numbers_classes_as_the_card_lists_them(
-    source: Any, tmp_path: Path
-) -> None:
+def test_the_index_is_sorted_by_split_class_and_image(source: Any, tmp_path: Path) -> None:
+    """And images of a shard lie in this order, one behind the other."""
+    (source / "train" / "dog" / "again.png").write_bytes(
+        (source / "train" / "dog" / "00.png").read_bytes()
+    )
+    _, shards = run(card_of(source), tmp_path)
+    rows = shards.index.to_pylist()
+    order = [(r["split"] == "test", r["class"], r["sha256"], r["key"]) for r in rows]
+    assert order == sorted(order)
+    places = [(r["split"] == "test", r["class"], r["shard"], r["offset"]) for r in rows]
+    assert places == sorted(places)
+
+
+def test_the_package_webdataset_decodes_the_shards(source: Any, tmp_path: Path) -> None:
     card = card_of(source, class_order_seed=0)
     assert card.order() != CLASSES
     _, shards = run(card, tmp_path)
-    urls = [shards.uri(f"train-{number:05d}.tar") for number in range(3)]
+    urls = [shards.uri(shard_name("train", name, number)) for name in CLASSES for number in (0, 1)]
     records = webdataset.WebDataset(urls, shardshuffle=False)
-    decoded = records.decode("pil").to_tuple("jpg;png;webp", "cls", "txt", "__key__")
+    decoded = records.decode("pil").to_tuple("jpg;png;webp", "txt", "__key__")
     num_images = 0
-    for image, number, name, key in decoded:
-        assert (CLASSES[number], key.split("/")[1]) == (name, name)
+    for image, name, key in decoded:
+        assert key.split("/")[1] == name
         pixels = np.asarray(Image.open(source / "train" / name / f"{key.split('/')[2]}.png"))
         assert np.array_equal(np.asarray(image), pixels)
         num_images += 1
@@ -165,7 +175,7 @@ def test_parallel_work_gives_the_same_bytes_as_serial_work(source: Any, tmp_path
     two, _ = run(card_of(source), tmp_path, "two", threads)
     assert one["files"] == two["files"]
     assert one["content"] == two["content"]
-    assert len(one["files"]) == 9
+    assert len(one["files"]) == 11
 
 
 def test_nothing_but_the_published_attempt_is_left(source: Any, tmp_path: Path) -> None:
@@ -173,11 +183,14 @@ def test_nothing_but_the_published_attempt_is_left(source: Any, tmp_path: Path) 
     assert sorted(os.listdir(tmp_path / "k")) == sorted([manifest["attempt"], "manifest.json"])
 
 
-def test_a_class_more_leaves_the_keys_of_the_others_as_they_were(
-    source: Any, tmp_path: Path
-) -> None:
-    _, all_of_it = run(card_of(source), tmp_path, "all")
-    _, part = run(card_of(source, classes=["dog"], max_bad_fraction=1), tmp_path, "part")
+def test_a_class_more_leaves_keys_and_shards_of_the_others(source: Any, tmp_path: Path) -> None:
+    manifest, all_of_it = run(card_of(source), tmp_path, "all")
+    card = card_of(source, classes=["dog"], max_bad_fraction=1)
+    manifest_of_part, part = run(card, tmp_path, "part")
+    names = [shard_name("train", "dog"), shard_name("train", "dog", 1), shard_name("test", "dog")]
+    assert {n for n in manifest_of_part["files"] if n.endswith(".tar")} == {*names}
+    for name in names:
+        assert manifest_of_part["files"][name] == manifest["files"][name]
     assert (
         all_of_it.select("train", ["dog"])["key"].to_pylist()
         == part.select("train", ["dog"])["key"].to_pylist()

@@ -18,6 +18,6 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("case", json.loads(ingest_sources.GOLDEN.read_text()))
 def test_a_source_gives_the_same_bytes_as_ever(case: str, cards: Any, tmp_path: Path) -> None:
-    """A change that is meant raises ingest.REVISION; then `python -m tests.ingest_sources`."""
+    """A change of images or keys raises ingest.REVISION; then `python -m tests.ingest_sources`."""
     golden = json.loads(ingest_sources.GOLDEN.read_text())[case]
     assert ingest_sources.result_of(cards[case], tmp_path, ingest_sources.serial) == golden

@@ -21,18 +21,19 @@ from pipeline.data.card_files import load
 from pipeline.data.cards import Card
 from pipeline.data.formats import base
 from pipeline.data.ingest import ingest
+from pipeline.data.known_images import SOURCE
 from pipeline.data.selection import _held_out
 from tests import ingest_sources, s3, small_run
 from tests.hostile import costs
 from tests.ingest_sources import card_of, make_folder, picture, serial
-from workers.data.rows import hold_out
+from workers.data.held_out import hold_out
 from workers.errors import UserError
 from workers.storage import artifact
 from workers.storage.artifact import Artifact, Manifest, list_files
 
 UNIT_BYTES = 2500  # about eight images
 NUM_UNITS = 16  # of `make_folder`
-NUM_SHARDS = 13
+NUM_SHARDS = 14
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +67,14 @@ class Counting:
 
 
 # ---- requests ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("is_small", "most"), [(False, 40), (True, 12)])
+@pytest.mark.parametrize(("is_small", "of_shard", "others"), [(False, 2, 34), (True, 1, 9)])
 def test_the_digits_take_few_requests_of_a_bucket(
-    is_small: bool, most: int, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_small: bool,
+    of_shard: int,
+    others: int,
+    bucket: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By packs in the bucket, and by packs beside this process as what is small."""
     if not is_small:
@@ -76,7 +82,9 @@ def test_the_digits_take_few_requests_of_a_bucket(
     on_disk = run(load("digits"), tmp_path)
     in_bucket = run(load("digits"), bucket.uri)
     assert in_bucket["files"] == on_disk["files"]
-    assert 5 < len(bucket.seen) <= most, bucket.counts()
+    num_shards = sum(name.endswith(".tar") for name in on_disk["files"])
+    assert num_shards == 20, "one for each digit and split"
+    assert num_shards < len(bucket.seen) <= of_shard * num_shards + others, bucket.counts()
     names = list(s3.files(bucket.upstream, bucket.bucket))
     assert not [name for name in names if "packs-" in name], names
 
@@ -89,7 +97,9 @@ def test_a_tar_in_a_bucket_is_read_in_long_ranges(bucket: Any, tmp_path: Path) -
     card = card_of(tars, "tar", source={"splits": {"train": "train-0.tar"}}, test_fraction=0.2)
     source = card.source.model_copy(update={"path": f"s3://{bucket.bucket}/tars"})
     expected = run(card, tmp_path)
-    assert run(card.model_copy(update={"source": source}), bucket.uri)["files"] == expected["files"]
+    in_bucket = run(card.model_copy(update={"source": source}), bucket.uri)["files"]
+    del in_bucket[SOURCE]  # the times of the files differ
+    assert in_bucket.items() <= expected["files"].items()
     num_images = expected["counts"]["train"] + expected["counts"]["test"]
     assert num_images > 25
     requests = bucket.counts("train-0.tar")["GET"]
@@ -127,7 +137,7 @@ def test_a_pack_lies_in_the_order_of_the_shards(tmp_path: Path) -> None:
             rows = [r for r in table.to_pylist() if r["pack"] == pack]
             jumps += sum(np.diff([row["offset"] for row in rows]) < 0)
     assert len(tables) > 15
-    assert jumps <= 6  # of images held out by a hair, and of keys that are made unique
+    assert jumps <= 3  # of images held out by a hair
 
 
 # ---- a kill --------------------------------------------------------------------------------------
@@ -198,7 +208,7 @@ def test_damaged_shards_are_not_taken_for_what_a_killed_try_has_written(
     before = run(card, tmp_path)
     monkeypatch.undo()
     monkeypatch.setattr(base, "MIN_UNIT_BYTES", UNIT_BYTES)
-    shard = next((tmp_path / "k").glob("a-*/train-00000.tar"))
+    shard = next((tmp_path / "k").glob("a-*/train-*-00000.tar"))
     shard.write_bytes(bytes(shard.stat().st_size))
     artifact.withdraw(str(tmp_path), "k")
     counting = Counting()

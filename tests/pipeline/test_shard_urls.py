@@ -20,6 +20,7 @@ from pipeline.data.listing import CARDS
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store, key_of
 from tests import small_run
+from tests.shard_names import shard_name
 from workers.data.in_place import urls_by_name
 from workers.errors import UserError
 
@@ -46,12 +47,15 @@ def test_shards_of_ingested_cards_are_read_by_webdataset(
     ingest.ingest(loaded, store.root, key, map, {"step": "ingest"})
     listed = output(capsys, "shards", config)
     assert listed == output(capsys, "shards", card, "--storage", storage)
-    assert [line.split("\t")[:2] for line in listed.splitlines()] == [["a", "train"], ["a", "test"]]
-    url = output(capsys, "shards", config, "--split", "train").strip()
-    assert url.endswith("/train-{00000..00005}.tar")
-    records = webdataset.WebDataset(url, shardshuffle=False).decode("pil")
-    labels = [label for _, label in records.to_tuple("jpg;png;webp", "cls")]
-    assert sorted(labels) == [0] * 20 + [1] * 20
+    splits = [line.split("\t")[:2] for line in listed.splitlines()]
+    assert splits == [["a", "train"]] * 2 + [["a", "test"]] * 2
+    urls = output(capsys, "shards", config, "--split", "train").split()
+    names = sorted(shard_name("train", label) for label in "23")
+    for url, name in zip(urls, names, strict=True):
+        assert url.endswith("/" + name.replace("00000", "{00000..00002}"))
+    records = webdataset.WebDataset("::".join(urls), shardshuffle=False).decode("pil")
+    labels = [label for _, label in records.to_tuple("jpg;png;webp", "txt")]
+    assert sorted(labels) == ["2"] * 20 + ["3"] * 20
 
 
 def test_shards_in_place_are_printed_as_the_card_has_them(

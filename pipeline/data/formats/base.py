@@ -61,6 +61,8 @@ class Item:
         problem: Why it cannot be used, if that is known without its pixels.
         uri: Where its bytes can be read again; empty if they cannot.
         offset, size: Of its bytes in the file; size None: the whole file.
+        stamp: What tells without reading whether they are the same as before; empty if nothing
+            does.
     """
 
     split: str
@@ -71,6 +73,7 @@ class Item:
     uri: str = ""
     offset: int = 0
     size: int | None = None
+    stamp: str = ""
 
 
 ItemBytes = tuple[Item, bytes | None]  # an item and the bytes of its image, None with a problem

@@ -1,0 +1,281 @@
+"""Images that an earlier ingest has read: what it found of them, and where it stored them.
+
+An image is known by its stamp: the name, size and modification time of its file, and the place of
+its bytes in it. What is known is neither read nor decoded again, and is copied from the earlier
+shards. Shards that would be the same are taken over whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from pipeline.data.cards import Card
+from pipeline.data.formats.base import (
+    LIBRARIES,
+    Item,
+    Unit,
+    base_uri,
+    is_single_file,
+    read_items,
+)
+from pipeline.data.listing import Entry
+from pipeline.data.packs import ROWS, ImageChecker
+from pipeline.data.shard_writer import Shard, WrittenShard
+from workers.data.shards import read_index
+from workers.errors import UserError
+from workers.job import key_inputs
+from workers.storage.artifact import Artifact, Attempt, FileInfo, join, link_file
+from workers.storage.parquet import read_table
+
+SOURCE = "source.parquet"  # of an ingest stage: a row for each image of its source that has a stamp
+# What has no part in how a single image is read.
+NOT_OF_IMAGES = (
+    "title", "licence", "cite", "archive", "verified", "leaks", "classes", "num_classes",
+    "class_order_seed", "test_fraction", "hold_out", "counts", "content", "duplicates",
+    "per_class", "max_bad_fraction", "shard_images",
+)  # fmt: skip
+
+
+def digest_reading(card: Card) -> str:
+    """Return the digest of all on a card that decides how a single image is read.
+
+    The place of the source is a part of it: files elsewhere may have the same names and times.
+    """
+    body = key_inputs(card, NOT_OF_IMAGES) | {"source": key_inputs(card.source)}
+    if card.source.numbers == "places" or card.source.format in LIBRARIES:
+        body["classes"] = list(card.classes)
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def stamp_units(units: Sequence[Unit], card: Card, entries: Sequence[Entry]) -> list[Unit]:
+    """Return units whose items have stamps, as far as the times of their files are known."""
+    base = base_uri(card) if card.source.path else ""
+    is_single = bool(card.source.path) and is_single_file(card, entries)
+    states: dict[str, str] = {}
+    for entry in entries:
+        if entry.modified:
+            uri = base if is_single else join(base, entry.name)
+            name = entry.name.encode("utf-8", "backslashreplace").decode()
+            states[uri] = f"{name}\t{entry.size}\t{entry.modified}"
+    stamped: list[Unit] = []
+    for unit in units:
+        if unit.read is not read_items:
+            stamped.append(unit)
+            continue
+        (items,) = unit.args
+        with_stamps = [
+            replace(item, stamp=f"{states[item.uri]}\t{item.offset}\t{item.size}")
+            if item.uri in states and not item.problem
+            else item
+            for item in items
+        ]
+        stamped.append(unit._replace(args=(with_stamps,)))
+    return stamped
+
+
+class DividedUnit(NamedTuple):
+    """A unit without the images that are known.
+
+    Attributes:
+        rest: The images that must be read.
+        known: Rows of the others, as `packs.ROWS`.
+        is_known: Of each item of the whole unit.
+    """
+
+    rest: Unit
+    known: pa.Table
+    is_known: NDArray[np.bool_]
+
+    def merge(self, read: pa.Table) -> pa.Table:
+        """Return the rows of the whole unit, in the order of its items. read: those of `rest`."""
+        order = np.empty(len(self.is_known), np.int64)
+        order[self.is_known] = np.arange(len(self.known))
+        order[~self.is_known] = len(self.known) + np.arange(len(read))
+        return pa.concat_tables([self.known, read]).take(pa.array(order))
+
+
+@dataclass(frozen=True)
+class KnownImages:
+    """What an earlier ingest stage holds.
+
+    Attributes:
+        artifact: Its result.
+        rows: Of its source, as `packs.ROWS`; `pack` is the URI of a shard.
+        index: Of its shards.
+    """
+
+    artifact: Artifact
+    rows: pa.Table
+    index: pa.Table
+
+    @classmethod
+    def open(cls, root: str, key: str, card: Card) -> KnownImages | None:
+        """Return what the stage `key` holds for a card; None where nothing of it can be used."""
+        artifact = Artifact.open(root, key) if key else None
+        if artifact is None or artifact.manifest.get("reading") != digest_reading(card):
+            return None
+        try:
+            rows = read_table(artifact.read(SOURCE))
+            index = read_index(artifact, artifact.manifest["files"])
+        except (UserError, pa.ArrowException, OSError, KeyError):
+            return None
+        if rows.schema != ROWS:
+            return None
+        # the storage may be a stranger's, whose rows must not lead to other files
+        files = pa.array(artifact.manifest["files"], pa.large_string())
+        rows = rows.filter(pc.or_(pc.is_null(rows["pack"]), pc.is_in(rows["pack"], files)))
+        folder = pa.scalar(artifact.uri("").rstrip("/"), pa.large_string())
+        slash = pa.scalar("/", pa.large_string())
+        shards = pc.binary_join_element_wise(folder, rows["pack"], slash)
+        place = rows.schema.get_field_index("pack")
+        return cls(artifact, rows.set_column(place, "pack", shards), index)
+
+    def divide(self, units: Sequence[Unit], card: Card) -> list[DividedUnit | None]:
+        """Return each unit without the images that are known; None where none of them is."""
+        checker = ImageChecker(card)
+        parts = [unit.args[0] if unit.read is read_items else [] for unit in units]
+        is_known, found = self._find([item for part in parts for item in part], checker)
+        numbers = np.cumsum(is_known)
+        divided: list[DividedUnit | None] = []
+        stop = 0
+        for part in parts:
+            start, stop = stop, stop + len(part)
+            known = is_known[start:stop]
+            if not known.any():
+                divided.append(None)
+                continue
+            first = int(numbers[start] - is_known[start])
+            rest = [item for item, k in zip(part, known.tolist(), strict=True) if not k]
+            unit = Unit(read_items, (rest,), len(rest))
+            divided.append(DividedUnit(unit, found.slice(first, int(known.sum())), known))
+        return divided
+
+    def _find(
+        self, items: Sequence[Item], checker: ImageChecker
+    ) -> tuple[NDArray[np.bool_], pa.Table]:
+        """Return which of n items are known, (n,), and the rows of those.
+
+        An image whose class was not on the card before is read: it was not decoded then.
+        """
+        if not len(self.rows):
+            return np.zeros(len(items), bool), self.rows
+        stamps = pa.array([item.stamp or None for item in items], pa.large_string())
+        places = pc.index_in(stamps, self.rows["stamp"], skip_nulls=True)
+        names = [checker.label(item) for item in items]
+        on_card = [name if name in checker.classes else None for name in names]
+        labels = pa.array(on_card, pa.large_string())
+        splits = pa.array([item.split for item in items], pa.large_string())
+        found = self.rows.take(pc.fill_null(places, 0))
+        is_same = pc.and_(pc.equal(found["label"], labels), pc.equal(found["split"], splits))
+        was_labelled = pc.invert(pc.starts_with(pc.fill_null(found["problem"], ""), "unlabelled"))
+        is_usable = pc.or_(pc.is_valid(found["pack"]), pc.is_valid(found["problem"]))
+        known = pc.and_(pc.is_valid(places), pc.and_(is_same, is_usable))
+        known = pc.and_(known, was_labelled)
+        is_known: NDArray[np.bool_] = (
+            pc.fill_null(known, False).to_numpy(zero_copy_only=False).astype(bool)
+        )
+        return is_known, found.filter(pa.array(is_known))
+
+    def find_shards(self, shards: Sequence[Shard]) -> dict[str, WrittenShard]:
+        """Return those of some shards that would be written as they are here, by name."""
+        names = self.index["shard"].combine_chunks().dictionary_encode()
+        is_first = np.ones(len(names), bool)
+        codes = names.indices.to_numpy()
+        is_first[1:] = codes[1:] != codes[:-1]
+        starts = np.flatnonzero(is_first)
+        stops = np.append(starts[1:], len(codes))
+        dictionary = names.dictionary.to_pylist()
+        places = {dictionary[codes[a]]: (a, b) for a, b in zip(starts, stops, strict=True)}
+        same: dict[str, WrittenShard] = {}
+        for shard in shards:
+            start, stop = places.get(shard.name, (0, 0))
+            if stop - start != len(shard.rows) or stop == start:
+                continue
+            part = self.index.slice(start, stop - start)
+            if all(
+                part[name].cast(pa.large_string()).equals(shard.rows[other].cast(pa.large_string()))
+                for name, other in (("key", "key"), ("sha256", "sha256"), ("class", "label"))
+            ):
+                info: FileInfo = self.artifact.manifest["files"][shard.name]
+                same[shard.name] = WrittenShard(shard.name, info, part)
+        return same
+
+    def take_over(self, attempt: Attempt, shard: WrittenShard) -> None:
+        """Put a shard into an attempt: as a link on a disk, as a copy in a bucket."""
+        link_file(
+            self.artifact.uri(shard.name), join(attempt.root, attempt.key, attempt.name, shard.name)
+        )
+
+
+def source_rows(rows: pa.Table, index: pa.Table) -> bytes:
+    """Return the file SOURCE: the rows of a source that have a stamp, and where they are stored.
+
+    An image that is in no shard, because its class has enough of them, has no `pack`.
+    """
+    places = pc.index_in(rows["sha256"], index["sha256"].cast(pa.large_string()), skip_nulls=True)
+    columns = {
+        "pack": index["shard"].take(places).cast(pa.large_string()),
+        "offset": index["offset"].take(places),
+        "bytes": index["bytes"].take(places),
+    }
+    for name, column in columns.items():
+        rows = rows.set_column(rows.schema.get_field_index(name), name, column)
+    rows = rows.filter(pc.is_valid(rows["stamp"])).cast(ROWS)
+    sink = io.BytesIO()
+    pq.write_table(rows, sink, compression="zstd")
+    return sink.getvalue()
+
+
+class Changes(NamedTuple):
+    """How many images of a source are new, have other bytes, are gone or moved to another place."""
+
+    added: int
+    changed: int
+    removed: int
+    moved: int
+
+    @classmethod
+    def between(cls, before: pa.Table, now: pa.Table) -> Changes:
+        """Compare the rows of two ingests by the names of images, and by their bytes.
+
+        Rows of what is no image have no stamp, and do not count.
+        """
+        now = now.filter(pc.is_valid(now["stamp"]))
+        is_same = pc.and_(
+            pc.is_in(now["stamp"], before["stamp"]), pc.is_in(now["raw"], before["raw"])
+        )
+        was_same = pc.and_(
+            pc.is_in(before["stamp"], now["stamp"]), pc.is_in(before["raw"], now["raw"])
+        )
+        before, now = before.filter(pc.invert(was_same)), now.filter(pc.invert(is_same))
+        old = dict(zip(before["name"].to_pylist(), _bytes_digests(before), strict=True))
+        new = dict(zip(now["name"].to_pylist(), _bytes_digests(now), strict=True))
+        added = new.keys() - old.keys()
+        removed = old.keys() - new.keys()
+        gone = {old[name] for name in removed if old[name]}
+        moved = sum(new[name] in gone for name in added)
+        changed = sum(old[name] != new[name] for name in new.keys() & old.keys())
+        return cls(len(added) - moved, changed, len(removed) - moved, moved)
+
+    def text(self) -> str:
+        """Return the sentence of the account."""
+        return (
+            f"since the last ingest: {self.added} images added, {self.changed} changed, "
+            f"{self.removed} removed, {self.moved} moved"
+        )
+
+
+def _bytes_digests(rows: pa.Table) -> list[str]:
+    """Return the digest of the bytes of each image as the source has them; empty for none."""
+    return [(raw or b"").rpartition(b"\t")[2].decode() for raw in rows["raw"].to_pylist()]

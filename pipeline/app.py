@@ -16,8 +16,8 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -38,6 +38,8 @@ from pipeline.graph.run import (
     Outcome,
     Watcher,
     look_up_all,
+    look_up_each,
+    mark_outdated,
     raise_if_failed,
     run_graph,
     stages_to_run,
@@ -194,13 +196,15 @@ class WrittenReport:
 class RunResult:
     """A run that finished: its tables, how its stages ended, and its report.
 
-    replicas: tables of each replica of a run of several seeds or class orders; `tables` is then the
-    first of them.
+    run: with the keys that follow from its data, which may have been ingested meanwhile. replicas:
+    tables of each replica of a run of several seeds or class orders; `tables` is then the first of
+    them.
     """
 
     tables: RunTables
     outcome: Outcome
     report: WrittenReport
+    run: PreparedRun
     replicas: Mapping[str, RunTables] = field(default_factory=dict)
 
 
@@ -357,12 +361,18 @@ def _with_replicas(config: Config, replicas: Mapping[str, PreparedRun]) -> Prepa
 
 def with_jobs(run: PreparedRun) -> PreparedRun:
     """Return the same run with a graph whose stages can be run; it may have been cached."""
-    if run.has_jobs:
-        return run
+    return run if run.has_jobs else rebuild(run)
+
+
+def rebuild(run: PreparedRun) -> PreparedRun:
+    """Return the same run with its graph as it is now, whose stages can be run."""
     if run.replicas:
-        replicas = {name: with_jobs(replica) for name, replica in run.replicas.items()}
+        replicas = {name: rebuild(replica) for name, replica in run.replicas.items()}
         return _with_replicas(run.config, replicas)
-    graph, tasks = _build(run.config, run.store, True, {})
+    inputs = graph_cache.collect_inputs(run.config, run.store, True)
+    graph, tasks = _build(run.config, run.store, True, {} if inputs is None else inputs.sources)
+    if inputs is not None:
+        graph_cache.write(run.store, inputs, graph, tasks)
     return PreparedRun(run.config, run.store, graph, tasks)
 
 
@@ -483,7 +493,9 @@ def _execute(
         run = full
         graph = full.graph
     with screen.activity(lambda: "starting"):
-        result = _run_and_record(run, record, lookups, todo, screen, resume_command, report_command)
+        result = _run_and_record(
+            run, record, lookups, todo, selection, screen, resume_command, report_command
+        )
     for stage_id in sorted(stages_named(graph, selection.force, "--force")):
         screen.say(f"{stage_id}: {_comparison(lookups[stage_id], result.outcome, stage_id)}")
     return result
@@ -504,12 +516,14 @@ def _run_and_record(
     record: RunRecord,
     lookups: dict[str, Lookup],
     todo: set[str],
+    selection: Selection,
     screen: Screen,
     resume_command: str,
     report_command: str,
 ) -> RunResult:
     """Run the stages `todo`, and record the run while it goes on."""
     # start-up time: they import torch and matplotlib
+    from pipeline.graph.walk import State
     from pipeline.launch.time_left import TimeLeftEstimator
     from pipeline.tracking.recorder import RecordingObserver
 
@@ -518,10 +532,7 @@ def _run_and_record(
     store = run.store
     graph = run.graph
     missing = stages_to_run(graph, lookups) | todo
-    is_whole = missing == todo
     groups = config.cluster.groups if config.cluster.workers else 1
-    recorder = open_recorder(run, screen.say, report_command)
-    recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
     files: dict[str, bytes] = {}
     status = "KILLED"
     with (
@@ -529,9 +540,30 @@ def _run_and_record(
             store, graph, lookups, missing, resume_command, TimeLeftEstimator(graph, groups)
         ) as journal,
         _metrics_of(config, journal, graph, screen.say),
+        ExitStack() as stack,
     ):
+        walks = Walks(run, todo, screen, journal)
+        stack.callback(walks.executor.close)
+        ingested: Outcome | None = None
+        if any(graph[stage_id].step == "ingest" for stage_id in todo):
+            ingested = walks.ingest(lookups, todo)
+            before = graph
+            run = rebuild(run)
+            graph = run.graph
+            record = record_of(graph, config, run.tasks, provenance())
+            for saved in (record, *records_of(run).values()):
+                store.save_record(saved)
+            lookups = _look_up_again(graph, store, before, lookups, ingested)
+            lookups = force(graph, lookups, selection)
+            todo = selected_to_run(graph, lookups, selection)
+            todo -= {name for name, state in ingested.states.items() if state is State.DONE}
+            missing = stages_to_run(graph, lookups) | todo
+            journal.take_up(lookups, missing)
+        is_whole = missing == todo
+        recorder = open_recorder(run, screen.say, report_command)
+        recording = RecordingObserver(recorder, graph, record, diagram.to_svg(graph, {}))
         try:
-            outcome = _run_stages(run, record, lookups, todo, screen, recording, journal)
+            outcome = walks.run(run, record, lookups, todo, ingested, recording)
             if outcome.failures:
                 status = "FAILED"
                 files = _report_failures(run, record, outcome.failures, screen)
@@ -562,6 +594,34 @@ def _run_and_record(
         return _finish(run, record, outcome, files, recorder.warnings, links)
 
 
+def _look_up_again(
+    graph: Graph,
+    store: Store,
+    before: Graph,
+    lookups: Mapping[str, Lookup],
+    ingested: Outcome,
+) -> dict[str, Lookup]:
+    """Look up the stages whose keys changed when data were ingested.
+
+    Args:
+        graph: With the keys as they are now.
+        store: Of the run.
+        before: The graph before the ingest.
+        lookups: Of its stages.
+        ingested: How the ingest stages ended; their results need not be read again.
+    """
+    known: dict[str, Lookup] = {}
+    for stage in graph:
+        manifest = ingested.manifests.get(stage.id)
+        if manifest is not None:
+            known[stage.id] = Lookup(True, "stands", manifest)
+        elif stage.id in before.stages and before[stage.id].key == stage.key:
+            known[stage.id] = lookups[stage.id]
+    others = Graph(graph.name, {s.id: s for s in graph if s.id not in known})
+    found = known | look_up_each(others, store, None)
+    return mark_outdated(graph, {stage.id: found[stage.id] for stage in graph})
+
+
 @contextmanager
 def _metrics_of(
     config: Config, journal: Journal, graph: Graph, say: Callable[[str], None]
@@ -580,72 +640,122 @@ def _metrics_of(
         yield
 
 
-def _run_stages(
-    run: PreparedRun,
-    record: RunRecord,
-    lookups: dict[str, Lookup],
-    todo: set[str],
-    screen: Screen,
-    recording: RecordingObserver,
-    journal: Journal,
-) -> Outcome:
-    """Run the stages `todo`, watched by the screen, MLflow, the log and the journal."""
-    # start-up time: they import torch
-    from pipeline.graph.walk import Event, EventKind
-    from pipeline.launch import executor as launch
-    from pipeline.launch.machine import SAMPLE_S
+class Walks:
+    """The two walks of a run on one executor: over its ingest stages, and over all others.
 
-    config = run.config
-    run_log = RunLog()
-    chains = launch.width_of(run.graph, todo)
-    gpu_use = GpuUse(run.graph, config.cluster, chains, journal.set_gpu_use)
-    has_gpus = config.cluster.of_any_step().gpus_per_worker > 0
+    Keys of other stages follow from what ingest finds. Each walk is watched by the screen, the log
+    and the journal.
 
-    def progress(event: Event) -> None:
-        screen.progress(event)
-        run_log.progress(event)
-        journal.progress(event)
-        recording.progress(event)
-        gpu_use.progress(event)
+    Args:
+        run: As it is before its data are ingested.
+        todo: Ids of the stages to run.
+        screen: What a person sees.
+        journal: The status of the run.
+    """
 
-    def write_report(stage: Stage) -> dict[str, Any]:
-        if gpu_use.figures():
-            journal.save()  # the report reads them
-        return make_report(run, record, stage)
+    def __init__(self, run: PreparedRun, todo: set[str], screen: Screen, journal: Journal):
+        # start-up time: they import torch
+        from pipeline.launch import executor as launch
+        from pipeline.launch.machine import SAMPLE_S
 
-    def make_executor(todo: set[str]) -> Executor:
-        return launch.make_executor(
-            run.store,
-            config.cluster,
-            run.graph,
-            todo,
-            progress,
-            write_report,
-            SAMPLE_S if config.tracking.samples_machines or has_gpus else 0.0,
+        config = run.config
+        self.screen = screen
+        self.journal = journal
+        self.run_log = RunLog()
+        self.watching = [screen.progress, self.run_log.progress, journal.progress]
+        self.write_report: Callable[[Stage], dict[str, Any]] = lambda stage: {}
+        self.has_gpus = config.cluster.of_any_step().gpus_per_worker > 0
+        self.executor = launch.SharedExecutor(
+            lambda: launch.make_executor(
+                run.store,
+                config.cluster,
+                run.graph,
+                todo,
+                self.progress,
+                lambda stage: self.write_report(stage),
+                SAMPLE_S if config.tracking.samples_machines or self.has_gpus else 0.0,
+            )
         )
+        self.store = run.store
+        self.retries = RetryPolicy.of(config.cluster).stage
+        self.graph = run.graph
 
-    def describe() -> str:
-        return "ending the workers" if journal.is_over else "starting"
+    def progress(self, event: Event) -> None:
+        """Hand a report of a worker to all that watch."""
+        for watch in self.watching:
+            watch(event)
 
-    precisions = {(run.graph[name].inputs.get("train") or {}).get("precision") for name in todo}
-    if has_gpus and "fp32" in precisions:
-        progress(Event(EventKind.NOTE, "", FP32_ON_GPU))
-    with screen.activity(describe):
-        outcome = run_graph(
-            run.graph,
-            run.store,
-            make_executor,
-            RetryPolicy.of(config.cluster).stage,
-            [screen, recording, run_log, journal, gpu_use],
-            lookups,
-            selected=todo,
-        )
-    figures = gpu_use.figures()
-    for sentence in gpu_sentences(figures):
-        progress(Event(EventKind.NOTE, "", sentence))
-    if figures:
-        journal.save()
-    return outcome
+    def ingest(self, lookups: dict[str, Lookup], todo: set[str]) -> Outcome:
+        """Run the ingest stages among the stages `todo`."""
+        stages = [stage for stage in self.graph if stage.id in todo and stage.step == "ingest"]
+        with self.screen.activity(lambda: "starting"):
+            return run_graph(
+                Graph.of(self.graph.name, stages),
+                self.store,
+                lambda todo: self.executor.lend(),
+                self.retries,
+                [self.screen, self.run_log, self.journal],
+                {stage.id: lookups[stage.id] for stage in stages},
+                selected={stage.id for stage in stages},
+            )
+
+    def run(
+        self,
+        run: PreparedRun,
+        record: RunRecord,
+        lookups: dict[str, Lookup],
+        todo: set[str],
+        ingested: Outcome | None,
+        recording: RecordingObserver,
+    ) -> Outcome:
+        """Run all other stages, recorded in MLflow as well; return how all of them ended.
+
+        Args:
+            run: With the keys that follow from its data.
+            record: Of the run.
+            lookups: Of all stages.
+            todo: Ids of the stages to run.
+            ingested: How the ingest stages ended, if any ran.
+            recording: Writes to MLflow.
+        """
+        # start-up time: they import torch
+        from pipeline.graph.walk import Event, EventKind
+        from pipeline.launch.executor import width_of
+
+        chains = width_of(run.graph, todo)
+        gpu_use = GpuUse(run.graph, run.config.cluster, chains, self.journal.set_gpu_use)
+        self.watching += [recording.progress, gpu_use.progress]
+
+        def write_report(stage: Stage) -> dict[str, Any]:
+            if gpu_use.figures():
+                self.journal.save()  # the report reads them
+            return make_report(run, record, stage)
+
+        self.write_report = write_report
+        precisions = {(run.graph[name].inputs.get("train") or {}).get("precision") for name in todo}
+        if self.has_gpus and "fp32" in precisions:
+            self.progress(Event(EventKind.NOTE, "", FP32_ON_GPU))
+        with self.screen.activity(
+            lambda: "ending the workers" if self.journal.is_over else "starting"
+        ):
+            outcome = run_graph(
+                run.graph,
+                run.store,
+                lambda todo: self.executor,
+                self.retries,
+                [self.screen, recording, self.run_log, self.journal, gpu_use],
+                lookups,
+                selected=todo,
+                failed={} if ingested is None else ingested.failures,
+            )
+        figures = gpu_use.figures()
+        for sentence in gpu_sentences(figures):
+            self.progress(Event(EventKind.NOTE, "", sentence))
+        if figures:
+            self.journal.save()
+        if ingested is not None:
+            outcome = replace(outcome, states=outcome.states | ingested.states)
+        return outcome
 
 
 def _finish(
@@ -660,9 +770,9 @@ def _finish(
     page = export(run.store, run.config.name, files)
     written = WrittenReport(page, warnings, links)
     if not run.replicas:
-        return RunResult(RunTables.load(run.store.storage, record), outcome, written)
+        return RunResult(RunTables.load(run.store.storage, record), outcome, written, run)
     tables = RunTables.load_all(run.store.storage, records_of(run))
-    return RunResult(next(iter(tables.values())), outcome, written, tables)
+    return RunResult(next(iter(tables.values())), outcome, written, run, tables)
 
 
 def _no_executor(stages_to_run: set[str]) -> Executor:

@@ -188,7 +188,7 @@ class Experiment:
                 selection,
             )
         print(*ending(result.outcome, result.report.lines), sep="\n", file=stream)
-        return self._results(run, result.replicas or {"": result.tables})
+        return self._results(result.run, result.replicas or {"": result.tables})
 
     # ---- looking at a run ------------------------------------------------------------------------
     def status(self) -> pd.DataFrame:

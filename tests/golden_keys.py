@@ -11,12 +11,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from pydantic import BaseModel
 
 from pipeline import config
 from pipeline.data import cards, ingest
-from pipeline.graph import build, run_record, store
+from pipeline.data.digests import ClassDigests
+from pipeline.data.splits import SPLITS
+from pipeline.graph import build, raw_data, run_record, store
 from pipeline.search import spec
 from workers import evaluate, loop
 from workers.data import decoding
@@ -55,7 +58,14 @@ def pinned() -> dict[str, Any]:
     models: dict[str, type[BaseModel]] = {model.__name__: model for model in SHARED}
     models |= {f"methods.{name}": method.Settings for name, method in METHODS.items()}
     demo = config.load(str(DEMO))
-    with tempfile.TemporaryDirectory() as folder:
+
+    def digests(_: object, card: cards.Card, source: object) -> ClassDigests:
+        return {split: {name: f"{split}/{name}" for name in card.classes} for split in SPLITS}
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(raw_data, "class_digests", digests),  # as if the images were ingested
+    ):
         graph, _ = build.graph_of(demo, store.Store(folder))
     pins = {
         "key_version": run_record.KEY_VERSION,

@@ -28,6 +28,7 @@ from workers.storage.artifact import Artifact
 REPORT_REVISION = 3  # raise it when the report shows other things
 # raise it when other weights come out of the same settings: building, loading, resampling
 BACKBONE_REVISION = 1
+TRAINING_SPLITS = ("train", "val")  # validation images may be a part of those of train
 NOT_IN_KEYS = ("resident_mb",)  # settings of `data` that change no bit of a result
 
 Stages = dict[str, str]  # name of a step or of a task -> id of a stage
@@ -148,6 +149,7 @@ def add_backbone(builder: Builder, tasks: list[Task], base: Task | None) -> None
     inputs |= {
         "task": base.name,
         "classes": base.classes,
+        "images": builder.digest_images((base,), TRAINING_SPLITS),
         "train": key_inputs(config.backbone_train()),
         "data": key_inputs(config.data, NOT_IN_KEYS),
         "finetune": METHODS["finetune"].revision,
@@ -366,6 +368,7 @@ class MethodStages:
             **builder.code(name),
             "task": task.name,
             "seen": _names_and_classes(read_tasks),
+            "images": builder.digest_images(read_tasks, TRAINING_SPLITS),
             "settings": key_inputs(builder.settings(self.label, task), ignored),
             "scenario": builder.config.stream.scenario,
             "seed": builder.config.seed,
@@ -419,6 +422,9 @@ class MethodStages:
             "settings": key_inputs(builder.settings(self.label)),
             "seed": config.seed,
             "seen": _names_and_classes(measured),
+            "images": builder.digest_images(
+                measured, ("test",) if builder.split == "test" else TRAINING_SPLITS
+            ),
             "scenario": config.stream.scenario,
         }
         if builder.split == "val":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline.config import Config
+from pipeline.data.digests import ClassDigests
 from pipeline.graph.raw_data import Source
-from pipeline.graph.stage import Stage
+from pipeline.graph.stage import UNKNOWN, Stage
 from pipeline.graph.store import Store, key_of
 from workers.job import BackboneSettings, DataSettings, StageJob, Task, TrainSettings
 from workers.methods import METHODS
@@ -22,11 +23,13 @@ from workers.methods.registration import code_of, method_module
 class Builder:
     """Collects the stages of one graph.
 
-    keys: stage id -> key. cards_without_data: names of cards whose source and shards are both gone.
+    keys: stage id -> key. images: name of a card -> digests of its images, None before they are
+    ingested. cards_without_data: names of cards whose source and shards are both gone.
     split: what evaluations read. ask_sources: whether a source on another machine is asked for its
     fingerprint although its result stands. sources: raw data that was looked at before, by card.
     backbone: as workers get it; `add_backbone` sets it. code_digests: name of a method -> digest of
-    its code, where it is defined outside of this project.
+    its code, where it is defined outside of this project. waiting: ids of the stages whose keys
+    are unknown until an ingest has run.
     """
 
     config: Config
@@ -38,8 +41,10 @@ class Builder:
     backbone: BackboneSettings = field(default_factory=BackboneSettings)
     stages: list[Stage] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=dict)
+    images: dict[str, ClassDigests | None] = field(default_factory=dict)
     cards_without_data: set[str] = field(default_factory=set)
     code_digests: dict[str, str] = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)
 
     def add(
         self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
@@ -50,12 +55,40 @@ class Builder:
     def make_stage(
         self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
     ) -> Stage:
-        """Return a stage with its key; its job gets the key and those of its parents."""
-        parent_keys = tuple(self.keys[parent] for parent in parents)
-        key = key_of({"step": step, **inputs}, parent_keys)
+        """Return a stage with its key; its job gets the key and those of its parents.
+
+        The key has no part of an ingest stage among the parents: the images that are used are in
+        the inputs, see `digest_images`.
+        """
+        parent_keys = [self.keys[parent] for parent in parents]
+        is_ingest = [parent.startswith("data/") for parent in parents]
+        trained = [key for key, is_data in zip(parent_keys, is_ingest, strict=True) if not is_data]
+        key = key_of({"step": step, **inputs}, trained)
         if isinstance(rest.get("job"), StageJob):
-            rest["job"] = replace(rest["job"], key=key, parents=parent_keys)
-        return Stage(stage_id, step, key, inputs, tuple(parents), **rest)
+            rest["job"] = replace(rest["job"], key=key, parents=tuple(parent_keys))
+        digests = inputs.get("images", {}).values()
+        waits = any(digest.startswith(UNKNOWN) for digest in digests) or any(
+            parent in self.waiting for parent in parents
+        )
+        if waits:
+            self.waiting.add(stage_id)
+        return Stage(stage_id, step, key, inputs, tuple(parents), waits=waits, **rest)
+
+    def digest_images(self, tasks: Sequence[Task], splits: Sequence[str]) -> dict[str, str]:
+        """Return the name of each task -> a digest of its images in some splits.
+
+        Before a card is ingested its images are unknown: the digest is then that of its source, and
+        the key of the stage is one that no result ever has.
+        """
+        digests: dict[str, str] = {}
+        for task in tasks:
+            known = self.images[task.card]
+            if known is None:
+                digests[task.name] = f"{UNKNOWN} {task.data}"
+                continue
+            parts = [[known.get(split, {}).get(name) for name in task.classes] for split in splits]
+            digests[task.name] = key_of({"images": parts}, ())
+        return digests
 
     def append(self, stage: Stage) -> Stage:
         """Add a stage to the graph; return it."""

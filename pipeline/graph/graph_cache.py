@@ -26,6 +26,7 @@ from pyarrow import fs
 from pipeline.config import Config, dump
 from pipeline.data import card_files
 from pipeline.data.cards import Card
+from pipeline.data.digests import ClassDigests
 from pipeline.graph import raw_data, run_record
 from pipeline.graph.raw_data import Source
 from pipeline.graph.stage import Graph, Stage
@@ -66,6 +67,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
     """
     loaded: dict[str, Card] = {}
     sources: dict[str, Source] = {}
+    images: dict[str, ClassDigests | None] = {}
     class_orders: list[Sequence[str]] = []
     try:
         for entry in config.stream.tasks:
@@ -73,7 +75,9 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
             if card is None:
                 card = card_files.load(entry.card, run_store)
                 loaded[entry.card] = card
-                sources[card.name] = raw_data.source_of(run_store, card, ask_sources)
+                source = raw_data.source_of(run_store, card, ask_sources)
+                sources[card.name] = source
+                images[card.name] = raw_data.class_digests(run_store, card, source)
             if entry.order:
                 class_orders.append(card_files.in_order(entry.order, card.classes))
         weights = weights_state(config, run_store, ask_sources)
@@ -86,6 +90,7 @@ def collect_inputs(config: Config, run_store: Store, ask_sources: bool) -> Build
         "base_name": config.base_name,
         "cards": {name: card.model_dump(mode="json") for name, card in loaded.items()},
         "sources": {name: [source.text, source.note] for name, source in sources.items()},
+        "images": images,
         "class_orders": class_orders,
         "weights": weights,
         "key_version": run_record.KEY_VERSION,
@@ -163,6 +168,7 @@ def _stage_json(stage: Stage) -> dict[str, Any]:
         "method": stage.method,
         "task": stage.task,
         "note": stage.note,
+        "waits": stage.waits,
     }
 
 

@@ -114,6 +114,17 @@ class Journal:
             command=command,
         )
 
+    def take_up(self, lookups: Mapping[str, Lookup], todo: set[str]) -> None:
+        """Note that stages which waited have results: data were ingested, and keys are known."""
+        with self.guard:
+            for stage_id, stage in self.status["stages"].items():
+                if stage["state"] == "waiting" and stage_id not in todo:
+                    stage["state"] = "reused"
+                    wall_s = (lookups[stage_id].manifest or {}).get("wall_s")
+                    if isinstance(wall_s, (int, float)):
+                        stage["wall_s"] = wall_s
+            self.is_changed = True
+
     # ---- what happens ----------------------------------------------------------------------------
     def progress(self, event: Event) -> None:
         """Note where a stage runs, how far it is, or a message about the cluster."""

@@ -10,22 +10,31 @@ fingerprint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from pipeline.config import Config
 from pipeline.data import card_files, ingest
 from pipeline.data.cards import Card
-from pipeline.data.formats import is_local_source, list_source, source_state
+from pipeline.data.digests import ClassDigests, digest_classes
+from pipeline.data.formats import format_of, is_local_source, list_source, source_state
 from pipeline.data.listing import Entry, describe_left_out
+from pipeline.data.names import counted, printable
+from pipeline.graph import run_record
 from pipeline.graph.store import Store, key_of
-from workers.errors import UserError
+from workers.errors import DamagedArtifact, UserError
 from workers.storage.artifact import Artifact
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
+ClassFiles = dict[str, tuple[int, str]]  # label -> number of files, digest of what is known of them
 READ_THREADS = 16
+MAX_CLASSES = 8  # that a sentence names
 GONE = (
     "its raw files are gone, so that it cannot be made again; what was ingested is used while it "
     "stands"
@@ -174,13 +183,121 @@ def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
     }
 
 
-def ingested(store: Store, card: Card, source: str, content: str) -> None:
-    """Note the digest of the raw content that was ingested. source: `Source.text`."""
+def list_classes(card: Card, entries: list[Entry]) -> ClassFiles:
+    """Return for each label of a source how many files it has, and a digest of what is known of
+    them unread: names, sizes and times. Empty where files hold many images."""
+    list_items = format_of(card).list_items
+    if list_items is None:
+        return {}
+    known = {entry.name: (entry.size, entry.modified) for entry in entries}
+    counts: Counter[str] = Counter()
+    bodies: dict[str, Any] = {}
+    for item in list_items(card, entries):
+        label = str(item.label or "")
+        counts[label] += 1
+        line = f"{item.split}\t{item.name}\t{known.get(item.name)}\n"
+        body = bodies.setdefault(label, hashlib.sha256())
+        body.update(line.encode("utf-8", "surrogateescape"))
+    return {label: (counts[label], body.hexdigest()[:16]) for label, body in bodies.items()}
+
+
+def previous_key(store: Store, card: Card) -> str:
+    """Return the key of the last ingest of a card of this name; empty where there is none."""
+    last = store.remembered(_name_of_files(card))
+    key = last.get("key") if isinstance(last, dict) else None
+    return key if isinstance(key, str) and run_record.PLAIN.fullmatch(key) else ""
+
+
+def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]]) -> str:
+    """Return which classes have other files than when the card of this name was ingested last.
+
+    Empty where that is not known.
+    """
+    last = store.remembered(_name_of_files(card))
+    before = last.get("files") if isinstance(last, dict) else None
+    if not now or not before or not isinstance(before, dict):
+        return ""
+    if not all(isinstance(old, list) and len(old) == 2 for old in before.values()):
+        return ""
+    parts: list[str] = []
+    for label in sorted(before.keys() | now.keys()):
+        old, new = before.get(label), now.get(label)
+        if new is None:
+            parts.append(f"{printable(label)} (gone)")
+        elif old is None:
+            parts.append(f"{printable(label)} (new, {counted(new[0], 'file')})")
+        elif list(old) != list(new):
+            parts.append(f"{printable(label)} ({counted(new[0], 'file')}, {old[0]} before)")
+    more = f" and {len(parts) - MAX_CLASSES} more" if len(parts) > MAX_CLASSES else ""
+    return f"other files than before: {', '.join(parts[:MAX_CLASSES])}{more}" if parts else ""
+
+
+def ingested(
+    store: Store, card: Card, source: str, artifact: Artifact, files: ClassFiles | None = None
+) -> None:
+    """Note what was ingested: the digest of the raw content, and those of the images of each class.
+
+    Args:
+        store: Of the run.
+        card: Of the data set.
+        source: `Source.text`.
+        artifact: The result of the ingest stage.
+        files: See `list_classes`.
+    """
     fingerprint, _, edition = source.partition("+")
     known = _recall(store, card, fingerprint)
-    if known["contents"].get(edition) != content:
-        known["contents"][edition] = content
-        _remember(store, card, known)
+    known["contents"][edition] = artifact.manifest["raw_content"]
+    _remember(store, card, known)
+    store.remember(_name_of_images(card, source), _digests_of(artifact))
+    store.remember(_name_of_files(card), {"key": artifact.key, "files": files or {}})
+
+
+def class_digests(store: Store, card: Card, source: Source) -> ClassDigests | None:
+    """Return the digests of the images of each class as they were ingested; None before that.
+
+    They are known as long as the storage is, also when raw files and shards are gone.
+    """
+    name = _name_of_images(card, source.text)
+    known = store.remembered(name)
+    if _is_class_digests(known):
+        return known
+    artifact = Artifact.open(store.root, key_of(stage_inputs(card, source), ()))
+    if artifact is None:
+        return None
+    try:
+        digests = _digests_of(artifact)
+    except DamagedArtifact:
+        return None
+    with suppress(OSError):  # the storage may be read alone
+        store.remember(name, digests)
+    return digests
+
+
+def _digests_of(artifact: Artifact) -> ClassDigests:
+    """Return the digests of the images of each class of an ingest stage."""
+    # start-up time: they import torch
+    from workers.data.in_place import is_in_place, read_shards
+    from workers.data.shards import hold_out_of, limits_of, read_index
+
+    in_place = is_in_place(artifact)
+    files = read_shards(artifact) if in_place else artifact.manifest["files"]
+    salt = [limits_of(artifact).value_range, hold_out_of(artifact)]
+    return digest_classes(read_index(artifact, files), in_place, json.dumps(salt))
+
+
+def _name_of_files(card: Card) -> str:
+    return f"{card.name}-files"
+
+
+def _name_of_images(card: Card, source: str) -> str:
+    return f"{card.identity()}-{key_of({'source': source}, ())[:24]}-images"
+
+
+def _is_class_digests(value: Any) -> TypeGuard[ClassDigests]:
+    return isinstance(value, dict) and all(
+        isinstance(split, dict) and all(isinstance(digest, str) for digest in split.values())
+        for split in value.values()
+    )
 
 
 def _name(card: Card, fingerprint: str) -> str:

@@ -29,6 +29,10 @@ from workers.errors import UserError
 from workers.storage.artifact import content_digest
 
 LOOK_UP_THREADS = 16  # a thread holds at most 64 MiB of a file in memory
+OTHER_IMAGES = (
+    "its raw files hold other images than when they were ingested before, with the same paths and "
+    "sizes; run the same command again, which takes them"
+)
 Manifests = dict[str, Mapping[str, Any] | None]  # by stage id; None for a stage without a result
 
 
@@ -167,12 +171,14 @@ def run_graph(
     lookups: dict[str, Lookup],
     poll_s: float = 0.02,
     selected: set[str] | None = None,
+    failed: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run what is missing.
 
     make_executor: makes the executor from the ids to run; called once, and only if there are any.
     retries: tries of a stage after the first one. lookups: from `look_up_all`. poll_s: pause after
     a poll without events. selected: the stages to run, where not all that is missing is to run.
+    failed: stages that failed before, and why; what needs them does not run.
     """
     started = time.monotonic()
     missing = stages_to_run(graph, lookups)
@@ -180,7 +186,11 @@ def run_graph(
     not_run = [stage.id for stage in graph if stage.id not in todo]
     manifests: Manifests = {stage.id: lookups[stage.id].manifest for stage in graph}
     contents = content_digests({stage.id: lookups[stage.id] for stage in graph})
-    graph_run = GraphRun(store, Walk.over(graph, not_run, retries), watchers, manifests, contents)
+    walk = Walk.over(graph, not_run, retries)
+    for stage_id, message in (failed or {}).items():
+        walk.fail(stage_id, message)
+    graph_run = GraphRun(store, walk, watchers, manifests, contents)
+    todo = todo - (failed or {}).keys()
     if todo:
         for stage_id in todo:
             if lookups[stage_id].must_withdraw:
@@ -229,6 +239,8 @@ class GraphRun:
                 executor.submit(self.walk.graph[decision.stage], decision.depth)
 
     def _handle(self, event: Event) -> None:
+        if event.kind is EventKind.DONE and self._has_other_images(event):
+            event = Event(EventKind.FAILED, event.stage, OTHER_IMAGES, final=True)
         decision = self.walk.apply(event)
         for watcher in self.watchers:
             watcher.on_event(self.walk, event)
@@ -243,6 +255,18 @@ class GraphRun:
             if decision.kind is DecisionKind.RECOMPUTE and self._is_damaged(decision.stage):
                 self._withdraw(decision.stage)
             self._notify(decision)
+
+    def _has_other_images(self, event: Event) -> bool:
+        """Whether data that were ingested again, as they were damaged, are not those that the keys
+        of this graph are made of."""
+        graph = self.walk.graph
+        before = self.contents.get(event.stage)
+        return (
+            graph[event.stage].step == "ingest"
+            and bool(graph.children(event.stage))
+            and before is not None
+            and before != content_digest(event.body)
+        )
 
     def _rerun_outdated(self, stage_id: str) -> list[Decision]:
         """Set the stages that a finished stage makes outdated to waiting; return the decisions.

@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 
 from pipeline.config import Config, dump
 from pipeline.graph.replica_configs import replica_configs
-from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.stage import UNKNOWN, Graph, Stage
 from workers.job import Task
 
 KEY_VERSION = 1  # raise it when `store.key_of` changes: every result is then computed anew
@@ -148,8 +148,19 @@ def _stage_of(entry: StageRecord) -> Stage:
 def needed_keys(record: RunRecord) -> set[str]:
     """Return the keys of a run's results, without its report, which is made again at no cost."""
     return {
-        stage["key"] for stage in record["stages"] if is_stage(stage) and stage["step"] != "report"
+        stage["key"]
+        for stage in record["stages"]
+        if is_stage(stage) and stage["step"] != "report" and not waits(stage)
     }
+
+
+def waits(entry: Mapping[str, Any]) -> bool:
+    """Return whether a stage of a record had a stand-in for its key: see `Stage.waits`."""
+    inputs = entry.get("inputs")
+    images = inputs.get("images") if isinstance(inputs, Mapping) else None
+    return isinstance(images, Mapping) and any(
+        str(digest).startswith(UNKNOWN) for digest in images.values()
+    )
 
 
 def can_be_shown(record: RunRecord) -> bool:

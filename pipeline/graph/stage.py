@@ -14,11 +14,20 @@ if TYPE_CHECKING:
     from pipeline.data.cards import Card  # start-up time: imports pyarrow
 
 
+UNKNOWN = "unknown until ingest"  # what is said of images that are not ingested yet
+
+
 @dataclass(frozen=True)
 class IngestJob:
-    """What the ingest stage of one card needs to know."""
+    """What the ingest stage of one card needs to know.
+
+    files: what is known of the files of each class, see `raw_data.list_classes`. previous: key of
+    the last ingest of a card of this name.
+    """
 
     card: Card
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    previous: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,8 @@ class Stage:
     `report`). key: content address of its result. inputs: what the key was made of, flat, for
     explaining a miss. job: what a worker is told (a StageJob, or ingest's own job). note: what
     `plan` says of it beside hit or miss. replica: in a graph of several replicas, the first one
-    that has this stage; empty for a stage that all share.
+    that has this stage; empty for a stage that all share. waits: whether the key is a stand-in,
+    because the images that the stage needs are not ingested yet; no result ever has that key.
     """
 
     id: str
@@ -42,6 +52,7 @@ class Stage:
     job: Any = None
     note: str = ""
     replica: str = ""
+    waits: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pipeline.config import NAME, flatten
 from pipeline.graph import failures, run_record
 from pipeline.graph.live_status import check_readable
 from pipeline.graph.run_record import RunRecord, is_stage, needed_keys
-from pipeline.graph.stage import Graph, Stage
+from pipeline.graph.stage import UNKNOWN, Graph, Stage
 from workers.errors import UserError
 from workers.storage.artifact import (
     CHECKPOINTS,
@@ -192,6 +192,8 @@ class Store:
         previous: the record of the same run before, for the reason of a miss. verify: what of the
         files is compared with the manifest.
         """
+        if stage.waits:
+            return Lookup(False, UNKNOWN)
         artifact = Artifact.open(self.root, stage.key)
         if artifact is not None:
             damage = None
@@ -433,6 +435,8 @@ def why_outdated(
     """
     made_of = (manifest or {}).get("made_of") or {}
     for parent in stage.parents if made_of else ():
+        if graph[parent].step == "ingest":  # the images that were used are in the key
+            continue
         before, now = made_of.get(graph[parent].key), contents.get(parent)
         if before and now and before != now:
             return f"made of another content of {parent} ({before[:12]}, and now it is {now[:12]})"
@@ -444,7 +448,7 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
     before = {s["id"]: s for s in previous["stages"]}.get(stage.id) if previous else None
     if before is None:
         return "new"
-    if before["key"] == stage.key:
+    if before["key"] == stage.key or run_record.waits(before):
         return NOT_FINISHED
     version = previous.get("key_version", 1) if previous else run_record.KEY_VERSION
     if version != run_record.KEY_VERSION:

@@ -39,6 +39,8 @@ def add_tasks(builder: Builder) -> list[Task]:
     for entry in builder.config.stream.tasks:
         tasks += _tasks_of(builder, entry, loaded[entry.card])
     _check_roles(tasks)
+    if builder.config.stream.scenario == "task":
+        _check_several_classes(tasks)
     base_tasks = [task for task in tasks if task.role == "base"]
     return base_tasks + [task for task in tasks if task.role != "base"]
 
@@ -106,6 +108,18 @@ def _check_roles(tasks: list[Task]) -> None:
         )
 
 
+def _check_several_classes(tasks: Sequence[Task]) -> None:
+    """Raise `UserError` for a task of one class: told the task, there is nothing to choose."""
+    for task in tasks:
+        if task.num_classes == 1 and task.role != "unlabelled":
+            raise UserError(
+                f"stream.tasks: task {task.name!r} has one class, {task.classes[0]!r}, so that in "
+                "scenario `task` every answer is right; join the class to another task (its "
+                "`classes`), or set stream.scenario=class, where the classes of all tasks are told "
+                "apart"
+            )
+
+
 def _add_card(builder: Builder, card: Card) -> None:
     """Add the ingest stage of a card.
 
@@ -125,9 +139,15 @@ def _add_ingest(builder: Builder, card: Card) -> None:
         source = raw_data.source_of(builder.store, card, builder.ask_sources)
     inputs = raw_data.stage_inputs(card, source)
     step = inputs.pop("step")
-    stage = builder.add(
-        f"data/{card.name}", step, inputs, [], job=IngestJob(card), note=source.note
-    )
+    images = raw_data.class_digests(builder.store, card, source)
+    builder.images[card.name] = images
+    job, note = IngestJob(card), source.note
+    if images is None and source.entries is not None:
+        files = raw_data.list_classes(card, source.entries)
+        job = IngestJob(card, files, raw_data.previous_key(builder.store, card))
+        changes = raw_data.describe_changes(builder.store, card, job.files)
+        note = "; ".join(filter(None, (note, changes)))
+    stage = builder.add(f"data/{card.name}", step, inputs, [], job=job, note=note)
     if Artifact.open(builder.store.root, stage.key) is not None:
         return
     if not source.present:

@@ -190,6 +190,10 @@ class Walk:
             case EventKind.FAILED | EventKind.LOST:
                 return self._retry(event) or self._fail(event)
 
+    def fail(self, stage_id: str, message: str) -> None:
+        """Record that a stage has failed before this walk."""
+        self._set_state(stage_id, State.FAILED, message)
+
     def run_again(self, stage_id: str, reason: str) -> Decision:
         """Record that the result of a finished stage is outdated: it waits to be run again."""
         self._set_state(stage_id, State.WAITING)

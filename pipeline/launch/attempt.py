@@ -115,9 +115,13 @@ def run_ingest(
             return {**artifact.manifest, "reused": True}
         card = stage.job.card
         labels = {"stage": stage.id, "step": "ingest"}
-        write = ingest.ingest
         if in_place.urls_of(card) is not None:
-            write = in_place.index_shards
-        manifest = write(card, store.root, stage.key, map_fn, labels, report)
-        raw_data.ingested(store, card, stage.inputs["source"], manifest["raw_content"])
+            manifest = in_place.index_shards(card, store.root, stage.key, map_fn, labels, report)
+        else:
+            manifest = ingest.ingest(
+                card, store.root, stage.key, map_fn, labels, report, stage.job.previous
+            )
+        artifact = Artifact.need(store.root, stage.key)
+        files = dict(stage.job.files)
+        raw_data.ingested(store, card, stage.inputs["source"], artifact, files)
     return dict(manifest)

@@ -6,11 +6,14 @@ The protocol that both follow is `Executor` in pipeline/graph/run.py, beside the
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from pipeline.config import ClusterSettings
 from pipeline.graph.run import Executor
-from pipeline.graph.stage import Graph
+from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
+from pipeline.graph.walk import Event
 from pipeline.launch.attempt import Progress, RunOnDriver
 from pipeline.launch.local import LocalExecutor
 
@@ -36,6 +39,51 @@ def make_executor(
 
     width = width_of(graph, todo)
     return start_ray_executor(store, cluster, run_on_driver, progress, width, sample_s)
+
+
+class SharedExecutor:
+    """An executor that several walks use, one after the other; it starts with the first stage.
+
+    make: makes the executor, once.
+    """
+
+    def __init__(self, make: Callable[[], Executor]):
+        self._make = make
+        self._executor: Executor | None = None
+
+    def submit(self, stage: Stage, depth: int) -> None:
+        """Queue a stage."""
+        if self._executor is None:
+            self._executor = self._make()
+        self._executor.submit(stage, depth)
+
+    def poll(self) -> list[Event]:
+        """Return what has happened since the last call."""
+        return [] if self._executor is None else self._executor.poll()
+
+    def close(self) -> None:
+        """Stop what runs; a later stage starts an executor anew."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.close()
+
+    def lend(self) -> Executor:
+        """Return this executor for a walk that is not the last one: it stays open after it."""
+        return _Lent(self)
+
+
+@dataclass(frozen=True)
+class _Lent:
+    owner: SharedExecutor
+
+    def submit(self, stage: Stage, depth: int) -> None:
+        self.owner.submit(stage, depth)
+
+    def poll(self) -> list[Event]:
+        return self.owner.poll()
+
+    def close(self) -> None:
+        """Do nothing: the owner is closed at its end."""
 
 
 def width_of(graph: Graph, todo: set[str]) -> int:

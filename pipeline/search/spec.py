@@ -629,13 +629,17 @@ def _note(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> 
 # ---- search.json ---------------------------------------------------------------------------------
 def _digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str:
     """Return the SHA-256 of all that makes trials of an earlier session comparable with new ones:
-    settings, base, and the keys of the stages."""
+    settings, base, the sources of the data, and what stages do with them."""
     search_inputs = key_inputs(settings, (*FREE, "set"))  # the body has what is set
     if settings.protocol == "per_task":
         # here the number of a trial tells which task it is for
         search_inputs["trials"] = settings.budget.trials
     base_inputs = {key: value for key, value in body.items() if key not in FREE_OF_BASE}
-    inputs = [search_inputs, base_inputs, [stage.key for stage in graph]]
+    stages: list[Any] = []
+    for stage in graph:  # keys of other stages are unknown before their data are ingested
+        is_ingest = stage.step == "ingest"
+        stages.append(stage.key if is_ingest else {**stage.inputs, "images": None})
+    inputs = [search_inputs, base_inputs, stages]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -321,13 +321,6 @@ def _learn(
         history[plan.phase] = dict(params)
     settings = plan.config(params, history, f"{plan.name}-{record['number']:04d}")
     label = next(iter(settings.methods))
-    graph, tasks = _graph_of_trial(plan, settings, store)
-    graph_record = record_of(graph, settings, tasks, dict(plan.provenance))
-    record["graph"] = graph_record
-    with (
-        store.claimed_by_gc()
-    ):  # garbage collection must know the graph before stages are looked up
-        write_record(plan.storage, plan.name, record)
 
     def save_count() -> None:
         count.write_into(record)
@@ -337,8 +330,20 @@ def _learn(
     count = Count(settings.cluster, save_count)
     if previous is not None:
         count.go_on_after(previous)
+    graph, tasks = _graph_of_trial(plan, settings, store)
     runner = Runner(store, settings, graph, count)
     try:
+        if any(stage.waits for stage in graph):  # a search ingests the data before its trials
+            for stage in graph:
+                if stage.step == "ingest":
+                    runner.run(stage.id)
+            runner.graph, tasks = _graph_of_trial(plan, settings, store)
+        graph_record = record_of(runner.graph, settings, tasks, dict(plan.provenance))
+        record["graph"] = graph_record
+        with (
+            store.claimed_by_gc()
+        ):  # garbage collection must know the graph before stages are looked up
+            write_record(plan.storage, plan.name, record)
         for position, task in enumerate(plan.tasks[: plan.until]):
             if position < learned:
                 continue
@@ -402,7 +407,7 @@ class Runner:
         self.graph = graph
         self.count = count
         self.lookups: dict[str, Lookup] = {}
-        self.executor: Executor | None = None
+        self.executor = executor.SharedExecutor(self._make_executor)
 
     def run(self, stage_id: str) -> None:
         """Run a stage and all that it needs. Raises `UserError` when a stage fails."""
@@ -415,7 +420,7 @@ class Runner:
         outcome = run_graph(
             part,
             self.store,
-            self._executor,
+            lambda todo: self.executor.lend(),
             RetryPolicy.of(self.settings.cluster).stage,
             [self.count],
             self.lookups,
@@ -428,44 +433,22 @@ class Runner:
             manifest = dict(outcome.manifests.get(stage.id) or {})
             self.lookups[stage.id] = Lookup(True, "stands", manifest)
 
-    def _executor(self, todo: set[str]) -> Executor:
-        """Return the executor of all parts, as each walk closes the one it gets."""
-        if self.executor is None:
-            cluster = self.settings.cluster
-            # Tune reserves one worker in the process of the trial itself
-            workers = {"workers": 0} if cluster.workers == 1 else {"groups": 1}
-            self.executor = executor.make_executor(
-                self.store,
-                cluster.model_copy(update=workers),
-                self.graph,
-                todo,
-                self.count.on_progress,
-                lambda stage: {},
-            )
-        return SharedExecutor(self.executor)
+    def _make_executor(self) -> Executor:
+        cluster = self.settings.cluster
+        # Tune reserves one worker in the process of the trial itself
+        workers = {"workers": 0} if cluster.workers == 1 else {"groups": 1}
+        return executor.make_executor(
+            self.store,
+            cluster.model_copy(update=workers),
+            self.graph,
+            set(self.graph.stages),
+            self.count.on_progress,
+            lambda stage: {},
+        )
 
     def close(self) -> None:
         """End the executor."""
-        if self.executor is not None:
-            self.executor.close()
-
-
-@dataclass(frozen=True)
-class SharedExecutor:
-    """An executor that the next walk uses, too, so that the end of a walk does not close it."""
-
-    inner: Executor
-
-    def submit(self, stage: Stage, depth: int) -> None:
-        """Queue a stage."""
-        self.inner.submit(stage, depth)
-
-    def poll(self) -> list[Event]:
-        """Return what has happened since the last call."""
-        return self.inner.poll()
-
-    def close(self) -> None:
-        """Do nothing: the runner closes the executor."""
+        self.executor.close()
 
 
 def result_of(store: Store, record: RunRecord, label: str, task: str, position: int) -> TrialResult:

@@ -98,7 +98,7 @@ def test_plan_of_a_new_run_says_that_everything_is_new_and_runs_nothing(
 ) -> None:
     run = Run(tmp_path, {**finished.body, "storage": str(tmp_path / "storage")}, "")
     text = output(capsys, "plan", run.config())
-    assert set(table(text).values()) == {("miss", "new")}
+    assert set(table(text).values()) == {("miss", "new"), ("miss", "unknown until ingest")}
     assert f"{STAGES} stages: 0 stand, {STAGES} to run" in text
     assert not (run.storage / "stages").exists()
 
@@ -832,7 +832,10 @@ def test_plan_says_that_a_key_version_was_raised(
     monkeypatch.setattr(run_record, "KEY_VERSION", 2)
     text = output(capsys, "plan", run_copy.config())
     assert "the last run of this name had key version 1, this code has 2" in text
-    assert set(table(text).values()) == {("miss", "key version 1 -> 2")}
+    assert set(table(text).values()) == {
+        ("miss", "key version 1 -> 2"),
+        ("miss", "unknown until ingest"),
+    }
 
 
 def test_a_lost_connection_is_no_file(

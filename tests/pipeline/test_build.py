@@ -562,7 +562,7 @@ def test_settings_for_a_task_that_no_step_is_for_are_refused(
     entry = {
         "name": "flowers",
         "card": "digits",
-        "classes": ["6", "7"],
+        "classes": ["6", "7", "8", "9"],
         "split": 0 if message in ("did you mean 'flowers'",) or base else 2,
     }
     stream = {"tasks": [*([BASE] if base else []), *TASKS[:2], entry]}

@@ -198,7 +198,9 @@ def test_ingest_in_this_process_ends_itself_at_its_next_report(
     clock = Clock()
     written: list[int] = []
 
-    def slow_ingest(card: Any, root: str, key: str, map_fn: Any, labels: Any, report: Any) -> Any:
+    def slow_ingest(
+        card: Any, root: str, key: str, map_fn: Any, labels: Any, report: Any, previous: str
+    ) -> Any:
         for number in range(100):
             clock.now += 1
             report({"doing": "reading", "images": number})

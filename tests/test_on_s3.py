@@ -100,7 +100,7 @@ def test_few_requests_are_made_of_each_stage(reference: Any, bucket: Any, tmp_pa
     of_shards = bucket.counts(".tar")
     assert of_shards.total() == 3 * of_shards["GET"], "written, looked up, and read"
     assert of_shards["GET"] == 12  # three cards, train and test, two classes: once each
-    assert len(bucket.seen) - of_shards.total() < 35 * stages
+    assert len(bucket.seen) - of_shards.total() < 36 * stages
 
 
 @pytest.mark.slow

@@ -649,7 +649,7 @@ class Walks:
     Args:
         run: As it is before its data are ingested.
         todo: Ids of the stages to run.
-        screen: What a person sees.
+        screen: Shows the run to a person.
         journal: The status of the run.
     """
 
@@ -708,7 +708,7 @@ class Walks:
         ingested: Outcome | None,
         recording: RecordingObserver,
     ) -> Outcome:
-        """Run all other stages, recorded in MLflow as well; return how all of them ended.
+        """Run all other stages and record them in MLflow; return how all stages ended.
 
         Args:
             run: With the keys that follow from its data.

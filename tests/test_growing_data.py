@@ -239,6 +239,10 @@ def test_digests_of_classes_ignore_other_classes_and_shards() -> None:
     assert digest_classes(one, is_in_place=False) == {"train": {"ant": digests["train"]["ant"]}}
     assert digest_classes(index.slice(0, 2), is_in_place=False) != digest_classes(one, False)
     assert digest_classes(one, is_in_place=True) != digest_classes(one, is_in_place=False)
+    for column in ("sha256", "key"):  # another image, another name
+        place = one.schema.get_field_index(column)
+        changed = one.set_column(place, column, [["x", "y", "z"]])
+        assert digest_classes(changed, False) != digest_classes(one, False), column
     assert digest_classes(one, False, "other pixels") != digest_classes(one, False)
 
 

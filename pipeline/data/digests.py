@@ -64,7 +64,7 @@ def digest_classes(index: pa.Table, is_in_place: bool, salt: str = "") -> ClassD
     Args:
         index: Of an ingest stage, see `workers.data.shards.Shards`.
         is_in_place: Whether the shards are used where they lie.
-        salt: What else decides which images are used how.
+        salt: Settings that affect which images are used, and how they are decoded.
 
     Returns:
         Split -> class -> the first DIGITS hexadecimal digits of a sha256.

@@ -252,7 +252,7 @@ def select_contents(
         card: Of the source.
         rows: As in `packs.ROWS`.
         entries: All files below the source.
-        known: What an earlier ingest of the same data found.
+        known: The images of an earlier ingest of the same data.
 
     Raises:
         UserError: If too much is bad, or the images are not those that the card promises.

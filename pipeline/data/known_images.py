@@ -1,8 +1,8 @@
-"""Images that an earlier ingest has read: what it found of them, and where it stored them.
+"""Images that an earlier ingest has read, and where it stored them.
 
-An image is known by its stamp: the name, size and modification time of its file, and the place of
-its bytes in it. What is known is neither read nor decoded again, and is copied from the earlier
-shards. Shards that would be the same are taken over whole.
+An image is identified by its stamp: the name, size and modification time of its file, and the place
+of its bytes in the file. Known images are neither read nor decoded again; their bytes are copied
+from the earlier shards. Shards that do not change are linked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from workers.storage.artifact import Artifact, Attempt, FileInfo, join, link_fil
 from workers.storage.parquet import read_table
 
 SOURCE = "source.parquet"  # of an ingest stage: a row for each image of its source that has a stamp
-# What has no part in how a single image is read.
+# Settings of a card that do not affect how a single image is read.
 NOT_OF_IMAGES = (
     "title", "licence", "cite", "archive", "verified", "leaks", "classes", "num_classes",
     "class_order_seed", "test_fraction", "hold_out", "counts", "content", "duplicates",
@@ -48,9 +48,9 @@ NOT_OF_IMAGES = (
 
 
 def digest_reading(card: Card) -> str:
-    """Return the digest of all on a card that decides how a single image is read.
+    """Return a digest of the settings of a card that affect how a single image is read.
 
-    The place of the source is a part of it: files elsewhere may have the same names and times.
+    The path of the source is included: files elsewhere may have the same names and times.
     """
     body = key_inputs(card, NOT_OF_IMAGES) | {"source": key_inputs(card.source)}
     if card.source.numbers == "places" or card.source.format in LIBRARIES:
@@ -107,7 +107,7 @@ class DividedUnit(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownImages:
-    """What an earlier ingest stage holds.
+    """The images of an earlier ingest stage.
 
     Attributes:
         artifact: Its result.
@@ -121,7 +121,11 @@ class KnownImages:
 
     @classmethod
     def open(cls, root: str, key: str, card: Card) -> KnownImages | None:
-        """Return what the stage `key` holds for a card; None where nothing of it can be used."""
+        """Load the images of the stage `key`.
+
+        Returns:
+            None if the stage is missing or damaged, or if its card read images in another way.
+        """
         artifact = Artifact.open(root, key) if key else None
         if artifact is None or artifact.manifest.get("reading") != digest_reading(card):
             return None
@@ -142,7 +146,7 @@ class KnownImages:
         return cls(artifact, rows.set_column(place, "pack", shards), index)
 
     def divide(self, units: Sequence[Unit], card: Card) -> list[DividedUnit | None]:
-        """Return each unit without the images that are known; None where none of them is."""
+        """Divide units into known and unknown images; None for a unit without known images."""
         checker = ImageChecker(card)
         parts = [unit.args[0] if unit.read is read_items else [] for unit in units]
         is_known, found = self._find([item for part in parts for item in part], checker)
@@ -221,7 +225,7 @@ class KnownImages:
 def source_rows(rows: pa.Table, index: pa.Table) -> bytes:
     """Return the file SOURCE: the rows of a source that have a stamp, and where they are stored.
 
-    An image that is in no shard, because its class has enough of them, has no `pack`.
+    An image that `per_class` of the card left out is in no shard, and has no `pack`.
     """
     places = pc.index_in(rows["sha256"], index["sha256"].cast(pa.large_string()), skip_nulls=True)
     columns = {
@@ -249,7 +253,7 @@ class Changes(NamedTuple):
     def between(cls, before: pa.Table, now: pa.Table) -> Changes:
         """Compare the rows of two ingests by the names of images, and by their bytes.
 
-        Rows of what is no image have no stamp, and do not count.
+        Rows without a stamp are not images, and do not count.
         """
         now = now.filter(pc.is_valid(now["stamp"]))
         is_same = pc.and_(

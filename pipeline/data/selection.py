@@ -21,7 +21,7 @@ from pipeline.data.digests import compute_key_digests, sort_by_digest
 from pipeline.data.listing import describe_left_out
 from pipeline.data.names import counted, listed, nfc
 from pipeline.data.splits import SPLITS, Split
-from workers.data.held_out import is_below
+from workers.data.held_out import find_held_out
 from workers.errors import UserError
 
 NAMED_IMAGES = 3  # images that an error lists
@@ -137,7 +137,7 @@ def _with_keys(card: Card, rows: pa.Table) -> pa.Table:
         is_test = np.zeros(len(rows), bool)
         train = rows.filter(pa.array(is_train))
         if card.hold_out == "threshold":
-            below = is_below(train["sha256"], card.test_fraction, "test")
+            below = find_held_out(train["sha256"], card.test_fraction, "test")
             is_test[is_train] = below.to_numpy(zero_copy_only=False)
         else:
             is_test[is_train] = _held_out(train, card.test_fraction)

@@ -28,8 +28,8 @@ class Builder:
     split: what evaluations read. ask_sources: whether a source on another machine is asked for its
     fingerprint although its result stands. sources: raw data that was looked at before, by card.
     backbone: as workers get it; `add_backbone` sets it. code_digests: name of a method -> digest of
-    its code, where it is defined outside of this project. waiting: ids of the stages whose keys
-    are unknown until an ingest has run.
+    its code, where it is defined outside of this project. provisional: ids of the stages
+    whose keys are unknown until an ingest has run.
     """
 
     config: Config
@@ -44,7 +44,7 @@ class Builder:
     images: dict[str, ClassDigests | None] = field(default_factory=dict)
     cards_without_data: set[str] = field(default_factory=set)
     code_digests: dict[str, str] = field(default_factory=dict)
-    waiting: set[str] = field(default_factory=set)
+    provisional: set[str] = field(default_factory=set)
 
     def add(
         self, stage_id: str, step: str, inputs: Mapping[str, Any], parents: list[str], **rest: Any
@@ -67,12 +67,14 @@ class Builder:
         if isinstance(rest.get("job"), StageJob):
             rest["job"] = replace(rest["job"], key=key, parents=tuple(parent_keys))
         digests = inputs.get("images", {}).values()
-        waits = any(digest.startswith(UNKNOWN) for digest in digests) or any(
-            parent in self.waiting for parent in parents
+        is_provisional = any(digest.startswith(UNKNOWN) for digest in digests) or any(
+            parent in self.provisional for parent in parents
         )
-        if waits:
-            self.waiting.add(stage_id)
-        return Stage(stage_id, step, key, inputs, tuple(parents), waits=waits, **rest)
+        if is_provisional:
+            self.provisional.add(stage_id)
+        return Stage(
+            stage_id, step, key, inputs, tuple(parents), is_provisional=is_provisional, **rest
+        )
 
     def digest_images(self, tasks: Sequence[Task], splits: Sequence[str]) -> dict[str, str]:
         """Return the name of each task -> a digest of its images in some splits.

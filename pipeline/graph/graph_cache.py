@@ -168,7 +168,7 @@ def _stage_json(stage: Stage) -> dict[str, Any]:
         "method": stage.method,
         "task": stage.task,
         "note": stage.note,
-        "waits": stage.waits,
+        "is_provisional": stage.is_provisional,
     }
 
 

@@ -32,7 +32,7 @@ from workers.errors import DamagedArtifact, UserError
 from workers.storage.artifact import Artifact
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
-ClassFiles = dict[str, tuple[int, str]]  # label -> number of files, digest of what is known of them
+ClassFiles = dict[str, tuple[int, str]]  # label -> number of files; digest of names, sizes, times
 READ_THREADS = 16
 MAX_CLASSES = 8  # that a sentence names
 GONE = (
@@ -184,8 +184,10 @@ def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
 
 
 def list_classes(card: Card, entries: list[Entry]) -> ClassFiles:
-    """Return for each label of a source how many files it has, and a digest of what is known of
-    them unread: names, sizes and times. Empty where files hold many images."""
+    """Count the files of each label of a source, and hash their names, sizes and times.
+
+    The result is empty if files hold many images each.
+    """
     list_items = format_of(card).list_items
     if list_items is None:
         return {}
@@ -209,9 +211,9 @@ def previous_key(store: Store, card: Card) -> str:
 
 
 def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]]) -> str:
-    """Return which classes have other files than when the card of this name was ingested last.
+    """Name the classes whose files changed since the last ingest of a card of this name.
 
-    Empty where that is not known.
+    The result is empty if there was no such ingest.
     """
     last = store.remembered(_name_of_files(card))
     before = last.get("files") if isinstance(last, dict) else None
@@ -235,7 +237,7 @@ def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]
 def ingested(
     store: Store, card: Card, source: str, artifact: Artifact, files: ClassFiles | None = None
 ) -> None:
-    """Note what was ingested: the digest of the raw content, and those of the images of each class.
+    """Record the digests of an ingest: of its raw content, and of the images of each class.
 
     Args:
         store: Of the run.

@@ -35,8 +35,8 @@ def union_of(name: str, graphs: Mapping[str, Graph]) -> Graph:
     inputs = {"revision": REPORT_REVISION, "name": name, "replicas": list(graphs)}
     key = key_of({"step": "report", **inputs}, [stage.key for stage in evaluations])
     parents = tuple(stage.id for stage in evaluations)
-    waits = any(stage.waits for stage in evaluations)
-    report = Stage("report", "report", key, inputs, parents, waits=waits)
+    is_provisional = any(stage.is_provisional for stage in evaluations)
+    report = Stage("report", "report", key, inputs, parents, is_provisional=is_provisional)
     return Graph.of(name, [*stages.values(), report])
 
 

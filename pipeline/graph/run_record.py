@@ -150,12 +150,12 @@ def needed_keys(record: RunRecord) -> set[str]:
     return {
         stage["key"]
         for stage in record["stages"]
-        if is_stage(stage) and stage["step"] != "report" and not waits(stage)
+        if is_stage(stage) and stage["step"] != "report" and not is_provisional(stage)
     }
 
 
-def waits(entry: Mapping[str, Any]) -> bool:
-    """Return whether a stage of a record had a stand-in for its key: see `Stage.waits`."""
+def is_provisional(entry: Mapping[str, Any]) -> bool:
+    """Return whether the key of a recorded stage was provisional: see `Stage`."""
     inputs = entry.get("inputs")
     images = inputs.get("images") if isinstance(inputs, Mapping) else None
     return isinstance(images, Mapping) and any(

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from pipeline.data.cards import Card  # start-up time: imports pyarrow
 
 
-UNKNOWN = "unknown until ingest"  # what is said of images that are not ingested yet
+UNKNOWN = "unknown until ingest"  # in place of the digest of images that are not ingested yet
 
 
 @dataclass(frozen=True)
 class IngestJob:
-    """What the ingest stage of one card needs to know.
+    """The data set to ingest.
 
-    files: what is known of the files of each class, see `raw_data.list_classes`. previous: key of
-    the last ingest of a card of this name.
+    files: number and digest of the files of each class, see `raw_data.list_classes`. previous: key
+    of the last ingest of a card of this name.
     """
 
     card: Card
@@ -38,8 +38,9 @@ class Stage:
     `report`). key: content address of its result. inputs: what the key was made of, flat, for
     explaining a miss. job: what a worker is told (a StageJob, or ingest's own job). note: what
     `plan` says of it beside hit or miss. replica: in a graph of several replicas, the first one
-    that has this stage; empty for a stage that all share. waits: whether the key is a stand-in,
-    because the images that the stage needs are not ingested yet; no result ever has that key.
+    that has this stage; empty for a stage that all share. is_provisional:
+    whether images that the stage needs are not ingested yet. Its key is then a placeholder, which
+    no result ever has.
     """
 
     id: str
@@ -52,7 +53,7 @@ class Stage:
     job: Any = None
     note: str = ""
     replica: str = ""
-    waits: bool = False
+    is_provisional: bool = False
 
 
 @dataclass(frozen=True)

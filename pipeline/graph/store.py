@@ -192,7 +192,7 @@ class Store:
         previous: the record of the same run before, for the reason of a miss. verify: what of the
         files is compared with the manifest.
         """
-        if stage.waits:
+        if stage.is_provisional:
             return Lookup(False, UNKNOWN)
         artifact = Artifact.open(self.root, stage.key)
         if artifact is not None:
@@ -448,7 +448,7 @@ def why(stage: Stage, previous: Mapping[str, Any] | None) -> str:
     before = {s["id"]: s for s in previous["stages"]}.get(stage.id) if previous else None
     if before is None:
         return "new"
-    if before["key"] == stage.key or run_record.waits(before):
+    if before["key"] == stage.key or run_record.is_provisional(before):
         return NOT_FINISHED
     version = previous.get("key_version", 1) if previous else run_record.KEY_VERSION
     if version != run_record.KEY_VERSION:

@@ -62,13 +62,13 @@ class SharedExecutor:
         return [] if self._executor is None else self._executor.poll()
 
     def close(self) -> None:
-        """Stop what runs; a later stage starts an executor anew."""
+        """Stop the running stages. A later stage starts a new executor."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
 
     def lend(self) -> Executor:
-        """Return this executor for a walk that is not the last one: it stays open after it."""
+        """Return a view for a walk that is not the last: its `close` does nothing."""
         return _Lent(self)
 
 

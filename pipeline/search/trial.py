@@ -333,7 +333,8 @@ def _learn(
     graph, tasks = _graph_of_trial(plan, settings, store)
     runner = Runner(store, settings, graph, count)
     try:
-        if any(stage.waits for stage in graph):  # a search ingests the data before its trials
+        # a search ingests the data before its trials
+        if any(stage.is_provisional for stage in graph):
             for stage in graph:
                 if stage.step == "ingest":
                     runner.run(stage.id)

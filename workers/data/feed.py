@@ -205,8 +205,8 @@ class Feed:
             positions = torch.cat([part.positions for part in parts_of(size)])
             return self._rng(epoch, step, positions, size)
 
-        # Rows, and counts of tasks, of steps that are made ahead. All that is asked of the order is
-        # asked here, in the order of steps, as it holds only the blocks that were used last.
+        # Rows and task counts of the steps that are made ahead. The order is read here alone, step
+        # by step, because it keeps only the blocks that were used last.
         drawn: deque[tuple[StepRng, Ints, tuple[int, ...]]] = deque()
 
         def samples_of_steps() -> Generator[StepSamples]:

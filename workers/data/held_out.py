@@ -16,8 +16,10 @@ HoldOut = Literal["rank", "threshold"]  # see `Card.hold_out`
 SHARE_DIGITS = 12  # hexadecimal digits that decide whether an image is held out
 
 
-def is_below(digests: pa.ChunkedArray, fraction: float, purpose: Literal["test", "val"]) -> Any:
-    """Return for each image whether it is held out, by digits of its own sha256 alone.
+def find_held_out(
+    digests: pa.ChunkedArray, fraction: float, purpose: Literal["test", "val"]
+) -> Any:
+    """Return a mask of the images that are held out: each decides by digits of its own sha256.
 
     Args:
         digests: (n,) sha256 of images, in hexadecimal digits.
@@ -37,7 +39,7 @@ def is_below(digests: pa.ChunkedArray, fraction: float, purpose: Literal["test",
 def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[pa.Table, pa.Table]:
     """Split a table into (train, val).
 
-    By `threshold` each image decides by its own digest, see `is_below`.
+    By `threshold` each image decides by its own digest, see `find_held_out`.
 
     By `rank`, of the n images of a class, the round(fraction * n) whose keys have the lowest sha256
     are val: at least one where n >= 2, and never all. Exact copies are one image, whose key is the
@@ -50,7 +52,7 @@ def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[
         rule: `hold_out` of the card.
     """
     if rule == "threshold":
-        below = is_below(table["sha256"], fraction, "val")
+        below = find_held_out(table["sha256"], fraction, "val")
         return table.filter(pc.invert(below)), table.filter(below)
     first: dict[str, tuple[bytes, str]] = {}  # image -> lowest sha256 of its keys, class
     columns = (table[name].to_pylist() for name in ("class", "key", "sha256"))

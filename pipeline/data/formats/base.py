@@ -61,8 +61,8 @@ class Item:
         problem: Why it cannot be used, if that is known without its pixels.
         uri: Where its bytes can be read again; empty if they cannot.
         offset, size: Of its bytes in the file; size None: the whole file.
-        stamp: What tells without reading whether they are the same as before; empty if nothing
-            does.
+        stamp: Name, size and time of the file, and the place in it. Images with equal stamps have
+            equal bytes. Empty if the time is unknown.
     """
 
     split: str

@@ -1,4 +1,4 @@
-"""The command line: init, data, run, plan, launch, search, ingest, shards, report, analyse,
+"""The command line: init, data, run, plan, add, launch, search, ingest, shards, report, analyse,
 compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema, completion.
 Few flags, else `--set key=value`.
 
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.data.errors import UnfitSource
 from pipeline.graph import diagram, run_log
+from pipeline.growing import commands as growing_commands
 from pipeline.serving import commands as serving_commands
 from pipeline.shell import data_commands, invocation
 from pipeline.shell.completion import SHELLS
@@ -216,6 +217,7 @@ def parser(program: str = "") -> argparse.ArgumentParser:
     _add_run_commands(add_command)
     _add_launch_command(add_command)
     _add_analyse_command(add_command)
+    growing_commands.commands(add_command)
     data_commands.commands(add_command)
     serving_commands.commands(add_command)
     _add_compare_command(add_command)

@@ -214,6 +214,12 @@ def parse_yaml(text: str, where: str) -> Any:
         ) from None
 
 
+def compose_yaml(text: str) -> yaml.Node | None:
+    """Return the nodes of a YAML text, which know their places in it."""
+    node: yaml.Node | None = yaml.compose(text, _Loader)
+    return node
+
+
 def dump_yaml(value: Any, **options: Any) -> str:
     """Return plain values as YAML, which `parse_yaml` reads back unchanged.
 

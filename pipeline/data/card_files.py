@@ -30,7 +30,7 @@ def load(name: str, memory: Memory | None = None) -> Card:
     memory: gives the classes of a card that takes them from its source, once the source is gone.
     Raise UserError where there is no such card, with the nearest name, or where it is not valid.
     """
-    path = _card_path(name)
+    path = card_path(name)
     body = read_yaml(path, "a card")
     takes_classes = body.get("classes") == FROM_SOURCE
     card = _validated(path, body)
@@ -68,23 +68,24 @@ def load_without_source(name: str) -> Card:
 
     `classes` is `from_source` alone where they come from there. Raise UserError as `load` does.
     """
-    path = _card_path(name)
+    path = card_path(name)
     card = _validated(path, read_yaml(path, "a card"))
     return _with_source(card, path=_source_path(path, card.source))
 
 
-def _source_path(card_path: Path, source: Source) -> str:
+def _source_path(card_file: Path, source: Source) -> str:
     """Return the path of a source; a relative one starts at the folder of the card's file.
 
     Cards in `datasets` are found by name: their paths start where `listing.absolute_uri` says.
     """
-    path = expand(source.path)
-    if "://" in path or CARDS in card_path.resolve().parents:
-        return path
-    return os.path.abspath(card_path.parent / path)
+    source_path = expand(source.path)
+    if "://" in source_path or CARDS in card_file.resolve().parents:
+        return source_path
+    return os.path.abspath(card_file.parent / source_path)
 
 
-def _card_path(name: str) -> Path:
+def card_path(name: str) -> Path:
+    """Return the file of a card. Raise `UserError` if there is none."""
     path = CARDS / name / "card.yaml"
     if is_path_of_card(name):
         path = Path(name)

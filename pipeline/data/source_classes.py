@@ -23,6 +23,7 @@ from workers.errors import UserError
 from workers.storage.filesystem import FIRST_CONTACT_S, StorageUnavailable, patience
 
 MAX_CLASSES = 20_000  # of one data set: a column or a folder of more is no set of classes
+MIN_CLASSES = 2  # of a data set that is looked at for the first time
 MIN_IMAGES = 2  # of a class on average, of labels that are many
 FEW_CLASSES = 50  # that no number of images makes too many
 
@@ -138,7 +139,13 @@ def _split_of(card: Card) -> Split:
 
 
 # ---- from labels to classes ----------------------------------------------------------------------
-def labels_of_counts(card: Card, entries: list[Entry], counts: LabelCounts, split: Split) -> Labels:
+def labels_of_counts(
+    card: Card,
+    entries: list[Entry],
+    counts: LabelCounts,
+    split: Split,
+    min_classes: int = MIN_CLASSES,
+) -> Labels:
     """Return the classes that the labels of a split stand for.
 
     Args:
@@ -146,6 +153,7 @@ def labels_of_counts(card: Card, entries: list[Entry], counts: LabelCounts, spli
         entries: The files of its source.
         counts: Number of images by split and label.
         split: From which the classes come.
+        min_classes: Fewer are an error.
 
     Raises:
         UserError: If the labels are no classes.
@@ -161,7 +169,7 @@ def labels_of_counts(card: Card, entries: list[Entry], counts: LabelCounts, spli
                 f"{where}: class {quoted(missing[0])} of column {card.source.label!r} has no train "
                 "images; add some, or give files in which the label is the name of the class"
             )
-        return Labels(check_classes(where, classes), numbers)
+        return Labels(check_classes(where, classes, min_classes), numbers)
     names = sort_labels({str(label) for label in labels})
     is_many = len(names) > FEW_CLASSES and MIN_IMAGES * len(names) > sum(labels.values())
     if len(names) > MAX_CLASSES or is_many:
@@ -170,7 +178,7 @@ def labels_of_counts(card: Card, entries: list[Entry], counts: LabelCounts, spli
             "many, or neither names nor whole numbers); give a table with a class for each image"
         )
     check_spelling(where, names)
-    return Labels(check_classes(where, names), _numbers_of(labels, names))
+    return Labels(check_classes(where, names, min_classes), _numbers_of(labels, names))
 
 
 class TooManyLabels(UserError):
@@ -212,7 +220,9 @@ def declared_classes(card: Card, entries: list[Entry]) -> Labels | None:
     return Labels(classes, "places" if len(set(lists)) == 1 else "names")
 
 
-def check_classes(where: str, names: Sequence[str]) -> tuple[str, ...]:
+def check_classes(
+    where: str, names: Sequence[str], min_classes: int = MIN_CLASSES
+) -> tuple[str, ...]:
     """Return the classes of a source. Raise `UserError` if a card cannot have them."""
     if len(names) > MAX_CLASSES:
         raise UserError(
@@ -226,7 +236,7 @@ def check_classes(where: str, names: Sequence[str]) -> tuple[str, ...]:
                 f"to 1 to {MAX_CLASS_CHARACTERS} printable characters"
             )
     check_unicode_forms(where, names)
-    if len(names) < 2:
+    if len(names) < min_classes:
         found = f"one class, {quoted(names[0])}" if names else "no class"
         raise UserError(
             f"{where} has {found}, and a task tells at least two apart; "

@@ -210,16 +210,27 @@ def previous_key(store: Store, card: Card) -> str:
     return key if isinstance(key, str) and run_record.PLAIN.fullmatch(key) else ""
 
 
+def read_last_files(store: Store, card: Card) -> ClassFiles:
+    """Return the files of each class at the last ingest of a card of this name.
+
+    The result is empty if there was no such ingest.
+    """
+    last = store.remembered(_name_of_files(card))
+    files = last.get("files") if isinstance(last, dict) else None
+    if not isinstance(files, dict):
+        return {}
+    if not all(isinstance(old, list) and len(old) == 2 for old in files.values()):
+        return {}
+    return {label: (old[0], old[1]) for label, old in files.items()}
+
+
 def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]]) -> str:
     """Name the classes whose files changed since the last ingest of a card of this name.
 
     The result is empty if there was no such ingest.
     """
-    last = store.remembered(_name_of_files(card))
-    before = last.get("files") if isinstance(last, dict) else None
-    if not now or not before or not isinstance(before, dict):
-        return ""
-    if not all(isinstance(old, list) and len(old) == 2 for old in before.values()):
+    before = read_last_files(store, card)
+    if not now or not before:
         return ""
     parts: list[str] = []
     for label in sorted(before.keys() | now.keys()):
@@ -228,7 +239,7 @@ def describe_changes(store: Store, card: Card, now: Mapping[str, tuple[int, str]
             parts.append(f"{printable(label)} (gone)")
         elif old is None:
             parts.append(f"{printable(label)} (new, {counted(new[0], 'file')})")
-        elif list(old) != list(new):
+        elif old != new:
             parts.append(f"{printable(label)} ({counted(new[0], 'file')}, {old[0]} before)")
     more = f" and {len(parts) - MAX_CLASSES} more" if len(parts) > MAX_CLASSES else ""
     return f"other files than before: {', '.join(parts[:MAX_CLASSES])}{more}" if parts else ""

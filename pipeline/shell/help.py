@@ -21,7 +21,7 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group("compute", ("run", "plan", "launch", "search", "ingest", "shards"), "run"),
+    Group("compute", ("run", "plan", "add", "launch", "search", "ingest", "shards"), "run"),
     Group("write configs", ("init", "data", "methods", "schema"), "init"),
     Group(
         "look at runs", ("runs", "status", "logs", "report", "compare", "analyse", "ui"), "status"
@@ -35,6 +35,7 @@ EXAMPLES: Mapping[str, str] = {
     "data": "data list",
     "run": "run configs/demo.yaml --set train.epochs=3",
     "plan": "plan configs/demo.yaml --cost",
+    "add": "add leaves.yaml images/leaves --model model",
     "launch": "launch configs/demo.yaml --on slurm --set cluster.workers=2",
     "search": "search configs/search/meat.yaml",
     "ingest": "ingest configs/demo.yaml",

@@ -28,7 +28,7 @@ from pipeline.data.listing import Entry
 from pipeline.data.names import counted, listed, nfc, printable, quoted
 from pipeline.data.packs import ImageChecker
 from pipeline.data.preview import Picture, limit_per_group
-from pipeline.data.source_classes import labels_of_counts
+from pipeline.data.source_classes import MIN_CLASSES, labels_of_counts
 from pipeline.data.splits import IGNORE, SPLITS, SplitUnclear
 from pipeline.yaml_files import dump_yaml
 from workers.errors import UserError
@@ -50,12 +50,14 @@ class Request:
         program: The command that starts Accrete, for messages.
         given: Settings of the card's source in the request, for example `label`.
         classes: Classes in the request.
+        min_classes: Fewest classes of a data set.
     """
 
     path: str
     program: str = "accrete"
     given: Mapping[str, Any] = field(default_factory=dict)
     classes: tuple[str, ...] = ()
+    min_classes: int = MIN_CLASSES
 
     def command(self, *settings: str, path: str = "") -> str:
         """Format the command that repeats the request with other settings.
@@ -192,7 +194,7 @@ def build_data_set(
     if not classes and request.classes:
         classes = request.classes
     if not classes:
-        labels = labels_of_counts(card, entries, counts, "train")
+        labels = labels_of_counts(card, entries, counts, "train", request.min_classes)
         classes = labels.classes
         numbers = numbers or labels.numbers
         if card.source.format != "folder":

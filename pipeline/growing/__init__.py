@@ -1,0 +1,1 @@
+"""Data that grow and shrink: new classes, new images and removals, for runs and model folders."""

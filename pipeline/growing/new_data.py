@@ -1,0 +1,163 @@
+"""What data hold that the tasks of a run do not have yet: new classes, new images of old ones."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.config import Config
+from pipeline.data import card_files
+from pipeline.data.cards import Card
+from pipeline.data.detection.data_set import DataSet, Request
+from pipeline.data.detection.detect import detect
+from pipeline.data.formats import count_labels, list_source
+from pipeline.data.formats.folder import class_folders
+from pipeline.data.names import counted, listed, nfc, printable
+from pipeline.data.source_classes import labels_of_counts
+from pipeline.data.splits import SPLITS
+from pipeline.graph import raw_data
+from pipeline.graph.store import Store
+from workers.errors import UserError
+
+
+@dataclass(frozen=True)
+class UsedCard:
+    """A card of a stream.
+
+    Attributes:
+        path: As the config names it, from the current folder.
+        card: Its content. `classes` is `from_source` alone if they come from the source.
+        entries: Positions of the tasks in `stream.tasks` that are cut from it.
+    """
+
+    path: str
+    card: Card
+    entries: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NewData:
+    """What is new in some data.
+
+    Attributes:
+        card: The card of the stream whose source has grown. None if the data lie elsewhere.
+        data_set: The data set that lies elsewhere. None if a source has grown.
+        classes: Classes that no task has, sorted.
+        images: Classes that some task has -> number of their new files. A source whose files hold
+            many images each gives no numbers.
+        all_classes: All classes of the source.
+    """
+
+    card: UsedCard | None
+    data_set: DataSet | None
+    classes: tuple[str, ...]
+    images: Mapping[str, int] = field(default_factory=dict)
+    all_classes: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return a sentence part on what is new."""
+        parts: list[str] = []
+        if self.classes:
+            parts.append(f"{counted(len(self.classes), 'new class')} ({listed(self.classes)})")
+        if self.images:
+            number = sum(self.images.values())
+            noun = "class" if len(self.images) == 1 else "classes"
+            parts.append(
+                f"{counted(number, 'new image')} of {noun} that the stream has "
+                f"({listed(sorted(self.images))})"
+            )
+        return " and ".join(parts) or "no new class, and no new file of a class"
+
+
+def list_cards(config: Config) -> list[UsedCard]:
+    """Return the cards of a stream, each once."""
+    positions: dict[str, list[int]] = {}
+    for index, entry in enumerate(config.stream.tasks):
+        positions.setdefault(entry.card, []).append(index)
+    return [
+        UsedCard(path, card_files.load_without_source(path), tuple(places))
+        for path, places in positions.items()
+    ]
+
+
+def find_new_data(
+    data: str,
+    cards: Sequence[UsedCard],
+    task_classes: Mapping[str, Sequence[str]],
+    store: Store,
+    program: str,
+) -> NewData:
+    """Compare data with the tasks of a run.
+
+    Args:
+        data: Path of the data. The source of a card, or a folder in it, stands for that card.
+        cards: Of the stream.
+        task_classes: Name of each task -> its classes.
+        store: Of the run, which knows what was ingested last.
+        program: The command that starts Accrete, for messages.
+
+    Raises:
+        UserError: If the data cannot be read, or hold several data sets.
+    """
+    known = {nfc(name) for classes in task_classes.values() for name in classes}
+    grown = next((used for used in cards if _is_source(used.card, data)), None)
+    if grown is None:
+        return _find_elsewhere(data, known, program)
+    return _find_in_source(grown, known, store)
+
+
+def _is_source(card: Card, data: str) -> bool:
+    """Whether a path is that of a card's source, or of a file or folder in it."""
+    if not card.source.path:
+        return False
+    if "://" in card.source.path or "://" in data:
+        return data.rstrip("/") == card.source.path.rstrip("/")
+    source, path = os.path.realpath(card.source.path), os.path.realpath(data)
+    return path == source or path.startswith(source.rstrip("/") + "/")
+
+
+def _find_in_source(used: UsedCard, known: set[str], store: Store) -> NewData:
+    card = used.card
+    entries = list_source(card) or []
+    if not entries:
+        raise UserError(
+            f"card {card.name!r}: its source {printable(card.source.path)} does not exist, or "
+            "holds no files; put the data there, or mend source.path of the card"
+        )
+    if card.source.format == "folder":
+        classes = tuple(sorted(map(nfc, class_folders(card, "train"))))
+    else:
+        by_name = card.model_copy(
+            update={"source": card.source.model_copy(update={"numbers": "names"})}
+        )
+        counts = count_labels(by_name, entries)
+        classes = labels_of_counts(by_name, entries, counts, "train", min_classes=1).classes
+    before = raw_data.read_last_files(store, card)
+    on_card = () if card.classes == (card_files.FROM_SOURCE,) else card.classes
+    listed_before = {nfc(name) for name in (*before, *on_card)}
+    new = tuple(name for name in classes if nfc(name) not in known | listed_before)
+    images: Counter[str] = Counter()
+    for label, (number, digest) in raw_data.list_classes(card, entries).items():
+        old_number, old_digest = before.get(label, (0, ""))
+        if nfc(label) in known and before and digest != old_digest:
+            images[label] = max(number - old_number, 0)
+    return NewData(used, None, new, dict(images), classes)
+
+
+def _find_elsewhere(data: str, known: set[str], program: str) -> NewData:
+    data_sets = detect(Request(data, program, min_classes=1))
+    if len(data_sets) > 1:
+        names = listed([data_set.name for data_set in data_sets])
+        raise UserError(
+            f"{printable(data)} holds {len(data_sets)} data sets ({names}); add one at a time"
+        )
+    data_set = data_sets[0]
+    new = tuple(name for name in data_set.classes if nfc(name) not in known)
+    images = {
+        name: sum(data_set.images.get((split, name), 0) for split in SPLITS)
+        for name in data_set.classes
+        if nfc(name) in known
+    }
+    return NewData(None, data_set, new, images, data_set.classes)

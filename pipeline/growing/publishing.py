@@ -1,0 +1,151 @@
+"""A finished run becomes the next version of a model folder, if no task gets worse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeline.app import PreparedRun
+from pipeline.config import Config
+from pipeline.graph.stage import Graph
+from pipeline.results.bundles import bundle_of
+from pipeline.results.frames import choose_label
+from pipeline.yaml_files import absolute
+from workers.dist import Group
+from workers.errors import UserError
+from workers.evaluate import in_order, logits_of, result
+from workers.job import StageJob, Task
+from workers.methods.base import Method
+from workers.serving.bundle import Bundle
+from workers.serving.model_file import BACKBONE, MODEL, state_file
+from workers.serving.versions import publish
+from workers.storage.artifact import exists, join
+
+
+def choose_method(config: Config, model: str, label: str | None) -> str:
+    """Return the label of the method that a model folder serves.
+
+    Args:
+        config: Of the run.
+        model: The folder, which may be missing still.
+        label: What a person chose, if anything.
+
+    Raises:
+        UserError: If the run has no such method, or several.
+    """
+    labels = [*config.methods]
+    if not exists(join(absolute(model), MODEL)):
+        return choose_label(config.name, labels, label, "--method")
+    method = Bundle.open(absolute(model)).body["method"]
+    fitting = [name for name in labels if config.methods[name].method == method]
+    if label is None and len(fitting) == 1:
+        return fitting[0]
+    if not fitting or (label is not None and label not in fitting):
+        raise UserError(
+            f"{model} serves method {method!r}, and run {config.name!r} has "
+            f"{', '.join(labels)}; give the folder of a method of this run"
+        )
+    return choose_label(config.name, fitting, label, "--method")
+
+
+def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> str:
+    """Make a finished run the current version of a model folder; return a sentence on it.
+
+    Args:
+        run: The run.
+        label: Of the method.
+        model: The folder. A new one is written.
+        max_drop: Largest loss of accuracy of a task that was served before, in points.
+
+    Raises:
+        UserError: If a task loses more, so that the folder keeps its version.
+    """
+    uri = absolute(model)
+    new = bundle_of(run.graph, run.store, label)
+    if exists(join(uri, MODEL)):
+        old = Bundle.open(uri)
+        _check_tasks(model, old, new)
+        losses = find_losses(old, new, last_evaluation(run.graph, label))
+        worse = {name: loss for name, loss in losses.items() if loss > max_drop}
+        if worse:
+            listed = ", ".join(f"{name} by {loss:.1f}" for name, loss in worse.items())
+            raise UserError(
+                f"{model} keeps its version, because tasks lose more than {max_drop:g} points of "
+                f"accuracy on their test images ({listed}); the run is finished, and "
+                f"`--max-drop {max(worse.values()) + 0.1:.1f}` publishes it"
+            )
+    number = publish(uri, new)
+    tasks = ", ".join(task.name for task in new.tasks)
+    return f"{model}: version {number} serves {tasks}"
+
+
+def _check_tasks(model: str, old: Bundle, new: Bundle) -> None:
+    """Raise `UserError` if a folder serves tasks that the run does not have."""
+    names = {task.name for task in new.tasks}
+    lost = [task.name for task in old.tasks if task.name not in names]
+    if lost:
+        raise UserError(
+            f"{model} serves {', '.join(lost)}, which the run does not have; export the tasks "
+            f"(`accrete tasks {model} export NAME FILE`) and import them again afterwards, or "
+            "give another folder"
+        )
+
+
+def last_evaluation(graph: Graph, label: str) -> StageJob:
+    """Return the job of the last evaluation of a method."""
+    jobs = [
+        stage.job
+        for stage in graph
+        if stage.step == "evaluate" and stage.method == label and isinstance(stage.job, StageJob)
+    ]
+    return jobs[-1]
+
+
+def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
+    """Return task -> points of accuracy that it loses from one model to another.
+
+    Both answer the test images that the task has now, of the classes that it had before. Tasks
+    whose states are equal are not measured where nothing else can change their answers.
+
+    Args:
+        old: The model before.
+        new: The model after.
+        job: An evaluation of the tasks of `new`.
+    """
+    now = {task.name: task for task in new.tasks}
+    same_network = _shared_files(old) == _shared_files(new)
+    changed: list[Task] = []
+    for task in old.tasks:
+        file = state_file(task.name)
+        same_state = old.body["files"][file]["sha256"] == new.body["files"][file]["sha256"]
+        same_classes = task.classes == now[task.name].classes
+        is_alone = job.scenario == "task"
+        if not (same_network and same_state and same_classes and is_alone):
+            changed.append(replace(now[task.name], classes=task.classes))
+    if not changed:
+        return {}
+    before = measure(old.method(), job, changed)
+    after = measure(new.method(), job, changed)
+    return {name: 100 * (before[name] - after[name]) for name in before}
+
+
+def _shared_files(bundle: Bundle) -> dict[str, str]:
+    """Return the digests of the files that all tasks of a model are served with."""
+    files = bundle.body["files"]
+    names = [BACKBONE, *bundle.body["carried"].values()]
+    return {name: files[name]["sha256"] for name in names}
+
+
+def measure(method: Method, job: StageJob, tasks: Sequence[Task]) -> dict[str, float]:
+    """Return task -> accuracy of a method on its test images.
+
+    Args:
+        method: With the states of the tasks loaded.
+        job: Of an evaluation, which says how images are read.
+        tasks: The tasks. Images of other classes than theirs are left out.
+    """
+    accuracies: dict[str, float] = {}
+    for task in tasks:
+        row, _ = result(method, task, in_order([logits_of(job, method, task, Group())]))
+        accuracies[task.name] = row["correct"] / max(row["total"], 1)
+    return accuracies

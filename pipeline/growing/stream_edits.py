@@ -1,0 +1,434 @@
+"""Edits of a config and its cards: what new data change in the stream of tasks."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.config import Config, TaskEntry
+from pipeline.data import card_files
+from pipeline.data.listing import CARDS
+from pipeline.data.names import counted, listed, printable
+from pipeline.data.proposal import card_text, relative_to_here
+from pipeline.graph.run_record import RunRecord
+from pipeline.growing.new_data import NewData, UsedCard
+from pipeline.growing.yaml_edits import YamlText
+from workers.errors import UserError, did_you_mean
+from workers.storage.artifact import write_bytes
+from workers.storage.regular_file import read_regular
+
+Kind = Literal["task", "classes", "images"]
+MAX_FILE_BYTES = 64 << 20  # of a config or a card
+TASKS = ("stream", "tasks")
+
+
+@dataclass
+class FileChanges:
+    """New texts of files.
+
+    Attributes:
+        texts: Path -> text, in the order in which they are written. A config is written before the
+            cards that grow: in between it names classes that its card lacks, and is refused.
+        lines: What changes, for a person.
+        before: Path -> text that was replaced, once written. None for a new file.
+    """
+
+    texts: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    before: dict[str, str | None] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """Write the files, each at once."""
+        for path, text in self.texts.items():
+            before = read_file(path) if os.path.exists(path) else None
+            if before != text:
+                write_file(path, text)
+                self.before[path] = before
+
+    def undo(self) -> None:
+        """Write the texts that were there before."""
+        for path, text in self.before.items():
+            if text is None:
+                os.unlink(path)
+            else:
+                write_file(path, text)
+        self.before = {}
+
+
+def read_file(path: str) -> str:
+    """Return the text of a config or a card."""
+    return read_regular(Path(path), MAX_FILE_BYTES).decode()
+
+
+def write_file(path: str, text: str) -> None:
+    """Replace the text of a config or a card at once. Its mode stays, and a link stays a link."""
+    target = os.path.realpath(path)
+    mode = os.stat(target).st_mode if os.path.exists(target) else None
+    write_bytes(target, text.encode())
+    if mode is not None:
+        os.chmod(target, stat.S_IMODE(mode))
+
+
+# ---- the classes of the tasks --------------------------------------------------------------------
+def classes_of_tasks(config: Config, record: RunRecord | None) -> dict[str, tuple[str, ...]]:
+    """Return the name of each task -> its classes.
+
+    Args:
+        config: Of the run.
+        record: Of its last run, which knows the classes that follow from a source.
+
+    Raises:
+        UserError: If they follow from a source, and the config was not run yet.
+    """
+    recorded = {}
+    if record is not None:
+        recorded = {task["name"]: tuple(task["classes"]) for task in record["tasks"]}
+    classes: dict[str, tuple[str, ...]] = {}
+    for entry in config.stream.tasks:
+        if entry.role == "unlabelled":
+            continue
+        if entry.classes is not None:
+            classes[_name(entry)] = entry.classes
+            continue
+        for name in task_names(entry):
+            if name not in recorded:
+                raise UserError(
+                    f"run {config.name!r}: the classes of task {name!r} follow from its card, and "
+                    "no run has recorded them; run the config once before it grows, or write "
+                    "`classes` to the task"
+                )
+            classes[name] = recorded[name]
+    return classes
+
+
+def task_names(entry: TaskEntry) -> list[str]:
+    """Return the names of the tasks that one entry of a stream stands for."""
+    name = _name(entry)
+    if not entry.split:
+        return [name]
+    digits = len(str(entry.split - 1))
+    return [f"{name}-{index:0{digits}d}" for index in range(entry.split)]
+
+
+def _name(entry: TaskEntry) -> str:
+    return entry.name or card_files.load_without_source(entry.card).name
+
+
+# ---- what new data change ------------------------------------------------------------------------
+def edit_for(
+    config_path: str,
+    config: Config,
+    cards: Sequence[UsedCard],
+    task_classes: Mapping[str, Sequence[str]],
+    new: NewData,
+    kind: Kind | None,
+    into: str,
+    name: str,
+    data: str,
+) -> FileChanges:
+    """Return the changes of a config and its cards that take new data in.
+
+    Args:
+        config_path: File of the config.
+        config: Its values.
+        cards: Of its stream.
+        task_classes: Name of each task -> its classes.
+        new: What is new.
+        kind: What the data are. None if they leave no doubt.
+        into: Name of the task that new classes join. Empty: they are a new task.
+        name: Of the new task. Empty: the next free one.
+        data: Path of the data, as the person gave it.
+
+    Raises:
+        UserError: If the data can be read in two ways, or cannot be taken in.
+    """
+    kind = choose_kind(new, kind, data)
+    if into and into not in task_classes:
+        names = [*task_classes]
+        remedy = did_you_mean(into, names, f"the tasks are {', '.join(names)}")
+        raise UserError(f"--into {into!r}: the stream has no such task; {remedy}")
+    if kind == "images" and new.classes:
+        raise UserError(
+            f"{printable(data)} has classes that no task has ({listed(new.classes)}), and "
+            "`--as images` takes images of known classes alone; give --as classes"
+        )
+    if into and not new.classes:
+        raise UserError(
+            f"--into {into!r}: {printable(data)} has no new class to join it; leave --into out"
+        )
+    if new.classes and not into:
+        _check_number(config, new.classes, task_classes)
+    editor = StreamEditor(config_path, config, cards, task_classes)
+    used = new.card
+    if new.data_set is not None and kind == "task":
+        return editor.add_card(new, name, data)
+    if new.data_set is not None:
+        used = editor.join_folder(new, into, data)
+    assert used is not None
+    if new.classes:
+        editor.grow_card(used, new)
+        editor.add_classes(used, new.classes, into, name)
+    return editor.changes()
+
+
+def choose_kind(new: NewData, kind: Kind | None, data: str) -> Kind:
+    """Return what data are. Raise `UserError` if they can be read in two ways."""
+    if kind is not None:
+        return kind
+    if new.data_set is not None and new.images:
+        names = listed(sorted(new.images))
+        rest = "images" if not new.classes else "classes"
+        raise UserError(
+            f"{printable(data)} has classes of names that the stream has ({names}), and can be "
+            f"read in two ways; give --as {rest} if these are images of the same classes, or "
+            "--as task if all of it is a task of its own"
+        )
+    return "images" if not new.classes else "task"
+
+
+def _check_number(
+    config: Config, classes: Sequence[str], task_classes: Mapping[str, Sequence[str]]
+) -> None:
+    """Raise `UserError` for a new task of one class that has nothing to choose from."""
+    if len(classes) > 1 or config.stream.scenario == "class":
+        return
+    raise UserError(
+        f"one new class, {classes[0]!r}, is no task in scenario `task`, where every answer would "
+        f"be right; join it to a task (--into NAME, one of {listed([*task_classes])}), or set "
+        "stream.scenario to class, where the classes of all tasks are told apart"
+    )
+
+
+class StreamEditor:
+    """Edits the stream of a config file, and the files of its cards.
+
+    Args:
+        config_path: File of the config.
+        config: Its values.
+        cards: Of its stream.
+        task_classes: Name of each task -> its classes.
+
+    Raises:
+        UserError: If the tasks do not stand in the file.
+    """
+
+    def __init__(
+        self,
+        config_path: str,
+        config: Config,
+        cards: Sequence[UsedCard],
+        task_classes: Mapping[str, Sequence[str]],
+    ):
+        self.path = config_path
+        self.config = config
+        self.cards = cards
+        self.task_classes = task_classes
+        self.text = YamlText(read_file(config_path), config_path)
+        self.card_texts: dict[str, YamlText] = {}
+        self.new_files: dict[str, str] = {}
+        self.lines: list[str] = []
+        stream = self.text.body.get("stream")
+        entries = stream.get("tasks") if isinstance(stream, dict) else None
+        if not isinstance(entries, list) or len(entries) != len(config.stream.tasks):
+            raise UserError(
+                f"{config_path}: stream.tasks does not stand in this file (it `extends` another "
+                "one); copy the list into this file, or give the command the other one"
+            )
+        if config.orders:
+            raise UserError(
+                f"{config_path}: it repeats its run in several class orders (`orders`), and new "
+                "classes have no place in them; take `orders` out"
+            )
+
+    def changes(self) -> FileChanges:
+        """Return what has changed so far."""
+        texts = {**self.new_files, self.path: self.text.text}
+        texts |= {path: text.text for path, text in self.card_texts.items()}
+        unchanged = [path for path in texts if os.path.exists(path)]
+        changed = {p: t for p, t in texts.items() if p not in unchanged or read_file(p) != t}
+        return FileChanges(changed, self.lines)
+
+    # ---- tasks -----------------------------------------------------------------------------------
+    def freeze(self, used: UsedCard) -> None:
+        """Write out the classes of tasks that follow from a card, so that they stay."""
+        for index in reversed(used.entries):
+            entry = self.config.stream.tasks[index]
+            if entry.classes is not None or entry.role == "unlabelled":
+                continue
+            body = self.text.body["stream"]["tasks"][index]
+            rest = {"card": body} if isinstance(body, str) else dict(body)
+            for key in ("name", "classes", "order", "split"):
+                rest.pop(key, None)
+            names = task_names(entry)
+            bodies = [
+                {"name": name, **rest, "classes": list(self.task_classes[name])} for name in names
+            ]
+            self.text.divide([*TASKS, index], bodies)
+            self.lines.append(f"{self.path}: the classes of {', '.join(names)} are written out")
+
+    def add_classes(
+        self, used: UsedCard, classes: Sequence[str], into: str, name: str = ""
+    ) -> None:
+        """Make a new task of classes of a card, or let them join a task."""
+        if into:
+            index = self._position(into)
+            entry = self.text.body["stream"]["tasks"][index]
+            self.text.set([*TASKS, index, "classes"], [*entry["classes"], *classes])
+            self.lines.append(f"{self.path}: {listed(classes)} join task {into}")
+            return
+        name = name or self._free_name(used)
+        body = {"name": name, "card": self._card_in_file(used), "classes": list(classes)}
+        self.text.append(TASKS, body)
+        self.lines.append(f"{self.path}: new task {name} of {counted(len(classes), 'class')}")
+
+    def _position(self, task: str) -> int:
+        """Return the position of a task in the file, whose classes are written out."""
+        for index, entry in enumerate(self.text.body["stream"]["tasks"]):
+            if not isinstance(entry, dict) or "classes" not in entry:
+                continue
+            owner = next((used for used in self.cards if self._names(entry["card"], used)), None)
+            if task == entry.get("name", owner and owner.card.name):
+                return index
+        raise UserError(
+            f"{self.path}: task {task!r} has no `classes` of its own; write them out in this file"
+        )
+
+    def _free_name(self, used: UsedCard) -> str:
+        """Return the next name of a task: `birds-3` after `birds-2`."""
+        taken = {*self.task_classes}
+        number = len(taken)
+        while f"{used.card.name}-{number}" in taken:
+            number += 1
+        return f"{used.card.name}-{number}"
+
+    def _card_in_file(self, used: UsedCard) -> str:
+        """Return a card as the file names it."""
+        for body in self.text.body["stream"]["tasks"]:
+            card = body if isinstance(body, str) else body["card"]
+            if self._names(card, used):
+                return str(card)
+        return used.path
+
+    def _names(self, card: str, used: UsedCard) -> bool:
+        """Whether a card of the file is this one of the stream."""
+        path = os.path.join(os.path.dirname(self.path), card)
+        return card == used.path or os.path.abspath(path) == os.path.abspath(used.path)
+
+    # ---- cards -----------------------------------------------------------------------------------
+    def _card_text(self, used: UsedCard) -> YamlText:
+        path = card_files.card_path(used.path)
+        if CARDS in path.resolve().parents:
+            raise UserError(
+                f"card {used.card.name!r} belongs to Accrete and describes published data, which "
+                "does not grow; give the new data a card of their own with --as task"
+            )
+        for key in ("counts", "content"):
+            if getattr(used.card, key) is not None:
+                raise UserError(
+                    f"{path}: `{key}` says what must be found, so that these data cannot grow; "
+                    f"take `{key}` out"
+                )
+        file = str(path)
+        if file not in self.card_texts:
+            self.card_texts[file] = YamlText(read_file(file), file)
+        return self.card_texts[file]
+
+    def grow_card(self, used: UsedCard, new: NewData) -> None:
+        """Let a card have new classes, behind those that it has."""
+        self.freeze(used)
+        text = self._card_text(used)
+        card = used.card
+        if card.classes != (card_files.FROM_SOURCE,):
+            missing = [name for name in new.classes if name not in card.classes]
+            if not missing:
+                return
+            text.set(["classes"], [*card.order(), *missing])
+            if card.class_order_seed is not None:
+                text.remove(["class_order_seed"])
+            if card.num_classes is not None:
+                text.set(["num_classes"], len(card.classes) + len(missing))
+        elif card.num_classes is not None:
+            text.set(["num_classes"], len(new.all_classes))
+        self.lines.append(f"{text.where}: {counted(len(new.classes), 'class')} more")
+
+    def add_card(self, new: NewData, name: str, data: str) -> FileChanges:
+        """Write a card for data that lie elsewhere, and a task of all of it."""
+        data_set = new.data_set
+        assert data_set is not None
+        taken = {*self.task_classes, *(used.card.name for used in self.cards)}
+        stem = Path(self.path).name.removesuffix(".yaml").removesuffix(".yml")
+        command = f"accrete add {os.path.basename(self.path)} {data}"
+        card_name = name or data_set.name
+        number = 2
+        while card_name in taken and not name:
+            card_name = f"{data_set.name}-{number}"
+            number += 1
+        if card_name in taken:
+            raise UserError(
+                f"--name {name!r}: there is a task or a card of this name; give another"
+            )
+        file = os.path.join(os.path.dirname(self.path), f"{stem}-{card_name}-card.yaml")
+        path = _relative(data_set.card.source.path, os.path.dirname(self.path), data)
+        text = card_text(data_set, card_name, path, command)
+        if os.path.lexists(file) and read_file(file) != text:
+            raise UserError(
+                f"{file} is there with another content; give the new task another --name"
+            )
+        self.new_files[file] = text
+        body: dict[str, Any] = {"name": card_name, "card": os.path.basename(file)}
+        self.text.append(TASKS, body | {"classes": list(data_set.classes)})
+        self.lines.append(f"{file}: a card for {printable(data)}")
+        number_of = counted(len(data_set.classes), "class")
+        self.lines.append(f"{self.path}: new task {card_name} of {number_of}")
+        return self.changes()
+
+    def join_folder(self, new: NewData, into: str, data: str) -> UsedCard:
+        """Let a card that has the known classes read a further folder; return the card."""
+        data_set = new.data_set
+        assert data_set is not None
+        owners = [used for used in self.cards if self._owns(used, new, into)]
+        if len(owners) != 1:
+            found = "none" if not owners else listed([used.card.name for used in owners])
+            raise UserError(
+                f"{printable(data)} must belong to one card of the stream, and {found} "
+                "of them has its classes; add the parts one by one, or name the task with --into"
+            )
+        used = owners[0]
+        if used.card.source.format != "folder" or data_set.card.source.format != "folder":
+            raise UserError(
+                f"{printable(data)} holds new images for card {used.card.name!r}, and only a card "
+                "of class folders reads a further folder; put the images to its own data in "
+                f"{printable(used.card.source.path)}, and add that"
+            )
+        text = self._card_text(used)
+        path = _relative(data_set.card.source.path, os.path.dirname(text.where), data)
+        splits = {split: list(data_set.card.source.parts_of(split)) for split in ("train", "test")}
+        body = {"path": path, "splits": {key: parts for key, parts in splits.items() if parts}}
+        listed_before = text.body["source"].get("more")
+        if listed_before and body in listed_before:
+            return used
+        if listed_before:
+            text.append(["source", "more"], body)
+        else:
+            text.set(["source", "more"], [body])
+        self.lines.append(f"{text.where}: reads {printable(data)} too")
+        return used
+
+    def _owns(self, used: UsedCard, new: NewData, into: str) -> bool:
+        """Whether a card has a task of known classes, or the one that new classes join."""
+        for index in used.entries:
+            for name in task_names(self.config.stream.tasks[index]):
+                if name == into or {*self.task_classes.get(name, ())} & {*new.images}:
+                    return True
+        return False
+
+
+def _relative(path: str, folder: str, given: str) -> str:
+    """Return a path as a file in a folder names it: relative where the person's was."""
+    if "://" in path or os.path.isabs(given):
+        return relative_to_here(path, given)
+    return Path(os.path.relpath(path, folder or ".")).as_posix()

@@ -1,0 +1,234 @@
+"""Edits of YAML files that people write: only what changes is written, comments stay."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from pipeline.yaml_files import compose_yaml, dump_yaml, parse_yaml
+from workers.errors import UserError
+
+LINE_WIDTH = 96  # characters
+Path = Sequence[str | int]  # keys and positions from the top of a file
+
+
+class YamlText:
+    """The text of a YAML file that is edited value by value.
+
+    After each edit the text is parsed again and compared with what was meant, so that an edit
+    cannot change anything else.
+
+    Args:
+        text: The text of a file that holds a mapping.
+        where: Name of the file, for errors.
+
+    Example:
+        >>> file = YamlText("tasks: [a]  # in order\\n", "config.yaml")
+        >>> file.append(["tasks"], "b")
+        >>> file.text
+        'tasks: [a, b]  # in order\\n'
+    """
+
+    def __init__(self, text: str, where: str):
+        self.text = text if text.endswith("\n") or not text else text + "\n"
+        self.where = where
+        self.body = parse_yaml(self.text, where)
+
+    def append(self, path: Path, value: Any) -> None:
+        """Add a value at the end of a list."""
+        node = self._find(path)
+        if not isinstance(node, yaml.SequenceNode):
+            raise self._refuse(path)
+        expected = copy.deepcopy(self.body)
+        _get(expected, path).append(value)
+        if node.flow_style:
+            self._add_in_brackets(node, _flow(value), expected)
+            return
+        indent = " " * node.start_mark.column
+        lines = _block(value).splitlines()
+        item = [f"{indent}- {lines[0]}", *(f"{indent}  {line}" for line in lines[1:])]
+        self._add_lines(node, item, expected)
+
+    def divide(self, path: Path, values: Sequence[Any]) -> None:
+        """Replace an item of a list by one or more items."""
+        *parents, index = path
+        parent = self._find(parents)
+        node = self._find(path)
+        expected = copy.deepcopy(self.body)
+        _get(expected, parents)[index : int(index) + 1] = list(values)  # type: ignore[misc]
+        if not isinstance(parent, yaml.SequenceNode):
+            raise self._refuse(path)
+        text = ", ".join(map(_flow, values))
+        if not parent.flow_style:
+            indent = " " * parent.start_mark.column
+            blocks = [_block(value).replace("\n", f"\n{indent}  ") for value in values]
+            text = f"\n{indent}- ".join(blocks)
+        self._replace(node.start_mark.index, _end(node), text, expected)
+
+    def set(self, path: Path, value: Any) -> None:
+        """Set the value of a key of a mapping, or an item of a list; a key may be new."""
+        *parents, last = path
+        parent = self._find(parents)
+        expected = copy.deepcopy(self.body)
+        _get(expected, parents)[last] = value
+        node = _child(parent, last)
+        if node is not None:
+            # a block collection ends where its last value does, not at the comments after it
+            start, end = node.start_mark.index, _end(node)
+            indent = " " * parent.start_mark.column
+            text = _wrapped(value).replace("\n", f"\n{indent}")
+            if isinstance(node, yaml.CollectionNode) and not node.flow_style:
+                start = self._after_key(parent, last)
+                text = f" {text}"
+            elif start == end:  # `key:` without a value
+                text = f" {text}"
+            self._replace(start, end, text, expected)
+            return
+        if not isinstance(parent, yaml.MappingNode):
+            raise self._refuse(path)
+        if parent.flow_style:
+            self._add_in_brackets(parent, f"{_flow(last)}: {_flow(value)}", expected)
+            return
+        indent = " " * parent.start_mark.column
+        lines = _block({last: value}).splitlines()
+        self._add_lines(parent, [indent + line for line in lines], expected)
+
+    def remove(self, path: Path) -> None:
+        """Remove a key of a mapping, or an item of a list, with the comment behind it."""
+        *parents, last = path
+        parent = self._find(parents)
+        expected = copy.deepcopy(self.body)
+        del _get(expected, parents)[last]
+        node = _child(parent, last)
+        if node is None:
+            raise self._refuse(path)
+        first = _key_node(parent, last) if isinstance(parent, yaml.MappingNode) else node
+        if not _get(expected, parents) or parent.flow_style:
+            # the rest of a collection in brackets is written anew; an empty one has no other form
+            if not parents:
+                raise self._refuse(path)
+            self.set(parents, _get(expected, parents))
+            return
+        start = self.text.rfind("\n", 0, first.start_mark.index) + 1
+        before = self.text[start : first.start_mark.index]
+        end = self._end_of_line(_end(node))
+        if before.strip() == "-" and isinstance(parent, yaml.MappingNode):
+            # the first key of an item: the next one takes its place behind the dash
+            following = parent.value[1][0]
+            start, end = first.start_mark.index, following.start_mark.index
+        elif before.strip() not in ("", "-"):
+            raise self._refuse(path)
+        self._replace(start, end, "", expected)
+
+    # ---- places in the text ----------------------------------------------------------------------
+    def _find(self, path: Path) -> yaml.Node:
+        node = compose_yaml(self.text)
+        for part in path:
+            child = _child(node, part) if node is not None else None
+            if child is None:
+                raise self._refuse(path)
+            node = child
+        assert node is not None
+        return node
+
+    def _after_key(self, parent: yaml.Node, key: str | int) -> int:
+        """Return the index behind `key:`, or that of an item of a list."""
+        if not isinstance(parent, yaml.MappingNode):
+            child = _child(parent, key)
+            assert child is not None
+            return int(child.start_mark.index) - 1
+        return self.text.index(":", _key_node(parent, key).end_mark.index) + 1
+
+    def _end_of_line(self, index: int) -> int:
+        """Return the index of the beginning of the next line."""
+        if index > 0 and self.text[index - 1] == "\n":  # a text in several lines ends so
+            return index
+        end = self.text.find("\n", index)
+        return len(self.text) if end < 0 else end + 1
+
+    def _add_lines(self, node: yaml.Node, lines: Sequence[str], expected: Any) -> None:
+        place = self._end_of_line(_end(node))
+        self._replace(place, place, "".join(f"{line}\n" for line in lines), expected)
+
+    def _add_in_brackets(self, node: yaml.CollectionNode, text: str, expected: Any) -> None:
+        if node.value:
+            last = node.value[-1]
+            place = _end(last[1] if isinstance(last, tuple) else last)
+            self._replace(place, place, f", {text}", expected)
+        else:
+            place = node.end_mark.index - 1
+            self._replace(place, place, text, expected)
+
+    def _replace(self, start: int, end: int, text: str, expected: Any) -> None:
+        changed = self.text[:start] + text + self.text[end:]
+        try:
+            body = parse_yaml(changed, self.where)
+        except UserError:
+            body = None
+        if body != expected:
+            raise UserError(
+                f"{self.where}: it is written in a way that cannot be edited here, near line "
+                f"{self.text.count(chr(10), 0, start) + 1}; write its lists with a line for each "
+                "item, without anchors, and give the command again"
+            )
+        self.text = changed
+        self.body = body
+
+    def _refuse(self, path: Path) -> UserError:
+        return UserError(
+            f"{self.where}: {'.'.join(map(str, path))} does not stand in this file as a value that "
+            "can be edited; write it there, and give the command again"
+        )
+
+
+def _child(node: yaml.Node, part: str | int) -> yaml.Node | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == str(part):
+                return value  # type: ignore[no-any-return]
+    is_item = isinstance(node, yaml.SequenceNode) and isinstance(part, int)
+    return node.value[part] if is_item and part < len(node.value) else None
+
+
+def _key_node(node: yaml.MappingNode, part: str | int) -> yaml.Node:
+    return next(key for key, _ in node.value if key.value == str(part))
+
+
+def _end(node: yaml.Node) -> int:
+    """Return the index behind the last character of a value."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end(last[1] if isinstance(last, tuple) else last)
+    return int(node.end_mark.index)
+
+
+def _get(body: Any, path: Path) -> Any:
+    for part in path:
+        body = body[part]
+    return body
+
+
+def _flow(value: Any) -> str:
+    """Return a value on one line."""
+    text = dump_yaml([value], default_flow_style=True, width=float("inf")).strip()
+    return text[1:-1]
+
+
+def _block(value: Any) -> str:
+    """Return a value with a line for each key; lists are in brackets."""
+    if isinstance(value, dict) and value:
+        lines = [f"{_flow(key)}: {_wrapped(of_key)}" for key, of_key in value.items()]
+        return "\n".join(lines)
+    return _flow(value)
+
+
+def _wrapped(value: Any) -> str:
+    """Return a value in brackets; a long list goes over several lines."""
+    if not isinstance(value, list):
+        return _flow(value)
+    text = dump_yaml(value, default_flow_style=True, width=LINE_WIDTH - 8).strip()
+    first, *rest = text.splitlines()
+    return "\n".join([first, *(f"  {line.strip()}" for line in rest)])

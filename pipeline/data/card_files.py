@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.config import sentence_of
-from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, Source, permuted
+from pipeline.data.cards import MAX_CLASS_CHARACTERS, Card, permuted
 from pipeline.data.listing import CARDS
 from pipeline.data.names import nfc
 from pipeline.data.source_classes import Memory, labels_of_source
@@ -35,7 +35,7 @@ def load(name: str, memory: Memory | None = None) -> Card:
     takes_classes = body.get("classes") == FROM_SOURCE
     card = _validated(path, body)
     if card.source.path:
-        card = _with_source(card, path=_source_path(path, card.source))
+        card = _with_paths(card, path)
     if takes_classes:
         labels = labels_of_source(card, str(path), memory)
         card = card.model_copy(update={"classes": labels.classes})
@@ -70,15 +70,24 @@ def load_without_source(name: str) -> Card:
     """
     path = card_path(name)
     card = _validated(path, read_yaml(path, "a card"))
-    return _with_source(card, path=_source_path(path, card.source))
+    return _with_paths(card, path)
 
 
-def _source_path(card_file: Path, source: Source) -> str:
+def _with_paths(card: Card, file: Path) -> Card:
+    """Return a card with the paths that its file names, see `_source_path`."""
+    more = tuple(
+        folder.model_copy(update={"path": _source_path(file, folder.path)})
+        for folder in card.source.more
+    )
+    return _with_source(card, path=_source_path(file, card.source.path), more=more)
+
+
+def _source_path(card_file: Path, path: str) -> str:
     """Return the path of a source; a relative one starts at the folder of the card's file.
 
     Cards in `datasets` are found by name: their paths start where `listing.absolute_uri` says.
     """
-    source_path = expand(source.path)
+    source_path = expand(path)
     if "://" in source_path or CARDS in card_file.resolve().parents:
         return source_path
     return os.path.abspath(card_file.parent / source_path)
@@ -118,9 +127,14 @@ def _check_classes(path: Path, card: Card) -> None:
             "list one, such as `classes: [image]`, or name the label"
         )
     if card.num_classes not in (None, len(card.classes)):
+        remedy = "mend the one or the other, or the folders of the source"
+        if card.num_classes < len(card.classes):
+            remedy = (
+                "take new classes in with `accrete add CONFIG DATA`, or mend the one or the other"
+            )
         raise UserError(
             f"{path}: num_classes is {card.num_classes}, but there are {len(card.classes)} "
-            "classes; mend the one or the other, or the folders of the source"
+            f"classes; {remedy}"
         )
 
 

@@ -25,6 +25,20 @@ LIST_MARK = 2 * ":"
 COMPRESSED = re.compile(r"\.(tgz|tbz2?|txz|tzst|tar\.[A-Za-z0-9]+|gz|bz2|xz|zst|lz4|zip)$", re.I)
 
 
+class MoreFolder(Frozen):
+    """A further folder of class folders, whose images belong to the same data set."""
+
+    path: str = Field(min_length=1, description="folder or URI, as `source.path`")
+    splits: dict[Split, str] = Field(
+        {"train": "."}, min_length=1, description="as `source.splits`, below this path"
+    )
+
+    @field_validator("splits", mode="before")
+    @classmethod
+    def _join_splits(cls, splits: Any) -> Any:
+        return _join_each(splits)
+
+
 class Source(Frozen):
     """Where the raw data lies and how it is laid out."""
 
@@ -79,13 +93,16 @@ class Source(Frozen):
         description="the values of black and white in images of more than 8 bits, such as "
         "[0, 4095]; unset: those that the format declares (16 bits: 65535, float: 0 to 1)",
     )
+    more: Annotated[tuple[MoreFolder, ...], Neutral(())] = Field(
+        (),
+        description="further folders of class folders, each with `path` and `splits`, whose images "
+        "belong to the same classes; for format folder",
+    )
 
     @field_validator("splits", mode="before")
     @classmethod
     def _join_splits(cls, splits: Any) -> Any:
-        if not isinstance(splits, dict):
-            return splits
-        return {split: _joined(parts) for split, parts in splits.items()}
+        return _join_each(splits)
 
     @field_validator("files", "split", mode="before")
     @classmethod
@@ -98,6 +115,12 @@ class Source(Frozen):
         if limits is not None and not limits[0] < limits[1]:
             raise ValueError(f"range is {list(limits)}; the second number must be the larger one")
         return limits
+
+    @model_validator(mode="after")
+    def _check_more(self) -> Source:
+        if self.more and self.format != "folder":
+            raise ValueError(f"more is of format folder, and this is {self.format}; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _check_shards(self) -> Source:
@@ -125,6 +148,12 @@ class Source(Frozen):
     def named_splits(self) -> tuple[Split, ...]:
         """Return the splits that the card names, those of train first."""
         return tuple(split for split in SPLITS if "".join(self.parts_of(split)))
+
+
+def _join_each(splits: Any) -> Any:
+    if not isinstance(splits, dict):
+        return splits
+    return {split: _joined(parts) for split, parts in splits.items()}
 
 
 def _joined(parts: Any) -> Any:
@@ -247,6 +276,8 @@ class Card(Frozen):
             source.pop(
                 "numbers", None
             )  # `places` was the default, and unset is refused if it differs
+        for folder in source.get("more", ()):
+            folder.pop("path")
         if self.source.split is not None:
             source["splits"].pop(IGNORE, None)  # such rows were left out before they were named
         body |= {"source": source}

@@ -52,7 +52,7 @@ def digest_reading(card: Card) -> str:
 
     The path of the source is included: files elsewhere may have the same names and times.
     """
-    body = key_inputs(card, NOT_OF_IMAGES) | {"source": key_inputs(card.source)}
+    body = key_inputs(card, NOT_OF_IMAGES) | {"source": key_inputs(card.source, ("more",))}
     if card.source.numbers == "places" or card.source.format in LIBRARIES:
         body["classes"] = list(card.classes)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

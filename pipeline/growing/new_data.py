@@ -63,11 +63,7 @@ class NewData:
             parts.append(f"{counted(len(self.classes), 'new class')} ({listed(self.classes)})")
         if self.images:
             number = sum(self.images.values())
-            noun = "class" if len(self.images) == 1 else "classes"
-            parts.append(
-                f"{counted(number, 'new image')} of {noun} that the stream has "
-                f"({listed(sorted(self.images))})"
-            )
+            parts.append(f"{counted(number, 'new image')} of {listed(sorted(self.images))}")
         return " and ".join(parts) or "no new class, and no new file of a class"
 
 
@@ -110,12 +106,16 @@ def find_new_data(
 
 def _is_source(card: Card, data: str) -> bool:
     """Whether a path is that of a card's source, or of a file or folder in it."""
-    if not card.source.path:
-        return False
-    if "://" in card.source.path or "://" in data:
-        return data.rstrip("/") == card.source.path.rstrip("/")
-    source, path = os.path.realpath(card.source.path), os.path.realpath(data)
-    return path == source or path.startswith(source.rstrip("/") + "/")
+    sources = [card.source.path, *(folder.path for folder in card.source.more)]
+    for source in filter(None, sources):
+        if "://" in source or "://" in data:
+            if data.rstrip("/") == source.rstrip("/"):
+                return True
+            continue
+        folder, path = os.path.realpath(source), os.path.realpath(data)
+        if path == folder or path.startswith(folder.rstrip("/") + "/"):
+            return True
+    return False
 
 
 def _find_in_source(used: UsedCard, known: set[str], store: Store) -> NewData:

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from pipeline.config import Config, TaskEntry
 from pipeline.data import card_files
+from pipeline.data.formats.folder import class_folders
 from pipeline.data.listing import CARDS
-from pipeline.data.names import counted, listed, printable
+from pipeline.data.names import counted, listed, nfc, printable
 from pipeline.data.proposal import card_text, relative_to_here
 from pipeline.graph.run_record import RunRecord
 from pipeline.growing.new_data import NewData, UsedCard
@@ -278,7 +279,7 @@ class StreamEditor:
             index = self._position(into)
             entry = self.text.body["stream"]["tasks"][index]
             self.text.set([*TASKS, index, "classes"], [*entry["classes"], *classes])
-            self.lines.append(f"{self.path}: {listed(classes)} join task {into}")
+            self.lines.append(f"{self.path}: task {into} gets {listed(classes)}")
             return
         name = name or self._free_name(used)
         body = {"name": name, "card": self._card_in_file(used), "classes": list(classes)}
@@ -352,8 +353,10 @@ class StreamEditor:
             if card.num_classes is not None:
                 text.set(["num_classes"], len(card.classes) + len(missing))
         elif card.num_classes is not None:
-            text.set(["num_classes"], len(new.all_classes))
-        self.lines.append(f"{text.where}: {counted(len(new.classes), 'class')} more")
+            # further folders are of the card once their data are joined
+            folders = class_folders(card, "train") if new.card is None else new.all_classes
+            text.set(["num_classes"], len({*map(nfc, folders), *new.classes}))
+        self.lines.append(f"{text.where}: gets {listed(new.classes)}")
 
     def add_card(self, new: NewData, name: str, data: str) -> FileChanges:
         """Write a card for data that lie elsewhere, and a task of all of it."""

@@ -58,7 +58,7 @@ class YamlText:
         parent = self._find(parents)
         node = self._find(path)
         expected = copy.deepcopy(self.body)
-        _get(expected, parents)[index : int(index) + 1] = list(values)  # type: ignore[misc]
+        _get(expected, parents)[index : int(index) + 1] = list(values)
         if not isinstance(parent, yaml.SequenceNode):
             raise self._refuse(path)
         text = ", ".join(map(_flow, values))
@@ -106,6 +106,7 @@ class YamlText:
         if node is None:
             raise self._refuse(path)
         first = _key_node(parent, last) if isinstance(parent, yaml.MappingNode) else node
+        assert isinstance(parent, yaml.CollectionNode)
         if not _get(expected, parents) or parent.flow_style:
             # the rest of a collection in brackets is written anew; an empty one has no other form
             if not parents:
@@ -189,12 +190,13 @@ def _child(node: yaml.Node, part: str | int) -> yaml.Node | None:
         for key, value in node.value:
             if key.value == str(part):
                 return value  # type: ignore[no-any-return]
-    is_item = isinstance(node, yaml.SequenceNode) and isinstance(part, int)
-    return node.value[part] if is_item and part < len(node.value) else None
+    values = node.value if isinstance(node, yaml.SequenceNode) else []
+    return values[part] if isinstance(part, int) and part < len(values) else None
 
 
 def _key_node(node: yaml.MappingNode, part: str | int) -> yaml.Node:
-    return next(key for key, _ in node.value if key.value == str(part))
+    pairs: list[tuple[yaml.Node, yaml.Node]] = node.value
+    return next(key for key, _ in pairs if key.value == str(part))
 
 
 def _end(node: yaml.Node) -> int:

@@ -85,7 +85,7 @@ def require_entries(card: Card) -> list[Entry]:
 
 def is_local_source(card: Card) -> bool:
     """Whether all files of a card's source lie on a disk of this machine, or a mounted one."""
-    paths = [card.source.path]
+    paths = [card.source.path, *(folder.path for folder in card.source.more)]
     if format_of(card).list_shards:
         for split in SPLITS:
             paths += card.source.parts_of(split)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import translate
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.data.cards import Card
@@ -26,10 +27,11 @@ from pipeline.data.formats.base import (
     unit_slices,
     visible,
 )
-from pipeline.data.listing import Entry, list_folders
+from pipeline.data.listing import Entry, list_entries, list_folders
 from pipeline.data.names import check_unicode_forms, nfc, suffix_of
 from pipeline.data.splits import IGNORE, PARTS, SPLITS, Split
-from workers.storage.artifact import join
+from workers.errors import UserError
+from workers.storage.artifact import is_local, join
 
 LABEL = "{label}"
 
@@ -103,6 +105,51 @@ def _split_folders(splits: tuple[tuple[str, str], ...]) -> tuple[SplitFolder, ..
     return tuple(sorted(folders, key=lambda folder: -len(folder.parts)))
 
 
+class Root(NamedTuple):
+    """A folder that a card reads: its source, or a further one.
+
+    Attributes:
+        prefix: What the names of its files begin with: `../more/`; empty for the source.
+        card: The card with this folder as its source.
+    """
+
+    prefix: str
+    card: Card
+
+
+def find_roots(card: Card) -> list[Root]:
+    """Return the folders that a card reads, the further ones first."""
+    source = card.source
+    roots: list[Root] = []
+    for folder in source.more:
+        prefix = folder.path
+        if is_local(prefix) and is_local(source.path):
+            prefix = Path(os.path.relpath(prefix, source.path)).as_posix()
+        changes = {"path": folder.path, "splits": folder.splits, "more": ()}
+        only = source.model_copy(update=changes)
+        roots.append(Root(f"{prefix.rstrip('/')}/", card.model_copy(update={"source": only})))
+    return [*roots, Root("", card)]
+
+
+def list_files(card: Card, most: int | None) -> list[Entry] | None:
+    """List the files of all folders that a card reads; None if its source does not exist."""
+    entries: list[Entry] = []
+    for prefix, only in find_roots(card):
+        names = first_folders(only)
+        found = list_entries(source_uri(only), names, IMAGE_FILES, most)
+        if found is None:
+            if not prefix:
+                return None
+            raise UserError(
+                f"card {card.name!r}: the further folder {only.source.path} does not exist; put "
+                "the data there, or mend source.more of the card"
+            )
+        entries += (
+            [entry._replace(name=prefix + entry.name) for entry in found] if prefix else found
+        )
+    return entries
+
+
 def split_folders(card: Card) -> tuple[SplitFolder, ...]:
     """Return the folders of a card's splits; a file belongs to the first one that it lies in."""
     pairs = [
@@ -116,9 +163,10 @@ def split_folders(card: Card) -> tuple[SplitFolder, ...]:
 
 def labelled_entries(card: Card, entries: Sequence[Entry]) -> Iterator[LabelledEntry]:
     """Yield the files that lie in the folder of a split, in the order of the entries."""
-    folders = split_folders(card)
+    roots = [(prefix, split_folders(only)) for prefix, only in find_roots(card)]
     for entry in visible(entries):
-        path = entry.name.split("/")
+        prefix, folders = next(root for root in roots if entry.name.startswith(root[0]))
+        path = entry.name[len(prefix) :].split("/")
         for folder in folders:
             is_inside, label = folder.match(path)
             if is_inside:
@@ -142,6 +190,13 @@ def class_folders(card: Card, split: Split) -> list[str]:
 
     No file is looked at, so that a class may have no image.
     """
+    names: set[str] = set()
+    for _, only in find_roots(card):
+        names |= _class_folders(only, split)
+    return sorted(names)
+
+
+def _class_folders(card: Card, split: Split) -> set[str]:
     folders = split_folders(card)
     base = source_uri(card).rstrip("/")
     names: set[str] = set()
@@ -165,7 +220,7 @@ def class_folders(card: Card, split: Split) -> list[str]:
             owner, _, label = next((m for m in matches if m[1]), (folder, True, None))
             if owner == folder and label is not None:
                 names.add(label)
-    return sorted(names)
+    return names
 
 
 def units(card: Card, entries: list[Entry], map_fn: MapFn) -> list[Unit]:
@@ -216,7 +271,7 @@ def _item(base: str, found: LabelledEntry) -> Item:
     elif not problem:
         problem = other_file(entry.name)
     label = None if found.label is None else nfc(found.label)
-    uri = join(base, entry.name)
+    uri = entry.name if "://" in entry.name else join(base, entry.name)
     return Item(found.split, entry.name, stem, label, problem, uri, 0, entry.size)
 
 
@@ -243,6 +298,7 @@ FORMAT = Format(
     count_labels,
     IMAGE_FILES,
     first_folders=first_folders,
+    list_files=list_files,
     entries_of_split=entries_of_split,
     list_items=list_items,
 )

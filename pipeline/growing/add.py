@@ -15,7 +15,7 @@ from pipeline.graph.store import Store
 from pipeline.growing.new_data import find_new_data, list_cards
 from pipeline.growing.stream_edits import Kind, classes_of_tasks, edit_for
 from pipeline.yaml_files import absolute
-from workers.errors import UserError
+from workers.errors import UserError, did_you_mean
 from workers.methods import METHODS
 
 Say = Callable[[str], None]
@@ -65,6 +65,10 @@ def take_in(request: AddRequest, config: Config, program: str, say: Say) -> None
     cards = list_cards(config)
     task_classes = classes_of_tasks(config, store.record(config.name))
     new = find_new_data(request.data, cards, task_classes, store, program)
+    if request.into and request.into not in task_classes:
+        names = [*task_classes]
+        remedy = did_you_mean(request.into, names, f"the tasks are {', '.join(names)}")
+        raise UserError(f"--into {request.into!r}: the stream has no such task; {remedy}")
     say(f"{request.data}: {new.describe()}")
     if new.card is None or new.classes:
         changes = edit_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 from pipeline.shell import invocation
@@ -48,12 +49,25 @@ def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--max-drop",
-        type=float,
+        type=points,
         default=MAX_DROP,
         metavar="POINTS",
         help="the folder keeps its version if a task loses more accuracy on its test images "
         f"(default: {MAX_DROP:g})",
     )
+
+
+def points(text: str) -> float:
+    """Return a number of points of accuracy: finite, and at least 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.40} is no number of points; give a finite number of at least 0, as in 2"
+        )
+    return number
 
 
 def add(args: argparse.Namespace) -> int:

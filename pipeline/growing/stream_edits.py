@@ -18,7 +18,7 @@ from pipeline.data.proposal import card_text, relative_to_here
 from pipeline.graph.run_record import RunRecord
 from pipeline.growing.new_data import NewData, UsedCard
 from pipeline.growing.yaml_edits import YamlText
-from workers.errors import UserError, did_you_mean
+from workers.errors import UserError
 from workers.storage.artifact import write_bytes
 from workers.storage.regular_file import read_regular
 
@@ -148,18 +148,10 @@ def edit_for(
         UserError: If the data can be read in two ways, or cannot be taken in.
     """
     kind = choose_kind(new, kind, data)
-    if into and into not in task_classes:
-        names = [*task_classes]
-        remedy = did_you_mean(into, names, f"the tasks are {', '.join(names)}")
-        raise UserError(f"--into {into!r}: the stream has no such task; {remedy}")
     if kind == "images" and new.classes:
         raise UserError(
             f"{printable(data)} has classes that no task has ({listed(new.classes)}), and "
             "`--as images` takes images of known classes alone; give --as classes"
-        )
-    if into and not new.classes:
-        raise UserError(
-            f"--into {into!r}: {printable(data)} has no new class to join it; leave --into out"
         )
     if new.classes and not into:
         _check_number(config, new.classes, task_classes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ class YamlText:
         node = self._find(path)
         if not isinstance(node, yaml.SequenceNode):
             raise self._refuse(path)
-        expected = copy.deepcopy(self.body)
+        expected = _copy(self.body)
         _get(expected, path).append(value)
         if node.flow_style:
             self._add_in_brackets(node, _flow(value), expected)
@@ -57,7 +56,7 @@ class YamlText:
         *parents, index = path
         parent = self._find(parents)
         node = self._find(path)
-        expected = copy.deepcopy(self.body)
+        expected = _copy(self.body)
         _get(expected, parents)[index : int(index) + 1] = list(values)
         if not isinstance(parent, yaml.SequenceNode):
             raise self._refuse(path)
@@ -72,7 +71,7 @@ class YamlText:
         """Set the value of a key of a mapping, or an item of a list; a key may be new."""
         *parents, last = path
         parent = self._find(parents)
-        expected = copy.deepcopy(self.body)
+        expected = _copy(self.body)
         _get(expected, parents)[last] = value
         node = _child(parent, last)
         if node is not None:
@@ -100,7 +99,7 @@ class YamlText:
         """Remove a key of a mapping, or an item of a list, with the comment behind it."""
         *parents, last = path
         parent = self._find(parents)
-        expected = copy.deepcopy(self.body)
+        expected = _copy(self.body)
         del _get(expected, parents)[last]
         node = _child(parent, last)
         if node is None:
@@ -205,6 +204,13 @@ def _end(node: yaml.Node) -> int:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
     return int(node.end_mark.index)
+
+
+def _copy(body: Any) -> Any:
+    """Return a copy in which no two values are one, as those of an anchor and its aliases are."""
+    if isinstance(body, dict):
+        return {key: _copy(value) for key, value in body.items()}
+    return [_copy(value) for value in body] if isinstance(body, list) else body
 
 
 def _get(body: Any, path: Path) -> Any:

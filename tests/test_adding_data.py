@@ -1,0 +1,291 @@
+"""`add` takes new classes and images into a run, and trains what follows alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeline
+from pipeline import cli
+from pipeline.yaml_files import parse_yaml
+from tests import small_run
+from tests.growing_run import TASKS, GrowingRun
+
+
+@pytest.fixture
+def run(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> GrowingRun:
+    monkeypatch.chdir(tmp_path)
+    made = GrowingRun(tmp_path)
+    assert cli.main(["run", made.config]) == 0
+    return made
+
+
+def add(run: GrowingRun, *words: str) -> int:
+    return cli.main(["add", run.config, *words])
+
+
+def tasks_of(run: GrowingRun) -> list[Any]:
+    entries: list[Any] = parse_yaml(run.text, run.config)["stream"]["tasks"]
+    return entries
+
+
+def computed(run: GrowingRun) -> set[str]:
+    """Stages that the last run computed."""
+    rows = pipeline.load(run.config).status()
+    return {row.id for row in rows.itertuples() if row.state == "done"}
+
+
+def trained(run: GrowingRun) -> set[str]:
+    return {stage for stage in computed(run) if stage.endswith("/train")}
+
+
+def scratch(run: GrowingRun) -> Mapping[str, Any]:
+    """Results of the same config and data in a storage of their own."""
+    path = run.folder / "scratch.yaml"
+    path.write_text(run.text.replace(str(run.storage), str(run.folder / "scratch")))
+    assert cli.main(["run", str(path)]) == 0
+    return small_run.results(run.folder / "scratch")
+
+
+# ---- classes -------------------------------------------------------------------------------------
+def test_new_classes_become_a_task(run: GrowingRun, capsys: pytest.CaptureFixture[str]) -> None:
+    before = run.text
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 0
+    output = capsys.readouterr().out
+    assert "raw: 2 new classes ('4', '5')\n" in output
+    assert "linear trains digits-2 (each by itself)\n" in output
+    assert "ewc trains digits-2 (a chain: each task goes on from the one before)\n" in output
+    assert tasks_of(run)[2] == {"name": "digits-2", "card": "card.yaml", "classes": ["4", "5"]}
+    lines = run.text.splitlines()
+    assert [line for line in before.splitlines() if line not in lines] == []
+    assert "num_classes: 6  # another number is an error\n" in run.card.read_text()
+    assert trained(run) == {"linear/digits-2/train", "ewc/digits-2/train"}
+    assert small_run.results(run.storage) == scratch(run)
+
+
+def test_the_same_command_again_changes_nothing(run: GrowingRun) -> None:
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 0
+    text, attempts = run.text, small_run.attempts(run.storage)
+    assert add(run, "raw") == 0
+    assert run.text == text
+    assert small_run.attempts(run.storage) == attempts
+
+
+def test_data_elsewhere_get_a_card_of_their_own(run: GrowingRun) -> None:
+    for digit in "67":
+        run.put(run.folder / "more", digit)
+    before = run.card.read_text()
+    assert add(run, "more") == 0
+    name = "config-more-card.yaml"
+    assert tasks_of(run)[2] == {"name": "more", "card": name, "classes": ["6", "7"]}
+    assert parse_yaml((run.folder / name).read_text(), name)["source"]["path"] == "more"
+    assert run.card.read_text() == before
+    assert trained(run) == {"linear/more/train", "ewc/more/train"}
+    assert add(run, "more") == 0
+    assert len(tasks_of(run)) == 3
+
+
+def test_one_class_is_no_task(run: GrowingRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run.put(run.raw, "8")
+    before = run.text
+    assert add(run, "raw") == 2
+    error = capsys.readouterr().err
+    assert "one new class, '8', is no task in scenario `task`" in error
+    assert "--into NAME, one of 'one', 'two'" in error
+    assert "stream.scenario to class" in error
+    assert run.text == before
+    assert add(run, "raw", "--into", "two") == 0
+    assert tasks_of(run)[1]["classes"] == ["2", "3", "8"]
+    assert trained(run) == {"linear/two/train", "ewc/two/train"}
+
+
+def test_one_class_grows_the_output_in_scenario_class(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = GrowingRun(tmp_path, scenario="class", methods=["finetune"])
+    assert cli.main(["run", run.config]) == 0
+    run.put(run.raw, "8")
+    assert add(run, "raw") == 0
+    assert tasks_of(run)[2]["classes"] == ["8"]
+    assert trained(run) == {"finetune/digits-2/train"}
+
+
+def test_classes_that_follow_from_a_card_are_written_out(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tasks = "    - {card: card.yaml, split: 2, name: part}  # in two"
+    run = GrowingRun(tmp_path, tasks=tasks, digits="2357", methods=["linear"])
+    assert cli.main(["run", run.config]) == 0
+    for digit in "14":  # sorted between the others
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 0
+    assert tasks_of(run) == [
+        {"name": "part-0", "card": "card.yaml", "classes": ["2", "3"]},
+        {"name": "part-1", "card": "card.yaml", "classes": ["5", "7"]},
+        {"name": "digits-2", "card": "card.yaml", "classes": ["1", "4"]},
+    ]
+    assert trained(run) == {"linear/digits-2/train"}
+
+
+def test_a_whole_card_keeps_its_classes(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = GrowingRun(tmp_path, tasks="    - card.yaml", methods=["linear"])
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 2, "nothing has recorded which classes the task has"
+    for folder in run.raw.glob("*/[45]"):
+        shutil.rmtree(folder)
+    assert cli.main(["run", run.config]) == 0
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 0
+    first, second = tasks_of(run)
+    assert first == {"name": "digits", "card": "card.yaml", "classes": ["0", "1", "2", "3"]}
+    assert second["classes"] == ["4", "5"]
+    assert trained(run) == {"linear/digits-1/train"}
+
+
+def test_a_card_that_lists_its_classes_gets_more_behind_them(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = GrowingRun(tmp_path, classes="['3', '0', '2', '1']", methods=["linear"])
+    run.card.write_text(run.card.read_text() + "class_order_seed: 1  # as in the paper\n")
+    order = pipeline_order(run)
+    assert cli.main(["run", run.config]) == 0
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 0
+    body = parse_yaml(run.card.read_text(), "card")
+    assert body["classes"] == [*order, "4", "5"]
+    assert "class_order_seed" not in body
+    assert body["num_classes"] == 6
+    assert trained(run) == {"linear/digits-2/train"}
+
+
+def pipeline_order(run: GrowingRun) -> list[str]:
+    from pipeline.data import card_files
+
+    return [*card_files.load(str(run.card)).order()]
+
+
+# ---- images --------------------------------------------------------------------------------------
+def test_new_images_in_place_train_their_task(run: GrowingRun) -> None:
+    run.put(run.raw, "3", train=5, test=0, first=40)
+    before = run.text
+    assert add(run, "raw") == 0
+    assert run.text == before
+    assert trained(run) == {"linear/two/train", "ewc/two/train"}
+
+
+def test_images_elsewhere_are_asked_about(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for digit in "23":
+        run.put(run.folder / "june", digit, train=5, test=0, first=40)
+    assert add(run, "june") == 2
+    error = capsys.readouterr().err
+    assert "can be read in two ways; give --as images if" in error
+    assert "--as task if all of it is a task" in error
+    assert add(run, "june", "--as", "images") == 0
+    more = parse_yaml(run.card.read_text(), "card")["source"]["more"]
+    assert more == [{"path": "june", "splits": {"train": ["train"]}}]
+    assert trained(run) == {"linear/two/train", "ewc/two/train"}
+    account = small_run.artifact(run.storage, "data/digits", "account.json").read_text()
+    assert "since the last ingest: 10 images added, 0 changed" in account
+    card = run.card.read_text()
+    assert add(run, "june", "--as", "images") == 0
+    assert run.card.read_text() == card
+
+
+def test_images_elsewhere_may_be_a_task(run: GrowingRun) -> None:
+    for digit in "23":
+        run.put(run.folder / "june", digit, first=40)
+    assert add(run, "june", "--as", "task", "--name", "later") == 0
+    assert tasks_of(run)[2]["name"] == "later"
+    assert trained(run) == {"linear/later/train", "ewc/later/train"}
+
+
+def test_a_new_class_among_images_is_refused(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.put(run.folder / "june", "2", first=40)
+    run.put(run.folder / "june", "7")
+    assert add(run, "june", "--as", "images") == 2
+    assert "has classes that no task has ('7')" in capsys.readouterr().err
+    assert add(run, "june", "--as", "classes", "--into", "one") == 0
+    assert tasks_of(run)[0]["classes"] == ["0", "1", "7"]
+
+
+# ---- what cannot be done -------------------------------------------------------------------------
+def test_a_change_that_cannot_be_used_is_undone(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for digit in "45":
+        run.put(run.raw, digit)
+    before = run.text, run.card.read_text()
+    assert add(run, "raw", "--name", "two") == 2
+    assert "two tasks are called 'two'" in capsys.readouterr().err
+    assert (run.text, run.card.read_text()) == before
+    for digit in "67":
+        run.put(run.folder / "more", digit)
+    assert add(run, "more", "--name", "two") == 2
+    assert not [*run.folder.glob("config-*")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["raw", "--into", "tow"], "did you mean 'two'"),
+        (["nowhere"], "nowhere"),
+        (["raw", "--method", "ewc"], "give the folder with --model"),
+        (["raw", "--max-drop", "-1", "--model", "m", "--method", "ewc"], "--max-drop"),
+    ],
+)
+def test_bad_words_get_one_sentence(
+    run: GrowingRun, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = run.text
+    assert add(run, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert run.text == before
+
+
+def test_a_config_that_extends_another_is_named(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = run.folder / "child.yaml"
+    child.write_text("extends: config.yaml\n")
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert cli.main(["add", str(child), "raw"]) == 2
+    assert "stream.tasks does not stand in this file" in capsys.readouterr().err
+    assert child.read_text() == "extends: config.yaml\n"
+    assert TASKS.splitlines()[0] in run.text
+
+
+@pytest.mark.parametrize("key", ["counts: {train: 48, test: 16}", "content: abc"])
+def test_a_card_that_pins_its_data_cannot_grow(
+    tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = GrowingRun(tmp_path, methods=["linear"])
+    run.card.write_text(run.card.read_text() + key + "\n")
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 2
+    assert "says what must be found" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from workers.data.decoding import MAX_PIXELS, ImageLimits
 from workers.data.shards import limits_of
 from workers.errors import UserError
 from workers.job import StageJob, Task
-from workers.serving import bundle as bundle_files
+from workers.serving import single_tasks
 from workers.serving.bundle import Bundle
 from workers.serving.model_file import MODEL
 from workers.storage.artifact import Artifact, exists, join
@@ -83,7 +83,7 @@ def export_task(bundle: Bundle, task: str, file: str) -> int:
 
     Raise `UserError` when it has no such task, or the file cannot be written.
     """
-    data = bundle_files.export_task(bundle, task)
+    data = single_tasks.export_task(bundle, task)
     write_named("file", file, data)
     return len(data)
 
@@ -101,7 +101,7 @@ def import_task(folder: str, file: str, replace: bool = False) -> Task:
     """
     bundle = open_folder(folder)
     data = read_regular(file, bundle.most_task_bytes)
-    return bundle_files.import_task(absolute(folder), data, file, replace)
+    return single_tasks.import_task(absolute(folder), data, file, replace)
 
 
 def remove_task(folder: str, task: str) -> str:
@@ -109,4 +109,4 @@ def remove_task(folder: str, task: str) -> str:
 
     Raise `UserError` when other tasks need its state.
     """
-    return bundle_files.remove_task(absolute(folder), task)
+    return single_tasks.remove_task(absolute(folder), task)

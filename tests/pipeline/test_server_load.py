@@ -33,7 +33,7 @@ from benchmarks.serve_load import (
 from pipeline.serving.client import Client
 from pipeline.serving.http_server import Bounds
 from tests.several_nodes import nodes_up, wait_for
-from workers.serving import bundle as bundles
+from workers.serving import single_tasks
 
 PATIENCE_S = 300.0
 MANY = 32  # requests at a time, of which one replica is to have at most half
@@ -101,12 +101,12 @@ def test_tasks_come_and_go_while_requests_are_answered(
     thread = threading.Thread(target=keep_asking)
     thread.start()
     try:
-        data = bundles.export_task(run.bundle, "three")
-        bundles.remove_task(folder, "three")
+        data = single_tasks.export_task(run.bundle, "three")
+        single_tasks.remove_task(folder, "three")
         wait_for_tasks(client, 1)
         with pytest.raises(ValueError, match="task 'three' is not served"):
             client.predict(images, "three")
-        bundles.import_task(folder, data, "three.task")
+        single_tasks.import_task(folder, data, "three.task")
         wait_for_tasks(client, 2)
         for _ in range(10):
             assert client.predict(images, "three")[0]["task"] == "three"

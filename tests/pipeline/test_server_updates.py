@@ -20,7 +20,7 @@ from pipeline.tracking import publish
 from pipeline.tracking.mlflow_client import open_store
 from tests.several_nodes import wait_for
 from workers.errors import UserError
-from workers.serving import bundle as bundles
+from workers.serving import single_tasks
 from workers.serving.bundle import Bundle
 
 
@@ -120,11 +120,11 @@ def test_a_folder_has_another_version_when_a_task_comes_or_goes(
     source = FolderModel(folder)
     both = source.version()
     assert both == FixedModel(run.bundle).version() == source.open().body["sha256"]
-    data = bundles.export_task(run.bundle, "three")
-    bundles.remove_task(folder, "three")
+    data = single_tasks.export_task(run.bundle, "three")
+    single_tasks.remove_task(folder, "three")
     one = source.version()
     assert [task.name for task in source.open().tasks] == ["two"]
-    bundles.import_task(folder, data, "three.task")
+    single_tasks.import_task(folder, data, "three.task")
     assert len({both, one, source.version()}) >= 2
     assert [task.name for task in source.open().tasks] == ["two", "three"]
 

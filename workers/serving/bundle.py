@@ -3,28 +3,27 @@
 It needs no store and no card, and holds no pickle.
 
 model.json                  what it is: method, settings, tasks in stream order, preprocessing,
-                            provenance; sha256 of each file and of itself
+                            provenance; sha256 of each file and of itself; where a file lies, if
+                            not at its own name (see versions.py)
 backbone.safetensors        the one backbone
 tasks/NAME.safetensors      what each task left behind
 carried/STEP.safetensors    what a chain, or a star that starts from common steps, hands on
+versions/                   `model.json` of the versions that were served before (see versions.py)
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
 from pydantic import ValidationError
 
 from workers.data.decoding import ANY_RANGE, ImageLimits
 from workers.errors import UserError
-from workers.job import BackboneSettings, Frozen, StageJob, Task, with_neutral
+from workers.job import BackboneSettings, StageJob, Task, with_neutral
 from workers.methods import METHODS
 from workers.methods.base import Method
 from workers.model import vit
@@ -34,52 +33,24 @@ from workers.serving.model_file import (
     BACKBONE,
     FORMAT,
     MODEL,
-    NAME,
     REMAKE,
-    TaskBody,
+    find_place,
     read_model,
     sealed,
     state_file,
     task_body,
+    without_places,
     write_model,
 )
 from workers.storage.artifact import (
     Artifact,
     file_info,
-    is_local,
     join,
     read_bytes,
     resolve,
     write_bytes,
 )
-from workers.storage.lock import file_lock
-from workers.storage.taskstate import Carried, TaskState, check_values, load_tensors
-
-LOCK = ".lock"  # is there while the folder is changed
-# A task's state is valid only in bundles that agree with it in these.
-COMMON = (
-    "method",
-    "settings",
-    "scenario",
-    "seed",
-    "backbone_digest",
-)
-
-
-class NeedsBody(Frozen):
-    """What an exported task requires of a bundle that imports it."""
-
-    method: str
-    settings: dict[str, Any]
-    scenario: str
-    seed: int
-    backbone_digest: str
-    carried: dict[str, str]
-    classes: list[str]
-    card: str
-    data: str
-    role: str
-    state: str
+from workers.storage.taskstate import Carried, TaskState, check_values
 
 
 class StoredFile(NamedTuple):
@@ -102,15 +73,20 @@ class Bundle:
     where: str
 
     @classmethod
-    def open(cls, uri: str) -> Bundle:
+    def open(cls, uri: str, file: str = MODEL) -> Bundle:
         """Open a folder, or any URI that pyarrow knows.
 
-        Raise `UserError` when it is no bundle, or differs from what was written.
+        Args:
+            uri: Of the folder.
+            file: The path below `uri` of `model.json`, or of the file of an earlier version.
+
+        Raises:
+            UserError: If it is no bundle, or differs from what was written.
         """
-        body = read_model(uri)
+        body = read_model(uri, file)
 
         def fetch(name: str) -> bytes:
-            return read_bytes(join(uri, name), body["files"][name]["bytes"])
+            return read_bytes(join(uri, find_place(body, name)), body["files"][name]["bytes"])
 
         return cls(body, fetch, uri)
 
@@ -216,7 +192,8 @@ class Bundle:
             raise UserError(
                 f"{self.where}: {name} cannot be read ({error.strerror or error}); {REMAKE}"
             ) from None
-        if file_info(data) != self.body["files"].get(name):
+        expected = self.body["files"].get(name, {})
+        if file_info(data) != {key: expected.get(key) for key in ("bytes", "sha256")}:
             raise UserError(
                 f"{self.where}: {name} is damaged (its sha256 differs from {MODEL}); {REMAKE}"
             )
@@ -237,7 +214,7 @@ class Bundle:
         check_new(uri)
         for name in self.body["files"]:
             write_bytes(join(uri, name), self.read(name))
-        write_model(uri, self.body)
+        write_model(uri, without_places(self.body))
 
     def method(self, device: torch.device | None = None) -> Method:
         """Return the method with all tasks loaded, in evaluation mode. device: None is the CPU.
@@ -390,246 +367,6 @@ def check_new(uri: str) -> None:
         )
 
 
-def whole_settings(method: str, written: dict[str, Any]) -> dict[str, Any]:
-    """Return written settings of a method together with those that were left out.
-
-    Return them unchanged when this version does not know them.
-    """
-    cls = METHODS[method].Settings
-    try:
-        settings = cls.model_validate(with_neutral(cls, written))
-    except ValidationError:
-        return written
-    return settings.model_dump(by_alias=True, mode="json")
-
-
 def carried_file(step: str) -> str:
     """Return the name of the file of what a step hands on."""
     return f"carried/{step}.safetensors"
-
-
-# ---- single tasks --------------------------------------------------------------------------------
-def export_task(bundle: Bundle, name: str) -> bytes:
-    """Return a task's state and what it requires of a bundle, as one safetensors file."""
-    task = bundle.task(name)
-    data = bundle.read(state_file(name))
-    tensors, header = load_tensors(data, f"state of task {name!r}")
-    needs = {
-        **{key: bundle.body[key] for key in COMMON},
-        "carried": carried_digests(bundle),
-        "classes": list(task.classes),
-        "card": task.card,
-        "data": task.data,
-        "role": task.role,
-        "state": file_info(data)["sha256"],
-    }
-    return safetensors.torch.save(
-        tensors,
-        {
-            "accrete": json.dumps(header, sort_keys=True),
-            "accrete.needs": json.dumps(needs, sort_keys=True),
-        },
-    )
-
-
-@contextmanager
-def changing(uri: str) -> Iterator[Bundle]:
-    """Open a bundle that is to be changed; other processes of this machine wait until it is done.
-
-    An object store has no lock: there, the last of two writers at the same moment wins.
-    """
-    if not is_local(uri) or not os.path.isdir(resolve(uri)[1]):
-        yield Bundle.open(uri)
-        return
-    with file_lock(os.path.join(resolve(uri)[1], LOCK)):
-        yield Bundle.open(uri)
-
-
-def import_task(uri: str, data: bytes, where: str, replace: bool = False) -> Task:
-    """Add an exported task to the bundle at `uri`, and return it.
-
-    Args:
-        uri: Of the bundle.
-        data: The exported task.
-        where: The name of `data` in errors.
-        replace: Whether a task of the same name is replaced.
-
-    Raises:
-        UserError: If the two do not fit together, or the task is there already.
-    """
-    with changing(uri) as bundle:
-        return _import_into(bundle, uri, data, where, replace)
-
-
-def _import_into(bundle: Bundle, uri: str, data: bytes, where: str, replace: bool) -> Task:
-    method = METHODS.get(bundle.body["method"])
-    if method is None or trains_shared(method):
-        raise UserError(
-            f"{uri}: method {bundle.body['method']!r} trains weights that its tasks share, and "
-            "a task's state means nothing beside those of "
-            "another run; only tasks of a star can be imported"
-        )
-    needs = needs_of(data, where)
-    state = TaskState.from_bytes(data, where)
-    provided = {key: bundle.body[key] for key in COMMON}
-    provided["carried"] = carried_digests(bundle)
-    for body in (needs, provided):  # older versions wrote only the settings that a config had set
-        body["settings"] = whole_settings(provided["method"], body["settings"])
-    for key, value in provided.items():
-        if needs.get(key) != value:
-            raise UserError(
-                f"{where}: task {state.task!r} was exported from a model whose {key} is "
-                f"{str(needs.get(key))[:60]}, and in {uri} it is {str(value)[:60]}; import it "
-                "into a model with the same method, settings and backbone"
-            )
-    if not NAME.fullmatch(state.task):
-        raise UserError(
-            f"{where}: its task is called {state.task!r:.80}, and a name has letters, digits, "
-            "'_', '.' and '-' only; export it anew"
-        )
-    others = [task for task in bundle.tasks if task.name != state.task]
-    if len(others) < len(bundle.tasks) and not replace:
-        raise UserError(
-            f"{uri} serves a task {state.task!r} already; replace it with `--replace`, or leave it"
-        )
-    task = Task(state.task, needs["card"], needs["data"], state.classes, needs["role"])
-    _check_task(task, needs, where)
-    check_values(state.float_tensors(), where)
-    plain = state.to_bytes()
-    if file_info(plain)["sha256"] != needs["state"]:
-        raise UserError(
-            f"{where}: it is damaged (its sha256 differs from what was exported); export it anew"
-        )
-    tasks = [task if one.name == task.name else one for one in bundle.tasks]
-    if task not in tasks:
-        tasks.append(task)
-    changed = bundle.with_tasks(tasks, {state_file(task.name): plain})
-    _check_answers(changed, task, where)
-    if len(others) < len(bundle.tasks) and others:
-        write_model(uri, bundle.with_tasks(others).body)  # whole, whatever happens meanwhile
-    write_bytes(join(uri, state_file(task.name)), plain)
-    write_model(uri, changed.body)
-    return task
-
-
-def _check_task(task: Task, needs: Mapping[str, Any], where: str) -> None:
-    """Raise `UserError` unless `model.json` can list a task."""
-    try:
-        TaskBody.model_validate(task_body(task))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field_name = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{where}: {field_name} of its task is {first['input']!r:.80} ({first['msg']}); export "
-            "it anew"
-        ) from None
-    if list(task.classes) != needs["classes"] or len(set(task.classes)) < len(task.classes):
-        raise UserError(
-            f"{where}: its classes are {list(task.classes)!r:.80} and {needs['classes']!r:.80}, "
-            "and they must be the same and differ from each other; export it anew"
-        )
-
-
-@torch.no_grad()
-def _check_answers(bundle: Bundle, task: Task, where: str) -> None:
-    """Raise `UserError` if a task cannot be loaded, or does not answer with a number a class."""
-    method = bundle.method()
-    side = bundle.body["backbone"]["img_size"]
-    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
-    with bundle._loading(f"the state of task {task.name!r}"):
-        logits = method.logits(images, task.name)
-        if logits.shape[-1] < task.num_classes or not torch.isfinite(logits).all():
-            raise UserError(
-                f"{where}: task {task.name!r} answers with {logits.shape[-1]} numbers for "
-                f"{task.num_classes} classes, or with numbers that are not finite; export it anew"
-            )
-
-
-def needs_of(data: bytes, where: str) -> dict[str, Any]:
-    """Return what an exported task requires. Raise `UserError` when the bytes are none."""
-    length = int.from_bytes(data[:8], "little")
-    try:
-        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-        needs: dict[str, Any] = json.loads(metadata["accrete.needs"])
-        NeedsBody.model_validate(needs)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(
-            f"{where}: it is no exported task; make one with `python -m pipeline tasks "
-            "MODEL_DIR export NAME FILE`"
-        ) from None
-    return needs
-
-
-def carried_digests(bundle: Bundle) -> dict[str, str]:
-    """Return step -> sha256 of what it hands on."""
-    files = bundle.body["files"]
-    return {step: files[file]["sha256"] for step, file in bundle.body["carried"].items()}
-
-
-def remove_task(uri: str, name: str) -> str:
-    """Remove a task and its state from the bundle at `uri`.
-
-    Return a note for people, or "". Raise `UserError` when other tasks need that task's state:
-    they must give the same answers as before, which is tried.
-    """
-    with changing(uri) as bundle:
-        return _remove_from(bundle, uri, name)
-
-
-def _remove_from(bundle: Bundle, uri: str, name: str) -> str:
-    removed = bundle.task(name)
-    remaining = [task for task in bundle.tasks if task != removed]
-    if not remaining:
-        raise UserError(f"{uri}: {name!r} is the only task; remove the folder instead")
-    new_files: dict[str, bytes] = {}
-    new_names: dict[str, str] = {}  # step -> file
-    head = f"heads/{name}/"
-    for step, file in bundle.body["carried"].items():
-        carried = Carried.from_bytes(bundle.read(file))
-        tensors = {key: t for key, t in carried.tensors.items() if not key.startswith(head)}
-        if len(tensors) < len(carried.tensors):
-            data = Carried(tensors, carried.meta).to_bytes()
-            new_names[step] = carried_file(f"{step}-{file_info(data)['sha256'][:8]}")
-            new_files[new_names[step]] = data
-    changed = bundle.with_tasks(remaining, new_files, new_names)
-    if not same_answers(bundle, changed):
-        raise UserError(
-            f"{uri}: other tasks of method {bundle.body['method']!r} answer with what task "
-            f"{name!r} left behind, so that it cannot be taken "
-            "out; run the stream without it instead"
-        )
-    for file, data in new_files.items():
-        write_bytes(join(uri, file), data)
-    write_model(uri, changed.body)  # from now on nothing names the files that are deleted below
-    for file in set(bundle.body["files"]) - set(changed.body["files"]):
-        system, path = resolve(join(uri, file))
-        system.delete_file(path)
-    if not trains_shared(METHODS[bundle.body["method"]]):
-        return ""
-    return (
-        "what its training left in the weights that tasks share stays, because later tasks "
-        "stand on it"
-    )
-
-
-def trains_shared(method: type[Method]) -> bool:
-    """Return whether training a task changes weights that other tasks are served with."""
-    return bool(method.carries) or method.trains_on == "seen"
-
-
-@torch.no_grad()
-def same_answers(before: Bundle, after: Bundle) -> bool:
-    """Return whether the tasks of `after` have the same logits on noise in both, bit for bit."""
-    side = before.body["backbone"]["img_size"]
-    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
-    old_method = before.method()
-    try:
-        new_method = after.method()
-        for task in after.tasks:
-            old_logits = old_method.logits(images, task.name)
-            new_logits = new_method.logits(images, task.name)
-            if not torch.equal(old_logits, new_logits):
-                return False
-    except (UserError, LookupError, RuntimeError, ValueError):
-        return False
-    return True

@@ -21,14 +21,17 @@ Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
 Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]  # goes to terminals
 # No path outside the folder.
 File = Annotated[str, Field(pattern=rf"^(backbone|tasks/{PLAIN}|carried/{PLAIN})\.safetensors$")]
+PLACE = rf"(backbone(-[0-9a-f]{{8,64}})?|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
+Place = Annotated[str, Field(pattern=f"^{PLACE}$")]
 REMAKE = "make the folder anew with `python -m pipeline bundle`"
 
 
 class FileBody(Frozen):
-    """Size and digest of a file."""
+    """Size and digest of a file, and where it lies in the folder if not at its own name."""
 
     bytes: NonNegativeInt
     sha256: str
+    at: Place | None = None
 
 
 class TaskBody(Frozen):
@@ -61,9 +64,18 @@ class Body(Frozen):
     sha256: str
 
 
-def read_model(uri: str) -> dict[str, Any]:
-    """Read and check `model.json`. Raise `UserError` when it is missing, changed or invalid."""
-    model_uri = join(uri, MODEL)
+def read_model(uri: str, file: str = MODEL, remedy: str = REMAKE) -> dict[str, Any]:
+    """Read and check `model.json`, or that of an earlier version.
+
+    Args:
+        uri: Of the model folder.
+        file: The path of the file below `uri`.
+        remedy: What to do if the file cannot be used, for the error.
+
+    Raises:
+        UserError: If the file is missing, changed or invalid.
+    """
+    model_uri = join(uri, file)
     try:
         body = read_json(model_uri)
     except UserError:  # the storage cannot be used
@@ -73,32 +85,32 @@ def read_model(uri: str) -> dict[str, Any]:
         if not isinstance(error, FileNotFoundError):
             reason = f" ({getattr(error, 'strerror', None) or error})"
         raise UserError(
-            f"{uri!r} is no model folder: it has no readable {MODEL}{reason}; make one with "
+            f"{uri!r} is no model folder: it has no readable {file}{reason}; make one with "
             "`python -m pipeline bundle`"
         ) from None
     if not isinstance(body, dict):
-        raise UserError(f"{model_uri}: it is not as it was written; {REMAKE}")
+        raise UserError(f"{model_uri}: it is not as it was written; {remedy}")
     version = body.get("format")
     if version not in (FORMAT, None):
         raise UserError(
-            f"{model_uri}: its format is {version}, this version reads {FORMAT}; {REMAKE}"
+            f"{model_uri}: its format is {version}, this version reads {FORMAT}; {remedy}"
         )
     if version is None or body.get("sha256") != digest_of(body):
-        raise UserError(f"{model_uri}: it is not as it was written; {REMAKE}")
+        raise UserError(f"{model_uri}: it is not as it was written; {remedy}")
     try:
         Body.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
         field_name = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"{model_uri}: {field_name} is {first['input']!r:.80} ({first['msg']}); {REMAKE}"
+            f"{model_uri}: {field_name} is {first['input']!r:.80} ({first['msg']}); {remedy}"
         ) from None
     expected = {BACKBONE, *body["carried"].values()}
     expected |= {state_file(task["name"]) for task in body["tasks"]}
     difference = ", ".join(sorted(expected ^ body["files"].keys()))
     if difference:
         raise UserError(
-            f"{model_uri}: its files are not those of its tasks ({difference[:200]}); {REMAKE}"
+            f"{model_uri}: its files are not those of its tasks ({difference[:200]}); {remedy}"
         )
     return body
 
@@ -121,9 +133,22 @@ def sealed(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, "sha256": digest_of(plain)}
 
 
-def write_model(uri: str, body: Mapping[str, Any]) -> None:
-    """Write `model.json` of the bundle at `uri`."""
-    write_bytes(join(uri, MODEL), json.dumps(body, indent=1, sort_keys=True).encode())
+def find_place(body: Mapping[str, Any], name: str) -> str:
+    """Return the path of a file below the folder."""
+    return str(body["files"][name].get("at") or name)
+
+
+def without_places(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a folder that has each file at its own name."""
+    files: dict[str, Any] = {}
+    for name, info in body["files"].items():
+        files[name] = {"bytes": info["bytes"], "sha256": info["sha256"]}
+    return sealed({**body, "files": files})
+
+
+def write_model(uri: str, body: Mapping[str, Any], file: str = MODEL) -> None:
+    """Write `model.json` of the bundle at `uri`, or that of a version, atomically."""
+    write_bytes(join(uri, file), json.dumps(body, indent=1, sort_keys=True).encode())
 
 
 def state_file(task: str) -> str:

@@ -70,11 +70,13 @@ __all__ = [
     "load_search",
     "method_settings",
     "methods",
+    "model_versions",
     "open_model",
     "prepare_data",
     "preview_data",
     "register",
     "remove_task",
+    "rollback_model",
     "runs",
     "shards",
     "write_config",
@@ -227,6 +229,37 @@ def remove_task(folder: AnyPath, task: str) -> str:
     from pipeline.results import bundles  # start-up time: imports torch
 
     return bundles.remove_task(os.fspath(folder), task)
+
+
+def model_versions(folder: AnyPath) -> pd.DataFrame:
+    """Return a row for each version that a model folder keeps; the last is the current one.
+
+    `written` is in seconds since the epoch, `tasks` a tuple of names.
+
+    Raises:
+        UserError: If the folder is no model folder, or the file of a version is damaged.
+    """
+    from pipeline.results.data_frame import data_frame
+    from pipeline.yaml_files import absolute
+    from workers.serving import versions
+
+    rows = [version._asdict() for version in versions.list_versions(absolute(os.fspath(folder)))]
+    return data_frame(rows)
+
+
+def rollback_model(folder: AnyPath) -> int:
+    """Let a model folder serve the version before the current one, and drop the current one.
+
+    Returns:
+        The number of the version that is current now.
+
+    Raises:
+        UserError: If no earlier version is kept, or one of its files is missing.
+    """
+    from pipeline.yaml_files import absolute
+    from workers.serving import versions
+
+    return versions.rollback(absolute(os.fspath(folder))).number
 
 
 def collect_garbage(

@@ -15,7 +15,7 @@ from docs.site.markdown import code, escape, from_docstring
 from pipeline import app, config
 from pipeline.results import metrics, tables
 from workers.methods import base, protocols
-from workers.serving import bundle
+from workers.serving import bundle, single_tasks, versions
 
 MODULES: tuple[ModuleType, ...] = (
     pipeline,
@@ -24,6 +24,8 @@ MODULES: tuple[ModuleType, ...] = (
     tables,
     metrics,
     bundle,
+    single_tasks,
+    versions,
     base,
     protocols,
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.data.csv_text import to_csv
@@ -14,8 +15,10 @@ from workers.errors import UserError
 if TYPE_CHECKING:
     from pipeline.serving.model_source import ModelSource
     from workers.serving.bundle import Bundle
+    from workers.serving.versions import Version
 
 SHOWN = 3  # probabilities in a table, unless more are asked for
+DIGEST_CHARACTERS = 12  # of a sha256 in a table
 
 
 def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -77,15 +80,20 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
             "--method", metavar="LABEL", help="label of the method, where the run has several"
         )
     states = command(
-        "tasks", tasks, "list, export, import or remove the tasks of a model folder", config=False
+        "tasks",
+        tasks,
+        "list, export, import or remove the tasks of a model folder; list its versions, or go back",
+        config=False,
     )
     states.add_argument("model", metavar="MODEL_DIR", help="a folder that `bundle` wrote")
     actions = states.add_subparsers(required=True, metavar="ACTION", dest="action")
     actions.add_parser("list", help="the tasks that it serves")
+    actions.add_parser("versions", help="the versions that are kept, the current one last")
+    actions.add_parser("rollback", help="serve the version before, and drop the current one")
     for action, arguments, text in (
         ("export", ("name", "file"), "write a task into a file of its own"),
         ("import", ("file",), "serve an exported task too"),
-        ("remove", ("name",), "serve a task no more"),
+        ("remove", ("name",), "serve a task no more, and delete versions that have it"),
     ):
         sub = actions.add_parser(action, help=text)
         for argument in arguments:
@@ -204,16 +212,48 @@ def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
 
 
 def tasks(args: argparse.Namespace) -> int:
-    """List, export, import or remove tasks of a model folder."""
+    """List, export, import or remove tasks of a model folder; list its versions, or go back."""
+    from pipeline.yaml_files import absolute
+
     if args.action == "list":
         from pipeline.console import table_text
-        from pipeline.yaml_files import absolute
         from workers.serving.model_file import read_model, task_rows
 
         body = read_model(absolute(args.model))
         rows = [[*map(str, row.values())] for row in task_rows(body)]
         print(table_text(["task", "classes", "bytes"], rows))
-        return 0
+    elif args.action == "versions":
+        from workers.serving.versions import list_versions
+
+        print(versions_text(list_versions(absolute(args.model))))
+    elif args.action == "rollback":
+        from workers.serving.versions import rollback
+
+        version = rollback(absolute(args.model))
+        print(f"{args.model} serves version {version.number} again: {', '.join(version.tasks)}")
+    else:
+        _change_task(args)
+    return 0
+
+
+def versions_text(versions: Sequence[Version]) -> str:
+    """Return a table of the versions of a model folder."""
+    from pipeline.console import table_text
+
+    rows: list[list[str]] = []
+    for version in versions:
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version.written))
+        state = "current" if version.is_current else ""
+        tasks = ", ".join(version.tasks)
+        rows.append(
+            [str(version.number), written, version.sha256[:DIGEST_CHARACTERS], state, tasks]
+        )
+    heading = ["version", "written", "sha256", "state", "tasks"]
+    return table_text(heading, rows, left=heading[1:])
+
+
+def _change_task(args: argparse.Namespace) -> None:
+    """Export, import or remove a task of a model folder."""
     from pipeline.results import bundles  # imports torch
 
     if args.action == "export":
@@ -228,7 +268,6 @@ def tasks(args: argparse.Namespace) -> int:
         if note:
             message += f"; {note}"
         print(message)
-    return 0
 
 
 def serve(args: argparse.Namespace) -> int:

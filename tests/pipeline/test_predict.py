@@ -110,6 +110,14 @@ def test_tasks_are_listed_exported_removed_and_imported(
     assert names() == ["base", "b"]
     assert "serves a too, 2 classes" in output_of(capsys, "tasks", model, "import", file)
     assert names() == ["base", "b", "a"]
+    rows = output_of(capsys, "tasks", model, "versions").splitlines()
+    assert [row.split()[0] for row in rows] == ["version", "2", "3"]
+    assert ["current" in row for row in rows] == [False, False, True]
+    assert "serves version 2 again: base, b" in output_of(capsys, "tasks", model, "rollback")
+    assert names() == ["base", "b"]
+    assert "no version before the current one" in output_of(
+        capsys, "tasks", model, "rollback", code=2
+    )
     output_of(capsys, "bundle", config, "--method", "hat", "--out", tmp_path / "chain")
     assert "only tasks of a star can be imported" in output_of(
         capsys, "tasks", tmp_path / "chain", "import", file, code=2

@@ -180,6 +180,10 @@ def test_a_model_folder_is_opened_and_its_tasks_are_moved(
     assert pipeline.open_model(folder).tasks == ["b"]
     assert pipeline.import_task(folder, tmp_path / "a.task") == "a"
     assert pipeline.open_model(folder).predict(images, "a").equals(answers)
+    versions = pipeline.model_versions(folder)
+    assert list(versions["tasks"]) == [("b",), ("b", "a")]
+    assert pipeline.rollback_model(folder) == versions["number"][0]
+    assert pipeline.open_model(folder).tasks == ["b"]
     with pytest.raises(UserError, match="is no model folder"):
         pipeline.open_model(tmp_path)
 

@@ -38,6 +38,7 @@ from pipeline.yaml_files import override_of, parse_override
 from tests import small_run
 from tests.pipeline.test_start_up import HEAVY
 from workers.errors import UserError
+from workers.serving import versions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLIC = [
@@ -70,11 +71,13 @@ PUBLIC = [
     "load_search",
     "method_settings",
     "methods",
+    "model_versions",
     "open_model",
     "prepare_data",
     "preview_data",
     "register",
     "remove_task",
+    "rollback_model",
     "runs",
     "shards",
     "write_config",
@@ -355,6 +358,8 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
         ["tasks", ".", "remove", "a"],
         lambda e: pipeline.remove_task(".", "a"),
     ),
+    (versions, "list_versions", ["tasks", ".", "versions"], lambda e: pipeline.model_versions(".")),
+    (versions, "rollback", ["tasks", ".", "rollback"], lambda e: pipeline.rollback_model(".")),
     (method_list, "method_rows", ["methods"], lambda e: pipeline.methods()),
     (method_list, "settings_of", ["methods", "meat"], lambda e: pipeline.method_settings("meat")),
     (catalogue, "read_catalogue", ["data", "list"], lambda e: pipeline.data_sets()),

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,12 +291,11 @@ def test_folder_is_whole_after_a_kill_at_any_call(
         publish(folder, make_bundle(a="2"))
         publish(folder, make_bundle(a="3"))
         Path(folder, OTHERS_FILE).write_text("mine")
-        is_killed = change_with_kill(lambda folder=folder: change(folder), at, monkeypatch)
+        is_killed = change_with_kill(partial(change, folder), at, monkeypatch)
         current = open_kept(folder)[-1]
         assert current in possible
         seen.append(possible.index(current))
-        partial = Path(folder, f"tasks/a.safetensors.{temporary_name()}.part")
-        partial.write_bytes(b"part")
+        Path(folder, f"tasks/a.safetensors.{temporary_name()}.part").write_bytes(b"part")
         publish(folder, make_bundle(last="1"))
         assert open_kept(folder)[-1] == read_all(make_bundle(last="1"))
         assert find_strays(folder) == {OTHERS_FILE}
@@ -314,7 +314,7 @@ def test_killed_removal_is_finished_by_the_next_change(
     while True:
         at += 1
         publish(folder, make_bundle(a=str(at)))
-        is_killed = change_with_kill(lambda: publish_forgetting(folder), at, monkeypatch)
+        is_killed = change_with_kill(partial(publish_forgetting, folder), at, monkeypatch)
         with versions.changing(folder) as state:
             has_a = "a" in state.describe(state.current).tasks
             assert has_a == any("a" in row.tasks for row in list_versions(folder))

@@ -289,3 +289,84 @@ def test_a_card_that_pins_its_data_cannot_grow(
         run.put(run.raw, digit)
     assert add(run, "raw") == 2
     assert "says what must be found" in capsys.readouterr().err
+
+
+# ---- the model that serves -----------------------------------------------------------------------
+def test_a_model_folder_gets_the_new_task(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert add(run, "raw", "--model", "model", "--method", "ewc") == 0
+    assert "model: version 1 serves one, two\n" in capsys.readouterr().out
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert add(run, "raw", "--model", "model") == 0
+    assert "model: version 2 serves one, two, digits-2\n" in capsys.readouterr().out
+    assert add(run, "raw", "--model", "model") == 0
+    assert "model: serves one, two, digits-2, as before\n" in capsys.readouterr().out
+    model = pipeline.open_model("model")
+    assert model.tasks == ["one", "two", "digits-2"]
+    assert cli.main(["tasks", "model", "rollback"]) == 0
+    assert pipeline.open_model("model").tasks == ["one", "two"]
+
+
+def test_a_model_that_gets_worse_is_not_published(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.growing import publishing
+
+    assert add(run, "raw", "--model", "model", "--method", "ewc") == 0
+    for digit in "45":
+        run.put(run.raw, digit)
+    accuracies = iter([{"one": 0.9, "two": 0.8}, {"one": 0.88, "two": 0.81}])
+    monkeypatch.setattr(publishing, "measure", lambda *_: next(accuracies))
+    assert add(run, "raw", "--model", "model") == 2
+    error = capsys.readouterr().err
+    assert "model keeps its version" in error
+    assert "lose more than 1 points of accuracy on their test images (one by 2.0)" in error
+    assert "`--max-drop 2.1` publishes it" in error
+    assert pipeline.open_model("model").tasks == ["one", "two"]
+    accuracies = iter([{"one": 0.9, "two": 0.8}, {"one": 0.88, "two": 0.81}])
+    assert add(run, "raw", "--model", "model", "--max-drop", "2.1") == 0
+    assert pipeline.open_model("model").tasks == ["one", "two", "digits-2"]
+
+
+def test_tasks_of_a_star_are_not_measured(run: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.growing import publishing
+
+    def measure(*_: object) -> dict[str, float]:
+        raise AssertionError("nothing can have changed their answers")
+
+    monkeypatch.setattr(publishing, "measure", measure)
+    for digits in ("", "45"):
+        for digit in digits:
+            run.put(run.raw, digit)
+        assert add(run, "raw", "--model", "model", "--method", "linear") == 0
+    assert pipeline.open_model("model").tasks == ["one", "two", "digits-2"]
+
+
+def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
+    from pipeline import app
+    from pipeline.growing import publishing
+    from pipeline.results.bundles import bundle_of
+
+    prepared = app.prepare(run.config)
+    bundle = bundle_of(prepared.graph, prepared.store, "ewc")
+    job = publishing.last_evaluation(prepared.graph, "ewc")
+    matrix = app.tables_of(prepared)[""].matrix("ewc")
+    accuracies = publishing.measure(bundle.method(), job, bundle.tasks)
+    assert list(accuracies.values()) == matrix.rates[-1].tolist()
+    assert publishing.find_losses(bundle, bundle, job) == {}
+
+
+def test_a_model_of_another_run_is_refused(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert add(run, "raw", "--model", "model", "--method", "ewc") == 0
+    other = GrowingRun(tmp_path / "other", methods=["linear"])
+    assert cli.main(["add", other.config, str(other.raw), "--model", "model"]) == 2
+    assert "model serves method 'ewc', and run 'small' has linear" in capsys.readouterr().err
+    text = run.text
+    Path(run.config).write_text(text.replace("    - {name: two, card: card.yaml, classes", "#"))
+    assert add(run, "raw", "--model", "model") == 2
+    assert "model serves two, which the run does not have" in capsys.readouterr().err
+    assert pipeline.open_model("model").tasks == ["one", "two"]

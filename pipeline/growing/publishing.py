@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from pipeline.app import PreparedRun
 from pipeline.config import Config
@@ -17,9 +19,9 @@ from workers.evaluate import in_order, logits_of, result
 from workers.job import StageJob, Task
 from workers.methods.base import Method
 from workers.serving.bundle import Bundle
-from workers.serving.model_file import BACKBONE, MODEL, state_file
+from workers.serving.model_file import BACKBONE, MODEL, state_file, without_places
 from workers.serving.versions import publish
-from workers.storage.artifact import exists, join
+from workers.storage.artifact import delete_dir, exists, is_local, join
 
 
 def choose_method(config: Config, model: str, label: str | None) -> str:
@@ -64,6 +66,9 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> st
     new = bundle_of(run.graph, run.store, label)
     if exists(join(uri, MODEL)):
         old = Bundle.open(uri)
+        tasks = ", ".join(task.name for task in old.tasks)
+        if _list_contents(old) == _list_contents(new):
+            return f"{model}: serves {tasks}, as before"
         _check_tasks(model, old, new)
         losses = find_losses(old, new, last_evaluation(run.graph, label))
         worse = {name: loss for name, loss in losses.items() if loss > max_drop}
@@ -74,9 +79,36 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> st
                 f"accuracy on their test images ({listed}); the run is finished, and "
                 f"`--max-drop {max(worse.values()) + 0.1:.1f}` publishes it"
             )
-    number = publish(uri, new)
+        number = publish(uri, new)
+    else:
+        number = 1
+        _write_new(new, uri)
     tasks = ", ".join(task.name for task in new.tasks)
     return f"{model}: version {number} serves {tasks}"
+
+
+def _list_contents(bundle: Bundle) -> dict[str, Any]:
+    """Return what a model folder holds, without when and where it was made."""
+    body = without_places(bundle.body)
+    return {name: value for name, value in body.items() if name not in ("provenance", "sha256")}
+
+
+def _write_new(bundle: Bundle, uri: str) -> None:
+    """Write a bundle into a new folder; on a disk it is there whole or not at all."""
+    if not is_local(uri):
+        bundle.write(uri)
+        return
+    folder, name = os.path.split(uri.rstrip("/"))
+    part = os.path.join(folder, f".{name}.part")
+    delete_dir(part)  # of a command that was killed
+    bundle.write(part)
+    try:
+        os.rename(part, uri)
+    except OSError:
+        delete_dir(part)
+        raise UserError(
+            f"{uri} is there and is no model folder; give a new or empty folder"
+        ) from None
 
 
 def _check_tasks(model: str, old: Bundle, new: Bundle) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,8 @@ def read_file(path: str) -> str:
 def write_file(path: str, text: str) -> None:
     """Replace the text of a config or a card at once. Its mode stays, and a link stays a link."""
     target = os.path.realpath(path)
+    for part in glob.glob(f"{glob.escape(target)}.*.part"):  # of a command that was killed
+        os.unlink(part)
     mode = os.stat(target).st_mode if os.path.exists(target) else None
     write_bytes(target, text.encode())
     if mode is not None:

@@ -151,7 +151,8 @@ def ingest(
         json.dumps([state, card.identity(), card.source.path, REVISION]).encode()
     ).hexdigest()
     file_bytes = sum(entry.size for entry in entries)
-    source_units = stamp_units(units(card, map_fn, entries), card, entries)
+    source_units = units(card, map_fn, entries)
+    stamp_units(source_units, card, entries)
     known = KnownImages.open(root, previous, card)
     fields = {**extra, "fingerprint": fingerprint_of(state), "started": started}
     fields["reading"] = digest_reading(card)

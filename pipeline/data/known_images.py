@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -58,30 +58,25 @@ def digest_reading(card: Card) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def stamp_units(units: Sequence[Unit], card: Card, entries: Sequence[Entry]) -> list[Unit]:
-    """Return units whose items have stamps, as far as the times of their files are known."""
+def stamp_units(units: Sequence[Unit], card: Card, entries: Sequence[Entry]) -> None:
+    """Give the items of units their stamps, as far as the times of their files are known."""
     base = base_uri(card) if card.source.path else ""
-    is_single = bool(card.source.path) and is_single_file(card, entries)
-    states: dict[str, str] = {}
-    for entry in entries:
-        if entry.modified:
-            uri = base if is_single else join(base, entry.name)
-            name = entry.name.encode("utf-8", "backslashreplace").decode()
-            states[uri] = f"{name}\t{entry.size}\t{entry.modified}"
-    stamped: list[Unit] = []
+    states = {entry.name: entry for entry in entries if entry.modified}
+    start = len(base) + 1
+    if card.source.path and is_single_file(card, entries):
+        states = {entry.name: entry for entry in entries}
+        start = len(base) - len(entries[0].name)
     for unit in units:
         if unit.read is not read_items:
-            stamped.append(unit)
             continue
-        (items,) = unit.args
-        with_stamps = [
-            replace(item, stamp=f"{states[item.uri]}\t{item.offset}\t{item.size}")
-            if item.uri in states and not item.problem
-            else item
-            for item in items
-        ]
-        stamped.append(unit._replace(args=(with_stamps,)))
-    return stamped
+        for item in unit.args[0]:
+            # a further folder on another machine is named by its whole address
+            entry = states.get(item.uri[start:]) or states.get(item.uri)
+            if entry is not None and entry.modified and not item.problem:
+                name = entry.name
+                if not name.isascii():
+                    name = name.encode("utf-8", "backslashreplace").decode()
+                item.stamp = f"{name}\t{entry.size}\t{entry.modified}\t{item.offset}\t{item.size}"
 
 
 class DividedUnit(NamedTuple):
@@ -99,6 +94,8 @@ class DividedUnit(NamedTuple):
 
     def merge(self, read: pa.Table) -> pa.Table:
         """Return the rows of the whole unit, in the order of its items. read: those of `rest`."""
+        if self.is_known.all():
+            return self.known
         order = np.empty(len(self.is_known), np.int64)
         order[self.is_known] = np.arange(len(self.known))
         order[~self.is_known] = len(self.known) + np.arange(len(read))
@@ -180,7 +177,8 @@ class KnownImages:
         on_card = [name if name in checker.classes else None for name in names]
         labels = pa.array(on_card, pa.large_string())
         splits = pa.array([item.split for item in items], pa.large_string())
-        found = self.rows.take(pc.fill_null(places, 0))
+        columns = ["label", "split", "problem", "pack"]
+        found = self.rows.select(columns).take(pc.fill_null(places, 0))
         is_same = pc.and_(pc.equal(found["label"], labels), pc.equal(found["split"], splits))
         was_labelled = pc.invert(pc.starts_with(pc.fill_null(found["problem"], ""), "unlabelled"))
         is_usable = pc.or_(pc.is_valid(found["pack"]), pc.is_valid(found["problem"]))
@@ -189,7 +187,7 @@ class KnownImages:
         is_known: NDArray[np.bool_] = (
             pc.fill_null(known, False).to_numpy(zero_copy_only=False).astype(bool)
         )
-        return is_known, found.filter(pa.array(is_known))
+        return is_known, self.rows.take(places.filter(pa.array(is_known)))
 
     def find_shards(self, shards: Sequence[Shard]) -> dict[str, WrittenShard]:
         """Return those of some shards that would be written as they are here, by name."""
@@ -253,15 +251,14 @@ class Changes(NamedTuple):
     def between(cls, before: pa.Table, now: pa.Table) -> Changes:
         """Compare the rows of two ingests by the names of images, and by their bytes.
 
-        Rows without a stamp are not images, and do not count.
+        Rows without a stamp are not images, and do not count. Rows with the same stamp are the same
+        image.
         """
-        now = now.filter(pc.is_valid(now["stamp"]))
-        is_same = pc.and_(
-            pc.is_in(now["stamp"], before["stamp"]), pc.is_in(now["raw"], before["raw"])
-        )
-        was_same = pc.and_(
-            pc.is_in(before["stamp"], now["stamp"]), pc.is_in(before["raw"], now["raw"])
-        )
+        columns = ["name", "raw", "stamp"]
+        before = before.select(columns)
+        now = now.select(columns).filter(pc.is_valid(now["stamp"]))
+        is_same = pc.is_in(now["stamp"], before["stamp"])
+        was_same = pc.is_in(before["stamp"], now["stamp"])
         before, now = before.filter(pc.invert(was_same)), now.filter(pc.invert(is_same))
         old = dict(zip(before["name"].to_pylist(), _bytes_digests(before), strict=True))
         new = dict(zip(now["name"].to_pylist(), _bytes_digests(now), strict=True))

@@ -322,8 +322,11 @@ def check_pixels(card: Card, rows: pa.Table) -> list[str]:
 def _in_two_classes(rows: pa.Table) -> list[str]:
     """Return a note on images whose exact copies have other classes; none without such."""
     contents = _codes(rows["sha256"])
-    pairs = np.unique(np.stack([contents, _codes(rows["label"])]), axis=1)
-    is_twice = np.bincount(pairs[0]) > 1
+    labels = _codes(rows["label"])
+    one_label = np.zeros(len(rows), np.int64)
+    one_label[contents] = labels  # of each content, that of some image
+    is_twice = np.zeros(len(rows), bool)
+    is_twice[contents[one_label[contents] != labels]] = True
     if not is_twice.any():
         return []
     example = rows["name"].filter(pa.array(is_twice[contents])).slice(0, 2).to_pylist()

@@ -49,7 +49,7 @@ MAX_UNFOLDED_BYTES = 4 << 30
 MapFn = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Item:
     """One image of a source.
 

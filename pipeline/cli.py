@@ -705,6 +705,10 @@ def plan(args: argparse.Namespace) -> int:
     )
     if training:
         print(f"\n{training}")
+    if 0 < count < len(graph):
+        from pipeline.growing.training import describe_training  # imports torch
+
+        print("\n" + "\n".join(describe_training(prepared, run_plan)))
     if with_cost:
         from pipeline.launch import cost  # imports torch
 

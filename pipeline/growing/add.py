@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 from pipeline import app
 from pipeline import config as configs
-from pipeline.app import OpenScreen, PreparedRun, RunPlan, RunResult
+from pipeline.app import OpenScreen, RunResult
 from pipeline.config import Config
 from pipeline.graph.replica_configs import refuse_replicas
-from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from pipeline.growing.new_data import find_new_data, list_cards
 from pipeline.growing.stream_edits import Kind, classes_of_tasks, edit_for
+from pipeline.growing.training import describe_training
 from pipeline.yaml_files import absolute
 from workers.errors import UserError, did_you_mean
-from workers.methods import METHODS
 
 Say = Callable[[str], None]
 
@@ -116,30 +115,3 @@ def add(request: AddRequest, open_screen: OpenScreen, program: str, say: Say) ->
         say(line)
     report_command = app.command_text("report", request.config, ())
     return app.execute(run, open_screen, command, report_command)
-
-
-def describe_training(run: PreparedRun, plan: RunPlan) -> list[str]:
-    """Return for each method which tasks a run trains, and why.
-
-    A star trains a task by itself. A chain goes on from the task before, so that it trains again
-    what follows. A method that trains on all data so far does the same.
-    """
-    lines = [f"{len(run.graph)} stages: {len(run.graph) - len(plan.stages_to_run)} stand"]
-    for label, entry in run.config.methods.items():
-        tasks = _trained_tasks(run.graph, label, plan.stages_to_run)
-        if not tasks:
-            continue
-        method = METHODS[entry.method]
-        reason = "each by itself"
-        if method.carries:
-            reason = "a chain: each task goes on from the one before"
-        elif method.trains_on == "seen":
-            reason = "each on the images of all tasks so far"
-        lines.append(f"  {label} trains {', '.join(tasks)} ({reason})")
-    return lines
-
-
-def _trained_tasks(graph: Graph, label: str, todo: set[str]) -> list[str]:
-    """Return the tasks for which a method has training stages to run, in order."""
-    stages = [stage for stage in graph if stage.id in todo and stage.method == label]
-    return list(dict.fromkeys(s.task for s in stages if s.task and s.step != "evaluate"))

@@ -1,0 +1,40 @@
+"""Which tasks a run trains again, by method."""
+
+from __future__ import annotations
+
+from pipeline.app import PreparedRun, RunPlan
+from pipeline.graph.stage import Graph
+from workers.methods import METHODS
+
+
+def describe_training(run: PreparedRun, plan: RunPlan) -> list[str]:
+    """Return for each method which tasks a run trains, and why.
+
+    A star trains a task by itself. A chain goes on from the task before, so that it trains again
+    what follows. A method that trains on all data so far does the same. Before the data are
+    ingested nobody knows which tasks have other images.
+    """
+    todo = plan.stages_to_run
+    if any(run.graph[stage].is_provisional for stage in todo):
+        return [
+            "which tasks train again follows from their images: `accrete ingest CONFIG` finds out"
+        ]
+    lines = [f"{len(run.graph)} stages: {len(run.graph) - len(todo)} stand"]
+    for label, entry in run.config.methods.items():
+        tasks = _find_tasks(run.graph, label, todo)
+        if not tasks:
+            continue
+        method = METHODS[entry.method]
+        reason = "each by itself"
+        if method.carries:
+            reason = "a chain: each task goes on from the one before"
+        elif method.trains_on == "seen":
+            reason = "each on the images of all tasks so far"
+        lines.append(f"  {label} trains {', '.join(tasks)} ({reason})")
+    return lines
+
+
+def _find_tasks(graph: Graph, label: str, todo: set[str]) -> list[str]:
+    """Return the tasks for which a method has training stages to run, in order."""
+    stages = [stage for stage in graph if stage.id in todo and stage.method == label]
+    return list(dict.fromkeys(s.task for s in stages if s.task and s.step != "evaluate"))

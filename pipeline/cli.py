@@ -315,12 +315,16 @@ def _add_run_commands(add_command: AddCommand) -> None:
         "--storage", help="where a card was ingested (default: storage, or the config's)"
     )
     report_parser = add_command(
-        "report", report, "write the report of a config's run again, from the store"
+        "report",
+        report,
+        "write the report of a config's run again, from the store; of a model folder in place of "
+        "the config: show its inputs by day",
     )
     report_parser.add_argument(
         "--json",
         metavar="FILE",
-        help="also write the results as one file that `compare` reads, on any machine",
+        help="also write the results as one file that `compare` reads, on any machine; of a model "
+        "folder, the numbers of its inputs",
     )
 
 
@@ -786,7 +790,12 @@ def shards(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the report and the MLflow record of a run, or of a search, again from the store."""
+    """Write the report and the MLflow record of a run, or of a search, again from the store.
+
+    Of a model folder, show the inputs that it answered.
+    """
+    if os.path.isdir(args.config) or "://" in args.config:
+        return _report_inputs(args)
     from pipeline import app
     from pipeline.search import run as searches  # imports torch
     from pipeline.search.spec import prepare
@@ -807,6 +816,24 @@ def report(args: argparse.Namespace) -> int:
 
         write_results("--json", args.json, [*app.tables_of(prepared).values()])
         print(f"results: {args.json}")
+    return 0
+
+
+def _report_inputs(args: argparse.Namespace) -> int:
+    """Print the inputs of a model folder by day."""
+    from pipeline.report.inputs_text import format_inputs
+    from pipeline.results import input_days
+    from pipeline.yaml_files import absolute
+
+    if args.overrides:
+        raise UserError(
+            f"{args.config!r} is a model folder, which has no settings to change; leave out --set"
+        )
+    written = input_days.read_inputs(absolute(args.config))
+    print(format_inputs(written))
+    if args.json:
+        input_days.write_report(written, args.json)
+        print(f"inputs: {args.json}")
     return 0
 
 

@@ -15,8 +15,9 @@ from workers.data.shards import limits_of
 from workers.errors import UserError
 from workers.job import StageJob, Task
 from workers.serving import single_tasks
-from workers.serving.bundle import Bundle
+from workers.serving.bundle import Bundle, check_new
 from workers.serving.model_file import MODEL
+from workers.serving.reference import with_reference
 from workers.storage.artifact import Artifact, exists, join
 from workers.storage.regular_file import read_regular, write_named
 
@@ -76,6 +77,19 @@ def is_model_folder(path: str) -> bool:
 def open_folder(folder: str) -> Bundle:
     """Return the bundle of a model folder or a URI. Raise `UserError` when it is none."""
     return Bundle.open(absolute(folder))
+
+
+def write_folder(bundle: Bundle, folder: str) -> Bundle:
+    """Write a bundle, and the reference of its tasks, into a new folder or a URI; return it.
+
+    Raises:
+        UserError: If the folder is not new or empty.
+    """
+    uri = absolute(folder)
+    check_new(uri)
+    complete = with_reference(bundle)
+    complete.write(uri)
+    return complete
 
 
 def export_task(bundle: Bundle, task: str, file: str) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.results.bundles import export_task
+from pipeline.results.bundles import export_task, write_folder
 from pipeline.results.data_frame import data_frame
 from pipeline.yaml_files import absolute
 from workers.analysis import logits_with_task
@@ -111,7 +111,7 @@ class Model:
     def save(self, folder: AnyPath) -> None:
         """Write the model into a new folder or a URI, which `open_model`, `predict` and `serve`
         take."""
-        self.bundle.write(absolute(os.fspath(folder)))
+        write_folder(self.bundle, os.fspath(folder))
 
     def save_timm(self, folder: AnyPath, task: str) -> None:
         """Write one task into a new folder, as weights and config that plain timm reads.

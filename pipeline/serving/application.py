@@ -61,15 +61,16 @@ def held_bundle(holder: Any, digest: str) -> Bundle:
 class Application:
     """One model on replicas of Ray Serve.
 
-    ray: the module, connected. total_pixels: as for `Deployment`.
+    ray: the module, connected. total_pixels, record_in: as for `Deployment`.
     """
 
-    def __init__(self, ray: Any, replicas: ReplicaSettings, total_pixels: int):
+    def __init__(self, ray: Any, replicas: ReplicaSettings, total_pixels: int, record_in: str = ""):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # heavy
 
         self.ray = ray
         self.replicas = replicas
         self.total_pixels = total_pixels
+        self.record_in = record_in
         self.name = f"accrete-{uuid.uuid4().hex[:8]}"
         self.digest = ""  # of the model that is served
         self.handle: Any = None  # of the replicas
@@ -116,7 +117,9 @@ class Application:
 
         model = partial(held_bundle, self.holder, digest)
         deployment = deployment_of(self.replicas)
-        application = deployment.bind(model, self.total_pixels, self.replicas.device)
+        application = deployment.bind(
+            model, self.total_pixels, self.replicas.device, self.record_in
+        )
         return serve.run(application, name=self.name, route_prefix=None)
 
     def _tasks_of(self, digest: str) -> Any:
@@ -188,10 +191,13 @@ def last_line(error: Exception) -> str:
 
 
 @contextmanager
-def started(address: str, replicas: ReplicaSettings, total_pixels: int) -> Iterator[Application]:
+def started(
+    address: str, replicas: ReplicaSettings, total_pixels: int, record_in: str = ""
+) -> Iterator[Application]:
     """Inside, have an application on a cluster. Afterwards nothing of it is left there.
 
     address: of a cluster that is there; empty: RAY_ADDRESS if it is set, else a private Ray.
+    total_pixels, record_in: as for `Deployment`.
     Raise `UserError` when the cluster cannot be used.
     """
     cluster = ClusterSettings(
@@ -220,7 +226,7 @@ def started(address: str, replicas: ReplicaSettings, total_pixels: int) -> Itera
         check_gpus(ray, replicas, is_private)
         # Ray Serve's own proxy has no deadlines for heads and bodies.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
-        application = Application(ray, replicas, total_pixels)
+        application = Application(ray, replicas, total_pixels, record_in)
         if not is_private:
             application.start_guard()
         yield application

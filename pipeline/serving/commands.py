@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.data.csv_text import to_csv
@@ -75,6 +76,12 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         "models:/NAME@ALIAS of MLflow",
     )
     serve_command.options(start)
+    for each in (ask, start):
+        each.add_argument(
+            "--no-record",
+            action="store_true",
+            help="do not count the inputs of a model folder, which `report MODEL_DIR` shows",
+        )
     for each in (ask, make, start):
         each.add_argument(
             "--method", metavar="LABEL", help="label of the method, where the run has several"
@@ -123,16 +130,38 @@ def bundle_of_arguments(args: argparse.Namespace) -> Bundle:
     return bundles.bundle_of(run.graph, run.store, label)
 
 
+def folder_to_record(args: argparse.Namespace) -> str:
+    """Return the model folder in which inputs are counted; "" if none are.
+
+    Say on stderr why a model folder cannot be written.
+    """
+    from pipeline.results import bundles
+    from pipeline.serving.updates import notify
+    from pipeline.yaml_files import absolute
+    from workers.serving.input_counts import find_obstacle
+
+    if args.no_record or not bundles.is_model_folder(args.config):
+        return ""
+    folder = absolute(args.config)
+    obstacle = find_obstacle(folder)
+    if obstacle:
+        notify(f"inputs are not counted: {obstacle}; --no-record leaves out this line")
+        return ""
+    return folder
+
+
 # ---- commands ------------------------------------------------------------------------------------
 def predict(args: argparse.Namespace) -> int:
     """Print the answer to each image as a table."""
     from pipeline.console import table_text
     from pipeline.results.model import answers_of
+    from workers.serving.recorder import recording
     from workers.serving.server import Predictor
 
     served = Predictor(bundle_of_arguments(args))
     paths = [os.fspath(path) for path in args.images]
-    answers = answers_of(served, paths, args.task, args.rule, args.top)
+    with recording(served, folder_to_record(args)):
+        answers = [*answers_of(served, paths, args.task, args.rule, args.top)]
     heading = ["image", "task", "confidence", "class", "probability", "probabilities"]
     rows = []
     for path, answer in zip(args.images, answers, strict=True):
@@ -194,6 +223,7 @@ def _write_onnx(source: Bundle, args: argparse.Namespace) -> None:
 
 def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
     """Write a bundle, or one task of it for plain timm, into a new folder."""
+    from pipeline.results import bundles
     from pipeline.yaml_files import absolute
 
     out = absolute(args.out)
@@ -204,7 +234,7 @@ def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
         folder = f"local-dir:{out}"
         print(f"{out}: task {args.timm}; timm.create_model({folder!r}, pretrained=True)")
         return
-    source.write(out)
+    source = bundles.write_folder(source, out)
     print(
         f"{out}: method {source.body['method']}, {len(source.tasks)} tasks, "
         f"{source.nbytes / 1e6:.1f} MB"
@@ -273,7 +303,8 @@ def _change_task(args: argparse.Namespace) -> None:
 def serve(args: argparse.Namespace) -> int:
     """Answer requests over HTTP until interrupted."""
     settings = serve_command.settings_of(args)
-    return serve_command.serve(source_of_arguments(args), settings)
+    source = source_of_arguments(args)
+    return serve_command.serve(source, replace(settings, record_in=folder_to_record(args)))
 
 
 def source_of_arguments(args: argparse.Namespace) -> ModelSource:

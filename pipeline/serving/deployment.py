@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,6 +30,8 @@ from workers.data import accelerator
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits, PixelBudget
+from workers.serving.input_counts import find_obstacle
+from workers.serving.recorder import Recorder
 from workers.serving.server import Answer, Predictor, Rule
 
 ONGOING = 64  # requests that a replica works on
@@ -39,6 +42,8 @@ BATCH_WAIT_S = 0.005  # how long the first request of a batch waits for others
 IMAGES = 64  # most in one request
 IMAGE_BYTES = 16 << 20
 READERS = min(4, os.cpu_count() or 1)  # requests that are decoded in parallel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class Deployment:
     """One replica, which holds one backbone.
 
     open_model: returns the bundle. total_pixels: the most pixels of one request's images, and of
-    all images that are decoded at the same moment. device: `cpu` or `cuda`.
+    all images that are decoded at the same moment. device: `cpu` or `cuda`. record_in: the model
+    folder in which inputs are counted; empty: none are.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class Deployment:
         open_model: Callable[[], Bundle],
         total_pixels: int,
         device: accelerator.DeviceName = "cpu",
+        record_in: str = "",
     ):
         chosen = accelerator.named_device(device)
         accelerator.limit_memory(chosen, assigned_gpus())
@@ -102,6 +109,19 @@ class Deployment:
         )
         self.budget = PixelBudget(total_pixels)
         self.readers = ThreadPoolExecutor(READERS, "read")
+        self.recorder: Recorder | None = None
+        if record_in:
+            obstacle = find_obstacle(record_in)  # the replica may be on another node
+            if obstacle:
+                logger.warning("inputs are not counted: %s", obstacle)
+            else:
+                self.recorder = Recorder(self.served, record_in)
+
+    def __del__(self) -> None:
+        """Write the last counts: Ray Serve calls this when a replica has answered its requests."""
+        recorder: Recorder | None = getattr(self, "recorder", None)
+        if recorder is not None:
+            recorder.close()
 
     def tasks(self) -> dict[str, Any]:
         """Return the body of the answer to GET /tasks."""

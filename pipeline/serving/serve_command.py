@@ -89,7 +89,8 @@ class ServerSettings:
 
     port, host: to listen on. names: hosts under which clients may ask, beside the address and
     localhost. max_pixels: of all images of a request. address: of a cluster that is there. token:
-    that clients must send; empty: none.
+    that clients must send; empty: none. record_in: the model folder in which inputs are counted;
+    empty: none are.
     """
 
     port: int
@@ -99,6 +100,7 @@ class ServerSettings:
     replicas: ReplicaSettings
     address: str = ""
     token: str = ""
+    record_in: str = ""
 
 
 def settings_of(args: argparse.Namespace) -> ServerSettings:
@@ -164,7 +166,9 @@ def running(source: ModelSource, settings: ServerSettings) -> Iterator[str]:
 
     version = source.version()
     bundle = source.open()
-    with started(settings.address, settings.replicas, settings.max_pixels) as application:
+    with started(
+        settings.address, settings.replicas, settings.max_pixels, settings.record_in
+    ) as application:
         # Imports Ray Serve, which reads at import what `started` has set.
         from pipeline.serving.deployment import ONGOING, predict_of
         from pipeline.serving.http_server import Bounds, Front, Hosts, listening

@@ -9,6 +9,8 @@ backbone.safetensors        the one backbone
 tasks/NAME.safetensors      what each task left behind
 carried/STEP.safetensors    what a chain, or a star that starts from common steps, hands on
 versions/                   `model.json` of the versions that were served before (see versions.py)
+reference.safetensors       class means of training images (see reference.py); optional
+inputs/                     counts of the inputs by day (see input_counts.py); in no digest
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from workers.serving.model_file import (
     BACKBONE,
     FORMAT,
     MODEL,
+    REFERENCE,
     REMAKE,
     find_place,
     read_model,
@@ -65,12 +68,13 @@ class Bundle:
     """All that serves the tasks of a finished method.
 
     body: the content of `model.json`. fetch: returns the bytes of a file by its name. where: the
-    bundle's name in errors.
+    bundle's name in errors. job: the evaluation that it was made of; None for a folder.
     """
 
     body: Mapping[str, Any]
     fetch: Callable[[str], bytes]
     where: str
+    job: StageJob | None = None
 
     @classmethod
     def open(cls, uri: str, file: str = MODEL) -> Bundle:
@@ -146,7 +150,7 @@ class Bundle:
             source = sources[name]
             return artifacts[source.key].read(source.file)
 
-        return cls(sealed(body), fetch, f"run of {job.method}")
+        return cls(sealed(body), fetch, f"run of {job.method}", job)
 
     @property
     def value_range(self) -> tuple[float, float] | None:
@@ -333,7 +337,7 @@ class Bundle:
         """
         new_files = dict(files or {})
         carried_files = {**self.body["carried"], **(carried or {})}
-        remaining = {BACKBONE, *carried_files.values()}
+        remaining = {BACKBONE, REFERENCE, *carried_files.values()}
         remaining |= {state_file(task.name) for task in tasks}
         infos = {name: info for name, info in self.body["files"].items() if name in remaining}
         for name, data in new_files.items():

@@ -15,13 +15,15 @@ from workers.storage.artifact import digest_of, join, read_json, write_bytes
 
 FORMAT = 1
 MODEL, BACKBONE = "model.json", "backbone.safetensors"
+REFERENCE = "reference.safetensors"  # of training; optional
 PLAIN = "[A-Za-z0-9][A-Za-z0-9_.-]*"
 NAME = re.compile(PLAIN)
 Plain = Annotated[str, Field(pattern=f"^{PLAIN}$")]
 Shown = Annotated[str, Field(pattern=r"^[^\pC]{1,200}$")]  # goes to terminals
 # No path outside the folder.
-File = Annotated[str, Field(pattern=rf"^(backbone|tasks/{PLAIN}|carried/{PLAIN})\.safetensors$")]
-PLACE = rf"(backbone(-[0-9a-f]{{8,64}})?|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
+FILE = rf"(backbone|reference|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
+File = Annotated[str, Field(pattern=f"^{FILE}$")]
+PLACE = rf"((backbone|reference)(-[0-9a-f]{{8,64}})?|tasks/{PLAIN}|carried/{PLAIN})\.safetensors"
 Place = Annotated[str, Field(pattern=f"^{PLACE}$")]
 REMAKE = "make the folder anew with `python -m pipeline bundle`"
 
@@ -107,6 +109,7 @@ def read_model(uri: str, file: str = MODEL, remedy: str = REMAKE) -> dict[str, A
         ) from None
     expected = {BACKBONE, *body["carried"].values()}
     expected |= {state_file(task["name"]) for task in body["tasks"]}
+    expected |= {REFERENCE} & body["files"].keys()
     difference = ", ".join(sorted(expected ^ body["files"].keys()))
     if difference:
         raise UserError(

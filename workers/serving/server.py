@@ -148,6 +148,9 @@ class Predictor:
         if self.compact is None:
             self.method.override_cache = self._cached_weights
         self.lock = threading.Lock()
+        # Called with pixels, requested tasks and answers of each batch.
+        self.on_answers: Callable[[NDArray[Any], Sequence[str | None], list[Answer]], None] | None
+        self.on_answers = None
 
     def _cached_weights(self, task: str) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = self.cache.get(task, self.method.serving_weights)
@@ -288,7 +291,29 @@ class Predictor:
                 rows = (group.rows + start).tolist()
                 for row, answer in zip(rows, self.to_answers(group, top), strict=True):
                     answers[row] = answer
-        return [answer for answer in answers if answer is not None]
+        complete = [answer for answer in answers if answer is not None]
+        if self.on_answers is not None:
+            self.on_answers(pixels, tasks, complete)
+        return complete
+
+    @torch.no_grad()
+    def features(self, pixels: NDArray[Any], task: str) -> Tensor:
+        """Return what the heads of a task are given for images, under its weights, on the CPU.
+
+        Args:
+            pixels: uint8 (n, 3, S, S), decoded as for evaluation.
+            task: A task that is served.
+
+        Returns:
+            float32 (n, d).
+        """
+        parts: list[Tensor] = []
+        for start in range(0, len(pixels), EVAL_BATCH):
+            with self.lock:
+                images = self.network_input(pixels[start : start + EVAL_BATCH])
+                self.method.activate_task(task)
+                parts.append(self.method.features(images).float().cpu())
+        return torch.cat(parts)
 
     def network_input(self, pixels: NDArray[Any]) -> Tensor:
         """Return pixels uint8 (n, 3, S, S) as the images (n, 3, H, W) that evaluation uses."""

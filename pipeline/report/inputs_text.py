@@ -1,0 +1,39 @@
+"""What `report` prints of the inputs of a model folder."""
+
+from __future__ import annotations
+
+from pipeline.console import table_text
+from pipeline.results.input_days import InputReport, InputRow
+
+HEADING = ["day", "model", "task", "inputs", "share", "picked", "confidence", "unsure"]
+HEADING += ["distance", "far"]
+
+
+def format_inputs(report: InputReport) -> str:
+    """Return a table with a row for each day, model and task, and sentences below it."""
+    rows = [_format_row(row) for row in report.rows]
+    table = [table_text(HEADING, rows, HEADING[:3])] if rows else []
+    return "\n".join([*table, *report.findings, *report.notes])
+
+
+def _format_row(row: InputRow) -> list[str]:
+    far = distance = "-"
+    if row.distance is not None:
+        far = f"{_format_share(row.far / row.measured)} of {row.measured}"
+        distance = f"{row.distance:.2f}"
+    return [
+        row.day,
+        row.model[:8],
+        row.task or "(none)",
+        str(row.inputs),
+        _format_share(row.share),
+        _format_share(row.picked),
+        f"{row.confidence:.2f}",
+        _format_share(row.unsure),
+        distance,
+        far,
+    ]
+
+
+def _format_share(share: float) -> str:
+    return f"{100 * share:.0f} %"

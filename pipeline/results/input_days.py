@@ -1,0 +1,220 @@
+"""The inputs of a model folder by day and task, and which of them differ from the training data."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from workers.errors import UserError
+from workers.serving.input_counts import (
+    CONFIDENCE_BINS,
+    DISTANCE_WIDTH,
+    INPUTS,
+    TaskCounts,
+    read_counts,
+    sum_days,
+)
+from workers.serving.model_file import read_model
+from workers.storage.artifact import is_local, resolve
+from workers.storage.regular_file import write_named
+
+MIN_INPUTS = 50  # measured inputs of a task and day, below which nothing is said of them
+EXPECTED_FAR = 0.05  # share of inputs like the test images that is farther than 95 % of these
+EXPECTED_BEYOND_MEDIAN = 0.5  # farther than half of them
+MEDIAN_BIN = round(1 / DISTANCE_WIDTH)  # the first bin of distances beyond the median
+Z = 3.090232  # 99.9 % quantile of the standard normal distribution
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """The inputs that one task of one model answered on one day.
+
+    Attributes:
+        day: In UTC, as 2026-11-27.
+        model: sha256 of the model.
+        task: "" for inputs that the method gave to no task.
+        inputs: Number of images.
+        share: Of the inputs of all tasks of that day and model.
+        picked: Share of `inputs` whose request did not name the task.
+        confidence: Mean probability of the predicted class.
+        unsure: Share of `inputs` whose predicted class has a probability below 0.5.
+        classes: Number of images by predicted class.
+        measured: Images whose distance was measured.
+        far: Of these, images farther from every class mean than 95 % of the test images.
+        beyond_median: Of these, images farther than half of the test images.
+        distance: Median distance, in median distances of the test images; None if `measured` is 0.
+        finding: How the inputs differ from the test images, as a sentence; "" if they do not.
+    """
+
+    day: str
+    model: str
+    task: str
+    inputs: int
+    share: float
+    picked: float
+    confidence: float
+    unsure: float
+    classes: dict[str, int]
+    measured: int
+    far: int
+    beyond_median: int
+    distance: float | None
+    finding: str
+
+
+@dataclass(frozen=True)
+class InputReport:
+    """The inputs of a model folder.
+
+    Attributes:
+        model: sha256 of the model that the folder has now.
+        rows: By day, model and task.
+        findings: A sentence for each row that differs.
+        notes: Sentences on what is unknown, and why.
+    """
+
+    model: str
+    rows: list[InputRow]
+    findings: list[str]
+    notes: list[str]
+
+
+def exceeds(expected: float, count: int, measured: int, test_images: int) -> bool:
+    """Return whether more inputs lie beyond a distance than chance explains.
+
+    The lower Wilson bound of their share (Wilson 1927, equation 2) must exceed the expected share
+    plus its standard error, because the distance was estimated on few test images. Both bounds are
+    one-sided at 99.9 %.
+
+    Args:
+        expected: Share of test images beyond the distance.
+        count: Number of inputs beyond it.
+        measured: Number of measured inputs; below `MIN_INPUTS` the answer is False.
+        test_images: Number of test images that the distance was estimated on.
+    """
+    if measured < MIN_INPUTS or not test_images:
+        return False
+    share, z2 = count / measured, Z * Z / measured
+    spread = Z * math.sqrt(share * (1 - share) / measured + z2 / (4 * measured))
+    low = (share + z2 / 2 - spread) / (1 + z2)
+    return low > expected + Z * math.sqrt(expected * (1 - expected) / test_images)
+
+
+def find_median(histogram: list[int], width: float) -> float | None:
+    """Return the median of a histogram from 0 with bins of equal width; None if it is empty.
+
+    It is interpolated within its bin. In the last bin, which has no upper end, it is its lower end.
+    """
+    half = sum(histogram) / 2
+    if not half:
+        return None
+    before = 0
+    for index, count in enumerate(histogram[:-1]):
+        if before + count >= half:
+            return width * (index + (half - before) / count)
+        before += count
+    return width * (len(histogram) - 1)
+
+
+def read_inputs(folder: str) -> InputReport:
+    """Read what was counted of the inputs of a model folder.
+
+    Args:
+        folder: The path of the folder.
+
+    Raises:
+        UserError: If it is not on a disk, or no model folder.
+    """
+    body = read_model(folder)
+    if not is_local(folder):
+        raise UserError(
+            f"{folder} is not on a disk, and inputs are counted on disks only; serve a copy of the "
+            "folder on a disk, and name that one"
+        )
+    files, damaged = read_counts(os.path.join(resolve(folder)[1], INPUTS))
+    rows: list[InputRow] = []
+    for counts in sum_days(files.values()):
+        for model, tasks in counts.models.items():
+            total = sum(task.inputs for task in tasks.values())
+            for name, task in tasks.items():
+                rows.append(_make_row(counts.day.isoformat(), model, name, task, total))
+    notes = []
+    if damaged:
+        notes.append(f"not counted, because they cannot be read: {', '.join(damaged)[:200]}")
+    if not rows:
+        notes.append(
+            f"no inputs were counted in {folder}; `accrete predict` and `accrete serve` count them "
+            "unless --no-record is given"
+        )
+    notes += _explain_unmeasured(folder, rows)
+    findings = [row.finding for row in rows if row.finding]
+    return InputReport(str(body["sha256"]), rows, findings, notes)
+
+
+def _make_row(day: str, model: str, name: str, task: TaskCounts, total: int) -> InputRow:
+    inputs = max(task.inputs, 1)  # a file may have distances alone
+    beyond_median = sum(task.distances[MEDIAN_BIN:])
+    return InputRow(
+        day=day,
+        model=model,
+        task=name,
+        inputs=task.inputs,
+        share=task.inputs / max(total, 1),
+        picked=task.picked / inputs,
+        confidence=task.confidence_sum / inputs,
+        unsure=sum(task.confidence[: CONFIDENCE_BINS // 2]) / inputs,
+        classes=dict(sorted(task.classes.items())),
+        measured=task.measured,
+        far=task.far,
+        beyond_median=beyond_median,
+        distance=find_median(task.distances, DISTANCE_WIDTH),
+        finding=_describe_shift(day, name, task, beyond_median),
+    )
+
+
+def _explain_unmeasured(folder: str, rows: list[InputRow]) -> list[str]:
+    """Return a sentence for each task of which no distance was measured."""
+    measured = {row.task for row in rows if row.measured}
+    unmeasured = [name for name in {row.task: None for row in rows} if name not in measured]
+    if not unmeasured:
+        return []
+    from workers.serving.bundle import Bundle  # imports torch
+    from workers.serving.reference import load_reference
+
+    try:
+        missing: Mapping[str, str] = load_reference(Bundle.open(folder)).missing
+    except UserError as error:
+        missing = dict.fromkeys(unmeasured, str(error))
+    names_by_reason: dict[str, list[str]] = {}
+    for name in unmeasured:
+        reason = missing.get(name, "none was measured yet")
+        names_by_reason.setdefault(reason, []).append(name or "(none)")
+    sentences = []
+    for reason, names in names_by_reason.items():
+        noun = "task" if len(names) == 1 else "tasks"
+        sentences.append(f"distances of {noun} {', '.join(names)} are unknown: {reason}")
+    return sentences
+
+
+def _describe_shift(day: str, name: str, task: TaskCounts, beyond_median: int) -> str:
+    """Return how inputs differ from the test images, as a sentence; "" if they do not."""
+    for expected, count, limit in (
+        (EXPECTED_FAR, task.far, "95 %"),
+        (EXPECTED_BEYOND_MEDIAN, beyond_median, "half"),
+    ):
+        if exceeds(expected, count, task.measured, task.test_images):
+            return (
+                f"task {name}: {100 * count / task.measured:.0f} % of {task.measured} inputs on "
+                f"{day} lie farther from every class than {limit} of its test images "
+                f"({100 * expected:.0f} % expected); look at them, and add images like them to "
+                "the data of the task"
+            )
+    return ""
+
+
+def write_report(report: InputReport, file: str) -> None:
+    """Write the report as JSON. Raises `UserError` if the file cannot be written."""
+    write_named("--json", file, json.dumps(asdict(report), indent=1).encode())

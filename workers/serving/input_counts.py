@@ -1,0 +1,240 @@
+"""Counts of the inputs that a model folder answered, by day, in the folder's `inputs/`.
+
+A process writes one file for each day (UTC), `DAY-ID.json`, and replaces it whole. The files hold
+counts, histograms and sums, from which no image can be rebuilt. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import UTC, date, datetime, timedelta
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from workers.storage.artifact import is_leftover, is_local, make_dirs, resolve, write_bytes
+from workers.storage.lock import file_lock
+
+INPUTS, LOCK = "inputs", ".lock"
+FILE = re.compile(r"\d{4}-\d\d-\d\d-[0-9a-f]{8}\.json")
+MAX_FILE_BYTES = 16 << 20
+OPEN_DAYS = 2  # files of older days are final: their processes wrote them soon after midnight
+CONFIDENCE_BINS = 10  # of equal width in [0, 1]
+DISTANCE_BINS = 41  # of width DISTANCE_WIDTH from 0; the last one has all larger distances
+DISTANCE_WIDTH = 0.1  # in median distances of test images
+
+Name = Annotated[str, Field(pattern=r"^[^\pC]{0,200}$")]  # goes to terminals
+FileName = Annotated[str, Field(pattern=rf"^{FILE.pattern}$")]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Confidences = Annotated[
+    list[NonNegativeInt], Field(min_length=CONFIDENCE_BINS, max_length=CONFIDENCE_BINS)
+]
+Distances = Annotated[
+    list[NonNegativeInt], Field(min_length=DISTANCE_BINS, max_length=DISTANCE_BINS)
+]
+
+
+class Counts(BaseModel):
+    """Base of what a file holds: unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class TaskCounts(Counts):
+    """The inputs that one task answered.
+
+    Attributes:
+        inputs: Number of images.
+        picked: Of these, images whose request did not name the task.
+        classes: Number of images by predicted class.
+        confidence: Histogram of the probability of the predicted class.
+        confidence_sum: Sum of these probabilities.
+        measured: Images whose distance to the class means was measured.
+        far: Of these, images farther from every class mean than 95 % of the test images.
+        distances: Histogram of the distance in median distances of the test images.
+        test_images: Number of test images that distances were compared with; 0: none measured.
+    """
+
+    inputs: NonNegativeInt = 0
+    picked: NonNegativeInt = 0
+    classes: dict[Name, NonNegativeInt] = Field(default_factory=dict)
+    confidence: Confidences = Field(default_factory=lambda: [0] * CONFIDENCE_BINS)
+    confidence_sum: float = Field(0.0, ge=0.0)
+    measured: NonNegativeInt = 0
+    far: NonNegativeInt = 0
+    distances: Distances = Field(default_factory=lambda: [0] * DISTANCE_BINS)
+    test_images: NonNegativeInt = 0
+
+    def add_answer(self, class_: str, probability: float, is_picked: bool) -> None:
+        """Count one image. probability: of the predicted class, in [0, 1]."""
+        self.inputs += 1
+        self.picked += is_picked
+        self.classes[class_] = self.classes.get(class_, 0) + 1
+        self.confidence[min(int(probability * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)] += 1
+        self.confidence_sum += probability
+
+    def add_distance(self, distance: float, is_far: bool) -> None:
+        """Count one measured image. distance: in median distances of the test images."""
+        self.measured += 1
+        self.far += is_far
+        self.distances[min(int(distance / DISTANCE_WIDTH), DISTANCE_BINS - 1)] += 1
+
+    def add_counts(self, other: TaskCounts) -> None:
+        """Add the counts of another process."""
+        for name in ("inputs", "picked", "confidence_sum", "measured", "far"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.classes = dict(Counter(self.classes) + Counter(other.classes))
+        for name in ("confidence", "distances"):
+            pairs = zip(getattr(self, name), getattr(other, name), strict=True)
+            setattr(self, name, [a + b for a, b in pairs])
+        self.test_images = max(self.test_images, other.test_images)
+
+
+class DayCounts(Counts):
+    """The content of a file.
+
+    Attributes:
+        format: Version of this schema.
+        day: In UTC.
+        parts: Files whose counts are in this one. They are ignored where they are still there.
+        models: sha256 of the model that answered -> task -> counts.
+    """
+
+    format: Literal[1] = 1
+    day: date
+    parts: list[FileName] = Field(default_factory=list)
+    models: dict[Digest, dict[Name, TaskCounts]] = Field(default_factory=dict)
+
+    def task(self, model: str, name: str) -> TaskCounts:
+        """Return the counts of a task, which are made if there are none yet."""
+        return self.models.setdefault(model, {}).setdefault(name, TaskCounts())
+
+    def add_counts(self, other: DayCounts) -> None:
+        """Add the counts of another file of the same day."""
+        for model, tasks in other.models.items():
+            for name, counts in tasks.items():
+                self.task(model, name).add_counts(counts)
+
+
+def utc_day() -> date:
+    """Return the day that it is now, in UTC."""
+    return datetime.now(UTC).date()
+
+
+def find_obstacle(model_uri: str) -> str:
+    """Return why no inputs of a model can be counted, as a part of a sentence; "" if they can."""
+    if not is_local(model_uri):
+        return f"{model_uri} is not on a disk"
+    model = resolve(model_uri)[1]
+    if not os.path.isdir(model):
+        return f"this machine has no folder {model}"
+    folder = os.path.join(model, INPUTS)
+    probe = os.path.join(folder, f".{uuid.uuid4().hex[:8]}.part")
+    try:
+        make_dirs(folder)
+        with open(probe, "wb"):
+            pass
+        os.unlink(probe)
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror or error})"
+    return ""
+
+
+def new_file(folder: str, day: date) -> str:
+    """Return a path for the counts of one process. folder: `inputs/` of a model folder."""
+    return os.path.join(folder, f"{day.isoformat()}-{uuid.uuid4().hex[:8]}.json")
+
+
+def write_counts(path: str, counts: DayCounts) -> None:
+    """Write a file, or replace it whole. Raises `OSError`, also if its folder was removed."""
+    os.stat(os.path.dirname(path))
+    write_bytes(path, json.dumps(counts.model_dump(mode="json"), sort_keys=True).encode())
+
+
+def read_counts(folder: str) -> tuple[dict[str, DayCounts], list[str]]:
+    """Read all files below `inputs/` of a model folder.
+
+    Returns:
+        The valid files by name, without those whose counts are in another one; and the names of
+        files that cannot be read.
+    """
+    valid: dict[str, DayCounts] = {}
+    damaged: list[str] = []
+    for name in _list_names(folder):
+        try:
+            path = os.path.join(folder, name)
+            if os.path.getsize(path) > MAX_FILE_BYTES:
+                raise ValueError
+            with open(path, "rb") as stream:
+                valid[name] = DayCounts.model_validate_json(stream.read())
+        except FileNotFoundError:  # merged by another process just now
+            continue
+        except (OSError, ValueError, ValidationError):
+            damaged.append(name)
+    merged = {part for counts in valid.values() for part in counts.parts}
+    return {name: counts for name, counts in valid.items() if name not in merged}, damaged
+
+
+def sum_days(files: Iterable[DayCounts]) -> list[DayCounts]:
+    """Return the counts of each day in one object, in the order of days."""
+    days: dict[date, DayCounts] = {}
+    for counts in files:
+        days.setdefault(counts.day, DayCounts(day=counts.day)).add_counts(counts)
+    return [days[day] for day in sorted(days)]
+
+
+def merge_files(folder: str, today: date) -> None:
+    """Merge the files of each day that is over into one, so that restarts do not pile up files.
+
+    A kill at any moment loses and doubles nothing: the merged file names its parts, and readers
+    ignore them until they are deleted.
+
+    Args:
+        folder: `inputs/` of a model folder.
+        today: In UTC. The files of this day and of the day before are left as they are.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    last_day = (today - timedelta(days=OPEN_DAYS)).isoformat()
+    with file_lock(os.path.join(folder, LOCK)):
+        for name in os.listdir(folder):
+            if name.endswith(".part") and is_leftover(name):  # of a process that was killed
+                _delete(folder, [name])
+        names_by_day: dict[str, list[str]] = defaultdict(list)
+        for name in _list_names(folder):
+            day = name[: len(last_day)]
+            if day <= last_day:
+                names_by_day[day].append(name)
+        if all(len(names) == 1 for names in names_by_day.values()):
+            return
+        valid, damaged = read_counts(folder)
+        for day, names in names_by_day.items():
+            parts = [name for name in names if name in valid]
+            superseded = set(names) - set(parts) - set(damaged)
+            if len(parts) > 1:
+                merged = sum_days(valid[name] for name in parts)[0]
+                merged.parts = parts
+                write_counts(new_file(folder, date.fromisoformat(day)), merged)
+                superseded |= set(parts)
+            _delete(folder, superseded)
+
+
+def _list_names(folder: str) -> list[str]:
+    """Return the names of files of counts in a folder, sorted; none if it does not exist."""
+    try:
+        return sorted(name for name in os.listdir(folder) if FILE.fullmatch(name))
+    except OSError:
+        return []
+
+
+def _delete(folder: str, names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))

@@ -1,0 +1,208 @@
+"""Counts the inputs of a predictor in its model folder, from a thread.
+
+An answer costs a few additions. Distances need a second forward pass, which the thread does for as
+many batches as a share of its time allows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from workers.errors import UserError
+from workers.serving.input_counts import (
+    INPUTS,
+    DayCounts,
+    merge_files,
+    new_file,
+    utc_day,
+    write_counts,
+)
+from workers.serving.reference import Reference, load_reference
+from workers.serving.server import Answer, Predictor
+from workers.storage.artifact import resolve
+
+WRITE_S = 5.0  # between two writes; a kill loses at most the counts of this time
+SERVER_SHARE = 0.05  # of a server's time that may go into distances
+
+logger = logging.getLogger(__name__)
+
+
+class MeasuredBatch(NamedTuple):
+    """Answered images whose distances are to be measured. pixels: uint8 (n, 3, S, S)."""
+
+    pixels: NDArray[Any]
+    tasks: list[str]
+    day: date
+
+
+class Recorder:
+    """Counts the answers of a predictor; see `input_counts`.
+
+    Args:
+        predictor: Whose answers are counted, until `close`.
+        model_uri: The model folder, on a disk.
+        share: Share of time that may go into distances. 1: every image is measured, and answers
+            wait for it.
+        today: Returns the day in UTC.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        model_uri: str,
+        share: float = SERVER_SHARE,
+        today: Callable[[], date] = utc_day,
+    ):
+        self.predictor = predictor
+        self.folder = os.path.join(resolve(model_uri)[1], INPUTS)
+        self.share = share
+        self.today = today
+        self.model = str(predictor.bundle.body["sha256"])
+        self.reference = Reference({}, {})
+        self.days: dict[date, DayCounts] = {}
+        self.paths: dict[date, str] = {}  # of the file of each day
+        self.lock = threading.Lock()  # of the counts
+        self.is_changed = False
+        self.has_failed = False
+        self.rest_until = 0.0  # monotonic time before which no batch is measured
+        self.batches: queue.Queue[MeasuredBatch | None] = queue.Queue(1)
+        try:
+            self.reference = load_reference(predictor.bundle)
+        except UserError as error:
+            logger.warning("distances of inputs are not measured: %s", error)
+        self.thread = threading.Thread(target=self._run, daemon=True, name="inputs")
+        self.thread.start()
+        predictor.on_answers = self.add
+
+    def add(
+        self, pixels: NDArray[Any], tasks: Sequence[str | None], answers: Sequence[Answer]
+    ) -> None:
+        """Count answers. pixels: uint8 (n, 3, S, S). tasks: as the request named them."""
+        day = self.today()
+        with self.lock:
+            counts = self.days.setdefault(day, DayCounts(day=day))
+            for task, answer in zip(tasks, answers, strict=True):
+                task_counts = counts.task(self.model, answer.task)
+                task_counts.add_answer(answer.class_, answer.probability, task is None)
+            self.is_changed = True
+        if not self.reference.tasks:
+            return
+        batch = MeasuredBatch(pixels, [answer.task for answer in answers], day)
+        if self.share >= 1:
+            self.batches.put(batch)
+        elif time.monotonic() >= self.rest_until:
+            with suppress(queue.Full):
+                self.batches.put_nowait(batch)
+
+    def close(self) -> None:
+        """Measure what waits, write all counts, and stop counting."""
+        self.predictor.on_answers = None
+        if self.thread.is_alive():
+            self.batches.put(None)
+            self.thread.join()
+
+    # ---- the thread ------------------------------------------------------------------------------
+    def _run(self) -> None:
+        self._merge()
+        next_write = time.monotonic() + WRITE_S
+        is_open = True
+        while is_open:
+            with suppress(queue.Empty):
+                batch = self.batches.get(timeout=max(0.0, next_write - time.monotonic()))
+                is_open = batch is not None
+                if batch is not None:
+                    self._measure(batch)
+            if time.monotonic() >= next_write:
+                self._write()
+                next_write = time.monotonic() + WRITE_S
+        self._write()
+
+    def _measure(self, batch: MeasuredBatch) -> None:
+        start = time.monotonic()
+        for name in dict.fromkeys(batch.tasks):
+            reference = self.reference.tasks.get(name)
+            if reference is None:
+                continue
+            rows = [row for row, task in enumerate(batch.tasks) if task == name]
+            try:
+                features = self.predictor.features(batch.pixels[rows], name)
+                distances = reference.distances(features).tolist()
+            except Exception as error:  # requests are answered whatever is wrong here
+                logger.warning("distances of inputs are not measured: %s", error)
+                self.reference = Reference({}, {})
+                return
+            with self.lock:
+                day_counts = self.days.setdefault(batch.day, DayCounts(day=batch.day))
+                counts = day_counts.task(self.model, name)
+                counts.test_images = reference.test_images
+                for distance in distances:
+                    counts.add_distance(distance, distance > reference.far)
+                self.is_changed = True
+        now = time.monotonic()
+        self.rest_until = now + (now - start) * (1 / self.share - 1)
+
+    def _write(self) -> None:
+        """Write the days that changed. Days that are over are then forgotten."""
+        with self.lock:
+            if not self.is_changed:
+                return
+            self.is_changed = False
+            days = {day: counts.model_copy(deep=True) for day, counts in self.days.items()}
+        today = self.today()
+        try:
+            for day, counts in days.items():
+                write_counts(self.paths.setdefault(day, new_file(self.folder, day)), counts)
+        except OSError as error:
+            self._fail(error)
+            self.is_changed = True
+            return
+        over = [day for day in days if day < today]
+        if over and not self._forget(over, days):
+            self._merge()
+
+    def _forget(self, over: Sequence[date], written: dict[date, DayCounts]) -> bool:
+        """Drop days that are over and written whole. Returns whether a count came meanwhile."""
+        with self.lock:
+            has_changed = any(self.days[day] != written[day] for day in over)
+            if not has_changed:
+                for day in over:
+                    del self.days[day], self.paths[day]  # a late count goes into a new file
+        return has_changed
+
+    def _merge(self) -> None:
+        try:
+            merge_files(self.folder, self.today())
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        """Say once that the folder cannot be written; serving goes on."""
+        if not self.has_failed:
+            self.has_failed = True
+            logger.warning("inputs are not counted: %s: %s", self.folder, error.strerror or error)
+
+
+@contextmanager
+def recording(predictor: Predictor, model_uri: str) -> Iterator[None]:
+    """Inside, count and measure every answer of a predictor.
+
+    model_uri: a model folder that `find_obstacle` accepts; "": count nothing.
+    """
+    if not model_uri:
+        yield
+        return
+    recorder = Recorder(predictor, model_uri, share=1.0)
+    try:
+        yield
+    finally:
+        recorder.close()

@@ -137,9 +137,9 @@ def read_inputs(folder: str) -> InputReport:
     files, damaged = read_counts(os.path.join(resolve(folder)[1], INPUTS))
     rows: list[InputRow] = []
     for counts in sum_days(files.values()):
-        for model, tasks in counts.models.items():
+        for model, tasks in sorted(counts.models.items()):
             total = sum(task.inputs for task in tasks.values())
-            for name, task in tasks.items():
+            for name, task in sorted(tasks.items()):
                 rows.append(_make_row(counts.day.isoformat(), model, name, task, total))
     notes = []
     if damaged:

@@ -34,6 +34,9 @@ from pipeline.serving.client import Client
 from pipeline.serving.http_server import Bounds
 from tests.several_nodes import nodes_up, wait_for
 from workers.serving import single_tasks
+from workers.serving.bundle import Bundle
+from workers.serving.input_counts import read_counts
+from workers.serving.reference import with_reference
 
 PATIENCE_S = 300.0
 MANY = 32  # requests at a time, of which one replica is to have at most half
@@ -137,6 +140,22 @@ def test_without_a_replica_a_request_is_refused_at_once_and_answered_by_the_next
             assert time.monotonic() < deadline, statuses
     assert set(statuses) <= {200, 503}
     assert statuses[503] < Bounds.answer_s / 3
+
+
+@pytest.mark.slow
+def test_replicas_count_every_input_until_they_end(run: Finished, tmp_path: Path) -> None:
+    folder = str(tmp_path / "model")
+    with_reference(run.bundle).write(folder)
+    images = run.images("three")[0][:5]
+    with server(folder, "--replicas", "2") as (url, _):
+        for _ in range(30):
+            Client(url).predict(images, "three")
+    files, damaged = read_counts(f"{folder}/inputs")
+    assert damaged == []
+    model = str(Bundle.open(folder).body["sha256"])
+    counts = [file.models[model]["three"] for file in files.values()]
+    assert sum(task.inputs for task in counts) == 150
+    assert 0 < sum(task.measured for task in counts) <= 150
 
 
 def ask(url: str, body: bytes) -> tuple[int, bytes]:

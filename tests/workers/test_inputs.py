@@ -319,7 +319,7 @@ def test_a_kill_while_merging_counts_nothing_twice(
         delete(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(input_counts.os, "unlink", unlink)
+        patch.setattr(os, "unlink", unlink)
         with pytest.raises(KeyboardInterrupt):
             input_counts.merge_files(str(folder), DAY)
     assert read_total(str(tmp_path)).inputs == 12

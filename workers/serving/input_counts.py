@@ -207,23 +207,21 @@ def merge_files(folder: str, today: date) -> None:
         for name in os.listdir(folder):
             if name.endswith(".part") and is_leftover(name):  # of a process that was killed
                 _delete(folder, [name])
-        names_by_day: dict[str, list[str]] = defaultdict(list)
-        for name in _list_names(folder):
-            day = name[: len(last_day)]
-            if day <= last_day:
-                names_by_day[day].append(name)
-        if all(len(names) == 1 for names in names_by_day.values()):
+        days = Counter(name[: len(last_day)] for name in _list_names(folder))
+        if not any(day <= last_day and count > 1 for day, count in days.items()):
             return
         valid, damaged = read_counts(folder)
-        for day, names in names_by_day.items():
-            parts = [name for name in names if name in valid]
-            superseded = set(names) - set(parts) - set(damaged)
-            if len(parts) > 1:
+        names_by_day: dict[date, list[str]] = defaultdict(list)
+        for name, counts in valid.items():
+            names_by_day[counts.day].append(name)
+        superseded = {*_list_names(folder)} - valid.keys() - {*damaged}
+        for day, parts in names_by_day.items():
+            if day.isoformat() <= last_day and len(parts) > 1:
                 merged = sum_days(valid[name] for name in parts)[0]
                 merged.parts = parts
-                write_counts(new_file(folder, date.fromisoformat(day)), merged)
-                superseded |= set(parts)
-            _delete(folder, superseded)
+                write_counts(new_file(folder, day), merged)
+                superseded |= {*parts}
+        _delete(folder, superseded)
 
 
 def _list_names(folder: str) -> list[str]:

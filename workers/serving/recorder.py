@@ -99,7 +99,7 @@ class Recorder:
             return
         batch = MeasuredBatch(pixels, [answer.task for answer in answers], day)
         if self.share >= 1:
-            self.batches.put(batch)
+            self._put(batch)
         elif time.monotonic() >= self.rest_until:
             with suppress(queue.Full):
                 self.batches.put_nowait(batch)
@@ -107,9 +107,15 @@ class Recorder:
     def close(self) -> None:
         """Measure what waits, write all counts, and stop counting."""
         self.predictor.on_answers = None
-        if self.thread.is_alive():
-            self.batches.put(None)
-            self.thread.join()
+        self._put(None)
+        self.thread.join()
+
+    def _put(self, batch: MeasuredBatch | None) -> None:
+        """Give the thread a batch, or its end, as soon as it has room."""
+        while self.thread.is_alive():
+            with suppress(queue.Full):
+                self.batches.put(batch, timeout=1.0)
+                return
 
     # ---- the thread ------------------------------------------------------------------------------
     def _run(self) -> None:

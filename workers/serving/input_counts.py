@@ -210,11 +210,11 @@ def merge_files(folder: str, today: date) -> None:
         days = Counter(name[: len(last_day)] for name in _list_names(folder))
         if not any(day <= last_day and count > 1 for day, count in days.items()):
             return
-        valid, damaged = read_counts(folder)
+        valid, _ = read_counts(folder)
         names_by_day: dict[date, list[str]] = defaultdict(list)
         for name, counts in valid.items():
             names_by_day[counts.day].append(name)
-        superseded = {*_list_names(folder)} - valid.keys() - {*damaged}
+        superseded = {part for counts in valid.values() for part in counts.parts}
         for day, parts in names_by_day.items():
             if day.isoformat() <= last_day and len(parts) > 1:
                 merged = sum_days(valid[name] for name in parts)[0]

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from PIL import Image
 
 import pipeline
 from pipeline import app, cli
-from pipeline.data import packs
+from pipeline.data.image_checks import check_image
 from workers.storage.artifact import Artifact, content_digest
 
 SCENARIOS = {"meat": "task", "lora": "task", "linear": "task", "icarl": "class", "ewc": "task"}
@@ -194,19 +194,8 @@ def is_digit(path: Path, digit: int) -> bool:
 @contextlib.contextmanager
 def counting_decodes() -> Iterator[Callable[[], int]]:
     """Inside, count the images that ingest decodes in this process."""
-    count = 0
-    check_image = packs.check_image
-
-    def counting(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        return check_image(*args)
-
-    packs.check_image = counting
-    try:
-        yield lambda: count
-    finally:
-        packs.check_image = check_image
+    with mock.patch("pipeline.data.packs.check_image", wraps=check_image) as counting:
+        yield lambda: counting.call_count
 
 
 def call(words: Sequence[str]) -> str:

@@ -19,7 +19,8 @@ from workers.evaluate import in_order, logits_of, result
 from workers.job import StageJob, Task
 from workers.methods.base import Method
 from workers.serving.bundle import Bundle
-from workers.serving.model_file import BACKBONE, MODEL, state_file, without_places
+from workers.serving.model_file import BACKBONE, MODEL, REFERENCE, state_file, without_places
+from workers.serving.reference import with_reference
 from workers.serving.versions import publish
 from workers.storage.artifact import delete_dir, exists, is_local, join
 
@@ -79,18 +80,20 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> st
                 f"accuracy on their test images ({listed}); the run is finished, and "
                 f"`--max-drop {max(worse.values()) + 0.1:.1f}` publishes it"
             )
-        number = publish(uri, new)
+        number = publish(uri, with_reference(new))
     else:
         number = 1
-        _write_new(new, uri)
+        _write_new(with_reference(new), uri)
     tasks = ", ".join(task.name for task in new.tasks)
     return f"{model}: version {number} serves {tasks}"
 
 
 def _list_contents(bundle: Bundle) -> dict[str, Any]:
-    """Return what a model folder holds, without when and where it was made."""
+    """Return what a model folder serves, without when and where it was made."""
     body = without_places(bundle.body)
-    return {name: value for name, value in body.items() if name not in ("provenance", "sha256")}
+    files = {name: info for name, info in body["files"].items() if name != REFERENCE}
+    rest = {name: value for name, value in body.items() if name not in ("provenance", "sha256")}
+    return rest | {"files": files}
 
 
 def _write_new(bundle: Bundle, uri: str) -> None:

@@ -18,8 +18,8 @@ import torch
 from serving import Finished, finished
 
 from workers.errors import UserError
-from workers.serving import input_counts, recorder
-from workers.serving.bundle import Bundle, export_task, import_task
+from workers.serving import input_counts, recorder, single_tasks
+from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
 from workers.serving.input_counts import DayCounts, TaskCounts
 from workers.serving.model_file import REFERENCE
@@ -116,7 +116,9 @@ def test_folders_without_a_reference_and_imported_tasks_say_why(runs: Any, model
     task = run.names[0]
     body = json.loads(Path(model, "model.json").read_text())
     assert REFERENCE in body["files"]
-    import_task(model, export_task(Bundle.open(model), task), "task", replace=True)
+    single_tasks.import_task(
+        model, single_tasks.export_task(Bundle.open(model), task), "task", replace=True
+    )
     assert load_reference(Bundle.open(model)).missing == {}, "it is the same state"
     other = Path(model, REFERENCE).read_bytes()
     state = body["files"][f"tasks/{task}.safetensors"]["sha256"]

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from workers.data import accelerator
 from workers.data.rows import SampleTable, select
 from workers.errors import UserError
 from workers.serving.bundle import Bundle
@@ -98,7 +99,7 @@ def with_reference(bundle: Bundle) -> Bundle:
     """
     if bundle.job is None:
         return bundle
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator.make_device(float(accelerator.is_available()))
     predictor = Predictor(bundle, device=device)
     tensors: dict[str, Tensor] = {}
     about: dict[str, dict[str, Any]] = {}

@@ -209,8 +209,8 @@ def _describe_shift(day: str, name: str, task: TaskCounts, beyond_median: int) -
             return (
                 f"task {name}: {100 * count / task.measured:.0f} % of {task.measured} inputs on "
                 f"{day} lie farther from every class than {limit} of its test images "
-                f"({100 * expected:.0f} % expected); look at them, and add images like them to "
-                "the data of the task"
+                f"({100 * expected:.0f} % expected); look at them, and add images like them: "
+                "`accrete add CONFIG DATA`"
             )
     return ""
 

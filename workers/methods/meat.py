@@ -31,7 +31,9 @@ from workers.model.sites import Sites, sites_of
 from workers.rng import StepRng
 from workers.storage.taskstate import Carried, TaskState
 
-# at keep probability .9997 the gradients of mask logits are far below Adam's usual 1e-8
+# At keep probability .9997 the gradients of mask logits are far below Adam's usual 1e-8. Measured
+# on two tasks of photographs, two seeds: 81.1 % against 81.0 % with 1e-8, and another rounding
+# changes as many bits of the masks (1.8 % against 1.3 %).
 ADAM_EPS = 1e-15
 
 

@@ -85,7 +85,7 @@ def plan(
     """The graph of a case on a device, above a storage that all cases share."""
     settings = dict(SETTINGS.get(case.method, {}))
     if "memory" in METHODS[case.method].Settings.model_fields:
-        settings["memory"] = MEMORY
+        settings |= {"memory": MEMORY, "per_class": 0}
     tasks = []
     for name, (start, end) in TASKS.items():
         role = "base" if name == "base" and case.method not in WITHOUT_BASE else "task"

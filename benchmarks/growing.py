@@ -171,6 +171,16 @@ class Story:
         """Return the tasks that the model folder serves."""
         return pipeline.open_model(self.model).tasks
 
+    def classes(self, task: str) -> tuple[str, ...]:
+        """Return the classes of a task that the model folder serves."""
+        return pipeline.open_model(self.model).classes(task)
+
+    def attempts(self) -> dict[str, str]:
+        """Return stage -> its published result, of the run as it was recorded last."""
+        if not (self.folder / "storage").exists():
+            return {}
+        return {name: artifact.uri("") for name, artifact in read_artifacts(self.config).items()}
+
     def _measure(self, config: Path, commands: Sequence[Sequence[str]]) -> Cost:
         storage = self.folder / ("storage" if config == self.config else "scratch")
         before = set(storage.glob("stages/*/*/"))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks import gpu, gpu_pool, gpu_speed
+from benchmarks import gpu, gpu_cases, gpu_pool, gpu_speed
 from workers.methods import METHODS
 from workers.methods.linear import Linear
 
@@ -91,6 +91,12 @@ def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset() -> None:
     )
     masks = rows["meat", "task", "fp32"]["masks"]  # rounding decides where a gradient is nearly 0
     assert masks.startswith("= ") or float(masks) < 1e-3
+
+
+def test_the_config_of_every_case_is_valid(tmp_path: Path) -> None:
+    setup = gpu_cases.prepare(tmp_path, "cpu")
+    for case in gpu.cases_of([*METHODS]):
+        gpu_cases.plan(setup, case, "storage", torch.device("cpu"))
 
 
 def test_without_a_gpu_it_says_so_in_one_sentence(

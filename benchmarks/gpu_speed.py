@@ -1,9 +1,9 @@
 """Speed on a GPU: `python -m benchmarks.gpu --speed`, for at most 5 minutes on one GPU.
 
 Training steps of every method at its first and third task beside hand-written loops, the feed by
-loader processes, DyTox with 1, 10 and 50 task tokens, MEAT inference. Every row is written to
-`--out` when it is measured, and rows that stand there are not measured again, so that a run that
-was cut off goes on. `--device cpu` rehearses all of it with small sizes.
+loader processes, DyTox with 1, 10 and 50 task tokens, MEAT inference, requests of two tasks. Every
+row is written to `--out` when it is measured, and rows that stand there are not measured again, so
+that a run that was cut off goes on. `--device cpu` rehearses all of it with small sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 from torch import Tensor, nn
@@ -30,12 +31,16 @@ from benchmarks import dytox, stream
 from benchmarks.meat_inference import meat
 from benchmarks.methods import CLASSES, Conditions, Training
 from pipeline.console import table_text
+from pipeline.graph.run import look_up_all, run_graph
+from pipeline.launch.local import LocalExecutor
+from pipeline.results.bundles import bundle_of
 from workers.data import accelerator, loaders
 from workers.data.feed import Feed
 from workers.dist import Group
 from workers.job import BackboneSettings
 from workers.methods import METHODS
 from workers.model import vit
+from workers.serving.server import Predictor
 
 LIMIT_S = 290.0
 START_TIMEOUT_S = 60.0
@@ -188,6 +193,8 @@ def measure_all(bench: Bench, names: list[str]) -> None:
                 "MEAT inference", label, partial(inference_row, bench, settings, shared, precision)
             )
     with tempfile.TemporaryDirectory(prefix="accrete-speed-") as folder:
+        served = Path(folder) / "served"
+        bench.measure("serving", "two tasks in a request", partial(serving_row, bench, served))
         for kept in (False, True):
             for count in bench.sizes.loaders:
                 label = f"{'kept decoded' if kept else 'streamed'}, {count} loaders"
@@ -328,6 +335,35 @@ def inference_row(bench: Bench, settings: BackboneSettings, shared: bool, precis
         for name, call in variants.items():
             row[f"{name}_images_s"] = bench.time(call, size)["images_s"]
     return row
+
+
+def serving_row(bench: Bench, folder: Path) -> Row:
+    """Time requests of JPEG files of two tasks under MEAT, decoding included, and how many arrays
+    of the same size a second are answered."""
+    side, size = bench.sizes.side, bench.sizes.inference_batch
+    card = stream.draw_images(folder, 4, 8, 4, sides=(side,), suffixes=(".jpg",))
+    gpus = int(accelerator.is_accelerator(bench.device))
+    store, graph, config = stream.plan(
+        folder / "storage",
+        card,
+        2,
+        methods={"meat": {}},
+        backbone={"name": bench.sizes.backbone, "img_size": side, "crop_pct": 1.0},
+        train={"epochs": 1, "batch_size": 8},
+        cluster={"workers": 0, "gpus_per_worker": gpus, "loader_workers": 0},
+    )
+    executor = LocalExecutor(store, config.cluster, lambda stage: {}, lambda event: None)
+    lookups = look_up_all(graph, store, None)
+    run_graph(graph, store, lambda todo: executor, retries=0, watchers=[], lookups=lookups)
+    predictor = Predictor(bundle_of(graph, store, "meat"), device=bench.device)
+    names = [predictor.tasks[row % 2].name for row in range(size)]
+    files = sorted(folder.glob("raw/**/*.jpg"))
+    encoded = [files[row % len(files)].read_bytes() for row in range(size)]
+    arrays = [np.zeros((side, side, 3), np.uint8)] * size
+    row = bench.time(lambda: predictor.predict(encoded, names), size)
+    return row | {
+        "arrays_s": bench.time(lambda: predictor.predict(arrays, names), size)["images_s"]
+    }
 
 
 def feed_row(bench: Bench, folder: Path, count: int, kept: bool) -> Row:

@@ -93,9 +93,7 @@ def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset() -> None:
     assert masks.startswith("= ") or float(masks) < 1e-3
 
 
-def test_the_config_of_every_case_is_valid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_config_of_every_case_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "graph_of", lambda *_: (None, []))  # the config is checked before
     setup = gpu_cases.prepare(tmp_path, "cpu")
     for case in gpu.cases_of([*METHODS]):
@@ -270,6 +268,7 @@ def test_speed_is_measured_row_by_row_and_goes_on(tmp_path: Path) -> None:
     assert steps.keys() == {"dytox, task 1", "dytox, task 3"}
     assert all(row["images_s"] > 0 and row["ms"] > 0 for row in steps.values())
     assert "kernels" in steps["dytox, task 1"]
+    assert next(row["images_s"] for row in rows if row["kind"] == "serving") > 0
     out.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:-1]))
     second = benchmark(*options)
     assert second.returncode == 0

@@ -18,6 +18,7 @@ from pipeline.data.formats.base import source_uri
 from pipeline.data.formats.folder import labelled_entries
 from pipeline.data.listing import HIDDEN, Entry
 from pipeline.data.names import counted, printable, suffix_of
+from pipeline.data.packs import LEFT_OUT
 from pipeline.data.splits import IGNORE, SPLITS
 from workers.data.in_place import urls_by_name
 from workers.errors import UserError
@@ -157,6 +158,9 @@ def build_account(
             used["table" if suffix_of(name) != ".tar" else "archive"] += 1
             continue
         reason = images.get(name, "")
+        if reason == LEFT_OUT:
+            not_read[LEFT_OUT] += 1
+            continue
         if reason is None:
             used["image"] += 1
             continue

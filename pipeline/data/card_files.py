@@ -19,8 +19,10 @@ from pipeline.data.names import nfc
 from pipeline.data.source_classes import Memory, labels_of_source
 from pipeline.yaml_files import expand, is_path_of_card, read_yaml
 from workers.errors import UserError, did_you_mean
+from workers.storage.regular_file import read_regular
 
 SEED = re.compile("[0-9]{1,9}")  # in place of the name of a class order: it permutes the classes
+MAX_LIST_BYTES = 256 << 20  # of a file that names images
 FROM_SOURCE = "from_source"  # in place of classes: they are those of the source
 
 
@@ -34,8 +36,7 @@ def load(name: str, memory: Memory | None = None) -> Card:
     body = read_yaml(path, "a card")
     takes_classes = body.get("classes") == FROM_SOURCE
     card = _validated(path, body)
-    if card.source.path:
-        card = _with_paths(card, path)
+    card = _with_files(card, path)
     if takes_classes:
         labels = labels_of_source(card, str(path), memory)
         card = card.model_copy(update={"classes": labels.classes})
@@ -69,12 +70,33 @@ def load_without_source(name: str) -> Card:
     `classes` is `from_source` alone where they come from there. Raise UserError as `load` does.
     """
     path = card_path(name)
-    card = _validated(path, read_yaml(path, "a card"))
-    return _with_paths(card, path)
+    return _with_files(_validated(path, read_yaml(path, "a card")), path)
 
 
-def _with_paths(card: Card, file: Path) -> Card:
-    """Return a card with the paths that its file names, see `_source_path`."""
+def without_images_path(file: str | Path, name: str) -> Path:
+    """Return the file of images to leave out that a card names. file: of the card."""
+    return Path(os.path.abspath(Path(file).parent / expand(name)))
+
+
+def read_image_lines(path: str | Path) -> list[str]:
+    """Return the lines of a file that names images, sorted, each once, in Unicode form NFC."""
+    text = read_regular(Path(path), MAX_LIST_BYTES).decode("utf-8", "replace")
+    lines = {nfc(line.strip()) for line in text.split("\n")}
+    return sorted(lines - {""})
+
+
+def _with_files(card: Card, file: Path) -> Card:
+    """Return a card with the paths that its file names, and with the images that it leaves out."""
+    if card.without_images:
+        listed = without_images_path(file, card.without_images)
+        if not listed.exists():
+            raise UserError(
+                f"{file}: without_images names {listed}, which does not exist; put the list of the "
+                "images to leave out back, or take the key out to use all images"
+            )
+        card = card.model_copy(update={"without_images": "\n".join(read_image_lines(listed))})
+    if not card.source.path:
+        return card
     more = tuple(
         folder.model_copy(update={"path": _source_path(file, folder.path)})
         for folder in card.source.more
@@ -125,6 +147,11 @@ def _check_classes(path: Path, card: Card) -> None:
             f"{path}: source.label is null, so that all images are of one class, "
             f"and {len(card.classes)} classes are listed; "
             "list one, such as `classes: [image]`, or name the label"
+        )
+    if not card.order():
+        raise UserError(
+            f"{path}: without_classes leaves out all of its classes; keep at least one, or take "
+            "the card out of the stream"
         )
     if card.num_classes not in (None, len(card.classes)):
         remedy = "mend the one or the other, or the folders of the source"

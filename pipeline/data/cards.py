@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.data.archives import Archive
+from pipeline.data.names import nfc
 from pipeline.data.splits import IGNORE, SPLITS, Part, Split
 from workers.job import Frozen, Neutral, key_inputs
 
@@ -250,6 +251,14 @@ class Card(Frozen):
         "byte is refused as corrupt: a few bytes that take much memory and time",
     )
     shard_images: int = Field(1000, gt=0, description="images per shard")
+    without_classes: Annotated[tuple[str, ...], Neutral(())] = Field(
+        (), description="classes of the source that are left out, with all of their images"
+    )
+    without_images: Annotated[str, Neutral("")] = Field(
+        "",
+        description="text file, from the folder of the card's file, that names images to leave "
+        "out, one a line: the path below the source, or the sha256 of the image",
+    )
     archive: Annotated[Archive | None, Neutral(None)] = Field(
         None, description="the official files, where a person fetches them by hand"
     )
@@ -260,10 +269,23 @@ class Card(Frozen):
     )
 
     def order(self) -> tuple[str, ...]:
-        """Return the classes in stream order: `order()[i]` is the name of class i."""
-        if self.class_order_seed is None:
-            return self.classes
-        return permuted(self.classes, self.class_order_seed)
+        """Return the classes in stream order: `order()[i]` is the name of class i.
+
+        Those that the card leaves out are not among them.
+        """
+        classes = self.classes
+        if self.class_order_seed is not None:
+            classes = permuted(classes, self.class_order_seed)
+        left_out = frozenset(map(nfc, self.without_classes))
+        return tuple(name for name in classes if nfc(name) not in left_out)
+
+    def images_left_out(self) -> frozenset[str]:
+        """Return the names and digests of the images that the card leaves out.
+
+        `card_files` puts the lines of the file in place of its name, so that they are part of the
+        identity of the card.
+        """
+        return frozenset(filter(None, self.without_images.split("\n")))
 
     def identity(self) -> str:
         """Return the hash of everything on the card that can change what ingest writes.

@@ -45,10 +45,12 @@ from pipeline.data.known_images import (
 from pipeline.data.listing import Entry
 from pipeline.data.packs import (
     TABLE_SUFFIX,
+    LEFT_OUT,
     DamagedPack,
     PackedImages,
     RawJob,
     UnitJob,
+    mark_left_out,
     name_of,
     raw_rows,
     read_table,
@@ -58,6 +60,7 @@ from pipeline.data.preview import PREVIEW, Picture, render_preview, sample_rows
 from pipeline.data.selection import (
     REJECTED,
     REJECTED_CSV,
+    divide_left_out,
     reason_counts,
     rejected_rows,
     select_rows,
@@ -151,7 +154,7 @@ def ingest(
         json.dumps([state, card.identity(), card.source.path, REVISION]).encode()
     ).hexdigest()
     file_bytes = sum(entry.size for entry in entries)
-    source_units = units(card, map_fn, entries)
+    source_units = mark_left_out(units(card, map_fn, entries), card)
     stamp_units(source_units, card, entries)
     known = KnownImages.open(root, previous, card)
     fields = {**extra, "fingerprint": fingerprint_of(state), "started": started}
@@ -212,7 +215,7 @@ def _write_artifact(
     attempt.name = _attempt_name(attempt.root, attempt.key, packs, plan)
     pictures = list(_pictures(card, sample_rows(contents.selected), packs))
     index = _write_all(contents.selected, card, attempt, packs, map_fn, report, known)
-    attempt.write(SOURCE, source_rows(rows, index))
+    attempt.write(SOURCE, source_rows(contents.rows, index))
     publish(attempt, index, contents, pictures, fields)
 
 
@@ -231,6 +234,7 @@ class Contents(NamedTuple):
 
     Attributes:
         card: Of the source.
+        rows: The rows of the source, without those that the card leaves out.
         selected: The rows to write.
         rejected: The rows that are listed.
         account: What became of every file.
@@ -238,6 +242,7 @@ class Contents(NamedTuple):
     """
 
     card: Card
+    rows: pa.Table
     selected: pa.Table
     rejected: pa.Table
     account: Account
@@ -258,11 +263,12 @@ def select_contents(
     Raises:
         UserError: If too much is bad, or the images are not those that the card promises.
     """
+    rows, left_out = divide_left_out(card, rows)
     raw_content_digest = digest_rows(rows["raw"].drop_null())
     selected, rejected, notes = select_rows(card, rows.drop_columns(["raw", "stamp"]))
     if known is not None:
         notes = [*notes, Changes.between(known.rows, rows).text()]
-    account = _account(card, entries, selected, rejected, notes)
+    account = _account(card, entries, selected, rejected, left_out, notes)
     account.check(card)
     counts = _counts_of(selected)
     content = digest_index(selected.rename_columns({"label": "class"}))
@@ -281,21 +287,32 @@ def select_contents(
         fields["range"] = list(card.source.range)
     if card.hold_out != "rank":
         fields["hold_out"] = card.hold_out
-    return Contents(card, selected, rejected, account, fields)
+    return Contents(card, rows, selected, rejected, account, fields)
 
 
 def _account(
-    card: Card, entries: list[Entry], selected: pa.Table, rejected: pa.Table, notes: list[str]
+    card: Card,
+    entries: list[Entry],
+    selected: pa.Table,
+    rejected: pa.Table,
+    left_out: pa.Table,
+    notes: list[str],
 ) -> Account:
-    """Return what became of every file, or of every image if files hold many."""
-    left_out = rejected.filter(pc.equal(rejected["kept"], "no"))
+    """Return what became of every file, or of every image if files hold many.
+
+    Images that the card leaves out are counted and not named.
+    """
+    not_kept = rejected.filter(pc.equal(rejected["kept"], "no"))
     if format_of(card).list_items is None:
-        counts = {"used": len(selected), **reason_counts(left_out)}
+        counts = {"used": len(selected), **reason_counts(not_kept)}
         counts.pop("other file", None)
+        if len(left_out):
+            counts[LEFT_OUT] = len(left_out)
         return build_account(card, entries, {}, notes, counts)
     images: dict[str, str | None] = dict(
-        zip(left_out["source"].to_pylist(), left_out["reason"].to_pylist(), strict=True)
+        zip(not_kept["source"].to_pylist(), not_kept["reason"].to_pylist(), strict=True)
     )
+    images |= dict.fromkeys(left_out["name"].to_pylist(), LEFT_OUT)
     images |= dict.fromkeys(selected["name"].to_pylist())
     return build_account(card, entries, images, notes)
 
@@ -433,7 +450,8 @@ def read_source(
 
 def raw_content(card: Card, map_fn: MapFn) -> str:
     """Return the digest of all images of a source as they are now; they are not decoded."""
-    parts = map_fn(raw_rows, [RawJob(unit, card) for unit in units(card, map_fn)])
+    all_units = mark_left_out(units(card, map_fn), card)
+    parts = map_fn(raw_rows, [RawJob(unit, card) for unit in all_units])
     return digest_rows(pa.chunked_array(parts, pa.large_binary()))
 
 

@@ -30,7 +30,7 @@ from pipeline.data.formats.base import (
     read_items,
 )
 from pipeline.data.listing import Entry
-from pipeline.data.packs import ROWS, ImageChecker
+from pipeline.data.packs import ROWS, ImageChecker, digest_of_raw
 from pipeline.data.shard_writer import Shard, WrittenShard
 from workers.data.shards import read_index
 from workers.errors import UserError
@@ -43,7 +43,7 @@ SOURCE = "source.parquet"  # of an ingest stage: a row for each image of its sou
 NOT_OF_IMAGES = (
     "title", "licence", "cite", "archive", "verified", "leaks", "classes", "num_classes",
     "class_order_seed", "test_fraction", "hold_out", "counts", "content", "duplicates",
-    "per_class", "max_bad_fraction", "shard_images",
+    "per_class", "max_bad_fraction", "shard_images", "without_classes", "without_images",
 )  # fmt: skip
 
 
@@ -279,4 +279,4 @@ class Changes(NamedTuple):
 
 def _bytes_digests(rows: pa.Table) -> list[str]:
     """Return the digest of the bytes of each image as the source has them; empty for none."""
-    return [(raw or b"").rpartition(b"\t")[2].decode() for raw in rows["raw"].to_pylist()]
+    return [digest_of_raw(raw) for raw in rows["raw"].to_pylist()]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from pyarrow import fs
 
 from pipeline.data.cards import Card
-from pipeline.data.formats.base import Item, Unit, class_names
+from pipeline.data.formats.base import Item, Unit, class_names, read_items
 from pipeline.data.image_checks import CheckedImage, check_image, encode_for_storage
 from pipeline.data.labels import NUMBER
 from pipeline.data.names import key_part, nfc, printable
@@ -37,6 +38,7 @@ PACK_ROWS = 1 << 16
 TABLE_SUFFIX = ".parquet"
 RANGE_GAP = 64 << 10  # bytes that are read and left aside rather than make two requests
 RANGE_BYTES = 8 << 20  # of one request, where no image is larger
+LEFT_OUT = "left out by the card"  # the problem of images that `without_...` of the card names
 READERS = 8  # requests to a bucket at the same time
 _TEXT = ("split", "name", "label", "problem", "key", "sha256", "ext", "pack")
 # One row an image, in the order of the source. split, name, label, problem: as in `Item`, but the
@@ -118,7 +120,19 @@ class ImageChecker:
         self.card = card
         self.names = class_names(card)
         self.classes = frozenset(card.classes)
+        self.classes_left_out = frozenset(map(nfc, card.without_classes))
+        self.images_left_out = card.images_left_out()
         self.limits = ImageLimits(card.max_pixels, card.source.range)
+
+    def is_left_out(self, item: Item) -> bool:
+        """Whether the card leaves out an image, by its class or by its name."""
+        if not self.classes_left_out and not self.images_left_out:
+            return False
+        if item.problem is not None and item.problem.startswith("other file"):
+            return False
+        if nfc(self.label(item) or "") in self.classes_left_out:
+            return True
+        return nfc(printable(item.name)) in self.images_left_out
 
     def label(self, item: Item) -> str | None:
         """Return the class of an image; what its label says if that is no class of the card."""
@@ -138,7 +152,9 @@ class ImageChecker:
         if label is not None and label not in self.classes:
             label = printable(label)
         problem = item.problem
-        if problem is not None:
+        if self.is_left_out(item):
+            problem = LEFT_OUT
+        elif problem is not None:
             problem = printable(problem)
         elif label not in self.classes:
             problem = self._label_problem(label)
@@ -166,6 +182,26 @@ class ImageChecker:
             return checked
         problem = checked.problem.encode("utf-8", "backslashreplace").decode()
         return checked._replace(problem=f"corrupt: {problem}")
+
+
+def mark_left_out(units: Sequence[Unit], card: Card) -> list[Unit]:
+    """Give the images that a card leaves out a problem, so that they are not read.
+
+    Units whose images have no place of their own stay as they are: `ImageChecker` sees to those.
+    """
+    if not card.without_classes and not card.without_images:
+        return [*units]
+    checker = ImageChecker(card)
+    marked: list[Unit] = []
+    for unit in units:
+        if unit.read is read_items:
+            items = [
+                replace(item, problem=LEFT_OUT) if checker.is_left_out(item) else item
+                for item in unit.args[0]
+            ]
+            unit = unit._replace(args=(items,))
+        marked.append(unit)
+    return marked
 
 
 def notes_of(checked: CheckedImage) -> dict[str, Any]:
@@ -278,6 +314,11 @@ def raw_row(item: Item, label: str | None, digest: str) -> bytes:
     return row.encode("utf-8", "surrogateescape")
 
 
+def digest_of_raw(raw: bytes | None) -> str:
+    """Return the digest of the bytes of an image from its `raw_row`; empty without one."""
+    return (raw or b"").rpartition(b"\t")[2].decode()
+
+
 class RawJob(NamedTuple):
     """A unit whose images are read and not decoded."""
 
@@ -290,8 +331,11 @@ def raw_rows(job: RawJob) -> pa.Array:
     checker = ImageChecker(job.card)
     rows: list[bytes] = []
     for item, data in job.unit.read(*job.unit.args):
-        if isinstance(data, bytes):
-            rows.append(raw_row(item, checker.raw_label(item), hashlib.sha256(data).hexdigest()))
+        if not isinstance(data, bytes) or checker.is_left_out(item):
+            continue
+        digest = hashlib.sha256(data).hexdigest()
+        if digest not in checker.images_left_out:
+            rows.append(raw_row(item, checker.raw_label(item), digest))
     return pa.array(rows, pa.large_binary())
 
 

@@ -20,6 +20,7 @@ from pipeline.data.cards import Card
 from pipeline.data.digests import compute_key_digests, sort_by_digest
 from pipeline.data.listing import describe_left_out
 from pipeline.data.names import counted, listed, nfc
+from pipeline.data.packs import LEFT_OUT, digest_of_raw
 from pipeline.data.splits import SPLITS, Split
 from workers.data.held_out import find_held_out
 from workers.errors import UserError
@@ -49,6 +50,22 @@ class Selection(NamedTuple):
     rows: pa.Table
     rejected: pa.Table
     notes: list[str]
+
+
+def divide_left_out(card: Card, rows: pa.Table) -> tuple[pa.Table, pa.Table]:
+    """Return the rows of a source that its card does not leave out, and those that it does.
+
+    Args:
+        card: Of the source.
+        rows: As `packs.ROWS`. Of images that are named by their digest, the bytes are known here.
+    """
+    if not card.without_classes and not card.without_images:
+        return rows, rows.slice(0, 0)
+    named = card.images_left_out()
+    is_named = [digest_of_raw(raw) in named for raw in rows["raw"].to_pylist()]
+    is_marked = pc.fill_null(pc.equal(rows["problem"], LEFT_OUT), False)
+    is_left_out = pc.or_(is_marked, pa.array(is_named, pa.bool_()))
+    return rows.filter(pc.invert(is_left_out)), rows.filter(is_left_out)
 
 
 def select_rows(card: Card, rows: pa.Table) -> Selection:
@@ -436,12 +453,12 @@ def check_classes(card: Card, problems: pa.Table, selected: pa.Table) -> None:
     checked: tuple[Split, ...] = ("train", "test")
     for split in checked:
         labels = selected["label"].filter(pc.equal(selected["split"], split))
-        missing = sorted(set(card.classes) - set(labels.unique().to_pylist()))
+        missing = sorted(set(card.order()) - set(labels.unique().to_pylist()))
         if split == "train":
             # a card without train is there to be tested on
             is_complete = not missing or "train" not in card.source.splits
         else:
-            is_complete = card.source.label is None or len(missing) < len(card.classes)
+            is_complete = card.source.label is None or len(missing) < len(card.order())
         if not is_complete:
             raise _missing_images(card, problems, split, missing)
 

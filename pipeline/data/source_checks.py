@@ -46,6 +46,8 @@ def _check_items(card: Card, items: Iterable[Item]) -> None:
     counts: Counter[tuple[str, str]] = Counter()
     problems: list[dict[str, Any]] = []
     for item in items:
+        if checker.is_left_out(item):
+            continue
         row = rows.get(item.label)
         if row is None or item.problem:
             row = checker.row(item)
@@ -74,7 +76,7 @@ def _check_splits(card: Card, entries: list[Entry]) -> None:
             has_files = bool(uris)
             problems += [_problem_row(item, item.problem) for item in items]
         if has_files or (split == "test" and card.test_fraction):
-            possible += [{"split": split, "label": name} for name in card.classes]
+            possible += [{"split": split, "label": name} for name in card.order()]
     check_classes(
         card,
         pa.Table.from_pylist(problems, _PROBLEMS),

@@ -26,6 +26,7 @@ from pipeline.data.digests import ClassDigests, digest_classes
 from pipeline.data.formats import format_of, is_local_source, list_source, source_state
 from pipeline.data.listing import Entry, describe_left_out
 from pipeline.data.names import counted, printable
+from pipeline.data.packs import ImageChecker
 from pipeline.graph import run_record
 from pipeline.graph.store import Store, key_of
 from workers.errors import DamagedArtifact, UserError
@@ -186,7 +187,8 @@ def stage_inputs(card: Card, source: Source) -> dict[str, Any]:
 def list_classes(card: Card, entries: list[Entry]) -> ClassFiles:
     """Count the files of each label of a source, and hash their names, sizes and times.
 
-    The result is empty if files hold many images each.
+    Images that the card leaves out do not count. The result is empty if files hold many images
+    each.
     """
     list_items = format_of(card).list_items
     if list_items is None:
@@ -194,7 +196,10 @@ def list_classes(card: Card, entries: list[Entry]) -> ClassFiles:
     known = {entry.name: (entry.size, entry.modified) for entry in entries}
     counts: Counter[str] = Counter()
     bodies: dict[str, Any] = {}
+    checker = ImageChecker(card)
     for item in list_items(card, entries):
+        if checker.is_left_out(item):
+            continue
         label = str(item.label or "")
         counts[label] += 1
         line = f"{item.split}\t{item.name}\t{known.get(item.name)}\n"

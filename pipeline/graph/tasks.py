@@ -196,7 +196,8 @@ def _classes_of(entry: TaskEntry, card: Card) -> Sequence[str]:
         )
     classes: Sequence[str] | None = entry.classes
     if entry.order:
-        classes = card_files.in_order(entry.order, card.classes)
+        ordered = card_files.in_order(entry.order, card.classes)
+        classes = [name for name in ordered if name in card_classes]
     if classes is None:
         return card_classes
     # A card and a config may be written in two Unicode forms.

@@ -44,8 +44,8 @@ from pipeline.data.known_images import (
 )
 from pipeline.data.listing import Entry
 from pipeline.data.packs import (
-    TABLE_SUFFIX,
     LEFT_OUT,
+    TABLE_SUFFIX,
     DamagedPack,
     PackedImages,
     RawJob,

@@ -282,11 +282,12 @@ def collect_garbage(
     from pipeline.yaml_files import absolute
 
     store = Store(absolute(os.fspath(storage)))
-    garbage = app.find_garbage(store, earlier, older_than_days * 86400, keep_gb * 1e9)
+    changed = store.earlier_names() if earlier else []
+    garbage = app.find_garbage(store, changed, older_than_days * 86400, keep_gb * 1e9)
     paths = [folder.path for folder in garbage]
     staying = {*paths}
     if not dry_run:
-        needed_again, busy = app.delete_garbage(store, paths, earlier)
+        needed_again, busy = app.delete_garbage(store, paths, changed)
         staying = {*needed_again, *busy}
     rows = []
     for path, size_bytes, written in garbage:

@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -1160,12 +1160,15 @@ def _record_analysis(
 
 # ---- garbage collection --------------------------------------------------------------------------
 def find_garbage(
-    store: Store, earlier: bool = False, older_than_s: float = 0.0, keep_bytes: float = 0.0
+    store: Store,
+    changed: Collection[str] = (),
+    older_than_s: float = 0.0,
+    keep_bytes: float = 0.0,
 ) -> list[Garbage]:
     """Return folders below the storage that no named run and no search needs, by their path.
 
-    earlier: also what runs needed only before their configs were changed. older_than_s: only what
-    is older. keep_bytes: the newest ones stay, so many bytes of them. Raise `UserError` when there
+    changed: names of runs; also what they needed only before their configs were changed.
+    older_than_s: only what is older. keep_bytes: the newest ones stay, so many bytes of them. Raise `UserError` when there
     is no such storage, when a record cannot be read, or when a bound is no finite number of at
     least 0.
     """
@@ -1176,7 +1179,7 @@ def find_garbage(
                 "least 0"
             )
     store.check_exists()
-    garbage = store.garbage(keys_of_searches(store.storage), earlier)
+    garbage = store.garbage(keys_of_searches(store.storage), changed)
     newest_first = sorted(garbage, key=lambda folder: folder.written, reverse=True)
     written_before = time.time() - older_than_s
     size_bytes = 0
@@ -1189,15 +1192,17 @@ def find_garbage(
     return sorted(chosen)
 
 
-def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[str], list[str]]:
+def delete_garbage(
+    store: Store, paths: list[str], changed: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
     """Delete the garbage in `paths` that is garbage still.
 
-    earlier: also forget what runs were before their configs were changed, as far as none of it is
-    left. Return the paths that a run needs by now, and those that a process is computing. Raise
+    changed: names of runs; also forget what they were before their configs were changed, as far as
+    none of it is left. Return the paths that a run needs by now, and those that a process is computing. Raise
     `UserError` when the storage may only be read.
     """
     try:
-        return _delete_garbage(store, paths, earlier)
+        return _delete_garbage(store, paths, changed)
     except OSError as error:
         if error.errno not in READ_ONLY:
             raise
@@ -1207,11 +1212,13 @@ def delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[
         ) from None
 
 
-def _delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list[str], list[str]]:
+def _delete_garbage(
+    store: Store, paths: list[str], changed: Collection[str]
+) -> tuple[list[str], list[str]]:
     needed_again: list[str] = []
     busy: list[str] = []
     with store.claimed_by_gc():
-        remaining_paths = {folder.path for folder in find_garbage(store, earlier)}
+        remaining_paths = {folder.path for folder in find_garbage(store, changed)}
         for path in paths:
             if path not in remaining_paths:
                 needed_again.append(path)
@@ -1222,6 +1229,6 @@ def _delete_garbage(store: Store, paths: list[str], earlier: bool) -> tuple[list
                 remaining_paths.remove(path)
             except BlockingIOError:
                 busy.append(path)
-        if earlier:
-            store.forget_earlier({path.split("/")[1] for path in remaining_paths})
+        if changed:
+            store.forget_earlier({path.split("/")[1] for path in remaining_paths}, changed)
     return needed_again, busy

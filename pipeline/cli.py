@@ -933,8 +933,9 @@ def collect_garbage(args: argparse.Namespace) -> int:
     from pipeline.yaml_files import absolute
 
     store = Store(absolute(args.storage))
-    garbage = app.find_garbage(store, args.earlier, args.older_than, args.keep_gb * 1e9)
     changed = store.earlier_names()
+    let_go = changed if args.earlier else []
+    garbage = app.find_garbage(store, let_go, args.older_than, args.keep_gb * 1e9)
     if changed and not args.earlier:
         print(
             "what runs needed before their config files or images were changed is kept "
@@ -962,7 +963,7 @@ def collect_garbage(args: argparse.Namespace) -> int:
         print("nothing was deleted")
         return 0
     paths = [folder.path for folder in garbage]
-    needed_again, busy = app.delete_garbage(store, paths, args.earlier)
+    needed_again, busy = app.delete_garbage(store, paths, let_go)
     if needed_again:
         print(staying_sentence(len(needed_again), "a run has begun that needs"))
     if busy:

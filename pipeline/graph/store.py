@@ -10,7 +10,7 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -298,19 +298,22 @@ class Store:
         paths = [join(folder, file) for file in list_files(folder) if file.endswith(".json")]
         return {path: self._read_record(path, name) for path in paths}
 
+    def earlier_records(self, name: str) -> list[RunRecord]:
+        """Return the readable records of what a run was before its config was changed."""
+        return [record for record in self._earlier(name).values() if record is not None]
+
     def earlier_names(self) -> list[str]:
         """Runs whose config was changed, and of which earlier results are kept."""
         return [name for name in self.run_names() if self._earlier(name)]
 
-    def forget_earlier(self, remaining_keys: set[str]) -> None:
-        """Delete the records of what runs were before their configs were changed, but for those
-        that protect something.
+    def forget_earlier(self, remaining_keys: set[str], runs: Collection[str]) -> None:
+        """Delete the earlier records of some runs, but for those that protect something.
 
         remaining_keys: of what nothing but earlier records needs, and what was not deleted. A
         record that cannot be read may need any of them.
         """
         system, _ = resolve(self.storage)
-        for name in self.run_names():
+        for name in runs:
             records = self._earlier(name)
             num_protecting = 0
             for path, record in records.items():
@@ -335,12 +338,13 @@ class Store:
         entries = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
         return sorted(entry.base_name for entry in entries if entry.type == fs.FileType.Directory)
 
-    def garbage(self, search_keys: set[str], earlier: bool = False) -> list[Garbage]:
+    def garbage(self, search_keys: set[str], changed: Collection[str] = ()) -> list[Garbage]:
         """Folders below the storage that no named run needs: results of no named run, what
         interrupted attempts left beside a result that stands, its checkpoints and failures.
 
-        search_keys: keys of the stages that searches need. earlier: also what runs needed only
-        before their configs were changed. Raise `UserError` when a record cannot be read.
+        search_keys: keys of the stages that searches need. changed: names of runs; also what they
+        needed only before their configs were changed. Raise `UserError` when a record cannot be
+        read.
         """
         needed = set(search_keys)
         for name in self.run_names():
@@ -352,7 +356,7 @@ class Store:
                 )
             if record is not None:
                 needed.update(stage["key"] for stage in record["stages"])
-            if earlier:
+            if name in changed:
                 continue
             for path, earlier_record in self._earlier(name).items():
                 if earlier_record is None:

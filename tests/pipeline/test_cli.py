@@ -739,7 +739,7 @@ def test_a_run_that_begins_waits_until_garbage_is_deleted_and_then_looks_what_st
 
     monkeypatch.setattr(app, "delete_dir", delete)
     monkeypatch.setattr(app, "look_up_all", look_up)
-    app.delete_garbage(run_store, [path for path, *_ in app.find_garbage(run_store)], False)
+    app.delete_garbage(run_store, [path for path, *_ in app.find_garbage(run_store)])
     assert order == ["delete"] * 5
     begun.join(120)
     assert order[5] == "look up"

@@ -291,9 +291,9 @@ def test_an_earlier_record_that_cannot_be_read_stays_as_long_as_it_may_need_some
     store.save_record(cast(Any, {"name": "r", "stages": []}))
     (path,) = (tmp_path / "runs" / "r" / "earlier").iterdir()
     path.write_text("{")
-    app.delete_garbage(store, [], earlier=True)
+    app.delete_garbage(store, [], ["r"])
     assert path.exists()
-    app.delete_garbage(store, ["stages/k"], earlier=True)
+    app.delete_garbage(store, ["stages/k"], ["r"])
     assert not path.exists()
 
 

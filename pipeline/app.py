@@ -1168,9 +1168,9 @@ def find_garbage(
     """Return folders below the storage that no named run and no search needs, by their path.
 
     changed: names of runs; also what they needed only before their configs were changed.
-    older_than_s: only what is older. keep_bytes: the newest ones stay, so many bytes of them. Raise `UserError` when there
-    is no such storage, when a record cannot be read, or when a bound is no finite number of at
-    least 0.
+    older_than_s: only what is older. keep_bytes: the newest ones stay, so many bytes of them. Raise
+    `UserError` when there is no such storage, when a record cannot be read, or when a bound is no
+    finite number of at least 0.
     """
     for what, bound in (("age", older_than_s), ("size", keep_bytes)):
         if not math.isfinite(bound) or bound < 0:
@@ -1198,8 +1198,8 @@ def delete_garbage(
     """Delete the garbage in `paths` that is garbage still.
 
     changed: names of runs; also forget what they were before their configs were changed, as far as
-    none of it is left. Return the paths that a run needs by now, and those that a process is computing. Raise
-    `UserError` when the storage may only be read.
+    none of it is left. Return the paths that a run needs by now, and those that a process is
+    computing. Raise `UserError` when the storage may only be read.
     """
     try:
         return _delete_garbage(store, paths, changed)

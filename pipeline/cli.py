@@ -1,6 +1,6 @@
-"""The command line: init, data, run, plan, add, launch, search, ingest, shards, report, analyse,
-compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema, completion.
-Few flags, else `--set key=value`.
+"""The command line: init, data, run, plan, add, remove, launch, search, ingest, shards, report,
+analyse, compare, predict, bundle, serve, tasks, runs, status, logs, ui, gc, methods, schema,
+completion. Few flags, else `--set key=value`.
 
 Help, version and a mistyped command need no package but the standard library; what imports others
 is imported by the command that needs it.
@@ -30,6 +30,7 @@ from pipeline.serving import commands as serving_commands
 from pipeline.shell import data_commands, invocation
 from pipeline.shell.completion import SHELLS
 from pipeline.shell.help import GroupedParser, HelpFormatter, Parser, example_text
+from pipeline.shell.question import is_confirmed
 from pipeline.tracking import ui as mlflow_ui
 from workers import preemption
 from workers.errors import UserError
@@ -959,7 +960,7 @@ def collect_garbage(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(garbage_text(garbage))
         return 0
-    if not args.yes and ask("delete them? [y/N] ") not in ("y", "yes"):
+    if not args.yes and not is_confirmed("delete them?"):
         print("nothing was deleted")
         return 0
     paths = [folder.path for folder in garbage]
@@ -1050,12 +1051,3 @@ def completion(args: argparse.Namespace) -> int:
 
     print(completion_script(parser(SCRIPT), args.shell))
     return 0
-
-
-def ask(question: str) -> str:
-    """Return a person's answer in lower case; empty when the input is at its end."""
-    try:
-        return input(question).strip().lower()
-    except EOFError:
-        print()
-        return ""

@@ -1,13 +1,19 @@
-"""The commands for data that grow and shrink: add."""
+"""The commands for data that grow and shrink: add, remove."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from pipeline.shell import invocation
+from pipeline.shell.question import is_confirmed
 from workers.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
 
 MAX_DROP = 1.0  # points of accuracy
 
@@ -55,6 +61,48 @@ def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         help="the folder keeps its version if a task loses more accuracy on its test images "
         f"(default: {MAX_DROP:g})",
     )
+    _add_remove_command(add_command)
+
+
+def _add_remove_command(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    parser = add_command(
+        "remove",
+        remove,
+        "take a task, a class or images out of a run: write the change into its config and cards, "
+        "train what follows, and delete what was learned from them; asks first",
+        config=False,
+    )
+    parser.add_argument(
+        "config",
+        metavar="CONFIG|MODEL_DIR",
+        help="path of a config, which is changed; or a model folder, which serves a task no more",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--task", default="", metavar="NAME", help="the task")
+    what.add_argument(
+        "--class",
+        dest="class_",
+        default="",
+        metavar="NAME",
+        help="the class, out of every task that has it",
+    )
+    what.add_argument(
+        "--images",
+        default="",
+        metavar="FILE",
+        help="the images that a text file names, one a line: a path below the source as "
+        "rejected.csv writes it, or the sha256 of the image",
+    )
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="MODEL_DIR",
+        help="the folder that serves the run, which gets a new version and loses all earlier ones",
+    )
+    parser.add_argument(
+        "--method", metavar="LABEL", help="label of the method, where the run has several"
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask before deleting")
 
 
 def points(text: str) -> float:
@@ -75,12 +123,8 @@ def add(args: argparse.Namespace) -> int:
     from pipeline import app, console  # imports torch
     from pipeline import config as configs
     from pipeline.growing import add as growing
-    from pipeline.yaml_files import absolute
-    from workers.storage.artifact import join
-    from workers.storage.lock import stage_lock
 
-    if args.method and not args.model:
-        raise UserError("--method is of a model folder; give the folder with --model, or leave it")
+    _check_method(args)
     request = growing.AddRequest(
         args.config,
         args.data,
@@ -97,15 +141,67 @@ def add(args: argparse.Namespace) -> int:
         from pipeline.growing import publishing
 
         label = publishing.choose_method(config, args.model, args.method)
-    root = join(absolute(config.storage), "stages")
-
-    def say_waiting() -> None:
-        print(f"another command adds to run {config.name}; waiting until it is done")
-
-    with stage_lock(root, f"add-{config.name}", on_wait=say_waiting):
+    with _changing(config):
         result = growing.add(request, console.Console, invocation.this_command(), print)
         print(console.summary(result.tables, result.outcome, result.report.lines))
         if args.model:
             run = app.prepare(args.config)
             print(publishing.publish_run(run, label, args.model, args.max_drop))
     return 0
+
+
+def remove(args: argparse.Namespace) -> int:
+    """Take a task, a class or images out of a run, or a task out of a model folder."""
+    from pipeline.results import bundles  # imports torch
+
+    if bundles.is_model_folder(args.config):
+        _remove_from_folder(args)
+        return 0
+    from pipeline import config as configs
+    from pipeline import console
+    from pipeline.growing import remove as growing
+    from pipeline.growing.removals import Target
+
+    _check_method(args)
+    target = Target(args.task, args.class_, args.images)
+    request = growing.RemoveRequest(args.config, target, args.model, args.method)
+
+    def confirm(question: str) -> bool:
+        return args.yes or is_confirmed(question)
+
+    with _changing(configs.load(args.config)):
+        growing.remove(request, console.Console, invocation.this_command(), print, confirm)
+    return 0
+
+
+def _remove_from_folder(args: argparse.Namespace) -> None:
+    """Let a model folder serve a task no more."""
+    from pipeline.results import bundles
+
+    if not args.task or args.model or args.method:
+        raise UserError(
+            f"{args.config} is a model folder, from which whole tasks alone are removed (--task "
+            f"NAME); for more, name the config of its run, with --model {args.config}"
+        )
+    note = bundles.remove_task(args.config, args.task)
+    print(f"{args.config} serves {args.task} no more{f'; {note}' if note else ''}")
+
+
+def _check_method(args: argparse.Namespace) -> None:
+    if args.method and not args.model:
+        raise UserError("--method is of a model folder; give the folder with --model, or leave it")
+
+
+@contextmanager
+def _changing(config: Config) -> Iterator[None]:
+    """Context manager for one change of a run; other commands that change it wait."""
+    from pipeline.yaml_files import absolute
+    from workers.storage.artifact import join
+    from workers.storage.lock import stage_lock
+
+    def say_waiting() -> None:
+        print(f"another command changes run {config.name}; waiting until it is done")
+
+    root = join(absolute(config.storage), "stages")
+    with stage_lock(root, f"add-{config.name}", on_wait=say_waiting):
+        yield

@@ -136,7 +136,7 @@ def _find_in_source(used: UsedCard, known: set[str], store: Store) -> NewData:
         classes = labels_of_counts(by_name, entries, counts, "train", min_classes=1).classes
     before = raw_data.read_last_files(store, card)
     on_card = () if card.classes == (card_files.FROM_SOURCE,) else card.classes
-    listed_before = {nfc(name) for name in (*before, *on_card)}
+    listed_before = {nfc(name) for name in (*before, *on_card, *card.without_classes)}
     new = tuple(name for name in classes if nfc(name) not in known | listed_before)
     images: Counter[str] = Counter()
     for label, (number, digest) in raw_data.list_classes(card, entries).items():

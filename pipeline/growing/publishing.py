@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pipeline.app import PreparedRun
 from pipeline.config import Config
+from pipeline.data.names import counted
 from pipeline.graph.stage import Graph
+from pipeline.graph.store import Store
+from pipeline.growing.stream_edits import classes_of_tasks
 from pipeline.results.bundles import bundle_of
 from pipeline.results.frames import choose_label
 from pipeline.yaml_files import absolute
@@ -21,7 +24,7 @@ from workers.methods.base import Method
 from workers.serving.bundle import Bundle
 from workers.serving.model_file import BACKBONE, MODEL, REFERENCE, state_file, without_places
 from workers.serving.reference import with_reference
-from workers.serving.versions import publish
+from workers.serving.versions import forget, publish
 from workers.storage.artifact import delete_dir, exists, is_local, join
 
 
@@ -67,9 +70,8 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> st
     new = bundle_of(run.graph, run.store, label)
     if exists(join(uri, MODEL)):
         old = Bundle.open(uri)
-        tasks = ", ".join(task.name for task in old.tasks)
         if _list_contents(old) == _list_contents(new):
-            return f"{model}: serves {tasks}, as before"
+            return f"{model}: serves {_list_tasks(old)}, as before"
         _check_tasks(model, old, new)
         losses = find_losses(old, new, last_evaluation(run.graph, label))
         worse = {name: loss for name, loss in losses.items() if loss > max_drop}
@@ -84,8 +86,59 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> st
     else:
         number = 1
         _write_new(with_reference(new), uri)
-    tasks = ", ".join(task.name for task in new.tasks)
-    return f"{model}: version {number} serves {tasks}"
+    return f"{model}: version {number} serves {_list_tasks(new)}"
+
+
+def check_served(model: str, config: Config, store: Store, removed: str) -> None:
+    """Raise `UserError` if a folder serves tasks that a run will not have.
+
+    Args:
+        model: The folder, which may be missing still.
+        config: Of the run.
+        store: Of the run.
+        removed: Task that is removed. Empty: none.
+    """
+    uri = absolute(model)
+    if exists(join(uri, MODEL)):
+        names = {*classes_of_tasks(config, store.record(config.name)), removed}
+        _check_names(model, Bundle.open(uri), names)
+
+
+def publish_removal(run: PreparedRun, label: str, model: str, removed: str) -> str:
+    """Make a finished run the current version of a folder, and forget all earlier versions.
+
+    No accuracy is compared: the model without what was removed is served in any case.
+
+    Args:
+        run: The run.
+        label: Of the method.
+        model: The folder. A new one is written.
+        removed: Task that is removed. Empty: none.
+
+    Returns:
+        A sentence on it. Empty if the folder is as it should be.
+    """
+    uri = absolute(model)
+    new = bundle_of(run.graph, run.store, label)
+    sentence = ""
+    if exists(join(uri, MODEL)):
+        old = Bundle.open(uri)
+        _check_names(model, old, {*(task.name for task in new.tasks), removed})
+        if _list_contents(old) != _list_contents(new):
+            number = publish(uri, with_reference(new))
+            sentence = f"{model}: version {number} serves {_list_tasks(new)}"
+    else:
+        _write_new(with_reference(new), uri)
+        sentence = f"{model}: version 1 serves {_list_tasks(new)}"
+    forgotten = forget(uri)
+    if forgotten:
+        sentence = sentence or f"{model} serves {_list_tasks(new)}"
+        sentence += f"; {counted(len(forgotten), 'earlier version')} deleted"
+    return sentence
+
+
+def _list_tasks(bundle: Bundle) -> str:
+    return ", ".join(task.name for task in bundle.tasks)
 
 
 def _list_contents(bundle: Bundle) -> dict[str, Any]:
@@ -116,13 +169,17 @@ def _write_new(bundle: Bundle, uri: str) -> None:
 
 def _check_tasks(model: str, old: Bundle, new: Bundle) -> None:
     """Raise `UserError` if a folder serves tasks that the run does not have."""
-    names = {task.name for task in new.tasks}
+    _check_names(model, old, {task.name for task in new.tasks})
+
+
+def _check_names(model: str, old: Bundle, names: Collection[str]) -> None:
+    """Raise `UserError` if a folder serves tasks of other names than these."""
     lost = [task.name for task in old.tasks if task.name not in names]
     if lost:
         raise UserError(
             f"{model} serves {', '.join(lost)}, which the run does not have; export the tasks "
-            f"(`accrete tasks {model} export NAME FILE`) and import them again afterwards, or "
-            "give another folder"
+            f"(`accrete tasks {model} export NAME FILE`) and import them again afterwards, remove "
+            f"them (`accrete remove {model} --task NAME`), or give another folder"
         )
 
 

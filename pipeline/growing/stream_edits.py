@@ -1,4 +1,4 @@
-"""Edits of a config and its cards: what new data change in the stream of tasks."""
+"""Edits of a config and its cards: what new data, or removals, change in the stream of tasks."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ from workers.storage.regular_file import read_regular
 Kind = Literal["task", "classes", "images"]
 MAX_FILE_BYTES = 64 << 20  # of a config or a card
 TASKS = ("stream", "tasks")
+MIN_CLASSES = {"task": 2, "class": 1}  # of a task, by scenario
+IMAGE_LIST = "-without-images.txt"  # behind the name of a card
+OWN_CARD = "give the new data a card of their own with --as task"
+COPY_CARD = "copy the card beside the config, name the copy in stream.tasks, and try again"
 
 
 @dataclass
@@ -236,8 +240,8 @@ class StreamEditor:
             )
         if config.orders:
             raise UserError(
-                f"{config_path}: it repeats its run in several class orders (`orders`), and new "
-                "classes have no place in them; take `orders` out"
+                f"{config_path}: it repeats its run in several class orders (`orders`), in which "
+                "classes that come or go have no place; take `orders` out"
             )
 
     def changes(self) -> FileChanges:
@@ -283,15 +287,67 @@ class StreamEditor:
 
     def _position(self, task: str) -> int:
         """Return the position of a task in the file, whose classes are written out."""
-        for index, entry in enumerate(self.text.body["stream"]["tasks"]):
-            if not isinstance(entry, dict) or "classes" not in entry:
-                continue
-            owner = next((used for used in self.cards if self._names(entry["card"], used)), None)
-            if task == entry.get("name", owner and owner.card.name):
+        index = self._find_entry(task)
+        if index is not None:
+            entry = self.text.body["stream"]["tasks"][index]
+            if isinstance(entry, dict) and "classes" in entry:
                 return index
         raise UserError(
             f"{self.path}: task {task!r} has no `classes` of its own; write them out in this file"
         )
+
+    def _find_entry(self, task: str) -> int | None:
+        """Return the position of the entry of this name in the file; None if there is none."""
+        for index, entry in enumerate(self.text.body["stream"]["tasks"]):
+            body = {"card": entry} if isinstance(entry, str) else entry
+            owner = next((used for used in self.cards if self._names(body["card"], used)), None)
+            if task == body.get("name", owner and owner.card.name):
+                return index
+        return None
+
+    def remove_task(self, used: UsedCard, task: str) -> None:
+        """Take a task of a card out of the stream, with the settings of methods for it."""
+        self.freeze(used)
+        index = self._find_entry(task)
+        assert index is not None
+        self.text.remove([*TASKS, index])
+        methods = self.text.body.get("methods")
+        for label, entry in methods.items() if isinstance(methods, dict) else ():
+            if isinstance(entry, dict) and task in (entry.get("tasks") or {}):
+                self.text.remove(["methods", label, "tasks", task])
+        self.lines.append(f"{self.path}: task {task} is taken out")
+
+    def remove_class(self, used: UsedCard, name: str) -> None:
+        """Take a class of a card out of all its tasks, and let the card leave it out.
+
+        Raises:
+            UserError: If a task would keep too few classes.
+        """
+        self.freeze(used)
+        for task in self.tasks_of_card(used):
+            rest = [other for other in self.task_classes[task] if nfc(other) != nfc(name)]
+            if len(rest) == len(self.task_classes[task]):
+                continue
+            scenario = self.config.stream.scenario
+            if len(rest) < MIN_CLASSES[scenario]:
+                raise UserError(
+                    f"task {task!r} would keep {counted(len(rest), 'class')} without {name!r}, and "
+                    f"a task of scenario `{scenario}` has at least {MIN_CLASSES[scenario]}; remove "
+                    f"the task (--task {task})"
+                )
+            index = self._position(task)
+            listed_now = self.text.body["stream"]["tasks"][index]["classes"]
+            kept = [other for other in listed_now if nfc(str(other)) != nfc(name)]
+            self.text.set([*TASKS, index, "classes"], kept)
+            self.lines.append(f"{self.path}: task {task} loses {printable(name)}")
+        self.leave_out_classes(used, [name])
+
+    def tasks_of_card(self, used: UsedCard) -> list[str]:
+        """Return the tasks with classes that are cut from a card."""
+        names = [
+            name for index in used.entries for name in task_names(self.config.stream.tasks[index])
+        ]
+        return [name for name in names if name in self.task_classes]
 
     def _free_name(self, used: UsedCard) -> str:
         """Return the next name of a task: `birds-3` after `birds-2`."""
@@ -315,17 +371,51 @@ class StreamEditor:
         return card == used.path or os.path.abspath(path) == os.path.abspath(used.path)
 
     # ---- cards -----------------------------------------------------------------------------------
-    def _card_text(self, used: UsedCard) -> YamlText:
+    def leave_out_classes(self, used: UsedCard, names: Sequence[str]) -> None:
+        """Let a card leave out classes of its source."""
+        text = self._card_text(used, COPY_CARD)
+        listed_before = text.body.get("without_classes") or []
+        known = {nfc(str(name)) for name in listed_before}
+        missing = [name for name in names if nfc(name) not in known]
+        if missing:
+            text.set(["without_classes"], [*listed_before, *missing])
+            self.lines.append(f"{text.where}: leaves out {listed(missing)}")
+
+    def leave_out_images(self, used: UsedCard, lines: Sequence[str]) -> None:
+        """Let a card leave out images, which it lists in a file beside its own.
+
+        Raises:
+            UserError: If a file that it does not name is in the way.
+        """
+        text = self._card_text(used, COPY_CARD)
+        name = text.body.get("without_images")
+        file = text.where.removesuffix(".yaml").removesuffix(".yml") + IMAGE_LIST
+        before: list[str] = []
+        if name:
+            file = str(card_files.without_images_path(text.where, name))
+            before = card_files.read_image_lines(file)
+        body = "".join(f"{line}\n" for line in sorted({*before, *lines}))
+        if not name and os.path.lexists(file) and read_file(file) != body:
+            raise UserError(
+                f"{file} is there with other images, and the card does not name it; move it away, "
+                "or name it in `without_images` of the card"
+            )
+        self.new_files[file] = body
+        if not name:
+            text.set(["without_images"], os.path.basename(file))
+        self.lines.append(f"{text.where}: leaves out {counted(len(lines), 'line')} of {file}")
+
+    def _card_text(self, used: UsedCard, remedy: str = OWN_CARD) -> YamlText:
         path = card_files.card_path(used.path)
         if CARDS in path.resolve().parents:
             raise UserError(
                 f"card {used.card.name!r} belongs to Accrete and describes published data, which "
-                "does not grow; give the new data a card of their own with --as task"
+                f"does not change; {remedy}"
             )
         for key in ("counts", "content"):
             if getattr(used.card, key) is not None:
                 raise UserError(
-                    f"{path}: `{key}` says what must be found, so that these data cannot grow; "
+                    f"{path}: `{key}` says what must be found, so that these data cannot change; "
                     f"take `{key}` out"
                 )
         file = str(path)
@@ -337,6 +427,12 @@ class StreamEditor:
         """Let a card have new classes, behind those that it has."""
         self.freeze(used)
         text = self._card_text(used)
+        removed = {*map(nfc, used.card.without_classes)} & {*map(nfc, new.classes)}
+        if removed:
+            raise UserError(
+                f"{text.where}: `without_classes` leaves out {listed(sorted(removed))}, which were "
+                "removed before; take them out of that list, and give the command again"
+            )
         card = used.card
         if card.classes != (card_files.FROM_SOURCE,):
             missing = [name for name in new.classes if name not in card.classes]

@@ -89,7 +89,7 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     states = command(
         "tasks",
         tasks,
-        "list, export, import or remove the tasks of a model folder; list its versions, or go back",
+        "list, export or import the tasks of a model folder; list its versions, or go back",
         config=False,
     )
     states.add_argument("model", metavar="MODEL_DIR", help="a folder that `bundle` wrote")
@@ -100,7 +100,6 @@ def commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     for action, arguments, text in (
         ("export", ("name", "file"), "write a task into a file of its own"),
         ("import", ("file",), "serve an exported task too"),
-        ("remove", ("name",), "serve a task no more, and delete versions that have it"),
     ):
         sub = actions.add_parser(action, help=text)
         for argument in arguments:
@@ -242,7 +241,7 @@ def _write_folder(source: Bundle, args: argparse.Namespace) -> None:
 
 
 def tasks(args: argparse.Namespace) -> int:
-    """List, export, import or remove tasks of a model folder; list its versions, or go back."""
+    """List, export or import tasks of a model folder; list its versions, or go back."""
     from pipeline.yaml_files import absolute
 
     if args.action == "list":
@@ -283,21 +282,15 @@ def versions_text(versions: Sequence[Version]) -> str:
 
 
 def _change_task(args: argparse.Namespace) -> None:
-    """Export, import or remove a task of a model folder."""
+    """Export or import a task of a model folder."""
     from pipeline.results import bundles  # imports torch
 
     if args.action == "export":
         size = bundles.export_task(bundles.open_folder(args.model), args.name, args.file)
         print(f"{args.file}: task {args.name}, {size} bytes")
-    elif args.action == "import":
+    else:
         task = bundles.import_task(args.model, args.file, args.replace)
         print(f"{args.model} serves {task.name} too, {task.num_classes} classes")
-    else:
-        message = f"{args.model} serves {args.name} no more"
-        note = bundles.remove_task(args.model, args.name)
-        if note:
-            message += f"; {note}"
-        print(message)
 
 
 def serve(args: argparse.Namespace) -> int:

@@ -21,7 +21,9 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group("compute", ("run", "plan", "add", "launch", "search", "ingest", "shards"), "run"),
+    Group(
+        "compute", ("run", "plan", "add", "remove", "launch", "search", "ingest", "shards"), "run"
+    ),
     Group("write configs", ("init", "data", "methods", "schema"), "init"),
     Group(
         "look at runs", ("runs", "status", "logs", "report", "compare", "analyse", "ui"), "status"
@@ -36,6 +38,7 @@ EXAMPLES: Mapping[str, str] = {
     "run": "run configs/demo.yaml --set train.epochs=3",
     "plan": "plan configs/demo.yaml --cost",
     "add": "add leaves.yaml images/leaves --model model",
+    "remove": "remove leaves.yaml --class oak --model model",
     "launch": "launch configs/demo.yaml --on slurm --set cluster.workers=2",
     "search": "search configs/search/meat.yaml",
     "ingest": "ingest configs/demo.yaml",

@@ -85,3 +85,10 @@ def is_sampling(monitor: SystemMetricsMonitor) -> bool:
     """Return whether the thread of a monitor of system metrics still runs."""
     thread = monitor._process
     return thread is not None and thread.is_alive()
+
+
+def delete_artifacts(artifact_uri: str, tracking_uri: str) -> None:
+    """Delete all files below the place of artifacts of a run or a model; MLflow's client cannot."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    get_artifact_repository(artifact_uri, tracking_uri=tracking_uri).delete_artifacts()

@@ -119,6 +119,21 @@ class Cache:
         with suppress(FileNotFoundError):
             os.unlink(self.path(name))
 
+    def clear(self) -> tuple[int, int]:
+        """Delete all files that no process uses.
+
+        Returns:
+            The bytes that were deleted, and the number of files that stay because they are in use.
+        """
+        num_bytes = 0
+        num_used = 0
+        for _, path, size in list(self._files()):
+            if _delete_unused(path):
+                num_bytes += size
+            else:
+                num_used += os.path.exists(path)
+        return num_bytes, num_used
+
     def _create(self, path: str, size: int | None, write: Write) -> LocalFile:
         part = f"{path}.{uuid.uuid4().hex[:8]}.part"
         with _locked(self.path("room.lock")) as room:

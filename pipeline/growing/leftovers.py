@@ -1,0 +1,212 @@
+"""What a storage holds of earlier states of a run: found after a removal, and deleted.
+
+Records of earlier states are deleted last. They say what is left to do if the process is killed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipeline import app
+from pipeline.app import PreparedRun
+from pipeline.data.names import counted
+from pipeline.data.starter import preview_path
+from pipeline.graph import graph_cache
+from pipeline.graph.builder import cache_folder
+from pipeline.graph.run_record import RunRecord
+from pipeline.graph.store import Garbage, Store
+from pipeline.report import analysis_section
+from pipeline.results.trials import keys_of_searches
+from pipeline.tracking.database import sqlite_path
+from workers.data.cache import Cache
+from workers.errors import UserError
+from workers.storage.artifact import Artifact, delete_dir, exists, join, list_files, resolve
+
+if TYPE_CHECKING:
+    from pipeline.tracking.removal import EarlierFiles
+
+CACHED = "cached shards and decoded images"
+
+
+@dataclass
+class Leftovers:
+    """What is left of earlier states of a run.
+
+    Attributes:
+        run: As it is now.
+        garbage: Results that no run and no search needs.
+        has_records: Whether there are records of earlier states.
+        files: Of an analysis, of raw data that were seen, and previews, by their path.
+        tracked: Files in MLflow.
+        left: Sentences on what cannot be looked at.
+    """
+
+    run: PreparedRun
+    garbage: list[Garbage]
+    has_records: bool
+    files: list[str]
+    tracked: EarlierFiles | None = None
+    left: list[str] = field(default_factory=list)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to delete."""
+        return not (self.garbage or self.has_records or self.files or self._num_tracked())
+
+    def lines(self) -> list[str]:
+        """Return a line for each kind of thing that `delete` deletes."""
+        lines: list[str] = []
+        if self.garbage:
+            megabytes = sum(folder.size_bytes for folder in self.garbage) / 1e6
+            number = counted(len(self.garbage), "result")
+            lines.append(f"{number} of the storage, {megabytes:.1f} MB, which no run needs")
+        if self.has_records:
+            lines.append(f"records of earlier states of run {self.run.config.name}")
+        lines += self.files
+        if self.tracked is not None and self._num_tracked():
+            models = counted(len(self.tracked.models), "model")
+            runs = counted(len(self.tracked.runs), "earlier run")
+            lines.append(f"MLflow: the files of {runs}, {models}")
+        lines.append(CACHED)
+        return lines
+
+    def delete(self) -> list[str]:
+        """Delete all of it, the records last; return sentences on what stays."""
+        left = [*self.left]
+        if self.tracked is not None:
+            left += self.tracked.delete()
+        store = self.run.store
+        folder = cache_folder(self.run.config.cluster.cache, store.storage)
+        _, num_used = Cache(folder, 0).clear()
+        if num_used:
+            left.append(f"{counted(num_used, 'file')} of {folder}, which a process uses now")
+        delete_dir(join(store.storage, graph_cache.FOLDER))
+        for file in self.files:
+            system, path = resolve(file)
+            with suppress(FileNotFoundError):
+                system.delete_file(path)
+        paths = [folder.path for folder in self.garbage]
+        needed, busy = app.delete_garbage(store, paths, [self.run.config.name])
+        left += [
+            f"{join(store.storage, path)}, which a run needs that has begun" for path in needed
+        ]
+        left += [f"{join(store.storage, path)}, which a process works on now" for path in busy]
+        return left
+
+    def _num_tracked(self) -> int:
+        return 0 if self.tracked is None else len(self.tracked.runs) + len(self.tracked.models)
+
+
+def find_leftovers(run: PreparedRun, config_path: str, record: RunRecord) -> Leftovers:
+    """Find what is left of earlier states of a run.
+
+    Args:
+        run: As it is now.
+        config_path: Of its config.
+        record: Of the run as it is now.
+
+    Raises:
+        UserError: If a record of the storage cannot be read.
+    """
+    store, name = run.store, run.config.name
+    garbage = app.find_garbage(store, [name])
+    files = [*_list_sources(store, name, garbage), *_list_analysis(store, record)]
+    with suppress(UserError):  # a page that is no preview
+        preview = preview_path(config_path)
+        files += [preview] if os.path.exists(preview) else []
+    leftovers = Leftovers(run, garbage, bool(store.earlier_records(name)), files)
+    if run.config.tracking.enabled and _has_mlflow(run):
+        try:
+            from pipeline.tracking.removal import find_earlier_files  # start-up time
+
+            leftovers.tracked = find_earlier_files(run.config.tracking, store.storage, record)
+        except Exception as error:  # of any server
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            leftovers.left.append(
+                f"files of earlier states in MLflow, which does not answer ({reason}); give the "
+                "command again when it does"
+            )
+    return leftovers
+
+
+def _has_mlflow(run: PreparedRun) -> bool:
+    """Whether MLflow's server or database is there; it is not created to look for files."""
+    from pipeline.tracking.mlflow_client import tracking_uri  # start-up time
+
+    path = sqlite_path(tracking_uri(run.store.storage, run.config.tracking.uri))
+    return path is None or os.path.exists(path)
+
+
+def _list_sources(store: Store, name: str, garbage: Sequence[Garbage]) -> list[str]:
+    """Return the files about raw data of cards as they were, whose results are garbage or gone."""
+    deleted = {folder.path for folder in garbage}
+    kept: set[str] = set()
+    for other in store.run_names():
+        records = [store.record(other)]
+        records += store.earlier_records(other) if other != name else []
+        for record in filter(None, records):
+            kept |= {identity for identity, _ in _identities(record)}
+    unneeded: set[str] = set()
+    for record in store.earlier_records(name):
+        for identity, key in _identities(record):
+            is_standing = exists(join(store.root, key)) and f"stages/{key}" not in deleted
+            if identity not in kept and not is_standing:
+                unneeded.add(identity)
+    folder = join(store.storage, "sources")
+    files = list_files(folder) if unneeded else {}
+    return [join(folder, file) for file in files if file.startswith(tuple(unneeded))]
+
+
+def _identities(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield the identity of each card of a run, and the key of its ingest stage."""
+    for stage in record["stages"]:
+        card = (stage.get("inputs") or {}).get("card")
+        if stage["step"] == "ingest" and isinstance(card, str) and card:
+            yield card, stage["key"]
+
+
+def _list_analysis(store: Store, record: RunRecord) -> list[str]:
+    """Return the files of a run's analysis if a part of it is of an earlier state."""
+    parts = analysis_section.load_parts(store, record["name"])
+    if all(analysis_section.is_current(part, record, store) for part in parts.values()):
+        return []
+    folder = join(store.storage, "runs", record["name"])
+    names = {file for part in parts.values() for file in part.get("files", ())}
+    present = list_files(folder)
+    names = {file for file in names if file in present}
+    return [join(folder, file) for file in sorted(names | {analysis_section.NAME})]
+
+
+def describe_other_users(store: Store, name: str, cards: Sequence[str], command: str) -> list[str]:
+    """Return a sentence for each other run, and for searches, made of earlier states of some cards.
+
+    Args:
+        store: Of the run.
+        name: Of the run, whose ingest stages are as they should be.
+        cards: Names of cards.
+        command: What removes the same from another config, which it names CONFIG.
+    """
+    stages = {f"data/{card}" for card in cards}
+    record = store.record(name)
+    own = {stage["key"] for stage in record["stages"]} if record else set()
+    sentences: list[str] = []
+    for other in store.run_names():
+        current = store.record(other)
+        records = store.earlier_records(other) + ([current] if current else [])
+        keys = {
+            stage["key"] for one in records for stage in one["stages"] if stage["id"] in stages
+        } - own
+        if other != name and any(Artifact.open(store.root, key) for key in keys):
+            sentences.append(f"run {other} of this storage uses these images too: {command}")
+    held = keys_of_searches(store.storage) - own
+    for key in sorted(held):
+        artifact = Artifact.open(store.root, key)
+        if artifact is not None and artifact.manifest.get("card") in cards:
+            sentences.append(
+                f"a search of this storage needs stages/{key}: delete its folder below "
+                f"{join(store.storage, 'searches')}, then `accrete gc`"
+            )
+    return sentences

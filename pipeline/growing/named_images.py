@@ -1,0 +1,176 @@
+"""Images that a file names, by their path below the source or by their sha256."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from pipeline.data import card_files
+from pipeline.data.cards import Card
+from pipeline.data.formats import format_of, list_source, units
+from pipeline.data.known_images import SOURCE
+from pipeline.data.names import nfc, printable, quoted
+from pipeline.data.packs import ImageChecker, digest_of_raw
+from pipeline.graph import raw_data
+from pipeline.graph.store import Store
+from pipeline.growing.new_data import UsedCard
+from workers.errors import DamagedArtifact, UserError
+from workers.storage.artifact import Artifact
+from workers.storage.parquet import read_table
+
+DIGEST = re.compile("[0-9a-f]{64}")
+
+
+class SourceImage(NamedTuple):
+    """An image of a source.
+
+    Attributes:
+        name: Its path below the source, as `rejected.csv` writes it.
+        group: Its split and its class.
+        digest: sha256 of its bytes in the source. Empty if they were not read.
+        stored: sha256 of its bytes in the shards. Empty if it is in none.
+    """
+
+    name: str
+    group: tuple[str, str]
+    digest: str = ""
+    stored: str = ""
+
+
+@dataclass
+class NamedImages:
+    """The images of a card that a file names.
+
+    Attributes:
+        used: The card.
+        lines: What the card must leave out: names, and digests of bytes in the source.
+        names: Of the images.
+        found: The lines of the person's file that name one of them.
+    """
+
+    used: UsedCard
+    lines: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+    found: set[str] = field(default_factory=set)
+
+
+def find_named_images(
+    file: str, lines: Sequence[str], cards: Sequence[UsedCard], store: Store
+) -> list[NamedImages]:
+    """Find the images that the lines of a file name, among those of some cards.
+
+    Args:
+        file: Name of the file, for errors.
+        lines: Its lines.
+        cards: Of a stream.
+        store: Of the run.
+
+    Returns:
+        The images of each card that has some, also of those that it leaves out already.
+
+    Raises:
+        UserError: If a line names no image, or images of several cards by one name, or if a class
+            would keep no train images.
+    """
+    by_card = [_find_in_card(used, lines, store) for used in cards]
+    for line in lines:
+        owners = [named.used.card.name for named in by_card if line in named.found]
+        if not owners:
+            raise UserError(
+                f"{file}: {quoted(line)} is no image of this run; give a path below the source of "
+                "a card, as rejected.csv writes it, or the sha256 of an image (64 hexadecimal "
+                "digits), one a line"
+            )
+        if len(owners) > 1 and not DIGEST.fullmatch(line):
+            raise UserError(
+                f"{file}: {quoted(line)} is an image of several cards ({', '.join(owners)}); give "
+                "its sha256 in place of its path"
+            )
+    return [named for named in by_card if named.found]
+
+
+def _find_in_card(used: UsedCard, lines: Sequence[str], store: Store) -> NamedImages:
+    card = card_files.load(used.path, store)
+    named = NamedImages(used)
+    named.found |= card.images_left_out() & {*lines}
+    ingested = [*_list_ingested(store, card)]
+    _match(named, lines, ingested)
+    missing = [line for line in lines if line not in named.found]
+    if any(not DIGEST.fullmatch(line) for line in missing):
+        _match(named, missing, _list_names(card))
+    missing = [line for line in lines if line not in named.found]
+    is_listed = format_of(card).list_items is not None
+    if missing and (not is_listed or any(map(DIGEST.fullmatch, missing))):
+        _match(named, missing, _read_images(card))
+    _check_classes(named, ingested)
+    return named
+
+
+def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImage]) -> None:
+    """Note the images that some lines name."""
+    wanted = {*lines}
+    for image in images:
+        name = nfc(image.name)
+        if name in wanted:
+            named.found.add(name)
+            named.lines.add(name)
+            named.names.add(image.name)
+        for digest in {image.digest, image.stored} & wanted:
+            named.found.add(digest)
+            named.lines.add(image.digest)
+            named.names.add(image.name)
+
+
+def _list_ingested(store: Store, card: Card) -> Iterator[SourceImage]:
+    """Yield the images of the last ingest, as far as it knows their names."""
+    artifact = Artifact.open(store.root, raw_data.previous_key(store, card))
+    if artifact is None or SOURCE not in artifact.manifest["files"]:
+        return
+    try:
+        rows = read_table(artifact.read(SOURCE))
+    except (DamagedArtifact, pa.ArrowException):
+        return
+    for row in rows.select(["name", "split", "label", "raw", "sha256"]).to_pylist():
+        digest = digest_of_raw(row["raw"])
+        yield SourceImage(row["name"], (row["split"], row["label"]), digest, row["sha256"] or "")
+
+
+def _list_names(card: Card) -> Iterator[SourceImage]:
+    """Yield the images of a source whose names are known without their bytes."""
+    list_items = format_of(card).list_items
+    if list_items is None:
+        return
+    checker = ImageChecker(card)
+    for item in list_items(card, list_source(card) or []):
+        yield SourceImage(printable(item.name), (item.split, checker.label(item) or ""))
+
+
+def _read_images(card: Card) -> Iterator[SourceImage]:
+    """Yield all images of a source, which is read whole."""
+    checker = ImageChecker(card)
+    for unit in units(card, map):
+        for item, data in unit.read(*unit.args):
+            digest = hashlib.sha256(data).hexdigest() if isinstance(data, bytes) else ""
+            group = (item.split, checker.label(item) or "")
+            yield SourceImage(printable(item.name), group, digest)
+
+
+def _check_classes(named: NamedImages, ingested: Sequence[SourceImage]) -> None:
+    """Raise `UserError` if a class would keep no train images."""
+    groups = Counter(image.group for image in ingested if image.stored)
+    for image in ingested:
+        is_named = nfc(image.name) in named.lines or image.digest in named.lines
+        if image.stored and is_named:
+            groups[image.group] -= 1
+    for (split, label), number in groups.items():
+        if split == "train" and not number:
+            raise UserError(
+                f"these are all train images of class {quoted(label)} of card "
+                f"{named.used.card.name!r}; remove the class (--class {label})"
+            )

@@ -1,0 +1,193 @@
+"""What a person wants to be removed, and what that changes in a config and its cards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.config import Config
+from pipeline.data import card_files
+from pipeline.data.cards import Card
+from pipeline.data.names import counted, nfc
+from pipeline.graph.store import Store
+from pipeline.growing.named_images import DIGEST, find_named_images
+from pipeline.growing.new_data import UsedCard, list_cards
+from pipeline.growing.stream_edits import (
+    FileChanges,
+    StreamEditor,
+    classes_of_tasks,
+    task_names,
+)
+from workers.errors import UserError, did_you_mean
+from workers.storage.artifact import join
+
+MAX_PATHS = 20  # raw files that are listed
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to remove: exactly one of these is set.
+
+    Attributes:
+        task: Name of a task.
+        class_: Name of a class.
+        images: Path of a file that names images.
+    """
+
+    task: str = ""
+    class_: str = ""
+    images: str = ""
+
+    def options(self) -> list[str]:
+        """Return the options of the command line."""
+        for option, value in (("task", self.task), ("class", self.class_), ("images", self.images)):
+            if value:
+                return [f"--{option}", value]
+        raise AssertionError("nothing to remove")
+
+
+@dataclass
+class Removal:
+    """What is removed, and what that changes.
+
+    Attributes:
+        cards: Names of the cards whose images it concerns.
+        changes: Of the config, the cards and the lists of images.
+        raw: Paths of raw data that stay with the person.
+        kept: Sentences on images that the storage keeps.
+    """
+
+    cards: list[str]
+    changes: FileChanges
+    raw: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+
+def find_removal(target: Target, path: str, config: Config, store: Store) -> Removal:
+    """Find what is to be removed, and the edits that follow. Nothing is written.
+
+    What the config has lost already changes nothing, so that a command that was interrupted can be
+    given again.
+
+    Args:
+        target: What a person named.
+        path: File of the config.
+        config: Its values.
+        store: Of the run.
+
+    Raises:
+        UserError: If there is no such thing, or the stream cannot be without it.
+    """
+    cards = list_cards(config)
+    task_classes = classes_of_tasks(config, store.record(config.name))
+    editor = StreamEditor(path, config, cards, task_classes)
+    if target.task:
+        return _remove_task(target.task, editor, store)
+    if target.class_:
+        return _remove_class(target.class_, editor, store)
+    return _remove_images(target.images, editor, store)
+
+
+def _remove_task(task: str, editor: StreamEditor, store: Store) -> Removal:
+    config = editor.config
+    tasks = [name for entry in config.stream.tasks for name in task_names(entry)]
+    if task not in tasks:
+        card = _recorded_card(task, store, config.name)
+        if not card:
+            remedy = did_you_mean(task, tasks, f"its tasks are {', '.join(tasks)}")
+            raise UserError(
+                f"--task {task!r}: there is nothing to remove, as run {config.name!r} has no such "
+                f"task; {remedy}"
+            )
+        raw = [path for used in editor.cards if used.card.name == card for path in _sources(used)]
+        return Removal([card], FileChanges(), raw)
+    if len(tasks) == 1:
+        raise UserError(
+            f"--task {task!r} is the only task of run {config.name!r}; remove the run (delete "
+            f"{join(store.storage, 'runs', config.name)}, then `accrete gc --storage "
+            f"{store.storage}`) and its config"
+        )
+    used = next(
+        used
+        for used in editor.cards
+        if any(task in task_names(config.stream.tasks[index]) for index in used.entries)
+    )
+    editor.remove_task(used, task)
+    others = [name for name in editor.tasks_of_card(used) if name != task]
+    needed = {name for other in others for name in editor.task_classes[other]}
+    unneeded = [name for name in editor.task_classes.get(task, ()) if name not in needed]
+    removal = Removal([used.card.name], FileChanges(), _sources(used))
+    if others and unneeded:
+        try:
+            editor.leave_out_classes(used, unneeded)
+        except UserError as error:
+            removal.kept.append(f"the images of task {task} stay in the shards: {error}")
+    removal.changes = editor.changes()
+    return removal
+
+
+def _recorded_card(task: str, store: Store, run: str) -> str:
+    """Return the card of a task that a run had before; empty if it had no such task."""
+    record = store.record(run)
+    records = store.earlier_records(run) + ([] if record is None else [record])
+    for one in records:
+        for entry in one.get("tasks", []):
+            if entry["name"] == task:
+                return entry["card"]
+    return ""
+
+
+def _remove_class(name: str, editor: StreamEditor, store: Store) -> Removal:
+    name = nfc(name)
+    classes: Mapping[str, Sequence[str]] = {
+        used.path: card_files.load(used.path, store).order() for used in editor.cards
+    }
+    removal = Removal([], FileChanges())
+    for used in editor.cards:
+        has_class = name in map(nfc, classes[used.path])
+        if has_class:
+            editor.remove_class(used, name)
+        if has_class or name in map(nfc, used.card.without_classes):
+            removal.cards.append(used.card.name)
+            removal.raw += _sources(used)
+    if not removal.cards:
+        known = [one for of_card in classes.values() for one in of_card]
+        raise UserError(
+            f"--class {name!r}: no card of run {editor.config.name!r} has this class; "
+            f"{did_you_mean(name, known, f'there are {len(known)} classes')}"
+        )
+    removal.changes = editor.changes()
+    return removal
+
+
+def _remove_images(file: str, editor: StreamEditor, store: Store) -> Removal:
+    lines = [_normalize(line) for line in card_files.read_image_lines(file)]
+    if not lines:
+        raise UserError(f"{file} names no image; write the path or the sha256 of one on each line")
+    removal = Removal([], FileChanges())
+    for named in find_named_images(file, lines, editor.cards, store):
+        removal.cards.append(named.used.card.name)
+        if named.lines:
+            editor.leave_out_images(named.used, sorted(named.lines))
+        removal.raw += _paths(named.used.card, sorted(named.names))
+    removal.changes = editor.changes()
+    return removal
+
+
+def _normalize(line: str) -> str:
+    return line.lower() if DIGEST.fullmatch(line.lower()) else line
+
+
+def _sources(used: UsedCard) -> list[str]:
+    """Return where the raw data of a card lie."""
+    source = used.card.source
+    if not source.path:
+        return [f"{source.format} {source.name}"]
+    in_place = " (shards that are used in place)" if source.format == "webdataset" else ""
+    return [f"{path}{in_place}" for path in (source.path, *(more.path for more in source.more))]
+
+
+def _paths(card: Card, names: Sequence[str]) -> list[str]:
+    paths = [join(card.source.path, name) if card.source.path else name for name in names]
+    rest = len(paths) - MAX_PATHS
+    return paths[:MAX_PATHS] + ([f"and {counted(rest, 'image')} more"] if rest > 0 else [])

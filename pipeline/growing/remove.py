@@ -1,0 +1,123 @@
+"""Remove a task, a class or images from a run, its storage and the model that serves it.
+
+The order is: config and cards, ingest, training, the new version of the model, deletions. So the
+same command goes on where one was killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline import app
+from pipeline import config as configs
+from pipeline.app import OpenScreen
+from pipeline.graph.replica_configs import refuse_replicas
+from pipeline.graph.store import Store
+from pipeline.growing import leftovers as storage_leftovers
+from pipeline.growing import publishing
+from pipeline.growing.add import Say, describe_training
+from pipeline.growing.removals import Target, find_removal
+from pipeline.yaml_files import absolute
+from workers.errors import UserError
+
+Confirm = Callable[[str], bool]
+OTHER_MODELS = "other model folders and exported tasks, which nothing here knows of"
+
+
+@dataclass(frozen=True)
+class RemoveRequest:
+    """What a person asks `remove` for.
+
+    Attributes:
+        config: Path of the config file.
+        target: What is removed.
+        model: Folder that is updated, if any.
+        method: Label of the method that the folder serves.
+    """
+
+    config: str
+    target: Target
+    model: str = ""
+    method: str | None = None
+
+
+def remove(
+    request: RemoveRequest, open_screen: OpenScreen, program: str, say: Say, confirm: Confirm
+) -> None:
+    """Remove something, train what follows, and delete what was learned from it.
+
+    Args:
+        request: What to remove.
+        open_screen: Shows the run.
+        program: How a person starts Accrete.
+        say: Is given lines on what happens.
+        confirm: Asks whether to delete.
+
+    Raises:
+        UserError: If it cannot be removed, or a stage fails.
+    """
+    config = configs.load(request.config)
+    refuse_replicas(config, request.config, "`remove` updates one model")
+    store = Store(absolute(config.storage))
+    label = ""
+    if request.model:
+        label = publishing.choose_method(config, request.model, request.method)
+    removal = find_removal(request.target, request.config, config, store)
+    if request.model:
+        publishing.check_served(request.model, config, store, request.target.task)
+    options = request.target.options()
+    command = app.command_text("remove", request.config, (), options)
+    removal.changes.write()
+    try:
+        run = app.prepare(request.config, to_run=True, say=say)
+        if removal.changes.texts:
+            app.ingest(run, open_screen, command)
+            run = app.prepare(request.config)
+    except UserError:
+        removal.changes.undo()
+        raise
+    for line in removal.changes.lines:
+        say(line)
+    plan = app.plan(run)
+    trained = describe_training(run, plan)[1:]
+    if "backbone" in plan.stages_to_run:
+        trained.insert(0, "  the backbone, which is trained on images of the base task")
+    record = store.record(run.config.name)
+    keys = {stage["id"]: stage["key"] for stage in record["stages"]} if record else {}
+    is_new = bool(plan.stages_to_run) or keys != run.keys
+    if is_new:
+        for line in trained:
+            say(line)
+        report_command = app.command_text("report", request.config, ())
+        run = app.execute(run, open_screen, command, report_command).run
+    published = ""
+    if request.model:
+        published = publishing.publish_removal(run, label, request.model, request.target.task)
+    found = storage_leftovers.find_leftovers(run, request.config, app.current_record(run))
+    if not is_new and not published and found.is_empty() and not found.left:
+        say(f"there is nothing to remove: {' '.join(options)} was removed before")
+        return
+    say("to delete:")
+    for line in found.lines():
+        say(f"  {line}")
+    left = [*found.left]
+    is_confirmed = confirm("delete this for good?")
+    if is_confirmed:
+        left = found.delete()
+    for title, lines in (
+        ("deleted", found.lines() if is_confirmed else ["nothing; the same command deletes it"]),
+        ("trained again", [line.strip() for line in trained] or ["nothing"]),
+        ("published", [published] if published else []),
+        ("left to you", [*removal.raw, *removal.kept, *left]),
+    ):
+        if lines:
+            say(f"{title}:")
+        for line in lines:
+            say(f"  {line}")
+    other = f"{program} remove CONFIG {' '.join(options)}"
+    for line in storage_leftovers.describe_other_users(
+        store, run.config.name, removal.cards, other
+    ):
+        say(f"  {line}")
+    say(f"  {OTHER_MODELS}")

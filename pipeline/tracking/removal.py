@@ -1,0 +1,95 @@
+"""Deletes what MLflow keeps of earlier states of a run: files, logged models and their versions.
+
+Metrics, parameters and tags stay: they hold no images, and nothing that was learned from them can
+be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.config import TrackingSettings
+from pipeline.graph.run_record import RunRecord
+from pipeline.tracking import mlflow_internals
+from pipeline.tracking.mlflow_client import MlflowClientAdapter
+from pipeline.tracking.run_writer import run_key
+
+if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel, Run
+
+KINDS = ("run", "method", "task")  # tag `accrete.kind`; trials of searches have others
+
+
+@dataclass
+class EarlierFiles:
+    """Files in MLflow of what a run was before its config or images were changed.
+
+    Attributes:
+        adapter: Of the tracking server or database.
+        runs: In MLflow, that have files.
+        models: That they logged.
+    """
+
+    adapter: MlflowClientAdapter
+    runs: list[Run]
+    models: list[LoggedModel]
+
+    def delete(self) -> list[str]:
+        """Delete the files and the models; return a sentence for each that stays."""
+        left: list[str] = []
+        client = self.adapter.client
+        for model in self.models:
+            try:
+                for version in client.search_model_versions(f"run_id = '{model.source_run_id}'"):
+                    if version.source == model.artifact_location:
+                        client.delete_model_version(version.name, version.version)
+                mlflow_internals.delete_artifacts(model.artifact_location, self.adapter.uri)
+                client.delete_logged_model(model.model_id)
+            except Exception as error:  # of any server and any store of files
+                left.append(_describe(f"model {model.model_id}", model.artifact_location, error))
+        for run in self.runs:
+            try:
+                mlflow_internals.delete_artifacts(run.info.artifact_uri, self.adapter.uri)
+            except Exception as error:
+                run_id = run.info.run_id
+                left.append(
+                    f"{_describe(f'run {run_id}', run.info.artifact_uri, error)}; `mlflow runs "
+                    f"delete --run-id {run_id}` and `mlflow gc --run-ids {run_id}` delete it whole"
+                )
+        return left
+
+
+def find_earlier_files(settings: TrackingSettings, storage: str, record: RunRecord) -> EarlierFiles:
+    """Find the files in MLflow of earlier states of a run.
+
+    Args:
+        settings: Of the run.
+        storage: Of the run.
+        record: As the run is now.
+    """
+    adapter = MlflowClientAdapter(storage, settings)
+    runs = [
+        run
+        for run in adapter.find({"run": record["name"]})
+        if run.data.tags.get("accrete.kind") in KINDS
+        and run.data.tags.get("accrete.run") != run_key(record)
+    ]
+    models = [model for run in runs for model in _list_models(adapter, run)]
+    with_files = [run for run in runs if adapter.client.list_artifacts(run.info.run_id)]
+    return EarlierFiles(adapter, with_files, models)
+
+
+def _list_models(adapter: MlflowClientAdapter, run: Run) -> Iterable[LoggedModel]:
+    if run.data.tags["accrete.kind"] != "method":
+        return []
+    found: Iterable[LoggedModel] = adapter.client.search_logged_models(
+        [adapter.experiment], f"source_run_id = '{run.info.run_id}'"
+    )
+    return found
+
+
+def _describe(name: str, place: str, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"MLflow's {name}: its files at {place} could not be deleted ({reason})"

@@ -80,9 +80,9 @@ class Leftovers:
             left += self.tracked.delete()
         store = self.run.store
         folder = cache_folder(self.run.config.cluster.cache, store.storage)
-        _, num_used = Cache(folder, 0).clear()
-        if num_used:
-            left.append(f"{counted(num_used, 'file')} of {folder}, which a process uses now")
+        num_written = Cache(folder, 0).clear()
+        if num_written:
+            left.append(f"{counted(num_written, 'file')} of {folder}, which a process writes now")
         delete_dir(join(store.storage, graph_cache.FOLDER))
         for file in self.files:
             system, path = resolve(file)

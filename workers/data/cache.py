@@ -119,20 +119,19 @@ class Cache:
         with suppress(FileNotFoundError):
             os.unlink(self.path(name))
 
-    def clear(self) -> tuple[int, int]:
-        """Delete all files that no process uses.
+    def clear(self) -> int:
+        """Delete all files but those that a process writes now; return the number of these.
 
-        Returns:
-            The bytes that were deleted, and the number of files that stay because they are in use.
+        Whoever reads a file goes on with it: it is gone once no process has it open.
         """
-        num_bytes = 0
-        num_used = 0
-        for _, path, size in list(self._files()):
-            if _delete_unused(path):
-                num_bytes += size
-            else:
-                num_used += os.path.exists(path)
-        return num_bytes, num_used
+        num_written = 0
+        for _, path, _ in list(self._files()):
+            if not path.endswith(".part"):
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+            elif not _delete_unused(path):
+                num_written += os.path.exists(path)
+        return num_written
 
     def _create(self, path: str, size: int | None, write: Write) -> LocalFile:
         part = f"{path}.{uuid.uuid4().hex[:8]}.part"

@@ -106,7 +106,7 @@ def test_tasks_are_listed_exported_removed_and_imported(
 
     assert names() == ["base", "a", "b"]
     output_of(capsys, "tasks", model, "export", "a", file)
-    assert "serves a no more" in output_of(capsys, "tasks", model, "remove", "a")
+    assert "serves a no more" in output_of(capsys, "remove", model, "--task", "a")
     assert names() == ["base", "b"]
     assert "serves a too, 2 classes" in output_of(capsys, "tasks", model, "import", file)
     assert names() == ["base", "b", "a"]
@@ -123,7 +123,7 @@ def test_tasks_are_listed_exported_removed_and_imported(
         capsys, "tasks", tmp_path / "chain", "import", file, code=2
     )
     assert "later tasks stand on it" in output_of(
-        capsys, "tasks", tmp_path / "chain", "remove", "a"
+        capsys, "remove", tmp_path / "chain", "--task", "a"
     )
 
 

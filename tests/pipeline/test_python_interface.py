@@ -355,7 +355,7 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     (
         bundles,
         "remove_task",
-        ["tasks", ".", "remove", "a"],
+        ["remove", ".", "--task", "a"],
         lambda e: pipeline.remove_task(".", "a"),
     ),
     (versions, "list_versions", ["tasks", ".", "versions"], lambda e: pipeline.model_versions(".")),

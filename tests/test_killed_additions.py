@@ -86,7 +86,7 @@ def test_two_additions_wait_for_each_other(addition: Addition, tmp_path: Path) -
         process.join(120)
     texts = [out.read_text() for out in outs]
     assert [process.exitcode for process in processes] == [0, 0], texts
-    assert sum("another command adds to run small" in text for text in texts) == 1
+    assert sum("another command changes run small" in text for text in texts) == 1
     assert sum("model: version 2 serves" in text for text in texts) == 1
     assert addition.served() == ["one", "two", "digits-2"]
     assert small_run.results(addition.run.storage) == addition.expected

@@ -60,7 +60,7 @@ def zoo(tmp_path: Path, quick: None) -> Zoo:
     return made
 
 
-def run(*argv: str, code: int = 0) -> None:
+def run(*argv: str | Path, code: int = 0) -> None:
     assert cli.main([*map(str, argv)]) == code
 
 
@@ -119,3 +119,161 @@ def test_nothing_is_left_and_the_rest_is_as_from_scratch(
         assert "there is nothing to remove" in capsys.readouterr().out
     assert {path.name for path in (zoo.folder / "storage" / "stages").iterdir()} == stages
     assert not Store(str(zoo.folder / "storage")).earlier_names()
+
+
+def test_reports_and_files_in_mlflow_are_made_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zoo = Zoo(tmp_path, train=6)
+    for name in CLASSES:
+        zoo.draw(name)
+    config = zoo.write(methods=["meat"], tracking=True)
+    run("run", config)
+    run("analyse", config, "--maps", "1", "--images", "6")
+    (tmp_path / "zoo-preview.html").write_text("<!doctype html>")
+    traces = zoo.trace("*/cat/*.png")
+    storage = tmp_path / "storage"
+    assert find_traces([storage], traces)
+    old = {path.name for path in (storage / "mlartifacts").rglob("*") if path.is_file()}
+    assert {"report.html", "model.json", "task.safetensors"} <= old
+    models = [*storage.glob("mlartifacts/*/models/*")]
+    capsys.readouterr()
+    run("remove", config, "--class", "cat", "--yes")
+    output = capsys.readouterr().out
+    assert find_traces([storage], traces) == []
+    assert "MLflow: the files of" in output
+    assert not any(any(model.rglob("*")) for model in models)
+    assert (storage / "runs" / "small" / "report.html").exists()
+    assert not (storage / "runs" / "small" / "analysis.json").exists()
+    assert len([*storage.glob("mlartifacts/**/report.html")]) == 1
+    run("remove", config, "--class", "cat", "--yes")
+    assert "there is nothing to remove" in capsys.readouterr().out
+
+
+# ---- what follows --------------------------------------------------------------------------------
+def test_a_chain_trains_what_follows_and_a_star_its_task(
+    zoo: Zoo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = zoo.write()
+    run("run", config)
+    before = small_run.attempts(zoo.folder / "storage")
+    capsys.readouterr()
+    run("remove", config, "--class", "ant", "--yes")
+    output = capsys.readouterr().out
+    assert "linear trains one (each by itself)" in output
+    assert "ewc trains one, two (a chain" in output
+    after = small_run.attempts(zoo.folder / "storage")
+    assert after["linear/two/train"] == before["linear/two/train"]
+    assert zoo.tasks() == {"one": ["bee", "cow"], "two": TASKS["two"]}
+    assert zoo.card()["without_classes"] == ["ant"]
+
+
+def test_derived_tasks_are_written_out_first(zoo: Zoo) -> None:
+    config = zoo.write()
+    body = yaml.safe_load(Path(config).read_text())
+    body["stream"]["tasks"] = [{"card": "animals.yaml", "name": "pets", "split": 3}]
+    body["methods"] = {"linear": {"tasks": {"pets-1": {"train": {"epochs": 1}}}}}
+    small_run.write_config(Path(config), body)
+    run("run", config)
+    run("remove", config, "--task", "pets-1", "--yes")
+    assert zoo.tasks() == {"pets-0": CLASSES[:2], "pets-2": CLASSES[4:]}
+    assert zoo.card()["without_classes"] == CLASSES[2:4]
+    assert "linear/pets-1/train" not in small_run.attempts(zoo.folder / "storage")
+
+
+def test_results_that_another_run_needs_stay_and_are_listed(
+    zoo: Zoo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = zoo.write()
+    other = yaml.safe_load(Path(config).read_text()) | {"name": "other", "seed": 6}
+    run("run", config)
+    run("run", small_run.write_config(zoo.folder / "other.yaml", other))
+    before = small_run.attempts(zoo.folder / "storage", "other")
+    capsys.readouterr()
+    run("remove", config, "--class", "bee", "--yes")
+    output = capsys.readouterr().out
+    assert "run other of this storage uses these images too: " in output
+    assert "remove CONFIG --class bee" in output
+    assert small_run.attempts(zoo.folder / "storage", "other") == before
+
+
+def test_nothing_is_deleted_without_a_yes(
+    zoo: Zoo, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = zoo.write(methods=["linear"])
+    run("run", config)
+    monkeypatch.setattr("builtins.input", lambda _: "n")
+    run("remove", config, "--class", "bee")
+    assert "nothing; the same command deletes it" in capsys.readouterr().out
+    traces = zoo.trace("*/bee/*.png")
+    assert find_traces([zoo.folder / "storage"], traces)
+    run("remove", config, "--class", "bee", "--yes")
+    assert find_traces([zoo.folder / "storage"], traces) == []
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--task", "on", "there is nothing to remove, as run 'small' has no such task; "),
+        ("--class", "ants", "no card of run 'small' has this class"),
+        ("--class", "dog", "task 'two' would keep 1 class without 'dog'"),
+        ("--images", "train/bee/0009.png", "is no image of this run"),
+        ("--images", "ab" * 32, "is no image of this run"),
+        ("--images", "", "names no image"),
+        ("--images", "all", "these are all train images of class 'bee'"),
+    ],
+)
+def test_what_cannot_be_removed_changes_nothing(
+    option: str, value: str, sentence: str, zoo: Zoo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = zoo.write({"one": ["ant", "bee", "cow"], "two": ["cat", "dog"]})
+    run("ingest", config)
+    before = {path: path.read_bytes() for path in zoo.folder.glob("*.yaml")}
+    if option == "--images":
+        lines = [value]
+        if value == "all":
+            lines = [f"train/bee/{number:04d}.png" for number in range(6)]
+        file = zoo.folder / "list.txt"
+        file.write_text("\n".join(lines))
+        value = str(file)
+    capsys.readouterr()
+    run("remove", config, option, value, "--yes", code=2)
+    assert sentence in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in zoo.folder.glob("*.yaml")} == before
+
+
+def test_the_last_task_and_parts_of_a_folder_are_refused(
+    zoo: Zoo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = zoo.write({"one": TASKS["one"]}, methods=["linear"])
+    run("remove", config, "--task", "one", code=2)
+    assert "is the only task of run 'small'" in capsys.readouterr().err
+    run("run", config)
+    model = zoo.folder / "model"
+    run("bundle", config, "--out", model)
+    run("remove", model, "--class", "ant", code=2)
+    assert "name the config of its run, with --model" in capsys.readouterr().err
+    run("remove", config, "--class", "ant", "--method", "linear", code=2)
+    assert "--method is of a model folder" in capsys.readouterr().err
+
+
+# ---- kills ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("calls", [2, 9, 60, 100, 140])
+def test_a_killed_command_goes_on(calls: int, zoo: Zoo) -> None:
+    config = zoo.write(methods=["linear"])
+    model = zoo.folder / "model"
+    run("run", config)
+    run("bundle", config, "--out", model)
+    command = ["remove", config, "--class", "bee", "--model", str(model), "--yes"]
+    process = small_run.start(command, zoo.folder / "out.txt", kill_before=calls)
+    process.join(240)
+    assert process.exitcode == -9, (zoo.folder / "out.txt").read_text()
+    small_run.run(command, zoo.folder / "again.txt")
+    assert find_traces([zoo.folder / "storage", model], zoo.trace("*/bee/*.png")) == []
+    assert zoo.tasks()["one"] == ["ant", "cow"]
+    output = small_run.run(command, zoo.folder / "third.txt")
+    assert "there is nothing to remove" in output
+    body = yaml.safe_load(Path(config).read_text()) | {"storage": str(zoo.folder / "fresh")}
+    run("run", small_run.write_config(zoo.folder / "fresh.yaml", body))
+    assert zoo.results() == zoo.results("fresh")

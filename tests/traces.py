@@ -43,8 +43,9 @@ def shrink(image: Image.Image) -> NDArray[np.float64]:
     small = image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
     values = np.asarray(small, np.float64)
     values = values - values.mean()
-    norm = np.linalg.norm(values)
-    return values / norm if norm else values
+    norm = float(np.linalg.norm(values))
+    normalized: NDArray[np.float64] = values / (norm or 1.0)
+    return normalized
 
 
 def contents(path: Path) -> Iterator[bytes]:

@@ -16,8 +16,9 @@ from pipeline.graph.replica_configs import refuse_replicas
 from pipeline.graph.store import Store
 from pipeline.growing import leftovers as storage_leftovers
 from pipeline.growing import publishing
-from pipeline.growing.add import Say, describe_training
+from pipeline.growing.add import Say
 from pipeline.growing.removals import Target, find_removal
+from pipeline.growing.training import describe_training
 from pipeline.yaml_files import absolute
 from workers.errors import UserError
 

@@ -12,6 +12,7 @@ import yaml
 from pipeline.data import card_files, ingest
 from pipeline.data.account import ACCOUNT, Account
 from pipeline.data.cards import Card
+from pipeline.data.formats import require_entries
 from pipeline.data.selection import REJECTED_CSV
 from pipeline.data.source_checks import check_source
 from tests import small_run
@@ -60,7 +61,7 @@ def test_images_are_left_out_by_name_and_by_digest(path: str, tmp_path: Path) ->
         assert account.not_read == {"left out by the card": 2}
         assert by_name.name not in after.read(REJECTED_CSV).decode()
         assert ingest.raw_content(card, map) == after.manifest["raw_content"]
-    check_source(card, ingest.require_entries(card))
+    check_source(card, require_entries(card))
 
 
 def test_unread_images_are_not_opened(path: str, tmp_path: Path) -> None:

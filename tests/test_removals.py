@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -259,7 +262,7 @@ def test_the_last_task_and_parts_of_a_folder_are_refused(
 
 
 # ---- kills ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("calls", [2, 9, 60, 100, 140])
+@pytest.mark.parametrize("calls", [3, 60, 90, 118, 132])
 def test_a_killed_command_goes_on(calls: int, zoo: Zoo) -> None:
     config = zoo.write(methods=["linear"])
     model = zoo.folder / "model"
@@ -277,3 +280,50 @@ def test_a_killed_command_goes_on(calls: int, zoo: Zoo) -> None:
     body = yaml.safe_load(Path(config).read_text()) | {"storage": str(zoo.folder / "fresh")}
     run("run", small_run.write_config(zoo.folder / "fresh.yaml", body))
     assert zoo.results() == zoo.results("fresh")
+
+
+# ---- other layouts -------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["names", "digests"])
+def test_rows_of_tables_are_named_too(
+    kind: str, zoo: Zoo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[dict[str, Any]] = []
+    for path in sorted(zoo.raw.glob("*/*/*.png")):
+        image = {"bytes": path.read_bytes(), "path": None}
+        rows.append({"image": image, "label": path.parent.name, "part": path.parent.parent.name})
+    table = zoo.folder / "tables"
+    for split in ("train", "test"):
+        table.joinpath(split).mkdir(parents=True)
+        part = [row for row in rows if row["part"] == split]
+        pq.write_table(pa.Table.from_pylist(part), table / split / f"{split}.parquet")
+    source = {"format": "parquet", "path": str(table)}
+    config = zoo.write(methods=["linear"], card={"source": source})
+    run("run", config)
+    first = rows[[row["part"] for row in rows].index("train")]["image"]["bytes"]
+    digest = hashlib.sha256(first).hexdigest()
+    file = zoo.folder / "list.txt"
+    file.write_text(digest if kind == "digests" else "train.parquet:0")
+    capsys.readouterr()
+    if kind == "names":
+        (table / "test" / "test.parquet").rename(table / "test" / "train.parquet")
+        run("remove", config, "--images", file, code=2)
+        assert "is the name of several images of card 'animals'" in capsys.readouterr().err
+        (table / "test" / "train.parquet").rename(table / "test" / "test.parquet")
+    run("remove", config, "--images", file, "--yes")
+    traces = [t for t in zoo.trace("train/*/*.png") if digest.encode() in t.texts]
+    traces = [replace(trace, texts=trace.texts[2:]) for trace in traces]  # rows have other names
+    assert len(traces) == 1
+    assert find_traces([zoo.folder / "storage"], traces) == []
+    run("remove", config, "--images", file, "--yes")
+    assert "there is nothing to remove" in capsys.readouterr().out
+
+
+def test_a_removed_class_is_not_added_again(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+    config = zoo.write(methods=["linear"])
+    run("run", config)
+    run("remove", config, "--class", "bee", "--yes")
+    capsys.readouterr()
+    before = zoo.tasks()
+    run("add", config, zoo.raw)
+    assert "no new class" in capsys.readouterr().out
+    assert zoo.tasks() == before

@@ -113,11 +113,22 @@ def _find_in_card(used: UsedCard, lines: Sequence[str], store: Store) -> NamedIm
 
 
 def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImage]) -> None:
-    """Note the images that some lines name."""
+    """Note the images that some lines name.
+
+    Raises:
+        UserError: If a name is that of several images, such as a row of two tables of one name.
+    """
     wanted = {*lines}
+    names: set[str] = set()
     for image in images:
         name = nfc(image.name)
         if name in wanted:
+            if name in names:
+                raise UserError(
+                    f"{quoted(name)} is the name of several images of card "
+                    f"{named.used.card.name!r}; give the sha256 of the image in place of it"
+                )
+            names.add(name)
             named.found.add(name)
             named.lines.add(name)
             named.names.add(image.name)

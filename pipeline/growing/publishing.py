@@ -104,7 +104,9 @@ def check_served(model: str, config: Config, store: Store, removed: str) -> None
         _check_names(model, Bundle.open(uri), names)
 
 
-def publish_removal(run: PreparedRun, label: str, model: str, removed: str) -> str:
+def publish_removal(
+    run: PreparedRun, label: str, model: str, removed: str, is_pending: bool
+) -> str:
     """Make a finished run the current version of a folder, and forget all earlier versions.
 
     No accuracy is compared: the model without what was removed is served in any case.
@@ -114,6 +116,8 @@ def publish_removal(run: PreparedRun, label: str, model: str, removed: str) -> s
         label: Of the method.
         model: The folder. A new one is written.
         removed: Task that is removed. Empty: none.
+        is_pending: Whether something is being removed. Then the folder's measurements of its images
+            (`REFERENCE`) are compared too: they change with test images, and states do not.
 
     Returns:
         A sentence on it. Empty if the folder is as it should be.
@@ -124,8 +128,12 @@ def publish_removal(run: PreparedRun, label: str, model: str, removed: str) -> s
     if exists(join(uri, MODEL)):
         old = Bundle.open(uri)
         _check_names(model, old, {*(task.name for task in new.tasks), removed})
-        if _list_contents(old) != _list_contents(new):
-            number = publish(uri, with_reference(new))
+        is_same = _list_contents(old) == _list_contents(new)
+        if is_pending or not is_same:
+            new = with_reference(new)
+            is_same = is_same and _reference_digest(old) == _reference_digest(new)
+        if not is_same:
+            number = publish(uri, new)
             sentence = f"{model}: version {number} serves {_list_tasks(new)}"
     else:
         _write_new(with_reference(new), uri)
@@ -135,6 +143,11 @@ def publish_removal(run: PreparedRun, label: str, model: str, removed: str) -> s
         sentence = sentence or f"{model} serves {_list_tasks(new)}"
         sentence += f"; {counted(len(forgotten), 'earlier version')} deleted"
     return sentence
+
+
+def _reference_digest(bundle: Bundle) -> str:
+    info = bundle.body["files"].get(REFERENCE)
+    return "" if info is None else info["sha256"]
 
 
 def _list_tasks(bundle: Bundle) -> str:

@@ -92,11 +92,14 @@ def remove(
             say(line)
         report_command = app.command_text("report", request.config, ())
         run = app.execute(run, open_screen, command, report_command).run
+    found = storage_leftovers.find_leftovers(run, request.config, app.current_record(run))
+    is_pending = is_new or not found.is_empty()
     published = ""
     if request.model:
-        published = publishing.publish_removal(run, label, request.model, request.target.task)
-    found = storage_leftovers.find_leftovers(run, request.config, app.current_record(run))
-    if not is_new and not published and found.is_empty() and not found.left:
+        published = publishing.publish_removal(
+            run, label, request.model, request.target.task, is_pending
+        )
+    if not is_pending and not published and not found.left:
         say(f"there is nothing to remove: {' '.join(options)} was removed before")
         return
     say("to delete:")

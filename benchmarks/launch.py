@@ -26,7 +26,6 @@ from typing import Any
 from benchmarks import stream
 from benchmarks.harness import Report, start
 from pipeline.config import ClusterSettings, Config
-from pipeline.console import Console
 from pipeline.graph.run import Executor, Outcome, Watcher, look_up_all, run_graph
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
@@ -34,6 +33,7 @@ from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.launch.cluster import connect
 from pipeline.launch.groups import RayExecutor, start_ray_executor
 from pipeline.launch.local import LocalExecutor
+from pipeline.shell.console import Console
 
 RAY_TASKS = 10
 LOCAL_DEMAND = 0.1  # seconds of CPU per stage in this process

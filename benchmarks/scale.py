@@ -26,7 +26,6 @@ from benchmarks import stream
 from benchmarks.harness import Report, interleave, start
 from pipeline import app
 from pipeline.config import Config
-from pipeline.console import Console
 from pipeline.graph.build import graph_of
 from pipeline.graph.event_log import FILE as EVENTS_FILE
 from pipeline.graph.journal import journal_of
@@ -38,6 +37,7 @@ from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
 from pipeline.graph.walk import Event, EventKind
 from pipeline.launch.time_left import TimeLeftEstimator
+from pipeline.shell.console import Console
 from workers.storage.artifact import Attempt
 
 TASKS = 25

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipeline.app import AnalysisResult, WrittenReport
     from pipeline.config import ConfigSource
     from pipeline.experiment import Experiment
+    from pipeline.growing.stream_edits import Kind
     from pipeline.report.comparison_files import ComparisonResult, RunSource
     from pipeline.results.frames import Results
     from pipeline.results.model import Model
@@ -62,6 +63,7 @@ __all__ = [
     "TrainDefaults",
     "UserError",
     "WrittenReport",
+    "add_data",
     "collect_garbage",
     "compare",
     "data_sets",
@@ -75,6 +77,7 @@ __all__ = [
     "prepare_data",
     "preview_data",
     "register",
+    "remove_data",
     "remove_task",
     "rollback_model",
     "runs",
@@ -159,6 +162,97 @@ def load_search(path: AnyPath, /, **overrides: Any) -> SearchExperiment:
     texts = tuple(override_of(key, value) for key, value in overrides.items())
     source = os.fspath(path)
     return SearchExperiment(source, texts, spec.load(source, list(texts)).settings)
+
+
+# ---- data that grow ------------------------------------------------------------------------------
+def add_data(
+    config: AnyPath,
+    data: AnyPath,
+    kind: Kind | None = None,
+    *,
+    into: str = "",
+    name: str = "",
+    model: AnyPath = "",
+    method: str | None = None,
+    max_drop: float = 1.0,
+    quiet: bool = False,
+) -> Results:
+    """Take new classes or images into a run, as `accrete add` does, and return all results.
+
+    Args:
+        config: Path of the config file, which is changed.
+        data: The new data, or the data of a card of the config, which have grown.
+        kind: What the data are, where they leave a doubt: `task`, `classes` or `images`.
+        into: The task that new classes join. Empty: they are a new task.
+        name: Of the new task. Empty: the next free one.
+        model: Folder that serves the run, which gets a new version. Empty: none.
+        method: Label of the method that the folder serves, where the run has several.
+        max_drop: Points of accuracy that a task of the folder may lose.
+        quiet: Whether nothing is printed.
+
+    Raises:
+        UserError: If the data cannot be taken in, a stage fails, or a task of the model gets worse.
+    """
+    from pipeline.experiment import console_on, printer, stream_of
+    from pipeline.growing.add import AddRequest, add  # start-up time: imports torch
+    from pipeline.shell.console import ending
+    from pipeline.shell.invocation import this_command
+
+    source = os.fspath(config)
+    say = printer(stream_of(quiet))
+    request = AddRequest(
+        source, os.fspath(data), kind, into, name, os.fspath(model), method, max_drop
+    )
+    add(
+        request,
+        console_on(stream_of(quiet)),
+        this_command(),
+        say,
+        lambda result: say("\n".join(ending(result.outcome, result.report.lines))),
+    )
+    return load(source).results()
+
+
+def remove_data(
+    config: AnyPath,
+    *,
+    task: str = "",
+    class_name: str = "",
+    images: AnyPath = "",
+    model: AnyPath = "",
+    method: str | None = None,
+    quiet: bool = False,
+) -> Results:
+    """Take a task, a class or images out of a run, as `accrete remove --yes` does.
+
+    What was learned from them is deleted, without a question. Returns all results.
+
+    Args:
+        config: Path of the config file, which is changed.
+        task: The task to remove.
+        class_name: The class to remove, out of every task that has it.
+        images: Text file that names the images to remove.
+        model: Folder that serves the run, which gets a new version. Empty: none.
+        method: Label of the method that the folder serves, where the run has several.
+        quiet: Whether nothing is printed.
+
+    Raises:
+        UserError: If it cannot be removed, or a stage fails.
+    """
+    from pipeline import config as configs
+    from pipeline.experiment import console_on, printer, stream_of
+    from pipeline.growing.add import changing  # start-up time: imports torch
+    from pipeline.growing.removals import Target
+    from pipeline.growing.remove import RemoveRequest, remove
+    from pipeline.shell.invocation import this_command
+
+    source = os.fspath(config)
+    say = printer(stream_of(quiet))
+    target = Target(task, class_name, os.fspath(images))
+    request = RemoveRequest(source, target, os.fspath(model), method)
+    with changing(configs.load(source), say):
+        remove(request, console_on(stream_of(quiet)), this_command(), say, lambda question: True)
+    return load(source).results()
 
 
 # ---- runs and models -----------------------------------------------------------------------------

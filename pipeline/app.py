@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipeline import config as configs
 from pipeline.config import Config, ConfigSource
-from pipeline.console import at_work
 from pipeline.data.account import ACCOUNT, Account
 from pipeline.data.preview import PREVIEW
 from pipeline.graph import diagram, graph_cache, raw_data
@@ -62,6 +61,7 @@ from pipeline.results.runs import RunOverview
 from pipeline.results.tables import RunTables
 from pipeline.results.trials import keys_of_searches
 from pipeline.shell import version as versions
+from pipeline.shell.console import at_work
 from pipeline.shell.invocation import logs_command, this_command
 from pipeline.tracking import complete
 from pipeline.tracking.database import sqlite_path
@@ -117,7 +117,7 @@ PACKAGES = (
 
 
 class Screen(Watcher, Protocol):
-    """Shows a run to a person while it goes on; `pipeline.console.Console` does on a terminal."""
+    """Shows a run to a person while it goes on, as `pipeline.shell.console.Console` does."""
 
     def progress(self, event: Event) -> None:
         """Show the progress of a stage."""

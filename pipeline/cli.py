@@ -634,8 +634,9 @@ def _take_config(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what is missing of a config's graph, and print what came out."""
     _take_config(args)
-    from pipeline import app, console  # imports torch
+    from pipeline import app  # imports torch
     from pipeline.graph.selection import Selection
+    from pipeline.shell import console
 
     prepared = app.prepare(
         args.config, args.overrides, to_run=True, say=print, with_jobs=False, several=True
@@ -764,7 +765,8 @@ def note(stage: Stage, lookups: dict[str, Lookup], stages_to_run: set[str]) -> s
 def ingest(args: argparse.Namespace) -> int:
     """Ingest the raw data of a config, and print what was read and what was rejected."""
     _take_config(args)
-    from pipeline import app, console  # imports torch
+    from pipeline import app  # imports torch
+    from pipeline.shell import console
 
     prepared = app.prepare(args.config, args.overrides, to_run=True, say=print, several=True)
     resume_command = app.command_text("run", args.config, args.overrides)
@@ -840,7 +842,8 @@ def _report_inputs(args: argparse.Namespace) -> int:
 
 def analyse(args: argparse.Namespace) -> int:
     """Measure the attention of finished runs, and print tables and paths of pictures."""
-    from pipeline import app, console  # imports torch
+    from pipeline import app  # imports torch
+    from pipeline.shell import console
 
     command = [invocation.this_command(), "analyse", *args.config, "--on", *args.on]
     result = app.analyse(
@@ -861,8 +864,8 @@ def analyse(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Write the page that lays finished runs side by side."""
-    from pipeline.console import at_work
     from pipeline.report import comparison_files
+    from pipeline.shell.console import at_work
 
     with at_work(lambda: "comparing"):
         result = comparison_files.compare(args.run, args.storage, must_write=not args.out)
@@ -982,7 +985,7 @@ def staying_sentence(count: int, reason: str) -> str:
 
 def garbage_text(garbage: Sequence[Garbage]) -> str:
     """Return a line for each folder: its path, when it was written, its size."""
-    from pipeline.console import table_text
+    from pipeline.shell.console import table_text
 
     rows = []
     for folder in garbage:

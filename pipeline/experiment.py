@@ -173,8 +173,8 @@ class Experiment:
         Raise `UserError` when a stage fails.
         """
         from pipeline import app
-        from pipeline.console import ending
         from pipeline.graph.selection import Selection
+        from pipeline.shell.console import ending
 
         stream = stream_of(quiet)
         selection = Selection(*map(names_of, (only, start, until, force)))
@@ -354,6 +354,6 @@ def printer(stream: TextIO) -> Callable[[str], None]:
 
 def console_on(stream: TextIO) -> OpenScreen:
     """Return a function that shows a run on a stream."""
-    from pipeline.console import Console  # start-up time: imports pyarrow
+    from pipeline.shell.console import Console  # start-up time: imports pyarrow
 
     return lambda graph, lookups: Console(graph, lookups, stream)

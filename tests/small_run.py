@@ -31,7 +31,7 @@ PRELOAD = [
     "pipeline.cli",
     "pipeline.graph.build",
     "pipeline.launch.executor",
-    "pipeline.console",
+    "pipeline.shell.console",
     "pipeline.tracking.recorder",
     "pipeline.report.page",
     "tests.small_run",

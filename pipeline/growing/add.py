@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pipeline import app
@@ -11,11 +12,14 @@ from pipeline.app import OpenScreen, RunResult
 from pipeline.config import Config
 from pipeline.graph.replica_configs import refuse_replicas
 from pipeline.graph.store import Store
+from pipeline.growing import publishing
 from pipeline.growing.new_data import find_new_data, list_cards
-from pipeline.growing.stream_edits import Kind, classes_of_tasks, edit_for
+from pipeline.growing.stream_edits import FileChanges, Kind, classes_of_tasks, edit_for
 from pipeline.growing.training import describe_training
 from pipeline.yaml_files import absolute
 from workers.errors import UserError, did_you_mean
+from workers.storage.artifact import join
+from workers.storage.lock import stage_lock
 
 Say = Callable[[str], None]
 
@@ -45,17 +49,67 @@ class AddRequest:
     max_drop: float = 1.0
 
 
-def take_in(request: AddRequest, config: Config, program: str, say: Say) -> None:
-    """Write what new data change into a config and its cards.
+def add(
+    request: AddRequest,
+    open_screen: OpenScreen,
+    program: str,
+    say: Say,
+    show: Callable[[RunResult], None],
+) -> RunResult:
+    """Take new data in, say what trains again, run it, and update the model that serves.
 
     Where nothing is new, nothing is written: so a command that was interrupted can be given again.
-    The old files are put back if the config cannot be used with the change.
+    The old files are put back if the config cannot be used with the change, or the new images
+    cannot be ingested.
+
+    Args:
+        request: What to add.
+        open_screen: Shows the run.
+        program: How a person starts Accrete.
+        say: Is given lines on what happens.
+        show: Is given what came out, before the model is updated.
+
+    Raises:
+        UserError: If the data cannot be taken in, a stage fails, or a task of the model gets worse.
+    """
+    config = configs.load(request.config)
+    refuse_replicas(config, request.config, "`add` updates one model")
+    label = ""
+    if request.model:
+        label = publishing.choose_method(config, request.model, request.method)
+    with changing(config, say):
+        config = configs.load(request.config)  # as the command before left it
+        changes = find_changes(request, config, program, say)
+        command = app.command_text("add", request.config, (), [request.data])
+        changes.write()
+        try:
+            run = app.prepare(request.config, to_run=True, say=say)
+            for line in changes.lines:
+                say(line)
+            app.ingest(run, open_screen, command)
+            run = app.prepare(request.config)
+        except UserError:
+            changes.undo()
+            raise
+        for line in describe_training(run, app.plan(run)):
+            say(line)
+        report_command = app.command_text("report", request.config, ())
+        result = app.execute(run, open_screen, command, report_command)
+        show(result)
+        if request.model:
+            run = app.with_jobs(result.run)
+            say(publishing.publish_run(run, label, request.model, request.max_drop))
+    return result
+
+
+def find_changes(request: AddRequest, config: Config, program: str, say: Say) -> FileChanges:
+    """Return what new data change in a config and its cards.
 
     Args:
         request: What to add.
         config: The values of the config.
         program: How a person starts Accrete.
-        say: Is given a line on what is new, and on each change.
+        say: Is given a line on what is new.
 
     Raises:
         UserError: If the data can be read in two ways, or cannot be taken in.
@@ -69,49 +123,28 @@ def take_in(request: AddRequest, config: Config, program: str, say: Say) -> None
         remedy = did_you_mean(request.into, names, f"the tasks are {', '.join(names)}")
         raise UserError(f"--into {request.into!r}: the stream has no such task; {remedy}")
     say(f"{request.data}: {new.describe()}")
-    if new.card is None or new.classes:
-        changes = edit_for(
-            request.config,
-            config,
-            cards,
-            task_classes,
-            new,
-            request.kind,
-            request.into,
-            request.name,
-            request.data,
-        )
-        changes.write()
-        try:
-            app.prepare(request.config)
-        except UserError:
-            changes.undo()
-            raise
-        for line in changes.lines:
-            say(line)
+    if new.card is not None and not new.classes:
+        return FileChanges()
+    return edit_for(
+        request.config,
+        config,
+        cards,
+        task_classes,
+        new,
+        request.kind,
+        request.into,
+        request.name,
+        request.data,
+    )
 
 
-def add(request: AddRequest, open_screen: OpenScreen, program: str, say: Say) -> RunResult:
-    """Take new data in, show the plan, run it, and return what came out.
+@contextmanager
+def changing(config: Config, say: Say) -> Iterator[None]:
+    """Context manager for one change of a run; other commands that change it wait."""
 
-    Args:
-        request: What to add.
-        open_screen: Shows the run.
-        program: How a person starts Accrete.
-        say: Is given lines on what happens.
+    def say_waiting() -> None:
+        say(f"another command changes run {config.name}; waiting until it is done")
 
-    Raises:
-        UserError: If the data cannot be taken in, or a stage fails.
-    """
-    config = configs.load(request.config)
-    refuse_replicas(config, request.config, "`add` updates one model")
-    take_in(request, config, program, say)
-    command = app.command_text("add", request.config, (), [request.data])
-    run = app.prepare(request.config, to_run=True, say=say)
-    app.ingest(run, open_screen, command)
-    run = app.prepare(request.config)
-    plan = app.plan(run)
-    for line in describe_training(run, plan):
-        say(line)
-    report_command = app.command_text("report", request.config, ())
-    return app.execute(run, open_screen, command, report_command)
+    root = join(absolute(config.storage), "stages")
+    with stage_lock(root, f"change-{config.name}", on_wait=say_waiting):
+        yield

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeline.shell import invocation
@@ -13,7 +12,7 @@ from pipeline.shell.question import is_confirmed
 from workers.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.config import Config
+    from pipeline.app import RunResult
 
 MAX_DROP = 1.0  # points of accuracy
 
@@ -120,9 +119,8 @@ def points(text: str) -> float:
 
 def add(args: argparse.Namespace) -> int:
     """Take new data into a run, and update the model that serves."""
-    from pipeline import app, console  # imports torch
-    from pipeline import config as configs
-    from pipeline.growing import add as growing
+    from pipeline.growing import add as growing  # imports torch
+    from pipeline.shell import console
 
     _check_method(args)
     request = growing.AddRequest(
@@ -135,18 +133,11 @@ def add(args: argparse.Namespace) -> int:
         args.method,
         args.max_drop,
     )
-    config = configs.load(args.config)
-    label = ""
-    if args.model:
-        from pipeline.growing import publishing
 
-        label = publishing.choose_method(config, args.model, args.method)
-    with _changing(config):
-        result = growing.add(request, console.Console, invocation.this_command(), print)
+    def show(result: RunResult) -> None:
         print(console.summary(result.tables, result.outcome, result.report.lines))
-        if args.model:
-            run = app.prepare(args.config)
-            print(publishing.publish_run(run, label, args.model, args.max_drop))
+
+    growing.add(request, console.Console, invocation.this_command(), print, show)
     return 0
 
 
@@ -158,9 +149,10 @@ def remove(args: argparse.Namespace) -> int:
         _remove_from_folder(args)
         return 0
     from pipeline import config as configs
-    from pipeline import console
     from pipeline.growing import remove as growing
+    from pipeline.growing.add import changing
     from pipeline.growing.removals import Target
+    from pipeline.shell import console
 
     _check_method(args)
     target = Target(args.task, args.class_, args.images)
@@ -169,7 +161,7 @@ def remove(args: argparse.Namespace) -> int:
     def confirm(question: str) -> bool:
         return args.yes or is_confirmed(question)
 
-    with _changing(configs.load(args.config)):
+    with changing(configs.load(args.config), print):
         growing.remove(request, console.Console, invocation.this_command(), print, confirm)
     return 0
 
@@ -190,18 +182,3 @@ def _remove_from_folder(args: argparse.Namespace) -> None:
 def _check_method(args: argparse.Namespace) -> None:
     if args.method and not args.model:
         raise UserError("--method is of a model folder; give the folder with --model, or leave it")
-
-
-@contextmanager
-def _changing(config: Config) -> Iterator[None]:
-    """Context manager for one change of a run; other commands that change it wait."""
-    from pipeline.yaml_files import absolute
-    from workers.storage.artifact import join
-    from workers.storage.lock import stage_lock
-
-    def say_waiting() -> None:
-        print(f"another command changes run {config.name}; waiting until it is done")
-
-    root = join(absolute(config.storage), "stages")
-    with stage_lock(root, f"add-{config.name}", on_wait=say_waiting):
-        yield

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from pipeline.config import Config
-from pipeline.console import format_seconds, table_text
 from pipeline.data.cards import Card
 from pipeline.data.formats import count_labels, is_local_source, list_source
 from pipeline.graph.run_record import recorded_config
@@ -44,6 +43,7 @@ from pipeline.launch.sharing import (
 )
 from pipeline.launch.wall_time import wall_time
 from pipeline.results.tables import Row
+from pipeline.shell.console import format_seconds, table_text
 from workers.data.augment import Augment
 from workers.errors import DamagedArtifact, UserError
 from workers.job import StageJob, Task, TrainSettings, with_neutral

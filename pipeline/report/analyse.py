@@ -14,7 +14,6 @@ from functools import cached_property
 import numpy as np
 
 from pipeline.config import Config
-from pipeline.console import table_text
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Store
@@ -25,6 +24,7 @@ from pipeline.report.figures import Picture
 from pipeline.report.files import Row
 from pipeline.report.maps import draw_maps
 from pipeline.results.tables import RunTables
+from pipeline.shell.console import table_text
 from workers.analysis import attention_rows, covers, maps, robustness_rows, shifted_rows
 from workers.dist import Group
 from workers.errors import DamagedArtifact, UserError

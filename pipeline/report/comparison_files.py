@@ -177,8 +177,8 @@ def folder_name(names: Sequence[str]) -> str:
 
 def format_comparison(comparison: Comparison) -> str:
     """Return the tables for the terminal: means, difference of accuracy, differing settings."""
-    from pipeline.console import table_text
     from pipeline.report.comparison import METRICS
+    from pipeline.shell.console import table_text
 
     body = []
     for entry in comparison.entries:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.console import table_text, warning_lines
 from pipeline.report.comparison import METRICS, Comparison, Entry, Group, unfinished_notes
 from pipeline.report.comparison_files import format_plain
 from pipeline.results.tables import RunTables, merge_warnings
+from pipeline.shell.console import table_text, warning_lines
 
 PRINTED = ("average_accuracy", "average_incremental_accuracy", "forgetting", "bytes_per_task")
 

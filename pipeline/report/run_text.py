@@ -8,13 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from pipeline.console import (
-    columns_of_output,
-    format_percent,
-    format_seconds,
-    progress_text,
-    table_text,
-)
 from pipeline.graph import diagram
 from pipeline.graph.gpu_use import gpu_sentences
 from pipeline.graph.run_record import graph_of_record
@@ -26,6 +19,13 @@ from pipeline.results.runs import (
     StageStatus,
     find_record,
     run_status,
+)
+from pipeline.shell.console import (
+    columns_of_output,
+    format_percent,
+    format_seconds,
+    progress_text,
+    table_text,
 )
 from workers.storage.artifact import join
 from workers.storage.secrets import printable

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from pipeline import app
 from pipeline import config as configs
 from pipeline.app import OpenScreen, WrittenReport
-from pipeline.console import summary
 from pipeline.graph import build
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
@@ -31,6 +30,7 @@ from pipeline.search.screen import SearchScreen
 from pipeline.search.space import Params
 from pipeline.search.spec import Search, state_of, write_state
 from pipeline.search.trial import Plan, folder, now, with_history
+from pipeline.shell.console import summary
 from pipeline.tracking.search_recorder import SearchRecorder
 from pipeline.yaml_files import dump_yaml, read_yaml
 from workers.errors import UserError

@@ -152,8 +152,8 @@ def folder_to_record(args: argparse.Namespace) -> str:
 # ---- commands ------------------------------------------------------------------------------------
 def predict(args: argparse.Namespace) -> int:
     """Print the answer to each image as a table."""
-    from pipeline.console import table_text
     from pipeline.results.model import answers_of
+    from pipeline.shell.console import table_text
     from workers.serving.recorder import recording
     from workers.serving.server import Predictor
 
@@ -184,7 +184,7 @@ def bundle(args: argparse.Namespace) -> int:
             f"bundle: --task is {args.task!r}, and a bundle has all tasks; leave --task out, or "
             "add --onnx FILE"
         )
-    from pipeline.console import at_work  # start-up time
+    from pipeline.shell.console import at_work  # start-up time
 
     with at_work(lambda: "writing the model"):
         source = bundle_of_arguments(args)
@@ -245,7 +245,7 @@ def tasks(args: argparse.Namespace) -> int:
     from pipeline.yaml_files import absolute
 
     if args.action == "list":
-        from pipeline.console import table_text
+        from pipeline.shell.console import table_text
         from workers.serving.model_file import read_model, task_rows
 
         body = read_model(absolute(args.model))
@@ -267,7 +267,7 @@ def tasks(args: argparse.Namespace) -> int:
 
 def versions_text(versions: Sequence[Version]) -> str:
     """Return a table of the versions of a model folder."""
-    from pipeline.console import table_text
+    from pipeline.shell.console import table_text
 
     rows: list[list[str]] = []
     for version in versions:

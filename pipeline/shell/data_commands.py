@@ -97,8 +97,8 @@ def list_cards(args: argparse.Namespace) -> int:
 
     Raise `UserError` where a card cannot be read, after what can be.
     """
-    from pipeline.console import table_text  # imports pyarrow
     from pipeline.data import catalogue
+    from pipeline.shell.console import table_text  # imports pyarrow
 
     if args.cards:
         program = invocation.this_command()

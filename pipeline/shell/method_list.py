@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipeline.config import load
-from pipeline.console import table_text
 from pipeline.results.tables import Row
+from pipeline.shell.console import table_text
 from workers.errors import UserError, did_you_mean
 from workers.job import TrainSettings
 

@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 
-from pipeline import app, cli, console
+from pipeline import app, cli
 from pipeline.graph import raw_data, run, run_record, store
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.store import Lookup
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.report import page
 from pipeline.results.tables import RunTables
+from pipeline.shell import console
 from pipeline.tracking import ui
 from tests import small_run
 from workers.loop import WAITING

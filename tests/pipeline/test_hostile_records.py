@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from pipeline import cli
-from pipeline.console import Console
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.walk import Event, EventKind
+from pipeline.shell.console import Console
 from tests import small_run
 from workers.storage.secrets import REPLACEMENT
 

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline import console
 from pipeline.data import packs, shard_writer
 from pipeline.data.card_files import load
 from pipeline.data.cards import Card
@@ -23,6 +22,7 @@ from pipeline.data.formats import base
 from pipeline.data.ingest import ingest
 from pipeline.data.known_images import SOURCE
 from pipeline.data.selection import _held_out
+from pipeline.shell import console
 from tests import ingest_sources, s3, small_run
 from tests.hostile import costs
 from tests.ingest_sources import card_of, make_folder, picture, serial

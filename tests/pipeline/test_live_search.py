@@ -13,12 +13,12 @@ import fake_search
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pipeline import console
 from pipeline.results.trials import Trial
 from pipeline.search import live_page
 from pipeline.search.live_page import LivePage, pause_s
 from pipeline.search.screen import SearchScreen
 from pipeline.search.spec import Search
+from pipeline.shell import console
 from pipeline.tracking.prometheus import search_metrics
 
 

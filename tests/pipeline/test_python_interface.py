@@ -24,6 +24,7 @@ from pipeline import app, cli
 from pipeline.data import catalogue, preparation, starter
 from pipeline.graph import diagram, run_record
 from pipeline.graph.store import Store
+from pipeline.growing import add, remove
 from pipeline.launch import cost, training_plan
 from pipeline.report import comparison_files, log_text, run_text
 from pipeline.results import bundles, frames, model, results_file, runs, shard_urls
@@ -63,6 +64,7 @@ PUBLIC = [
     "TrainDefaults",
     "UserError",
     "WrittenReport",
+    "add_data",
     "collect_garbage",
     "compare",
     "data_sets",
@@ -76,6 +78,7 @@ PUBLIC = [
     "prepare_data",
     "preview_data",
     "register",
+    "remove_data",
     "remove_task",
     "rollback_model",
     "runs",
@@ -360,6 +363,13 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
     ),
     (versions, "list_versions", ["tasks", ".", "versions"], lambda e: pipeline.model_versions(".")),
     (versions, "rollback", ["tasks", ".", "rollback"], lambda e: pipeline.rollback_model(".")),
+    (add, "add", ["add", "CONFIG", "DATA"], lambda e: pipeline.add_data(e.source, "DATA")),
+    (
+        remove,
+        "remove",
+        ["remove", "CONFIG", "--class", "a", "--yes"],
+        lambda e: pipeline.remove_data(e.source, class_name="a"),
+    ),
     (method_list, "method_rows", ["methods"], lambda e: pipeline.methods()),
     (method_list, "settings_of", ["methods", "meat"], lambda e: pipeline.method_settings("meat")),
     (catalogue, "read_catalogue", ["data", "list"], lambda e: pipeline.data_sets()),

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline import cli, console
+from pipeline import cli
 from pipeline.app import REPORT_FILES, export
 from pipeline.graph.store import Store
 from pipeline.report import (
@@ -38,6 +38,7 @@ from pipeline.report import (
 from pipeline.results import metrics
 from pipeline.results.masks import BINS, MaskView, capacity, kinds, load_mask_view, overlap
 from pipeline.results.tables import RunTables, TaskSizes
+from pipeline.shell import console
 from pipeline.tracking.points import (
     history_points,
     matrix_points,

@@ -15,12 +15,13 @@ import yaml
 from fake_mlflow import FakeMlflow
 from scipy.stats import binom
 
-from pipeline import app, console
+from pipeline import app
 from pipeline.cli import main
 from pipeline.config import TrackingSettings
 from pipeline.report.plots import draw_averages, draw_comparison, draw_matrix
 from pipeline.results.chance import FEW_STEPS, LearnedTask, most_correct_by_chance
 from pipeline.results.tables import RunTables
+from pipeline.shell import console
 from pipeline.tracking import mlflow_client
 from pipeline.tracking.recorder import Recorder
 from pipeline.tracking.run_writer import RunIdentity

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from pipeline import app, cli, console
+from pipeline import app, cli
 from pipeline.graph.stage import Graph, Stage
 from pipeline.graph.walk import Event, EventKind, Walk
 from pipeline.report import html_parts
 from pipeline.results.tables import merge_warnings
+from pipeline.shell import console
 from tests import small_run
 
 

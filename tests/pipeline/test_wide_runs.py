@@ -17,7 +17,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from pipeline import console
 from pipeline.graph import diagram
 from pipeline.graph.run import Outcome
 from pipeline.graph.stage import Graph, Stage
@@ -26,6 +25,7 @@ from pipeline.report import html_parts, mask_plots, plots, run_text
 from pipeline.results.masks import MaskView
 from pipeline.results.runs import MethodAccuracy, RunOverview
 from pipeline.results.tables import Matrix, RunTables
+from pipeline.shell import console
 from workers.storage.taskstate import TaskState
 
 NUM_TASKS = 40

@@ -83,3 +83,13 @@ def test_requirements_are_not_checked_inside_and_are_afterwards(
     assert checks == []
     environment._process_pip_requirements([], ["torch==1.0"])
     assert "torch==1.0" in checks
+
+
+def test_all_files_of_a_run_are_deleted(tmp_path: Path) -> None:
+    client, uri, experiment = open_store(str(tmp_path))
+    run = client.create_run(experiment)
+    client.log_text(run.info.run_id, "a page", "report/page.html")
+    assert client.list_artifacts(run.info.run_id)
+    for _ in range(2):  # also of a run that has none
+        mlflow_internals.delete_artifacts(run.info.artifact_uri, uri)
+        assert client.list_artifacts(run.info.run_id) == []

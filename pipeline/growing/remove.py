@@ -109,19 +109,15 @@ def remove(
     is_confirmed = confirm("delete this for good?")
     if is_confirmed:
         left = found.delete()
+    other = f"{program} remove CONFIG {' '.join(options)}"
+    others = storage_leftovers.describe_other_users(store, run.config.name, removal.cards, other)
     for title, lines in (
         ("deleted", found.lines() if is_confirmed else ["nothing; the same command deletes it"]),
         ("trained again", [line.strip() for line in trained] or ["nothing"]),
         ("published", [published] if published else []),
-        ("left to you", [*removal.raw, *removal.kept, *left]),
+        ("left to you", [*removal.raw, *removal.kept, *left, *others, OTHER_MODELS]),
     ):
         if lines:
             say(f"{title}:")
         for line in lines:
             say(f"  {line}")
-    other = f"{program} remove CONFIG {' '.join(options)}"
-    for line in storage_leftovers.describe_other_users(
-        store, run.config.name, removal.cards, other
-    ):
-        say(f"  {line}")
-    say(f"  {OTHER_MODELS}")

@@ -72,6 +72,7 @@ __all__ = [
     "load_search",
     "method_settings",
     "methods",
+    "model_inputs",
     "model_versions",
     "open_model",
     "prepare_data",
@@ -323,6 +324,23 @@ def remove_task(folder: AnyPath, task: str) -> str:
     from pipeline.results import bundles  # start-up time: imports torch
 
     return bundles.remove_task(os.fspath(folder), task)
+
+
+def model_inputs(folder: AnyPath) -> pd.DataFrame:
+    """Return a row for each day, model and task that `predict` and `serve` answered with a folder.
+
+    `finding` says how the inputs differ from the test images of the task; empty if they do not.
+
+    Raises:
+        UserError: If the folder is no model folder, or its counts cannot be read.
+    """
+    from dataclasses import asdict
+
+    from pipeline.results.data_frame import data_frame
+    from pipeline.results.input_days import read_inputs
+    from pipeline.yaml_files import absolute
+
+    return data_frame([asdict(row) for row in read_inputs(absolute(os.fspath(folder))).rows])
 
 
 def model_versions(folder: AnyPath) -> pd.DataFrame:

@@ -27,7 +27,7 @@ from pipeline.graph.store import Store
 from pipeline.growing import add, remove
 from pipeline.launch import cost, training_plan
 from pipeline.report import comparison_files, log_text, run_text
-from pipeline.results import bundles, frames, model, results_file, runs, shard_urls
+from pipeline.results import bundles, frames, input_days, model, results_file, runs, shard_urls
 from pipeline.results.frames import Results
 from pipeline.results.tables import RunTables
 from pipeline.search import run as searches
@@ -73,6 +73,7 @@ PUBLIC = [
     "load_search",
     "method_settings",
     "methods",
+    "model_inputs",
     "model_versions",
     "open_model",
     "prepare_data",
@@ -361,6 +362,7 @@ PAIRS: list[tuple[Any, str, list[str], Any]] = [
         ["remove", ".", "--task", "a"],
         lambda e: pipeline.remove_task(".", "a"),
     ),
+    (input_days, "read_inputs", ["report", "."], lambda e: pipeline.model_inputs(".")),
     (versions, "list_versions", ["tasks", ".", "versions"], lambda e: pipeline.model_versions(".")),
     (versions, "rollback", ["tasks", ".", "rollback"], lambda e: pipeline.rollback_model(".")),
     (add, "add", ["add", "CONFIG", "DATA"], lambda e: pipeline.add_data(e.source, "DATA")),
@@ -438,18 +440,23 @@ FOR_COMMANDS_ALONE = {
     "pipeline.data.csv_text": "predict --csv; from Python, `to_csv` of the data frame",
     "pipeline.data.errors": "the command after an error about data",
     "pipeline.data.source_advice": "the same",
+    "pipeline.growing.training": "plan: the text on which tasks train again",
     "pipeline.launch.platforms": "launch: files that start the command line on a cluster",
     "pipeline.launch.portable": "launch",
     "pipeline.launch.sizes": "launch",
+    "pipeline.report.inputs_text": "report of a model folder: the text",
     "pipeline.report.replicas": "the text at the end of a run of several seeds",
     "pipeline.graph.live_status": "ui: whether the storage is there",
     "pipeline.graph.run_log": "--log-level",
     "pipeline.search.schema": "schema",
     "pipeline.serving": "serve",
+    "pipeline.shell.question": "questions before something is deleted",
     "pipeline.shell.schema": "schema",
     "pipeline.shell.version": "--version",
     "pipeline.tracking.mlflow_client": "ui",
     "workers.preemption": "the exit code after SIGTERM",
+    "workers.serving.input_counts": "predict counts the inputs of a model folder",
+    "workers.serving.recorder": "the same",
     "workers.storage.filesystem": "the sentence of an error",
     "workers.storage.regular_file": "--svg, --out: files that an option names",
     "workers.storage.secrets": "what is redacted when it is printed",

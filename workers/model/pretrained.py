@@ -32,7 +32,7 @@ def check_name(name: str) -> str:
     Raise `UserError` when timm has no such model, or no weights with this tag.
     """
     architecture, _, tag = name.partition(".")
-    if architecture not in timm.list_models():
+    if architecture not in timm.list_models(architecture):  # all would be sorted first
         close = difflib.get_close_matches(architecture, timm.list_models(), 3)
         raise UserError(
             f"backbone.name is {name!r}, which timm does not have; some it has: "

@@ -46,6 +46,9 @@ lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Hundreds of processes import the same modules: each is compiled once, whatever the environment says.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 # Two processes that share nothing; those tests of a file that share what was run once stay together.
 test: lint
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile

@@ -40,6 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pipeline import app, cli
 from pipeline.graph.store import Store
 from pipeline.launch.local import LocalExecutor
+from pipeline.report import page
 from tests import small_run, strict_device
 from tests.strict_device import Counts
 from workers import loop
@@ -205,10 +206,15 @@ def run_main_job(path: str, storages: tuple[str, str]) -> list[dict[str, Any]]:
     """Run a config by the command line, first on the device, then on the CPU.
 
     Return the results of both, each by the id of the stage. path: of the config. storages: of both.
+    The reports, which have no part in the results, get no pictures.
     """
     overrides = ["--set", "cluster.gpus_per_worker=1", "--set", f"storage={storages[0]}"]
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+        mock.patch.object(page, "build", return_value={"report.html": b"a page"}),
+    ):
         with strict_device.strict_device():
             code = cli.main(["run", path, *overrides])
         assert code == 0, output.getvalue()

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from PIL import Image, ImageOps
@@ -26,13 +26,29 @@ from workers.job import StageJob
 from workers.storage.artifact import content_digest, digest_of
 
 
+class Finished(NamedTuple):
+    """A folder with a finished run, and a copy of it."""
+
+    folder: Path
+    copy: Path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("contents") / "site"
+    folder.mkdir()
+    cards = {name: card_of_equal_sizes(folder, name) for name in "ab"}
+    write(folder, cards, ["meat"])
+    small_run.run(["run", str(folder / "config.yaml")], folder / "out.txt")
+    return Finished(folder, Path(shutil.copytree(folder, folder.with_name("copy"))))
+
+
 @pytest.fixture
-def site(tmp_path: Path) -> Path:
+def site(finished: Finished) -> Path:
     """A finished run of `meat` on two cards whose images have equal sizes, whatever they show."""
-    cards = {name: card_of_equal_sizes(tmp_path, name) for name in "ab"}
-    write(tmp_path, cards, ["meat"])
-    assert cli.main(["run", str(tmp_path / "config.yaml")]) == 0
-    return tmp_path
+    shutil.rmtree(finished.folder)
+    shutil.copytree(finished.copy, finished.folder)
+    return finished.folder
 
 
 def card_of_equal_sizes(folder: Path, name: str) -> str:

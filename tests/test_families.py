@@ -54,7 +54,7 @@ def run_of(lab: Lab, method: str, family: str) -> Run:
     return lab.run_of(method, settings, backbone=backbone)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("family", "method"), CASES)
 def test_a_method_works_on_a_family_or_says_in_a_sentence_why_not(
     lab: Lab, family: str, method: str

@@ -22,14 +22,6 @@ from workers.methods.linear import Linear
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 ABSENT = ("ray", "mlflow", "webdataset", "sklearn")
-# masks in a star, gates, pruning, exemplars, a growing network
-REHEARSED = (
-    "meat",
-    "hat",
-    "packnet",
-    "icarl",
-    "dytox",
-)
 LINEAR = functional.linear
 
 
@@ -70,15 +62,20 @@ def table(output: str) -> dict[tuple[str, str, str], dict[str, str]]:
 
 
 # ---- the rehearsal -------------------------------------------------------------------------------
-def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset() -> None:
-    done = benchmark("--methods", *REHEARSED)
+@pytest.mark.few("meat-packnet")
+@pytest.mark.parametrize(
+    "names",
+    # masks in a star, pruning; gates, exemplars, a growing network
+    [("meat", "packnet"), ("hat", "icarl", "dytox")],
+    ids="-".join,
+)
+def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset(names: tuple[str, ...]) -> None:
+    done = benchmark("--methods", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = table(done.stdout)
-    expected = {
-        (name, scenario, "fp32") for name in REHEARSED for scenario in METHODS[name].scenarios
-    }
+    expected = {(name, scenario, "fp32") for name in names for scenario in METHODS[name].scenarios}
     assert {case for case in rows if case[2] == "fp32"} == expected
-    assert {case[0] for case in rows if case[2] == "bf16"} == {"meat", "hat", "packnet", "icarl"}
+    assert {case[0] for case in rows if case[2] == "bf16"} == {*names} - {"dytox"}
     assert all(row["result"] == "ok" and row["resumed"] == "bits" for row in rows.values())
     assert all(
         float(row["decisions"]) == 0 and float(row["served"]) < 1e-5
@@ -87,10 +84,11 @@ def test_it_passes_on_the_cpu_without_ray_mlflow_and_webdataset() -> None:
     )
     assert all(
         re.fullmatch("= [0-9a-f]{8}", rows[name, "task", "fp32"]["masks"])
-        for name in ("hat", "packnet")
+        for name in {"hat", "packnet"} & {*names}
     )
-    masks = rows["meat", "task", "fp32"]["masks"]  # rounding decides where a gradient is nearly 0
-    assert masks.startswith("= ") or float(masks) < 1e-3
+    if "meat" in names:  # rounding decides where a gradient is nearly 0
+        masks = rows["meat", "task", "fp32"]["masks"]
+        assert masks.startswith("= ") or float(masks) < 1e-3
 
 
 def test_the_config_of_every_case_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,8 @@ def test_a_run_that_gets_sigterm_saves_a_checkpoint_and_the_same_command_resumes
     Checkpoints by the clock are off, so that the signal alone makes the checkpoint.
     """
     longer = {
-        "train": {"epochs": 40},
+        "methods": ["meat"],
+        "train": {"epochs": 4},
         "cluster": {"workers": 0, "checkpoint_s": 0, "loader_workers": 1},
     }
     whole = reference.config(tmp_path / "whole", **longer)

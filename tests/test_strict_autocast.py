@@ -67,8 +67,8 @@ RESULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
     "of double": (lambda x, y: x.double() @ x.double(), torch.float64),
     "of int": (lambda x, y: x.long().sum(), torch.int64),
 }
-# Masks of attention, of units with statistics, pruned weights, feedback; the others are slow.
-KINDS = ("meat", "hat", "packnet", "toast")
+# Masks of attention, and of units with statistics; the others are slow.
+KINDS = ("meat", "hat")
 # Kernels of norms, losses and masks. On a ViT nothing but masks takes a sigmoid.
 IN_FP32 = {
     "aten.native_layer_norm.default",

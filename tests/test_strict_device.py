@@ -40,8 +40,8 @@ from workers.methods.finetune import FineTune
 EVERY = [
     (method, scenario) for method, cls in METHODS.items() for scenario in sorted(cls.scenarios)
 ]
-# Masks with statistics, weights that are pruned, seeds, exemplars, tokens, a second pass.
-A_FEW = ("hat-task", "packnet-task", "supsup-task", "icarl-class", "dytox-class", "toast-task")
+# Masks with statistics, weights that are pruned, exemplars.
+A_FEW = ("hat-task", "packnet-task", "icarl-class")
 RECORD = (
     "record it by `PYTHONPATH=tests .venv/bin/python -m tests.on_strict_device NAME --record`, "
     "and commit the file with the method"
@@ -142,6 +142,7 @@ def test_every_augmentation_gives_the_images_of_the_cpu(device: Any, name: str) 
         assert step_counts.uploads <= 2
 
 
+@pytest.mark.few("class-all")
 @pytest.mark.parametrize("data", ["resized", "all"])
 @pytest.mark.parametrize("scenario", ["task", "class"])
 def test_several_tasks_together_cost_no_further_copies(
@@ -159,6 +160,7 @@ def test_batches_that_threads_make_are_those_of_the_cpu(device: Any) -> None:
     device.submit(on_strict_device.check, Case("finetune", "task", data=DATA["all"])).result()
 
 
+@pytest.mark.few("bf16", "best")
 @pytest.mark.parametrize("name", TRAIN)
 def test_every_way_of_training_gives_the_results_of_the_cpu(device: Any, name: str) -> None:
     device.submit(
@@ -206,6 +208,7 @@ def convolve_on_device(case: Case) -> tuple[Convolutions, Convolutions]:
     return on_device, convolve(case, "cpu")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("backbone", "precision", "trained_in"),
     [

@@ -13,6 +13,8 @@ from pipeline import app, cli
 from pipeline.report import page
 from tests import small_run
 
+pytestmark = pytest.mark.usefixtures("small_pictures")
+
 
 def test_of_two_drivers_one_makes_the_report_and_the_other_uses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -424,6 +424,7 @@ BESIDE = {
 LEARNED = ("*/[ab]/train", "*/[ab]/evaluate", "report")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("section", "model", "without", "patterns"),
     [

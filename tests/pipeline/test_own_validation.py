@@ -19,6 +19,7 @@ from workers.data.rows import has_validation, select
 from workers.errors import UserError
 from workers.storage.artifact import Artifact
 
+pytestmark = pytest.mark.usefixtures("quick")
 LABELS = "0123"
 
 

@@ -28,6 +28,7 @@ from workers.errors import UserError
 pytestmark = pytest.mark.usefixtures("small_pictures")
 
 SETTINGS = TrackingSettings()
+EDITED = ("hat-small", "")  # label and task of the run whose description a person edits
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,10 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Record a run that was killed after five stages, resumed, finished, and run once more."""
+    """Record a run that was killed after six stages, resumed, finished, and run once more.
+
+    Between the kill and the next start a person edits the description of `EDITED`.
+    """
     storage = str(tmp_path_factory.mktemp("storage"))
     record: Any = {
         **fake_run.record(),
@@ -50,6 +54,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for stage, _ in fake_run.write(storage, set(ids[:6])):
         first.stage(stage, {"stage": stage.id})  # as workers report it: without the list of files
     assert first.outbox.close(0) == 0  # and then it was killed
+    state = contents(storage)
+    state.client.set_tag(state.runs[EDITED].info.run_id, "mlflow.note.content", "my own words")
     second = Recorder(SETTINGS, storage)
     second.start(record, "<svg>graph</svg>")
     for stage, manifest in fake_run.write(storage, set(ids[6:])):
@@ -191,23 +197,9 @@ def test_descriptions_link_to_pages_and_pictures(recorded: Any) -> None:
     assert "[report](#/" in links
 
 
-def test_an_edited_description_is_kept(tmp_path: Path) -> None:
-    storage = str(tmp_path)
-    record = fake_run.record()
-    recorder = Recorder(SETTINGS, storage)
-    recorder.start(record)
-    for stage, manifest in fake_run.write(storage):
-        recorder.stage(stage, manifest)
-    assert recorder.outbox.close(60) == 0
-    state = contents(storage)
-    run_id = state.runs["meat", ""].info.run_id
-    state.client.set_tag(run_id, "mlflow.note.content", "my own words")
-    second = Recorder(SETTINGS, storage)
-    second.start(record)
-    second.finish(page.build(storage, record))
-    assert second.warnings == []
-    runs = contents(storage).runs
-    assert runs["meat", ""].data.tags["mlflow.note.content"] == "my own words"
+def test_an_edited_description_is_kept(recorded: Any) -> None:
+    runs = recorded.after.runs
+    assert runs[EDITED].data.tags["mlflow.note.content"] == "my own words"
     assert "[matrix]" in runs["finetune", ""].data.tags["mlflow.note.content"]
 
 

@@ -22,6 +22,8 @@ from pipeline.tracking import mlflow_client
 from tests import small_run
 from workers.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("small_pictures")
+
 STREAM: dict[str, Any] = {"tasks": [{"card": "digits", "classes": ["0", "1"]}]}
 BODY: dict[str, Any] = {"name": "table", "stream": STREAM, "methods": {"linear": {}}}
 SPLIT: dict[str, Any] = {"tasks": [{"card": "digits", "split": 5}]}

@@ -50,14 +50,14 @@ def test_plan_and_run_of_what_stands_import_nothing_heavy(tmp_path: Path) -> Non
     body = small_run.make_body(tmp_path, cards, ["linear"])
     body["tracking"] = {"models": False}
     path = small_run.write_config(tmp_path / "config.yaml", body)
-    assert "torch" in heavy_imports(tmp_path, "plan", path), "the first start builds the graph"
-    heavy_imports(tmp_path, "run", path)
+    small_run.run(["run", path], tmp_path / "out.txt")
     assert heavy_imports(tmp_path, "plan", path) == []
     assert heavy_imports(tmp_path, "run", path) == []
-    assert "mlflow" in heavy_imports(tmp_path, "report", path), "it writes the record anew"
+    report = heavy_imports(tmp_path, "report", path)
+    assert {"torch", "mlflow"} <= {*report}, "it draws the figures and writes the record anew"
 
 
-def test_the_tasks_of_a_model_are_listed_without_torch(tmp_path: Path) -> None:
+def test_the_tasks_of_a_model_are_listed_without_torch(tmp_path: Path, quick: Any) -> None:
     cards = small_run.make_cards(tmp_path, ("base", "a"))
     body = small_run.make_body(tmp_path, cards, ["linear"], tracking="off")
     path = small_run.write_config(tmp_path / "config.yaml", body)

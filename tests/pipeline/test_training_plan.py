@@ -15,6 +15,8 @@ from pipeline.results.training import TrainedStage, group_steps
 from workers.job import TrainSettings, key_inputs
 from workers.methods import METHODS
 
+pytestmark = pytest.mark.usefixtures("small_pictures")
+
 RULE = TrainSettings(**METHODS["linear"].train_defaults.of_step("train", True))
 
 

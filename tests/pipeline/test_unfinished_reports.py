@@ -18,6 +18,8 @@ from pipeline.results.tables import merge_warnings
 from pipeline.shell import console
 from tests import small_run
 
+pytestmark = pytest.mark.usefixtures("small_pictures")
+
 
 def test_a_method_that_fails_leaves_a_report_of_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -183,6 +183,7 @@ def test_what_is_measured_is_the_network_with_the_tasks_own_weights(lab: Lab) ->
         assert task_maps[0] > 0
 
 
+@pytest.mark.few("der-2", "icarl-1")
 @pytest.mark.parametrize(
     ("method", "networks"), [("der", 2), ("dytox", 1), ("supsup_nn", 1), ("icarl", 1), ("vpt", 1)]
 )

@@ -232,7 +232,7 @@ def test_each_block_is_compiled_for_all_stages_with_and_without_gradients() -> N
 
 
 # ---- under every method --------------------------------------------------------------------------
-@pytest.mark.few(7)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_works_on_it_or_says_in_a_sentence_before_anything_runs_why_not(
     lab: Lab, name: str

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -20,6 +19,7 @@ import torch
 from PIL import Image
 from serving import Finished, exact, finished
 
+from tests import small_run
 from workers.data.decoding import resize_square
 from workers.errors import UserError
 from workers.job import Neutral
@@ -474,14 +474,14 @@ def test_a_task_is_replaced_if_that_is_said(folder: Any) -> None:
 
 
 def import_as(model_folder: str, data: bytes, name: str) -> str:
-    """Import a task in a process of its own."""
+    """Import a task in a separate process."""
     return single_tasks.import_task(model_folder, forged(data, task=name), name).name
 
 
 def test_tasks_that_are_imported_at_once_are_all_there(folder: Any) -> None:
     model_folder = folder("linear")
     data = single_tasks.export_task(Bundle.open(model_folder), "two")
-    with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(4, small_run.processes()) as pool:
         new = [f"new{number}" for number in range(8)]
         imported = list(pool.map(import_as, [model_folder] * 8, [data] * 8, new))
         removed = list(pool.map(single_tasks.remove_task, [model_folder] * 4, new[:4]))

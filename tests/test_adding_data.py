@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipeline import cli
 from pipeline.yaml_files import parse_yaml
 from tests import small_run
 from tests.growing_run import TASKS, GrowingRun
+from workers.methods import METHODS
 
 
 @pytest.fixture
@@ -289,6 +291,26 @@ def test_a_card_that_pins_its_data_cannot_grow(
         run.put(run.raw, digit)
     assert add(run, "raw") == 2
     assert "says what must be found" in capsys.readouterr().err
+
+
+def test_the_page_lists_each_method_where_it_belongs() -> None:
+    page = Path(__file__).parent.parent / "docs" / "growing.md"
+    rows = [line for line in page.read_text().splitlines() if re.match(r"\| (a|on) [^|]*: `", line)]
+    star, chain, rehearsal, cumulative = (set(re.findall(r"`(\w+)`", row)) for row in rows)
+    expected: dict[str, set[str]] = {
+        "star": set(),
+        "chain": set(),
+        "rehearsal": set(),
+        "all": set(),
+    }
+    for name, method in METHODS.items():
+        kind = "star"
+        if method.carries:
+            kind = "rehearsal" if method.reads == "seen" else "chain"
+        elif method.trains_on == "seen":
+            kind = "all"
+        expected[kind].add(name)
+    assert [star, chain, rehearsal, cumulative] == [*expected.values()]
 
 
 # ---- the model that serves -----------------------------------------------------------------------

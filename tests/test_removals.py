@@ -262,7 +262,8 @@ def test_the_last_task_and_parts_of_a_folder_are_refused(
 
 
 # ---- kills ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("calls", [3, 60, 90, 118, 132])
+@pytest.mark.few(3)
+@pytest.mark.parametrize("calls", range(3, 143, 7))
 def test_a_killed_command_goes_on(calls: int, zoo: Zoo) -> None:
     config = zoo.write(methods=["linear"])
     model = zoo.folder / "model"

@@ -1,6 +1,6 @@
 """Four months of data that grow, against running everything from scratch after each month.
 
-`python -m benchmarks.growing [--methods meat ewc]`; about five minutes. The data are handwritten
+`python -m benchmarks.growing [--methods meat ewc]`; about ten minutes. The data are handwritten
 digits in class folders:
 
 1. five classes in two tasks, trained and written into a model folder;
@@ -104,7 +104,7 @@ class Story:
         epochs: Of every task.
     """
 
-    def __init__(self, folder: Path, method: str, epochs: int = 4):
+    def __init__(self, folder: Path, method: str, epochs: int = 12):
         self.folder = folder
         self.method = method
         self.raw = folder / "raw"

@@ -103,6 +103,11 @@ class Pictures:
             rng = StepRng(0, 0, 0, torch.arange(len(labels)), len(labels), device)
             yield Batch(images, labels, torch.full_like(labels, index), rng, keys=keys_of(task))
 
+    def epoch(self, epoch: int, step: int = 0) -> Iterator[list[Batch]]:
+        """Yield the same batches, each as all of a step."""
+        for batch in self.evaluate():
+            yield [batch]
+
 
 def keys_of(task: Task) -> list[str]:
     """Return the keys of a task's samples."""

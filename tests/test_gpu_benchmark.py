@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks import gpu, gpu_cases, gpu_pool, gpu_speed, stream
+from benchmarks import gpu, gpu_cases, gpu_pool, gpu_speed, methods, stream
+from workers.job import BackboneSettings
 from workers.methods import METHODS
 from workers.methods.linear import Linear
+from workers.model import vit
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 ABSENT = ("ray", "mlflow", "webdataset", "sklearn")
@@ -300,3 +302,13 @@ def test_a_row_that_fails_is_said_and_does_not_stop_the_others(tmp_path: Path) -
         1.5,
     ]
     assert "works" in gpu_speed.tables(bench.rows)
+
+
+@pytest.mark.few("supsup_nn", "icarl")
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_step_of_the_third_task_can_be_timed(name: str) -> None:
+    sizes = gpu_speed.REHEARSAL
+    backbone = vit.build(BackboneSettings(name=sizes.backbone, img_size=sizes.side))
+    conditions = methods.Conditions(sizes.side, sizes.batch, 2)
+    training = methods.Training(name, backbone, max(METHODS[name].scenarios), conditions)
+    assert torch.isfinite(training.step())

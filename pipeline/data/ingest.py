@@ -426,9 +426,10 @@ def read_source(
             tables.update(zip(done, pool.map(read, done), strict=True))
     jobs: list[UnitJob] = []
     num_before = 0
-    for unit, name in zip(units, names, strict=True):
+    for unit, name, one in zip(units, names, divided, strict=True):
         if tables.get(name) is None:
-            jobs.append(UnitJob(unit, card, packs, name))
+            earlier = None if one is None else one.earlier
+            jobs.append(UnitJob(unit, card, packs, name, earlier))
         else:
             num_before += unit.num_items
     total = sum(unit.num_items for unit in units)

@@ -84,11 +84,13 @@ class DividedUnit(NamedTuple):
 
     Attributes:
         rest: The images that must be read.
+        earlier: Rows of images with the names of those, which may have the same bytes.
         known: Rows of the others, as `packs.ROWS`.
         is_known: Of each item of the whole unit.
     """
 
     rest: Unit
+    earlier: pa.Table
     known: pa.Table
     is_known: NDArray[np.bool_]
 
@@ -143,7 +145,11 @@ class KnownImages:
         return cls(artifact, rows.set_column(place, "pack", shards), index)
 
     def divide(self, units: Sequence[Unit], card: Card) -> list[DividedUnit | None]:
-        """Divide units into known and unknown images; None for a unit without known images."""
+        """Divide units into known and unknown images; None for a unit without known images.
+
+        An image is known if its file has the same name, size and time. One with the same name alone
+        is read, and not decoded if its bytes are the same.
+        """
         checker = ImageChecker(card)
         parts = [unit.args[0] if unit.read is read_items else [] for unit in units]
         is_known, found = self._find([item for part in parts for item in part], checker)
@@ -153,13 +159,15 @@ class KnownImages:
         for part in parts:
             start, stop = stop, stop + len(part)
             known = is_known[start:stop]
-            if not known.any():
+            rest = [item for item, k in zip(part, known.tolist(), strict=True) if not k]
+            earlier = self._find_by_name(rest)
+            if not known.any() and not len(earlier):
                 divided.append(None)
                 continue
             first = int(numbers[start] - is_known[start])
-            rest = [item for item, k in zip(part, known.tolist(), strict=True) if not k]
             unit = Unit(read_items, (rest,), len(rest))
-            divided.append(DividedUnit(unit, found.slice(first, int(known.sum())), known))
+            of_unit = found.slice(first, int(known.sum()))
+            divided.append(DividedUnit(unit, earlier, of_unit, known))
         return divided
 
     def _find(
@@ -188,6 +196,13 @@ class KnownImages:
             pc.fill_null(known, False).to_numpy(zero_copy_only=False).astype(bool)
         )
         return is_known, self.rows.take(places.filter(pa.array(is_known)))
+
+    def _find_by_name(self, items: Sequence[Item]) -> pa.Table:
+        """Return the rows of images that have the names of some items."""
+        names = pa.array([item.name for item in items], pa.large_string())
+        if not len(names) or not len(self.rows):
+            return self.rows.slice(0, 0)
+        return self.rows.filter(pc.is_in(self.rows["name"], names))
 
     def find_shards(self, shards: Sequence[Shard]) -> dict[str, WrittenShard]:
         """Return those of some shards that would be written as they are here, by name."""

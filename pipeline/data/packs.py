@@ -64,12 +64,21 @@ class DamagedPack(UserError):
 
 
 class UnitJob(NamedTuple):
-    """A unit to check and to pack. packs: the folder. name: of the unit's table and packs."""
+    """A unit to check and to pack.
+
+    Attributes:
+        unit: The unit.
+        card: Of the source.
+        packs: The folder.
+        name: Of the unit's table and packs.
+        earlier: Rows of images that were ingested before, which may be among those of the unit.
+    """
 
     unit: Unit
     card: Card
     packs: str
     name: str
+    earlier: pa.Table | None = None
 
 
 class StoredImage(NamedTuple):
@@ -83,11 +92,11 @@ class StoredImage(NamedTuple):
 
 
 class PackedRange(NamedTuple):
-    """The bytes of an image: `size` from `offset` of a pack."""
+    """The bytes of an image: so many `bytes` from `offset` of a pack."""
 
     pack: str
     offset: int
-    size: int
+    bytes: int
 
 
 def name_of(unit: Unit) -> str:
@@ -217,6 +226,8 @@ class _PackWriter:
         self.checker = ImageChecker(job.card)
         self.num_packs = 0
         self.parts: list[pa.Table] = []
+        rows = [] if job.earlier is None else job.earlier.to_pylist()
+        self.earlier = {digest_of_raw(row["raw"]): row for row in rows if row["pack"]}
         self._clear()
 
     def _clear(self) -> None:
@@ -241,8 +252,13 @@ class _PackWriter:
     def _add_image(self, row: dict[str, Any], data: bytes, raw_digest: str) -> None:
         """Check an image and keep what is stored of it; a copy of one in this pack costs nothing.
 
-        So a table that holds one value a million times makes no pack of a million.
+        So a table that holds one value a million times makes no pack of a million. An image that
+        was ingested before is not decoded: a file may have another time, and the same bytes.
         """
+        earlier = self.earlier.get(raw_digest)
+        if earlier is not None:
+            row |= {name: earlier[name] for name in (*StoredImage._fields, *PackedRange._fields)}
+            return
         image = self.checked.get(raw_digest)
         if image is None:
             image = self._check(row, data)
@@ -276,7 +292,7 @@ class _PackWriter:
         if self.images:
             ranges = self._write_pack()
         for row in self.rows:
-            if row["problem"] is None and row.get("sha256"):
+            if row["problem"] is None and row.get("sha256") and not row.get("pack"):
                 row["pack"], row["offset"], row["bytes"] = ranges[row["sha256"]]
         self.parts.append(pa.Table.from_pylist(self.rows, ROWS))
         self._clear()

@@ -15,7 +15,7 @@ from pipeline.graph.store import Store
 from pipeline.growing import publishing
 from pipeline.growing.new_data import find_new_data, list_cards
 from pipeline.growing.stream_edits import FileChanges, Kind, classes_of_tasks, edit_for
-from pipeline.growing.training import describe_training
+from pipeline.growing.training import describe_cost, describe_training
 from pipeline.yaml_files import absolute
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import join
@@ -91,7 +91,10 @@ def add(
         except UserError:
             changes.undo()
             raise
-        for line in describe_training(run, app.plan(run)):
+        plan = app.plan(run)
+        num_stages, num_to_run = len(run.graph), len(plan.stages_to_run)
+        say(f"{num_stages} stages: {num_stages - num_to_run} stand, {num_to_run} to run")
+        for line in filter(None, [*describe_training(run, plan), describe_cost(run, plan)]):
             say(line)
         report_command = app.command_text("report", request.config, ())
         result = app.execute(run, open_screen, command, report_command)

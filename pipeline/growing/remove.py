@@ -81,7 +81,7 @@ def remove(
     for line in removal.changes.lines:
         say(line)
     plan = app.plan(run)
-    trained = describe_training(run, plan)[1:]
+    trained = describe_training(run, plan)
     if "backbone" in plan.stages_to_run:
         trained.insert(0, "  the backbone, which is trained on images of the base task")
     record = store.record(run.config.name)

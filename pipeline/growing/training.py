@@ -1,9 +1,12 @@
-"""Which tasks a run trains again, by method."""
+"""Which tasks a run trains again, by method, and how long that may take."""
 
 from __future__ import annotations
 
+import math
+
 from pipeline.app import PreparedRun, RunPlan
 from pipeline.graph.stage import Graph
+from pipeline.launch import cost
 from workers.methods import METHODS
 
 
@@ -19,7 +22,7 @@ def describe_training(run: PreparedRun, plan: RunPlan) -> list[str]:
         return [
             "which tasks train again follows from their images: `accrete ingest CONFIG` finds out"
         ]
-    lines = [f"{len(run.graph)} stages: {len(run.graph) - len(todo)} stand"]
+    lines: list[str] = []
     for label, entry in run.config.methods.items():
         tasks = _find_tasks(run.graph, label, todo)
         if not tasks:
@@ -32,6 +35,17 @@ def describe_training(run: PreparedRun, plan: RunPlan) -> list[str]:
             reason = "each on the images of all tasks so far"
         lines.append(f"  {label} trains {', '.join(tasks)} ({reason})")
     return lines
+
+
+def describe_cost(run: PreparedRun, plan: RunPlan) -> str:
+    """Return the forecast of the wall time of a run; empty if nothing is known of it."""
+    forecast = cost.forecast(run.graph, run.config, run.store, plan.stages_to_run, run.tasks)
+    if not forecast.costs:
+        return ""
+    row = cost.label_row(forecast, "together")
+    if math.isnan(row["wall_hours"]):
+        return ""
+    return f"forecast of the training: {cost.range_text(row, 'wall_hours')}"
 
 
 def _find_tasks(graph: Graph, label: str, todo: set[str]) -> list[str]:

@@ -32,24 +32,31 @@ class YamlText:
     """
 
     def __init__(self, text: str, where: str):
-        self.text = text if text.endswith("\n") or not text else text + "\n"
+        self.newline = "\r\n" if "\r\n" in text else "\n"
+        self.text = text if text.endswith("\n") or not text else text + self.newline
         self.where = where
         self.body = parse_yaml(self.text, where)
 
     def append(self, path: Path, value: Any) -> None:
         """Add a value at the end of a list."""
+        self.extend(path, [value])
+
+    def extend(self, path: Path, values: Sequence[Any]) -> None:
+        """Add values at the end of a list."""
         node = self._find(path)
         if not isinstance(node, yaml.SequenceNode):
             raise self._refuse(path)
         expected = _copy(self.body)
-        _get(expected, path).append(value)
+        _get(expected, path).extend(values)
         if node.flow_style:
-            self._add_in_brackets(node, _flow(value), expected)
+            self._add_in_brackets(node, [_flow(value) for value in values], expected)
             return
         indent = " " * node.start_mark.column
-        lines = _block(value).splitlines()
-        item = [f"{indent}- {lines[0]}", *(f"{indent}  {line}" for line in lines[1:])]
-        self._add_lines(node, item, expected)
+        items: list[str] = []
+        for value in values:
+            first, *rest = _block(value).splitlines()
+            items += [f"{indent}- {first}", *(f"{indent}  {line}" for line in rest)]
+        self._add_lines(node, items, expected)
 
     def divide(self, path: Path, values: Sequence[Any]) -> None:
         """Replace an item of a list by one or more items."""
@@ -89,7 +96,7 @@ class YamlText:
         if not isinstance(parent, yaml.MappingNode):
             raise self._refuse(path)
         if parent.flow_style:
-            self._add_in_brackets(parent, f"{_flow(last)}: {_flow(value)}", expected)
+            self._add_in_brackets(parent, [f"{_flow(last)}: {_flow(value)}"], expected)
             return
         indent = " " * parent.start_mark.column
         lines = _block({last: value}).splitlines()
@@ -106,11 +113,13 @@ class YamlText:
             raise self._refuse(path)
         first = _key_node(parent, last) if isinstance(parent, yaml.MappingNode) else node
         assert isinstance(parent, yaml.CollectionNode)
-        if not _get(expected, parents) or parent.flow_style:
-            # the rest of a collection in brackets is written anew; an empty one has no other form
+        if not _get(expected, parents):  # an empty collection is written in brackets
             if not parents:
                 raise self._refuse(path)
             self.set(parents, _get(expected, parents))
+            return
+        if parent.flow_style:
+            self._remove_in_brackets(parent, first, node, expected)
             return
         start = self.text.rfind("\n", 0, first.start_mark.index) + 1
         before = self.text[start : first.start_mark.index]
@@ -153,17 +162,41 @@ class YamlText:
         place = self._end_of_line(_end(node))
         self._replace(place, place, "".join(f"{line}\n" for line in lines), expected)
 
-    def _add_in_brackets(self, node: yaml.CollectionNode, text: str, expected: Any) -> None:
+    def _add_in_brackets(
+        self, node: yaml.CollectionNode, items: Sequence[str], expected: Any
+    ) -> None:
+        """Add items before the closing bracket; many items go over several lines."""
+        place = node.end_mark.index - 1
         if node.value:
             last = node.value[-1]
             place = _end(last[1] if isinstance(last, tuple) else last)
-            self._replace(place, place, f", {text}", expected)
-        else:
-            place = node.end_mark.index - 1
-            self._replace(place, place, text, expected)
+        indent = "\n" + " " * (node.start_mark.column + 1)
+        column = place - self.text.rfind("\n", 0, place) - 1
+        text = ""
+        for item in items:
+            space = "" if not text and not node.value else ", "
+            if space and column + len(space) + len(item) > LINE_WIDTH and len(items) > 1:
+                space, column = f",{indent}", len(indent) - 2
+            text += space + item
+            column += len(space) + len(item)
+        self._replace(place, place, text, expected)
+
+    def _remove_in_brackets(
+        self, parent: yaml.CollectionNode, first: yaml.Node, last: yaml.Node, expected: Any
+    ) -> None:
+        """Remove the item from one node to another; comments of other items stay."""
+        items = [item if isinstance(item, tuple) else (item, item) for item in parent.value]
+        index = next(i for i, item in enumerate(items) if item[0] is first)
+        if index + 1 < len(items):
+            end = items[index + 1][0].start_mark.index
+            self._replace(first.start_mark.index, end, "", expected)
+            return
+        start = _end(items[index - 1][1])
+        between = self.text[start : first.start_mark.index].replace(",", "", 1)
+        self._replace(start, _end(last), between if "#" in between else "", expected)
 
     def _replace(self, start: int, end: int, text: str, expected: Any) -> None:
-        changed = self.text[:start] + text + self.text[end:]
+        changed = self.text[:start] + text.replace("\n", self.newline) + self.text[end:]
         try:
             body = parse_yaml(changed, self.where)
         except UserError:

@@ -110,3 +110,46 @@ def test_what_cannot_be_edited_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"c\.yaml: .* give the command again"):
         file.append(["tasks"], "b")
     assert file.text == text
+
+
+LISTS = """\
+block:   # one a line
+  - a  # ant
+  - b  # bee
+  # more
+flow: [a,  # ant
+  b]  # bee
+"""
+
+
+def test_comments_of_list_items_stay() -> None:
+    file = YamlText(LISTS, "c.yaml")
+    for key in ("block", "flow"):
+        file.extend([key], ["c", "d"])
+    assert "  - b  # bee\n  - c\n  - d\n  # more\n" in file.text
+    assert "flow: [a,  # ant\n  b, c, d]  # bee\n" in file.text
+    file = YamlText(LISTS, "c.yaml")
+    file.remove(["block", 0])
+    file.remove(["flow", 1])
+    assert "block:   # one a line\n  - b  # bee\n  # more\n" in file.text
+    assert "flow: [a  # ant\n  ]  # bee\n" in file.text
+    file = YamlText(LISTS, "c.yaml")
+    file.remove(["flow", 0])
+    assert "flow: [b]  # bee\n" in file.text
+
+
+def test_many_values_in_brackets_go_over_several_lines() -> None:
+    file = YamlText("a: [x]\n", "c.yaml")
+    names = [f"class {number}" for number in range(40)]
+    file.extend(["a"], names)
+    assert file.body == {"a": ["x", *names]}
+    assert max(map(len, file.text.splitlines())) <= 100
+
+
+def test_windows_line_ends_stay() -> None:
+    file = YamlText(TEXT.replace("\n", "\r\n"), "c.yaml")
+    file.append(["stream", "tasks"], {"name": "x", "classes": ["1"]})
+    file.set(["empty"], [1])
+    file.set(["train", "epochs"], 3)
+    file.remove(["stream", "tasks", 0, "role"])
+    assert file.text.count("\n") == file.text.count("\r\n") > 10

@@ -231,6 +231,38 @@ def test_a_new_class_among_images_is_refused(
     assert tasks_of(run)[0]["classes"] == ["0", "1", "7"]
 
 
+def test_classes_that_a_run_has_seen_are_named_and_can_be_added(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.card.write_text(re.sub("num_classes.*", "", run.card.read_text()))
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert cli.main(["run", run.config]) == 0
+    before = run.text
+    assert add(run, "raw") == 0
+    output = capsys.readouterr().out
+    assert "'4', '5' are not new and in no task: `--as classes` takes them in" in output
+    assert run.text == before
+    assert add(run, "raw", "--as", "classes") == 0
+    assert tasks_of(run)[2]["classes"] == ["4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [("raw/trian", "does not exist"), ("raw/june", "which reads no image there")],
+)
+def test_a_folder_in_a_source_that_no_card_reads_is_refused(
+    run: GrowingRun, data: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.put(run.raw / "june", "4")
+    run.put(run.raw, "5")
+    before = run.text
+    assert add(run, data, "--into", "two") == 2
+    assert message in capsys.readouterr().err
+    assert run.text == before
+    assert add(run, "raw/train/5", "--into", "two") == 0
+
+
 # ---- what cannot be done -------------------------------------------------------------------------
 def test_a_change_that_cannot_be_used_is_undone(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]

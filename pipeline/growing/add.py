@@ -120,14 +120,14 @@ def find_changes(request: AddRequest, config: Config, program: str, say: Say) ->
     store = Store(absolute(config.storage))
     cards = list_cards(config)
     task_classes = classes_of_tasks(config, store.record(config.name))
-    new = find_new_data(request.data, cards, task_classes, store, program)
+    new = find_new_data(
+        request.data, cards, task_classes, store, program, takes_all=request.kind == "classes"
+    )
     if request.into and request.into not in task_classes:
         names = [*task_classes]
         remedy = did_you_mean(request.into, names, f"the tasks are {', '.join(names)}")
         raise UserError(f"--into {request.into!r}: the stream has no such task; {remedy}")
     say(f"{request.data}: {new.describe()}")
-    if new.card is not None and not new.classes:
-        return FileChanges()
     return edit_for(
         request.config,
         config,

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.data import card_files
@@ -13,10 +14,11 @@ from pipeline.data.cards import Card
 from pipeline.data.detection.data_set import DataSet, Request
 from pipeline.data.detection.detect import detect
 from pipeline.data.formats import count_labels, list_source
-from pipeline.data.formats.folder import class_folders
+from pipeline.data.formats.folder import class_folders, labelled_entries
+from pipeline.data.listing import Entry
 from pipeline.data.names import counted, listed, nfc, printable
 from pipeline.data.source_classes import labels_of_counts
-from pipeline.data.splits import SPLITS
+from pipeline.data.splits import IGNORE, SPLITS
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store
 from workers.errors import UserError
@@ -48,6 +50,7 @@ class NewData:
         images: Classes that some task has -> number of their new files. A source whose files hold
             many images each gives no numbers.
         all_classes: All classes of the source.
+        passed_over: Classes that no task has, and that an earlier ingest or the card had.
     """
 
     card: UsedCard | None
@@ -55,6 +58,7 @@ class NewData:
     classes: tuple[str, ...]
     images: Mapping[str, int] = field(default_factory=dict)
     all_classes: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return a sentence part on what is new."""
@@ -64,7 +68,13 @@ class NewData:
         if self.images:
             number = sum(self.images.values())
             parts.append(f"{counted(number, 'new image')} of {listed(sorted(self.images))}")
-        return " and ".join(parts) or "no new class, and no new file of a class"
+        found = " and ".join(parts) or "no new class, and no new file of a class"
+        if not self.passed_over:
+            return found
+        return (
+            f"{found}; {listed(self.passed_over)} are not new and in no task: `--as classes` takes "
+            "them in"
+        )
 
 
 def list_cards(config: Config) -> list[UsedCard]:
@@ -84,6 +94,7 @@ def find_new_data(
     task_classes: Mapping[str, Sequence[str]],
     store: Store,
     program: str,
+    takes_all: bool = False,
 ) -> NewData:
     """Compare data with the tasks of a run.
 
@@ -93,6 +104,8 @@ def find_new_data(
         task_classes: Name of each task -> its classes.
         store: Of the run, which knows what was ingested last.
         program: The command that starts Accrete, for messages.
+        takes_all: Whether all classes of a source that no task has are taken for new. Else those
+            are not that an earlier run, or another one in this storage, has seen without a task.
 
     Raises:
         UserError: If the data cannot be read, or hold several data sets.
@@ -101,7 +114,7 @@ def find_new_data(
     grown = next((used for used in cards if _is_source(used.card, data)), None)
     if grown is None:
         return _find_elsewhere(data, known, program)
-    return _find_in_source(grown, known, store)
+    return _find_in_source(grown, known, store, data, takes_all)
 
 
 def _is_source(card: Card, data: str) -> bool:
@@ -118,9 +131,40 @@ def _is_source(card: Card, data: str) -> bool:
     return False
 
 
-def _find_in_source(used: UsedCard, known: set[str], store: Store) -> NewData:
+def _check_is_read(card: Card, data: str, entries: Sequence[Entry]) -> None:
+    """Raise `UserError` if a path in a source does not exist, or the card reads no file of it."""
+    if "://" in data:
+        return
+    if not os.path.exists(data):
+        raise UserError(
+            f"{printable(data)} does not exist; give the path of the new data, or that of the "
+            f"source of card {card.name!r}, {printable(card.source.path)}"
+        )
+    if card.source.format != "folder":
+        return
+    base = os.path.realpath(card.source.path)
+    name = Path(os.path.relpath(os.path.realpath(data), base)).as_posix()
+    folders = [
+        Path(os.path.relpath(os.path.realpath(more.path), base)) for more in card.source.more
+    ]
+    if name in (".", *(folder.as_posix() for folder in folders)):
+        return
+    for found in labelled_entries(card, entries):
+        if found.split != IGNORE and f"{found.entry.name}/".startswith(f"{name}/"):
+            return
+    raise UserError(
+        f"{printable(data)} lies in the source of card {card.name!r}, which reads no image there; "
+        "move it out of this folder, or put its images into the folders of the splits, and give "
+        "the command again"
+    )
+
+
+def _find_in_source(
+    used: UsedCard, known: set[str], store: Store, data: str, takes_all: bool
+) -> NewData:
     card = used.card
     entries = list_source(card) or []
+    _check_is_read(card, data, entries)
     if not entries:
         raise UserError(
             f"card {card.name!r}: its source {printable(card.source.path)} does not exist, or "
@@ -136,14 +180,17 @@ def _find_in_source(used: UsedCard, known: set[str], store: Store) -> NewData:
         classes = labels_of_counts(by_name, entries, counts, "train", min_classes=1).classes
     before = raw_data.read_last_files(store, card)
     on_card = () if card.classes == (card_files.FROM_SOURCE,) else card.classes
-    listed_before = {nfc(name) for name in (*before, *on_card, *card.without_classes)}
-    new = tuple(name for name in classes if nfc(name) not in known | listed_before)
+    left_out = {*map(nfc, card.without_classes)}
+    candidates = [name for name in classes if nfc(name) not in known | left_out]
+    seen = set() if takes_all else {nfc(name) for name in (*before, *on_card)}
+    new = tuple(name for name in candidates if nfc(name) not in seen)
+    passed_over = tuple(name for name in candidates if nfc(name) in seen)
     images: Counter[str] = Counter()
     for label, (number, digest) in raw_data.list_classes(card, entries).items():
         old_number, old_digest = before.get(label, (0, ""))
         if nfc(label) in known and before and digest != old_digest:
             images[label] = max(number - old_number, 0)
-    return NewData(used, None, new, dict(images), classes)
+    return NewData(used, None, new, dict(images), classes, passed_over)
 
 
 def _find_elsewhere(data: str, known: set[str], program: str) -> NewData:

@@ -231,6 +231,27 @@ def test_a_new_class_among_images_is_refused(
     assert tasks_of(run)[0]["classes"] == ["0", "1", "7"]
 
 
+def test_classes_elsewhere_join_a_task(run: GrowingRun, capsys: pytest.CaptureFixture[str]) -> None:
+    for digit in "67":
+        run.put(run.folder / "more", digit)
+    before = run.text
+    assert add(run, "more", "--into", "two", "--as", "task") == 2
+    assert "give one of the two" in capsys.readouterr().err
+    assert add(run, "more", "--into", "two", "--name", "x") == 2
+    assert "give one of the two" in capsys.readouterr().err
+    assert run.text == before
+    assert add(run, "more", "--into", "two") == 0
+    assert [task["classes"] for task in tasks_of(run)] == [["0", "1"], ["2", "3", "6", "7"]]
+    assert trained(run) == {"linear/two/train", "ewc/two/train"}
+
+
+def test_a_task_elsewhere_may_have_one_new_class(run: GrowingRun) -> None:
+    for digit in "016":
+        run.put(run.folder / "more", digit, first=40)
+    assert add(run, "more", "--as", "task") == 0
+    assert tasks_of(run)[2]["classes"] == ["0", "1", "6"]
+
+
 def test_classes_that_a_run_has_seen_are_named_and_can_be_added(
     run: GrowingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,6 +282,76 @@ def test_a_folder_in_a_source_that_no_card_reads_is_refused(
     assert message in capsys.readouterr().err
     assert run.text == before
     assert add(run, "raw/train/5", "--into", "two") == 0
+
+
+def test_a_listed_class_that_was_removed_keeps_its_place(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.card.write_text(run.card.read_text().replace("from_source", "['0', '1', '2', '3']"))
+    run.put(run.raw, "4")
+    assert add(run, "raw", "--into", "two") == 0
+    assert cli.main(["remove", run.config, "--class", "3", "--yes"]) == 0
+    for digit in "56":
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 0
+    body = parse_yaml(run.card.read_text(), "card")
+    assert body["classes"] == [*"0123456"]
+    assert body["without_classes"] == ["3"]
+    assert body["num_classes"] == 7
+
+
+def test_a_card_catches_up_after_a_kill(run: GrowingRun) -> None:
+    run.card.write_text(run.card.read_text().replace("from_source", "['0', '1', '2', '3']"))
+    before = run.card.read_text()
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 0
+    after = run.card.read_text()
+    run.card.write_text(before)
+    assert add(run, "raw") == 0
+    assert run.card.read_text() == after
+
+
+def test_comments_of_classes_stay(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tasks = """\
+    - card: card.yaml
+      # all of it
+      role: base  # learned first
+"""
+    listed = "\n  - '0'  # zero\n  - '1'\n  # and\n  - '2'  # two"
+    run = GrowingRun(tmp_path, tasks=tasks, digits="012", classes=listed, methods=["linear"])
+    assert cli.main(["run", run.config]) == 0
+    for digit in "45":
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 0
+    assert "- card: card.yaml\n      # all of it\n      role: base  # learned first\n" in run.text
+    assert f"classes: {listed}\n  - '4'\n  - '5'\n" in run.card.read_text()
+
+
+def test_a_card_is_written_beside_the_config_that_a_link_leads_to(run: GrowingRun) -> None:
+    (run.folder / "links").mkdir()
+    link = run.folder / "links" / "link.yaml"
+    link.symlink_to("../config.yaml")
+    for digit in "67":
+        run.put(run.folder / "more", digit)
+    assert cli.main(["add", str(link), "more"]) == 0
+    assert link.is_symlink()
+    assert (run.folder / tasks_of(run)[2]["card"]).exists()
+
+
+def test_class_names_in_another_unicode_form_are_the_same(run: GrowingRun) -> None:
+    for split in ("train", "test"):
+        (run.raw / split / "3").rename(run.raw / split / "caf\u00e9")
+    Path(run.config).write_text(run.text.replace("'3'", "cafe\u0301"))
+    assert cli.main(["run", run.config]) == 0
+    run.put(run.folder / "june", "3", first=40)
+    for split in ("train", "test"):
+        (run.folder / "june" / split / "3").rename(run.folder / "june" / split / "caf\u00e9")
+    assert add(run, "june", "--as", "images") == 0
+    assert trained(run) == {"linear/two/train", "ewc/two/train"}
 
 
 # ---- what cannot be done -------------------------------------------------------------------------

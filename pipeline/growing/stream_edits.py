@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pipeline.config import Config, TaskEntry
 from pipeline.data import card_files
+from pipeline.data.cards import permuted
 from pipeline.data.formats.folder import class_folders
 from pipeline.data.listing import CARDS
 from pipeline.data.names import counted, listed, nfc, printable
@@ -154,29 +155,41 @@ def edit_for(
     Raises:
         UserError: If the data can be read in two ways, or cannot be taken in.
     """
-    kind = choose_kind(new, kind, data)
+    kind = choose_kind(new, kind, into, data)
     if kind == "images" and new.classes:
         raise UserError(
             f"{printable(data)} has classes that no task has ({listed(new.classes)}), and "
             "`--as images` takes images of known classes alone; give --as classes"
         )
-    if new.classes and not into:
-        _check_number(config, new.classes, task_classes)
+    is_whole_task = new.data_set is not None and kind == "task"
+    classes = new.all_classes if is_whole_task else new.classes
+    if classes and not into:
+        _check_number(config, classes, task_classes)
     editor = StreamEditor(config_path, config, cards, task_classes)
     used = new.card
-    if new.data_set is not None and kind == "task":
+    if is_whole_task:
         return editor.add_card(new, name, data)
     if new.data_set is not None:
         used = editor.join_folder(new, into, data)
     assert used is not None
-    if new.classes:
+    if new.classes or editor.is_behind(used):
         editor.grow_card(used, new)
+    if new.classes:
         editor.add_classes(used, new.classes, into, name)
     return editor.changes()
 
 
-def choose_kind(new: NewData, kind: Kind | None, data: str) -> Kind:
-    """Return what data are. Raise `UserError` if they can be read in two ways."""
+def choose_kind(new: NewData, kind: Kind | None, into: str, data: str) -> Kind:
+    """Return what data are.
+
+    Raises:
+        UserError: If they can be read in two ways, or are said to be a task that joins another.
+    """
+    if kind == "task" and into:
+        raise UserError(
+            f"`--as task` makes a new task of {printable(data)}, and `--into {into}` lets its "
+            "classes join one that there is; give one of the two"
+        )
     if kind is not None:
         return kind
     if new.data_set is not None and new.images:
@@ -187,7 +200,9 @@ def choose_kind(new: NewData, kind: Kind | None, data: str) -> Kind:
             f"read in two ways; give --as {rest} if these are images of the same classes, or "
             "--as task if all of it is a task of its own"
         )
-    return "images" if not new.classes else "task"
+    if not new.classes:
+        return "images"
+    return "classes" if into else "task"
 
 
 def _check_number(
@@ -224,6 +239,9 @@ class StreamEditor:
         task_classes: Mapping[str, Sequence[str]],
     ):
         self.path = config_path
+        # paths in a config start at the folder of the file itself, also where a link leads to it
+        target = os.path.realpath(config_path) if os.path.islink(config_path) else config_path
+        self.folder = os.path.dirname(target)
         self.config = config
         self.cards = cards
         self.task_classes = task_classes
@@ -264,6 +282,13 @@ class StreamEditor:
             for key in ("name", "classes", "order", "split"):
                 rest.pop(key, None)
             names = task_names(entry)
+            if isinstance(body, dict) and len(names) == 1:  # comments in the entry stay
+                for key in {"classes", "order", "split"} & {*body}:
+                    self.text.remove([*TASKS, index, key])
+                self.text.set([*TASKS, index, "name"], names[0])
+                self.text.set([*TASKS, index, "classes"], list(self.task_classes[names[0]]))
+                self.lines.append(f"{self.path}: the classes of {names[0]} are written out")
+                continue
             bodies = [
                 {"name": name, **rest, "classes": list(self.task_classes[name])} for name in names
             ]
@@ -276,8 +301,12 @@ class StreamEditor:
         """Make a new task of classes of a card, or let them join a task."""
         if into:
             index = self._position(into)
-            entry = self.text.body["stream"]["tasks"][index]
-            self.text.set([*TASKS, index, "classes"], [*entry["classes"], *classes])
+            if name:
+                raise UserError(
+                    f"--name {name!r} names a new task, and --into {into} lets the classes join "
+                    "one that there is; give one of the two"
+                )
+            self.text.extend([*TASKS, index, "classes"], classes)
             self.lines.append(f"{self.path}: task {into} gets {listed(classes)}")
             return
         name = name or self._free_name(used)
@@ -337,8 +366,8 @@ class StreamEditor:
                 )
             index = self._position(task)
             listed_now = self.text.body["stream"]["tasks"][index]["classes"]
-            kept = [other for other in listed_now if nfc(str(other)) != nfc(name)]
-            self.text.set([*TASKS, index, "classes"], kept)
+            place = [nfc(str(other)) for other in listed_now].index(nfc(name))
+            self.text.remove([*TASKS, index, "classes", place])
             self.lines.append(f"{self.path}: task {task} loses {printable(name)}")
         self.leave_out_classes(used, [name])
 
@@ -367,7 +396,7 @@ class StreamEditor:
 
     def _names(self, card: str, used: UsedCard) -> bool:
         """Whether a card of the file is this one of the stream."""
-        path = os.path.join(os.path.dirname(self.path), card)
+        path = os.path.join(self.folder, card)
         return card == used.path or os.path.abspath(path) == os.path.abspath(used.path)
 
     # ---- cards -----------------------------------------------------------------------------------
@@ -378,7 +407,10 @@ class StreamEditor:
         known = {nfc(str(name)) for name in listed_before}
         missing = [name for name in names if nfc(name) not in known]
         if missing:
-            text.set(["without_classes"], [*listed_before, *missing])
+            if listed_before:
+                text.extend(["without_classes"], missing)
+            else:
+                text.set(["without_classes"], missing)
             self.lines.append(f"{text.where}: leaves out {listed(missing)}")
 
     def leave_out_images(self, used: UsedCard, lines: Sequence[str]) -> None:
@@ -423,6 +455,18 @@ class StreamEditor:
             self.card_texts[file] = YamlText(read_file(file), file)
         return self.card_texts[file]
 
+    def _missing_classes(self, used: UsedCard, classes: Sequence[str] = ()) -> list[str]:
+        """Return classes, and those of tasks, that a card does not list."""
+        known = {*map(nfc, used.card.classes)}
+        of_tasks = [name for task in self.tasks_of_card(used) for name in self.task_classes[task]]
+        names = dict.fromkeys(map(nfc, (*of_tasks, *classes)))
+        return [name for name in names if name not in known]
+
+    def is_behind(self, used: UsedCard) -> bool:
+        """Whether a card that lists its classes lacks some of its tasks: `add` was killed."""
+        is_listed = used.card.classes != (card_files.FROM_SOURCE,)
+        return is_listed and bool(self._missing_classes(used))
+
     def grow_card(self, used: UsedCard, new: NewData) -> None:
         """Let a card have new classes, behind those that it has."""
         self.freeze(used)
@@ -435,11 +479,14 @@ class StreamEditor:
             )
         card = used.card
         if card.classes != (card_files.FROM_SOURCE,):
-            missing = [name for name in new.classes if name not in card.classes]
+            missing = self._missing_classes(used, new.classes)
             if not missing:
                 return
-            text.set(["classes"], [*card.order(), *missing])
-            if card.class_order_seed is not None:
+            if card.class_order_seed is None:
+                text.extend(["classes"], missing)
+            else:  # also those that the card leaves out: `without_classes` names them
+                order = permuted(card.classes, card.class_order_seed)
+                text.set(["classes"], [*order, *missing])
                 text.remove(["class_order_seed"])
             if card.num_classes is not None:
                 text.set(["num_classes"], len(card.classes) + len(missing))
@@ -447,7 +494,8 @@ class StreamEditor:
             # further folders are of the card once their data are joined
             folders = class_folders(card, "train") if new.card is None else new.all_classes
             text.set(["num_classes"], len({*map(nfc, folders), *new.classes}))
-        self.lines.append(f"{text.where}: gets {listed(new.classes)}")
+        names = new.classes or self._missing_classes(used)
+        self.lines.append(f"{text.where}: gets {listed(names)}")
 
     def add_card(self, new: NewData, name: str, data: str) -> FileChanges:
         """Write a card for data that lie elsewhere, and a task of all of it."""
@@ -465,8 +513,8 @@ class StreamEditor:
             raise UserError(
                 f"--name {name!r}: there is a task or a card of this name; give another"
             )
-        file = os.path.join(os.path.dirname(self.path), f"{stem}-{card_name}-card.yaml")
-        path = _relative(data_set.card.source.path, os.path.dirname(self.path), data)
+        file = os.path.join(self.folder, f"{stem}-{card_name}-card.yaml")
+        path = _relative(data_set.card.source.path, self.folder, data)
         text = card_text(data_set, card_name, path, command)
         if os.path.lexists(file) and read_file(file) != text:
             raise UserError(
@@ -516,7 +564,8 @@ class StreamEditor:
         """Whether a card has a task of known classes, or the one that new classes join."""
         for index in used.entries:
             for name in task_names(self.config.stream.tasks[index]):
-                if name == into or {*self.task_classes.get(name, ())} & {*new.images}:
+                classes = {*map(nfc, self.task_classes.get(name, ()))}
+                if name == into or classes & {*map(nfc, new.images)}:
                     return True
         return False
 

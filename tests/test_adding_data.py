@@ -342,6 +342,32 @@ def test_a_card_is_written_beside_the_config_that_a_link_leads_to(run: GrowingRu
     assert (run.folder / tasks_of(run)[2]["card"]).exists()
 
 
+def test_a_run_grows_after_a_removal(run: GrowingRun) -> None:
+    run.put(run.raw, "4")
+    assert add(run, "raw", "--into", "two") == 0
+    assert cli.main(["remove", run.config, "--class", "3", "--yes"]) == 0
+    name = sorted((run.raw / "train" / "2").iterdir())[0].name
+    lines = run.folder / "list.txt"
+    lines.write_bytes(f"\ufefftrain/2/{name}\r\n\r\ntrain/2/{name}\r\n".encode())
+    assert cli.main(["remove", run.config, "--images", str(lines), "--yes"]) == 0
+    assert (run.folder / "card-without-images.txt").read_text() == f"train/2/{name}\n"
+    for digit in "56":
+        run.put(run.raw, digit)
+    assert add(run, "raw") == 0
+    assert [task["classes"] for task in tasks_of(run)] == [["0", "1"], ["2", "4"], ["5", "6"]]
+
+
+def test_a_folder_that_holds_a_source_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = GrowingRun(tmp_path)
+    before = run.card.read_text()
+    assert add(run, ".", "--as", "images") == 2
+    assert "holds the source of card 'digits', which the run has" in capsys.readouterr().err
+    assert run.card.read_text() == before
+
+
 def test_class_names_in_another_unicode_form_are_the_same(run: GrowingRun) -> None:
     for split in ("train", "test"):
         (run.raw / split / "3").rename(run.raw / split / "caf\u00e9")

@@ -80,7 +80,7 @@ def without_images_path(file: str | Path, name: str) -> Path:
 
 def read_image_lines(path: str | Path) -> list[str]:
     """Return the lines of a file that names images, sorted, each once, in Unicode form NFC."""
-    text = read_regular(Path(path), MAX_LIST_BYTES).decode("utf-8", "replace")
+    text = read_regular(Path(path), MAX_LIST_BYTES).decode("utf-8-sig", "replace")
     lines = {nfc(line.strip()) for line in text.split("\n")}
     return sorted(lines - {""})
 

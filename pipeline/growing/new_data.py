@@ -113,7 +113,7 @@ def find_new_data(
     known = {nfc(name) for classes in task_classes.values() for name in classes}
     grown = next((used for used in cards if _is_source(used.card, data)), None)
     if grown is None:
-        return _find_elsewhere(data, known, program)
+        return _find_elsewhere(data, known, cards, program)
     return _find_in_source(grown, known, store, data, takes_all)
 
 
@@ -129,6 +129,13 @@ def _is_source(card: Card, data: str) -> bool:
         if path == folder or path.startswith(folder.rstrip("/") + "/"):
             return True
     return False
+
+
+def _holds(folder: str, path: str) -> bool:
+    """Whether a path of this machine is a folder, or lies below it."""
+    if "://" in folder:
+        return False
+    return f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(folder).rstrip('/')}/")
 
 
 def _check_is_read(card: Card, data: str, entries: Sequence[Entry]) -> None:
@@ -170,12 +177,12 @@ def _find_in_source(
             f"card {card.name!r}: its source {printable(card.source.path)} does not exist, or "
             "holds no files; put the data there, or mend source.path of the card"
         )
+    by_name = card.model_copy(
+        update={"source": card.source.model_copy(update={"numbers": "names"})}
+    )
     if card.source.format == "folder":
         classes = tuple(sorted(map(nfc, class_folders(card, "train"))))
     else:
-        by_name = card.model_copy(
-            update={"source": card.source.model_copy(update={"numbers": "names"})}
-        )
         counts = count_labels(by_name, entries)
         classes = labels_of_counts(by_name, entries, counts, "train", min_classes=1).classes
     before = raw_data.read_last_files(store, card)
@@ -186,14 +193,15 @@ def _find_in_source(
     new = tuple(name for name in candidates if nfc(name) not in seen)
     passed_over = tuple(name for name in candidates if nfc(name) in seen)
     images: Counter[str] = Counter()
-    for label, (number, digest) in raw_data.list_classes(card, entries).items():
+    as_read = card if on_card else by_name.model_copy(update={"classes": classes})
+    for label, (number, digest) in raw_data.list_classes(as_read, entries).items():
         old_number, old_digest = before.get(label, (0, ""))
         if nfc(label) in known and before and digest != old_digest:
             images[label] = max(number - old_number, 0)
     return NewData(used, None, new, dict(images), classes, passed_over)
 
 
-def _find_elsewhere(data: str, known: set[str], program: str) -> NewData:
+def _find_elsewhere(data: str, known: set[str], cards: Sequence[UsedCard], program: str) -> NewData:
     data_sets = detect(Request(data, program, min_classes=1))
     if len(data_sets) > 1:
         names = listed([data_set.name for data_set in data_sets])
@@ -201,6 +209,13 @@ def _find_elsewhere(data: str, known: set[str], program: str) -> NewData:
             f"{printable(data)} holds {len(data_sets)} data sets ({names}); add one at a time"
         )
     data_set = data_sets[0]
+    for used in cards:
+        source = used.card.source.path
+        if source and "://" not in source and _holds(data_set.card.source.path, source):
+            raise UserError(
+                f"{printable(data)} holds the source of card {used.card.name!r}, which the run "
+                f"has; give {printable(source)} if this has grown, or the path of the new data"
+            )
     new = tuple(name for name in data_set.classes if nfc(name) not in known)
     images = {
         name: sum(data_set.images.get((split, name), 0) for split in SPLITS)

@@ -18,8 +18,6 @@ DEFAULT_NAME = "vit_tiny_patch16_224"
 OTHER_ARGUMENTS = ("num_classes", "img_size", "drop_path_rate", "pretrained", "in_chans")
 # settings that are the model's own unless set
 ASKED = ("img_size", "mean", "std", "crop_pct", "interpolation")
-MAX_OUTLINES = 16  # that a process keeps
-_OUTLINES: dict[str, Any] = {}  # by the settings in full
 
 
 class Backbone(NamedTuple):
@@ -47,24 +45,11 @@ def resolve(config: Config, store: Store, may_connect: bool) -> Backbone:
         name = choice.name or DEFAULT_NAME
         settings = _complete(choice, name, choice.options, pretrained.own_input(name))
         settings = settings.model_copy(update={"weights": weights_path(config)})
-        outline = _outline(settings)
+        outline = vit.shared_outline(settings)
         digest = weights_digest(config, store, vit.most_bytes(outline))
         return Backbone(settings, outline, digest)
     settings = _from_hub(choice, model)
-    return Backbone(settings, _outline(settings), model.digest)
-
-
-def _outline(settings: BackboneSettings) -> Any:
-    """Return the backbone on the meta device; one of the same settings is built once in a process.
-
-    Seeds of a run and trials of a search have the same backbone.
-    """
-    key = repr(settings)
-    if key not in _OUTLINES:
-        if len(_OUTLINES) == MAX_OUTLINES:
-            _OUTLINES.clear()
-        _OUTLINES[key] = vit.check(settings)
-    return _OUTLINES[key]
+    return Backbone(settings, vit.shared_outline(settings), model.digest)
 
 
 def _from_hub(choice: BackboneChoice, model: HubModel) -> BackboneSettings:

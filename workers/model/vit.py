@@ -35,6 +35,8 @@ DROPOUTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "
 MOST_NUMBERS = 10_000_000_000
 EXAMPLES = "vit_tiny_patch16_224, convnext_atto, resnet18 or mobilenetv3_small_100"
 NOISE_IMAGES = 32  # that batch norms without loaded statistics are measured on
+MAX_OUTLINES = 16  # that a process keeps
+_outlines: dict[str, nn.Module] = {}  # by the settings in full
 
 
 def build(settings: BackboneSettings) -> nn.Module:
@@ -202,6 +204,19 @@ def outline(settings: BackboneSettings) -> nn.Module:
             )
         _check_features(model, settings)
     return model
+
+
+def shared_outline(settings: BackboneSettings) -> nn.Module:
+    """Return what `outline` does, to read only; the same object for the same settings.
+
+    Seeds of a run, trials of a search and versions of a model folder have the same backbone.
+    """
+    key = repr(settings)
+    if key not in _outlines:
+        if len(_outlines) == MAX_OUTLINES:
+            _outlines.clear()
+        _outlines[key] = outline(settings)
+    return _outlines[key]
 
 
 def size_of(model: nn.Module) -> int:

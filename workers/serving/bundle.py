@@ -308,7 +308,7 @@ class Bundle:
         The file of the backbone holds at least the tensors that the settings ask for. No file is
         larger than its tasks can need. Nothing is read or allocated before this check.
         """
-        outline = vit.outline(settings)
+        outline = vit.shared_outline(settings)
         files = {name: info["bytes"] for name, info in self.body["files"].items()}
         least = sum(tensor.nbytes for tensor in outline.state_dict().values())
         if files[BACKBONE] < least:

@@ -18,11 +18,28 @@ from tests.growing_run import TASKS, GrowingRun
 from workers.methods import METHODS
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[GrowingRun, Path]:
+    """A run that is finished, and a copy of its folder as it is then."""
+    from pipeline.report import page
+
+    folder = tmp_path_factory.mktemp("growing")
+    made = GrowingRun(folder / "work")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "build", lambda *_: {"report.html": b"a page"})
+        assert cli.main(["run", made.config]) == 0
+    shutil.copytree(made.folder, folder / "saved")
+    return made, folder / "saved"
+
+
 @pytest.fixture
-def run(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> GrowingRun:
-    monkeypatch.chdir(tmp_path)
-    made = GrowingRun(tmp_path)
-    assert cli.main(["run", made.config]) == 0
+def run(
+    finished: tuple[GrowingRun, Path], quick: None, monkeypatch: pytest.MonkeyPatch
+) -> GrowingRun:
+    made, saved = finished
+    shutil.rmtree(made.folder)
+    shutil.copytree(saved, made.folder)
+    monkeypatch.chdir(made.folder)
     return made
 
 
@@ -403,6 +420,8 @@ def test_a_change_that_cannot_be_used_is_undone(
         (["nowhere"], "nowhere"),
         (["raw", "--method", "ewc"], "give the folder with --model"),
         (["raw", "--max-drop", "-1", "--model", "m", "--method", "ewc"], "--max-drop"),
+        (["raw", "--max-drop", "2"], "give the folder with --model"),
+        (["raw", "--name", "later"], "has no new class"),
     ],
 )
 def test_bad_words_get_one_sentence(
@@ -425,6 +444,10 @@ def test_a_config_that_extends_another_is_named(
         run.put(run.raw, digit)
     assert cli.main(["add", str(child), "raw"]) == 2
     assert "stream.tasks does not stand in this file" in capsys.readouterr().err
+    for folder in run.raw.glob("*/[45]"):
+        shutil.rmtree(folder)
+    run.put(run.raw, "3", train=5, test=0, first=40)
+    assert cli.main(["add", str(child), "raw"]) == 0, "new images alone change no file"
     assert child.read_text() == "extends: config.yaml\n"
     assert TASKS.splitlines()[0] in run.text
 

@@ -79,6 +79,7 @@ def name_images(zoo: Zoo, kind: str) -> tuple[str, list[Trace]]:
 
 
 # ---- no trace is left ----------------------------------------------------------------------------
+@pytest.mark.few("class", "names")
 @pytest.mark.parametrize("what", ["class", "task", "names", "digests"])
 def test_nothing_is_left_and_the_rest_is_as_from_scratch(
     what: str, zoo: Zoo, capsys: pytest.CaptureFixture[str]
@@ -262,7 +263,7 @@ def test_the_last_task_and_parts_of_a_folder_are_refused(
 
 
 # ---- kills ---------------------------------------------------------------------------------------
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("calls", range(3, 143, 7))
 def test_a_killed_command_goes_on(calls: int, zoo: Zoo) -> None:
     config = zoo.write(methods=["linear"])

@@ -55,7 +55,6 @@ def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--max-drop",
         type=points,
-        default=MAX_DROP,
         metavar="POINTS",
         help="the folder keeps its version if a task loses more accuracy on its test images "
         f"(default: {MAX_DROP:g})",
@@ -123,6 +122,10 @@ def add(args: argparse.Namespace) -> int:
     from pipeline.shell import console
 
     _check_method(args)
+    if args.max_drop is not None and not args.model:
+        raise UserError(
+            "--max-drop is of a model folder; give the folder with --model, or leave it out"
+        )
     request = growing.AddRequest(
         args.config,
         args.data,
@@ -131,7 +134,7 @@ def add(args: argparse.Namespace) -> int:
         args.name,
         args.model,
         args.method,
-        args.max_drop,
+        MAX_DROP if args.max_drop is None else args.max_drop,
     )
 
     def show(result: RunResult) -> None:
@@ -181,4 +184,6 @@ def _remove_from_folder(args: argparse.Namespace) -> None:
 
 def _check_method(args: argparse.Namespace) -> None:
     if args.method and not args.model:
-        raise UserError("--method is of a model folder; give the folder with --model, or leave it")
+        raise UserError(
+            "--method is of a model folder; give the folder with --model, or leave it out"
+        )

@@ -82,8 +82,6 @@ def remove(
         say(line)
     plan = app.plan(run)
     trained = describe_training(run, plan)
-    if "backbone" in plan.stages_to_run:
-        trained.insert(0, "  the backbone, which is trained on images of the base task")
     record = store.record(run.config.name)
     keys = {stage["id"]: stage["key"] for stage in record["stages"]} if record else {}
     is_new = bool(plan.stages_to_run) or keys != run.keys

@@ -165,7 +165,18 @@ def edit_for(
     classes = new.all_classes if is_whole_task else new.classes
     if classes and not into:
         _check_number(config, classes, task_classes)
-    editor = StreamEditor(config_path, config, cards, task_classes)
+    has_new_task = bool(classes) and not into
+    if name and not has_new_task and name not in task_classes:
+        raise UserError(
+            f"--name {name!r} is of a new task, and {printable(data)} has no new class for one; "
+            "leave it out"
+        )
+    try:
+        editor = StreamEditor(config_path, config, cards, task_classes)
+    except UserError:
+        if new.data_set is None and not new.classes:  # new images alone change no file
+            return FileChanges()
+        raise
     used = new.card
     if is_whole_task:
         return editor.add_card(new, name, data)

@@ -23,6 +23,8 @@ def describe_training(run: PreparedRun, plan: RunPlan) -> list[str]:
             "which tasks train again follows from their images: `accrete ingest CONFIG` finds out"
         ]
     lines: list[str] = []
+    if "backbone" in todo:
+        lines.append("  the backbone, which is trained on images of the base task")
     for label, entry in run.config.methods.items():
         tasks = _find_tasks(run.graph, label, todo)
         if not tasks:

@@ -166,7 +166,7 @@ def edit_for(
     if classes and not into:
         _check_number(config, classes, task_classes)
     has_new_task = bool(classes) and not into
-    if name and not has_new_task and name not in task_classes:
+    if name and not (into or has_new_task or name in task_classes):
         raise UserError(
             f"--name {name!r} is of a new task, and {printable(data)} has no new class for one; "
             "leave it out"

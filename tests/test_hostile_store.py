@@ -23,7 +23,7 @@ from pipeline import cli, yaml_files
 from pipeline.data import cards
 from pipeline.data.listing import CARDS
 from pipeline.graph.store import Store
-from pipeline.report import html_parts, page
+from pipeline.report import html_parts, page, plots
 from tests import small_run
 from tests.hostile import (
     BACKBONES,
@@ -388,6 +388,7 @@ def test_names_of_tasks_and_classes_are_escaped_in_a_report(
     ]
     tasks[1]["name"], tasks[2]["name"] = EVIL[0], EVIL[1]
     monkeypatch.setattr(fake_run, "TASKS", tasks)
+    monkeypatch.setattr(plots, "DPI", 10)  # nobody looks at the pictures
     fake_run.write(str(tmp_path / "storage"))
     record = fake_run.record()
     files = page.build(str(tmp_path / "storage"), record)

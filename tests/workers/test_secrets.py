@@ -56,8 +56,9 @@ def test_a_uri_with_a_secret_is_refused_and_not_repeated(
             call(uri)
         assert "hush" not in str(caught.value)
         assert "AKIA:" not in str(caught.value)
-    card = small_run.make_card(tmp_path, "a", "01")
-    bad_card = small_run.make_card(tmp_path, "b", "01", source={"format": "folder", "path": uri})
+    card = small_run.make_card(tmp_path, "a", "01", 1, 1)
+    source = {"format": "folder", "path": uri}
+    bad_card = small_run.make_card(tmp_path, "b", "01", 1, 1, source=source)
     body = small_run.make_body(tmp_path, {"a": card})
     config = small_run.write_config(tmp_path / "good.yaml", body)
     for change in (

@@ -12,7 +12,6 @@ import argparse
 import atexit
 import errno
 import json
-import math
 import os
 import re
 import shlex
@@ -28,6 +27,7 @@ from pipeline.graph import diagram, run_log
 from pipeline.growing import commands as growing_commands
 from pipeline.serving import commands as serving_commands
 from pipeline.shell import data_commands, invocation
+from pipeline.shell.arguments import parse_amount
 from pipeline.shell.completion import SHELLS
 from pipeline.shell.help import GroupedParser, HelpFormatter, Parser, example_text
 from pipeline.shell.question import is_confirmed
@@ -1006,15 +1006,7 @@ def age_seconds(text: str) -> float:
 
 def gigabytes(text: str) -> float:
     """Return a number of gigabytes: finite, and at least 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number) or number < 0:
-        raise argparse.ArgumentTypeError(
-            f"{text!r:.40} is no number of gigabytes; give a finite number of at least 0, as in 20"
-        )
-    return number
+    return parse_amount(text, "number of gigabytes")
 
 
 def storage_folder(text: str) -> str:

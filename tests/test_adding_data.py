@@ -277,10 +277,13 @@ def test_classes_that_a_run_has_seen_are_named_and_can_be_added(
         run.put(run.raw, digit)
     assert cli.main(["run", run.config]) == 0
     before = run.text
-    assert add(run, "raw") == 0
-    output = capsys.readouterr().out
-    assert "'4', '5' are not new and in no task: `--as classes` takes them in" in output
+    assert add(run, "raw") == 2
+    captured = capsys.readouterr()
+    assert "'4', '5' are not new and in no task: `--as classes` takes them in" in captured.out
+    assert "nothing was added: '4', '5' are in no task" in captured.err
     assert run.text == before
+    run.put(run.raw, "3", train=5, test=0, first=40)
+    assert add(run, "raw") == 0, "new images were added"
     assert add(run, "raw", "--as", "classes") == 0
     assert tasks_of(run)[2]["classes"] == ["4", "5"]
 
@@ -395,6 +398,29 @@ def test_class_names_in_another_unicode_form_are_the_same(run: GrowingRun) -> No
         (run.folder / "june" / split / "3").rename(run.folder / "june" / split / "caf\u00e9")
     assert add(run, "june", "--as", "images") == 0
     assert trained(run) == {"linear/two/train", "ewc/two/train"}
+
+
+def test_validation_images_elsewhere_are_read_too(run: GrowingRun) -> None:
+    run.put(run.folder / "june", "2", train=6, test=2, first=40)
+    (run.folder / "june" / "train" / "2").joinpath("x").mkdir()
+    images = sorted((run.folder / "june" / "train" / "2").glob("*.png"))
+    (run.folder / "june" / "val" / "2").mkdir(parents=True)
+    for path in images[:2]:
+        path.rename(run.folder / "june" / "val" / "2" / path.name)
+    (run.folder / "june" / "train" / "2" / "x").rmdir()
+    assert add(run, "june", "--as", "images") == 0
+    manifest = small_run.manifests(run.storage)["data/digits"]
+    assert manifest["counts"] == {"train": 48 + 4, "val": 2, "test": 16 + 2}
+
+
+def test_new_classes_without_test_images_are_named(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.put(run.raw, "4", test=0)
+    run.put(run.raw, "5")
+    assert add(run, "raw") == 0
+    text = "'4': no test images, so that the accuracy says nothing of them\n"
+    assert text in capsys.readouterr().out
 
 
 # ---- what cannot be done -------------------------------------------------------------------------
@@ -550,6 +576,34 @@ def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
     accuracies = publishing.measure(bundle.method(), job, bundle.tasks)
     assert list(accuracies.values()) == matrix.rates[-1].tolist()
     assert publishing.find_losses(bundle, bundle, job) == {}
+
+
+def test_models_with_other_images_are_not_compared(
+    run: GrowingRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert add(run, "raw", "--model", "model", "--method", "ewc") == 0
+    Path(run.config).write_text(run.text.replace("img_size: 16", "img_size: 24"))
+    assert add(run, "raw", "--model", "model") == 2
+    assert "model was made with another preprocessing" in capsys.readouterr().err
+
+
+def test_only_classes_that_stayed_are_compared(
+    run: GrowingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.growing import publishing
+
+    assert add(run, "raw", "--model", "model", "--method", "ewc") == 0
+    text = run.text.replace("['2', '3']", "['3', '0']").replace("['0', '1']", "['1', '2']")
+    Path(run.config).write_text(text)
+    measured: list[list[tuple[str, ...]]] = []
+
+    def measure(method: Any, job: Any, tasks: Any) -> dict[str, float]:
+        measured.append([task.classes for task in tasks])
+        return {task.name: 0.5 for task in tasks}
+
+    monkeypatch.setattr(publishing, "measure", measure)
+    assert add(run, "raw", "--model", "model") == 0
+    assert measured == [[("0", "1"), ("2", "3")], [("1",), ("3",)]]
 
 
 def test_a_model_of_another_run_is_refused(

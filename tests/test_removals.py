@@ -225,7 +225,8 @@ def test_nothing_is_deleted_without_a_yes(
         ("--images", "train/bee/0009.png", "is no image of this run"),
         ("--images", "ab" * 32, "is no image of this run"),
         ("--images", "", "names no image"),
-        ("--images", "all", "these are all train images of class 'bee'"),
+        ("--images", "train", "these are all train images of class 'bee'"),
+        ("--images", "test", "these are all test images of class 'bee'"),
     ],
 )
 def test_what_cannot_be_removed_changes_nothing(
@@ -236,8 +237,9 @@ def test_what_cannot_be_removed_changes_nothing(
     before = {path: path.read_bytes() for path in zoo.folder.glob("*.yaml")}
     if option == "--images":
         lines = [value]
-        if value == "all":
-            lines = [f"train/bee/{number:04d}.png" for number in range(6)]
+        if value in ("train", "test"):
+            folder = zoo.raw / value / "bee"
+            lines = [path.relative_to(zoo.raw).as_posix() for path in folder.iterdir()]
         file = zoo.folder / "list.txt"
         file.write_text("\n".join(lines))
         value = str(file)

@@ -10,11 +10,12 @@ from pipeline import app
 from pipeline import config as configs
 from pipeline.app import OpenScreen, RunResult
 from pipeline.config import Config
+from pipeline.data.names import listed
 from pipeline.graph.replica_configs import refuse_replicas
 from pipeline.graph.store import Store
 from pipeline.growing import publishing
-from pipeline.growing.new_data import find_new_data, list_cards
-from pipeline.growing.stream_edits import FileChanges, Kind, classes_of_tasks, edit_for
+from pipeline.growing.new_data import NewData, find_new_data, list_cards
+from pipeline.growing.stream_edits import FileChanges, Kind, classes_of_tasks, edit_stream
 from pipeline.growing.training import describe_cost, describe_training
 from pipeline.yaml_files import absolute
 from workers.errors import UserError, did_you_mean
@@ -79,7 +80,7 @@ def add(
         label = publishing.choose_method(config, request.model, request.method)
     with changing(config, say):
         config = configs.load(request.config)  # as the command before left it
-        changes = find_changes(request, config, program, say)
+        new, changes = find_changes(request, config, program, say)
         command = app.command_text("add", request.config, (), [request.data])
         changes.write()
         try:
@@ -99,14 +100,24 @@ def add(
         report_command = app.command_text("report", request.config, ())
         result = app.execute(run, open_screen, command, report_command)
         show(result)
+        is_changed = bool(changes.texts) or num_to_run > 0
         if request.model:
             run = app.with_jobs(result.run)
-            say(publishing.publish_run(run, label, request.model, request.max_drop))
+            published = publishing.publish_run(run, label, request.model, request.max_drop)
+            say(published.sentence)
+            is_changed |= published.is_new
+        if new.passed_over and not is_changed:
+            raise UserError(
+                f"nothing was added: {listed(new.passed_over)} are in no task, and an earlier run "
+                "or the card has passed over them; `--as classes` takes them in"
+            )
     return result
 
 
-def find_changes(request: AddRequest, config: Config, program: str, say: Say) -> FileChanges:
-    """Return what new data change in a config and its cards.
+def find_changes(
+    request: AddRequest, config: Config, program: str, say: Say
+) -> tuple[NewData, FileChanges]:
+    """Return what is new in data, and what that changes in a config and its cards.
 
     Args:
         request: What to add.
@@ -128,7 +139,7 @@ def find_changes(request: AddRequest, config: Config, program: str, say: Say) ->
         remedy = did_you_mean(request.into, names, f"the tasks are {', '.join(names)}")
         raise UserError(f"--into {request.into!r}: the stream has no such task; {remedy}")
     say(f"{request.data}: {new.describe()}")
-    return edit_for(
+    changes = edit_stream(
         request.config,
         config,
         cards,
@@ -139,6 +150,7 @@ def find_changes(request: AddRequest, config: Config, program: str, say: Say) ->
         request.name,
         request.data,
     )
+    return new, changes
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeline.shell import invocation
+from pipeline.shell.arguments import parse_amount
 from pipeline.shell.question import is_confirmed
 from workers.errors import UserError
 
@@ -43,15 +43,7 @@ def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--name", default="", help="name of the new task (default: the next free one)"
     )
-    parser.add_argument(
-        "--model",
-        default="",
-        metavar="MODEL_DIR",
-        help="the folder that serves the run, which gets a new version; a new one is written",
-    )
-    parser.add_argument(
-        "--method", metavar="LABEL", help="label of the method, where the run has several"
-    )
+    _add_model_options(parser, "which gets a new version; a new one is written")
     parser.add_argument(
         "--max-drop",
         type=points,
@@ -60,6 +52,19 @@ def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         f"(default: {MAX_DROP:g})",
     )
     _add_remove_command(add_command)
+
+
+def _add_model_options(parser: argparse.ArgumentParser, change: str) -> None:
+    """Add the options that name a model folder. change: what becomes of it."""
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="MODEL_DIR",
+        help=f"the folder that serves the run, {change}",
+    )
+    parser.add_argument(
+        "--method", metavar="LABEL", help="label of the method, where the run has several"
+    )
 
 
 def _add_remove_command(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -91,29 +96,13 @@ def _add_remove_command(add_command: Callable[..., argparse.ArgumentParser]) -> 
         help="the images that a text file names, one a line: a path below the source as "
         "rejected.csv writes it, or the sha256 of the image",
     )
-    parser.add_argument(
-        "--model",
-        default="",
-        metavar="MODEL_DIR",
-        help="the folder that serves the run, which gets a new version and loses all earlier ones",
-    )
-    parser.add_argument(
-        "--method", metavar="LABEL", help="label of the method, where the run has several"
-    )
+    _add_model_options(parser, "which gets a new version and loses all earlier ones")
     parser.add_argument("--yes", action="store_true", help="do not ask before deleting")
 
 
 def points(text: str) -> float:
     """Return a number of points of accuracy: finite, and at least 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number) or number < 0:
-        raise argparse.ArgumentTypeError(
-            f"{text!r:.40} is no number of points; give a finite number of at least 0, as in 2"
-        )
-    return number
+    return parse_amount(text, "number of points")
 
 
 def add(args: argparse.Namespace) -> int:

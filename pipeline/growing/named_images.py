@@ -173,15 +173,19 @@ def _read_images(card: Card) -> Iterator[SourceImage]:
 
 
 def _check_classes(named: NamedImages, ingested: Sequence[SourceImage]) -> None:
-    """Raise `UserError` if a class would keep no train images."""
+    """Raise `UserError` if a class would keep no train images, or no test images of some."""
     groups = Counter(image.group for image in ingested if image.stored)
     for image in ingested:
         is_named = nfc(image.name) in named.lines or image.digest in named.lines
         if image.stored and is_named:
             groups[image.group] -= 1
     for (split, label), number in groups.items():
-        if split == "train" and not number:
-            raise UserError(
-                f"these are all train images of class {quoted(label)} of card "
-                f"{named.used.card.name!r}; remove the class (--class {label})"
-            )
+        if number or split == "val":
+            continue
+        remedy = f"remove the class (--class {label})"
+        if split == "test":
+            remedy += ", or add other test images of it first, because nothing would measure it"
+        raise UserError(
+            f"these are all {split} images of class {quoted(label)} of card "
+            f"{named.used.card.name!r}; {remedy}"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.app import PreparedRun
 from pipeline.config import Config
@@ -54,8 +54,15 @@ def choose_method(config: Config, model: str, label: str | None) -> str:
     return choose_label(config.name, fitting, label, "--method")
 
 
-def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> str:
-    """Make a finished run the current version of a model folder; return a sentence on it.
+class Publication(NamedTuple):
+    """What became of a model folder. is_new: whether it has another version than before."""
+
+    sentence: str
+    is_new: bool
+
+
+def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> Publication:
+    """Make a finished run the current version of a model folder.
 
     Args:
         run: The run.
@@ -71,8 +78,9 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> st
     if exists(join(uri, MODEL)):
         old = Bundle.open(uri)
         if _list_contents(old) == _list_contents(new):
-            return f"{model}: serves {_list_tasks(old)}, as before"
-        _check_tasks(model, old, new)
+            return Publication(f"{model}: serves {_list_tasks(old)}, as before", False)
+        _check_names(model, old, {task.name for task in new.tasks})
+        _check_alike(model, old, new)
         losses = find_losses(old, new, last_evaluation(run.graph, label))
         worse = {name: loss for name, loss in losses.items() if loss > max_drop}
         if worse:
@@ -86,7 +94,7 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> st
     else:
         number = 1
         _write_new(with_reference(new), uri)
-    return f"{model}: version {number} serves {_list_tasks(new)}"
+    return Publication(f"{model}: version {number} serves {_list_tasks(new)}", True)
 
 
 def check_served(model: str, config: Config, store: Store, removed: str) -> None:
@@ -180,9 +188,15 @@ def _write_new(bundle: Bundle, uri: str) -> None:
         ) from None
 
 
-def _check_tasks(model: str, old: Bundle, new: Bundle) -> None:
-    """Raise `UserError` if a folder serves tasks that the run does not have."""
-    _check_names(model, old, {task.name for task in new.tasks})
+def _check_alike(model: str, old: Bundle, new: Bundle) -> None:
+    """Raise `UserError` if a folder was made with other settings, so that nothing is comparable."""
+    for name in ("scenario", "preprocessing"):
+        if old.body[name] != new.body[name]:
+            raise UserError(
+                f"{model} was made with another {name} ({old.body[name]!s:.100}) than the run has "
+                f"({new.body[name]!s:.100}), so that their accuracies are of different things; "
+                "give another folder"
+            )
 
 
 def _check_names(model: str, old: Bundle, names: Collection[str]) -> None:
@@ -209,7 +223,7 @@ def last_evaluation(graph: Graph, label: str) -> StageJob:
 def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
     """Return task -> points of accuracy that it loses from one model to another.
 
-    Both answer the test images that the task has now, of the classes that it had before. Tasks
+    Both answer the test images that the task has now, of the classes that it has in both. Tasks
     whose states are equal are not measured where nothing else can change their answers.
 
     Args:
@@ -220,6 +234,7 @@ def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
     now = {task.name: task for task in new.tasks}
     same_network = _shared_files(old) == _shared_files(new)
     changed: list[Task] = []
+    reduced: list[Task] = []
     for task in old.tasks:
         file = state_file(task.name)
         same_state = old.body["files"][file]["sha256"] == new.body["files"][file]["sha256"]
@@ -227,10 +242,15 @@ def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
         is_alone = job.scenario == "task"
         if not (same_network and same_state and same_classes and is_alone):
             changed.append(replace(now[task.name], classes=task.classes))
+            # labels are positions: classes that stayed come before new ones
+            all_now = now[task.name].classes
+            stayed = tuple(name for name in all_now if name in task.classes)
+            is_first = all_now[: len(stayed)] == stayed
+            reduced.append(replace(now[task.name], classes=stayed if is_first else all_now))
     if not changed:
         return {}
     before = measure(old.method(), job, changed)
-    after = measure(new.method(), job, changed)
+    after = measure(new.method(), job, reduced)
     return {name: 100 * (before[name] - after[name]) for name in before}
 
 

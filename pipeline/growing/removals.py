@@ -17,6 +17,7 @@ from pipeline.growing.stream_edits import (
     StreamEditor,
     classes_of_tasks,
     task_names,
+    tasks_of_card,
 )
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import join
@@ -113,7 +114,7 @@ def _remove_task(task: str, editor: StreamEditor, store: Store) -> Removal:
         if any(task in task_names(config.stream.tasks[index]) for index in used.entries)
     )
     editor.remove_task(used, task)
-    others = [name for name in editor.tasks_of_card(used) if name != task]
+    others = [name for name in tasks_of_card(config, used, editor.task_classes) if name != task]
     needed = {name for other in others for name in editor.task_classes[other]}
     unneeded = [name for name in editor.task_classes.get(task, ()) if name not in needed]
     removal = Removal([used.card.name], FileChanges(), _sources(used))

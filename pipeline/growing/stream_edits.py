@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pipeline.config import Config, TaskEntry
 from pipeline.data import card_files
-from pipeline.data.cards import permuted
+from pipeline.data.cards import Card, permuted
 from pipeline.data.formats.folder import class_folders
 from pipeline.data.listing import CARDS
 from pipeline.data.names import counted, listed, nfc, printable
@@ -127,8 +127,35 @@ def _name(entry: TaskEntry) -> str:
     return entry.name or card_files.load_without_source(entry.card).name
 
 
+def tasks_of_card(
+    config: Config, used: UsedCard, task_classes: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return the tasks with classes that are cut from a card."""
+    names = [name for index in used.entries for name in task_names(config.stream.tasks[index])]
+    return [name for name in names if name in task_classes]
+
+
+def find_unlisted(
+    config: Config,
+    used: UsedCard,
+    task_classes: Mapping[str, Sequence[str]],
+    classes: Sequence[str] = (),
+) -> list[str]:
+    """Return classes, and those of a card's tasks, that the card does not list.
+
+    A task has such a class if `add` was killed between writing the config and the card. The result
+    is empty for a card that takes its classes from its source.
+    """
+    if used.card.classes == (card_files.FROM_SOURCE,):
+        return []
+    tasks = tasks_of_card(config, used, task_classes)
+    of_tasks = [name for task in tasks for name in task_classes[task]]
+    known = {*map(nfc, used.card.classes)}
+    return [n for n in dict.fromkeys(map(nfc, (*of_tasks, *classes))) if n not in known]
+
+
 # ---- what new data change ------------------------------------------------------------------------
-def edit_for(
+def edit_stream(
     config_path: str,
     config: Config,
     cards: Sequence[UsedCard],
@@ -171,19 +198,16 @@ def edit_for(
             f"--name {name!r} is of a new task, and {printable(data)} has no new class for one; "
             "leave it out"
         )
-    try:
-        editor = StreamEditor(config_path, config, cards, task_classes)
-    except UserError:
-        if new.data_set is None and not new.classes:  # new images alone change no file
-            return FileChanges()
-        raise
     used = new.card
+    if used is not None and not new.classes and not find_unlisted(config, used, task_classes):
+        return FileChanges()  # new images alone change no file
+    editor = StreamEditor(config_path, config, cards, task_classes)
     if is_whole_task:
         return editor.add_card(new, name, data)
     if new.data_set is not None:
         used = editor.join_folder(new, into, data)
     assert used is not None
-    if new.classes or editor.is_behind(used):
+    if new.classes or new.data_set is None:
         editor.grow_card(used, new)
     if new.classes:
         editor.add_classes(used, new.classes, into, name)
@@ -364,7 +388,7 @@ class StreamEditor:
             UserError: If a task would keep too few classes.
         """
         self.freeze(used)
-        for task in self.tasks_of_card(used):
+        for task in tasks_of_card(self.config, used, self.task_classes):
             rest = [other for other in self.task_classes[task] if nfc(other) != nfc(name)]
             if len(rest) == len(self.task_classes[task]):
                 continue
@@ -381,13 +405,6 @@ class StreamEditor:
             self.text.remove([*TASKS, index, "classes", place])
             self.lines.append(f"{self.path}: task {task} loses {printable(name)}")
         self.leave_out_classes(used, [name])
-
-    def tasks_of_card(self, used: UsedCard) -> list[str]:
-        """Return the tasks with classes that are cut from a card."""
-        names = [
-            name for index in used.entries for name in task_names(self.config.stream.tasks[index])
-        ]
-        return [name for name in names if name in self.task_classes]
 
     def _free_name(self, used: UsedCard) -> str:
         """Return the next name of a task: `birds-3` after `birds-2`."""
@@ -466,18 +483,6 @@ class StreamEditor:
             self.card_texts[file] = YamlText(read_file(file), file)
         return self.card_texts[file]
 
-    def _missing_classes(self, used: UsedCard, classes: Sequence[str] = ()) -> list[str]:
-        """Return classes, and those of tasks, that a card does not list."""
-        known = {*map(nfc, used.card.classes)}
-        of_tasks = [name for task in self.tasks_of_card(used) for name in self.task_classes[task]]
-        names = dict.fromkeys(map(nfc, (*of_tasks, *classes)))
-        return [name for name in names if name not in known]
-
-    def is_behind(self, used: UsedCard) -> bool:
-        """Whether a card that lists its classes lacks some of its tasks: `add` was killed."""
-        is_listed = used.card.classes != (card_files.FROM_SOURCE,)
-        return is_listed and bool(self._missing_classes(used))
-
     def grow_card(self, used: UsedCard, new: NewData) -> None:
         """Let a card have new classes, behind those that it has."""
         self.freeze(used)
@@ -490,7 +495,7 @@ class StreamEditor:
             )
         card = used.card
         if card.classes != (card_files.FROM_SOURCE,):
-            missing = self._missing_classes(used, new.classes)
+            missing = find_unlisted(self.config, used, self.task_classes, new.classes)
             if not missing:
                 return
             if card.class_order_seed is None:
@@ -505,8 +510,22 @@ class StreamEditor:
             # further folders are of the card once their data are joined
             folders = class_folders(card, "train") if new.card is None else new.all_classes
             text.set(["num_classes"], len({*map(nfc, folders), *new.classes}))
-        names = new.classes or self._missing_classes(used)
+        names = new.classes or find_unlisted(self.config, used, self.task_classes)
         self.lines.append(f"{text.where}: gets {listed(names)}")
+        self._note_untested(card, new)
+
+    def _note_untested(self, card: Card, new: NewData) -> None:
+        """Note new classes without test images, where other classes of the card have some."""
+        if card.source.format != "folder":
+            return
+        tested = {*map(nfc, class_folders(card, "test"))}
+        if new.data_set is not None:
+            tested |= {nfc(name) for split, name in new.data_set.images if split == "test"}
+        untested = [name for name in new.classes if nfc(name) not in tested]
+        if tested and untested:
+            self.lines.append(
+                f"{listed(untested)}: no test images, so that the accuracy says nothing of them"
+            )
 
     def add_card(self, new: NewData, name: str, data: str) -> FileChanges:
         """Write a card for data that lie elsewhere, and a task of all of it."""
@@ -559,8 +578,9 @@ class StreamEditor:
             )
         text = self._card_text(used)
         path = _relative(data_set.card.source.path, os.path.dirname(text.where), data)
-        splits = {split: list(data_set.card.source.parts_of(split)) for split in ("train", "test")}
-        body = {"path": path, "splits": {key: parts for key, parts in splits.items() if parts}}
+        source = data_set.card.source
+        splits = {split: list(source.parts_of(split)) for split in source.named_splits()}
+        body = {"path": path, "splits": splits}
         listed_before = text.body["source"].get("more")
         if listed_before and body in listed_before:
             return used

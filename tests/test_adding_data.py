@@ -569,12 +569,15 @@ def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
     from pipeline.growing import publishing
     from pipeline.results.bundles import bundle_of
 
+    run.put(run.raw, "0", train=0, test=3, first=40)  # as many right as wrong would hide a mistake
+    assert cli.main(["run", run.config]) == 0
     prepared = app.prepare(run.config)
     bundle = bundle_of(prepared.graph, prepared.store, "ewc")
     job = publishing.last_evaluation(prepared.graph, "ewc")
     matrix = app.tables_of(prepared)[""].matrix("ewc")
     accuracies = publishing.measure(bundle.method(), job, bundle.tasks)
     assert list(accuracies.values()) == matrix.rates[-1].tolist()
+    assert accuracies["one"] != 0.5
     assert publishing.find_losses(bundle, bundle, job) == {}
 
 

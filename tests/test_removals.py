@@ -103,6 +103,9 @@ def test_nothing_is_left_and_the_rest_is_as_from_scratch(
     assert "deleted:\n" in output
     assert f"{zoo.raw}" in output.partition("left to you:")[2]
     assert find_traces(folders, traces) == []
+    sources = [path.read_text() for path in (zoo.folder / "storage" / "sources").iterdir()]
+    if what in ("class", "task"):  # what was remembered of them by class
+        assert not any('"bee"' in text for text in sources)
     assert zoo.results(like="linear/two/train") == before
     assert (zoo.raw / "train" / "bee" / "0001.png").exists()
     served = json.loads((zoo.folder / "model" / "model.json").read_text())

@@ -267,6 +267,22 @@ def test_the_last_task_and_parts_of_a_folder_are_refused(
     assert "--method is of a model folder" in capsys.readouterr().err
 
 
+def test_a_list_in_another_folder_is_not_written(
+    zoo: Zoo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = zoo.write()
+    elsewhere = zoo.folder / "home"
+    elsewhere.mkdir()
+    elsewhere.joinpath("profile").write_text("export A=b\n")
+    card = zoo.folder / "animals.yaml"
+    card.write_text(card.read_text() + "without_images: home/profile\n")
+    run("ingest", config)
+    file, _ = name_images(zoo, "names")
+    run("remove", config, "--images", file, "--yes", code=2)
+    assert "is written into the folder of its card alone" in capsys.readouterr().err
+    assert elsewhere.joinpath("profile").read_text() == "export A=b\n"
+
+
 # ---- kills ---------------------------------------------------------------------------------------
 @pytest.mark.few(2)
 @pytest.mark.parametrize("calls", range(3, 143, 7))

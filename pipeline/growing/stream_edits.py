@@ -453,6 +453,12 @@ class StreamEditor:
         before: list[str] = []
         if name:
             file = str(card_files.without_images_path(text.where, name))
+            folder = os.path.dirname(os.path.realpath(text.where))
+            if os.path.dirname(os.path.realpath(file)) != folder:  # a card may be a stranger's
+                raise UserError(
+                    f"{text.where}: without_images names {file}, and a list is written into the "
+                    "folder of its card alone; move the list there, and name it in the card"
+                )
             before = card_files.read_image_lines(file)
         body = "".join(f"{line}\n" for line in sorted({*before, *lines}))
         if not name and os.path.lexists(file) and read_file(file) != body:

@@ -21,7 +21,13 @@ from workers.errors import UserError
 from workers.serving import input_counts, recorder, single_tasks
 from workers.serving.bundle import Bundle
 from workers.serving.images import Limits
-from workers.serving.input_counts import DayCounts, TaskCounts
+from workers.serving.input_counts import (
+    DayCounts,
+    TaskCounts,
+    find_obstacle,
+    read_counts,
+    write_counts,
+)
 from workers.serving.model_file import REFERENCE
 from workers.serving.recorder import Recorder, recording
 from workers.serving.reference import (
@@ -362,3 +368,25 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     files, damaged = input_counts.read_counts(str(folder))
     assert len(files) == 1
     assert damaged == sorted(bad)
+
+
+# ---- a folder of a stranger ----------------------------------------------------------------------
+def test_pipes_and_huge_files_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"2026-11-2{n}-0123456{n}.json" for n in range(4)]
+    for name in names[1:]:
+        write_counts(str(tmp_path / name), DayCounts(day=date.fromisoformat(name[:10])))
+    os.mkfifo(tmp_path / names[0])
+    size = (tmp_path / names[1]).stat().st_size
+    monkeypatch.setattr(input_counts, "MAX_BYTES", 2 * size)
+    valid, damaged = read_counts(str(tmp_path))
+    assert (sorted(valid), damaged) == (names[1:3], [names[0], names[3]])
+
+
+def test_no_inputs_are_counted_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "inputs").symlink_to(tmp_path / "elsewhere")
+    assert "is a link" in find_obstacle(str(tmp_path / "model"))
+    assert [*(tmp_path / "elsewhere").iterdir()] == []

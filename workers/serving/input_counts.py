@@ -20,10 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 
 from workers.storage.artifact import is_leftover, is_local, make_dirs, resolve, write_bytes
 from workers.storage.lock import file_lock
+from workers.storage.regular_file import read_regular
 
 INPUTS, LOCK = "inputs", ".lock"
 FILE = re.compile(r"\d{4}-\d\d-\d\d-[0-9a-f]{8}\.json")
 MAX_FILE_BYTES = 16 << 20
+MAX_BYTES = 256 << 20  # of all files that are read: the folder may be a stranger's
 OPEN_DAYS = 2  # files of older days are final: their processes wrote them soon after midnight
 CONFIDENCE_BINS = 10  # of equal width in [0, 1]
 DISTANCE_BINS = 41  # of width DISTANCE_WIDTH from 0; the last one has all larger distances
@@ -135,6 +137,8 @@ def find_obstacle(model_uri: str) -> str:
     if not os.path.isdir(model):
         return f"this machine has no folder {model}"
     folder = os.path.join(model, INPUTS)
+    if os.path.islink(folder):  # the folder may be a stranger's, and lead anywhere
+        return f"{folder} is a link"
     probe = os.path.join(folder, f".{uuid.uuid4().hex[:8]}.part")
     try:
         make_dirs(folder)
@@ -166,13 +170,12 @@ def read_counts(folder: str) -> tuple[dict[str, DayCounts], list[str]]:
     """
     valid: dict[str, DayCounts] = {}
     damaged: list[str] = []
+    bytes_left = MAX_BYTES
     for name in _list_names(folder):
         try:
-            path = os.path.join(folder, name)
-            if os.path.getsize(path) > MAX_FILE_BYTES:
-                raise ValueError
-            with open(path, "rb") as stream:
-                valid[name] = DayCounts.model_validate_json(stream.read())
+            data = read_regular(os.path.join(folder, name), min(MAX_FILE_BYTES, bytes_left))
+            bytes_left -= len(data)
+            valid[name] = DayCounts.model_validate_json(data)
         except FileNotFoundError:  # merged by another process just now
             continue
         except (OSError, ValueError, ValidationError):

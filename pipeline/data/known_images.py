@@ -30,7 +30,7 @@ from pipeline.data.formats.base import (
     read_items,
 )
 from pipeline.data.listing import Entry
-from pipeline.data.packs import ROWS, ImageChecker, digest_of_raw
+from pipeline.data.packs import ROWS, ImageChecker, read_raw_digest
 from pipeline.data.shard_writer import Shard, WrittenShard
 from workers.data.shards import read_index
 from workers.errors import UserError
@@ -294,4 +294,4 @@ class Changes(NamedTuple):
 
 def _bytes_digests(rows: pa.Table) -> list[str]:
     """Return the digest of the bytes of each image as the source has them; empty for none."""
-    return [digest_of_raw(raw) for raw in rows["raw"].to_pylist()]
+    return [read_raw_digest(raw) for raw in rows["raw"].to_pylist()]

@@ -227,7 +227,7 @@ class _PackWriter:
         self.num_packs = 0
         self.parts: list[pa.Table] = []
         rows = [] if job.earlier is None else job.earlier.to_pylist()
-        self.earlier = {digest_of_raw(row["raw"]): row for row in rows if row["pack"]}
+        self.earlier = {read_raw_digest(row["raw"]): row for row in rows if row["pack"]}
         self._clear()
 
     def _clear(self) -> None:
@@ -330,7 +330,7 @@ def raw_row(item: Item, label: str | None, digest: str) -> bytes:
     return row.encode("utf-8", "surrogateescape")
 
 
-def digest_of_raw(raw: bytes | None) -> str:
+def read_raw_digest(raw: bytes | None) -> str:
     """Return the digest of the bytes of an image from its `raw_row`; empty without one."""
     return (raw or b"").rpartition(b"\t")[2].decode()
 

@@ -20,7 +20,7 @@ from pipeline.data.cards import Card
 from pipeline.data.digests import compute_key_digests, sort_by_digest
 from pipeline.data.listing import describe_left_out
 from pipeline.data.names import counted, listed, nfc
-from pipeline.data.packs import LEFT_OUT, digest_of_raw
+from pipeline.data.packs import LEFT_OUT, read_raw_digest
 from pipeline.data.splits import SPLITS, Split
 from workers.data.held_out import find_held_out
 from workers.errors import UserError
@@ -62,7 +62,7 @@ def divide_left_out(card: Card, rows: pa.Table) -> tuple[pa.Table, pa.Table]:
     if not card.without_classes and not card.without_images:
         return rows, rows.slice(0, 0)
     named = card.images_left_out()
-    is_named = [digest_of_raw(raw) in named for raw in rows["raw"].to_pylist()]
+    is_named = [read_raw_digest(raw) in named for raw in rows["raw"].to_pylist()]
     is_marked = pc.fill_null(pc.equal(rows["problem"], LEFT_OUT), False)
     is_left_out = pc.or_(is_marked, pa.array(is_named, pa.bool_()))
     return rows.filter(pc.invert(is_left_out)), rows.filter(is_left_out)

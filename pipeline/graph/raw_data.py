@@ -266,7 +266,7 @@ def ingested(
     known = _recall(store, card, fingerprint)
     known["contents"][edition] = artifact.manifest["raw_content"]
     _remember(store, card, known)
-    store.remember(_name_of_images(card, source), _digests_of(artifact))
+    store.remember(_name_of_images(card, source), _digest_artifact(artifact))
     store.remember(_name_of_files(card), {"key": artifact.key, "files": files or {}})
 
 
@@ -283,7 +283,7 @@ def class_digests(store: Store, card: Card, source: Source) -> ClassDigests | No
     if artifact is None:
         return None
     try:
-        digests = _digests_of(artifact)
+        digests = _digest_artifact(artifact)
     except DamagedArtifact:
         return None
     with suppress(OSError):  # the storage may be read alone
@@ -291,15 +291,15 @@ def class_digests(store: Store, card: Card, source: Source) -> ClassDigests | No
     return digests
 
 
-def _digests_of(artifact: Artifact) -> ClassDigests:
+def _digest_artifact(artifact: Artifact) -> ClassDigests:
     """Return the digests of the images of each class of an ingest stage."""
     # start-up time: they import torch
     from workers.data.in_place import is_in_place, read_shards
-    from workers.data.shards import hold_out_of, limits_of, read_index
+    from workers.data.shards import limits_of, read_hold_out, read_index
 
     in_place = is_in_place(artifact)
     files = read_shards(artifact) if in_place else artifact.manifest["files"]
-    salt = [limits_of(artifact).value_range, hold_out_of(artifact)]
+    salt = [limits_of(artifact).value_range, read_hold_out(artifact)]
     return digest_classes(read_index(artifact, files), in_place, json.dumps(salt))
 
 

@@ -15,7 +15,7 @@ from pipeline.graph.replica_configs import refuse_replicas
 from pipeline.graph.store import Store
 from pipeline.growing import publishing
 from pipeline.growing.new_data import NewData, find_new_data, list_cards
-from pipeline.growing.stream_edits import FileChanges, Kind, classes_of_tasks, edit_stream
+from pipeline.growing.stream_edits import FileChanges, Kind, edit_stream, list_task_classes
 from pipeline.growing.training import describe_cost, describe_training
 from pipeline.yaml_files import absolute
 from workers.errors import UserError, did_you_mean
@@ -130,7 +130,7 @@ def find_changes(
     """
     store = Store(absolute(config.storage))
     cards = list_cards(config)
-    task_classes = classes_of_tasks(config, store.record(config.name))
+    task_classes = list_task_classes(config, store.record(config.name))
     new = find_new_data(
         request.data, cards, task_classes, store, program, takes_all=request.kind == "classes"
     )

@@ -191,18 +191,17 @@ def describe_other_users(store: Store, name: str, cards: Sequence[str], command:
     """
     stages = {f"data/{card}" for card in cards}
     record = store.record(name)
-    own = {stage["key"] for stage in record["stages"]} if record else set()
+    keys_now = {stage["key"] for stage in record["stages"]} if record else set()
     sentences: list[str] = []
     for other in store.run_names():
         current = store.record(other)
         records = store.earlier_records(other) + ([current] if current else [])
         keys = {
             stage["key"] for one in records for stage in one["stages"] if stage["id"] in stages
-        } - own
+        } - keys_now
         if other != name and any(Artifact.open(store.root, key) for key in keys):
             sentences.append(f"run {other} of this storage uses these images too: {command}")
-    held = keys_of_searches(store.storage) - own
-    for key in sorted(held):
+    for key in sorted(keys_of_searches(store.storage) - keys_now):
         artifact = Artifact.open(store.root, key)
         if artifact is not None and artifact.manifest.get("card") in cards:
             sentences.append(

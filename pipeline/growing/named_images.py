@@ -16,7 +16,7 @@ from pipeline.data.cards import Card
 from pipeline.data.formats import format_of, list_source, units
 from pipeline.data.known_images import SOURCE
 from pipeline.data.names import nfc, printable, quoted
-from pipeline.data.packs import ImageChecker, digest_of_raw
+from pipeline.data.packs import ImageChecker, read_raw_digest
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store
 from pipeline.growing.new_data import UsedCard
@@ -118,11 +118,11 @@ def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImag
     Raises:
         UserError: If a name is that of several images, such as a row of two tables of one name.
     """
-    wanted = {*lines}
+    line_set = {*lines}
     names: set[str] = set()
     for image in images:
         name = nfc(image.name)
-        if name in wanted:
+        if name in line_set:
             if name in names:
                 raise UserError(
                     f"{quoted(name)} is the name of several images of card "
@@ -132,7 +132,7 @@ def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImag
             named.found.add(name)
             named.lines.add(name)
             named.names.add(image.name)
-        for digest in {image.digest, image.stored} & wanted:
+        for digest in {image.digest, image.stored} & line_set:
             named.found.add(digest)
             named.lines.add(image.digest)
             named.names.add(image.name)
@@ -148,7 +148,7 @@ def _list_ingested(store: Store, card: Card) -> Iterator[SourceImage]:
     except (DamagedArtifact, pa.ArrowException):
         return
     for row in rows.select(["name", "split", "label", "raw", "sha256"]).to_pylist():
-        digest = digest_of_raw(row["raw"])
+        digest = read_raw_digest(row["raw"])
         yield SourceImage(row["name"], (row["split"], row["label"]), digest, row["sha256"] or "")
 
 

@@ -68,11 +68,11 @@ class NewData:
         if self.images:
             number = sum(self.images.values())
             parts.append(f"{counted(number, 'new image')} of {listed(sorted(self.images))}")
-        found = " and ".join(parts) or "no new class, and no new file of a class"
+        text = " and ".join(parts) or "no new class, and no new file of a class"
         if not self.passed_over:
-            return found
+            return text
         return (
-            f"{found}; {listed(self.passed_over)} are not new and in no task: `--as classes` takes "
+            f"{text}; {listed(self.passed_over)} are not new and in no task: `--as classes` takes "
             "them in"
         )
 

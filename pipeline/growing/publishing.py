@@ -12,7 +12,7 @@ from pipeline.config import Config
 from pipeline.data.names import counted
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
-from pipeline.growing.stream_edits import classes_of_tasks
+from pipeline.growing.stream_edits import list_task_classes
 from pipeline.results.bundles import bundle_of
 from pipeline.results.frames import choose_label
 from pipeline.yaml_files import absolute
@@ -108,7 +108,7 @@ def check_served(model: str, config: Config, store: Store, removed: str) -> None
     """
     uri = absolute(model)
     if exists(join(uri, MODEL)):
-        names = {*classes_of_tasks(config, store.record(config.name)), removed}
+        names = {*list_task_classes(config, store.record(config.name)), removed}
         _check_names(model, Bundle.open(uri), names)
 
 

@@ -15,9 +15,9 @@ from pipeline.growing.new_data import UsedCard, list_cards
 from pipeline.growing.stream_edits import (
     FileChanges,
     StreamEditor,
-    classes_of_tasks,
-    task_names,
-    tasks_of_card,
+    list_card_tasks,
+    list_entry_tasks,
+    list_task_classes,
 )
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import join
@@ -80,7 +80,7 @@ def find_removal(target: Target, path: str, config: Config, store: Store) -> Rem
         UserError: If there is no such thing, or the stream cannot be without it.
     """
     cards = list_cards(config)
-    task_classes = classes_of_tasks(config, store.record(config.name))
+    task_classes = list_task_classes(config, store.record(config.name))
     editor = StreamEditor(path, config, cards, task_classes)
     if target.task:
         return _remove_task(target.task, editor, store)
@@ -91,7 +91,7 @@ def find_removal(target: Target, path: str, config: Config, store: Store) -> Rem
 
 def _remove_task(task: str, editor: StreamEditor, store: Store) -> Removal:
     config = editor.config
-    tasks = [name for entry in config.stream.tasks for name in task_names(entry)]
+    tasks = [name for entry in config.stream.tasks for name in list_entry_tasks(entry)]
     if task not in tasks:
         card = _recorded_card(task, store, config.name)
         if not card:
@@ -111,10 +111,10 @@ def _remove_task(task: str, editor: StreamEditor, store: Store) -> Removal:
     used = next(
         used
         for used in editor.cards
-        if any(task in task_names(config.stream.tasks[index]) for index in used.entries)
+        if any(task in list_entry_tasks(config.stream.tasks[index]) for index in used.entries)
     )
     editor.remove_task(used, task)
-    others = [name for name in tasks_of_card(config, used, editor.task_classes) if name != task]
+    others = [name for name in list_card_tasks(config, used, editor.task_classes) if name != task]
     needed = {name for other in others for name in editor.task_classes[other]}
     unneeded = [name for name in editor.task_classes.get(task, ()) if name not in needed]
     removal = Removal([used.card.name], FileChanges(), _sources(used))

@@ -90,27 +90,30 @@ def remove(
             say(line)
         report_command = app.command_text("report", request.config, ())
         run = app.execute(run, open_screen, command, report_command).run
-    found = storage_leftovers.find_leftovers(run, request.config, app.current_record(run))
-    is_pending = is_new or not found.is_empty()
+    leftovers = storage_leftovers.find_leftovers(run, request.config, app.current_record(run))
+    is_pending = is_new or not leftovers.is_empty()
     published = ""
     if request.model:
         published = publishing.publish_removal(
             run, label, request.model, request.target.task, is_pending
         )
-    if not is_pending and not published and not found.left:
+    if not is_pending and not published and not leftovers.left:
         say(f"there is nothing to remove: {' '.join(options)} was removed before")
         return
     say("to delete:")
-    for line in found.lines():
+    for line in leftovers.lines():
         say(f"  {line}")
-    left = [*found.left]
+    left = [*leftovers.left]
     is_confirmed = confirm("delete this for good?")
     if is_confirmed:
-        left = found.delete()
+        left = leftovers.delete()
     other = f"{program} remove CONFIG {' '.join(options)}"
     others = storage_leftovers.describe_other_users(store, run.config.name, removal.cards, other)
     for title, lines in (
-        ("deleted", found.lines() if is_confirmed else ["nothing; the same command deletes it"]),
+        (
+            "deleted",
+            leftovers.lines() if is_confirmed else ["nothing; the same command deletes it"],
+        ),
         ("trained again", [line.strip() for line in trained] or ["nothing"]),
         ("published", [published] if published else []),
         ("left to you", [*removal.raw, *removal.kept, *left, *others, OTHER_MODELS]),

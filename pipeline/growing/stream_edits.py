@@ -83,7 +83,7 @@ def write_file(path: str, text: str) -> None:
 
 
 # ---- the classes of the tasks --------------------------------------------------------------------
-def classes_of_tasks(config: Config, record: RunRecord | None) -> dict[str, tuple[str, ...]]:
+def list_task_classes(config: Config, record: RunRecord | None) -> dict[str, tuple[str, ...]]:
     """Return the name of each task -> its classes.
 
     Args:
@@ -103,7 +103,7 @@ def classes_of_tasks(config: Config, record: RunRecord | None) -> dict[str, tupl
         if entry.classes is not None:
             classes[_name(entry)] = entry.classes
             continue
-        for name in task_names(entry):
+        for name in list_entry_tasks(entry):
             if name not in recorded:
                 raise UserError(
                     f"run {config.name!r}: the classes of task {name!r} follow from its card, and "
@@ -114,7 +114,7 @@ def classes_of_tasks(config: Config, record: RunRecord | None) -> dict[str, tupl
     return classes
 
 
-def task_names(entry: TaskEntry) -> list[str]:
+def list_entry_tasks(entry: TaskEntry) -> list[str]:
     """Return the names of the tasks that one entry of a stream stands for."""
     name = _name(entry)
     if not entry.split:
@@ -127,11 +127,13 @@ def _name(entry: TaskEntry) -> str:
     return entry.name or card_files.load_without_source(entry.card).name
 
 
-def tasks_of_card(
+def list_card_tasks(
     config: Config, used: UsedCard, task_classes: Mapping[str, Sequence[str]]
 ) -> list[str]:
     """Return the tasks with classes that are cut from a card."""
-    names = [name for index in used.entries for name in task_names(config.stream.tasks[index])]
+    names = [
+        name for index in used.entries for name in list_entry_tasks(config.stream.tasks[index])
+    ]
     return [name for name in names if name in task_classes]
 
 
@@ -148,7 +150,7 @@ def find_unlisted(
     """
     if used.card.classes == (card_files.FROM_SOURCE,):
         return []
-    tasks = tasks_of_card(config, used, task_classes)
+    tasks = list_card_tasks(config, used, task_classes)
     of_tasks = [name for task in tasks for name in task_classes[task]]
     known = {*map(nfc, used.card.classes)}
     return [n for n in dict.fromkeys(map(nfc, (*of_tasks, *classes))) if n not in known]
@@ -316,7 +318,7 @@ class StreamEditor:
             rest = {"card": body} if isinstance(body, str) else dict(body)
             for key in ("name", "classes", "order", "split"):
                 rest.pop(key, None)
-            names = task_names(entry)
+            names = list_entry_tasks(entry)
             if isinstance(body, dict) and len(names) == 1:  # comments in the entry stay
                 for key in {"classes", "order", "split"} & {*body}:
                     self.text.remove([*TASKS, index, key])
@@ -388,7 +390,7 @@ class StreamEditor:
             UserError: If a task would keep too few classes.
         """
         self.freeze(used)
-        for task in tasks_of_card(self.config, used, self.task_classes):
+        for task in list_card_tasks(self.config, used, self.task_classes):
             rest = [other for other in self.task_classes[task] if nfc(other) != nfc(name)]
             if len(rest) == len(self.task_classes[task]):
                 continue
@@ -600,7 +602,7 @@ class StreamEditor:
     def _owns(self, used: UsedCard, new: NewData, into: str) -> bool:
         """Whether a card has a task of known classes, or the one that new classes join."""
         for index in used.entries:
-            for name in task_names(self.config.stream.tasks[index]):
+            for name in list_entry_tasks(self.config.stream.tasks[index]):
                 classes = {*map(nfc, self.task_classes.get(name, ()))}
                 if name == into or classes & {*map(nfc, new.images)}:
                     return True

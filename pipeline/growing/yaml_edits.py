@@ -203,7 +203,7 @@ class YamlText:
             body = None
         if body != expected:
             raise UserError(
-                f"{self.where}: it is written in a way that cannot be edited here, near line "
+                f"{self.where}: this command cannot edit it as it is written, near line "
                 f"{self.text.count(chr(10), 0, start) + 1}; write its lists with a line for each "
                 "item, without anchors, and give the command again"
             )

@@ -111,7 +111,7 @@ class Shards:
         if self.is_in_place:
             self.is_remote = not all(map(is_local, (urls or {}).values()))
         self.limits = limits_of(artifact)
-        self.hold_out = hold_out_of(artifact)
+        self.hold_out = read_hold_out(artifact)
         # Objects have no file descriptor, and opening one is a request: all of them are kept.
         self._objects: dict[str, RangeFile] = {}
         # A shuffled epoch opens a shard many times, which costs less than finding its path.
@@ -266,7 +266,7 @@ class Shards:
         return UserError(f"{uri} cannot be read ({reason}); {remedy}")
 
 
-def hold_out_of(artifact: Artifact) -> HoldOut:
+def read_hold_out(artifact: Artifact) -> HoldOut:
     """Return how validation images are held out of the train images of an ingest stage."""
     return "threshold" if artifact.manifest.get("hold_out") == "threshold" else "rank"
 

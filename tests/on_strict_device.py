@@ -39,8 +39,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline import app, cli
 from pipeline.graph.store import Store
+from pipeline.growing import publishing
 from pipeline.launch.local import LocalExecutor
 from pipeline.report import page
+from pipeline.results.bundles import bundle_of
 from tests import small_run, strict_device
 from tests.strict_device import Counts
 from workers import loop
@@ -51,6 +53,7 @@ from workers.job import Task
 from workers.methods import METHODS
 from workers.methods.bases.rehearsal import Rehearsal
 from workers.serving.bundle import Bundle
+from workers.serving.reference import load_reference, with_reference
 from workers.serving.server import Predictor
 
 TABLE = Path(__file__).parents[1] / "benchmarks" / "README.md"
@@ -223,6 +226,28 @@ def run_main_job(path: str, storages: tuple[str, str]) -> list[dict[str, Any]]:
             code = cli.main(["run", path, "--set", f"storage={storages[1]}"])
         assert code == 0, output.getvalue()
     return [small_run.results(storage) for storage in storages]
+
+
+def measure_model(path: str) -> list[Any]:
+    """Return the accuracies of a model and the test distances of its tasks: with the device, and
+    without."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert cli.main(["run", path]) == 0
+    run = app.prepare(path)
+    bundle = bundle_of(run.graph, run.store, "meat")
+    job = publishing.last_evaluation(run.graph, "meat")
+
+    def measured() -> Any:
+        reference = load_reference(with_reference(bundle))
+        assert not reference.missing
+        levels = {name: task.levels for name, task in reference.tasks.items()}
+        return publishing.measure(bundle, job, bundle.tasks), levels
+
+    with strict_device.strict_device():
+        ours = measured()
+    cpu_alone = mock.patch.object(accelerator, "is_available", return_value=False)
+    with cpu_alone, sdpa_kernel(SDPBackend.MATH):
+        return [ours, measured()]
 
 
 def first_sample(path: str, timeout_s: float = 20) -> Any:

@@ -575,7 +575,7 @@ def test_losses_are_measured_on_the_images_of_now(run: GrowingRun) -> None:
     bundle = bundle_of(prepared.graph, prepared.store, "ewc")
     job = publishing.last_evaluation(prepared.graph, "ewc")
     matrix = app.tables_of(prepared)[""].matrix("ewc")
-    accuracies = publishing.measure(bundle.method(), job, bundle.tasks)
+    accuracies = publishing.measure(bundle, job, bundle.tasks)
     assert list(accuracies.values()) == matrix.rates[-1].tolist()
     assert accuracies["one"] != 0.5
     assert publishing.find_losses(bundle, bundle, job) == {}
@@ -600,7 +600,7 @@ def test_only_classes_that_stayed_are_compared(
     Path(run.config).write_text(text)
     measured: list[list[tuple[str, ...]]] = []
 
-    def measure(method: Any, job: Any, tasks: Any) -> dict[str, float]:
+    def measure(bundle: Any, job: Any, tasks: Any) -> dict[str, float]:
         measured.append([task.classes for task in tasks])
         return {task.name: 0.5 for task in tasks}
 

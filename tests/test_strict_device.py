@@ -265,6 +265,14 @@ def test_the_command_line_gives_the_results_of_the_cpu(
     assert ours == expected
 
 
+def test_a_model_is_measured_as_on_the_cpu(device: Any, job: str) -> None:
+    ours, expected = device.submit(on_strict_device.measure_model, job).result()
+    assert ours[0] == expected[0]
+    assert ours[1].keys() == expected[1].keys() == {"base", "a"}
+    for name, levels in ours[1].items():
+        torch.testing.assert_close(levels, expected[1][name])
+
+
 def test_the_use_of_the_gpu_is_sampled(device: Any, job: str) -> None:
     sample = device.submit(on_strict_device.first_sample, job).result()
     assert sample["gpus"] == {"0": {"memory_bytes": 0, "total_bytes": 1 << 40, "utilization": 0.5}}

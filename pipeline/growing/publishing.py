@@ -16,11 +16,11 @@ from pipeline.growing.stream_edits import list_task_classes
 from pipeline.results.bundles import bundle_of
 from pipeline.results.frames import choose_label
 from pipeline.yaml_files import absolute
+from workers.data import accelerator
 from workers.dist import Group
 from workers.errors import UserError
 from workers.evaluate import in_order, logits_of, result
 from workers.job import StageJob, Task
-from workers.methods.base import Method
 from workers.serving.bundle import Bundle
 from workers.serving.model_file import BACKBONE, MODEL, REFERENCE, state_file, without_places
 from workers.serving.reference import with_reference
@@ -249,8 +249,8 @@ def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
             reduced.append(replace(now[task.name], classes=stayed if is_first else all_now))
     if not changed:
         return {}
-    before = measure(old.method(), job, changed)
-    after = measure(new.method(), job, reduced)
+    before = measure(old, job, changed)
+    after = measure(new, job, reduced)
     return {name: 100 * (before[name] - after[name]) for name in before}
 
 
@@ -261,16 +261,19 @@ def _shared_files(bundle: Bundle) -> dict[str, str]:
     return {name: files[name]["sha256"] for name in names}
 
 
-def measure(method: Method, job: StageJob, tasks: Sequence[Task]) -> dict[str, float]:
-    """Return task -> accuracy of a method on its test images.
+def measure(bundle: Bundle, job: StageJob, tasks: Sequence[Task]) -> dict[str, float]:
+    """Return task -> accuracy of a model on its test images, on a GPU if there is one.
 
     Args:
-        method: With the states of the tasks loaded.
+        bundle: The model.
         job: Of an evaluation, which says how images are read.
         tasks: The tasks. Images of other classes than theirs are left out.
     """
+    device = accelerator.make_device(float(accelerator.is_available()))
+    method = bundle.method(device)
+    group = Group(device=device)
     accuracies: dict[str, float] = {}
     for task in tasks:
-        row, _ = result(method, task, in_order([logits_of(job, method, task, Group())]))
+        row, _ = result(method, task, in_order([logits_of(job, method, task, group)]))
         accuracies[task.name] = row["correct"] / max(row["total"], 1)
     return accuracies

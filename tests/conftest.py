@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,12 +55,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish() -> None:
+    """Collect garbage less often: imported modules are millions of objects, and stay."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
 @pytest.fixture(autouse=True)
 def start_no_loaders() -> None:
     """Make each test a process that has made no images yet: loaders start after two seconds."""
     loaders = sys.modules.get("workers.data.loaders")
     if loaders is not None:
         loaders._shared.seconds = 0.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def copied_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make the tables of MLflow once, and copy the database afterwards: they take seconds."""
+    from pipeline.tracking import mlflow_internals
+    from pipeline.tracking.database import sqlite_path
+
+    template = tmp_path_factory.mktemp("database") / "mlflow.db"
+    create_tables = mlflow_internals.create_tables
+
+    def copy_tables(uri: str) -> None:
+        path = sqlite_path(uri)
+        assert path is not None
+        if not template.exists():
+            create_tables(f"sqlite:///{template}")
+        shutil.copyfile(template, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlflow_internals, "create_tables", copy_tables)
+        yield
 
 
 @pytest.fixture(scope="session")

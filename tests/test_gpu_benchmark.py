@@ -175,6 +175,7 @@ class FailsOnTheDevice(Linear):
 BROKEN = (Raises, TakesTooMuchMemory, RemembersBeside, AnswersByDevice, FailsOnTheDevice)
 
 
+@pytest.mark.slow
 def test_a_method_that_fails_is_a_line_and_an_exit_code_and_the_others_go_on() -> None:
     names = [*(broken.name for broken in BROKEN), "linear"]
     done = python(

@@ -41,6 +41,7 @@ def judge(reference: Reference, bucket: s3.Proxy, folder: Path) -> None:
     assert not s3.leaks(folder)
 
 
+@pytest.mark.slow
 def test_a_run_through_errors_that_pass_has_the_same_numbers(
     reference: Any, bucket: Any, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_a_run_that_gets_sigterm_saves_a_checkpoint_and_the_same_command_resumes
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call", [20, 60])
 def test_an_interrupted_run_prints_one_sentence_and_can_be_resumed(
     call: int, reference: Any, tmp_path: Path
@@ -268,6 +269,7 @@ def test_a_damaged_checkpoint_is_not_believed(
 
 
 # ---- two at once ---------------------------------------------------------------------------------
+@pytest.mark.few(1)
 @pytest.mark.parametrize("trial", range(2))
 def test_two_drivers_at_the_same_moment_publish_every_stage_once(
     trial: Any, reference: Any, tmp_path: Path

@@ -128,6 +128,7 @@ def test_nothing_is_left_and_the_rest_is_as_from_scratch(
     assert not Store(str(zoo.folder / "storage")).earlier_names()
 
 
+@pytest.mark.slow
 def test_reports_and_files_in_mlflow_are_made_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,7 +285,7 @@ def test_a_list_in_another_folder_is_not_written(
 
 
 # ---- kills ---------------------------------------------------------------------------------------
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("calls", range(3, 143, 7))
 def test_a_killed_command_goes_on(calls: int, zoo: Zoo) -> None:
     config = zoo.write(methods=["linear"])

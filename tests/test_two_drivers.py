@@ -39,6 +39,7 @@ def raced(reference: Reference, storage_folder: Path, between_s: float) -> None:
     assert not [path for path in storage.rglob("*") if path.parent.name == "claims"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("race", range(2))
 def test_two_drivers_that_start_together_store_what_a_single_driver_stores(
     race: Any, reference: Any, tmp_path: Path

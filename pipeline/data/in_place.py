@@ -1,7 +1,7 @@
 """Shards that are used where they lie: each is read once, hashed and indexed; nothing is copied.
 
 The table of a shard is written as soon as the shard was read, so that a killed run goes on with the
-next one.
+next one. Shards of an earlier ingest with the same URL, size and time are not read again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,26 @@ from pipeline.data.cards import Card
 from pipeline.data.formats import format_of, require_entries, source_state, units, webdataset
 from pipeline.data.formats.base import MapFn, Unit, source_uri
 from pipeline.data.image_checks import STORED_FORMATS
+from pipeline.data.known_images import (
+    SOURCE,
+    are_read_alike,
+    digest_reading,
+    find_runs,
+    write_source,
+)
 from pipeline.data.listing import Entry, list_entries
 from pipeline.data.packs import ROWS, ImageChecker, name_of, notes_of, raw_row
 from pipeline.data.preview import MAX_PER_GROUP, Picture, limit_per_group
 from workers.data.decoding import open_image
-from workers.data.in_place import SHARDS, number_of_shard, urls_by_name, write_shards
+from workers.data.in_place import (
+    SHARDS,
+    number_of_shard,
+    read_shards,
+    urls_by_name,
+    write_shards,
+)
 from workers.data.shards import SCHEMA
+from workers.errors import UserError
 from workers.job import ShardUrls
 from workers.storage.artifact import (
     Artifact,
@@ -50,20 +64,31 @@ from workers.storage.parquet import read_table
 
 INFO = b"shard"  # in the metadata of a shard's table: its size and digest
 PICTURES = b"pictures"  # the same: small images for the preview, as a shard is read once
+NUM_ROWS = b"rows"  # in the metadata of SOURCE: stamp of a shard -> number of its samples
+PLACES = ("more", "path", "splits")  # settings of a source that say where its shards lie
 MOST_PICTURES = 40  # of a shard
 SHOWN_SHARDS = 200  # about so many have pictures
 TABLE_READERS = 8  # tables of shards that are read at the same time
 
 
 class IndexJob(NamedTuple):
-    """A shard to read. name: in the index. target: where its table is put. is_shown: whether some
-    images of it are for the preview."""
+    """A shard to read.
+
+    Attributes:
+        unit: The shard as a unit.
+        card: Of the source.
+        name: Of the shard in the index.
+        target: Where its table is put.
+        is_shown: Whether some images of it are for the preview.
+        stamp: Of its samples; empty if the time of the shard is unknown.
+    """
 
     unit: Unit
     card: Card
     name: str
     target: str
     is_shown: bool
+    stamp: str
 
 
 class IndexedShard(NamedTuple):
@@ -88,12 +113,24 @@ def index_shards(
     map_fn: MapFn,
     extra: dict[str, Any],
     progress: ingest.Report | None = None,
+    previous: str = "",
 ) -> Manifest:
     """Write the artifact `key` below `root` and return its manifest: the index of a card's shards.
 
-    map_fn(function, items): results in order. The index is the same whatever it does in parallel.
-    extra: what else goes into the manifest. Raise UserError where a shard is missing or damaged,
-    too much is bad, or the images are not what the card promises; then nothing is published.
+    Args:
+        card: Of the source.
+        root: Storage.
+        key: Of the ingest stage.
+        map_fn: `map_fn(function, items)` returns results in order. The index is the same whatever
+            it does in parallel.
+        extra: More fields of the manifest.
+        progress: Is told what was done.
+        previous: Key of an earlier ingest of this card, or "". Its shards are not read again if
+            they did not change.
+
+    Raises:
+        UserError: If a shard is missing or damaged, too much is bad, or the images are not those
+            that the card promises. Then nothing is published.
     """
     started = time.monotonic()
     entries = require_entries(card)
@@ -102,15 +139,21 @@ def index_shards(
     folder = join(root, key, f"shards-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
     shard_units = units(card, map_fn, entries)
     names = list(urls_by_name(webdataset.shard_urls(card)))
-    shards = _read_all(card, names, shard_units, folder, map_fn, progress)
+    jobs = _build_jobs(card, names, shard_units, entries, folder)
+    before = KnownShards.open(root, previous, card)
+    shards = _read_all(jobs, before, folder, map_fn, progress)
     rows = pa.concat_tables([shard.rows for shard in shards])
-    contents = ingest.select_contents(card, rows, _all_files(card, entries))
+    contents = ingest.select_contents(
+        card, rows, _all_files(card, entries), before.rows if before is not None else None
+    )
     attempt = Attempt(root, key)
     try:
         files = {name: shard.info for name, shard in zip(names, shards, strict=True)}
         attempt.write(SHARDS, write_shards(files))
         fields = {**extra, "fingerprint": ingest.fingerprint_of(state), "started": started}
+        fields["reading"] = digest_reading(card, PLACES)
         index = index_table(names, contents.selected)
+        attempt.write(SOURCE, _write_source(contents.rows, jobs, shards))
         ingest.publish(
             attempt, index, contents, _pictures(contents.selected, names, shards), fields
         )
@@ -148,25 +191,134 @@ def _pictures(
     return [picture for group in by_group.values() for picture in group[:most]]
 
 
-def _read_all(
+# ---- shards of an earlier ingest -----------------------------------------------------------------
+def _write_source(
+    rows: pa.Table, jobs: Sequence[IndexJob], shards: Sequence[IndexedShard]
+) -> bytes:
+    """Return the file SOURCE. rows: those that the card does not leave out."""
+    num_rows: dict[str, int] = {}
+    pictures: dict[str, list[list[str]]] = {}
+    shown = [picture.name for shard in shards for picture in shard.pictures]
+    taken = pc.is_in(pa.array(shown, pa.large_string()), rows["name"])
+    is_taken = iter(taken.to_pylist())
+    for job, shard in zip(jobs, shards, strict=True):
+        of_shard = [picture for picture in shard.pictures if next(is_taken)]
+        if job.stamp:
+            num_rows[job.stamp] = len(shard.rows)
+            pictures[job.stamp] = _encode_pictures(of_shard)
+    return write_source(rows, {NUM_ROWS: json.dumps(num_rows), PICTURES: json.dumps(pictures)})
+
+
+class KnownShards(NamedTuple):
+    """The shards of an earlier ingest stage.
+
+    Attributes:
+        rows: Of all its samples, as `packs.ROWS`.
+        runs: Stamp of a shard -> first row, and row behind the last.
+        num_rows: Stamp -> number of samples when the shard was read.
+        pictures: Stamp -> encoded pictures.
+        infos: Name of a shard then -> its size and digest.
+    """
+
+    rows: pa.Table
+    runs: dict[str, tuple[int, int]]
+    num_rows: dict[str, int]
+    pictures: dict[str, Any]
+    infos: dict[str, FileInfo]
+
+    @classmethod
+    def open(cls, root: str, key: str, card: Card) -> KnownShards | None:
+        """Load the shards of the stage `key`.
+
+        Returns:
+            None if the stage is missing or damaged, or if its card read samples in another way.
+        """
+        artifact = Artifact.open(root, key) if key else None
+        if artifact is None or artifact.manifest.get("reading") != digest_reading(card, PLACES):
+            return None
+        try:
+            table = read_table(artifact.read(SOURCE))
+            metadata = table.schema.metadata or {}
+            num_rows, pictures = json.loads(metadata[NUM_ROWS]), json.loads(metadata[PICTURES])
+            infos = read_shards(artifact)
+        except (UserError, pa.ArrowException, OSError, KeyError, ValueError):
+            return None
+        rows = table.replace_schema_metadata(None)
+        if rows.schema != ROWS or not isinstance(num_rows, dict) or not isinstance(pictures, dict):
+            return None
+        return cls(rows, find_runs(rows["stamp"]), num_rows, pictures, infos)
+
+    def find(self, job: IndexJob, checker: ImageChecker) -> IndexedShard | None:
+        """Return a shard as it was read; None if it must be read again."""
+        start, stop = self.runs.get(job.stamp, (0, 0))
+        rows = self.rows.slice(start, stop - start)
+        if not len(rows) or self.num_rows.get(job.stamp) != len(rows):
+            return None
+        names = rows["pack"].drop_null().unique().to_pylist()
+        if len(names) != 1 or names[0] not in self.infos:
+            return None
+        has_place = [number is not None and number >= 0 for number in rows["offset"].to_pylist()]
+        is_used = pc.is_null(rows["problem"]).to_pylist()
+        if has_place != is_used:
+            return None
+        position = rows.schema.get_field_index("pack")
+        pack = pa.scalar(job.name, pa.large_string())
+        packs = pc.if_else(pc.is_valid(rows["pack"]), pack, rows["pack"])
+        rows = rows.set_column(position, "pack", packs)
+        if not are_read_alike(rows, checker):
+            return None
+        try:
+            pictures = _decode_pictures(self.pictures.get(job.stamp, []))
+        except (ValueError, TypeError):
+            return None
+        return IndexedShard(checker.mark_left_out(rows), self.infos[names[0]], pictures)
+
+
+def _build_jobs(
     card: Card,
-    names: list[str],
-    shard_units: list[Unit],
+    names: Sequence[str],
+    shard_units: Sequence[Unit],
+    entries: Sequence[Entry],
+    folder: str,
+) -> list[IndexJob]:
+    """Return the jobs that read all shards, in order. folder: where their tables are put."""
+    urls = urls_by_name(webdataset.shard_urls(card))
+    versions = {entry.name: entry for entry in entries}
+    step = -(-len(names) // SHOWN_SHARDS)
+    jobs: list[IndexJob] = []
+    for name, unit in zip(names, shard_units, strict=True):
+        target = join(folder, f"{name_of(unit)}.parquet")
+        is_shown = number_of_shard(name) % step == 0
+        entry = versions[name]
+        stamp = ""
+        if entry.modified:
+            # no place of a person's data stands in the store
+            place = hashlib.sha256(urls[name].encode("utf-8", "backslashreplace")).hexdigest()
+            split = name.rpartition("-")[0]
+            stamp = f"{split}\t{place[:24]}\t{entry.size}\t{entry.modified}"
+        jobs.append(IndexJob(unit, card, name, target, is_shown, stamp))
+    return jobs
+
+
+# ---- reading -------------------------------------------------------------------------------------
+def _read_all(
+    jobs: Sequence[IndexJob],
+    before: KnownShards | None,
     folder: str,
     map_fn: MapFn,
     progress: ingest.Report | None,
 ) -> list[IndexedShard]:
-    """Read all shards whose table does not stand yet; return them in order."""
-    jobs = []
-    step = -(-len(names) // SHOWN_SHARDS)
-    for name, unit in zip(names, shard_units, strict=True):
-        target = join(folder, f"{name_of(unit)}.parquet")
-        is_shown = number_of_shard(name) % step == 0
-        jobs.append(IndexJob(unit, card, name, target, is_shown))
+    """Read all shards that are not known and have no table yet; return all shards in order."""
+    shards: dict[str, IndexedShard] = {}
+    if before is not None and jobs:
+        checker = ImageChecker(jobs[0].card)
+        found = {job.name: before.find(job, checker) for job in jobs}
+        shards = {name: shard for name, shard in found.items() if shard is not None}
     sizes = list_files(folder)
+    unknown = [job for job in jobs if job.name not in shards]
     with ThreadPoolExecutor(TABLE_READERS, "tables") as pool:
-        standing = list(pool.map(lambda job: _read_table(job, sizes), jobs))
-    shards = {job.name: shard for job, shard in zip(jobs, standing, strict=True) if shard}
+        standing = list(pool.map(lambda job: _read_table(job, sizes), unknown))
+    shards |= {job.name: shard for job, shard in zip(unknown, standing, strict=True) if shard}
     pending = [job for job in jobs if job.name not in shards]
     num_images = sum(len(shard.rows) for shard in shards.values())
     num_before = num_images
@@ -180,7 +332,7 @@ def _read_all(
             body: dict[str, Any] = {"doing": "indexing shards", "images": num_images}
             body |= {"images_per_s": (num_images - num_before) / elapsed_s, "left_s": left_s}
             progress(body)
-    return [shards[name] for name in names]
+    return [shards[job.name] for job in jobs]
 
 
 def _read_table(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
@@ -190,16 +342,25 @@ def _read_table(job: IndexJob, sizes: dict[str, int]) -> IndexedShard | None:
     try:
         table = read_table(read_bytes(job.target))
         info = json.loads((table.schema.metadata or {})[INFO])
-        pictures = [
-            Picture(split, label, name, base64.b64decode(data))
-            for split, label, name, data in json.loads((table.schema.metadata or {})[PICTURES])
-        ]
+        pictures = _decode_pictures(json.loads((table.schema.metadata or {})[PICTURES]))
         rows = table.replace_schema_metadata(None)
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return None
     if rows.schema != ROWS or {"bytes", "sha256"} != info.keys():
         return None
-    return IndexedShard(rows, info, tuple(pictures))
+    return IndexedShard(rows, info, pictures)
+
+
+def _encode_pictures(pictures: Sequence[Picture]) -> list[list[str]]:
+    """Return pictures as JSON can have them."""
+    return [[*texts, base64.b64encode(data).decode()] for *texts, data in pictures]
+
+
+def _decode_pictures(body: Any) -> tuple[Picture, ...]:
+    """Return the pictures of `_encode_pictures`. Raise ValueError or TypeError if they are none."""
+    return tuple(
+        Picture(split, label, name, base64.b64decode(data)) for split, label, name, data in body
+    )
 
 
 def index_shard(job: IndexJob) -> IndexedShard:
@@ -211,6 +372,7 @@ def index_shard(job: IndexJob) -> IndexedShard:
     num_shown: Counter[str] = Counter()
     for item, data in job.unit.read(*job.unit.args, summary):
         row = checker.row(item)
+        row["stamp"] = job.stamp or None
         if data is not None:
             digest = hashlib.sha256(data).hexdigest()
             row["raw"] = raw_row(item, checker.raw_label(item), digest)
@@ -230,8 +392,7 @@ def index_shard(job: IndexJob) -> IndexedShard:
     info: FileInfo = {"bytes": summary.size, "sha256": summary.sha256}
     table = pa.Table.from_pylist(rows, ROWS)
     sink = io.BytesIO()
-    shown = [[*texts, base64.b64encode(data).decode()] for *texts, data in pictures]
-    metadata = {INFO: json.dumps(info), PICTURES: json.dumps(shown)}
+    metadata = {INFO: json.dumps(info), PICTURES: json.dumps(_encode_pictures(pictures))}
     pq.write_table(table.replace_schema_metadata(metadata), sink)
     write_bytes(job.target, sink.getvalue())
     return IndexedShard(table, info, tuple(pictures))

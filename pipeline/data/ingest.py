@@ -155,7 +155,7 @@ def ingest(
     ).hexdigest()
     file_bytes = sum(entry.size for entry in entries)
     source_units = mark_left_out(units(card, map_fn, entries), card)
-    stamp_units(source_units, card, entries)
+    source_units = stamp_units(source_units, card, entries)
     known = KnownImages.open(root, previous, card)
     fields = {**extra, "fingerprint": fingerprint_of(state), "started": started}
     fields["reading"] = digest_reading(card)
@@ -207,7 +207,8 @@ def _write_artifact(
 ) -> None:
     """Select of the rows of a source, write the shards and publish. fields: of the manifest."""
     try:
-        contents = select_contents(card, rows, entries, known)
+        before = known.rows if known is not None else None
+        contents = select_contents(card, rows, entries, before)
     except UserError:
         delete_dir(packs)
         raise
@@ -250,7 +251,7 @@ class Contents(NamedTuple):
 
 
 def select_contents(
-    card: Card, rows: pa.Table, entries: list[Entry], known: KnownImages | None = None
+    card: Card, rows: pa.Table, entries: list[Entry], before: pa.Table | None = None
 ) -> Contents:
     """Select the rows to write of all rows of a source (`packs.ROWS`).
 
@@ -258,7 +259,7 @@ def select_contents(
         card: Of the source.
         rows: As in `packs.ROWS`.
         entries: All files below the source.
-        known: The images of an earlier ingest of the same data.
+        before: The rows of an earlier ingest of the same data.
 
     Raises:
         UserError: If too much is bad, or the images are not those that the card promises.
@@ -266,8 +267,8 @@ def select_contents(
     rows, left_out = divide_left_out(card, rows)
     raw_content_digest = digest_rows(rows["raw"].drop_null())
     selected, rejected, notes = select_rows(card, rows.drop_columns(["raw", "stamp"]))
-    if known is not None:
-        notes = [*notes, Changes.between(known.rows, rows).text()]
+    if before is not None:
+        notes = [*notes, Changes.between(before, rows).text()]
     account = _account(card, entries, selected, rejected, left_out, notes)
     account.check(card)
     counts = _counts_of(selected)

@@ -1,8 +1,10 @@
 """Images that an earlier ingest has read, and where it stored them.
 
 An image is identified by its stamp: the name, size and modification time of its file, and the place
-of its bytes in the file. Known images are neither read nor decoded again; their bytes are copied
-from the earlier shards. Shards that do not change are linked.
+of its bytes in the file. Rows of a table have one stamp for all rows that are read together. Known
+images are neither read nor decoded again; their bytes are copied from the earlier shards. Shards
+that do not change are linked. Images that are read and have the bytes of an earlier one, for
+example in a file that was renamed, are not decoded.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,13 +26,16 @@ from numpy.typing import NDArray
 from pipeline.data.cards import Card
 from pipeline.data.formats.base import (
     LIBRARIES,
+    UNIT_ITEMS,
     Item,
     Unit,
     base_uri,
     is_single_file,
     read_items,
+    row_name,
 )
 from pipeline.data.listing import Entry
+from pipeline.data.names import printable
 from pipeline.data.packs import ROWS, ImageChecker, read_raw_digest
 from pipeline.data.shard_writer import Shard, WrittenShard
 from workers.data.shards import read_index
@@ -39,6 +45,7 @@ from workers.storage.artifact import Artifact, Attempt, FileInfo, join, link_fil
 from workers.storage.parquet import read_table
 
 SOURCE = "source.parquet"  # of an ingest stage: a row for each image of its source that has a stamp
+STAMP = r"^[^\t]*\t(\d+)\t\d+(\t\d+\t\w+)$"  # groups: size of the file; place in it
 # Settings of a card that do not affect how a single image is read.
 NOT_OF_IMAGES = (
     "title", "licence", "cite", "archive", "verified", "leaks", "classes", "num_classes",
@@ -47,36 +54,53 @@ NOT_OF_IMAGES = (
 )  # fmt: skip
 
 
-def digest_reading(card: Card) -> str:
+def digest_reading(card: Card, not_of_source: tuple[str, ...] = ("more",)) -> str:
     """Return a digest of the settings of a card that affect how a single image is read.
 
-    The path of the source is included: files elsewhere may have the same names and times.
+    Args:
+        card: The card.
+        not_of_source: Settings of the source that are left out. By default, the path is included:
+            files elsewhere may have the same names and times.
     """
-    body = key_inputs(card, NOT_OF_IMAGES) | {"source": key_inputs(card.source, ("more",))}
+    body = key_inputs(card, NOT_OF_IMAGES) | {"source": key_inputs(card.source, not_of_source)}
     if card.source.numbers == "places" or card.source.format in LIBRARIES:
         body["classes"] = list(card.classes)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def stamp_units(units: Sequence[Unit], card: Card, entries: Sequence[Entry]) -> None:
-    """Give the items of units their stamps, as far as the times of their files are known."""
+def stamp_units(units: Sequence[Unit], card: Card, entries: Sequence[Entry]) -> list[Unit]:
+    """Return units with stamps, as far as the times of their files are known.
+
+    Items that can be read one by one get stamps of their own, in place.
+    """
     base = base_uri(card) if card.source.path else ""
     states = {entry.name: entry for entry in entries if entry.modified}
     start = len(base) + 1
     if card.source.path and is_single_file(card, entries):
         states = {entry.name: entry for entry in entries}
         start = len(base) - len(entries[0].name)
+    stamped: list[Unit] = []
     for unit in units:
-        if unit.read is not read_items:
-            continue
-        for item in unit.args[0]:
-            # a further folder on another machine is named by its whole address
-            entry = states.get(item.uri[start:]) or states.get(item.uri)
-            if entry is not None and entry.modified and not item.problem:
-                name = entry.name
-                if not name.isascii():
-                    name = name.encode("utf-8", "backslashreplace").decode()
-                item.stamp = f"{name}\t{entry.size}\t{entry.modified}\t{item.offset}\t{item.size}"
+        if unit.file:
+            entry = states.get(unit.file[start:])
+            if entry is not None and entry.modified:
+                unit = unit._replace(stamp=_build_stamp(entry, unit.first_row, unit.num_items))
+        elif unit.read is read_items:
+            for item in unit.args[0]:
+                # a further folder on another machine is named by its whole address
+                entry = states.get(item.uri[start:]) or states.get(item.uri)
+                if entry is not None and entry.modified and not item.problem:
+                    item.stamp = _build_stamp(entry, item.offset, item.size)
+        stamped.append(unit)
+    return stamped
+
+
+def _build_stamp(entry: Entry, first: int, size: int | None) -> str:
+    """Return the stamp of a part of a file, or of the whole file (size None)."""
+    name = entry.name
+    if not name.isascii():
+        name = name.encode("utf-8", "backslashreplace").decode()
+    return f"{name}\t{entry.size}\t{entry.modified}\t{first}\t{size}"
 
 
 class DividedUnit(NamedTuple):
@@ -84,9 +108,9 @@ class DividedUnit(NamedTuple):
 
     Attributes:
         rest: The images that must be read.
-        earlier: Rows of images with the names of those, which may have the same bytes.
+        earlier: Rows of earlier images that may have the same bytes as those.
         known: Rows of the others, as `packs.ROWS`.
-        is_known: Of each item of the whole unit.
+        is_known: Of each item of the whole unit. Unused if no image is known.
     """
 
     rest: Unit
@@ -96,6 +120,8 @@ class DividedUnit(NamedTuple):
 
     def merge(self, read: pa.Table) -> pa.Table:
         """Return the rows of the whole unit, in the order of its items. read: those of `rest`."""
+        if not len(self.known):
+            return read
         if self.is_known.all():
             return self.known
         order = np.empty(len(self.is_known), np.int64)
@@ -147,20 +173,30 @@ class KnownImages:
     def divide(self, units: Sequence[Unit], card: Card) -> list[DividedUnit | None]:
         """Divide units into known and unknown images; None for a unit without known images.
 
-        An image is known if its file has the same name, size and time. One with the same name alone
-        is read, and not decoded if its bytes are the same.
+        An image is known if its file has the same name, size and time. One with the name of an
+        earlier image, or with the size of one that is gone, is read, and not decoded if its bytes
+        are the same.
         """
         checker = ImageChecker(card)
         parts = [unit.args[0] if unit.read is read_items else [] for unit in units]
         is_known, found = self._find([item for part in parts for item in part], checker)
+        runs: dict[str, tuple[int, int]] = {}
+        if any(unit.stamp for unit in units):
+            runs = find_runs(self.rows["stamp"])
+        gone = self.rows
+        if not is_known.all():
+            gone = self.rows.filter(pc.invert(pc.is_in(self.rows["stamp"], found["stamp"])))
         numbers = np.cumsum(is_known)
         divided: list[DividedUnit | None] = []
         stop = 0
-        for part in parts:
+        for unit, part in zip(units, parts, strict=True):
             start, stop = stop, stop + len(part)
+            if unit.file:
+                divided.append(self._divide_rows(unit, runs, checker))
+                continue
             known = is_known[start:stop]
             rest = [item for item, k in zip(part, known.tolist(), strict=True) if not k]
-            earlier = self._find_by_name(rest)
+            earlier = _find_candidates(gone, rest)
             if not known.any() and not len(earlier):
                 divided.append(None)
                 continue
@@ -169,6 +205,34 @@ class KnownImages:
             of_unit = found.slice(first, int(known.sum()))
             divided.append(DividedUnit(unit, earlier, of_unit, known))
         return divided
+
+    def _divide_rows(
+        self, unit: Unit, runs: dict[str, tuple[int, int]], checker: ImageChecker
+    ) -> DividedUnit | None:
+        """Divide a unit of rows of one file, which are all known or all read.
+
+        Of a file that changed, rows near the old place may have the same bytes.
+        """
+        start, stop = runs.get(unit.stamp, (0, 0))
+        rows = self.rows.slice(start, stop - start)
+        if 0 < len(rows) == unit.num_items and are_read_alike(rows, checker):
+            nothing = Unit(read_items, ([],), 0)
+            rows = checker.mark_left_out(rows)
+            return DividedUnit(nothing, self.rows.slice(0, 0), rows, np.ones(len(rows), bool))
+        prefix = printable(row_name(unit.file, ""))
+        of_file = self.rows.filter(pc.starts_with(self.rows["name"], prefix))
+        texts = pc.utf8_slice_codeunits(of_file["name"], len(prefix))
+        is_number = pc.match_substring_regex(texts, r"^\d{1,15}$")
+        of_file = of_file.filter(is_number)
+        places = texts.filter(is_number).cast(pa.int64())
+        is_near = pc.and_(
+            pc.greater_equal(places, unit.first_row - UNIT_ITEMS),
+            pc.less(places, unit.first_row + unit.num_items + UNIT_ITEMS),
+        )
+        earlier = of_file.filter(is_near)
+        if not len(earlier):
+            return None
+        return DividedUnit(unit, earlier, self.rows.slice(0, 0), np.zeros(0, bool))
 
     def _find(
         self, items: Sequence[Item], checker: ImageChecker
@@ -197,23 +261,9 @@ class KnownImages:
         )
         return is_known, self.rows.take(places.filter(pa.array(is_known)))
 
-    def _find_by_name(self, items: Sequence[Item]) -> pa.Table:
-        """Return the rows of images that have the names of some items."""
-        names = pa.array([item.name for item in items], pa.large_string())
-        if not len(names) or not len(self.rows):
-            return self.rows.slice(0, 0)
-        return self.rows.filter(pc.is_in(self.rows["name"], names))
-
     def find_shards(self, shards: Sequence[Shard]) -> dict[str, WrittenShard]:
         """Return those of some shards that would be written as they are here, by name."""
-        names = self.index["shard"].combine_chunks().dictionary_encode()
-        is_first = np.ones(len(names), bool)
-        codes = names.indices.to_numpy()
-        is_first[1:] = codes[1:] != codes[:-1]
-        starts = np.flatnonzero(is_first)
-        stops = np.append(starts[1:], len(codes))
-        dictionary = names.dictionary.to_pylist()
-        places = {dictionary[codes[a]]: (a, b) for a, b in zip(starts, stops, strict=True)}
+        places = find_runs(self.index["shard"])
         same: dict[str, WrittenShard] = {}
         for shard in shards:
             start, stop = places.get(shard.name, (0, 0))
@@ -235,6 +285,51 @@ class KnownImages:
         )
 
 
+def find_runs(column: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
+    """Return each value of a column and where its last run of equal values starts and stops."""
+    values = column.combine_chunks().dictionary_encode()
+    codes = pc.fill_null(values.indices, -1).to_numpy()
+    is_first = np.ones(len(codes), bool)
+    is_first[1:] = codes[1:] != codes[:-1]
+    starts = np.flatnonzero(is_first)
+    stops = np.append(starts[1:], len(codes))
+    names = values.dictionary.to_pylist()
+    return {
+        names[codes[start]]: (int(start), int(stop))
+        for start, stop in zip(starts, stops, strict=True)
+        if codes[start] >= 0
+    }
+
+
+def are_read_alike(rows: pa.Table, checker: ImageChecker) -> bool:
+    """Whether rows of an earlier ingest are those that the card gives now, as far as it is known.
+
+    They are not if an image was left out by `per_class` then, and its bytes were not kept, or if
+    its class came onto the card or left it.
+    """
+    columns = (rows[name].to_pylist() for name in ("label", "problem", "pack"))
+    return all(
+        (problem is not None or pack is not None)
+        and (problem or "").startswith("unlabelled") == (label not in checker.classes)
+        for label, problem, pack in zip(*columns, strict=True)
+    )
+
+
+def _find_candidates(rows: pa.Table, items: Sequence[Item]) -> pa.Table:
+    """Return the rows that have the name of an item, or the size of its file and its place."""
+    if not items or not len(rows):
+        return rows.slice(0, 0)
+    names = pa.array([printable(item.name) for item in items], pa.large_string())
+    sizes = pa.array([_size_of(item.stamp) for item in items if item.stamp], pa.large_string())
+    row_sizes = pc.replace_substring_regex(rows["stamp"], STAMP, r"\1\2")
+    return rows.filter(pc.or_(pc.is_in(rows["name"], names), pc.is_in(row_sizes, sizes)))
+
+
+def _size_of(stamp: str) -> str:
+    """Return the part of a stamp that does not change when a file is renamed or copied."""
+    return re.sub(STAMP, r"\1\2", stamp)
+
+
 def source_rows(rows: pa.Table, index: pa.Table) -> bytes:
     """Return the file SOURCE: the rows of a source that have a stamp, and where they are stored.
 
@@ -248,7 +343,12 @@ def source_rows(rows: pa.Table, index: pa.Table) -> bytes:
     }
     for name, column in columns.items():
         rows = rows.set_column(rows.schema.get_field_index(name), name, column)
-    rows = rows.filter(pc.is_valid(rows["stamp"])).cast(ROWS)
+    return write_source(rows)
+
+
+def write_source(rows: pa.Table, metadata: dict[bytes, str] | None = None) -> bytes:
+    """Return the bytes of a file SOURCE: the rows with a stamp, and metadata."""
+    rows = rows.filter(pc.is_valid(rows["stamp"])).cast(ROWS).replace_schema_metadata(metadata)
     sink = io.BytesIO()
     pq.write_table(rows, sink, compression="zstd")
     return sink.getvalue()

@@ -176,6 +176,21 @@ class ImageChecker:
             "stamp": item.stamp or None,
         }
 
+    def mark_left_out(self, rows: pa.Table) -> pa.Table:
+        """Set the problem of the rows that the card leaves out. rows: as ROWS."""
+        if not self.classes_left_out and not self.images_left_out:
+            return rows
+        columns = (rows[name].to_pylist() for name in ("label", "name", "problem"))
+        problems = [
+            LEFT_OUT
+            if not (problem or "").startswith("other file")
+            and (nfc(label or "") in self.classes_left_out or nfc(name) in self.images_left_out)
+            else problem
+            for label, name, problem in zip(*columns, strict=True)
+        ]
+        place = rows.schema.get_field_index("problem")
+        return rows.set_column(place, "problem", pa.array(problems, pa.large_string()))
+
     def _label_problem(self, label: str | None) -> str:
         if label is None:
             return "unlabelled: it has no label"
@@ -240,6 +255,7 @@ class _PackWriter:
     def add(self, item: Item, data: Any) -> None:
         """Add one image of the source. data: its bytes, or what a hostile table holds for them."""
         row = self.checker.row(item)
+        row["stamp"] = row["stamp"] or self.job.unit.stamp or None
         if isinstance(data, bytes):
             raw_digest = hashlib.sha256(data).hexdigest()
             row["raw"] = raw_row(item, self.checker.raw_label(item), raw_digest)

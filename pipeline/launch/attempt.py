@@ -116,11 +116,10 @@ def run_ingest(
         card = stage.job.card
         labels = {"stage": stage.id, "step": "ingest"}
         if in_place.urls_of(card) is not None:
-            manifest = in_place.index_shards(card, store.root, stage.key, map_fn, labels, report)
+            read = in_place.index_shards
         else:
-            manifest = ingest.ingest(
-                card, store.root, stage.key, map_fn, labels, report, stage.job.previous
-            )
+            read = ingest.ingest
+        manifest = read(card, store.root, stage.key, map_fn, labels, report, stage.job.previous)
         artifact = Artifact.need(store.root, stage.key)
         files = dict(stage.job.files)
         raw_data.ingested(store, card, stage.inputs["source"], artifact, files)

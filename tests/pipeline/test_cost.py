@@ -445,6 +445,7 @@ def test_damaged_measurements_are_passed_over(site: Site) -> None:
     assert prediction.costs["finetune/a/train"].device_s == pytest.approx(20), "by wall time alone"
 
 
+@pytest.mark.slow
 def test_the_forecast_of_a_real_run_of_twice_the_epochs_is_near_what_it_then_takes(
     tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -223,6 +223,7 @@ def test_the_figure_stands_in_status_report_and_mlflow(
     assert "advice" not in figures["7"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pictures")
 def test_a_run_without_gpus_has_no_word_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

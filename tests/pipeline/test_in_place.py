@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,12 +32,13 @@ from pipeline.graph import graph_cache
 from pipeline.graph.stage import Graph
 from pipeline.graph.store import Store
 from tests import small_run
+from tests.ingest_sources import replace_file, to_parquet
 from workers.data import in_place
 from workers.data.rows import select
 from workers.data.shards import Shards
 from workers.errors import DamagedArtifact, SourceGone, UserError
 from workers.job import ShardUrls, Task
-from workers.storage.artifact import Artifact, Manifest, digest_of
+from workers.storage.artifact import Artifact, Manifest
 
 CLASSES = ("cat", "dog")
 
@@ -99,9 +101,24 @@ def threads(fn: Any, items: Any) -> Any:
         return list(pool.map(fn, items))
 
 
-def run(card: Card, root: Path, key: str = "k", map_fn: Any = serial) -> tuple[Manifest, Shards]:
-    manifest = index_shards(card, str(root), key, map_fn, {"step": "ingest"})
+def run(
+    card: Card, root: Path, key: str = "k", map_fn: Any = serial, previous: str = ""
+) -> tuple[Manifest, Shards]:
+    manifest = index_shards(card, str(root), key, map_fn, {"step": "ingest"}, previous=previous)
     return manifest, Shards.open(str(root), key, urls_of(card))
+
+
+def note_opened_shards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the name of each shard that is opened for ingest."""
+    opened: list[str] = []
+    open_range_file = vars(webdataset_format)["open_range_file"]
+
+    def counted(url: str) -> Any:
+        opened.append(Path(url).name)
+        return open_range_file(url)
+
+    monkeypatch.setattr(webdataset_format, "open_range_file", counted)
+    return opened
 
 
 # ---- the index -----------------------------------------------------------------------------------
@@ -117,6 +134,7 @@ def test_shards_are_indexed_where_they_lie_and_nothing_is_copied(
         "rejected.csv",
         "account.json",
         "preview.html",
+        "source.parquet",
     }
     rows = shards.index.to_pylist()
     paths = sorted(shards_folder.glob("*-train-*")) + sorted(shards_folder.glob("*-val-*"))
@@ -152,12 +170,7 @@ def test_a_killed_pass_goes_on_with_the_shards_that_were_not_read(
 ) -> None:
     card = card_of(shards_folder)
     first, _ = run(card, tmp_path / "expected")
-    opened: list[str] = []
-    open_range_file = vars(webdataset_format)["open_range_file"]
-
-    def counted(url: str) -> Any:
-        opened.append(Path(url).name)
-        return open_range_file(url)
+    opened = note_opened_shards(monkeypatch)
 
     def killed_after_two(fn: Any, items: Any) -> Any:
         for number, item in enumerate(items):
@@ -165,7 +178,6 @@ def test_a_killed_pass_goes_on_with_the_shards_that_were_not_read(
                 raise KeyboardInterrupt
             yield fn(item)
 
-    monkeypatch.setattr(webdataset_format, "open_range_file", counted)
     with pytest.raises(KeyboardInterrupt):
         run(card, tmp_path / "store", map_fn=killed_after_two)
     second, _ = run(card, tmp_path / "store")
@@ -175,6 +187,99 @@ def test_a_killed_pass_goes_on_with_the_shards_that_were_not_read(
         "manifest.json",
         second["attempt"],
     }
+
+
+def files_but_account(manifest: Manifest) -> dict[str, Any]:
+    """The files of an ingest, without the page that says what changed since the last one."""
+    names = manifest["files"].keys() - {"account.json", "preview.html"}
+    return {name: manifest["files"][name] for name in sorted(names)}
+
+
+def test_only_new_and_changed_shards_are_read(
+    shards_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(card_of(shards_folder), tmp_path / "store", "old")
+    write_shards(shards_folder, "tiny-train", range(16))
+    for number in (0, 2, 3):  # shard 1 has another time, and the same bytes
+        os.utime(shards_folder / f"tiny-train-{number:04d}.tar", ns=(1, 10**18 + number))
+    run(card_of(shards_folder), tmp_path / "store", "middle")
+    path = shards_folder / "tiny-train-0001.tar"
+    os.utime(path, ns=(1, 10**18 + 9))
+    more = {**SPLITS, "train": ["tiny-train-0003.tar", "tiny-train-{0000..0002}.tar"]}
+    opened = note_opened_shards(monkeypatch)
+    grown, _ = run(card_of(shards_folder, more), tmp_path / "store", "new", previous="middle")
+    assert opened == ["tiny-train-0003.tar", "tiny-train-0001.tar"]
+    fresh, _ = run(card_of(shards_folder, more), tmp_path / "fresh", "new")
+    assert files_but_account(grown) == files_but_account(fresh)
+    page = (Path(Artifact.need(str(tmp_path / "store"), "new").uri("preview.html"))).read_text()
+    assert page.count("<img") == 16 + 4
+    note = Artifact.need(str(tmp_path / "store"), "new").read("account.json").decode()
+    assert "4 images added, 0 changed, 0 removed, 0 moved" in note
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"without_images": "tiny-train-0001.tar:00005"},
+        {"without_images": hashlib.sha256(picture(5)).hexdigest()},
+        {"per_class": {"train": 3, "test": 2}},
+        {"duplicates": "drop"},
+        {"max_pixels": 90, "max_bad_fraction": 1.0},
+    ],
+)
+def test_shards_follow_a_changed_card_there_and_back(
+    change: dict[str, Any], shards_folder: Path, tmp_path: Path
+) -> None:
+    if "max_pixels" in change:
+        write_shards(shards_folder, "tiny-train", range(8))
+    splits = {**SPLITS, "train": "tiny-train-{0000..0001}.tar"}
+    previous = ""
+    for number, body in enumerate(({}, change, {})):
+        card = card_of(shards_folder, splits, **body)
+        key = f"k{number}"
+        try:
+            fresh, _ = run(card, tmp_path / f"fresh{number}", key)
+        except UserError as error:
+            with pytest.raises(UserError, match=re.escape(str(error)[:40])):
+                run(card, tmp_path / "store", key, previous=previous)
+            continue
+        grown, _ = run(card, tmp_path / "store", key, previous=previous)
+        assert files_but_account(grown) == files_but_account(fresh)
+        assert grown["rejected"] == fresh["rejected"]
+        previous = key
+
+
+@pytest.mark.parametrize(
+    ("harm", "num_read"),
+    [("nothing", 0), ("no row", 1), ("other shard", 4), ("negative", 4), ("numbers", 4),
+     ("pictures", 4)],
+)  # fmt: skip
+def test_a_forged_earlier_result_is_read_again(
+    harm: str, num_read: int, shards_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = card_of(shards_folder)
+    run(card, tmp_path / "store", "old")
+    artifact = Artifact.need(str(tmp_path / "store"), "old")
+    table = pq.read_table(artifact.uri("source.parquet"))
+    metadata = dict(table.schema.metadata)
+    if harm == "no row":
+        table = table.slice(1)
+    elif harm in ("other shard", "negative"):
+        name, value = ("pack", "train-000009.tar") if harm == "other shard" else ("offset", -1)
+        place = table.schema.get_field_index(name)
+        column = pa.array([value] * len(table), table.schema.field(name).type)
+        table = table.set_column(place, name, column)
+    elif harm == "numbers":
+        metadata[b"rows"] = b"[" * 5
+    elif harm == "pictures":
+        pictures = json.loads(metadata[b"pictures"])
+        metadata[b"pictures"] = json.dumps({stamp: [[1]] for stamp in pictures}).encode()
+    table = table.replace_schema_metadata(metadata)
+    replace_file(artifact, "source.parquet", to_parquet(table))
+    opened = note_opened_shards(monkeypatch)
+    grown, _ = run(card, tmp_path / "store", "new", previous="old")
+    assert len(opened) == num_read
+    assert files_but_account(grown) == files_but_account(run(card, tmp_path / "fresh", "new")[0])
 
 
 def test_another_process_gives_the_tables_of_shards_the_same_names(shards_folder: Path) -> None:
@@ -381,19 +486,11 @@ def test_the_fingerprint_follows_sizes_and_not_the_folder(
 def forged(root: Path, **columns: Any) -> None:
     """Replace the list of shards in the result `k`, with all digests right."""
     artifact = Artifact.need(str(root), "k")
-    path = Path(artifact.uri("shards.parquet"))
-    table = pq.read_table(path)
+    table = pq.read_table(artifact.uri("shards.parquet"))
     for name, values in columns.items():
         column = pa.array([values] * table.num_rows, table.schema.field(name).type)
         table = table.set_column(table.schema.get_field_index(name), name, column)
-    pq.write_table(table, path)
-    data = path.read_bytes()
-    manifest_path = root / "k" / "manifest.json"
-    body = json.loads(manifest_path.read_text())
-    del body["sha256"]
-    info = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    body["files"]["shards.parquet"] = info
-    manifest_path.write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    replace_file(artifact, "shards.parquet", to_parquet(table))
 
 
 @pytest.mark.parametrize(

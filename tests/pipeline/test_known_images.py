@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data import image_checks, known_images, packs
 from pipeline.data.account import ACCOUNT, Account
 from pipeline.data.cards import Card
+from pipeline.data.formats import base
 from pipeline.data.ingest import ingest
 from pipeline.data.known_images import SOURCE
 from pipeline.data.preview import PREVIEW
-from tests.ingest_sources import card_of, make_folder, make_tars, picture, serial
+from tests.ingest_sources import (
+    card_of,
+    make_folder,
+    make_tars,
+    picture,
+    replace_file,
+    serial,
+    to_parquet,
+)
 from workers.storage.artifact import Artifact, Manifest
 
 
@@ -89,7 +99,14 @@ def remove_class(folder: Path) -> int:
 
 def move_image(folder: Path) -> int:
     (folder / "train" / "dog" / "001.png").rename(folder / "train" / "cat" / "from-dog.png")
-    return 1
+    return 0  # it is read, and an image that is gone had its bytes
+
+
+def copy_image_over_a_removed_one(folder: Path) -> int:
+    path = folder / "train" / "dog" / "001.png"
+    (folder / "train" / "cat" / "from-dog.png").write_bytes(path.read_bytes())
+    path.unlink()
+    return 0  # the copy has another time
 
 
 def rewrite_image(folder: Path) -> int:
@@ -99,7 +116,16 @@ def rewrite_image(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "change", [add_image, change_image, remove_image, remove_class, move_image, rewrite_image]
+    "change",
+    [
+        add_image,
+        change_image,
+        remove_image,
+        remove_class,
+        move_image,
+        copy_image_over_a_removed_one,
+        rewrite_image,
+    ],
 )
 @pytest.mark.parametrize("duplicates", ["keep", "drop"])
 def test_only_new_and_changed_images_are_decoded_and_shards_are_equal(
@@ -164,6 +190,122 @@ def test_members_of_tars_are_known_by_their_tar(
     assert whole(newer) == whole(run(card, tmp_path / "fresh", "newer"))
 
 
+# ---- rows of Parquet files -----------------------------------------------------------------------
+def write_rows(path: Path, seeds: Sequence[int]) -> None:
+    """Write images of two classes, in row groups of four."""
+    rows = [{"image": picture(seed), "label": ("cat", "dog")[seed % 2]} for seed in seeds]
+    rows[2]["image"] = b"no image"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=4)
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two Parquet files of ten rows, each of which is read in three units."""
+    monkeypatch.setattr(base, "UNIT_ITEMS", 4)
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    write_rows(folder / "a.parquet", range(10))
+    write_rows(folder / "b.parquet", range(20, 30))
+    return folder
+
+
+def table_card(tables: Path, **changes: Any) -> Card:
+    body = {"classes": ["cat", "dog"], "test_fraction": 0.2, "source": {"splits": {"train": "*"}}}
+    return card_of(tables, "parquet", **{**body, **changes})
+
+
+def touch(tables: Path) -> None:
+    os.utime(tables / "a.parquet", ns=(1, 10**18))
+
+
+def append_rows(tables: Path) -> None:
+    write_rows(tables / "a.parquet", [*range(10), 50, 51])
+
+
+def insert_a_row(tables: Path) -> None:
+    write_rows(tables / "a.parquet", [*range(3), 50, *range(3, 10)])
+
+
+def add_a_file(tables: Path) -> None:
+    write_rows(tables / "c.parquet", range(40, 46))
+
+
+def remove_a_file(tables: Path) -> None:
+    (tables / "b.parquet").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "num_read", "num_decoded"),
+    [  # a row that is no image is looked at again whenever it is read
+        (lambda tables: None, 0, 0),
+        (touch, 10, 1),
+        (append_rows, 12, 3),
+        (insert_a_row, 11, 2),
+        (add_a_file, 6, 6),
+        (remove_a_file, 0, 0),
+    ],
+)
+def test_only_rows_of_changed_files_are_read_and_new_ones_decoded(
+    change: Callable[[Path], None],
+    num_read: int,
+    num_decoded: int,
+    tables: Path,
+    tmp_path: Path,
+    decoded: Decoded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = table_card(tables)
+    run(card, tmp_path / "storage", "old")
+    assert decoded.take() == 20
+    change(tables)
+    read: list[str] = []
+    row = packs.ImageChecker.row
+
+    def noting(checker: packs.ImageChecker, item: base.Item) -> dict[str, Any]:
+        read.append(item.name)
+        return row(checker, item)
+
+    monkeypatch.setattr(packs.ImageChecker, "row", noting)
+    grown = run(card, tmp_path / "storage", "new", previous="old")
+    assert (len(read), decoded.take()) == (num_read, num_decoded)
+    assert whole(grown) == whole(run(card, tmp_path / "fresh", "new"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"classes": ["cat"], "max_bad_fraction": 1.0},
+        {"without_classes": ["dog"], "classes": ["cat"]},
+        {"without_images": "a.parquet:5"},
+        {"per_class": {"train": 3, "test": 1}},
+        {"duplicates": "drop"},
+    ],
+)
+def test_rows_follow_a_changed_card_there_and_back(
+    change: dict[str, Any], tables: Path, tmp_path: Path
+) -> None:
+    cards = [table_card(tables), table_card(tables, **change), table_card(tables)]
+    previous = ""
+    for number, card in enumerate(cards):
+        key = f"k{number}"
+        grown = run(card, tmp_path / "storage", key, previous)
+        fresh = run(card, tmp_path / f"fresh{number}", key)
+        assert data_files(grown) == data_files(fresh)
+        assert grown["rejected"] == fresh["rejected"]
+        previous = key
+
+
+def test_the_account_counts_rows_that_came(tables: Path, tmp_path: Path) -> None:
+    card = table_card(tables)
+    run(card, tmp_path / "storage", "old")
+    append_rows(tables)
+    run(card, tmp_path / "storage", "new", previous="old")
+    artifact = Artifact.need(str(tmp_path / "storage"), "new")
+    note = Account.from_json(artifact.read(ACCOUNT)).lines()[-1]
+    assert note == "note: since the last ingest: 2 images added, 0 changed, 0 removed, 0 moved"
+
+
+# ---- an earlier result that does not fit ---------------------------------------------------------
 def test_other_limits_of_an_image_read_everything_again(
     folder: Path, tmp_path: Path, decoded: Decoded
 ) -> None:
@@ -199,14 +341,15 @@ def test_a_table_of_before_that_is_not_ours_is_ignored(
     if harm == "gone":
         path.unlink()
     elif harm == "cut":
-        path.write_bytes(path.read_bytes()[:50])
+        replace_file(artifact, SOURCE, path.read_bytes()[:50])
     elif harm == "other columns":
-        pq.write_table(table.drop_columns("stamp"), path)
+        replace_file(artifact, SOURCE, to_parquet(table.drop_columns("stamp")))
     else:
         index = table.schema.get_field_index("pack")
-        names = ["../../../secret"] * len(table)
-        pq.write_table(table.set_column(index, "pack", [names]).cast(table.schema), path)
+        names = pa.array(["../../../secret"] * len(table), pa.large_string())
+        replace_file(artifact, SOURCE, to_parquet(table.set_column(index, "pack", names)))
     known = known_images.KnownImages.open(str(tmp_path / "storage"), "old", card)
+    assert (known is not None) == (harm == "leads out")
     if known is not None:
         assert not any("secret" in (pack or "") for pack in known.rows["pack"].to_pylist())
     grown = run(card, tmp_path / "storage", "new", previous="old")

@@ -161,6 +161,7 @@ def test_the_page_shows_the_table_the_differences_and_the_budgets(storage: Any) 
         assert files[name]
 
 
+@pytest.mark.slow
 def test_the_page_of_one_seed_has_the_table_and_no_winner(storage: Any) -> None:
     from pipeline.report import page
 

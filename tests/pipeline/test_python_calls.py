@@ -199,6 +199,7 @@ def test_a_task_is_written_for_timm(finished: pipeline.Experiment, tmp_path: Pat
         model.save_timm(tmp_path / "more", "c")
 
 
+@pytest.mark.slow
 def test_a_task_is_written_as_onnx(finished: pipeline.Experiment, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

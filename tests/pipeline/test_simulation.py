@@ -140,6 +140,7 @@ def test_two_simulations_from_one_seed_are_the_same(tmp_path: Path) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_what_a_walk_keeps_in_memory_grows_with_its_stages_alone(tmp_path: Path) -> None:
     """Bytes per stage of chains of ten tasks: 90 of them against 9. Edges count as well: the report
     waits for every evaluation."""

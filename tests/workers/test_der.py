@@ -379,6 +379,7 @@ def test_a_base_task_is_answered_by_the_backbone_and_its_own_head_until_there_is
     assert later.heads["two"].bias is None
 
 
+@pytest.mark.slow
 def test_a_convolutional_backbone_grows_too(lab: Lab) -> None:
     tasks = [
         {"card": str(lab.card), "name": name, "classes": list(classes)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -17,6 +16,7 @@ import pytest
 import torch
 from serving import Finished, finished
 
+from tests import small_run
 from workers.errors import UserError
 from workers.serving import input_counts, recorder, single_tasks
 from workers.serving.bundle import Bundle
@@ -234,7 +234,7 @@ def count_in_process(folder: str, images: list[bytes], times: int) -> None:
 
 def test_two_processes_lose_nothing(runs: Any, model: str) -> None:
     images = runs("meat").images("two")[0][:5]
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, small_run.processes()) as pool:
         for future in [pool.submit(count_in_process, model, images, n) for n in (3, 4)]:
             future.result()
     assert read_total(model).inputs == 35
@@ -247,11 +247,10 @@ def count_until_killed(folder: str, images: list[bytes]) -> None:
     count_in_process(folder, images, 1_000_000)
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_readable_files(runs: Any, model: str) -> None:
     images = runs("meat").images("two")[0][:2]
-    process = multiprocessing.get_context("spawn").Process(
-        target=count_until_killed, args=(model, images)
-    )
+    process = small_run.processes().Process(target=count_until_killed, args=(model, images))
     process.start()
     deadline = time.monotonic() + 60
     while not [*Path(model, "inputs").glob("*.json")] and time.monotonic() < deadline:

@@ -61,8 +61,8 @@ class Item:
         problem: Why it cannot be used, if that is known without its pixels.
         uri: Where its bytes can be read again; empty if they cannot.
         offset, size: Of its bytes in the file; size None: the whole file.
-        stamp: Name, size and time of the file, and the place in it. Images with equal stamps have
-            equal bytes. Empty if the time is unknown.
+        stamp: Name, size and time of the file, and the place in it, of the image or of the rows
+            that are read with it. Equal stamps mean equal bytes. Empty if the time is unknown.
     """
 
     split: str
@@ -81,14 +81,27 @@ LabelCounts = Counter[tuple[str, Label]]  # number of images by split and label
 
 
 class Unit(NamedTuple):
-    """A part of a source that one task reads: `read(*args)` yields items with their bytes.
+    """A part of a source that one task reads.
 
-    num_items: how many it yields, as far as the source says.
+    Attributes:
+        read, args: `read(*args)` yields items with their bytes.
+        num_items: Number of items, as far as the source says.
+        file: URI of the file, if the items are rows of one file.
+        first_row: Number of the first of these rows in the file.
+        stamp: Stamp of all items that have none of their own, see `Item`.
     """
 
     read: Callable[..., Iterator[ItemBytes]]
     args: tuple[Any, ...]
     num_items: int
+    file: str = ""
+    first_row: int = 0
+    stamp: str = ""
+
+
+def row_name(file: str, row: int | str) -> str:
+    """Return the name of a row of a file. file: path or URI."""
+    return f"{file.rsplit('/', 1)[-1]}:{row}"
 
 
 @dataclass(frozen=True)

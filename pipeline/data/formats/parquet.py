@@ -32,6 +32,7 @@ from pipeline.data.formats.base import (
     Unit,
     archives_of_split,
     check_unfolding,
+    row_name,
     size_problem,
     unit_slices,
     units_of_items,
@@ -127,7 +128,8 @@ def _units_of_file(file: ParquetFile, groups: list[RowGroup]) -> list[Unit]:
     for part in unit_slices([group.size for group in groups]):
         first = first_rows[part.start]
         args = (file, part.start, part.stop, first)
-        units.append(Unit(read_parquet, args, first_rows[part.stop] - first))
+        num_rows = first_rows[part.stop] - first
+        units.append(Unit(read_parquet, args, num_rows, file.uri, first))
     return units
 
 
@@ -227,8 +229,7 @@ def _item(split: str, uri: str, row: int, image: Any, label: Label) -> ItemBytes
     stem = f"{row:08d}"
     if isinstance(path, str) and path:
         stem = PurePosixPath(path).stem
-    name = f"{uri.rsplit('/', 1)[-1]}:{row}"
-    return Item(split, name, stem, label, problem), data
+    return Item(split, row_name(uri, row), stem, label, problem), data
 
 
 def count_labels(card: Card, entries: list[Entry]) -> LabelCounts:

@@ -164,14 +164,33 @@ def split_folders(card: Card) -> tuple[SplitFolder, ...]:
 def labelled_entries(card: Card, entries: Sequence[Entry]) -> Iterator[LabelledEntry]:
     """Yield the files that lie in the folder of a split, in the order of the entries."""
     roots = [(prefix, split_folders(only)) for prefix, only in find_roots(card)]
+    places: dict[str, tuple[str, str | None] | None] = {}  # of the files in a folder
     for entry in visible(entries):
-        prefix, folders = next(root for root in roots if entry.name.startswith(root[0]))
-        path = entry.name[len(prefix) :].split("/")
-        for folder in folders:
-            is_inside, label = folder.match(path)
-            if is_inside:
-                yield LabelledEntry(folder.split, label, entry)
-                break
+        parent = entry.name.rpartition("/")[0]
+        place = places.get(parent)
+        if parent not in places:
+            place, is_by_folder = _find_place(entry.name, roots)
+            if is_by_folder:
+                places[parent] = place
+        if place is not None:
+            yield LabelledEntry(*place, entry)
+
+
+def _find_place(
+    name: str, roots: Sequence[tuple[str, tuple[SplitFolder, ...]]]
+) -> tuple[tuple[str, str | None] | None, bool]:
+    """Return the split and the label of a file, and whether all files of its folder have them.
+
+    roots: prefix and split folders of each root.
+    """
+    prefix, folders = next(root for root in roots if name.startswith(root[0]))
+    path = name[len(prefix) :].split("/")
+    is_by_folder = all(len(path) > len(folder.parts) for folder in folders)
+    for folder in folders:
+        is_inside, label = folder.match(path)
+        if is_inside:
+            return (folder.split, label), is_by_folder
+    return None, is_by_folder
 
 
 def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:

@@ -35,6 +35,8 @@ def is_utf8(text: str) -> bool:
 
 def printable(text: str) -> str:
     """Escape what terminals cannot print: bytes that are not UTF-8, control characters."""
+    if text.isprintable():
+        return text
     decoded = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in decoded)
 

@@ -245,6 +245,34 @@ def _add_config_arguments(sub: argparse.ArgumentParser, **config_options: Any) -
     )
 
 
+def _add_method_option(sub: argparse.ArgumentParser) -> None:
+    """Add `--method`, which names the methods of a run."""
+    sub.add_argument(
+        "--method",
+        action=AddMethod,
+        metavar="NAME",
+        help="a method that learns the stream of the config, with the settings that "
+        "configs/methods/NAME.yaml recommends for it; may be repeated. It replaces the methods of "
+        "the config; a stream without methods becomes the run STREAM-NAME",
+    )
+
+
+class AddMethod(argparse.Action):
+    """`--method NAME`: adds the method to the override of `methods`, which comes first."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        names = [*getattr(namespace, "method_names", []), values]
+        rest = [*namespace.overrides][bool(len(names) > 1) :]
+        namespace.method_names = names
+        namespace.overrides = [f"methods=[{', '.join(names)}]", *rest]
+
+
 def _add_run_commands(add_command: AddCommand) -> None:
     """Add the commands that make a config, or compute or plan its graph: init, run, plan, search,
     ingest, shards, report."""
@@ -252,6 +280,7 @@ def _add_run_commands(add_command: AddCommand) -> None:
     run_parser = add_command(
         "run", run, "run what is missing of a config's graph, then report", **CONFIG_OR_DATA
     )
+    _add_method_option(run_parser)
     for option, text in (
         ("only", "run nothing but this stage"),
         ("from", "run this stage and what follows from it"),
@@ -273,6 +302,7 @@ def _add_run_commands(add_command: AddCommand) -> None:
         "print every stage as hit or miss, with the reason of each miss; run nothing",
         **CONFIG_OR_DATA,
     )
+    _add_method_option(plan_parser)
     plan_parser.add_argument("--svg", metavar="FILE", help="also write the picture of the graph")
     plan_parser.add_argument(
         "--cost",
@@ -292,12 +322,13 @@ def _add_run_commands(add_command: AddCommand) -> None:
         "search the settings of a config, judged on validation images, "
         "and measure the winner on test data",
     )
-    add_command(
+    ingest_parser = add_command(
         "ingest",
         ingest,
         "bring a config's raw data into the store, and train nothing",
         **CONFIG_OR_DATA,
     )
+    _add_method_option(ingest_parser)
     shards_parser = add_command(
         "shards",
         shards,
@@ -321,6 +352,7 @@ def _add_run_commands(add_command: AddCommand) -> None:
         "write the report of a config's run again, from the store; of a model folder in place of "
         "the config: show its inputs by day",
     )
+    _add_method_option(report_parser)
     report_parser.add_argument(
         "--json",
         metavar="FILE",
@@ -361,6 +393,7 @@ def _add_launch_command(add_command: AddCommand) -> None:
         launch,
         "write the files by which a config runs on a cluster, for a person to read and submit",
     )
+    _add_method_option(launch_parser)
     launch_parser.add_argument(
         "--on",
         required=True,

@@ -28,10 +28,12 @@ from pydantic import (
 from pipeline.yaml_files import (
     ALTERNATIVES,
     apply_override,
+    find_stream,
     mapping_with_bases,
     merge,
     read_with_bases,
     similar_file,
+    take_named_methods,
 )
 from workers.errors import UserError, did_you_mean
 from workers.job import (
@@ -495,7 +497,9 @@ class Config(Frozen):
         description="how all methods are trained; what is not set is each method's own",
     )
     methods: dict[str, MethodEntry] = Field(
-        min_length=1, description="label -> a method and its settings"
+        min_length=1,
+        description="label -> a method and its settings; or names of methods, which take the "
+        "settings that are recommended for the stream",
     )
     cluster: ClusterSettings = Field(
         ClusterSettings(), description="the resources that the run uses; in no key of a result"
@@ -688,14 +692,22 @@ def load(
     """
     body = _values_of(source)
     where = name_of_source(source)
+    is_stream = "methods" not in body  # then the methods do not make it a run of another name
     plain = copy.deepcopy(body)
     for override in overrides or []:
-        apply_override(body, override)
+        body = _apply_override(body, override, source)
+        if is_stream and override.startswith("methods="):
+            plain = _apply_override(plain, override, source)
     refuse_secrets(body, f"{where}: ")
     if "space" in body and "methods" not in body:
         raise UserError(
             f"{where}: this is a search, with a `space`; use `python -m pipeline search`, "
             "or give the config that it names as `base`"
+        )
+    if "methods" not in body and "stream" in body:
+        raise UserError(
+            f"{where} names no method; add --method NAME, or `methods: [NAME]` to a config that "
+            "extends it (`python -m pipeline methods` lists all methods)"
         )
     config = check(body, where, with_methods)
     if not overrides:
@@ -704,6 +716,27 @@ def load(
         return named_by_overrides(config, check(plain, where, with_methods))
     except UserError:  # without the overrides the file is not a valid run
         return config
+
+
+def _apply_override(body: dict[str, Any], override: str, source: ConfigSource) -> dict[str, Any]:
+    """Apply `key.sub=value` to the values of a config, and return them."""
+    apply_override(body, override)
+    return set_named_methods(body, source) if override.startswith("methods=") else body
+
+
+def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, Any]:
+    """Return the values of a config with the settings of methods that are only named.
+
+    A file without a name becomes a run that is called FILE-METHOD.
+    """
+    where = name_of_source(source)
+    if not isinstance(source, str):
+        return merge(body, take_named_methods(body, "", where))
+    file = Path(source)
+    taken = take_named_methods(body, find_stream(file), where)
+    if taken and "name" not in body:
+        body = {"name": "-".join([file.stem, *taken["methods"]]), **body}
+    return merge(body, taken)
 
 
 def name_of_source(source: ConfigSource) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,10 @@ MOST_FILES = 100  # files of a config, each counted as often as it is extended
 LONGEST_UTF8 = 4  # bytes of a character
 # settings of which a config has one: a file, or `--set`, with one of them replaces the other
 ALTERNATIVES = {"seed": "seeds", "seeds": "seed"}
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+STREAMS = CONFIGS / "streams"
+METHODS = CONFIGS / "methods"
+RECOMMENDED = "recommended"  # key of METHODS/NAME.yaml: stream -> settings of the method for it
 TAG = "tag:yaml.org,2002:"
 UNENCODABLE = re.compile("[\0\ud800-\udfff]")  # NUL and lone surrogates
 
@@ -299,7 +303,82 @@ def _merged_over_bases(
                 "take one of the two out"
             )
         merged = merge_files(merged, _read_over_bases(base_path, chain, files_read))
-    return merge_files(merged, body)
+    if file.resolve().parent == METHODS:
+        body.pop(RECOMMENDED, None)
+    stream = find_stream(file, bases)
+    return merge_files(merge_files(merged, take_named_methods(body, stream, str(file))), body)
+
+
+# ---- methods that are named without settings -----------------------------------------------------
+def find_stream(file: Path, bases: Sequence[str] | None = None) -> str:
+    """Return the stream of a config: the name of the file in configs/streams that it is or extends.
+
+    Args:
+        file: Path of the config.
+        bases: Names of the files that it extends; by default they are read from it.
+
+    Returns:
+        The name without its extension, or "" for a config that extends no such file.
+    """
+    if file.resolve().parent == STREAMS:
+        return file.stem
+    if bases is None:
+        extends = read_yaml(file, "a config").get("extends", [])
+        bases = [extends] if isinstance(extends, str) else extends
+    return find_stream(file.parent / bases[-1]) if bases else ""
+
+
+def take_named_methods(body: dict[str, Any], stream: str, where: str) -> dict[str, Any]:
+    """Turn `methods: [NAME, ...]` into the settings that are recommended for a stream.
+
+    Args:
+        body: Values of a config. If its `methods` is a name or a list of names, it is removed.
+        stream: Name of the stream, see `find_stream`.
+        where: What to call the config in errors.
+
+    Returns:
+        The values of a config with these methods, {} if `body` names none.
+
+    Raises:
+        UserError: If a name occurs twice, or several methods need different backbones.
+    """
+    names = body.get("methods")
+    if isinstance(names, str):
+        names = [names]
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        return {}
+    del body["methods"]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise UserError(f"{where}: methods names {repeated[0]!r:.60} twice; name it once")
+    taken: dict[str, Any] = {"methods": {}}
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise UserError(
+                f"{where}: methods names {name!r:.60}, and no method is called so; "
+                "`accrete methods` lists them"
+            )
+        settings = read_recommended(name).get(stream, {})
+        backbone = settings.pop("backbone", None)
+        if backbone is not None and len(names) > 1:
+            raise UserError(
+                f"{where}: method {name!r} is recommended with another backbone on the stream "
+                f"{stream!r} ({json.dumps(backbone)}), and the methods of a run share one; run it "
+                f"alone, or write its settings below `methods`"
+            )
+        if backbone is not None:
+            taken["backbone"] = backbone
+        taken["methods"][name] = settings
+    return taken
+
+
+def read_recommended(method: str) -> dict[str, dict[str, Any]]:
+    """Read the recommended settings of a method, by stream; {} for a method without a file."""
+    file = METHODS / f"{method}.yaml"
+    if not file.exists():
+        return {}
+    by_stream = read_yaml(file, "the config of a method").get(RECOMMENDED) or {}
+    return {stream: dict(settings or {}) for stream, settings in by_stream.items()}
 
 
 def _find_cards(body: dict[str, Any], folder: Path) -> None:

@@ -256,7 +256,8 @@ def test_seven_real_tasks_on_three_nodes_of_which_one_dies_give_the_results_of_o
     the driver logged about it.
     """
     base = [
-        f"configs/methods/{method}-real7.yaml",
+        "configs/streams/real7-64px.yaml",
+        f"--method={method}",
         *overrides(name="small", tracking="off", **{"train.epochs": 1, "cluster.checkpoint_s": 5}),
     ]
     one = ["run", *base, *overrides(storage=tmp_path / "one" / "storage", **{"cluster.workers": 0})]

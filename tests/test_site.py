@@ -70,7 +70,7 @@ def test_a_method_has_a_page_with_all_that_is_known_of_it(name: str, site: dict[
     for key, _ in fields_of(METHODS[name].Settings):
         assert f"\n`{key}`\n: " in text
     assert ("Not measured yet" in text) == (not figures_of(name))
-    assert f"configs/methods/{name}-paper.yaml" in text.split("## Deviations")[1]
+    assert f"configs/methods/{name}.yaml" in text.split("## Deviations")[1]
 
 
 def test_a_name_of_a_method_leads_to_its_page(site: dict[str, str]) -> None:

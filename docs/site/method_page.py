@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 from docs.site.config_header import header_of, summary_of
@@ -13,11 +12,11 @@ from docs.site.pages import LINK, REPOSITORY, text_of
 from docs.site.setting_text import settings_list
 from pipeline.config import load
 from pipeline.shell.method_list import training_texts
+from pipeline.yaml_files import read_recommended
 from workers.methods import METHODS
 from workers.methods.base import Method
 
 FOLDER = "configs/methods"
-KINDS = {"demo": "handwritten digits", "real7": "seven real tasks", "paper": "the paper's setting"}
 BACKBONES = "docs/backbones.md"
 NOT_MEASURED = "not measured yet"
 
@@ -93,7 +92,7 @@ def _settings(name: str) -> str:
     settings = METHODS[name].Settings
     if not settings.model_fields:
         return f"`{name}` has no settings of its own."
-    paper = load(str(REPOSITORY / FOLDER / f"{name}-paper.yaml")).methods[name].settings
+    paper = load(str(REPOSITORY / FOLDER / f"{name}.yaml")).methods[name].settings
     blocks = [f"They stand below `methods.{name}` of a config."]
     docstring = settings.__dict__.get("__doc__")
     if docstring:
@@ -106,16 +105,18 @@ def _training(method: type[Method[Any]]) -> str:
 
 
 def _configs(name: str) -> str:
-    rows = []
-    for kind, meaning in KINDS.items():
-        path = f"{FOLDER}/{name}-{kind}.yaml"
-        header = header_of(REPOSITORY / path)
-        expected = header.get("expected", NOT_MEASURED)
-        rows.append((f"[{meaning}]({path})", header.get("time", NOT_MEASURED), expected))
+    path = f"{FOLDER}/{name}.yaml"
+    header = header_of(REPOSITORY / path)
+    command = f"`accrete run {path}`"
+    rows = [(f"[the paper's]({path})", command, header.get("expected", NOT_MEASURED))]
+    for stream in read_recommended(name):
+        file = f"configs/streams/{stream}.yaml"
+        command = f"`accrete run {file} --method {name}`"
+        rows.append((f"[{stream}]({file})", command, header.get(stream, NOT_MEASURED)))
     search = f"configs/search/{name}.yaml"
     summary = summary_of(REPOSITORY / search)
-    cells = [(link, escape(time), escape(expected)) for link, time, expected in rows]
-    listed = table(("config", "time", "expected"), [[_in_cell(c) for c in row] for row in cells])
+    cells = [[_in_cell(link), _in_cell(c), _in_cell(escape(text))] for link, c, text in rows]
+    listed = table(("stream", "command", "expected"), cells)
     return f"{listed}\n\nSearch space: [{escape(summary)}]({search})"
 
 
@@ -133,18 +134,9 @@ def _measured(name: str) -> str:
 
 def _deviations(name: str) -> str:
     """Return what the configs say of where they differ from the paper."""
-    rows = list(_differences(name))
-    if not rows:
-        return "None is known."
-    return "\n".join(f"- [{path}]({path}): {escape(text)}" for path, text in rows)
-
-
-def _differences(name: str) -> Iterator[tuple[str, str]]:
-    for kind in KINDS:
-        path = f"{FOLDER}/{name}-{kind}.yaml"
-        differs = header_of(REPOSITORY / path).get("differs")
-        if differs:
-            yield path, differs
+    path = f"{FOLDER}/{name}.yaml"
+    differs = header_of(REPOSITORY / path).get("differs")
+    return f"[{path}]({path}): {escape(differs)}" if differs else "None is known."
 
 
 def _in_cell(text: str) -> str:

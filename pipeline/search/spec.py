@@ -397,6 +397,8 @@ def load(path: str, overrides: list[str]) -> SearchFile:
     report_body = yaml_files.read_with_bases(base)
     for key, value in settings.set.items():
         yaml_files.put(report_body, key, value, f"{path}: set.{key}")
+        if key == "methods":
+            report_body = configs.set_named_methods(report_body, str(base))
     body = report_body
     if settings.stream is not None:
         base_stream = body.get("stream")

@@ -17,13 +17,13 @@ from pydantic_core import PydanticUndefined
 from pipeline.config import load
 from pipeline.results.tables import Row
 from pipeline.shell.console import table_text
+from pipeline.yaml_files import METHODS as METHOD_FILES
 from workers.errors import UserError, did_you_mean
 from workers.job import TrainSettings
 
 if TYPE_CHECKING:
     from workers.methods.base import Method
 
-PAPERS = Path(__file__).resolve().parents[2] / "configs" / "methods"
 SHORTEST_LINE = 60  # characters; a narrower terminal wraps lines itself
 LONGEST_LINE = 100
 INDENT = "    "
@@ -114,7 +114,7 @@ def describe_method(name: str) -> str:
 
 def paper_config(method: str) -> Path:
     """Return the path of the config of a method's paper."""
-    return PAPERS / f"{method}-paper.yaml"
+    return METHOD_FILES / f"{method}.yaml"
 
 
 def settings_of(name: str) -> list[Setting]:

@@ -53,7 +53,18 @@ def config_schema() -> Schema:
         "anyOf": [{"type": ["boolean", "string"]}, properties["tracking"]],
         "description": "how the run is recorded in MLflow; `off`: not at all",
     }
-    properties["methods"] = _methods_schema(definitions)
+    names = {"type": "string"}
+    methods = _methods_schema(definitions)
+    properties["methods"] = {
+        "description": methods.pop("description"),
+        "anyOf": [methods, names, {"type": "array", "items": names, "minItems": 1}],
+    }
+    properties["recommended"] = {
+        "description": "in configs/methods/NAME.yaml: settings of the method for streams, by the "
+        "name of a file in configs/streams",
+        "type": "object",
+        "additionalProperties": {"type": "object"},
+    }
     return finished(schema)
 
 
@@ -71,7 +82,8 @@ def _methods_schema(definitions: Schema) -> Schema:
         properties[name] = {"description": summary, "anyOf": [reference, _other_method(name)]}
     definitions["labelled method"] = _by_kind("method", references)
     return {
-        "description": "label -> a method and its settings",
+        "description": "label -> a method and its settings; or names of methods, which take the "
+        "settings that are recommended for the stream",
         "type": "object",
         "minProperties": 1,
         "properties": properties,

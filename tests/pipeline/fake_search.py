@@ -174,9 +174,9 @@ def record(name: str = "meat-real", **settings: Any) -> dict[str, Any]:
     return {
         "name": name,
         "created": "2026-01-02T03:04:05+0000",
-        "base": "configs/methods/meat-real7.yaml",
+        "base": "configs/real7-vit-tiny.yaml",
         "config": {
-            "name": "meat-real7",
+            "name": "real7-vit-tiny",
             "seed": 3,
             "stream": {"tasks": [{"card": t} for t in TASKS], "scenario": "task"},
             "methods": {"meat": {"method": "meat", "lambda": 0.8}},

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from pipeline import cli
 from pipeline.config import NAME, ClusterSettings, Config, TrackingSettings, check, dump, load
 from pipeline.data import card_files, ingest
 from pipeline.graph import build
@@ -741,6 +742,96 @@ def test_a_file_that_is_no_run_by_itself_keeps_its_name(tmp_path: Path) -> None:
     path = tmp_path / "part.yaml"
     path.write_text("{name: part, stream: {tasks: [{card: digits}]}}")
     assert load(str(path), ["methods={meat: {}}"]).name == "part"
+
+
+# ---- methods that are only named -----------------------------------------------------------------
+DIGITS = "configs/streams/digits.yaml"
+CLASSES = "configs/streams/digits-class.yaml"
+
+
+def plain_methods(loaded: Config) -> Any:
+    return dump(loaded)["methods"]
+
+
+def test_a_named_method_takes_the_settings_recommended_for_the_stream() -> None:
+    loaded = load(CLASSES, ["methods=icarl"])
+    assert loaded.name == "digits-class-icarl"
+    assert loaded.methods["icarl"].settings["memory"] == 50
+    assert load("configs/streams/real7-class.yaml", ["methods=icarl"]).methods[
+        "icarl"
+    ].settings == {"memory": 450}
+
+
+def test_a_recommended_backbone_is_laid_over_that_of_the_stream() -> None:
+    loaded = load(CLASSES, ["methods=[dytox]"])
+    assert loaded.backbone.name == "convit_local"
+    assert loaded.backbone.img_size == load(CLASSES, ["methods=joint"]).backbone.img_size
+    with pytest.raises(UserError, match="'dytox' is recommended with another backbone on"):
+        load(CLASSES, ["methods=[dytox, icarl]"])
+
+
+def test_overrides_after_a_named_method_change_its_settings() -> None:
+    loaded = load(CLASSES, ["methods=icarl", "methods.icarl.memory=20", "seed=1"])
+    assert loaded.methods["icarl"].settings["memory"] == 20
+    assert loaded.name == "digits-class-icarl-methods.icarl.memory-20-seed-1"
+    assert loaded.base_name == "digits-class-icarl"
+
+
+def test_a_config_names_methods_and_others_extend_it(tmp_path: Path) -> None:
+    stream = (Path.cwd() / CLASSES).as_posix()
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(f"extends: {stream}\nname: first\nmethods: [icarl, wa]\n")
+    second.write_text("extends: first.yaml\nname: second\nmethods: {wa: {memory: 30}}\n")
+    assert plain_methods(load(str(first)))["wa"]["memory"] == 50
+    loaded = plain_methods(load(str(second)))
+    assert (loaded["icarl"]["memory"], loaded["wa"]["memory"]) == (50, 30)
+    assert loaded["wa"]["train"] == {"epochs": 20, "batch_size": 16}
+
+
+def test_only_the_stream_itself_has_recommended_settings(tmp_path: Path) -> None:
+    other = tmp_path / "digits-class.yaml"
+    other.write_text(
+        (Path.cwd() / CLASSES).read_text().replace("digits.yaml", str(Path.cwd() / DIGITS))
+    )
+    assert load(CLASSES, ["methods=replay"]).methods["replay"].settings == {"memory": 50}
+    assert load(str(other), ["methods=replay"]).methods["replay"].settings == {}
+    lone = tmp_path / "lone.yaml"
+    lone.write_text(yaml.safe_dump({key: BODY[key] for key in ("name", "stream", "backbone")}))
+    assert load(str(lone), ["methods=linear"]).methods["linear"].settings == {}
+    body = {key: BODY[key] for key in ("name", "stream", "backbone")}
+    assert load(body, ["methods=[linear]"]).name == "r"
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("[meat, meat]", "names 'meat' twice"),
+        ("[nonsense]", "nonsense"),
+        ("[]", "methods"),
+        ("[3]", "methods"),
+        ("../secret", "names '../secret', and no method is called so"),
+    ],
+)
+def test_wrong_names_of_methods_get_a_sentence(value: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        load(DIGITS, [f"methods={value}"])
+
+
+def test_the_option_names_methods_for_a_stream(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--set", f"storage={tmp_path}", "--method", "hat", "--set", "seed=3"]
+    assert cli.main(["plan", DIGITS, *options, "--method", "linear"]) == 0
+    out = capsys.readouterr().out
+    assert "hat/digits-45/train" in out
+    assert "linear/digits-45/train" in out
+    parsed = cli.parser().parse_args(["run", DIGITS, *options, "--method", "linear"])
+    assert parsed.overrides == ["methods=[hat, linear]", f"storage={tmp_path}", "seed=3"]
+
+
+def test_a_stream_without_methods_says_how_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", DIGITS]) == 2
+    assert "--method NAME" in capsys.readouterr().err
 
 
 def test_all_mistakes_of_a_config_are_told_at_once() -> None:

@@ -220,7 +220,7 @@ def test_the_page_explains_space_protocol_budget_and_cost(forty: Any) -> None:
         "40 of 40 used",
         "1.85 of 4 used",
         "1 h 51 min in 2 sessions",
-        "configs/methods/meat-real7.yaml",
+        "configs/real7-vit-tiny.yaml",
         "git_commit",
         "The search optimizes both accuracy and bytes",
     ):

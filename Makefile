@@ -1,7 +1,7 @@
 # Set-up, demo and checks. Everything runs from .venv, which is made when it is missing or its inputs changed.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs bench bench-gpu clean
+.PHONY: help setup demo test test-all lint docs wheel bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -12,33 +12,33 @@ help:
 	@echo "make test      lint, types and all fast tests"
 	@echo "make test-all  the slow tests too"
 	@echo "make lint      ruff and mypy alone"
+	@echo "make wheel     the package to install elsewhere: dist/"
 	@echo "make docs      the documentation as a site: build/docs/html/index.html"
 	@echo "make bench     speed against plain loops and limits, on a quiet machine: benchmarks/README.md"
 	@echo "make bench-gpu correctness of every method on a GPU, in minutes: benchmarks/README.md"
 	@echo "make clean     remove .venv and caches; results in storage/ stay"
 
-setup: .venv/.ready $(BIN)/accrete
+setup: .venv/.ready
 
-# The requirements of pyproject.toml at the versions of constraints.txt. Accrete itself is not installed, it runs from this
-# folder. Byte code is compiled on all cores afterwards (pip uses one), without the packages' own tests; some files are
-# written for a newer Python, do not compile and are never imported.
-.venv/.ready: constraints.txt pyproject.toml
+# An editable install: `accrete`, and `import pipeline` from any folder, run this checkout. Requirements come at the versions
+# of constraints.txt. Byte code is compiled on all cores afterwards (pip uses one), without the packages' own tests; some
+# files are written for a newer Python, do not compile and are never imported.
+.venv/.ready: constraints.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, Accrete needs 3.11 or newer: \
 	give another one, as in  make PYTHON=python3.12" % sys.version_info[:2])'
 	@echo "Setting up .venv, once: about 3 GB to download, some minutes ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python pipeline/shell/requirements.py --dev > .venv/requirements.txt
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -r .venv/requirements.txt -c constraints.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -e '.[all,dev]' -c constraints.txt
 	@echo "Installed; compiling byte code ..."
 	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || :
 	@touch $@
-
-# The command `accrete`, and `import pipeline` from any folder. In an environment that another checkout set up nothing changes.
-$(BIN)/accrete: .venv/.ready pipeline/shell/installation.py
-	@$(BIN)/python -m pipeline.shell.installation || test -e $@
 	@echo "Ready. Try: make demo, or $(BIN)/accrete --help"
 
-demo: $(BIN)/accrete
+# The packages with configs and cards, to be installed elsewhere: dist/accrete-VERSION-py3-none-any.whl.
+wheel: .venv/.ready
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+
+demo: .venv/.ready
 	$(BIN)/accrete run configs/demo.yaml
 
 lint: .venv/.ready
@@ -75,5 +75,5 @@ bench-gpu: .venv/.ready
 	$(BIN)/python -m benchmarks.gpu
 
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist accrete.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1075,7 +1075,7 @@ def schema(args: argparse.Namespace) -> int:
 def completion(args: argparse.Namespace) -> int:
     """Print the script that completes the command line in a shell."""
     from pipeline.shell.completion import completion_script
-    from pipeline.shell.installation import SCRIPT
+    from pipeline.shell.invocation import SCRIPT
 
     print(completion_script(parser(SCRIPT), args.shell))
     return 0

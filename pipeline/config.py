@@ -28,6 +28,7 @@ from pydantic import (
 from pipeline.yaml_files import (
     ALTERNATIVES,
     apply_override,
+    find_config,
     find_stream,
     mapping_with_bases,
     merge,
@@ -732,7 +733,7 @@ def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, A
     where = name_of_source(source)
     if not isinstance(source, str):
         return merge(body, take_named_methods(body, "", where))
-    file = Path(source)
+    file = find_config(source)
     taken = take_named_methods(body, find_stream(file), where)
     if taken and "name" not in body:
         body = {"name": "-".join([file.stem, *taken["methods"]]), **body}
@@ -748,7 +749,7 @@ def _values_of(source: ConfigSource) -> dict[str, Any]:
     """Return the values of a config over those that it extends, for the caller to change."""
     if not isinstance(source, str):
         return mapping_with_bases(source, MAPPING)
-    file = Path(source)
+    file = find_config(source)
     if not file.exists():
         raise _missing_config(file, source)
     return read_with_bases(file)

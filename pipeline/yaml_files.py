@@ -29,7 +29,11 @@ MOST_FILES = 100  # files of a config, each counted as often as it is extended
 LONGEST_UTF8 = 4  # bytes of a character
 # settings of which a config has one: a file, or `--set`, with one of them replaces the other
 ALTERNATIVES = {"seed": "seeds", "seeds": "seed"}
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+# A checkout has configs and cards beside the packages, a wheel has them inside of `pipeline`.
+PACKAGE = Path(__file__).resolve().parent
+IS_CHECKOUT = not (PACKAGE / "configs").is_dir()
+CONFIGS = PACKAGE.parent / "configs" if IS_CHECKOUT else PACKAGE / "configs"
+CARDS = PACKAGE.parent / "datasets" if IS_CHECKOUT else PACKAGE / "cards"
 STREAMS = CONFIGS / "streams"
 METHODS = CONFIGS / "methods"
 RECOMMENDED = "recommended"  # key of METHODS/NAME.yaml: stream -> settings of the method for it
@@ -231,6 +235,20 @@ def dump_yaml(value: Any, **options: Any) -> str:
     """
     options = {"sort_keys": False, "allow_unicode": True, **options}
     return str(yaml.dump(value, Dumper=_Dumper, **options))
+
+
+def find_config(path: str) -> Path:
+    """Return the file of a config.
+
+    Args:
+        path: Path of the config. If there is no such file, `configs/...` is one that ships.
+    """
+    file = Path(path)
+    if not file.exists() and file.parts[:1] == ("configs",):
+        shipped = CONFIGS.joinpath(*file.parts[1:])
+        if shipped.exists() and ".." not in file.parts:
+            return shipped
+    return file
 
 
 def read_with_bases(file: Path) -> dict[str, Any]:

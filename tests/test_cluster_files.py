@@ -98,8 +98,7 @@ def test_the_launcher_starts_every_node_with_a_token_and_the_pinned_packages(nam
     assert "--env RAY_AUTH_MODE=token" in launcher["docker"]["run_options"]
     assert "chmod 600 ~/.ray/auth_token" in launcher["setup_commands"]
     assert launcher["setup_commands"][1:] == [
-        "python ~/requirements.py ~/pyproject.toml > ~/requirements.txt",
-        "python -m pip install -q -r ~/requirements.txt -c ~/constraints.txt",
+        "cd ~/accrete && python -m pip install -q '.[all]' -c constraints.txt",
     ], "the dependencies under the constraints, without what tests need"
     starts = [
         line

@@ -21,9 +21,9 @@ from test_bad_inputs import sentence
 
 from pipeline import cli, yaml_files
 from pipeline.data import cards
-from pipeline.data.listing import CARDS
 from pipeline.graph.store import Store
 from pipeline.report import html_parts, page, plots
+from pipeline.yaml_files import CARDS
 from tests import small_run
 from tests.hostile import (
     BACKBONES,

@@ -10,7 +10,6 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -18,12 +17,12 @@ from pyarrow import fs
 
 from pipeline.data.file_kinds import IMAGE_FILES, START_BYTES, is_hidden, starts_as_image
 from pipeline.data.names import MAX_NAMED, is_utf8, printable, suffix_of
+from pipeline.yaml_files import CARDS
 from workers.errors import UserError
 from workers.storage.artifact import is_local, resolve
 from workers.storage.filesystem import access_remedy
 from workers.storage.hub_files import open_hub
 
-CARDS = Path(__file__).resolve().parents[2] / "datasets"
 SPECIAL_FILES = {
     stat.S_ISFIFO: "a named pipe",
     stat.S_ISSOCK: "a socket",

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from pipeline.data import card_files
 from pipeline.data.cards import Card
-from pipeline.data.formats import format_of, list_source, units
+from pipeline.data.formats import fingerprint, format_of, list_source, units
 from pipeline.data.known_images import SOURCE
 from pipeline.data.names import nfc, printable, quoted
 from pipeline.data.packs import ImageChecker, read_raw_digest
@@ -100,12 +100,13 @@ def _find_in_card(used: UsedCard, lines: Sequence[str], store: Store) -> NamedIm
     named = NamedImages(used)
     named.found |= card.images_left_out() & {*lines}
     ingested = [*_list_ingested(store, card)]
-    _match(named, lines, ingested)
+    is_listed = format_of(card).list_items is not None
+    has_names = is_listed or _is_as_ingested(store, card)
+    _match(named, lines if has_names else [*filter(DIGEST.fullmatch, lines)], ingested)
     missing = [line for line in lines if line not in named.found]
     if any(not DIGEST.fullmatch(line) for line in missing):
         _match(named, missing, _list_names(card))
     missing = [line for line in lines if line not in named.found]
-    is_listed = format_of(card).list_items is not None
     if missing and (not is_listed or any(map(DIGEST.fullmatch, missing))):
         _match(named, missing, _read_images(card))
     _check_classes(named, ingested)
@@ -150,6 +151,15 @@ def _list_ingested(store: Store, card: Card) -> Iterator[SourceImage]:
     for row in rows.select(["name", "split", "label", "raw", "sha256"]).to_pylist():
         digest = read_raw_digest(row["raw"])
         yield SourceImage(row["name"], (row["split"], row["label"]), digest, row["sha256"] or "")
+
+
+def _is_as_ingested(store: Store, card: Card) -> bool:
+    """Whether the files of a source have the names and sizes of the last ingest.
+
+    If they have not, a name such as `a.parquet:3` may be that of other images by now.
+    """
+    artifact = Artifact.open(store.root, raw_data.previous_key(store, card))
+    return artifact is not None and artifact.manifest.get("fingerprint") == fingerprint(card)
 
 
 def _list_names(card: Card) -> Iterator[SourceImage]:

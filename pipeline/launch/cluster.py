@@ -3,6 +3,7 @@ nodes can run this project."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -10,17 +11,18 @@ import os
 import platform
 import re
 import socket
+import sys
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config import ClusterSettings
 from pipeline.graph.failures import ANSI
 from pipeline.launch import ray_internals
+from pipeline.yaml_files import IS_CHECKOUT, PACKAGE
 from workers.errors import UserError, require_package
 from workers.storage.artifact import exists, join, resolve, temporary_name, write_bytes
 from workers.storage.filesystem import without_retries
@@ -109,8 +111,11 @@ def join_cluster(ray: Any, address: str) -> None:
         check_token(address)
     runtime_env: dict[str, Any] = {"env_vars": variables()}
     if not is_submitted_job():
-        root = Path(__file__).resolve().parents[2]
-        runtime_env |= {"working_dir": str(root), "excludes": LEFT_AT_HOME}
+        if IS_CHECKOUT:
+            runtime_env |= {"working_dir": str(PACKAGE.parent), "excludes": LEFT_AT_HOME}
+        else:
+            packages = [str(PACKAGE), str(PACKAGE.parent / "workers")]
+            runtime_env |= {"py_modules": packages}
     try:
         ray.init(address=address, runtime_env=runtime_env, **quiet())
     except Exception as error:  # Ray raises bare ones
@@ -127,9 +132,15 @@ def start_private(ray: Any, cpus: int) -> None:
     On a very busy machine Ray's 30 s for its processes are not enough, so there is a second try.
     Raise `UserError` when that fails too.
     """
+    if " " in sys.executable:  # its workers are started by a shell, which splits the path
+        raise UserError(
+            f"Ray starts no workers from a Python in a folder with a space ({sys.executable}); "
+            "make the environment in another folder, or run without Ray by --set cluster.workers=0"
+        )
     for tries_left in reversed(range(START_TRIES)):
         try:
-            with ray_internals.listen_on_loopback():
+            # Workers import from the current folder first, which may have a folder `pipeline`.
+            with contextlib.chdir(PACKAGE.parent), ray_internals.listen_on_loopback():
                 ray.init(
                     address="local",
                     num_cpus=cpus,

@@ -6,15 +6,14 @@ Values of a YAML file are replaced in its text, so that comments and layout stay
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 import yaml
 
-from pipeline.yaml_files import dump_yaml
+from pipeline.yaml_files import CONFIGS, dump_yaml
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "cluster"
+FOLDER = CONFIGS / "cluster"
 DIRECTIVE = "#SBATCH "
 
 KeyPath = tuple[str | int, ...]  # keys of mappings and indices of lists that lead to a value

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -377,7 +376,7 @@ class SearchFile(NamedTuple):
 
 def load(path: str, overrides: list[str]) -> SearchFile:
     """Read a search file and its base. Raise `UserError` when one of them is wrong."""
-    file = Path(path)
+    file = yaml_files.find_config(path)
     if not file.exists():
         raise UserError(f"search {path!r} does not exist; {yaml_files.similar_file(file)}")
     raw = yaml_files.read_yaml(file, "a search")

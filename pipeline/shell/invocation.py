@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 
-from pipeline.shell.installation import SCRIPT
+SCRIPT = "accrete"  # that `pip install` puts into an environment
 
 
 def this_python() -> str:

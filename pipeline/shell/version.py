@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,9 @@ class Version(NamedTuple):
 
 
 def get_version(checkout: Path = CHECKOUT) -> Version:
-    """Return the version of a checkout, or of a copy of one without git."""
+    """Return the version of a checkout, of a copy of one without git, or of an installed wheel."""
+    if not (checkout / "pyproject.toml").exists():
+        return Version(metadata.version("accrete"), "", str(checkout))
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return Version(project["version"], git_commit(checkout), str(checkout))
 

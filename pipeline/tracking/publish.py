@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,13 +222,9 @@ def picture() -> bytes:
 
 
 def requirements() -> list[str]:
-    """Return the packages that serving imports, at the versions that are tested."""
-    pins = dict(
-        line.strip().split("==")
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if "==" in line
-    )
-    return [f"{name}=={pins[name]}" for name in PACKAGES]
+    """Return the packages that serving imports, at the versions that are installed."""
+    # `2.11.0+cpu` is a build that the package index does not have
+    return [f"{name}=={metadata.version(name).partition('+')[0]}" for name in PACKAGES]
 
 
 def note_of(bundle: Bundle, name: str, alias: str) -> str:

@@ -17,9 +17,9 @@ import torch
 from pipeline import cli
 from pipeline.config import BackboneChoice, Config
 from pipeline.config import check as check_config
-from pipeline.data.listing import CARDS
 from pipeline.graph.backbone import resolve
 from pipeline.graph.store import Store
+from pipeline.yaml_files import CARDS
 from tests import small_run
 from workers.errors import UserError
 from workers.job import key_inputs

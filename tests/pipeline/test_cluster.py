@@ -495,6 +495,32 @@ def test_a_private_cluster_has_a_second_try(
     assert (len(ray.started), ray.ended) == (2, 2)
 
 
+def test_a_private_cluster_refuses_a_python_in_a_folder_with_a_space(
+    bare_environment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/my envs/bin/python")
+    ray = FakeRay()
+    with pytest.raises(UserError, match=r"with a space \(/my envs/bin/python\); make .*workers=0"):
+        connected(monkeypatch, ray)
+    assert not ray.started
+
+
+def test_workers_import_nothing_from_the_current_folder(
+    bare_environment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Watched(FakeRay):
+        def init(self, **how: Any) -> None:
+            seen.append(os.getcwd())
+            super().init(**how)
+
+    monkeypatch.chdir(tmp_path)
+    connected(monkeypatch, Watched())
+    assert seen == [str(Path(__file__).parents[2])]
+    assert Path.cwd() == tmp_path
+
+
 # ---- its nodes -----------------------------------------------------------------------------------
 class Asked:
     """A Ray on which functions run here; `answers`: what a node says instead, by id, or raises. Who

@@ -99,10 +99,10 @@ def metadata_of(bundle: Bundle, task_name: str) -> dict[str, str]:
 def _need_packages() -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
+        versions = f" -c {CONSTRAINTS}" if CONSTRAINTS.exists() else ""  # a wheel has none
         raise UserError(
             f"--onnx needs the packages {', '.join(PACKAGES)}, and {', '.join(missing)} is not "
-            f"installed; run `{sys.executable} -m pip install {' '.join(PACKAGES)} "
-            f"-c {CONSTRAINTS}`"
+            f"installed; run `{sys.executable} -m pip install {' '.join(PACKAGES)}{versions}`"
         )
 
 

@@ -11,7 +11,7 @@ help:
 	@echo "make demo      a small stream from nothing: configs/demo.yaml"
 	@echo "make test      lint, types and all fast tests"
 	@echo "make test-all  the slow tests too"
-	@echo "make lint      ruff and mypy alone"
+	@echo "make lint      ruff, mypy and import-linter alone"
 	@echo "make wheel     the package to install elsewhere: dist/"
 	@echo "make docs      the documentation as a site: build/docs/html/index.html"
 	@echo "make bench     speed against plain loops and limits, on a quiet machine: benchmarks/README.md"
@@ -45,6 +45,7 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # Hundreds of processes import the same modules: each is compiled once, whatever the environment says.
 test test-all: export PYTHONDONTWRITEBYTECODE =

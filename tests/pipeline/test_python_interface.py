@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import fake_run
+import grimp
 import numpy as np
 import pytest
 import yaml
 
 import pipeline
-from benchmarks import house_imports
-from benchmarks.house_imports import Project
 from pipeline import app, cli
 from pipeline.data import catalogue, preparation, starter
 from pipeline.graph import diagram, run_record
@@ -463,25 +462,23 @@ FOR_COMMANDS_ALONE = {
 }
 
 
-def imports_of(project: Project, module: str) -> set[str]:
-    """The modules of this project that a module imports when it runs, also inside functions."""
-    tree = project.trees[module]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = [ast.Pass()]
-    return {arrow.target for arrow in house_imports.imports_of(project, module)}
-
-
 def test_the_command_line_imports_nothing_beside_the_interface() -> None:
-    folders = [REPOSITORY / package for package in ("pipeline", "workers")]
-    files = [file for folder in folders for file in folder.rglob("*.py")]
-    texts = {file.relative_to(REPOSITORY).as_posix(): file.read_text() for file in files}
-    project = Project(texts)
-    commands = {name for name in project.trees if "argparse" in project.imports[name]}
+    graph = grimp.build_graph(
+        "pipeline",
+        "workers",
+        include_external_packages=True,
+        exclude_type_checking_imports=True,
+        cache_dir=None,
+    )
+
+    def find_imports(modules: Iterable[str]) -> set[str]:
+        """The modules of this project that some modules import, also inside functions."""
+        found = {name for one in modules for name in graph.find_modules_directly_imported_by(one)}
+        return {name for name in found if name.startswith(("pipeline.", "workers."))}
+
+    commands = graph.find_modules_that_directly_import("argparse")
     assert "pipeline.cli" in commands
-    interface = set(INTERFACE).union(*(imports_of(project, name) for name in INTERFACE))
-    imported = set().union(*(imports_of(project, name) for name in commands))
-    others = imported - commands - interface
+    others = find_imports(commands) - commands - {*INTERFACE} - find_imports(INTERFACE)
     assert {exception_of(module) for module in others} == set(FOR_COMMANDS_ALONE)
 
 

@@ -48,11 +48,16 @@ lint: .venv/.ready
 	$(BIN)/lint-imports
 
 # Hundreds of processes import the same modules: each is compiled once, whatever the environment says.
-test test-all: export PYTHONDONTWRITEBYTECODE =
+test-fast test-all: export PYTHONDONTWRITEBYTECODE =
 
-# Two processes that share nothing; those tests of a file that share what was run once stay together.
-test: lint
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+# The checks of `lint` run beside the tests. Three processes share nothing; they wait in part, and fill two cores. Those tests
+# of a file that share what was run once stay together.
+test:
+	@$(MAKE) --no-print-directory -j 2 lint test-fast
+
+.PHONY: test-fast
+test-fast: .venv/.ready
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile
 
 test-all: lint
 	$(BIN)/python -m pytest

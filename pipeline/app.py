@@ -481,7 +481,7 @@ def _execute(
         files = _add_analysis(report_files(run), record, store)
         manifests = {stage_id: lookup.manifest for stage_id, lookup in lookups.items()}
         state = complete.state_of(config.tracking, store.storage, record, manifests, files)
-        links = complete.links_of(state) if config.tracking.is_on else []
+        links = complete.links_of(state) if config.tracking.enabled else []
         if links is not None:
             outcome = run_graph(graph, store, _no_executor, 0, [screen], lookups)
             return _finish(run, record, outcome, files, [], links)
@@ -583,7 +583,7 @@ def _run_and_record(
                     LOG.warning("%s", warning)
         links = recorder.links()
         location = recorder.writer.location
-        if config.tracking.is_on and is_whole and not recorder.warnings:
+        if config.tracking.enabled and is_whole and not recorder.warnings:
             # What an executor reports of a stage may lack the name of the attempt; the store has
             # it.
             stored = look_up_all(graph, store, None, "nothing")

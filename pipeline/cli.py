@@ -252,8 +252,9 @@ def _add_method_option(sub: argparse.ArgumentParser) -> None:
         action=AddMethod,
         metavar="NAME",
         help="a method that learns the stream of the config, with the settings that "
-        "configs/methods/NAME.yaml recommends for it; may be repeated. It replaces the methods of "
-        "the config; a stream without methods becomes the run STREAM-NAME",
+        "configs/methods/NAME.yaml recommends for it (search: with the ranges there); may be "
+        "repeated. It replaces the methods of the config; a stream without methods becomes the run "
+        "STREAM-NAME",
     )
 
 
@@ -316,12 +317,13 @@ def _add_run_commands(add_command: AddCommand) -> None:
         help="as --cost; where the storage has measured nothing, measure this machine for a few "
         "seconds",
     )
-    add_command(
+    search_parser = add_command(
         "search",
         search,
         "search the settings of a config, judged on validation images, "
         "and measure the winner on test data",
     )
+    _add_method_option(search_parser)
     ingest_parser = add_command(
         "ingest",
         ingest,
@@ -706,7 +708,10 @@ def search(args: argparse.Namespace) -> int:
         prepared,
         SearchScreen(prepared),
         app.command_text("search", args.config, args.overrides),
-        app.command_text("report", args.config, args.overrides),
+        # of a config and a method, `report` is that of the run
+        app.command_text(
+            "report" if searches.is_search(args.config) else "search", args.config, args.overrides
+        ),
     )
     return 0
 

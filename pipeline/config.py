@@ -47,8 +47,7 @@ from workers.job import (
     TrainSettings,
     find_idle,
 )
-from workers.storage.artifact import is_local
-from workers.storage.secrets import redact, refuse_secrets
+from workers.storage.secrets import refuse_secrets
 
 if TYPE_CHECKING:
     from workers.methods.base import Method
@@ -359,12 +358,6 @@ class TrackingSettings(Frozen):
         description="record use of CPU, memory and GPUs of the workers' machines, and of the "
         "driver's machine with its disk and network too; needs psutil",
     )
-    tensorboard: bool = Field(
-        False,
-        description="also write the curves as TensorBoard event files, into the folder "
-        "runs/NAME/tensorboard of the storage, with `enabled: false` too; needs tensorboardX",
-    )
-
     prometheus: str = Field(
         "",
         description="HOST:PORT, or PORT alone for this machine, where the driver answers "
@@ -384,11 +377,6 @@ class TrackingSettings(Frozen):
     def samples_machines(self) -> bool:
         """Whether the use of the workers' machines is sampled."""
         return bool(self.prometheus) or (self.enabled and self.system_metrics)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is recorded."""
-        return self.enabled or self.tensorboard
 
 
 class TaskOverrides(Frozen):
@@ -772,7 +760,6 @@ def check(body: dict[str, Any], where: str, with_methods: bool = True) -> Config
         for step in dict.fromkeys(("train", *config.entry_of(label, task).steps)):
             config.configured_keep(label, step, where, task)
     _check_orders(config, where)
-    _check_event_files(config, where)
     if with_methods:
         _check_methods(config, where)
         _check_train_and_data(config, where)
@@ -786,15 +773,6 @@ def _check_orders(config: Config, where: str) -> None:
         raise UserError(
             f"{where}: orders is {list(config.orders)}, and no task of stream.tasks has `split`, "
             "so there are no classes to divide in another order; leave orders out"
-        )
-
-
-def _check_event_files(config: Config, where: str) -> None:
-    """Raise `UserError` when event files are to be written into a bucket."""
-    if config.tracking.tensorboard and not is_local(config.storage):
-        raise UserError(
-            f"{where}: tracking.tensorboard is true and storage is {redact(config.storage)!r:.80}: "
-            "event files are written into a storage on a disk only; leave tracking.tensorboard out"
         )
 
 

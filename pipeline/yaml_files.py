@@ -36,7 +36,9 @@ CONFIGS = PACKAGE.parent / "configs" if IS_CHECKOUT else PACKAGE / "configs"
 CARDS = PACKAGE.parent / "datasets" if IS_CHECKOUT else PACKAGE / "cards"
 STREAMS = CONFIGS / "streams"
 METHODS = CONFIGS / "methods"
-RECOMMENDED = "recommended"  # key of METHODS/NAME.yaml: stream -> settings of the method for it
+# Keys of METHODS/NAME.yaml beside those of a config.
+RECOMMENDED = "recommended"  # stream -> settings of the method for it
+SEARCH = "search"  # a search of its settings, by their keys below `methods.NAME`
 TAG = "tag:yaml.org,2002:"
 UNENCODABLE = re.compile("[\0\ud800-\udfff]")  # NUL and lone surrogates
 
@@ -322,7 +324,7 @@ def _merged_over_bases(
             )
         merged = merge_files(merged, _read_over_bases(base_path, chain, files_read))
     if file.resolve().parent == METHODS:
-        body.pop(RECOMMENDED, None)
+        body = {key: value for key, value in body.items() if key not in (RECOMMENDED, SEARCH)}
     stream = find_stream(file, bases)
     return merge_files(merge_files(merged, take_named_methods(body, stream, str(file))), body)
 
@@ -392,11 +394,26 @@ def take_named_methods(body: dict[str, Any], stream: str, where: str) -> dict[st
 
 def read_recommended(method: str) -> dict[str, dict[str, Any]]:
     """Read the recommended settings of a method, by stream; {} for a method without a file."""
-    file = METHODS / f"{method}.yaml"
-    if not file.exists():
-        return {}
-    by_stream = read_yaml(file, "the config of a method").get(RECOMMENDED) or {}
+    by_stream = _read_method_file(method).get(RECOMMENDED) or {}
     return {stream: dict(settings or {}) for stream, settings in by_stream.items()}
+
+
+def read_search(method: str) -> dict[str, Any]:
+    """Read the search of a method's settings, with the keys of a config; {} without a file."""
+    search = dict(_read_method_file(method).get(SEARCH) or {})
+    space: dict[str, Any] = {}
+    for key, dimension in search.get("space", {}).items():
+        conditions = dimension.get("when", {})
+        if conditions:
+            when = {f"methods.{method}.{other}": value for other, value in conditions.items()}
+            dimension = {**dimension, "when": when}
+        space[f"methods.{method}.{key}"] = dimension
+    return {**search, "space": space} if space else {}
+
+
+def _read_method_file(method: str) -> dict[str, Any]:
+    file = METHODS / f"{method}.yaml"
+    return read_yaml(file, "the config of a method") if file.exists() else {}
 
 
 def _find_cards(body: dict[str, Any], folder: Path) -> None:

@@ -157,7 +157,8 @@ CONFIGS: dict[str, tuple[Change, list[str]]] = {
     "batch of nothing": (entries(train__batch_size=0), ["train.batch_size is 0", "greater than 0"]),
     "name with a slash": (entries(name="my/run"), ["name is 'my/run'", "match"]),
     "no methods": (entries(methods={}), ["methods is {}", "should have at least 1 item"]),
-    "methods as a list": (entries(methods=["meat"]), ["methods is ['meat']", "a mapping"]),
+    "methods as a list of numbers": (entries(methods=[3]), ["methods is [3]", "a mapping"]),
+    "an unknown method in a list": (entries(methods=["mete"]), ["methods.mete", "'meat'"]),
     "method that is a number": (entries(methods={"meat": 3}), ["methods.meat is 3", "mapping"]),
     "method's training that is a number": (
         entries(methods={"meat": {"train": 3}}),

@@ -283,11 +283,23 @@ def test_every_method_has_settings_for_digits_and_real_tasks(
             assert entry[key] == settings[key]
 
 
+def test_the_methods_are_those_with_a_config() -> None:
+    """They are found by a scan of `workers/methods`."""
+    assert [*METHODS] == sorted(path.stem for path in (CONFIGS / "methods").glob("*.yaml"))
+    assert all(name == method.name for name, method in METHODS.items())
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_search_space(method: str) -> None:
-    path = CONFIGS / "search" / f"{method}.yaml"
-    assert path.exists(), f"write {path.relative_to(CONFIGS.parent)}: {STEPS}"
-    assert f"  methods.{method}." in path.read_text(), f"{path.name} searches no setting of it"
+def test_every_method_has_a_search_with_points_that_a_run_accepts(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCRETE_DATA", "nowhere")
+    for stream in yaml_files.read_recommended(method):
+        path = CONFIGS / "streams" / f"{stream}.yaml"
+        settings, body, _ = spec.load(str(path), [f"methods=[{method}]"])
+        assert settings.name == f"{stream}-{method}"
+        check(Space(settings.space), body, path.name)
+        assert settings.algorithm == "grid" or settings.budget.trials or settings.budget.hours
 
 
 @pytest.mark.parametrize("path", SPACES, ids=lambda p: p.stem)

@@ -211,6 +211,7 @@ def test_shards_of_other_sizes_train_the_same_task(alone: Any) -> None:
     assert contents(animals, "again", "one") == expected
 
 
+@pytest.mark.slow
 def test_a_foreign_class_changes_no_bit_of_a_task(alone: Any) -> None:
     animals, expected = alone
     animals.draw("asp", 50)

@@ -65,6 +65,7 @@ def take(megabytes: int) -> str:
     return f"{len(bytearray(megabytes << 20))} bytes"
 
 
+@pytest.mark.slow
 def test_the_memory_that_a_process_takes_is_measured() -> None:
     assert costs(take, 300)[1] >= 290
 

@@ -67,7 +67,7 @@ def test_a_run_through_errors_that_pass_has_the_same_numbers(
     assert "holds no file; give the folder that holds the runs" in output
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [9, 31])
 def test_a_run_killed_in_the_middle_goes_on_with_the_same_numbers(
     call: int, reference: Any, bucket: Any, tmp_path: Path

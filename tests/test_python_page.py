@@ -33,7 +33,7 @@ def write_configs(folder: Path) -> None:
     body |= {"methods": {"individual": {}}, "train": {**body["train"], "epochs": 20}}
     small_run.write_config(folder / "configs" / "base.yaml", body)
     search: dict[str, Any] = {"base": "../base.yaml", "space": SPACE, "seeds": [0]}
-    small_run.write_config(folder / "configs" / "search" / "meat.yaml", search)
+    small_run.write_config(folder / "configs" / "search" / "meat-lambda-alpha.yaml", search)
 
 
 @pytest.mark.slow

@@ -19,14 +19,3 @@ def header_of(path: Path) -> dict[str, str]:
             key = words[0]
             entries[key] = words[1]
     return entries
-
-
-def summary_of(path: Path) -> str:
-    """Return the first paragraph of the comment at the top of a config."""
-    words: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        text = line.removeprefix("#").strip()
-        if not line.startswith("#") or not text:
-            break
-        words.append(text)
-    return " ".join(words)

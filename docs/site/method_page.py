@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from docs.site.config_header import header_of, summary_of
+from docs.site.config_header import header_of
 from docs.site.figures import RESULTS, anchor_of, figures_of
 from docs.site.markdown import escape, from_docstring, table
 from docs.site.pages import LINK, REPOSITORY, text_of
 from docs.site.setting_text import settings_list
 from pipeline.config import load
 from pipeline.shell.method_list import training_texts
-from pipeline.yaml_files import read_recommended
+from pipeline.yaml_files import read_recommended, read_search
 from workers.methods import METHODS
 from workers.methods.base import Method
 
@@ -113,11 +113,15 @@ def _configs(name: str) -> str:
         file = f"configs/streams/{stream}.yaml"
         command = f"`accrete run {file} --method {name}`"
         rows.append((f"[{stream}]({file})", command, header.get(stream, NOT_MEASURED)))
-    search = f"configs/search/{name}.yaml"
-    summary = summary_of(REPOSITORY / search)
     cells = [[_in_cell(link), _in_cell(c), _in_cell(escape(text))] for link, c, text in rows]
     listed = table(("stream", "command", "expected"), cells)
-    return f"{listed}\n\nSearch space: [{escape(summary)}]({search})"
+    return f"{listed}\n\n`accrete search CONFIG --method {name}` searches {_searched(name)}."
+
+
+def _searched(name: str) -> str:
+    """Return the settings that the search of a method varies."""
+    keys = read_search(name)["space"]
+    return ", ".join(f"`{key.removeprefix(f'methods.{name}.')}`" for key in keys)
 
 
 def _measured(name: str) -> str:

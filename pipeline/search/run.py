@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import app
@@ -32,7 +31,7 @@ from pipeline.search.spec import Search, state_of, write_state
 from pipeline.search.trial import Plan, folder, now, with_history
 from pipeline.shell.console import summary
 from pipeline.tracking.search_recorder import SearchRecorder
-from pipeline.yaml_files import dump_yaml, read_yaml
+from pipeline.yaml_files import dump_yaml, find_config, read_yaml
 from workers.errors import UserError
 from workers.storage.artifact import join, write_bytes
 from workers.storage.lock import stage_lock
@@ -313,7 +312,8 @@ def _metrics_of(search: Search, screen: SearchScreen) -> Iterator[None]:
 
 def is_search(path: str) -> bool:
     """Return whether a file is a search, and no config to run."""
-    return Path(path).exists() and "space" in read_yaml(Path(path), "a config")
+    file = find_config(path)
+    return file.exists() and "space" in read_yaml(file, "a config")
 
 
 def report(search: Search) -> WrittenReport:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -375,18 +376,25 @@ class SearchFile(NamedTuple):
 
 
 def load(path: str, overrides: list[str]) -> SearchFile:
-    """Read a search file and its base. Raise `UserError` when one of them is wrong."""
+    """Read a search file and its base.
+
+    Args:
+        path: Of the search file; or of a config, whose overrides then name the method to search.
+        overrides: As `--set` takes them.
+
+    Raises:
+        UserError: If one of the files is wrong.
+    """
     file = yaml_files.find_config(path)
     if not file.exists():
         raise UserError(f"search {path!r} does not exist; {yaml_files.similar_file(file)}")
     raw = yaml_files.read_yaml(file, "a search")
+    is_config = "space" not in raw and not any(o.startswith("space") for o in overrides)
+    if is_config and ("stream" in raw or "extends" in raw):
+        raw = _search_of_method(path, file, overrides)
     for override in overrides:
-        apply_override(raw, override)
-    if "space" not in raw and "methods" in raw:
-        raise UserError(
-            f"{path}: this is a config to run, with no `space`; "
-            "use `python -m pipeline run`, or write a search that has it as `base`"
-        )
+        if not is_config or not override.startswith("methods="):
+            apply_override(raw, override)
     settings = configs.checked(SearchSettings, {"name": file.stem, **raw}, "", path)
     base = file.parent / settings.base
     if not base.exists():
@@ -405,6 +413,38 @@ def load(path: str, overrides: list[str]) -> SearchFile:
             base_stream = {}
         body = {**body, "stream": {**base_stream, **settings.stream}}
     return SearchFile(settings, body, report_body)
+
+
+def _search_of_method(path: str, file: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a search file for one method, which an override names.
+
+    Args:
+        path: Of the config, for errors.
+        file: Of the config, which becomes the base.
+        overrides: As `--set` takes them.
+
+    Raises:
+        UserError: If they name no method or several, or one without a search.
+    """
+    named = [yaml_files.parse_override(o)[1] for o in overrides if o.startswith("methods=")]
+    method = named[-1] if named else None
+    if isinstance(method, list) and len(method) == 1:
+        (method,) = method
+    if not isinstance(method, str):
+        raise UserError(
+            f"{path}: this is a config, with no `space`; name one method to search with "
+            "--method NAME, write a search file that has the config as `base`, or use "
+            "`python -m pipeline run`"
+        )
+    search = yaml_files.read_search(method)
+    if not search:
+        remedy = did_you_mean(method, METHODS, "write a search file that has the config as `base`")
+        raise UserError(f"{path}: method {method!r:.60} has no search of its own; {remedy}")
+    changes: dict[str, Any] = {"methods": method}
+    cluster = yaml_files.read_with_bases(file).get("cluster") or {}
+    if not cluster.get("workers"):
+        changes["cluster.workers"] = 1
+    return {"name": f"{file.stem}-{method}", "base": file.name, "set": changes, **search}
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

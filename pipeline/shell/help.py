@@ -40,7 +40,7 @@ EXAMPLES: Mapping[str, str] = {
     "add": "add leaves.yaml images/leaves --model model",
     "remove": "remove leaves.yaml --class oak --model model",
     "launch": "launch configs/demo.yaml --on slurm --set cluster.workers=2",
-    "search": "search configs/search/meat.yaml",
+    "search": "search configs/streams/digits.yaml --method meat",
     "ingest": "ingest configs/demo.yaml",
     "shards": "shards digits --split train",
     "runs": "runs --storage storage",

@@ -65,6 +65,11 @@ def config_schema() -> Schema:
         "type": "object",
         "additionalProperties": {"type": "object"},
     }
+    properties["search"] = {
+        "description": "in configs/methods/NAME.yaml: a search of the method's settings, as a "
+        "search file has it; keys of `space` are below `methods.NAME`",
+        "type": "object",
+    }
     return finished(schema)
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 from pipeline.graph.run_record import RunRecord
 from pipeline.graph.walk import Decision, Event, EventKind, Walk
 from pipeline.shell.invocation import this_command
-from pipeline.tracking.event_files import EventRecorder
 from pipeline.tracking.mlflow_client import (
     MlflowClientAdapter,
     SystemMetrics,
@@ -74,9 +73,6 @@ class Recorder:
         self.outbox = Outbox(
             "MLflow", self._answers, self.writer.forget, transient, log, login_refusal
         )
-        self.events: EventRecorder | None = None
-        if settings.tensorboard:
-            self.events = EventRecorder(settings, storage)
         self.system_metrics: SystemMetrics | None = None
         # of the workers' machines, with their time
         self.samples: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=MOST_SAMPLES)
@@ -85,9 +81,7 @@ class Recorder:
     @property
     def warnings(self) -> list[str]:
         """Sentences on what is not in the record."""
-        if self.events is None:
-            return self.outbox.warnings
-        return [*self.outbox.warnings, *self.events.warnings]
+        return self.outbox.warnings
 
     def start(self, record: RunRecord, graph_svg: str = "", watch: bool = False) -> None:
         """Find or create the runs of this graph, and record the stages that are finished.
@@ -95,14 +89,8 @@ class Recorder:
         record: the run record. watch: this machine works on the run, so its system metrics may be
         sampled.
         """
-        if self.events is not None:
-            self.events.start(record["name"], self._records_by_folder(record))
         if self.settings.enabled:
             self._start(record, graph_svg, watch)
-
-    def _records_by_folder(self, record: RunRecord) -> Mapping[str, RunRecord]:
-        """Return the run records whose curves are written, by their folder in that of the run."""
-        return {"": record}
 
     def _start(self, record: RunRecord, graph_svg: str, watch: bool) -> None:
         self.writer.begin(record, graph_svg)
@@ -115,8 +103,6 @@ class Recorder:
 
     def stage(self, stage: Stage, manifest: Mapping[str, Any] | None = None) -> None:
         """Record a stage that has just finished. An incomplete manifest is read from the store."""
-        if self.events is not None:
-            self.events.stage(stage.key)
         if self.writer.record and stage.step != "report":
             self._stage(stage, manifest)
 
@@ -171,8 +157,6 @@ class Recorder:
         status: FINISHED, FAILED or KILLED. For a server that does not answer, wait at most
         `tracking.patience_s`.
         """
-        if self.events is not None:
-            self.events.finish()
         if self.writer.record:
             self._finish(files, status)
 
@@ -221,12 +205,6 @@ class Recorder:
     def links(self, base: str = "") -> list[str]:
         """Return lines that say where the record of this run is. base: the address of a running
         `mlflow server`."""
-        lines = self._mlflow_links(base)
-        if self.events is not None and self.events.folder:
-            lines.append(f"TensorBoard's event files: {self.events.folder}")
-        return lines
-
-    def _mlflow_links(self, base: str) -> list[str]:
         location = self.writer.location
         if location is None:
             return []

@@ -51,9 +51,6 @@ class ReplicatedRecorder(Recorder):
                 stages.append((record["name"], stage["id"]))
         self.outbox = Outbox("MLflow", self._answers, self._forget, transient, log, login_refusal)
 
-    def _records_by_folder(self, record: RunRecord) -> Mapping[str, RunRecord]:
-        return {replica["name"]: replica for replica in self.records.values()}
-
     def _start(self, record: RunRecord, graph_svg: str, watch: bool) -> None:
         self.writer.identity = _identity_of(record)
         shared = [stage for stage in record["stages"] if stage["step"] == "ingest"]

@@ -11,10 +11,9 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pipeline.config import flatten
 from pipeline.graph.gpu_use import gpu_sentences, read_gpu_use
@@ -100,25 +99,6 @@ class RunIdentity:
     pictures: bool = True
 
 
-class RunClient(Protocol):
-    """What writes runs: an `MlflowClientAdapter`, or `EventFiles` for TensorBoard."""
-
-    uri: str
-    experiment: str
-
-    def find(self, tags: Mapping[str, str]) -> list[Run]: ...
-    def create(self, name: str, tags: Mapping[str, str]) -> Run: ...
-    def reopen(self, run: Run) -> None: ...
-    def close(self, run: Run, status: str) -> None: ...
-    def tag(self, run: Run, tags: Mapping[str, str]) -> None: ...
-    def log_points(
-        self, run: Run, points: Iterable[Point], tags: Mapping[str, str] | None = None
-    ) -> None: ...
-    def log_params(self, run: Run, values: Mapping[str, Any]) -> None: ...
-    def log_inputs(self, run: Run, inputs: Iterable[InputData]) -> None: ...
-    def log_files(self, run: Run, files: Mapping[str, bytes]) -> None: ...
-
-
 def run_key(record: RunRecord) -> str:
     """Return what makes two runs the same run: the name and the keys of all stages."""
     keys = "\n".join(sorted(stage["key"] for stage in record["stages"]))
@@ -126,23 +106,12 @@ def run_key(record: RunRecord) -> str:
 
 
 class RunWriter:
-    """Writes the runs of one graph. Its methods raise what MLflow raises; call `forget` after
-    that.
+    """Writes the runs of one graph in MLflow. Call `forget` after one of its methods raised."""
 
-    open_client: returns what the runs are written with; by default, MLflow.
-    """
-
-    def __init__(
-        self,
-        settings: TrackingSettings,
-        storage: str,
-        identity: RunIdentity,
-        open_client: Callable[[], RunClient] | None = None,
-    ):
+    def __init__(self, settings: TrackingSettings, storage: str, identity: RunIdentity):
         self.settings = settings
         self.storage = storage
         self.identity = identity
-        self.open_client = open_client or partial(MlflowClientAdapter, storage, settings)
         self.record = cast(RunRecord, {})  # empty before `begin`
         self.stages: dict[str, Mapping[str, Any]] = {}
         self.graph_svg = ""
@@ -162,7 +131,7 @@ class RunWriter:
 
     def forget(self) -> None:
         """Forget everything that MLflow has answered."""
-        self.client: RunClient | None = None
+        self.client: MlflowClientAdapter | None = None
         # by (label, task); ("", "") is the graph's run, (label, "") a method's
         self.runs: dict[tuple[str, str], Run] = {}
         self.logged_inputs: set[tuple[str, str, str]] = set()  # (run id, data set, context)
@@ -184,11 +153,11 @@ class RunWriter:
         return ids
 
     # ---- runs ------------------------------------------------------------------------------------
-    def ready(self) -> RunClient:
+    def ready(self) -> MlflowClientAdapter:
         """Find or create the runs of this graph and its methods; return the client."""
         if self.client and self.runs:
             return self.client
-        client = self.client = self.client or self.open_client()
+        client = self.client = self.client or MlflowClientAdapter(self.storage, self.settings)
         runs = {}
         for run in client.find({"accrete.run": self._run_key()}):
             tags = run.data.tags

@@ -344,7 +344,6 @@ FREE = {
         "patience_s": 5.0,
         "models": False,
         "system_metrics": True,
-        "tensorboard": True,
         "prometheus": "127.0.0.1:9464",
     },
 }

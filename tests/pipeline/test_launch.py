@@ -269,7 +269,7 @@ def test_an_array_has_a_job_for_each_seed(capsys: pytest.CaptureFixture[str]) ->
         ([DEMO, "--on", "kuberay", "--image", "accrete:1-gpu"], "without -gpu or -cpu"),
         ([DEMO, "--on", "kuberay", "--image", "accrete@sha256:12"], "without a digest"),
         (
-            [str(REPOSITORY / "configs" / "search" / "meat.yaml"), "--on", "slurm"],
+            [str(REPOSITORY / "configs" / "search" / "hat-s_max.yaml"), "--on", "slurm"],
             "this is a search",
         ),
         ([DEMO, "--on", "ray"], "name a bucket: --set storage=s3://bucket/folder"),

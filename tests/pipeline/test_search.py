@@ -130,6 +130,45 @@ def test_a_config_for_run_is_refused_as_a_search(tmp_path: Path) -> None:
         spec.prepare(str(tmp_path / "smal.yaml"), [], {})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([], "this is a config, with no `space`; name one method to search with --method NAME"),
+        (["methods=[meat, hat]"], "name one method to search with --method NAME"),
+        (["methods=[mete]"], "method 'mete' has no search of its own; did you mean 'meat'"),
+    ],
+)
+def test_a_config_is_searched_for_one_method(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        spec.load("configs/streams/digits.yaml", overrides)
+
+
+def test_the_search_of_a_method_is_that_of_its_file(tmp_path: Path) -> None:
+    more = ["methods=[meat]", f"storage={tmp_path}", "budget.trials=3", "seed=4"]
+    settings, body, _ = spec.load("configs/streams/digits.yaml", more)
+    assert settings.name == "digits-meat"
+    assert {key.rpartition(".")[2] for key in settings.space} == {
+        "lambda", "alpha", "mask_travel", "token_mask_blocks"
+    }  # fmt: skip
+    assert settings.budget.trials == 3
+    assert settings.budget.hours == 6
+    assert settings.seed == 4
+    assert (body["storage"], body["cluster"]["workers"]) == (str(tmp_path), 1)
+    conditional, _, _ = spec.load("configs/streams/digits.yaml", ["methods=adapter"])
+    assert conditional.space["methods.adapter.dropout"].when == {
+        "methods.adapter.kind": "adaptformer"
+    }
+    config = tmp_path / "mine.yaml"
+    stream = Path.cwd() / "configs" / "streams" / "digits.yaml"
+    config.write_text(
+        f"extends: {stream}\nname: mine\ncluster: {{workers: 2}}\nmethods: {{hat: }}\n"
+    )
+    settings, body, _ = spec.load(str(config), ["methods=[linear]"])
+    assert settings.name == "mine-linear"
+    assert [*body["methods"]] == ["linear"]
+    assert body["cluster"]["workers"] == 2
+
+
 def test_overrides_reach_the_search_and_its_base(tmp_path: Path) -> None:
     search = prepared(tmp_path, "budget.trials=9", "set={train.epochs: 1}", "name=other")
     assert search.name == "other"

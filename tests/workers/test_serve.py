@@ -478,6 +478,7 @@ def import_as(model_folder: str, data: bytes, name: str) -> str:
     return single_tasks.import_task(model_folder, forged(data, task=name), name).name
 
 
+@pytest.mark.slow
 def test_tasks_that_are_imported_at_once_are_all_there(folder: Any) -> None:
     model_folder = folder("linear")
     data = single_tasks.export_task(Bundle.open(model_folder), "two")

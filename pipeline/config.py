@@ -681,7 +681,7 @@ def load(
     """
     body = _values_of(source)
     where = name_of_source(source)
-    is_stream = "methods" not in body  # then the methods do not make it a run of another name
+    is_stream = "methods" not in body  # its methods are then part of the run's own name
     plain = copy.deepcopy(body)
     for override in overrides or []:
         body = _apply_override(body, override, source)
@@ -714,9 +714,9 @@ def _apply_override(body: dict[str, Any], override: str, source: ConfigSource) -
 
 
 def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, Any]:
-    """Return the values of a config with the settings of methods that are only named.
+    """Replace names of methods in the values of a config by their recommended settings.
 
-    A file without a name becomes a run that is called FILE-METHOD.
+    A file without a name becomes the run FILE-METHOD.
     """
     where = name_of_source(source)
     if not isinstance(source, str):

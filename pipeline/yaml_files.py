@@ -8,6 +8,7 @@ thousand, `yes` is true.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -243,14 +244,24 @@ def find_config(path: str) -> Path:
     """Return the file of a config.
 
     Args:
-        path: Path of the config. If there is no such file, `configs/...` is one that ships.
+        path: Of the config. For `configs/...`, the file that comes with Accrete is taken and named
+            on the console if the current folder has none.
     """
     file = Path(path)
-    if not file.exists() and file.parts[:1] == ("configs",):
-        shipped = CONFIGS.joinpath(*file.parts[1:])
-        if shipped.exists() and ".." not in file.parts:
-            return shipped
-    return file
+    if file.exists() or file.parts[:1] != ("configs",) or ".." in file.parts:
+        return file
+    shipped = CONFIGS.joinpath(*file.parts[1:])
+    if not shipped.exists():
+        return file
+    _notify_once(f"{path} is the one that comes with Accrete, {shipped}")
+    return shipped
+
+
+@functools.cache
+def _notify_once(text: str) -> None:
+    from workers.storage import filesystem  # start-up time: imports pyarrow
+
+    filesystem.notify(text)
 
 
 def read_with_bases(file: Path) -> dict[str, Any]:
@@ -329,16 +340,16 @@ def _merged_over_bases(
     return merge_files(merge_files(merged, take_named_methods(body, stream, str(file))), body)
 
 
-# ---- methods that are named without settings -----------------------------------------------------
+# ---- methods given by name alone -----------------------------------------------------
 def find_stream(file: Path, bases: Sequence[str] | None = None) -> str:
-    """Return the stream of a config: the name of the file in configs/streams that it is or extends.
+    """Return the name of the file in configs/streams that a config is or extends.
 
     Args:
         file: Path of the config.
         bases: Names of the files that it extends; by default they are read from it.
 
     Returns:
-        The name without its extension, or "" for a config that extends no such file.
+        The name without its extension, or "" if there is no such file.
     """
     if file.resolve().parent == STREAMS:
         return file.stem
@@ -349,7 +360,7 @@ def find_stream(file: Path, bases: Sequence[str] | None = None) -> str:
 
 
 def take_named_methods(body: dict[str, Any], stream: str, where: str) -> dict[str, Any]:
-    """Turn `methods: [NAME, ...]` into the settings that are recommended for a stream.
+    """Replace `methods: [NAME, ...]` by the settings that the methods recommend for a stream.
 
     Args:
         body: Values of a config. If its `methods` is a name or a list of names, it is removed.

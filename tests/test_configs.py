@@ -290,7 +290,7 @@ def test_the_methods_are_those_with_a_config() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_search_with_points_that_a_run_accepts(
+def test_every_method_has_a_search_that_a_run_accepts(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCRETE_DATA", "nowhere")

@@ -32,6 +32,7 @@ from pipeline.data.known_images import (
     are_read_alike,
     digest_reading,
     find_runs,
+    read_num_rows,
     write_source,
 )
 from pipeline.data.listing import Entry, list_entries
@@ -64,7 +65,6 @@ from workers.storage.parquet import read_table
 
 INFO = b"shard"  # in the metadata of a shard's table: its size and digest
 PICTURES = b"pictures"  # the same: small images for the preview, as a shard is read once
-NUM_ROWS = b"rows"  # in the metadata of SOURCE: stamp of a shard -> number of its samples
 PLACES = ("more", "path", "splits")  # settings of a source that say where its shards lie
 MOST_PICTURES = 40  # of a shard
 SHOWN_SHARDS = 200  # about so many have pictures
@@ -124,7 +124,7 @@ def index_shards(
         map_fn: `map_fn(function, items)` returns results in order. The index is the same whatever
             it does in parallel.
         extra: More fields of the manifest.
-        progress: Is told what was done.
+        progress: Called with a report of the progress, or None.
         previous: Key of an earlier ingest of this card, or "". Its shards are not read again if
             they did not change.
 
@@ -153,7 +153,7 @@ def index_shards(
         fields = {**extra, "fingerprint": ingest.fingerprint_of(state), "started": started}
         fields["reading"] = digest_reading(card, PLACES)
         index = index_table(names, contents.selected)
-        attempt.write(SOURCE, _write_source(contents.rows, jobs, shards))
+        attempt.write(SOURCE, _write_source(contents.rows, rows, jobs, shards))
         ingest.publish(
             attempt, index, contents, _pictures(contents.selected, names, shards), fields
         )
@@ -193,20 +193,21 @@ def _pictures(
 
 # ---- shards of an earlier ingest -----------------------------------------------------------------
 def _write_source(
-    rows: pa.Table, jobs: Sequence[IndexJob], shards: Sequence[IndexedShard]
+    kept: pa.Table, rows: pa.Table, jobs: Sequence[IndexJob], shards: Sequence[IndexedShard]
 ) -> bytes:
-    """Return the file SOURCE. rows: those that the card does not leave out."""
-    num_rows: dict[str, int] = {}
-    pictures: dict[str, list[list[str]]] = {}
-    shown = [picture.name for shard in shards for picture in shard.pictures]
-    taken = pc.is_in(pa.array(shown, pa.large_string()), rows["name"])
-    is_taken = iter(taken.to_pylist())
-    for job, shard in zip(jobs, shards, strict=True):
-        of_shard = [picture for picture in shard.pictures if next(is_taken)]
-        if job.stamp:
-            num_rows[job.stamp] = len(shard.rows)
-            pictures[job.stamp] = _encode_pictures(of_shard)
-    return write_source(rows, {NUM_ROWS: json.dumps(num_rows), PICTURES: json.dumps(pictures)})
+    """Return the bytes of the file SOURCE, with the pictures of images that are kept.
+
+    kept, rows: as for `write_source`.
+    """
+    names = {picture.name for shard in shards for picture in shard.pictures}
+    pictured = kept.filter(pc.is_in(kept["name"], pa.array(names, pa.large_string())))
+    images = set(zip(pictured["pack"].to_pylist(), pictured["name"].to_pylist(), strict=True))
+    pictures = {
+        job.stamp: _encode_pictures([p for p in shard.pictures if (job.name, p.name) in images])
+        for job, shard in zip(jobs, shards, strict=True)
+        if job.stamp
+    }
+    return write_source(kept, rows, {PICTURES: json.dumps(pictures)})
 
 
 class KnownShards(NamedTuple):
@@ -215,7 +216,7 @@ class KnownShards(NamedTuple):
     Attributes:
         rows: Of all its samples, as `packs.ROWS`.
         runs: Stamp of a shard -> first row, and row behind the last.
-        num_rows: Stamp -> number of samples when the shard was read.
+        num_rows: Number of rows by stamp, see `known_images.read_num_rows`.
         pictures: Stamp -> encoded pictures.
         infos: Name of a shard then -> its size and digest.
     """
@@ -238,13 +239,13 @@ class KnownShards(NamedTuple):
             return None
         try:
             table = read_table(artifact.read(SOURCE))
-            metadata = table.schema.metadata or {}
-            num_rows, pictures = json.loads(metadata[NUM_ROWS]), json.loads(metadata[PICTURES])
+            num_rows = read_num_rows(table)
+            pictures = json.loads((table.schema.metadata or {})[PICTURES])
             infos = read_shards(artifact)
         except (UserError, pa.ArrowException, OSError, KeyError, ValueError):
             return None
         rows = table.replace_schema_metadata(None)
-        if rows.schema != ROWS or not isinstance(num_rows, dict) or not isinstance(pictures, dict):
+        if rows.schema != ROWS or not isinstance(pictures, dict):
             return None
         return cls(rows, find_runs(rows["stamp"]), num_rows, pictures, infos)
 
@@ -252,7 +253,7 @@ class KnownShards(NamedTuple):
         """Return a shard as it was read; None if it must be read again."""
         start, stop = self.runs.get(job.stamp, (0, 0))
         rows = self.rows.slice(start, stop - start)
-        if not len(rows) or self.num_rows.get(job.stamp) != len(rows):
+        if not len(rows) or self.num_rows.get(job.stamp, 1) != len(rows):
             return None
         names = rows["pack"].drop_null().unique().to_pylist()
         if len(names) != 1 or names[0] not in self.infos:
@@ -292,10 +293,10 @@ def _build_jobs(
         entry = versions[name]
         stamp = ""
         if entry.modified:
-            # no place of a person's data stands in the store
-            place = hashlib.sha256(urls[name].encode("utf-8", "backslashreplace")).hexdigest()
+            # The store does not say where a person's data lie.
+            digest = hashlib.sha256(urls[name].encode("utf-8", "backslashreplace")).hexdigest()
             split = name.rpartition("-")[0]
-            stamp = f"{split}\t{place[:24]}\t{entry.size}\t{entry.modified}"
+            stamp = f"{split}-{digest[:24]}\t{entry.size}\t{entry.modified}"
         jobs.append(IndexJob(unit, card, name, target, is_shown, stamp))
     return jobs
 
@@ -308,7 +309,7 @@ def _read_all(
     map_fn: MapFn,
     progress: ingest.Report | None,
 ) -> list[IndexedShard]:
-    """Read all shards that are not known and have no table yet; return all shards in order."""
+    """Read the shards that are neither known nor have a table yet, and return all in order."""
     shards: dict[str, IndexedShard] = {}
     if before is not None and jobs:
         checker = ImageChecker(jobs[0].card)
@@ -357,7 +358,7 @@ def _encode_pictures(pictures: Sequence[Picture]) -> list[list[str]]:
 
 
 def _decode_pictures(body: Any) -> tuple[Picture, ...]:
-    """Return the pictures of `_encode_pictures`. Raise ValueError or TypeError if they are none."""
+    """Decode the pictures of `_encode_pictures`. Raise ValueError or TypeError for other data."""
     return tuple(
         Picture(split, label, name, base64.b64decode(data)) for split, label, name, data in body
     )

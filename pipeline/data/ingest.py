@@ -216,7 +216,7 @@ def _write_artifact(
     attempt.name = _attempt_name(attempt.root, attempt.key, packs, plan)
     pictures = list(_pictures(card, sample_rows(contents.selected), packs))
     index = _write_all(contents.selected, card, attempt, packs, map_fn, report, known)
-    attempt.write(SOURCE, source_rows(contents.rows, index))
+    attempt.write(SOURCE, source_rows(contents.rows, rows, index))
     publish(attempt, index, contents, pictures, fields)
 
 

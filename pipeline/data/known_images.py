@@ -13,7 +13,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +45,7 @@ from workers.storage.artifact import Artifact, Attempt, FileInfo, join, link_fil
 from workers.storage.parquet import read_table
 
 SOURCE = "source.parquet"  # of an ingest stage: a row for each image of its source that has a stamp
+NUM_ROWS = b"rows"  # in the metadata of SOURCE: stamp -> number of rows, where it is not 1
 STAMP = r"^[^\t]*\t(\d+)\t\d+(\t\d+\t\w+)$"  # groups: size of the file; place in it
 # Settings of a card that do not affect how a single image is read.
 NOT_OF_IMAGES = (
@@ -138,11 +139,13 @@ class KnownImages:
         artifact: Its result.
         rows: Of its source, as `packs.ROWS`; `pack` is the URI of a shard.
         index: Of its shards.
+        num_rows: Number of rows by stamp, see `read_num_rows`.
     """
 
     artifact: Artifact
     rows: pa.Table
     index: pa.Table
+    num_rows: Mapping[str, int]
 
     @classmethod
     def open(cls, root: str, key: str, card: Card) -> KnownImages | None:
@@ -156,11 +159,13 @@ class KnownImages:
             return None
         try:
             rows = read_table(artifact.read(SOURCE))
+            num_rows = read_num_rows(rows)
             index = read_index(artifact, artifact.manifest["files"])
-        except (UserError, pa.ArrowException, OSError, KeyError):
+        except (UserError, pa.ArrowException, OSError, KeyError, ValueError):
             return None
         if rows.schema != ROWS:
             return None
+        rows = rows.replace_schema_metadata(None)
         # the storage may be a stranger's, whose rows must not lead to other files
         files = pa.array(artifact.manifest["files"], pa.large_string())
         rows = rows.filter(pc.or_(pc.is_null(rows["pack"]), pc.is_in(rows["pack"], files)))
@@ -168,7 +173,7 @@ class KnownImages:
         slash = pa.scalar("/", pa.large_string())
         shards = pc.binary_join_element_wise(folder, rows["pack"], slash)
         place = rows.schema.get_field_index("pack")
-        return cls(artifact, rows.set_column(place, "pack", shards), index)
+        return cls(artifact, rows.set_column(place, "pack", shards), index, num_rows)
 
     def divide(self, units: Sequence[Unit], card: Card) -> list[DividedUnit | None]:
         """Divide units into known and unknown images; None for a unit without known images.
@@ -215,7 +220,8 @@ class KnownImages:
         """
         start, stop = runs.get(unit.stamp, (0, 0))
         rows = self.rows.slice(start, stop - start)
-        if 0 < len(rows) == unit.num_items and are_read_alike(rows, checker):
+        is_whole = 0 < len(rows) == self.num_rows.get(unit.stamp, 1)
+        if is_whole and are_read_alike(rows, checker):
             nothing = Unit(read_items, ([],), 0)
             rows = checker.mark_left_out(rows)
             return DividedUnit(nothing, self.rows.slice(0, 0), rows, np.ones(len(rows), bool))
@@ -223,13 +229,12 @@ class KnownImages:
         of_file = self.rows.filter(pc.starts_with(self.rows["name"], prefix))
         texts = pc.utf8_slice_codeunits(of_file["name"], len(prefix))
         is_number = pc.match_substring_regex(texts, r"^\d{1,15}$")
-        of_file = of_file.filter(is_number)
-        places = texts.filter(is_number).cast(pa.int64())
+        row_numbers = texts.filter(is_number).cast(pa.int64())
         is_near = pc.and_(
-            pc.greater_equal(places, unit.first_row - UNIT_ITEMS),
-            pc.less(places, unit.first_row + unit.num_items + UNIT_ITEMS),
+            pc.greater_equal(row_numbers, unit.first_row - UNIT_ITEMS),
+            pc.less(row_numbers, unit.first_row + unit.num_items + UNIT_ITEMS),
         )
-        earlier = of_file.filter(is_near)
+        earlier = of_file.filter(is_number).filter(is_near)
         if not len(earlier):
             return None
         return DividedUnit(unit, earlier, self.rows.slice(0, 0), np.zeros(0, bool))
@@ -263,10 +268,10 @@ class KnownImages:
 
     def find_shards(self, shards: Sequence[Shard]) -> dict[str, WrittenShard]:
         """Return those of some shards that would be written as they are here, by name."""
-        places = find_runs(self.index["shard"])
+        runs = find_runs(self.index["shard"])
         same: dict[str, WrittenShard] = {}
         for shard in shards:
-            start, stop = places.get(shard.name, (0, 0))
+            start, stop = runs.get(shard.name, (0, 0))
             if stop - start != len(shard.rows) or stop == start:
                 continue
             part = self.index.slice(start, stop - start)
@@ -302,17 +307,19 @@ def find_runs(column: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
 
 
 def are_read_alike(rows: pa.Table, checker: ImageChecker) -> bool:
-    """Whether rows of an earlier ingest are those that the card gives now, as far as it is known.
+    """Whether the card of now gives the same rows as an earlier ingest.
 
-    They are not if an image was left out by `per_class` then, and its bytes were not kept, or if
-    its class came onto the card or left it.
+    It does not if `per_class` left out an image then, so that its bytes were not kept, or if a
+    class came onto the card or left it.
     """
     columns = (rows[name].to_pylist() for name in ("label", "problem", "pack"))
-    return all(
-        (problem is not None or pack is not None)
-        and (problem or "").startswith("unlabelled") == (label not in checker.classes)
-        for label, problem, pack in zip(*columns, strict=True)
-    )
+    for label, problem, pack in zip(*columns, strict=True):
+        if problem is None and pack is None:
+            return False
+        was_on_card = not (problem or "").startswith("unlabelled")
+        if label is not None and was_on_card != (label in checker.classes):
+            return False
+    return True
 
 
 def _find_candidates(rows: pa.Table, items: Sequence[Item]) -> pa.Table:
@@ -330,28 +337,61 @@ def _size_of(stamp: str) -> str:
     return re.sub(STAMP, r"\1\2", stamp)
 
 
-def source_rows(rows: pa.Table, index: pa.Table) -> bytes:
-    """Return the file SOURCE: the rows of a source that have a stamp, and where they are stored.
+def source_rows(kept: pa.Table, rows: pa.Table, index: pa.Table) -> bytes:
+    """Return the bytes of the file SOURCE, with the places of the images in the shards.
 
     An image that `per_class` of the card left out is in no shard, and has no `pack`.
+
+    Args:
+        kept: The rows that the card does not leave out.
+        rows: All rows of the source.
+        index: Of the shards.
     """
-    places = pc.index_in(rows["sha256"], index["sha256"].cast(pa.large_string()), skip_nulls=True)
+    positions = pc.index_in(
+        kept["sha256"], index["sha256"].cast(pa.large_string()), skip_nulls=True
+    )
     columns = {
-        "pack": index["shard"].take(places).cast(pa.large_string()),
-        "offset": index["offset"].take(places),
-        "bytes": index["bytes"].take(places),
+        "pack": index["shard"].take(positions).cast(pa.large_string()),
+        "offset": index["offset"].take(positions),
+        "bytes": index["bytes"].take(positions),
     }
     for name, column in columns.items():
-        rows = rows.set_column(rows.schema.get_field_index(name), name, column)
-    return write_source(rows)
+        kept = kept.set_column(kept.schema.get_field_index(name), name, column)
+    return write_source(kept, rows, {})
 
 
-def write_source(rows: pa.Table, metadata: dict[bytes, str] | None = None) -> bytes:
-    """Return the bytes of a file SOURCE: the rows with a stamp, and metadata."""
-    rows = rows.filter(pc.is_valid(rows["stamp"])).cast(ROWS).replace_schema_metadata(metadata)
+def write_source(kept: pa.Table, rows: pa.Table, metadata: Mapping[bytes, str]) -> bytes:
+    """Return the bytes of a file SOURCE: the rows with a stamp, and the number of rows by stamp.
+
+    Args:
+        kept: The rows that the card does not leave out.
+        rows: All rows of the source.
+        metadata: Of the table, beside NUM_ROWS.
+    """
+    counts = rows.group_by("stamp").aggregate([([], "count_all")])
+    counts = counts.filter(
+        pc.and_(pc.is_valid(counts["stamp"]), pc.greater(counts["count_all"], 1))
+    )
+    num_rows = dict(zip(counts["stamp"].to_pylist(), counts["count_all"].to_pylist(), strict=True))
+    kept = kept.filter(pc.is_valid(kept["stamp"])).cast(ROWS)
+    kept = kept.replace_schema_metadata({**metadata, NUM_ROWS: json.dumps(num_rows)})
     sink = io.BytesIO()
-    pq.write_table(rows, sink, compression="zstd")
+    pq.write_table(kept, sink, compression="zstd")
     return sink.getvalue()
+
+
+def read_num_rows(table: pa.Table) -> dict[str, int]:
+    """Read from a file SOURCE how many rows had a stamp when they were read, if it was not one.
+
+    The file has fewer rows of a stamp if the card left some out.
+
+    Raises:
+        ValueError: If the metadata of the table are damaged.
+    """
+    num_rows = json.loads((table.schema.metadata or {}).get(NUM_ROWS, b"{}"))
+    if not isinstance(num_rows, dict):
+        raise ValueError("the numbers of rows are no mapping")
+    return num_rows
 
 
 class Changes(NamedTuple):
@@ -367,7 +407,7 @@ class Changes(NamedTuple):
         """Compare the rows of two ingests by the names of images, and by their bytes.
 
         Rows without a stamp are not images, and do not count. Rows with the same stamp are the same
-        image.
+        image. Images of two files that have one name are told apart by the paths of these.
         """
         columns = ["name", "raw", "stamp"]
         before = before.select(columns)
@@ -375,8 +415,8 @@ class Changes(NamedTuple):
         is_same = pc.is_in(now["stamp"], before["stamp"])
         was_same = pc.is_in(before["stamp"], now["stamp"])
         before, now = before.filter(pc.invert(was_same)), now.filter(pc.invert(is_same))
-        old = dict(zip(before["name"].to_pylist(), _bytes_digests(before), strict=True))
-        new = dict(zip(now["name"].to_pylist(), _bytes_digests(now), strict=True))
+        old = dict(zip(_paths(before), _bytes_digests(before), strict=True))
+        new = dict(zip(_paths(now), _bytes_digests(now), strict=True))
         added = new.keys() - old.keys()
         removed = old.keys() - new.keys()
         gone = {old[name] for name in removed if old[name]}
@@ -390,6 +430,13 @@ class Changes(NamedTuple):
             f"since the last ingest: {self.added} images added, {self.changed} changed, "
             f"{self.removed} removed, {self.moved} moved"
         )
+
+
+def _paths(rows: pa.Table) -> list[str]:
+    """Return the path of each image: the name of its file, which its stamp begins with, and its
+    own."""
+    files = [stamp.partition("\t")[0] for stamp in rows["stamp"].to_pylist()]
+    return [f"{file}\t{name}" for file, name in zip(files, rows["name"].to_pylist(), strict=True)]
 
 
 def _bytes_digests(rows: pa.Table) -> list[str]:

@@ -188,8 +188,8 @@ class ImageChecker:
             else problem
             for label, name, problem in zip(*columns, strict=True)
         ]
-        place = rows.schema.get_field_index("problem")
-        return rows.set_column(place, "problem", pa.array(problems, pa.large_string()))
+        column = pa.array(problems, pa.large_string())
+        return rows.set_column(rows.schema.get_field_index("problem"), "problem", column)
 
     def _label_problem(self, label: str | None) -> str:
         if label is None:

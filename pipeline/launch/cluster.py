@@ -72,7 +72,9 @@ PACKAGES = (
 )
 # Not sent to the nodes. Patterns as in .gitignore: one that starts with / is of the root alone, as
 # `workers/storage` holds code.
-LEFT_AT_HOME = ["/.venv", "/.git", "/storage", "/tests", "/benchmarks", "__pycache__"]
+LEFT_AT_HOME = [
+    "/.venv", "/.git", "/build", "/dist", "/storage", "/tests", "/benchmarks", "__pycache__"
+]  # fmt: skip
 
 
 # ---- joining or starting -------------------------------------------------------------------------

@@ -389,12 +389,11 @@ def load(path: str, overrides: list[str]) -> SearchFile:
     if not file.exists():
         raise UserError(f"search {path!r} does not exist; {yaml_files.similar_file(file)}")
     raw = yaml_files.read_yaml(file, "a search")
-    is_config = "space" not in raw and not any(o.startswith("space") for o in overrides)
-    if is_config and ("stream" in raw or "extends" in raw):
-        raw = _search_of_method(path, file, overrides)
+    if "space" not in raw and ("stream" in raw or "extends" in raw):
+        raw = _build_search(path, file, overrides)
+        overrides = [override for override in overrides if not override.startswith("methods=")]
     for override in overrides:
-        if not is_config or not override.startswith("methods="):
-            apply_override(raw, override)
+        apply_override(raw, override)
     settings = configs.checked(SearchSettings, {"name": file.stem, **raw}, "", path)
     base = file.parent / settings.base
     if not base.exists():
@@ -415,8 +414,8 @@ def load(path: str, overrides: list[str]) -> SearchFile:
     return SearchFile(settings, body, report_body)
 
 
-def _search_of_method(path: str, file: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a search file for one method, which an override names.
+def _build_search(path: str, file: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Build the values of a search file for a config and the method that an override names.
 
     Args:
         path: Of the config, for errors.
@@ -424,7 +423,7 @@ def _search_of_method(path: str, file: Path, overrides: Sequence[str]) -> dict[s
         overrides: As `--set` takes them.
 
     Raises:
-        UserError: If they name no method or several, or one without a search.
+        UserError: If they do not name one method, or its file has no search.
     """
     named = [yaml_files.parse_override(o)[1] for o in overrides if o.startswith("methods=")]
     method = named[-1] if named else None

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 
-SCRIPT = "accrete"  # that `pip install` puts into an environment
+SCRIPT = "accrete"  # installed by pip, see `project.scripts` of pyproject.toml
 
 
 def this_python() -> str:

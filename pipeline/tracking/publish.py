@@ -222,8 +222,8 @@ def picture() -> bytes:
 
 
 def requirements() -> list[str]:
-    """Return the packages that serving imports, at the versions that are installed."""
-    # `2.11.0+cpu` is a build that the package index does not have
+    """Return the packages that serving imports, pinned to the installed versions."""
+    # the package index does not have builds such as `2.11.0+cpu`
     return [f"{name}=={metadata.version(name).partition('+')[0]}" for name in PACKAGES]
 
 

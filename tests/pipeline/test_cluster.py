@@ -356,6 +356,17 @@ def test_who_joins_a_cluster_brings_the_code_and_the_variables_along(
     assert [path for path in code if is_excluded(path)] == []
 
 
+def test_an_installed_wheel_brings_its_packages_alone(
+    bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "IS_CHECKOUT", False)
+    (how,) = connected(monkeypatch, FakeRay(), address=listening)
+    assert "working_dir" not in how["runtime_env"], "that would be all of site-packages"
+    folders = [Path(folder) for folder in how["runtime_env"]["py_modules"]]
+    assert [folder.name for folder in folders] == ["pipeline", "workers"]
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+
+
 def test_a_submitted_job_brings_variables_alone_and_none_that_it_was_submitted_with(
     bare_environment: Any, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,7 +506,7 @@ def test_a_private_cluster_has_a_second_try(
     assert (len(ray.started), ray.ended) == (2, 2)
 
 
-def test_a_private_cluster_refuses_a_python_in_a_folder_with_a_space(
+def test_a_python_in_a_folder_with_a_space_is_refused(
     bare_environment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/my envs/bin/python")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from pipeline import cli
+from pipeline import cli, yaml_files
 from pipeline.config import NAME, ClusterSettings, Config, TrackingSettings, check, dump, load
 from pipeline.data import card_files, ingest
 from pipeline.graph import build
@@ -743,7 +743,7 @@ def test_a_file_that_is_no_run_by_itself_keeps_its_name(tmp_path: Path) -> None:
     assert load(str(path), ["methods={meat: {}}"]).name == "part"
 
 
-# ---- methods that are only named -----------------------------------------------------------------
+# ---- methods given by name alone ----------------------------------------------------------------
 DIGITS = "configs/streams/digits.yaml"
 CLASSES = "configs/streams/digits-class.yaml"
 
@@ -761,7 +761,7 @@ def test_a_named_method_takes_the_settings_recommended_for_the_stream() -> None:
     ].settings == {"memory": 450}
 
 
-def test_a_recommended_backbone_is_laid_over_that_of_the_stream() -> None:
+def test_a_recommended_backbone_changes_that_of_the_stream() -> None:
     loaded = load(CLASSES, ["methods=[dytox]"])
     assert loaded.backbone.name == "convit_local"
     assert loaded.backbone.img_size == load(CLASSES, ["methods=joint"]).backbone.img_size
@@ -816,7 +816,7 @@ def test_wrong_names_of_methods_get_a_sentence(value: str, sentence: str) -> Non
         load(DIGITS, [f"methods={value}"])
 
 
-def test_the_option_names_methods_for_a_stream(
+def test_the_option_method_names_methods(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     options = ["--set", f"storage={tmp_path}", "--method", "hat", "--set", "seed=3"]
@@ -826,6 +826,24 @@ def test_the_option_names_methods_for_a_stream(
     assert "linear/digits-45/train" in out
     parsed = cli.parser().parse_args(["run", DIGITS, *options, "--method", "linear"])
     assert parsed.overrides == ["methods=[hat, linear]", f"storage={tmp_path}", "seed=3"]
+
+
+def test_a_shipped_config_is_named_where_the_folder_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = Path.cwd() / DIGITS
+    monkeypatch.chdir(tmp_path)
+    yaml_files._notify_once.cache_clear()
+    assert load(DIGITS, ["methods=linear"]).name == "digits-linear"
+    sentence = f"{DIGITS} is the one that comes with Accrete, {shipped}"
+    assert capsys.readouterr().err.splitlines() == [sentence]
+    own = tmp_path / DIGITS
+    own.parent.mkdir(parents=True)
+    own.write_text(yaml.safe_dump({key: BODY[key] for key in ("name", "stream", "backbone")}))
+    assert load(DIGITS, ["methods=linear"]).name == "r"
+    for path in ("configs/../configs/demo.yaml", "configs/none.yaml", "other/demo.yaml"):
+        with pytest.raises(UserError, match="does not exist"):
+            load(path)
 
 
 def test_a_stream_without_methods_says_how_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,7 @@ def test_a_killed_pass_goes_on_with_the_shards_that_were_not_read(
 
 
 def files_but_account(manifest: Manifest) -> dict[str, Any]:
-    """The files of an ingest, without the page that says what changed since the last one."""
+    """The files of an ingest, without the pages on the changes since the last one."""
     names = manifest["files"].keys() - {"account.json", "preview.html"}
     return {name: manifest["files"][name] for name in sorted(names)}
 
@@ -247,6 +247,38 @@ def test_shards_follow_a_changed_card_there_and_back(
         assert files_but_account(grown) == files_but_account(fresh)
         assert grown["rejected"] == fresh["rejected"]
         previous = key
+
+
+def test_a_shard_with_other_members_is_known(
+    shards_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with webdataset.TarWriter(str(shards_folder / "tiny-train-0002.tar")) as writer:
+        writer.write({"__key__": "notes", "md": b"no sample"})
+        writer.write(sample(8))
+        writer.write(sample(9))
+    run(card_of(shards_folder), tmp_path / "store", "old")
+    opened = note_opened_shards(monkeypatch)
+    grown, _ = run(card_of(shards_folder), tmp_path / "store", "new", previous="old")
+    assert opened == []
+    fresh, _ = run(card_of(shards_folder), tmp_path / "fresh", "new")
+    assert files_but_account(grown) == files_but_account(fresh)
+
+
+def test_no_picture_of_a_removed_image_is_kept(tmp_path: Path) -> None:
+    for number, folder in enumerate(("one", "two")):  # shards and samples of the same names
+        (tmp_path / folder).mkdir()
+        with webdataset.TarWriter(str(tmp_path / folder / "tiny.tar")) as writer:
+            for key in range(4):
+                writer.write({**sample(key), "png": picture(10 * number + key)})
+    splits = {"train": ["one/tiny.tar", "two/tiny.tar"]}
+    for number, removed in enumerate(("", hashlib.sha256(picture(2)).hexdigest())):
+        card = card_of(tmp_path, splits, test_fraction=0.2, without_images=removed)
+        run(card, tmp_path / "store", f"k{number}")
+        table = pq.read_table(
+            Artifact.need(str(tmp_path / "store"), f"k{number}").uri("source.parquet")
+        )
+        pictures = json.loads(table.schema.metadata[b"pictures"]).values()
+        assert sorted(map(len, pictures)) == ([3, 4] if removed else [4, 4])
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,9 @@ def test_the_search_of_a_method_is_that_of_its_file(tmp_path: Path) -> None:
     assert settings.budget.hours == 6
     assert settings.seed == 4
     assert (body["storage"], body["cluster"]["workers"]) == (str(tmp_path), 1)
+    space = "space={methods.meat.alpha: {dist: choice, values: [1, 2]}}"
+    changed, _, _ = spec.load("configs/streams/digits.yaml", [*more, space])
+    assert [*changed.space] == ["methods.meat.alpha"]
     conditional, _, _ = spec.load("configs/streams/digits.yaml", ["methods=adapter"])
     assert conditional.space["methods.adapter.dropout"].when == {
         "methods.adapter.kind": "adaptformer"

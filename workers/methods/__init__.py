@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from workers.methods.base import Method
 
-METHODS: dict[str, type[Method]] = {}  # by name; filled below, as some modules import it
+METHODS: dict[str, type[Method]] = {}  # by name; filled below, because some modules import it
 
 
 def find_methods() -> dict[str, type[Method]]:
@@ -13,7 +13,7 @@ def find_methods() -> dict[str, type[Method]]:
 
     A method is a subclass of `Method` with a `name` of its own. Modules of `bases` define none.
     """
-    found: dict[str, type[Method]] = {}
+    methods: dict[str, type[Method]] = {}
     for info in iter_modules(__path__):
         if info.ispkg:
             continue
@@ -21,8 +21,8 @@ def find_methods() -> dict[str, type[Method]]:
         for value in vars(module).values():
             is_method = isinstance(value, type) and issubclass(value, Method)
             if is_method and value.__module__ == module.__name__ and "name" in vars(value):
-                found[value.name] = value
-    return dict(sorted(found.items()))
+                methods[value.name] = value
+    return dict(sorted(methods.items()))
 
 
 METHODS.update(find_methods())

@@ -164,33 +164,40 @@ def split_folders(card: Card) -> tuple[SplitFolder, ...]:
 def labelled_entries(card: Card, entries: Sequence[Entry]) -> Iterator[LabelledEntry]:
     """Yield the files that lie in the folder of a split, in the order of the entries."""
     roots = [(prefix, split_folders(only)) for prefix, only in find_roots(card)]
-    places: dict[str, tuple[str, str | None] | None] = {}  # of the files in a folder
+    by_parent: dict[str, tuple[str, str | None] | None] = {}  # split and label of all its files
     for entry in visible(entries):
         parent = entry.name.rpartition("/")[0]
-        place = places.get(parent)
-        if parent not in places:
-            place, is_by_folder = _find_place(entry.name, roots)
-            if is_by_folder:
-                places[parent] = place
-        if place is not None:
-            yield LabelledEntry(*place, entry)
+        if parent in by_parent:
+            found = by_parent[parent]
+        else:
+            found, is_same_for_parent = _find_split(entry.name, roots)
+            if is_same_for_parent:
+                by_parent[parent] = found
+        if found is not None:
+            yield LabelledEntry(*found, entry)
 
 
-def _find_place(
+def _find_split(
     name: str, roots: Sequence[tuple[str, tuple[SplitFolder, ...]]]
 ) -> tuple[tuple[str, str | None] | None, bool]:
-    """Return the split and the label of a file, and whether all files of its folder have them.
+    """Find the split and the label of a file.
 
-    roots: prefix and split folders of each root.
+    Args:
+        name: Of the file.
+        roots: Prefix and split folders of each root.
+
+    Returns:
+        Split and label, or None if the file lies in no split, and whether this holds for all files
+        in the same folder.
     """
     prefix, folders = next(root for root in roots if name.startswith(root[0]))
     path = name[len(prefix) :].split("/")
-    is_by_folder = all(len(path) > len(folder.parts) for folder in folders)
+    is_same_for_parent = all(len(path) > len(folder.parts) for folder in folders)
     for folder in folders:
         is_inside, label = folder.match(path)
         if is_inside:
-            return (folder.split, label), is_by_folder
-    return None, is_by_folder
+            return (folder.split, label), is_same_for_parent
+    return None, is_same_for_parent
 
 
 def entries_of_split(card: Card, split: Split, entries: list[Entry]) -> list[Entry]:

@@ -5,7 +5,6 @@ Every error names the key, the value, the rule and the remedy.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import ipaddress
 import json
@@ -679,14 +678,8 @@ def load(
     with_methods: False leaves out the checks of the methods' own settings, which import torch.
     Raise `UserError` with one sentence.
     """
-    body = _values_of(source)
+    body = read_values(source, overrides or ())
     where = name_of_source(source)
-    is_stream = "methods" not in body  # its methods are then part of the run's own name
-    plain = copy.deepcopy(body)
-    for override in overrides or []:
-        body = _apply_override(body, override, source)
-        if is_stream and override.startswith("methods="):
-            plain = _apply_override(plain, override, source)
     refuse_secrets(body, f"{where}: ")
     if "space" in body and "methods" not in body:
         raise UserError(
@@ -702,15 +695,33 @@ def load(
     if not overrides:
         return config
     try:
+        plain = read_values(source, [o for o in overrides if _names_methods_of_stream(o, source)])
         return named_by_overrides(config, check(plain, where, with_methods))
     except UserError:  # without the overrides the file is not a valid run
         return config
 
 
-def _apply_override(body: dict[str, Any], override: str, source: ConfigSource) -> dict[str, Any]:
-    """Apply `key.sub=value` to the values of a config, and return them."""
-    apply_override(body, override)
-    return set_named_methods(body, source) if override.startswith("methods=") else body
+def read_values(source: ConfigSource, overrides: Sequence[str]) -> dict[str, Any]:
+    """Read the values of a config, with overrides and the settings of methods given by name.
+
+    Args:
+        source: Path of a file, or the values.
+        overrides: As `--set` takes them.
+
+    Raises:
+        UserError: If a file cannot be read, or an override has no place.
+    """
+    body = _values_of(source)
+    for override in overrides:
+        apply_override(body, override)
+        if override.startswith("methods="):
+            body = set_named_methods(body, source)
+    return body
+
+
+def _names_methods_of_stream(override: str, source: ConfigSource) -> bool:
+    """Whether an override gives methods to a config without any, which are then in its name."""
+    return override.startswith("methods=") and "methods" not in _values_of(source)
 
 
 def set_named_methods(body: dict[str, Any], source: ConfigSource) -> dict[str, Any]:

@@ -16,11 +16,9 @@ from pipeline.config import Config
 from pipeline.data import card_files
 from pipeline.yaml_files import (
     absolute,
-    apply_override,
     dump_yaml,
     expand,
     is_path_of_card,
-    read_with_bases,
     read_yaml,
 )
 from workers.errors import UserError
@@ -50,9 +48,7 @@ def portable(
     `UserError` when the config is not valid, or names data that the nodes do not see.
     """
     config = configs.load(source, list(overrides))
-    body = read_with_bases(Path(source))
-    for override in overrides:
-        apply_override(body, override)
+    body = configs.read_values(source, overrides)
     body["name"] = config.name
     body["storage"] = absolute(config.storage)
     if shared and is_local(body["storage"]) and not is_below(body["storage"], shared):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from pipeline import config as configs
@@ -14,7 +13,7 @@ from pipeline.data.cards import Card
 from pipeline.data.splits import SPLITS, Split
 from pipeline.graph import raw_data
 from pipeline.graph.store import Store, key_of
-from pipeline.yaml_files import absolute, read_yaml
+from pipeline.yaml_files import absolute, find_config, read_yaml
 from workers.errors import UserError
 from workers.storage.artifact import Artifact, is_local
 
@@ -35,7 +34,7 @@ def asked_for(name: str, storage: str | None) -> list[ShardUrl]:
     """
     names = [name]
     is_file = name.endswith((".yaml", ".yml"))
-    if is_file and "source" not in read_yaml(Path(name), "a card or a config"):
+    if is_file and "source" not in read_yaml(find_config(name), "a card or a config"):
         config = configs.load(name, [], with_methods=False)
         names = list(dict.fromkeys(entry.card for entry in config.stream.tasks))
         storage = storage or config.storage

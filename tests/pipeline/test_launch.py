@@ -306,6 +306,22 @@ def test_data_that_pods_do_not_see_is_refused(
         assert main(["launch", path, "--on", "kuberay", "--out", place.replace("/", "_")]) == 0
 
 
+def test_a_method_of_a_stream_keeps_its_recommended_settings() -> None:
+    stream = str(REPOSITORY / "configs" / "streams" / "digits-class.yaml")
+    files = launched(stream, "--on", "slurm", "--method", "icarl", "--set", "seed=2")
+    (name,) = [name for name in files if name.endswith(".yaml")]
+    assert name == "digits-class-icarl-seed-2.yaml"
+    written = config.load(str(Path("out") / name))
+    assert config.computed(written) == config.computed(
+        config.load(stream, ["methods=icarl", "seed=2"])
+    )
+    assert written.methods["icarl"].settings == {"memory": 50}
+
+
+def test_a_shipped_config_is_launched_from_any_folder() -> None:
+    assert "demo.yaml" in launched("configs/demo.yaml", "--on", "slurm")
+
+
 def test_files_of_another_run_are_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     before = launched(DEMO, "--on", "slurm")
     assert launched(DEMO, "--on", "slurm") == before

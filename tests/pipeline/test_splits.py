@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.data.cards import Card
+from pipeline.data.formats import folder
+from pipeline.data.listing import Entry
 from pipeline.data.splits import (
     SplitUnclear,
     find_role,
@@ -81,3 +84,12 @@ def test_a_flag_marks_its_own_part(
     assert role is not None
     found = parse_flag_values(role, values)
     assert (found.splits if found else None) == splits
+
+
+def test_a_split_may_name_files_of_a_folder_by_a_pattern() -> None:
+    """Then the files of one folder have different splits."""
+    names = ["cat/other.png", "cat/train-1.png", "cat/other-2.png", "cat/train-3.png"]
+    source = {"format": "folder", "path": "raw", "splits": {"train": "*/train*"}}
+    body = {"name": "a", "licence": "MIT", "classes": ["cat", "dog"], "source": source}
+    found = folder.labelled_entries(Card.model_validate(body), [Entry(name, 10) for name in names])
+    assert [one.entry.name for one in found] == ["cat/train-1.png", "cat/train-3.png"]

@@ -1,7 +1,9 @@
-"""What keys are made of, pinned in golden/keys.json: all settings with their defaults and neutral
-values, revisions, and the keys of the demo's stages.
+"""Pin the inputs of keys: settings with their defaults and neutral values, revisions, and the keys
+of the demo's stages.
 
-    .venv/bin/python -m tests.golden_keys      # writes the file anew, after a change that is meant
+golden/keys.json has the shared part, and golden/methods/NAME.json the part of a method.
+
+    .venv/bin/python -m tests.golden_keys      # updates the files after an intended change
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from workers.job import (
 )
 from workers.methods import METHODS
 
-FILE = Path(__file__).parent / "golden" / "keys.json"
+GOLDEN = Path(__file__).parent / "golden"
+FILE = GOLDEN / "keys.json"
+METHOD_FILES = GOLDEN / "methods"
+PREFIX = "methods."
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 COMMAND = ".venv/bin/python -m tests.golden_keys"
 IF_MEANT = f"if that is meant, run {COMMAND}"
@@ -53,10 +58,44 @@ SHARED = (
 )
 
 
+def read() -> dict[str, Any]:
+    """Return the pinned inputs from the files, in the form of `pinned`."""
+    pins: dict[str, Any] = json.loads(FILE.read_text())
+    for path in sorted(METHOD_FILES.glob("*.json")):
+        method = json.loads(path.read_text())
+        pins["settings"][PREFIX + path.stem] = method["settings"]
+        pins["revisions"][PREFIX + path.stem] = method["revision"]
+    return pins
+
+
+def write(pins: dict[str, Any]) -> None:
+    """Write the files; the recorded costs of a method's steps stay."""
+    for name in METHODS:
+        change = {
+            "settings": pins["settings"].pop(PREFIX + name),
+            "revision": pins["revisions"].pop(PREFIX + name),
+        }
+        update(method_file(name), change)
+    update(FILE, pins)
+    for path in METHOD_FILES.glob("*.json"):
+        if path.stem not in METHODS:
+            path.unlink()
+
+
+def method_file(name: str) -> Path:
+    return METHOD_FILES / f"{name}.json"
+
+
+def update(path: Path, change: Mapping[str, Any]) -> None:
+    """Replace these entries of a JSON file, which may be new."""
+    body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**body, **change}, indent=1, sort_keys=True) + "\n")
+
+
 def pinned() -> dict[str, Any]:
-    """What the file has to hold, from the code as it is."""
+    """Compute the pinned inputs from the current code."""
     models: dict[str, type[BaseModel]] = {model.__name__: model for model in SHARED}
-    models |= {f"methods.{name}": method.Settings for name, method in METHODS.items()}
+    models |= {PREFIX + name: method.Settings for name, method in METHODS.items()}
     demo = config.load(str(DEMO))
 
     def digests(_: object, card: cards.Card, source: object) -> ClassDigests:
@@ -69,7 +108,7 @@ def pinned() -> dict[str, Any]:
         graph, _ = build.graph_of(demo, store.Store(folder))
     pins = {
         "key_version": run_record.KEY_VERSION,
-        "settings": {name: fields_of(model) for name, model in models.items()},
+        "settings": {name: describe_fields(model) for name, model in models.items()},
         "revisions": revisions(),
         "demo": {stage.id: stage.key for stage in graph},
     }
@@ -77,8 +116,8 @@ def pinned() -> dict[str, Any]:
     return restored
 
 
-def fields_of(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    """Name in a config -> default, and the neutral value of a field that has one."""
+def describe_fields(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """Map the name of each field in a config to its default and, if it has one, neutral value."""
     fields = {}
     for name, info in model.model_fields.items():
         default = REQUIRED
@@ -97,7 +136,7 @@ def as_json(value: Any) -> Any:
 
 
 def revisions() -> dict[str, int]:
-    """What is raised where results of the same settings change."""
+    """Return the numbers that are raised if results of the same settings change."""
     versions = {
         name: getattr(module, name)
         for module, name in (
@@ -109,16 +148,22 @@ def revisions() -> dict[str, int]:
         )
     }
     versions["ingest.REVISION"] = ingest.REVISION
-    return versions | {f"methods.{name}": method.revision for name, method in METHODS.items()}
+    return versions | {PREFIX + name: method.revision for name, method in METHODS.items()}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """A sentence on each difference: what changed, what follows from it for stored results, and
-    what to do. old: the file; new: the code."""
+    """Describe each difference in a sentence: the change, its effect on stored results, the remedy.
+
+    Args:
+        old: The inputs in the files.
+        new: The inputs in the code.
+    """
     sentences = []
     if old["key_version"] != new["key_version"]:
         change = f"{old['key_version']} -> {new['key_version']}"
-        sentences.append(f"KEY_VERSION: {change}: every stored result is computed anew; {IF_MEANT}")
+        sentences.append(
+            f"KEY_VERSION: {change}: every stored result is computed again; {IF_MEANT}"
+        )
     for group in sorted(old["settings"].keys() | new["settings"].keys()):
         sentences += group_differences(
             group, old["settings"].get(group), new["settings"].get(group)
@@ -126,7 +171,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     for name, revision in new["revisions"].items():
         if old["revisions"].get(name) != revision:
             change = f"revision of {name}: {old['revisions'].get(name)} -> {revision}"
-            sentences.append(f"{change}: what it stands for is computed anew; {IF_MEANT}")
+            sentences.append(f"{change}: its results are computed again; {IF_MEANT}")
     stages = [
         stage
         for stage in sorted(old["demo"].keys() | new["demo"].keys())
@@ -156,7 +201,7 @@ def group_differences(group: str, old: Fields | None, new: Fields | None) -> lis
 def field_difference(
     name: str, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None
 ) -> str:
-    """What a setting that is not as it is written down means."""
+    """Explain the difference between a setting in the files and in the code."""
     if new is None:
         return (
             f"{name} is gone: stored results whose keys hold it are not found any more; put it "
@@ -183,12 +228,12 @@ def field_difference(
         )
     return (
         f"{name}: its default {old['default']!r} became {new['default']!r}: results of configs "
-        f"that leave it out are computed anew under other keys; {IF_MEANT}"
+        f"without it are computed again under other keys; {IF_MEANT}"
     )
 
 
 def main() -> None:
-    FILE.write_text(json.dumps(pinned(), indent=1, sort_keys=True) + "\n")
+    write(pinned())
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ Run it in a separate process:
 export PYTHONPATH=tests
 .venv/bin/python -m tests.on_strict_device             # print the counts per step of every method
 .venv/bin/python -m tests.on_strict_device meat hat    # of these methods
-.venv/bin/python -m tests.on_strict_device --record    # and write lower and new counts to the table
+.venv/bin/python -m tests.on_strict_device --record    # and record lower and new counts
 
-It names each count that rose above the recorded one: see `recorded`.
+It names each count that rose above the recorded one: see `read_bounds`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import argparse
 import contextlib
 import inspect
 import io
+import json
 import math
 import queue
-import re
 import statistics
 import sys
 import tempfile
@@ -43,7 +43,7 @@ from pipeline.growing import publishing
 from pipeline.launch.local import LocalExecutor
 from pipeline.report import page
 from pipeline.results.bundles import bundle_of
-from tests import small_run, strict_device
+from tests import golden_keys, small_run, strict_device
 from tests.strict_device import Counts
 from workers import loop
 from workers.data import accelerator, feed
@@ -56,8 +56,7 @@ from workers.serving.bundle import Bundle
 from workers.serving.reference import load_reference, with_reference
 from workers.serving.server import Predictor
 
-TABLE = Path(__file__).parents[1] / "benchmarks" / "README.md"
-ROW = re.compile(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\d+) \| (\d+) \| (\d+) \|$", re.M)
+WORKERS = Path(__file__).parents[1] / "workers"
 TRAIN = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05, "epochs": 1, "batch_size": 32}
 BACKBONES: dict[str, dict[str, Any]] = {
     "vit": TINY,
@@ -335,7 +334,7 @@ def stopped(case: Case, error: Exception) -> str:
     """Return where a method would stop on a GPU, and what its author can do."""
     source = inspect.getfile(METHODS[case.method])
     frames = traceback.extract_tb(error.__traceback__)
-    project = [f for f in frames if Path(f.filename).is_relative_to(TABLE.parents[1] / "workers")]
+    project = [f for f in frames if Path(f.filename).is_relative_to(WORKERS)]
     in_method = [frame for frame in frames if frame.filename == source]
     last = (in_method or project or frames)[-1]
     return (
@@ -364,12 +363,24 @@ def typical(steps: list[Counts]) -> Counts:
 
 
 # ---- what is recorded ----------------------------------------------------------------------------
-def recorded(text: str) -> dict[Step, Counts]:
-    """Return the counts in the table of benchmarks/README.md, which may only go down."""
+def read_bounds() -> dict[Step, Counts]:
+    """Return the recorded counts of the steps of all methods; they must not rise."""
     bounds = {}
-    for method, scenario, step, *counts in ROW.findall(text):
-        bounds[method, scenario, step] = Counts(*map(int, counts))
+    for path in sorted(golden_keys.METHOD_FILES.glob("*.json")):
+        for name, counts in json.loads(path.read_text()).get("steps", {}).items():
+            scenario, step = name.split("/")
+            bounds[path.stem, scenario, step] = Counts(**counts)
     return bounds
+
+
+def write_bounds(bounds: dict[Step, Counts]) -> None:
+    """Record these counts; steps without an entry lose theirs."""
+    steps: dict[str, dict[str, Any]] = {method: {} for method, _, _ in bounds}
+    for (method, scenario, step), counts in bounds.items():
+        costs = {"ops": counts.ops, "copies": counts.copies, "reads": counts.reads}
+        steps[method][f"{scenario}/{step}"] = costs
+    for method, entries in steps.items():
+        golden_keys.update(golden_keys.method_file(method), {"steps": entries})
 
 
 def higher(step: Step, counts: Counts, bound: Counts) -> list[str]:
@@ -383,9 +394,9 @@ def higher(step: Step, counts: Counts, bound: Counts) -> list[str]:
         (name, getattr(counts, field), getattr(bound, field)) for field, name in names.items()
     ]
     return [
-        f"{'/'.join(step)}: a training step costs {count} {name}, and benchmarks/README.md "
-        f"records {most}; these may only go down: "
-        "take out what was added"
+        f"{'/'.join(step)}: a training step costs {count} {name}, and "
+        f"{golden_keys.method_file(step[0]).name} records {most}; the counts must not rise: "
+        "remove the added ones"
         for name, count, most in comparisons
         if count > most
     ]
@@ -419,11 +430,9 @@ def main(argv: list[str] | None = None) -> int:
 def measure(methods: list[str], record: bool) -> int:
     """Print the rows of these methods, and a sentence for each count above its bound.
 
-    Return the exit code, 1 when there is such a count. record: write lower and new counts to the
-    table's file.
+    Return the exit code, 1 when there is such a count. record: record lower and new counts.
     """
-    text = TABLE.read_text()
-    bounds = recorded(text)
+    bounds = read_bounds()
     failed = False
     for method in methods:
         for scenario in sorted(METHODS[method].scenarios):
@@ -435,17 +444,8 @@ def measure(methods: list[str], record: bool) -> int:
                 print(row_of(step, counts), flush=True)
                 bounds[step] = Counts(*map(min, astuple(counts), astuple(bound)))
     if record:
-        TABLE.write_text(with_rows(text, bounds))
+        write_bounds(bounds)
     return int(failed)
-
-
-def with_rows(text: str, bounds: dict[Step, Counts]) -> str:
-    """Return the text of the table's file with these rows in place of its own."""
-    head = "| method | scenario | step | operations | copies | reads |\n|---|---|---|---|---|---|\n"
-    before, after = text.split(head)
-    rest = ROW.sub("", after).lstrip("\n")
-    rows = "\n".join(row_of(step, bounds[step]) for step in sorted(bounds))
-    return f"{before}{head}{rows}\n\n{rest}"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,16 +19,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pipeline.launch import local
-from tests import on_strict_device, small_run
+from tests import golden_keys, on_strict_device, small_run
 from tests.on_strict_device import (
     BACKBONES,
-    TABLE,
     Case,
     Step,
     higher,
-    recorded,
-    row_of,
-    with_rows,
+    read_bounds,
+    write_bounds,
 )
 from tests.strict_device import NAME, Counts, DeviceError, strict_device
 from workers.data import accelerator
@@ -98,12 +97,10 @@ def test_every_stage_of_every_method_gives_the_results_of_the_cpu(
 
 
 def sentences(counts: dict[Step, Counts]) -> list[str]:
-    """What is above the table, or not in it."""
-    bounds = recorded(TABLE.read_text())
-    assert counts.keys() <= bounds.keys(), (
-        f"{sorted(counts.keys() - bounds.keys())} is not in the table of benchmarks/README.md; "
-        f"{RECORD}"
-    )
+    """Describe each count that exceeds its bound; a step without a bound fails."""
+    bounds = read_bounds()
+    unknown = sorted(counts.keys() - bounds.keys())
+    assert not unknown, f"no bound for {unknown}; {RECORD}"
     return [
         sentence
         for step, step_counts in counts.items()
@@ -303,7 +300,7 @@ def test_a_job_without_the_sampler_is_found_out(device: Any, job: str) -> None:
 
 
 def test_one_module_knows_cuda() -> None:
-    root = TABLE.parents[1]
+    root = Path(__file__).parents[1]
     knows = set()
     for path in (*root.glob("pipeline/**/*.py"), *root.glob("workers/**/*.py")):
         if re.search(r"torch\.cuda|type [=!]= .cuda", path.read_text()):
@@ -584,34 +581,36 @@ def test_a_method_that_would_stop_on_a_gpu_is_found_out(device: Any, name: str) 
 def test_a_method_that_makes_the_host_wait_is_found_out(device: Any) -> None:
     step = ("finetune", "task", "train")
     counts = device.submit(broken, "WaitsInEveryStep").result()[step]
-    bound = recorded(TABLE.read_text())[step]
+    bound = read_bounds()[step]
     assert counts.reads == bound.reads + 1
     message = next(sentence for sentence in higher(step, counts, bound) if "reads" in sentence)
     assert message == (
         f"finetune/task/train: a training step costs {bound.reads + 1} reads that the host "
-        f"waits for, and benchmarks/README.md records {bound.reads}; "
-        "these may only go down: take out what was added"
+        f"waits for, and finetune.json records {bound.reads}; "
+        "the counts must not rise: remove the added ones"
     )
 
 
-# ---- the table -----------------------------------------------------------------------------------
-def test_the_table_has_a_row_for_each_training_step_of_every_method() -> None:
+# ---- the recorded counts -------------------------------------------------------------------------
+def test_each_training_step_of_every_method_has_a_bound() -> None:
     trained = {
         (method, scenario, step.name)
         for method, scenario in EVERY
         for step in METHODS[method].steps
         if step.trains
     }
-    rows = recorded(TABLE.read_text()).keys()
-    assert not trained - rows, f"no row for {sorted(trained - rows)} in {TABLE}; {RECORD}"
-    assert not rows - trained, f"take the rows of {sorted(rows - trained)} out of {TABLE}"
+    bounds = read_bounds().keys()
+    assert not trained - bounds, f"no bound for {sorted(trained - bounds)}; {RECORD}"
+    assert not bounds - trained, f"remove the bounds of {sorted(bounds - trained)}"
 
 
-def test_the_table_can_be_written_anew() -> None:
-    text = TABLE.read_text()
-    bounds = recorded(text)
-    assert with_rows(text, bounds) == text
-    step = next(iter(bounds))
-    lowered = with_rows(text, bounds | {step: Counts(1, 2, 3)})
-    assert row_of(step, Counts(1, 2, 3)) in lowered
-    assert recorded(lowered) == bounds | {step: Counts(1, 2, 3)}
+def test_bounds_are_recorded_beside_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds, settings = read_bounds(), golden_keys.read()
+    shutil.copytree(golden_keys.METHOD_FILES, tmp_path / "methods")
+    monkeypatch.setattr(golden_keys, "METHOD_FILES", tmp_path / "methods")
+    lowered = bounds | {next(iter(bounds)): Counts(1, 2, 3)}
+    write_bounds(lowered)
+    assert read_bounds() == lowered
+    assert golden_keys.read() == settings

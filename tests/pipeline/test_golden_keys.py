@@ -6,8 +6,10 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -51,7 +53,7 @@ class Faster(TrainSettings):
 
 
 def test_keys_and_defaults_are_those_that_are_written_down() -> None:
-    old = json.loads(golden_keys.FILE.read_text())
+    old = golden_keys.read()
     new = golden_keys.pinned()
     assert old == new, "\n".join(
         [*golden_keys.differences(old, new), f"see {golden_keys.__file__}"]
@@ -150,7 +152,7 @@ TRAIN = ("settings", "TrainSettings")
             "meat.lambda: its default 0.9 became",
         ),
         (("revisions", "methods.meat"), 99, r"revision of methods.meat: \d+ -> 99"),
-        (("key_version",), 99, "KEY_VERSION: 1 -> 99: every stored result is computed anew"),
+        (("key_version",), 99, "KEY_VERSION: 1 -> 99: every stored result is computed again"),
         (
             ("demo", "backbone"),
             "0" * 32,
@@ -161,11 +163,29 @@ TRAIN = ("settings", "TrainSettings")
 def test_every_change_is_told_in_one_sentence(
     path: tuple[str, ...], value: Any, sentence: str
 ) -> None:
-    pinned = json.loads(golden_keys.FILE.read_text())
+    pinned = golden_keys.read()
     sentences = golden_keys.differences(pinned, edited(pinned, path, value))
     assert len(sentences) == 1
     assert re.search(sentence, sentences[0])
     assert re.search(f"{golden_keys.COMMAND}|put it back|take it away", sentences[0])
+
+
+def test_command_writes_one_file_per_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(golden_keys.GOLDEN, tmp_path / "golden")
+    monkeypatch.setattr(golden_keys, "FILE", tmp_path / "golden" / "keys.json")
+    monkeypatch.setattr(golden_keys, "METHOD_FILES", tmp_path / "golden" / "methods")
+    before = {path: path.read_text() for path in (tmp_path / "golden").rglob("*.json")}
+    gone = golden_keys.method_file("hat")
+    gone.unlink()
+    other = golden_keys.method_file("no-method")
+    other.write_text(before[golden_keys.method_file("meat")])
+    golden_keys.write(golden_keys.read() | golden_keys.pinned())
+    after = {path: path.read_text() for path in (tmp_path / "golden").rglob("*.json")}
+    assert json.loads(after.pop(gone)).keys() == {"settings", "revision"}
+    del before[gone]
+    assert after == before, "costs of steps stay, and files of absent methods go"
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A search in Python: it can be run and looked at. `pipeline.load_search` makes one."""
+"""A search as a Python object. `pipeline.load_search` creates it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ TEST_COLUMNS = ("seed", "run", "average_accuracy", "forgetting", "bytes_per_task
 
 @dataclass(frozen=True)
 class SearchResults:
-    """What a search has tried so far, and what it has chosen.
+    """The trials and the winner of a search so far.
 
-    records: of its trials, as the storage had them. storage: folder or URI. report: path or URI of
-    the page.
+    Attributes:
+        records: Records of the trials in the storage.
+        storage: Folder or URI of the storage.
+        report: Path or URI of the page.
     """
 
     name: str
@@ -41,7 +43,7 @@ class SearchResults:
 
     @property
     def trials(self) -> pd.DataFrame:
-        """A row for each trial: its settings, validation accuracy, bytes, status, cost."""
+        """Table with a row for each trial: settings, validation accuracy, bytes, status, cost."""
         from pipeline.report import search_page  # start-up time: imports matplotlib
 
         columns = search_page.trial_columns(self.records)
@@ -50,9 +52,10 @@ class SearchResults:
 
     @property
     def importance(self) -> pd.DataFrame:
-        """A row for each setting: the `share` of the variance of accuracy that it explains.
+        """Table with a row for each setting: its `share` of the variance of accuracy.
 
-        Raise `UserError` while that cannot be measured, with the reason.
+        Raises:
+            UserError: If the importance cannot be computed yet; the message has the reason.
         """
         from pipeline.report.parameters import measure_importance, search_parameters
 
@@ -63,8 +66,11 @@ class SearchResults:
 
     @property
     def winner(self) -> dict[str, Any]:
-        """The config of the winner, which `pipeline.load` takes. Raise `UserError` before there is
-        one."""
+        """Config of the winner, accepted by `pipeline.load`.
+
+        Raises:
+            UserError: If there is no winner yet.
+        """
         path = join(folder_of(self.storage, self.name), searches.WINNER_CONFIG)
         if self.records.winner is None:
             raise UserError(f"search {self.name!r} has no winner yet; run it to its end")
@@ -73,7 +79,7 @@ class SearchResults:
 
     @property
     def tests(self) -> pd.DataFrame:
-        """A row for each seed with which the winner was trained and measured on test data."""
+        """Table with a row for each seed of the winner, measured on test data."""
         winner = self.records.winner
         if winner is None:
             return data_frame([], TEST_COLUMNS)
@@ -82,11 +88,14 @@ class SearchResults:
 
 @dataclass(frozen=True)
 class SearchExperiment:
-    """A search that can be run and looked at, any number of times.
+    """A search that can be run and inspected any number of times.
 
-    source: path of the search file. overrides: as `--set` takes them. settings: those of the file.
-    folder: where relative paths start, the current folder when it was loaded; while it is at work,
-    the process is in that folder.
+    Attributes:
+        source: Path of the search file.
+        overrides: Overrides in the form of `--set`.
+        settings: Settings of the file.
+        folder: Folder of relative paths: the current one at loading. The process works in this
+            folder while the search runs.
     """
 
     source: str
@@ -100,15 +109,20 @@ class SearchExperiment:
 
     @property
     def name(self) -> str:
-        """The name of the search in its storage."""
+        """Name of the search in its storage."""
         return self.settings.name
 
     def run(self, quiet: bool = False) -> SearchResults:
-        """Search what is left of the budget, measure the winner on test data, and record all of it.
+        """Run the rest of the budget, measure the winner on test data, and record everything.
 
-        Trials run on Ray. quiet: whether nothing is printed; else a line for each trial when it
-        ends, and the runs of the winner. Raise `UserError` when the search has no winner, or
-        another process runs it.
+        Trials run on Ray.
+
+        Args:
+            quiet: Print nothing. Otherwise a line is printed for each finished trial and for each
+                run of the winner.
+
+        Raises:
+            UserError: If the search has no winner, or another process runs it.
         """
         stream = stream_of(quiet)
         with in_folder(self.folder, self) as change_folder:
@@ -122,15 +136,16 @@ class SearchExperiment:
         return results_of(search)
 
     def results(self) -> SearchResults:
-        """Return the trials that the storage holds, also while another process searches.
+        """Return the stored trials, also while another process runs the search.
 
-        Raise `UserError` when the search was never started.
+        Raises:
+            UserError: If the search was never started.
         """
         with in_folder(self.folder, self):
             return results_of(self._prepare())
 
     def report(self) -> app.WrittenReport:
-        """Write the report and the record in MLflow again from the trials, also before its end."""
+        """Write the report and the MLflow record again, also before the end of the search."""
         with in_folder(self.folder, self):
             return searches.report(self._prepare())
 
@@ -139,6 +154,6 @@ class SearchExperiment:
 
 
 def results_of(search: spec.Search) -> SearchResults:
-    """Return what the storage holds of a search."""
+    """Read the stored results of a search."""
     records = trials.load(search.storage, search.name)
     return SearchResults(search.name, records, search.storage, searches.page_of(search))

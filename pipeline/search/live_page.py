@@ -1,4 +1,4 @@
-"""Writes the report of a search again and again while it runs, so that a browser can follow it."""
+"""Update the report of a running search periodically, so that a browser can follow it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LOOK_S = 0.5  # how often the thread looks for a new result
+LOOK_S = 0.5  # the thread checks for new results in this interval
 CHANGED_S = 10.0  # shortest time between two pages
-UNCHANGED_S = 60.0  # time after which a page is written again without a new result
-MAX_LOAD = 0.05  # share of the time that writing may take: a page grows with the search
-LONGEST_S = 240.0  # between two pages, however long one takes
+UNCHANGED_S = 60.0  # the page is written again after this time without a new result
+MAX_LOAD = 0.05  # largest share of the time for writing, because a page grows with the search
+LONGEST_S = 240.0  # longest time between two pages
 log = logging.getLogger(__name__)
 
 
 class LivePage:
-    """Writes a page at once, and again after results, in a thread; the search waits for no write.
+    """A thread that writes a page immediately and after new results.
 
-    write: writes the page. A page that cannot be written is noted in the log, and tried again.
+    The search does not wait for it. If the page cannot be written, the error is logged and the
+    write is repeated later.
+
+    Args:
+        write: Writes the page.
     """
 
     def __init__(self, write: Callable[[], object]):
@@ -28,12 +32,12 @@ class LivePage:
         self.ended = threading.Event()
 
     def on_result(self) -> None:
-        """Note that there is a new result."""
+        """Note a new result."""
         self.has_result = True
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Inside, the page is written."""
+        """Context manager that keeps the page up to date."""
         thread = threading.Thread(target=self._keep_writing, name="live page", daemon=True)
         thread.start()
         try:
@@ -54,7 +58,7 @@ class LivePage:
             self._wait_until_due(now, pause_s(now - started))
 
     def _wait_until_due(self, written_at: float, pause: float) -> None:
-        """Wait for a result, `pause` seconds at least; without one, UNCHANGED_S; or for the end."""
+        """Wait at least `pause` seconds for a result, at most UNCHANGED_S, or until the end."""
         while not self.ended.wait(LOOK_S):
             age = time.monotonic() - written_at
             if age >= pause and (self.has_result or age >= UNCHANGED_S):
@@ -62,5 +66,5 @@ class LivePage:
 
 
 def pause_s(took_s: float) -> float:
-    """Return the seconds before the next page, after one that took `took_s` to write."""
+    """Return the pause in seconds after a page that took `took_s` seconds to write."""
     return min(max(CHANGED_S, took_s / MAX_LOAD), LONGEST_S)

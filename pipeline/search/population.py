@@ -1,8 +1,7 @@
-"""Population-based training in rounds: between two tasks, trials of low accuracy continue from what
-better ones have learned.
+"""Population-based training in rounds: between tasks, poor trials continue from better ones.
 
-All trials have learned a task before the next one begins. So what is exchanged depends on the
-records alone, not on how many trials run side by side (Jaderberg et al., arXiv 1711.09846, with
+All trials learn a task before the next task starts. Therefore the exchange depends only on the
+records and not on the number of parallel trials (Jaderberg et al., arXiv 1711.09846, with
 truncation selection of a quarter).
 """
 
@@ -21,8 +20,7 @@ from workers.rng import derive_seed
 
 @dataclass(frozen=True)
 class Start:
-    """How a trial begins a round: its parameters, and the number of the trial whose results it
-    continues from."""
+    """Start of a trial in a round: its parameters, and the number of the continued trial."""
 
     params: Params
     parent: int
@@ -31,12 +29,18 @@ class Start:
 def start_of(
     number: int, position: int, records: Sequence[Trial], space: Space, seed: int
 ) -> Start:
-    """Return how trial `number`, which has learned tasks 0 to `position` - 1, begins task
-    `position`.
+    """Decide how a trial starts a task.
 
-    Of the trials that have learned the task before, each in the lower quarter by accuracy continues
-    from the results of one in the upper quarter, with parameters near its. The others continue
-    unchanged. There is a round per task, so nothing is exchanged after the last one.
+    Each trial in the lower quarter by accuracy continues from a trial in the upper quarter, with
+    perturbed parameters. The other trials continue unchanged. There is one round per task, so there
+    is no exchange after the last task.
+
+    Args:
+        number: The trial, which has learned tasks 0 to `position` - 1.
+        position: The task to start.
+        records: Records of all trials.
+        space: The space of the search.
+        seed: Seed of the search.
     """
     last_rounds: dict[int, Round] = {}
     for record in records:
@@ -53,13 +57,13 @@ def start_of(
 
 
 class Lineage(TypedDict):
-    """Results of the first tasks of a trial, and the parameters that they were trained with."""
+    """Results of the first tasks of a trial, and the parameters of their training."""
 
     results: list[TrialResult]
     history: dict[str, Params]
 
 
 def lineage(record: Trial, tasks: Sequence[str]) -> Lineage:
-    """Return what a trial has learned of `tasks`, the first ones of the stream."""
+    """Return the results of a trial for `tasks`, the first tasks of the stream."""
     history = {task: params for task, params in record["history"].items() if task in tasks}
     return {"results": record["results"][: len(tasks)], "history": history}

@@ -1,6 +1,6 @@
-"""Runs a search: phases of trials on Ray Tune, then the winner on test data.
+"""Run a search: phases of trials on Ray Tune, then the winner on test data.
 
-The records of trials decide what is left to do, not the state of Ray Tune.
+The records of the trials determine the remaining work, not the state of Ray Tune.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 WINNER_CONFIG = "winner.yaml"  # in the folder of the search
 TrialObserver = Callable[[Trial], None]  # called when a trial has a new result or has ended
 TUNE_ENVIRONMENT = {
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search as it ends a run
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C ends a search like a run
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # one of Tune's loggers is enough
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial may fail before its first result
 }
@@ -50,7 +50,7 @@ TUNE_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The number of the trial that won, and its config."""
+    """Number and config of the winning trial."""
 
     trial: int
     config: dict[str, Any]
@@ -60,9 +60,22 @@ class Outcome:
 def run_search(
     search: Search, resume_command: str, notify: TrialObserver, screen: SearchScreen
 ) -> Outcome:
-    """Run all phases and return the winner. Trials of earlier sessions are not run again, but
-    `notify` is called with them, too. screen: says what is going on when nothing ends for a while.
-    Raise `UserError` when there is no winner."""
+    """Run all phases.
+
+    Trials of earlier sessions do not run again, but `notify` is called for them too.
+
+    Args:
+        search: The search.
+        resume_command: Command that resumes the search, for messages.
+        notify: Called for each trial with a new result, and for each ended trial.
+        screen: Prints the progress if no trial ends for a while.
+
+    Returns:
+        The winner.
+
+    Raises:
+        UserError: If there is no winner.
+    """
     started = time.monotonic()
     session = {"started": now(), "wall_s": 0.0}
     search.sessions.append(session)
@@ -72,7 +85,7 @@ def run_search(
         write_state(search)
 
     def save_time_and_notify(record: Trial) -> None:
-        save_time()  # so that the time of a session that is killed counts, too
+        save_time()  # counts the time of a killed session too
         notify(record)
 
     save_time()
@@ -104,7 +117,7 @@ def run_search(
 def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tuple[int, Plan]]:
     """Yield (number of the first trial, plan): one phase for all tasks, or one phase per task.
 
-    `chosen_so_far` is read when a phase begins.
+    `chosen_so_far` is read at the start of each phase.
     """
     settings = search.settings
     plan = Plan(
@@ -136,7 +149,7 @@ def phases(search: Search, chosen_so_far: Mapping[str, Params]) -> Iterator[tupl
 
 
 def any_config(search: Search) -> configs.Config:
-    """Return the config of some point of the space: all have the same data and storage."""
+    """Return the config of an arbitrary point: all points have the same data and storage."""
     point = next(search.space.corners())
     return configs.check(spaces.with_params(search.body, point), search.name)
 
@@ -157,7 +170,7 @@ def record_of(search: Search, number: int) -> Trial:
 
 
 def no_winner(search: Search, phase: str, resume_command: str) -> str:
-    """Return a sentence on why no trial can win."""
+    """Explain why no trial can win."""
     records = search.records(phase)
     messages = [record["message"] for record in records if record["status"] == "failed"]
     stopped_for = [record["message"] for record in records if record["status"] == "stopped"]
@@ -185,9 +198,12 @@ def no_winner(search: Search, phase: str, resume_command: str) -> str:
 def winner_config(
     search: Search, number: int, chosen_so_far: Mapping[str, Params]
 ) -> dict[str, Any]:
-    """Return the config of the winner as plain values, on the base's own stream.
+    """Return the winner's config as plain values, on the base's own stream.
 
-    chosen_so_far: the parameters that each phase has chosen, by task.
+    Args:
+        search: The search.
+        number: The winning trial.
+        chosen_so_far: Parameters chosen in each phase, by task.
     """
     winner = record_of(search, number)
     history = chosen_so_far or winner["history"]
@@ -199,7 +215,7 @@ def winner_config(
 
 
 def write_winner(search: Search, outcome: Outcome, tests: Sequence[SeedTest]) -> str:
-    """Write winner.yaml, which `run` accepts, and winner.json; return the path of the first."""
+    """Write winner.yaml, a config for `run`, and winner.json; return the path of winner.yaml."""
     record = record_of(search, outcome.trial)
     last = record["results"][-1]
     search_folder = folder(search.storage, search.name)
@@ -229,11 +245,16 @@ def write_winner(search: Search, outcome: Outcome, tests: Sequence[SeedTest]) ->
 def execute(
     search: Search, screen: SearchScreen, resume_command: str, report_command: str
 ) -> WrittenReport:
-    """Search, write the winner's config, measure it on test data, and record all of it.
+    """Search, write the winner's config, measure it on test data, and record everything.
 
-    resume_command, report_command: what a person types to go on with the search, or to write its
-    report and record again. Raise `UserError` when another process runs the search, or when there
-    is no winner.
+    Args:
+        search: The search.
+        screen: Prints the progress.
+        resume_command: Command that resumes the search.
+        report_command: Command that writes the report and the record again.
+
+    Raises:
+        UserError: If another process runs the search, or there is no winner.
     """
     screen.say(screen.head())
     screen.say(f"its page, from now on: {page_of(search)}")
@@ -250,14 +271,14 @@ def execute(
 def _search_and_record(
     search: Search, screen: SearchScreen, resume_command: str, report_command: str
 ) -> WrittenReport:
-    """Run the search, and write its winner, its report and its record in MLflow."""
+    """Run the search, and write its winner, its report and its MLflow record."""
     recorder = SearchRecorder(search.tracking, search.storage, remedy=report_command)
     recorder.start(state_of(search))
     files: dict[str, bytes] = {}
     status = "KILLED"
     page = LivePage(partial(export, search, is_running=True))
     tests: list[SeedTest] = []
-    write_state(search)  # before there is a page of it
+    write_state(search)  # before the page exists
 
     def notify(record: Trial) -> None:
         screen(record)
@@ -284,7 +305,9 @@ def _search_and_record(
         raise
     finally:
         winner = None
-        with suppress(OSError, UserError):  # an error here must not hide why the search ended
+        with suppress(
+            OSError, UserError
+        ):  # an error here must not hide the reason why the search ended
             winner = load_trials(search.storage, search.name).winner
         recorder.finish(files, winner, status)
     screen.say(screen.describe_tests(tests))
@@ -295,7 +318,7 @@ def _search_and_record(
 
 @contextmanager
 def _metrics_of(search: Search, screen: SearchScreen) -> Iterator[None]:
-    """Inside, answer Prometheus where the base config names an address."""
+    """Context manager that answers Prometheus if the base config names an address."""
     address = search.tracking.prometheus
     if not address:
         yield
@@ -311,7 +334,7 @@ def _metrics_of(search: Search, screen: SearchScreen) -> Iterator[None]:
 
 
 def is_search(path: str) -> bool:
-    """Return whether a file is a search, and no config to run."""
+    """Return whether a file is a search file rather than a config."""
     file = find_config(path)
     return file.exists() and "space" in read_yaml(file, "a config")
 
@@ -324,9 +347,14 @@ def report(search: Search) -> WrittenReport:
 
 
 def export(search: Search, is_running: bool | None = None) -> dict[str, bytes]:
-    """Write the report beside the records; return its files by name.
+    """Write the report next to the records.
 
-    is_running: whether the page says that the search goes on; None: as the lock of the search says.
+    Args:
+        search: The search.
+        is_running: Whether the page marks the search as running. None: determined by its lock.
+
+    Returns:
+        The files by name.
     """
     from pipeline.report import search_page  # imports matplotlib
 
@@ -344,7 +372,7 @@ def page_of(search: Search) -> str:
 def evaluate_winner(
     search: Search, outcome: Outcome, seed: int, resume_command: str, screen: SearchScreen
 ) -> SeedTest:
-    """Train the winner with one seed, unless the store has it, and measure it on test data."""
+    """Train the winner with one seed, unless the result is stored, and measure it on test data."""
     name = f"{search.name}-winner-seed{seed}"
     config = configs.check({**outcome.config, "name": name, "seed": seed}, name)
     store = Store(search.storage)

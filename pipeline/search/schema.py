@@ -1,4 +1,4 @@
-"""The JSON schema of search files, by which an editor completes and checks them."""
+"""JSON schema of search files, for completion and checks in editors."""
 
 from __future__ import annotations
 

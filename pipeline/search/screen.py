@@ -1,4 +1,4 @@
-"""What a search prints: one line per trial that ended, and a summary of the winner."""
+"""Print the progress of a search: one line per ended trial, and a summary of the winner."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from pipeline.search.spec import Search
 from pipeline.shell.console import Console, Heartbeat, format_seconds
 from workers.storage.secrets import printable
 
-MOST_TRIALS = 4  # named in a line about trials that run
+MOST_TRIALS = 4  # named in a line about running trials
 
 
 class SearchScreen:
-    """Prints one line per trial that has ended, and returns the texts for start and end.
+    """Prints one line per ended trial, and formats the texts for start and end.
 
-    Inside `activity`, a line says how far the trials are when none has ended for a while.
+    Within `activity`, a line shows the progress if no trial has ended for a while.
 
-    stream: where it prints, standard output by default; the runs of the search do so too.
+    Args:
+        stream: Output stream of the search and of its runs. Default: standard output.
     """
 
     def __init__(self, search: Search, stream: TextIO | None = None):
@@ -34,7 +35,7 @@ class SearchScreen:
         self.heartbeat = Heartbeat(self._show_activity)
 
     def __call__(self, record: Trial) -> None:
-        """Print a trial, once it has ended."""
+        """Print a trial if it has ended."""
         number = record["number"]
         self.records[number] = record
         if record["status"] == "running" or number in self.printed:
@@ -65,14 +66,14 @@ class SearchScreen:
         self.heartbeat.touch()
 
     def activity(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Inside, print what `describe` returns when nothing was printed for a while."""
+        """Context manager that prints the text of `describe` after a while without output."""
         return self.heartbeat.activity(describe)
 
     def _show_activity(self, activity: str, seconds: float) -> None:
         self.say(f"{activity} ({format_seconds(seconds)} so far)")
 
     def describe(self) -> str:
-        """Return how many trials have ended, and how far the others are."""
+        """Describe the number of ended trials and the progress of the others."""
         records = sorted(self.records.copy().values(), key=lambda record: record["number"])
         statuses = [record["status"] for record in records]
         num_ended = len(statuses) - statuses.count("running")
@@ -88,11 +89,11 @@ class SearchScreen:
         return ", ".join([text, *learned])
 
     def open_console(self, graph: Graph, lookups: dict[str, Lookup]) -> Console:
-        """Return what shows a run of the search where the search prints."""
+        """Create the console for a run of the search, with the same output stream."""
         return Console(graph, lookups, self.stream)
 
     def head(self) -> str:
-        """Return what the search is, and how many trials are known."""
+        """Describe the search and the number of known trials."""
         settings = self.search.settings
         text = f"search {self.search.name}: {settings.algorithm}"
         if settings.scheduler != "none":
@@ -119,7 +120,12 @@ class SearchScreen:
         return text
 
     def announce_winner(self, trial: int, path: str) -> str:
-        """Return the totals and the winner. trial: its number. path: of its config."""
+        """Describe the totals and the winner.
+
+        Args:
+            trial: Number of the winner.
+            path: Path of its config.
+        """
         records = self.search.records()
         run = sum(record["stages"]["run"] for record in records)
         reused = sum(record["stages"]["reused"] for record in records)
@@ -138,7 +144,7 @@ class SearchScreen:
         )
 
     def describe_tests(self, tests: Sequence[SeedTest]) -> str:
-        """Return the accuracy of the winner on test data, over its seeds."""
+        """Describe the winner's accuracy on test data over its seeds."""
         if not tests:
             return "no seeds, so the winner was not measured on test data"
         rates = [100 * test["average_accuracy"] for test in tests]
@@ -157,7 +163,7 @@ def _plural(noun: str, count: int) -> str:
 
 
 def point_text(params: Mapping[str, Any]) -> str:
-    """Return a point of the space in one line: keys without method, numbers with four digits."""
+    """Format a point of the space in one line: keys without method, numbers with four digits."""
     parts = []
     for key, value in params.items():
         if key.startswith("methods."):

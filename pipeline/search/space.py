@@ -1,5 +1,7 @@
-"""The space of a search: dimensions of a config with their distributions, checked against the
-config's schema before anything runs."""
+"""The space of a search: dimensions of a config with their distributions.
+
+A space is checked against the schema of the config before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from workers.rng import derive_seed
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-# the one key of a space that is no setting: which of the base's methods a trial has
+# The only key of a space that is not a setting: the method of a trial, among those of the base.
 METHOD = "method"
-# keys of the base that change no result, or change it only by chance
+# Keys of the base that do not change a result, or only by chance.
 NOT_LEARNED = ("name", "storage", "cluster", "tracking", "seed")
-REDRAW_PROBABILITY = 0.25  # of a value in `Space.perturb`
+REDRAW_PROBABILITY = 0.25  # probability of drawing a value again in `Space.perturb`
 Params = dict[str, Any]  # dotted key -> value
 
 
@@ -59,11 +61,11 @@ class Conditional(Frozen, ABC):
 
     @abstractmethod
     def bounds(self) -> list[Any]:
-        """Return the values that are checked: both ends of a range, or all values of a choice."""
+        """Return the values to check: both ends of a range, or all values of a choice."""
 
     @abstractmethod
     def perturb(self, value: Any, rng: random.Random) -> Any:
-        """Return a value near `value`, for population-based training."""
+        """Return a value close to `value`, for population-based training."""
 
 
 class Uniform(Conditional):
@@ -98,12 +100,12 @@ class Uniform(Conditional):
         return [self.low, self.high]
 
     def perturb(self, value: Any, rng: random.Random) -> Any:
-        """Return a value that is a fifth smaller or larger, inside the bounds."""
+        """Return a value that is 20 % smaller or larger, within the bounds."""
         return min(max(value * rng.choice((0.8, 1.2)), self.low), self.high)
 
 
 class LogUniform(Uniform):
-    """Positive numbers from low to high, whose logarithm is drawn uniformly."""
+    """Positive numbers from low to high; their logarithm is drawn uniformly."""
 
     dist: Literal["loguniform"]  # type: ignore[assignment]
     low: PositiveFloat
@@ -151,7 +153,7 @@ class Int(Conditional):
         return [self.low, self.high]
 
     def perturb(self, value: Any, rng: random.Random) -> Any:
-        """Return a value that is a fifth, and at least 1, smaller or larger, inside the bounds."""
+        """Return a value that is 20 %, and at least 1, smaller or larger, within the bounds."""
         step = max(1, round(abs(value) / 5))
         return min(max(value + rng.choice((-step, step)), self.low), self.high)
 
@@ -206,8 +208,8 @@ def _check_order(low: float, high: float) -> None:
 class Space:
     """Dimensions by dotted key.
 
-    A dimension `methods.LABEL...` applies only to points with that method, and one with `when` only
-    where that is fulfilled. So a point has only the keys that change something for it.
+    A dimension `methods.LABEL...` applies only to points with that method, and a dimension with `when`
+    only to points that fulfil it. Therefore a point has only keys with an effect.
     """
 
     def __init__(self, dimensions: Mapping[str, Dimension]):
@@ -252,7 +254,7 @@ class Space:
         return params
 
     def to_optuna(self, params: Mapping[str, Any]) -> Params:
-        """Return a point as Optuna stores it: with the index of a choice instead of its value."""
+        """Return a point in Optuna's form, with the index of a choice instead of its value."""
         stored: Params = {}
         for key, value in params.items():
             dimension = self.dimensions[key]
@@ -274,8 +276,7 @@ class Space:
         return list(points.values())
 
     def perturb(self, params: Mapping[str, Any], rng: random.Random) -> Params:
-        """Return a point near `params`. Each of its values is drawn anew with a probability of
-        a quarter."""
+        """Return a point close to `params`. Each value is drawn again with probability 1/4."""
         point: Params = {}
         for key, dimension in self.dimensions.items():
             if not self.applies(key, point):
@@ -287,9 +288,9 @@ class Space:
         return point
 
     def corners(self) -> Iterator[Params]:
-        """Yield points that together have both ends of every range and every value of every choice.
+        """Yield points that cover both ends of every range and every value of every choice.
 
-        In each of them, the other dimensions have the first value for which that one applies.
+        In each point, the other dimensions have their first applicable value.
         """
         labels: list[Any] = [None]
         if METHOD in self.dimensions:
@@ -323,7 +324,7 @@ class Space:
 
 
 def _as_list(condition: Any) -> list[Any]:
-    """Return the values that a `when` names for a key: one value, or a list of them."""
+    """Return the values of a `when` for a key as a list."""
     return list(condition) if isinstance(condition, (list, tuple)) else [condition]
 
 
@@ -384,10 +385,16 @@ def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str,
 
 
 def check(space: Space, body: Mapping[str, Any], path: str) -> None:
-    """Raise `UserError` when no trial, or not every trial, could run.
+    """Check that every trial could run.
 
-    That is so when a key is no setting of the config, when the config refuses an end of a range or
-    a value, or when a trial would have several methods. path: of the search file.
+    Args:
+        space: The space.
+        body: Plain values of the base config.
+        path: Path of the search file.
+
+    Raises:
+        UserError: If a key is not a setting of the config, if the config refuses an end of a range
+            or a value, or if a trial would have several methods.
     """
     labels = _searched_labels(space, body, path)
     for key in space.dimensions:
@@ -404,8 +411,11 @@ def check(space: Space, body: Mapping[str, Any], path: str) -> None:
 
 
 def _searched_labels(space: Space, body: Mapping[str, Any], path: str) -> list[str]:
-    """Return the labels of the methods that trials have. Raise `UserError` when a trial would have
-    none or several."""
+    """Return the labels of the methods of trials.
+
+    Raises:
+        UserError: If a trial would have no method, or several methods.
+    """
     labels = [str(label) for label in body.get("methods") or {}]
     labels_text = ", ".join(labels)
     dimension = space.dimensions.get(METHOD)
@@ -431,8 +441,7 @@ def _searched_labels(space: Space, body: Mapping[str, Any], path: str) -> list[s
 
 
 def _check_key(key: str, labels: Sequence[str], path: str) -> None:
-    """Raise `UserError` when a key is of no method with one of `labels`, or of a setting that
-    cannot be searched."""
+    """Raise `UserError` if a key does not belong to a searchable setting of one of `labels`."""
     top, _, rest = key.partition(".")
     if top == "stream":
         raise UserError(
@@ -453,8 +462,10 @@ def _check_key(key: str, labels: Sequence[str], path: str) -> None:
 
 
 def check_per_task(keys: Iterable[str], path: str) -> None:
-    """Raise `UserError` when a key is not a setting of a method: no other may differ from task to
-    task."""
+    """Raise `UserError` if a key is not a setting of a method.
+
+    Only settings of methods can differ from task to task.
+    """
     for key in keys:
         if not key.startswith("methods."):
             raise UserError(

@@ -1,5 +1,7 @@
-"""The specification of a search: its YAML file, the checks before anything runs, and search.json,
-from which it continues."""
+"""The specification of a search: its YAML file, the checks before a run, and search.json.
+
+search.json contains the data from which a search is resumed.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,12 @@ FREE_OF_BASE = ("name", "storage", "cluster", "tracking")
 
 
 class Budget(Frozen):
-    """Bounds after which no further trial begins; at least one. hours: wall-clock time, summed over
-    all sessions of the search. gpu_hours: time of the stages that were run and of tries that
-    failed, times the GPUs that each took."""
+    """Limits of a search. No trial starts after one of them is reached.
+
+    Attributes:
+        hours: Wall-clock time, summed over all sessions of the search.
+        gpu_hours: Durations of executed stages and failed attempts, times their GPUs.
+    """
 
     trials: PositiveInt | None = Field(None, description="trials in all")
     hours: float | None = Field(
@@ -66,7 +71,7 @@ class Budget(Frozen):
 
 
 class SearchSettings(Frozen):
-    """The search file: what is searched, how and for how long, and how the winner is measured."""
+    """The search file: space, algorithm, budget, and measurement of the winner."""
 
     name: str = Field(
         pattern=configs.NAME, description="name of the search and its files; default: the file's"
@@ -253,7 +258,12 @@ class SearchSettings(Frozen):
 
 
 class Cost(NamedTuple):
-    """What a trial has used. stages: that it ran. gpu_s: their time times their GPUs."""
+    """Cost of a trial.
+
+    Attributes:
+        stages: Number of executed stages.
+        gpu_s: Their durations times their GPUs.
+    """
 
     stages: int
     gpu_s: float
@@ -266,18 +276,19 @@ class Cost(NamedTuple):
 
 @dataclass
 class Search:
-    """A search whose file was read and checked.
+    """A search with a parsed and checked file.
 
-    body: the base's plain values with `set`, as trials start from them.
-    report_body: the same with the base's own stream, for the winner.
-    tasks: tasks that trials learn, in stream order.
-    method_tasks: those of `tasks` for which the method has stages beside the evaluation. A base
-        task has none when the method leaves the backbone as it is.
-    note: a sentence on what the settings mean for this stream; "" when there is none.
-    digest: of everything that must not change when the search continues.
-    sessions: when each run of the search started, and how long it took.
-    warm_start: what it takes from an earlier search.
-    costs: what each trial has used, by number; None before it is asked for.
+    Attributes:
+        body: Plain values of the base with `set`, the start of each trial.
+        report_body: The same with the base's own stream, for the winner.
+        tasks: Tasks that trials learn, in stream order.
+        method_tasks: The tasks for which the method has stages besides the evaluation. A base task
+            has none if the method leaves the backbone unchanged.
+        note: A note about the settings on this stream, or "".
+        digest: Digest of everything that must not change when the search is resumed.
+        sessions: Start and duration of each session.
+        warm_start: Points and observations from an earlier search.
+        costs: Cost of each trial by number. None: not read yet.
     """
 
     settings: SearchSettings
@@ -338,13 +349,13 @@ class Search:
         return shares
 
     def _costs_of_trials(self) -> dict[int, Cost]:
-        """Return what each trial has used, by number. The records are read once."""
+        """Return the cost of each trial by number. The records are read once."""
         if self.costs is None:
             self.costs = {record["number"]: Cost.of(record) for record in self.records()}
         return self.costs
 
     def add_cost(self, record: Trial) -> None:
-        """Note what a trial has used, by its new record."""
+        """Update the cost of a trial from its new record."""
         self._costs_of_trials()[record["number"]] = Cost.of(record)
 
     @property
@@ -354,8 +365,10 @@ class Search:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last IDLE_TRIALS trials have run no stage: they failed at once, or all points
-        of the space were tried before."""
+        """Whether the last IDLE_TRIALS trials have run no stage.
+
+        This happens if they failed immediately, or if all points of the space were tried before.
+        """
         costs = self._costs_of_trials()
         last = sorted(costs)[-IDLE_TRIALS:]
         return len(last) == IDLE_TRIALS and not any(costs[number].stages for number in last)
@@ -379,11 +392,11 @@ def load(path: str, overrides: list[str]) -> SearchFile:
     """Read a search file and its base.
 
     Args:
-        path: Of the search file; or of a config, whose overrides then name the method to search.
-        overrides: As `--set` takes them.
+        path: Path of the search file, or of a config; then the overrides name the method.
+        overrides: Overrides in the form of `--set`.
 
     Raises:
-        UserError: If one of the files is wrong.
+        UserError: If one of the files is invalid.
     """
     file = yaml_files.find_config(path)
     if not file.exists():
@@ -450,8 +463,11 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     """Apply `key=value` to the plain values of a search file.
 
     A key of the search file is set there. A key that only the base config has goes into `set`.
-    `set.KEY` always means the base's KEY, also where both have such a key (`name`, `seed`,
-    `stream`). Raise `UserError` when there is no such key.
+    `set.KEY` always means KEY of the base, even if both files have this key (`name`, `seed`,
+    `stream`).
+
+    Raises:
+        UserError: If neither file has the key.
     """
     path, value = yaml_files.parse_override(override)
     top, _, base_key = path.partition(".")
@@ -474,7 +490,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _check_base_key(key: str, override: str) -> None:
-    """Raise `UserError` when `key` is no top-level key of a base config."""
+    """Raise `UserError` if `key` is not a top-level key of a base config."""
     if key in configs.Config.model_fields:
         return
     known = list(dict.fromkeys([*SearchSettings.model_fields, *configs.Config.model_fields]))
@@ -491,10 +507,16 @@ def prepare(
     provenance: dict[str, Any],
     say: Callable[[str], None] = print,
 ) -> Search:
-    """Read a search and check all that can be checked before anything runs.
+    """Read a search and check as much as possible before anything runs.
 
-    say: is given a line about raw data that was written again in place. Raise `UserError` when it
-    could not work, or when another search of its name is in the storage.
+    Args:
+        path: Path of the search file or config.
+        overrides: Overrides in the form of `--set`.
+        provenance: Versions and device of this process.
+        say: Called with a line if raw data was rewritten in place.
+
+    Raises:
+        UserError: If the search cannot work, or the storage has another search with its name.
     """
     settings, body, report_body = load(path, overrides)
     space = Space(settings.space)
@@ -554,7 +576,7 @@ def prepare(
 
 
 def _warm_start(search: Search, store: Store, path: str) -> WarmStart:
-    """Return what a search that begins takes from an earlier one. path: of the search file."""
+    """Select the points and observations that a new search takes from an earlier one."""
     settings = search.settings
     assert settings.warm_start is not None
 
@@ -619,8 +641,7 @@ def _check_first_tasks(settings: SearchSettings, count: int, path: str) -> None:
 
 
 def _check_early_stops(settings: SearchSettings, count: int, path: str) -> None:
-    """Raise `UserError` when what stops trials early has nothing to decide between the first and
-    the last of `count` tasks."""
+    """Raise `UserError` if early stopping has no decision between the first and the last task."""
     if settings.scheduler == "asha" and settings.grace >= count:
         raise UserError(
             f"{path}: grace is {settings.grace}, and trials learn {count} tasks, so asha would "
@@ -639,15 +660,15 @@ def _check_early_stops(settings: SearchSettings, count: int, path: str) -> None:
 
 
 def _method_tasks(graph: Graph, tasks: Sequence[str]) -> tuple[str, ...]:
-    """Return the tasks for which the method has stages beside the evaluation."""
+    """Return the tasks for which the method has stages besides the evaluation."""
     changed = {stage.task for stage in graph if stage.method and stage.step != "evaluate"}
     return tuple(task for task in tasks if task in changed)
 
 
 def _note(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> str:
-    """Return a sentence on what asha's first rung cannot compare; "" when it can compare all.
+    """Describe what the first rung of asha cannot compare, or return "".
 
-    It compares too little when methods learn tasks independently of each other.
+    The first rung compares too little if methods learn tasks independently of each other.
     """
     if settings.scheduler != "asha":
         return ""
@@ -668,9 +689,11 @@ def _note(settings: SearchSettings, point_configs: Sequence[configs.Config]) -> 
 
 # ---- search.json ---------------------------------------------------------------------------------
 def _digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str:
-    """Return the SHA-256 of all that makes trials of an earlier session comparable with new ones:
-    settings, base, the sources of the data, and what stages do with them."""
-    search_inputs = key_inputs(settings, (*FREE, "set"))  # the body has what is set
+    """Compute the SHA-256 of everything that makes trials of different sessions comparable.
+
+    These are the settings, the base, the sources of the data, and the stages that use them.
+    """
+    search_inputs = key_inputs(settings, (*FREE, "set"))  # the body includes `set`
     if settings.protocol == "per_task":
         # here the number of a trial tells which task it is for
         search_inputs["trials"] = settings.budget.trials
@@ -684,8 +707,11 @@ def _digest(settings: SearchSettings, body: dict[str, Any], graph: Graph) -> str
 
 
 def _earlier_state(search: Search) -> dict[str, Any]:
-    """Return the search.json of a search that continues; empty for one that begins. Raise
-    `UserError` when the storage has another search of this name."""
+    """Return the search.json of a search that is resumed, or an empty mapping for a new search.
+
+    Raises:
+        UserError: If the storage has another search with this name.
+    """
     search_folder = folder(search.storage, search.name)
     try:
         state = read_json(join(search_folder, "search.json"))
@@ -707,7 +733,7 @@ def write_state(search: Search) -> None:
 
 
 def state_of(search: Search) -> dict[str, Any]:
-    """Return the content of search.json: what is needed to read the trials and to continue."""
+    """Return the content of search.json, which is needed to read the trials and to resume."""
     settings = search.settings.model_dump(mode="json", exclude={"space", "base", "set", "stream"})
     if search.settings.algorithm == "grid":
         settings["budget"]["trials"] = len(search.space.grid())

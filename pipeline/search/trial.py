@@ -1,5 +1,7 @@
-"""One trial of a search: a graph in the shared store, judged on validation images after each task,
-with a record that outlives its process."""
+"""One trial of a search: a graph in the shared store, judged on validation images after each task.
+
+Its record outlives its process.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,18 @@ class TrialFailed(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the trials of a phase have in common; plain and picklable.
+    """Common data of the trials of a phase; plain and picklable.
 
-    body: the base config's plain values.
-    tasks: those that a trial learns, in stream order.
-    method_tasks: those of them for which the method has stages beside the evaluation.
-    only: a trial is judged after the last task alone.
-    phase: the task that is searched now; "" in a search of one phase.
-    chosen_so_far: task -> parameters that earlier phases have chosen for it.
-    each: each task keeps the parameters that it was trained with (population-based training).
-    until: how many tasks trials learn now; None: all.
-    max_forgetting: average forgetting beyond which a trial is stopped; None: no such bound.
+    Attributes:
+        body: Plain values of the base config.
+        tasks: Tasks that a trial learns, in stream order.
+        method_tasks: The tasks for which the method has stages besides the evaluation.
+        only: Judge a trial only after the last task.
+        phase: The task of this phase. "": the search has one phase.
+        chosen_so_far: Parameters chosen in earlier phases, by task.
+        each: Each task keeps the parameters of its training (population-based training).
+        until: Number of tasks that trials learn now. None: all.
+        max_forgetting: A trial is stopped above this average forgetting. None: no limit.
     """
 
     name: str
@@ -87,8 +90,11 @@ def with_history(
 ) -> dict[str, Any]:
     """Return plain values of a config with the parameters of a point.
 
-    history: task -> parameters that are set for that task alone. Where there is any, the settings
-    that tasks share stay those of `body`.
+    Args:
+        body: Plain values of the base config.
+        params: The point.
+        history: Parameters of single tasks, by task. If there are any, the common settings of tasks
+            stay those of `body`.
     """
     shared = params
     if history:
@@ -117,8 +123,11 @@ def record_path(storage: str, name: str, number: int) -> str:
 
 
 def read_record(storage: str, name: str, number: int) -> Trial | None:
-    """Return the record of a trial; None when it never began, or when the file is damaged, so that
-    the trial begins again."""
+    """Read the record of a trial.
+
+    Returns:
+        The record. None if the trial never started or the file is damaged; then it starts again.
+    """
     try:
         record = read_json(record_path(storage, name, number))
     except (FileNotFoundError, ValueError):
@@ -141,12 +150,14 @@ def now() -> str:
 # ---- running -------------------------------------------------------------------------------------
 @dataclass
 class Count:
-    """Observes the walks of one trial: counts stages that it ran and stages that it reused.
+    """Observer of the walks of one trial that counts executed and reused stages.
 
-    cluster: what a worker takes for a kind of stage. on_change: is called when a stage is done or
-    has failed. seconds: of the stages that it ran and of tries that failed, times their workers.
-    gpu_seconds: the same times the GPUs of a worker. began: stage that runs -> when a worker began
-    with it, on the monotonic clock.
+    Attributes:
+        cluster: Resources of a worker by kind of stage.
+        on_change: Called when a stage has finished or failed.
+        seconds: Durations of executed stages and failed attempts, times their workers.
+        gpu_seconds: The same durations times the GPUs of a worker.
+        began: Start of each running stage on the monotonic clock.
     """
 
     cluster: ClusterSettings
@@ -158,9 +169,9 @@ class Count:
     began: dict[str, float] = field(default_factory=dict)
 
     def go_on_after(self, record: Trial) -> None:
-        """Begin with the count of a trial that was interrupted, from its record.
+        """Start with the counts of an interrupted trial.
 
-        It will find the stages that it ran before, which is no reuse.
+        The trial finds the stages that it executed before; these do not count as reused.
         """
         self.run = record["stages"]["run"]
         self.reused = -self.run
@@ -168,15 +179,15 @@ class Count:
         self.gpu_seconds = record.get("gpu_s", 0.0)
 
     def on_progress(self, event: Event) -> None:
-        """Note when a worker begins with a stage."""
+        """Note the time when a worker starts a stage."""
         if event.kind is EventKind.STARTED:
             self.began[event.stage] = time.monotonic()
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Count a stage that is done, or the time of a try that failed."""
+        """Count a finished stage, or the duration of a failed attempt."""
         if event.kind is EventKind.DONE:
             self.began.pop(event.stage, None)
-            if event.body.get("reused"):  # another trial ran it meanwhile
+            if event.body.get("reused"):  # another trial executed it in the meantime
                 self.reused += 1
             else:
                 self.run += 1
@@ -191,7 +202,7 @@ class Count:
         self.on_change()
 
     def _add(self, stage: Stage, seconds: float) -> None:
-        """Add the time of a stage times its workers."""
+        """Add the duration of a stage times its workers."""
         self.seconds += seconds
         self.gpu_seconds += seconds * self.cluster.of_step(stage.step).gpus_per_worker
 
@@ -208,11 +219,17 @@ class Count:
 def run_trial(
     plan: Plan, number: int, params: Mapping[str, Any], report: Report, parent: int | None = None
 ) -> None:
-    """Run trial `number` as far as the plan goes, or report its results again if it has come there
-    before.
+    """Run a trial as far as the plan goes, or report its results again if it has come that far.
 
-    report: is called with the result after each task. parent: the trial whose first tasks this one
-    continues from (population-based training). Raises `TrialFailed`.
+    Args:
+        plan: Common data of the trials.
+        number: Number of the trial.
+        params: Its parameters.
+        report: Called with the result after each task.
+        parent: The trial whose first tasks this one continues (population-based training).
+
+    Raises:
+        TrialFailed: If a stage fails.
     """
     previous = read_record(plan.storage, plan.name, number)
     if previous is not None and _is_complete(previous, plan):
@@ -246,8 +263,10 @@ def run_trial(
 
 
 def comparable_results(record: Trial) -> list[TrialResult]:
-    """Return the results by which a scheduler compares a trial with others: not the one after which
-    it was stopped for its forgetting."""
+    """Return the results that a scheduler can compare with other trials.
+
+    The result after which a trial was stopped for its forgetting is not included.
+    """
     if record["status"] == "stopped" and record["message"]:
         return record["results"][:-1]
     return record["results"]
@@ -281,8 +300,13 @@ def _new_record(plan: Plan, number: int, params: Mapping[str, Any]) -> Trial:
 
 
 def _take_over(record: Trial, plan: Plan, parent: int) -> None:
-    """Set what a trial begins a round with: what `parent`, which may be the trial itself, has
-    learned before, and its own rounds. Raises `TrialFailed`."""
+    """Set the start of a trial in a round: the results of `parent` and the trial's own rounds.
+
+    `parent` can be the trial itself.
+
+    Raises:
+        TrialFailed: If the parent has no such results.
+    """
     number = record["number"]
     tasks = plan.tasks[: (plan.until or len(plan.tasks)) - 1]
     source = read_record(plan.storage, plan.name, parent)
@@ -303,11 +327,16 @@ def _take_over(record: Trial, plan: Plan, parent: int) -> None:
 def _learn(
     plan: Plan, record: Trial, report: Report, started: float, previous: Trial | None
 ) -> None:
-    """Learn the tasks that `record` has no result of, one after the other.
+    """Learn the tasks without a result in `record`, one after the other.
 
-    previous: the record of this trial when it was interrupted.
+    With `plan.each`, the remaining tasks are trained with the parameters of the record.
 
-    With `plan.each`, the tasks to come are trained with the parameters of the record.
+    Args:
+        plan: Common data of the trials.
+        record: Record of the trial.
+        report: Called with the result after each task.
+        started: Start of the trial on the monotonic clock.
+        previous: Record of the interrupted trial, if any.
     """
     store = Store(plan.storage)
     params = record["params"]
@@ -343,7 +372,7 @@ def _learn(
         record["graph"] = graph_record
         with (
             store.claimed_by_gc()
-        ):  # garbage collection must know the graph before stages are looked up
+        ):  # garbage collection must know the graph before the look-up of stages
             write_record(plan.storage, plan.name, record)
         for position, task in enumerate(plan.tasks[: plan.until]):
             if position < learned:
@@ -360,7 +389,7 @@ def _learn(
                 finished_round: Round = {"params": dict(params), "accuracy": result["accuracy"]}
                 record["rounds"] = [*record["rounds"], finished_round]
             if position == len(plan.tasks) - 1:
-                # with the last result, so that a trial that has all tasks is not stopped
+                # Together with the last result, so that a trial with all tasks is not stopped.
                 record["status"] = "finished"
                 record["ended"] = now()
             message = _forgets_too_much(plan, record)
@@ -370,14 +399,14 @@ def _learn(
                 record["ended"] = now()
             save_count()
             if message:
-                return  # no scheduler may compare others with its accuracy
+                return  # no scheduler can compare other trials with its accuracy
             report(result)
     finally:
         runner.close()
 
 
 def _forgets_too_much(plan: Plan, record: Trial) -> str:
-    """Return a sentence when a trial forgets more than the search allows; "" when it does not."""
+    """Return a message if a trial forgets more than the search allows, else ""."""
     average = forgetting(record["results"])
     if plan.max_forgetting is None or not average > plan.max_forgetting:
         return ""
@@ -400,7 +429,7 @@ def _graph_of_trial(plan: Plan, settings: config.Config, store: Store) -> tuple[
 
 
 class Runner:
-    """Runs parts of one graph, one after the other, on one executor."""
+    """Runs parts of one graph in sequence on one executor."""
 
     def __init__(self, store: Store, settings: config.Config, graph: Graph, count: Count):
         self.store = store
@@ -411,7 +440,11 @@ class Runner:
         self.executor = executor.SharedExecutor(self._make_executor)
 
     def run(self, stage_id: str) -> None:
-        """Run a stage and all that it needs. Raises `UserError` when a stage fails."""
+        """Run a stage and all stages that it needs.
+
+        Raises:
+            UserError: If a stage fails.
+        """
         stage_ids = self.graph.with_ancestors([stage_id])
         part = Graph.of(self.graph.name, [stage for stage in self.graph if stage.id in stage_ids])
         new = Graph(part.name, {s.id: s for s in part if s.id not in self.lookups})
@@ -436,7 +469,7 @@ class Runner:
 
     def _make_executor(self) -> Executor:
         cluster = self.settings.cluster
-        # Tune reserves one worker in the process of the trial itself
+        # Tune reserves one worker for the process of the trial.
         workers = {"workers": 0} if cluster.workers == 1 else {"groups": 1}
         return executor.make_executor(
             self.store,
@@ -453,9 +486,17 @@ class Runner:
 
 
 def result_of(store: Store, record: RunRecord, label: str, task: str, position: int) -> TrialResult:
-    """Return the validation accuracies after a task, and bytes stored per task beyond the backbone.
+    """Return the validation accuracies after a task, and the stored bytes per task.
 
-    record: the run record of the trial's graph. Raises `UserError` when the task has no accuracy.
+    Args:
+        store: The store.
+        record: Run record of the trial's graph.
+        label: Label of the method.
+        task: Name of the task.
+        position: Its position in the stream.
+
+    Raises:
+        UserError: If the task has no accuracy.
     """
     tables = RunTables.load(store.storage, record)
     matrix = tables.matrix(label)

@@ -1,6 +1,6 @@
-"""Runs the trials of a search with Ray Tune.
+"""Run the trials of a search with Ray Tune.
 
-A search that was killed continues from the records of its trials, never from Tune's own state.
+A killed search resumes from the records of its trials, never from the state of Tune.
 """
 
 from __future__ import annotations
@@ -44,9 +44,14 @@ TrialObserver = Callable[[Trial], None]
 
 # ---- points of the space -------------------------------------------------------------------------
 def points_of(search: Search, number: int, first: int) -> Params | None:
-    """Return point `number` of a random search or a grid; None behind the last one.
+    """Return point `number` of a random search or a grid, or None after the last point.
 
-    It depends on the settings alone. first: number of the first trial of this phase.
+    The point depends only on the settings.
+
+    Args:
+        search: The search.
+        number: Number of the trial.
+        first: Number of the first trial of this phase.
     """
     settings = search.settings
     if settings.algorithm != "grid":
@@ -56,13 +61,13 @@ def points_of(search: Search, number: int, first: int) -> Params | None:
 
 
 class Optuna:
-    """Suggestions of a tree-structured Parzen estimator, of several objectives if asked.
+    """Suggestions of a tree-structured Parzen estimator with one or several objectives.
 
-    Suggestion n is drawn with a seed of its own, from the results that were reported before.
+    Suggestion n is drawn with its own seed, from the results reported so far.
     """
 
     def __init__(self, search: Search):
-        import optuna  # is not needed by the other algorithms, and may not be installed
+        import optuna  # only this algorithm needs it; it may not be installed
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.optuna = optuna
@@ -75,13 +80,17 @@ class Optuna:
         )
         if search.warm_start is not None:
             for index, point in enumerate(search.warm_start.observations):
-                number = -1 - index  # of no trial of this search
+                number = -1 - index  # not a number of this search
                 self.ask(number, point.params)
                 self.tell(number, {"accuracy": point.accuracy, "bytes": point.bytes})
 
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Params:
-        """Return the parameters of a trial. known: those that it has to have, as a trial of an
-        earlier session."""
+        """Return the parameters of a trial.
+
+        Args:
+            number: Number of the trial.
+            known: Parameters that it must have, for example those of an earlier session.
+        """
         seed = derive_seed(self.search.settings.seed, "tpe", number) % 2**32
         self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
         if known is not None:
@@ -91,10 +100,10 @@ class Optuna:
         return self.search.space.suggest(trial)
 
     def tell(self, number: int, result: Mapping[str, Any] | None, is_finished: bool = True) -> None:
-        """Report the last result of a trial; None for one that has none.
+        """Report the last result of a trial, or None if it has none.
 
-        A trial that was stopped early is reported as pruned: its accuracy is that of fewer tasks,
-        or it forgets too much.
+        A trial that was stopped early is reported as pruned, because its accuracy covers fewer
+        tasks or it forgets too much.
         """
         known = result or {}
         objectives = self.search.settings.objectives
@@ -113,8 +122,10 @@ class Optuna:
 
 # ---- Ray Tune ------------------------------------------------------------------------------------
 def run_population(search: Search, plan: Plan, first: int, notify: TrialObserver) -> None:
-    """Run population-based training: one round for each task. A round begins when every trial has
-    learned the task before."""
+    """Run population-based training: one round per task.
+
+    A round starts when every trial has learned the previous task.
+    """
     for position in range(len(plan.tasks)):
         run_phase(search, replace(plan, until=position + 1), first, notify)
         records = search.records(plan.phase)
@@ -130,8 +141,11 @@ def run_population(search: Search, plan: Plan, first: int, notify: TrialObserver
 def run_phase(search: Search, plan: Plan, first: int, notify: TrialObserver) -> None:
     """Run the trials of one phase.
 
-    first: the number of its first trial. notify: is called with the record of each trial that has a
-    new result or has ended.
+    Args:
+        search: The search.
+        plan: Common data of the trials.
+        first: Number of the first trial.
+        notify: Called with the record of each trial that has a new result or has ended.
     """
     import ray
 
@@ -145,7 +159,7 @@ def run_phase(search: Search, plan: Plan, first: int, notify: TrialObserver) -> 
         budget_s = max(1.0, 3600 * settings.budget.hours - search.elapsed_s)
         end = time.monotonic() + budget_s - 1
     bookkeeping = join(search.storage, "ray", tune_name(search))
-    delete_dir(bookkeeping)  # of a session that was killed
+    delete_dir(bookkeeping)  # left by a killed session
     tuner = build_tuner(
         search,
         plan,
@@ -157,7 +171,7 @@ def run_phase(search: Search, plan: Plan, first: int, notify: TrialObserver) -> 
     try:
         tuner.fit()
     finally:
-        delete_dir(bookkeeping)  # the records of trials are what counts
+        delete_dir(bookkeeping)  # only the records of trials count
 
 
 def tune_name(search: Search) -> str:
@@ -173,7 +187,16 @@ def build_tuner(
     side_by_side: int,
     budget_s: float | None,
 ) -> tune.Tuner:
-    """Return the tuner of a phase. side_by_side: how many trials may run at once."""
+    """Create the tuner of a phase.
+
+    Args:
+        search: The search.
+        plan: Common data of the trials.
+        searcher: Numbers the trials.
+        callback: Notifies of results.
+        side_by_side: Maximum number of parallel trials.
+        budget_s: Remaining seconds of the budget. None: no limit.
+    """
     scheduler = scheduler_of(search)
     trial_function = tune.with_parameters(trainable, plan=plan)
     return tune.Tuner(
@@ -185,7 +208,7 @@ def build_tuner(
             scheduler=scheduler,
             time_budget_s=budget_s,
             reuse_actors=True,
-            metric=None if scheduler else "accuracy",  # the scheduler has them
+            metric=None if scheduler else "accuracy",  # given by the scheduler otherwise
             mode=None if scheduler else "max",
         ),
         run_config=tune.RunConfig(
@@ -217,10 +240,10 @@ class AskingSearcher(Searcher):
         if settings.algorithm == "grid":
             self.max_trials = len(search.space.grid())
         self.optuna = Optuna(search) if settings.algorithm == "tpe" else None
-        self.numbers: dict[str, int] = {}  # by id of Tune's trial, of those told to Optuna
+        self.numbers: dict[str, int] = {}  # by Tune's id of a trial, if Optuna knows it
 
     def suggest(self, trial_id: str) -> Any:
-        """Return what `trainable` gets as `tuned`, or FINISHED."""
+        """Return the argument `tuned` of `trainable`, or FINISHED."""
         number = self._next_number()
         known = self.known.get(number)
         if self.max_trials is not None and number >= self.first + self.max_trials:
@@ -243,8 +266,10 @@ class AskingSearcher(Searcher):
         return {"number": number, "params": params, "parent": None}
 
     def _next_number(self) -> int:
-        """Return the number of the next trial. Without GPU-hours left, trials of earlier sessions
-        that have not ended are left as they are."""
+        """Return the number of the next trial.
+
+        Without remaining GPU-hours, unfinished trials of earlier sessions are skipped.
+        """
         number = self.next
         if self.search.is_gpu_budget_used:
             while number in self.known and self.known[number]["status"] == "running":
@@ -252,11 +277,11 @@ class AskingSearcher(Searcher):
         return number
 
     def _has_ended(self) -> bool:
-        """Return whether no further trial begins."""
+        """Return whether no further trial starts."""
         return self.search.is_budget_used or (self.max_trials is None and self.search.is_idle)
 
     def _params(self, number: int, known: Trial | None) -> Params | None:
-        """Return the parameters of a trial; None behind the last point of a grid."""
+        """Return the parameters of a trial, or None after the last point of a grid."""
         known_params = self._first_params(number)
         if known is not None:
             known_params = known["params"]
@@ -267,7 +292,7 @@ class AskingSearcher(Searcher):
         return points_of(self.search, number, self.first)
 
     def _first_params(self, number: int) -> Params | None:
-        """Return the point of an earlier search that a trial starts with; None for most trials."""
+        """Return the point of an earlier search with which a trial starts, or None."""
         warm_start = self.search.warm_start
         if warm_start is None or number - self.first >= len(warm_start.points):
             return None
@@ -287,7 +312,7 @@ class AskingSearcher(Searcher):
         self.optuna.tell(number, last, is_finished)
 
     def save(self, checkpoint_path: str) -> None:
-        """Save nothing: a search continues from the records of its trials."""
+        """Save nothing: a search resumes from the records of its trials."""
 
     def restore(self, checkpoint_path: str) -> None:
         """Restore nothing, for the same reason."""
@@ -301,7 +326,7 @@ def _is_in_later_round(record: Trial, plan: Plan) -> bool:
 
 
 class GpuBudgetStopper(tune.Stopper):
-    """Stops each running trial at its next result, once the GPU-hours of the search are used up."""
+    """Stops each running trial at its next result once the GPU-hours are used up."""
 
     def __init__(self, search: Search):
         self.search = search
@@ -316,9 +341,10 @@ class GpuBudgetStopper(tune.Stopper):
 
 
 class RecordCallback(TrialProgressCallback):
-    """Notifies of each trial that has a new result or has ended, in place of Tune's output.
+    """Notifies of each trial that has a new result or has ended; replaces Tune's output.
 
-    end: when the budget of hours is used up, on the monotonic clock.
+    Attributes:
+        end: End of the budget of hours, on the monotonic clock.
     """
 
     def __init__(self, search: Search, plan: Plan, notify: TrialObserver, end: float):
@@ -349,7 +375,12 @@ class RecordCallback(TrialProgressCallback):
         self._notify(trial, "failed")
 
     def _notify(self, trial: TuneTrial, end_status: str = "") -> None:
-        """end_status: of a trial whose process ended before it wrote a status; "" while it runs."""
+        """Notify of a trial.
+
+        Args:
+            trial: The trial.
+            end_status: Status of a trial if its process ended before it wrote one. "": it runs.
+        """
         search = self.search
         record = read_record(search.storage, search.name, trial.config["number"])
         if record is None:
@@ -358,7 +389,7 @@ class RecordCallback(TrialProgressCallback):
         if end_status and record["status"] == "running":
             is_over = time.monotonic() > self.end or search.is_gpu_budget_used
             if end_status == "stopped" and (is_over or not self.plan.is_last):
-                return  # it continues in the next round, or when the budget is raised
+                return  # it continues in the next round, or after the budget is raised
             record["status"] = end_status
             record["message"] = ""
             if end_status == "failed":
@@ -369,7 +400,7 @@ class RecordCallback(TrialProgressCallback):
 
 
 class Unsaved:
-    """Holds a value that Tune's snapshots of its own state leave out."""
+    """Holds a value that Tune's snapshots leave out."""
 
     def __init__(self, held: Any):
         self.held = held
@@ -379,7 +410,7 @@ class Unsaved:
 
 
 def trainable(tuned: dict[str, Any], plan: Plan) -> None:
-    """Run a trial in its own process, and report its results to Tune as they come."""
+    """Run a trial in its own process, and report its results to Tune."""
     number = tuned["number"]
 
     def report(result: TrialResult) -> None:
@@ -397,9 +428,9 @@ def trainable(tuned: dict[str, Any], plan: Plan) -> None:
 
 
 def scheduler_of(search: Search) -> ASHAScheduler | None:
-    """Return successive halving over the tasks learned; None when the search has no scheduler.
+    """Create a scheduler for successive halving over the learned tasks, or return None.
 
-    It has no rung at the last task: a trial that has learned that is finished.
+    There is no rung at the last task, because a trial that has learned it is finished.
     """
     settings = search.settings
     if settings.scheduler != "asha":
@@ -416,19 +447,25 @@ def scheduler_of(search: Search) -> ASHAScheduler | None:
 
 
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:
-    """Return what Tune reserves for one trial: the most that one of its stages takes.
+    """Return the resources that Tune reserves for one trial: the maximum over its stages.
 
-    A trial of several workers only waits for its worker groups, which reserve what they need.
+    A trial with several workers only waits for its worker groups, which reserve their resources.
     """
     if cluster.workers > 1:
-        return {"memory": 1 << 20}  # Tune asks for some resource
+        return {"memory": 1 << 20}  # Tune requires a resource
     return resources_per_worker(cluster.of_any_step())
 
 
 def room_for(cluster_state: ClusterState, cluster: ClusterSettings, name: str) -> int:
-    """Return how many trials may run side by side in this driver's share of the cluster.
+    """Return the number of trials that can run in parallel in this driver's share of the cluster.
 
-    name: of this driver's registration. Raises `UserError` when none fits.
+    Args:
+        cluster_state: Nodes and drivers of the cluster.
+        cluster: Settings of the cluster.
+        name: Name of this driver's registration.
+
+    Raises:
+        UserError: If no trial fits.
     """
     trial = cluster.of_any_step().model_copy(update={"workers": max(1, cluster.workers)})
     check_fits(cluster_state, trial)

@@ -1,8 +1,8 @@
-"""A search that begins with what an earlier search of the storage has learned.
+"""Start a search from the results of an earlier search in the same storage.
 
-The best points of the earlier search are tried first. Their stages stand in the store, so where
-nothing else has changed they cost nothing. Optuna also learns from the other trials of the earlier
-search, but only where the keys of the stages say that a trial here would give the same result.
+The best points of the earlier search are tried first. Their stages are in the store, so they cost
+nothing if nothing else has changed. Optuna also learns from the other trials of the earlier search,
+but only if equal keys prove that a trial here would give the same result.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ EvaluateKey = Callable[[Params], str]  # point -> key of the evaluation after it
 
 @dataclass(frozen=True)
 class EarlierPoint:
-    """A point of this space, from a trial of an earlier search. trial: the number of that trial.
+    """A point of this space from a trial of an earlier search.
 
-    accuracy, bytes: the result of that trial.
+    Attributes:
+        trial: Number of that trial.
+        accuracy: Its accuracy.
+        bytes: Its stored bytes per task.
     """
 
     trial: int
@@ -38,8 +41,13 @@ class EarlierPoint:
 
 @dataclass(frozen=True)
 class WarmStartSettings:
-    """count: how many of the best points are tried first. seed: draws settings that the earlier
-    search does not know. max_forgetting: of the search that begins; None: no such bound."""
+    """Settings of a warm start.
+
+    Attributes:
+        count: Number of best points to try first.
+        seed: Seed for settings that the earlier search does not have.
+        max_forgetting: Limit of the new search. None: no limit.
+    """
 
     count: int
     seed: int
@@ -48,10 +56,12 @@ class WarmStartSettings:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What a search takes from an earlier one when it begins. It does not change afterwards.
+    """Results that a new search takes from an earlier one. They do not change afterwards.
 
-    search: the name of the earlier one. points: are tried first, in this order. observations:
-    results that Optuna is told, and that are not tried again.
+    Attributes:
+        search: Name of the earlier search.
+        points: Points to try first, in this order.
+        observations: Results for Optuna; these points are not tried again.
     """
 
     search: str
@@ -60,7 +70,7 @@ class WarmStart:
 
     @classmethod
     def of_record(cls, record: Any) -> WarmStart | None:
-        """Return what search.json holds under `warm_start`; None when that is damaged."""
+        """Return the entry `warm_start` of search.json, or None if it is damaged."""
         try:
             points = tuple(EarlierPoint(**point) for point in record["points"])
             observations = tuple(EarlierPoint(**point) for point in record["observations"])
@@ -69,7 +79,7 @@ class WarmStart:
             return None
 
     def record(self) -> dict[str, Any]:
-        """Return what search.json holds under `warm_start`."""
+        """Return the entry `warm_start` of search.json."""
         body: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return body
 
@@ -81,10 +91,17 @@ def warm_start_of(
     evaluate_key: EvaluateKey | None,
     path: str,
 ) -> WarmStart:
-    """Return what a search takes from an earlier one.
+    """Select the results that a search takes from an earlier one.
 
-    evaluate_key: None where nothing is told the results of the earlier search. path: of the search
-    file. Raise `UserError` when the earlier search has no trial to take from.
+    Args:
+        earlier: The earlier search.
+        space: Space of the new search.
+        settings: Settings of the warm start.
+        evaluate_key: Computes the key of a point's last evaluation. None: take no observations.
+        path: Path of the search file, for messages.
+
+    Raises:
+        UserError: If the earlier search has no suitable trial.
     """
     candidates = [trial for trial in earlier.trials if can_be_taken(trial, settings)]
     if not candidates:
@@ -118,8 +135,11 @@ def warm_start_of(
 
 
 def can_be_taken(trial: Trial, settings: WarmStartSettings) -> bool:
-    """Return whether a trial has a result for all tasks, learned with one point, and never forgot
-    more than this search allows."""
+    """Return whether a trial can be reused.
+
+    It must have a result for all tasks, learned with one point, and must never have exceeded the
+    forgetting that this search allows.
+    """
     if trial["status"] != "finished" or trial["phase"] or trial.get("history"):
         return False
     if math.isnan(score(trial)):
@@ -132,10 +152,13 @@ def can_be_taken(trial: Trial, settings: WarmStartSettings) -> bool:
 
 
 def point_in(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> Params | None:
-    """Return the point of `space` with the settings of a trial; None when it is outside.
+    """Return the point of `space` with the settings of a trial, or None if it is outside.
 
-    body: the base config of the trial's search. A setting that neither the trial nor that base
-    names is drawn.
+    Args:
+        space: Space of the new search.
+        trial: The earlier trial.
+        body: Base config of its search.
+        seed: Seed for settings that neither the trial nor its base names.
     """
     known = configs.flatten(with_params(body, trial["params"])) | trial["params"]
     labels = list(with_params(body, trial["params"]).get("methods") or {})
@@ -156,7 +179,7 @@ def point_in(space: Space, trial: Trial, body: Mapping[str, Any], seed: int) -> 
 
 
 def value_in(dimension: Dimension, value: Any) -> Any:
-    """Return a value as this dimension has it; `MISSING` when it is outside."""
+    """Return a value in the form of this dimension, or `MISSING` if it is outside."""
     if isinstance(dimension, Choice):
         text = json.dumps(value, default=str)
         equal = [own for own in dimension.values if json.dumps(own, default=str) == text]

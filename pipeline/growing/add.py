@@ -1,4 +1,4 @@
-"""Add data to a run: the change of its config, what follows from it, and the model that serves."""
+"""Add data to a run: edit its config, train the affected tasks, and update the served model."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AddRequest:
-    """What a person asks `add` for.
+    """Arguments of `add`.
 
     Attributes:
         config: Path of the config file.
         data: Path of the data.
-        kind: What the data are. None if they leave no doubt.
-        into: Task that new classes join. Empty: they are a new task.
-        name: Of the new task. Empty: the next free one.
-        model: Folder that is updated, if any.
+        kind: Interpretation of the data. None if it is unambiguous.
+        into: Task for the new classes. Empty: they become a new task.
+        name: Name of the new task. Empty: the next free one.
+        model: Folder to update, if any.
         method: Label of the method that the folder serves.
-        max_drop: Points of accuracy that a task of the folder may lose.
+        max_drop: Largest accepted loss of accuracy of a task of the folder, in points.
     """
 
     config: str
@@ -57,21 +57,20 @@ def add(
     say: Say,
     show: Callable[[RunResult], None],
 ) -> RunResult:
-    """Take new data in, say what trains again, run it, and update the model that serves.
+    """Add data, report which tasks train again, run them, and update the served model.
 
-    Where nothing is new, nothing is written: so a command that was interrupted can be given again.
-    The old files are put back if the config cannot be used with the change, or the new images
-    cannot be ingested.
+    Nothing is written if nothing is new, so an interrupted command can be repeated. The old files
+    are restored if the changed config is invalid, or the new images cannot be ingested.
 
     Args:
-        request: What to add.
-        open_screen: Shows the run.
-        program: How a person starts Accrete.
-        say: Is given lines on what happens.
-        show: Is given what came out, before the model is updated.
+        request: Arguments of the command.
+        open_screen: Creates the screen of the run.
+        program: Command that starts Accrete, for messages.
+        say: Called with each line of progress.
+        show: Called with the results, before the model is updated.
 
     Raises:
-        UserError: If the data cannot be taken in, a stage fails, or a task of the model gets worse.
+        UserError: If the data cannot be added, a stage fails, or a task of the model gets worse.
     """
     config = configs.load(request.config)
     refuse_replicas(config, request.config, "`add` updates one model")
@@ -117,16 +116,16 @@ def add(
 def find_changes(
     request: AddRequest, config: Config, program: str, say: Say
 ) -> tuple[NewData, FileChanges]:
-    """Return what is new in data, and what that changes in a config and its cards.
+    """Find the new data, and the resulting changes of a config and its cards.
 
     Args:
-        request: What to add.
-        config: The values of the config.
-        program: How a person starts Accrete.
-        say: Is given a line on what is new.
+        request: Arguments of the command.
+        config: The config.
+        program: Command that starts Accrete, for messages.
+        say: Called with a line about the new data.
 
     Raises:
-        UserError: If the data can be read in two ways, or cannot be taken in.
+        UserError: If the data are ambiguous, or cannot be added.
     """
     store = Store(absolute(config.storage))
     cards = list_cards(config)

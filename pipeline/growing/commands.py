@@ -55,7 +55,7 @@ def commands(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_model_options(parser: argparse.ArgumentParser, change: str) -> None:
-    """Add the options that name a model folder. change: what becomes of it."""
+    """Add the options that name a model folder; `change` describes the effect on it."""
     parser.add_argument(
         "--model",
         default="",

@@ -1,6 +1,6 @@
-"""What a storage holds of earlier states of a run: found after a removal, and deleted.
+"""Find and delete the stored data of earlier states of a run, after a removal.
 
-Records of earlier states are deleted last. They say what is left to do if the process is killed.
+Records of earlier states are deleted last. After a kill they show the remaining work.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ CACHED = "cached shards and decoded images"
 
 @dataclass
 class Leftovers:
-    """What is left of earlier states of a run.
+    """Stored data of earlier states of a run.
 
     Attributes:
-        run: As it is now.
+        run: The current run.
         garbage: Results that no run and no search needs.
         has_records: Whether there are records of earlier states.
-        files: Of an analysis, of raw data that were seen, and previews, by their path.
+        files: Files of an analysis, of observed raw data, and previews, by path.
         tracked: Files in MLflow.
-        left: Sentences on what cannot be looked at.
+        left: Notes about places that cannot be checked.
     """
 
     run: PreparedRun
@@ -74,7 +74,7 @@ class Leftovers:
         return lines
 
     def delete(self) -> list[str]:
-        """Delete all of it, the records last; return sentences on what stays."""
+        """Delete everything, the records last; return notes about kept data."""
         left = [*self.left]
         if self.tracked is not None:
             left += self.tracked.delete()
@@ -101,12 +101,12 @@ class Leftovers:
 
 
 def find_leftovers(run: PreparedRun, config_path: str, record: RunRecord) -> Leftovers:
-    """Find what is left of earlier states of a run.
+    """Find the stored data of earlier states of a run.
 
     Args:
-        run: As it is now.
-        config_path: Of its config.
-        record: Of the run as it is now.
+        run: The current run.
+        config_path: Path of its config.
+        record: Record of the current run.
 
     Raises:
         UserError: If a record of the storage cannot be read.
@@ -114,7 +114,7 @@ def find_leftovers(run: PreparedRun, config_path: str, record: RunRecord) -> Lef
     store, name = run.store, run.config.name
     garbage = app.find_garbage(store, [name])
     files = [*_list_sources(store, name, garbage), *_list_analysis(store, record)]
-    with suppress(UserError):  # a page that is no preview
+    with suppress(UserError):  # the page is not a preview
         preview = preview_path(config_path)
         files += [preview] if os.path.exists(preview) else []
     leftovers = Leftovers(run, garbage, bool(store.earlier_records(name)), files)
@@ -141,7 +141,7 @@ def _has_mlflow(run: PreparedRun) -> bool:
 
 
 def _list_sources(store: Store, name: str, garbage: Sequence[Garbage]) -> list[str]:
-    """Return the files about raw data of cards as they were, whose results are garbage or gone."""
+    """List the files about raw data of earlier card versions with deleted or unneeded results."""
     deleted = {folder.path for folder in garbage}
     kept: set[str] = set()
     for other in store.run_names():
@@ -169,7 +169,7 @@ def _identities(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _list_analysis(store: Store, record: RunRecord) -> list[str]:
-    """Return the files of a run's analysis if a part of it is of an earlier state."""
+    """Return the files of a run's analysis if a part of it belongs to an earlier state."""
     parts = analysis_section.load_parts(store, record["name"])
     if all(analysis_section.is_current(part, record, store) for part in parts.values()):
         return []
@@ -181,13 +181,16 @@ def _list_analysis(store: Store, record: RunRecord) -> list[str]:
 
 
 def describe_other_users(store: Store, name: str, cards: Sequence[str], command: str) -> list[str]:
-    """Return a sentence for each other run, and for searches, made of earlier states of some cards.
+    """Describe other runs and searches that use earlier states of some cards.
 
     Args:
-        store: Of the run.
-        name: Of the run, whose ingest stages are as they should be.
-        cards: Names of cards.
-        command: What removes the same from another config, which it names CONFIG.
+        store: Store of the run.
+        name: Name of the run; its own ingest stages are current.
+        cards: Names of the cards.
+        command: Command for the same removal from another config, with the placeholder CONFIG.
+
+    Returns:
+        One sentence per run, and one for searches.
     """
     stages = {f"data/{card}" for card in cards}
     record = store.record(name)

@@ -31,10 +31,10 @@ class SourceImage(NamedTuple):
     """An image of a source.
 
     Attributes:
-        name: Its path below the source, as `rejected.csv` writes it.
-        group: Its split and its class.
+        name: Path below the source, as in `rejected.csv`.
+        group: Split and class.
         digest: sha256 of its bytes in the source. Empty if they were not read.
-        stored: sha256 of its bytes in the shards. Empty if it is in none.
+        stored: sha256 of its bytes in the shards. Empty if it is in no shard.
     """
 
     name: str
@@ -49,9 +49,9 @@ class NamedImages:
 
     Attributes:
         used: The card.
-        lines: What the card must leave out: names, and digests of bytes in the source.
-        names: Of the images.
-        found: The lines of the person's file that name one of them.
+        lines: Entries for the card's list: names, and digests of bytes in the source.
+        names: Names of the images.
+        found: Lines of the person's file that name one of the images.
     """
 
     used: UsedCard
@@ -63,16 +63,16 @@ class NamedImages:
 def find_named_images(
     file: str, lines: Sequence[str], cards: Sequence[UsedCard], store: Store
 ) -> list[NamedImages]:
-    """Find the images that the lines of a file name, among those of some cards.
+    """Find the images of some cards that the lines of a file name.
 
     Args:
         file: Name of the file, for errors.
         lines: Its lines.
-        cards: Of a stream.
-        store: Of the run.
+        cards: Cards of a stream.
+        store: Store of the run.
 
     Returns:
-        The images of each card that has some, also of those that it leaves out already.
+        The named images of each card that has some, including images that it already excludes.
 
     Raises:
         UserError: If a line names no image, or images of several cards by one name, or if a class
@@ -117,7 +117,7 @@ def _match(named: NamedImages, lines: Sequence[str], images: Iterable[SourceImag
     """Note the images that some lines name.
 
     Raises:
-        UserError: If a name is that of several images, such as a row of two tables of one name.
+        UserError: If several images have the same name, for example rows of two tables.
     """
     line_set = {*lines}
     names: set[str] = set()
@@ -154,16 +154,16 @@ def _list_ingested(store: Store, card: Card) -> Iterator[SourceImage]:
 
 
 def _is_as_ingested(store: Store, card: Card) -> bool:
-    """Whether the files of a source have the names and sizes of the last ingest.
+    """Return whether the files of a source have the names and sizes of the last ingest.
 
-    If they have not, a name such as `a.parquet:3` may be that of other images by now.
+    Otherwise a name like `a.parquet:3` can belong to another image by now.
     """
     artifact = Artifact.open(store.root, raw_data.previous_key(store, card))
     return artifact is not None and artifact.manifest.get("fingerprint") == fingerprint(card)
 
 
 def _list_names(card: Card) -> Iterator[SourceImage]:
-    """Yield the images of a source whose names are known without their bytes."""
+    """Yield the images of a source with names that do not depend on their bytes."""
     list_items = format_of(card).list_items
     if list_items is None:
         return

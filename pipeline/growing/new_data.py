@@ -1,4 +1,4 @@
-"""What data hold that the tasks of a run do not have yet: new classes, new images of old ones."""
+"""Find new classes and new images of known classes in the data of a run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class UsedCard:
     """A card of a stream.
 
     Attributes:
-        path: As the config names it, from the current folder.
-        card: Its content. `classes` is `from_source` alone if they come from the source.
-        entries: Positions of the tasks in `stream.tasks` that are cut from it.
+        path: Path in the config, relative to the current folder.
+        card: Its content. `classes` is `from_source` if they come from the source.
+        entries: Positions in `stream.tasks` of the tasks that use it.
     """
 
     path: str
@@ -41,16 +41,16 @@ class UsedCard:
 
 @dataclass(frozen=True)
 class NewData:
-    """What is new in some data.
+    """New classes and images in some data.
 
     Attributes:
-        card: The card of the stream whose source has grown. None if the data lie elsewhere.
-        data_set: The data set that lies elsewhere. None if a source has grown.
-        classes: Classes that no task has, sorted.
-        images: Classes that some task has -> number of their new files. A source whose files hold
-            many images each gives no numbers.
+        card: The card of the stream with a grown source. None if the data are elsewhere.
+        data_set: The data set elsewhere. None if a source has grown.
+        classes: Sorted classes that no task has.
+        images: Known classes and the number of their new files. Empty if the files of the source
+            contain many images each.
         all_classes: All classes of the source.
-        passed_over: Classes that no task has, and that an earlier ingest or the card had.
+        passed_over: Classes that no task has but an earlier ingest or the card had.
     """
 
     card: UsedCard | None
@@ -61,7 +61,7 @@ class NewData:
     passed_over: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Return a sentence part on what is new."""
+        """Describe the new data as a part of a sentence."""
         parts: list[str] = []
         if self.classes:
             parts.append(f"{counted(len(self.classes), 'new class')} ({listed(self.classes)})")
@@ -99,16 +99,16 @@ def find_new_data(
     """Compare data with the tasks of a run.
 
     Args:
-        data: Path of the data. The source of a card, or a folder in it, stands for that card.
-        cards: Of the stream.
-        task_classes: Name of each task -> its classes.
-        store: Of the run, which knows what was ingested last.
-        program: The command that starts Accrete, for messages.
-        takes_all: Whether all classes of a source that no task has are taken for new. Else those
-            are not that an earlier run, or another one in this storage, has seen without a task.
+        data: Path of the data. The source of a card, or a folder in it, means that card.
+        cards: Cards of the stream.
+        task_classes: Classes of each task.
+        store: Store of the run, with the state of the last ingest.
+        program: Command that starts Accrete, for messages.
+        takes_all: Treat all classes of a source without a task as new. Otherwise classes that an
+            earlier run, or another run in this storage, has seen without a task are left out.
 
     Raises:
-        UserError: If the data cannot be read, or hold several data sets.
+        UserError: If the data cannot be read, or contain several data sets.
     """
     known = {nfc(name) for classes in task_classes.values() for name in classes}
     grown = next((used for used in cards if _is_source(used.card, data)), None)
@@ -118,7 +118,7 @@ def find_new_data(
 
 
 def _is_source(card: Card, data: str) -> bool:
-    """Whether a path is that of a card's source, or of a file or folder in it."""
+    """Return whether a path is a card's source, or a file or folder in it."""
     sources = [card.source.path, *(folder.path for folder in card.source.more)]
     for source in filter(None, sources):
         if "://" in source or "://" in data:
@@ -139,7 +139,7 @@ def _holds(folder: str, path: str) -> bool:
 
 
 def _check_is_read(card: Card, data: str, entries: Sequence[Entry]) -> None:
-    """Raise `UserError` if a path in a source does not exist, or the card reads no file of it."""
+    """Raise `UserError` if a path in a source does not exist, or the card reads no file there."""
     if "://" in data:
         return
     if not os.path.exists(data):

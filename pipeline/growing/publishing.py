@@ -32,12 +32,12 @@ def choose_method(config: Config, model: str, label: str | None) -> str:
     """Return the label of the method that a model folder serves.
 
     Args:
-        config: Of the run.
-        model: The folder, which may be missing still.
-        label: What a person chose, if anything.
+        config: Config of the run.
+        model: The folder, which may not exist yet.
+        label: Label chosen by the person, if any.
 
     Raises:
-        UserError: If the run has no such method, or several.
+        UserError: If the run has no such method, or has several methods.
     """
     labels = [*config.methods]
     if not exists(join(absolute(model), MODEL)):
@@ -55,7 +55,7 @@ def choose_method(config: Config, model: str, label: str | None) -> str:
 
 
 class Publication(NamedTuple):
-    """What became of a model folder. is_new: whether it has another version than before."""
+    """Result of publishing to a model folder; `is_new` if the folder has a new version."""
 
     sentence: str
     is_new: bool
@@ -66,12 +66,12 @@ def publish_run(run: PreparedRun, label: str, model: str, max_drop: float) -> Pu
 
     Args:
         run: The run.
-        label: Of the method.
-        model: The folder. A new one is written.
-        max_drop: Largest loss of accuracy of a task that was served before, in points.
+        label: Label of the method.
+        model: The folder. It is created if it does not exist.
+        max_drop: Largest accepted loss of accuracy of a served task, in points.
 
     Raises:
-        UserError: If a task loses more, so that the folder keeps its version.
+        UserError: If a task loses more. The folder keeps its version.
     """
     uri = absolute(model)
     new = bundle_of(run.graph, run.store, label)
@@ -101,10 +101,10 @@ def check_served(model: str, config: Config, store: Store, removed: str) -> None
     """Raise `UserError` if a folder serves tasks that a run will not have.
 
     Args:
-        model: The folder, which may be missing still.
-        config: Of the run.
-        store: Of the run.
-        removed: Task that is removed. Empty: none.
+        model: The folder, which may not exist yet.
+        config: Config of the run.
+        store: Store of the run.
+        removed: Task to be removed. Empty: none.
     """
     uri = absolute(model)
     if exists(join(uri, MODEL)):
@@ -115,20 +115,21 @@ def check_served(model: str, config: Config, store: Store, removed: str) -> None
 def publish_removal(
     run: PreparedRun, label: str, model: str, removed: str, is_pending: bool
 ) -> str:
-    """Make a finished run the current version of a folder, and forget all earlier versions.
+    """Make a finished run the current version of a folder, and delete all earlier versions.
 
-    No accuracy is compared: the model without what was removed is served in any case.
+    Accuracies are not compared: the model without the removed data is served in any case.
 
     Args:
         run: The run.
-        label: Of the method.
-        model: The folder. A new one is written.
-        removed: Task that is removed. Empty: none.
-        is_pending: Whether something is being removed. Then the folder's measurements of its images
-            (`REFERENCE`) are compared too: they change with test images, and states do not.
+        label: Label of the method.
+        model: The folder. It is created if it does not exist.
+        removed: Removed task. Empty: none.
+        is_pending: Whether data are being removed. Then the folder's measurements of its images
+            (`REFERENCE`) are compared too, because they change with the test images although states
+            do not.
 
     Returns:
-        A sentence on it. Empty if the folder is as it should be.
+        A sentence about the change. Empty if the folder is up to date.
     """
     uri = absolute(model)
     new = bundle_of(run.graph, run.store, label)
@@ -163,7 +164,7 @@ def _list_tasks(bundle: Bundle) -> str:
 
 
 def _list_contents(bundle: Bundle) -> dict[str, Any]:
-    """Return what a model folder serves, without when and where it was made."""
+    """Return the contents of a model folder without the time and place of its creation."""
     body = without_places(bundle.body)
     files = {name: info for name, info in body["files"].items() if name != REFERENCE}
     rest = {name: value for name, value in body.items() if name not in ("provenance", "sha256")}
@@ -177,7 +178,7 @@ def _write_new(bundle: Bundle, uri: str) -> None:
         return
     folder, name = os.path.split(uri.rstrip("/"))
     part = os.path.join(folder, f".{name}.part")
-    delete_dir(part)  # of a command that was killed
+    delete_dir(part)  # left by a killed command
     bundle.write(part)
     try:
         os.rename(part, uri)
@@ -221,15 +222,18 @@ def last_evaluation(graph: Graph, label: str) -> StageJob:
 
 
 def find_losses(old: Bundle, new: Bundle, job: StageJob) -> dict[str, float]:
-    """Return task -> points of accuracy that it loses from one model to another.
+    """Compare two models on the tasks that both serve.
 
-    Both answer the test images that the task has now, of the classes that it has in both. Tasks
-    whose states are equal are not measured where nothing else can change their answers.
+    Both predict the current test images of the classes that the task has in both models. Tasks with
+    equal states are not measured if nothing else can change their predictions.
 
     Args:
-        old: The model before.
-        new: The model after.
+        old: The earlier model.
+        new: The new model.
         job: An evaluation of the tasks of `new`.
+
+    Returns:
+        The loss of accuracy of each task, in points.
     """
     now = {task.name: task for task in new.tasks}
     same_network = _shared_files(old) == _shared_files(new)
@@ -262,12 +266,15 @@ def _shared_files(bundle: Bundle) -> dict[str, str]:
 
 
 def measure(bundle: Bundle, job: StageJob, tasks: Sequence[Task]) -> dict[str, float]:
-    """Return task -> accuracy of a model on its test images, on a GPU if there is one.
+    """Measure the accuracy of a model on test images, on a GPU if there is one.
 
     Args:
         bundle: The model.
-        job: Of an evaluation, which says how images are read.
-        tasks: The tasks. Images of other classes than theirs are left out.
+        job: An evaluation; it defines how images are read.
+        tasks: The tasks. Images of other classes are ignored.
+
+    Returns:
+        The accuracy of each task.
     """
     device = accelerator.make_device(float(accelerator.is_available()))
     method = bundle.method(device)

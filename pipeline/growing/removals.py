@@ -1,4 +1,4 @@
-"""What a person wants to be removed, and what that changes in a config and its cards."""
+"""Find the data that a person wants to remove, and the resulting edits of config and cards."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pipeline.growing.stream_edits import (
 from workers.errors import UserError, did_you_mean
 from workers.storage.artifact import join
 
-MAX_PATHS = 20  # raw files that are listed
+MAX_PATHS = 20  # listed raw files
 
 
 @dataclass(frozen=True)
 class Target:
-    """What to remove: exactly one of these is set.
+    """The item to remove. Exactly one attribute is set.
 
     Attributes:
         task: Name of a task.
@@ -49,13 +49,13 @@ class Target:
 
 @dataclass
 class Removal:
-    """What is removed, and what that changes.
+    """A removal and the resulting changes.
 
     Attributes:
-        cards: Names of the cards whose images it concerns.
-        changes: Of the config, the cards and the lists of images.
-        raw: Paths of raw data that stay with the person.
-        kept: Sentences on images that the storage keeps.
+        cards: Names of the affected cards.
+        changes: Changes of the config, the cards and the lists of images.
+        raw: Paths of raw data that the person must handle.
+        kept: Notes about images that the storage keeps.
     """
 
     cards: list[str]
@@ -65,19 +65,18 @@ class Removal:
 
 
 def find_removal(target: Target, path: str, config: Config, store: Store) -> Removal:
-    """Find what is to be removed, and the edits that follow. Nothing is written.
+    """Find the data to remove, and the resulting edits. Write nothing.
 
-    What the config has lost already changes nothing, so that a command that was interrupted can be
-    given again.
+    Data that the config has already lost change nothing, so an interrupted command can be repeated.
 
     Args:
-        target: What a person named.
+        target: The item to remove.
         path: File of the config.
-        config: Its values.
-        store: Of the run.
+        config: The config.
+        store: Store of the run.
 
     Raises:
-        UserError: If there is no such thing, or the stream cannot be without it.
+        UserError: If the item does not exist, or the stream needs it.
     """
     cards = list_cards(config)
     task_classes = list_task_classes(config, store.record(config.name))

@@ -1,7 +1,7 @@
-"""Remove a task, a class or images from a run, its storage and the model that serves it.
+"""Remove a task, a class or images from a run, its storage and the served model.
 
-The order is: config and cards, ingest, training, the new version of the model, deletions. So the
-same command goes on where one was killed.
+The order is: config and cards, ingest, training, new version of the model, deletions. Therefore the
+same command resumes a killed one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ OTHER_MODELS = "other model folders and exported tasks, which nothing here knows
 
 @dataclass(frozen=True)
 class RemoveRequest:
-    """What a person asks `remove` for.
+    """Arguments of `remove`.
 
     Attributes:
         config: Path of the config file.
-        target: What is removed.
-        model: Folder that is updated, if any.
+        target: The item to remove.
+        model: Folder to update, if any.
         method: Label of the method that the folder serves.
     """
 
@@ -46,17 +46,17 @@ class RemoveRequest:
 def remove(
     request: RemoveRequest, open_screen: OpenScreen, program: str, say: Say, confirm: Confirm
 ) -> None:
-    """Remove something, train what follows, and delete what was learned from it.
+    """Remove an item, train the affected tasks, and delete everything that was trained on it.
 
     Args:
-        request: What to remove.
-        open_screen: Shows the run.
-        program: How a person starts Accrete.
-        say: Is given lines on what happens.
+        request: Arguments of the command.
+        open_screen: Creates the screen of the run.
+        program: Command that starts Accrete, for messages.
+        say: Called with each line of progress.
         confirm: Asks whether to delete.
 
     Raises:
-        UserError: If it cannot be removed, or a stage fails.
+        UserError: If the item cannot be removed, or a stage fails.
     """
     config = configs.load(request.config)
     refuse_replicas(config, request.config, "`remove` updates one model")

@@ -1,4 +1,4 @@
-"""Edits of a config and its cards: what new data, or removals, change in the stream of tasks."""
+"""Edit the stream of a config, and its cards, for new or removed data."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class FileChanges:
     """New texts of files.
 
     Attributes:
-        texts: Path -> text, in the order in which they are written. A config is written before the
-            cards that grow: in between it names classes that its card lacks, and is refused.
-        lines: What changes, for a person.
-        before: Path -> text that was replaced, once written. None for a new file.
+        texts: Texts by path, in writing order. The config comes before grown cards: in between it
+            names classes that its card lacks, so it is refused.
+        lines: Descriptions of the changes.
+        before: Replaced texts by path, after writing. None for a new file.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class FileChanges:
                 self.before[path] = before
 
     def undo(self) -> None:
-        """Write the texts that were there before."""
+        """Restore the previous texts."""
         for path, text in self.before.items():
             if text is None:
                 os.unlink(path)
@@ -74,7 +74,7 @@ def read_file(path: str) -> str:
 def write_file(path: str, text: str) -> None:
     """Replace the text of a config or a card at once. Its mode stays, and a link stays a link."""
     target = os.path.realpath(path)
-    for part in glob.glob(f"{glob.escape(target)}.*.part"):  # of a command that was killed
+    for part in glob.glob(f"{glob.escape(target)}.*.part"):  # left by a killed command
         os.unlink(part)
     mode = os.stat(target).st_mode if os.path.exists(target) else None
     write_bytes(target, text.encode())
@@ -84,14 +84,14 @@ def write_file(path: str, text: str) -> None:
 
 # ---- the classes of the tasks --------------------------------------------------------------------
 def list_task_classes(config: Config, record: RunRecord | None) -> dict[str, tuple[str, ...]]:
-    """Return the name of each task -> its classes.
+    """Return the classes of each task.
 
     Args:
-        config: Of the run.
-        record: Of its last run, which knows the classes that follow from a source.
+        config: Config of the run.
+        record: Record of the last run, with the classes that follow from a source.
 
     Raises:
-        UserError: If they follow from a source, and the config was not run yet.
+        UserError: If the classes follow from a source, and the config was not run yet.
     """
     recorded = {}
     if record is not None:
@@ -115,7 +115,7 @@ def list_task_classes(config: Config, record: RunRecord | None) -> dict[str, tup
 
 
 def list_entry_tasks(entry: TaskEntry) -> list[str]:
-    """Return the names of the tasks that one entry of a stream stands for."""
+    """Return the names of the tasks of one entry of a stream."""
     name = _name(entry)
     if not entry.split:
         return [name]
@@ -130,7 +130,7 @@ def _name(entry: TaskEntry) -> str:
 def list_card_tasks(
     config: Config, used: UsedCard, task_classes: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return the tasks with classes that are cut from a card."""
+    """Return the tasks with classes of a card."""
     names = [
         name for index in used.entries for name in list_entry_tasks(config.stream.tasks[index])
     ]
@@ -143,10 +143,10 @@ def find_unlisted(
     task_classes: Mapping[str, Sequence[str]],
     classes: Sequence[str] = (),
 ) -> list[str]:
-    """Return classes, and those of a card's tasks, that the card does not list.
+    """Return given classes and classes of a card's tasks that the card does not list.
 
     A task has such a class if `add` was killed between writing the config and the card. The result
-    is empty for a card that takes its classes from its source.
+    is empty for a card with classes from its source.
     """
     if used.card.classes == (card_files.FROM_SOURCE,):
         return []
@@ -168,21 +168,21 @@ def edit_stream(
     name: str,
     data: str,
 ) -> FileChanges:
-    """Return the changes of a config and its cards that take new data in.
+    """Return the changes of a config and its cards for new data.
 
     Args:
         config_path: File of the config.
-        config: Its values.
-        cards: Of its stream.
-        task_classes: Name of each task -> its classes.
-        new: What is new.
-        kind: What the data are. None if they leave no doubt.
-        into: Name of the task that new classes join. Empty: they are a new task.
-        name: Of the new task. Empty: the next free one.
+        config: The config.
+        cards: Cards of its stream.
+        task_classes: Classes of each task.
+        new: The new data.
+        kind: Interpretation of the data. None if it is unambiguous.
+        into: Task for the new classes. Empty: they become a new task.
+        name: Name of the new task. Empty: the next free one.
         data: Path of the data, as the person gave it.
 
     Raises:
-        UserError: If the data can be read in two ways, or cannot be taken in.
+        UserError: If the data are ambiguous, or cannot be added.
     """
     kind = choose_kind(new, kind, into, data)
     if kind == "images" and new.classes:
@@ -217,10 +217,16 @@ def edit_stream(
 
 
 def choose_kind(new: NewData, kind: Kind | None, into: str, data: str) -> Kind:
-    """Return what data are.
+    """Choose the interpretation of new data.
+
+    Args:
+        new: The new data.
+        kind: Interpretation given by the person, if any.
+        into: Task for the new classes, if given.
+        data: Path of the data.
 
     Raises:
-        UserError: If they can be read in two ways, or are said to be a task that joins another.
+        UserError: If the data are ambiguous, or `kind` is a task although `into` is given.
     """
     if kind == "task" and into:
         raise UserError(
@@ -260,12 +266,12 @@ class StreamEditor:
 
     Args:
         config_path: File of the config.
-        config: Its values.
-        cards: Of its stream.
-        task_classes: Name of each task -> its classes.
+        config: The config.
+        cards: Cards of its stream.
+        task_classes: Classes of each task.
 
     Raises:
-        UserError: If the tasks do not stand in the file.
+        UserError: If the file does not contain the tasks.
     """
 
     def __init__(
@@ -300,7 +306,7 @@ class StreamEditor:
             )
 
     def changes(self) -> FileChanges:
-        """Return what has changed so far."""
+        """Return the changes so far."""
         texts = {**self.new_files, self.path: self.text.text}
         texts |= {path: text.text for path, text in self.card_texts.items()}
         unchanged = [path for path in texts if os.path.exists(path)]
@@ -352,7 +358,7 @@ class StreamEditor:
         self.lines.append(f"{self.path}: new task {name} of {counted(len(classes), 'class')}")
 
     def _position(self, task: str) -> int:
-        """Return the position of a task in the file, whose classes are written out."""
+        """Return the position in the file of a task with written-out classes."""
         index = self._find_entry(task)
         if index is not None:
             entry = self.text.body["stream"]["tasks"][index]
@@ -363,7 +369,7 @@ class StreamEditor:
         )
 
     def _find_entry(self, task: str) -> int | None:
-        """Return the position of the entry of this name in the file; None if there is none."""
+        """Return the position of the entry with this name in the file, or None."""
         for index, entry in enumerate(self.text.body["stream"]["tasks"]):
             body = {"card": entry} if isinstance(entry, str) else entry
             owner = next((used for used in self.cards if self._names(body["card"], used)), None)
@@ -431,7 +437,7 @@ class StreamEditor:
 
     # ---- cards -----------------------------------------------------------------------------------
     def leave_out_classes(self, used: UsedCard, names: Sequence[str]) -> None:
-        """Let a card leave out classes of its source."""
+        """Exclude classes of a card's source."""
         text = self._card_text(used, COPY_CARD)
         listed_before = text.body.get("without_classes") or []
         known = {nfc(str(name)) for name in listed_before}
@@ -444,10 +450,10 @@ class StreamEditor:
             self.lines.append(f"{text.where}: leaves out {listed(missing)}")
 
     def leave_out_images(self, used: UsedCard, lines: Sequence[str]) -> None:
-        """Let a card leave out images, which it lists in a file beside its own.
+        """Exclude images of a card, listed in a file next to the card.
 
         Raises:
-            UserError: If a file that it does not name is in the way.
+            UserError: If a file with that name exists and the card does not name it.
         """
         text = self._card_text(used, COPY_CARD)
         name = text.body.get("without_images")
@@ -536,7 +542,7 @@ class StreamEditor:
             )
 
     def add_card(self, new: NewData, name: str, data: str) -> FileChanges:
-        """Write a card for data that lie elsewhere, and a task of all of it."""
+        """Write a card for data elsewhere, and a task with all their classes."""
         data_set = new.data_set
         assert data_set is not None
         taken = {*self.task_classes, *(used.card.name for used in self.cards)}

@@ -11,11 +11,10 @@ from workers.methods import METHODS
 
 
 def describe_training(run: PreparedRun, plan: RunPlan) -> list[str]:
-    """Return for each method which tasks a run trains, and why.
+    """Describe for each method which tasks a run trains, and why.
 
-    A star trains a task by itself. A chain goes on from the task before, so that it trains again
-    what follows. A method that trains on all data so far does the same. Before the data are
-    ingested nobody knows which tasks have other images.
+    In a star each task trains by itself. In a chain, and for methods that train on all data so far,
+    the later tasks train again too. Before ingest it is unknown which tasks have changed images.
     """
     todo = plan.stages_to_run
     if any(run.graph[stage].is_provisional for stage in todo):
@@ -40,7 +39,7 @@ def describe_training(run: PreparedRun, plan: RunPlan) -> list[str]:
 
 
 def describe_cost(run: PreparedRun, plan: RunPlan) -> str:
-    """Return the forecast of the wall time of a run; empty if nothing is known of it."""
+    """Return the forecast of the wall time of a run, or "" if there is no estimate."""
     forecast = cost.forecast(run.graph, run.config, run.store, plan.stages_to_run, run.tasks)
     if not forecast.costs:
         return ""

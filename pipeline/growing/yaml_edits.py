@@ -1,4 +1,4 @@
-"""Edits of YAML files that people write: only what changes is written, comments stay."""
+"""Edit YAML files written by people: only the changed values are replaced, comments stay."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Path = Sequence[str | int]  # keys and positions from the top of a file
 
 
 class YamlText:
-    """The text of a YAML file that is edited value by value.
+    r"""The text of a YAML file, edited value by value.
 
-    After each edit the text is parsed again and compared with what was meant, so that an edit
-    cannot change anything else.
+    After each edit the text is parsed again and compared with the intended value, so an edit cannot
+    change anything else.
 
     Args:
-        text: The text of a file that holds a mapping.
+        text: Text of a file with a mapping.
         where: Name of the file, for errors.
 
     Example:
-        >>> file = YamlText("tasks: [a]  # in order\\n", "config.yaml")
+        >>> file = YamlText("tasks: [a]  # in order\n", "config.yaml")
         >>> file.append(["tasks"], "b")
         >>> file.text
-        'tasks: [a, b]  # in order\\n'
+        'tasks: [a, b]  # in order\n'
     """
 
     def __init__(self, text: str, where: str):
@@ -144,7 +144,7 @@ class YamlText:
         return node
 
     def _after_key(self, parent: yaml.Node, key: str | int) -> int:
-        """Return the index behind `key:`, or that of an item of a list."""
+        """Return the index after `key:`, or the index of a list item."""
         if not isinstance(parent, yaml.MappingNode):
             child = _child(parent, key)
             assert child is not None
@@ -240,7 +240,7 @@ def _end(node: yaml.Node) -> int:
 
 
 def _copy(body: Any) -> Any:
-    """Return a copy in which no two values are one, as those of an anchor and its aliases are."""
+    """Return a deep copy without shared values, which anchors and aliases create."""
     if isinstance(body, dict):
         return {key: _copy(value) for key, value in body.items()}
     return [_copy(value) for value in body] if isinstance(body, list) else body

@@ -1,7 +1,8 @@
-"""Whether the record of a run in MLflow is complete, so that it need not be written again.
+"""Check whether the record of a run in MLflow is complete, so that it need not be written again.
 
-MLflow takes seconds to import. After a record was written whole, a note of what was recorded stays
-beside the run's own record; a run with nothing to do compares it and imports nothing.
+MLflow takes seconds to import. After a record was written completely, a note about its content is
+stored next to the run's own record. A run with nothing to do compares this note and imports
+nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FILE = "recorded.json"
 
 @dataclass(frozen=True)
 class RecordState:
-    """What a record in MLflow is made of. Two records of equal digest are the same."""
+    """Inputs of a record in MLflow. Records with equal digests are equal."""
 
     storage: str
     name: str
@@ -39,8 +40,15 @@ def state_of(
     manifests: Mapping[str, Mapping[str, Any] | None],
     files: Mapping[str, bytes],
 ) -> RecordState:
-    """Return the state of a record. manifests: of the results that stand, by stage; files: of the
-    report."""
+    """Compute the state of a record.
+
+    Args:
+        settings: Settings of tracking.
+        storage: Folder or URI of the storage.
+        record: Record of the run.
+        manifests: Manifests of the existing results, by stage.
+        files: Files of the report.
+    """
     content = {
         "settings": settings.model_dump(mode="json"),
         "server": os.environ.get("MLFLOW_TRACKING_URI", ""),
@@ -56,7 +64,7 @@ def state_of(
 
 
 def links_of(state: RecordState) -> list[str] | None:
-    """Return the lines that name where the record is; None where it has to be written again."""
+    """Return the lines with the location of the record, or None if it must be written again."""
     try:
         body = read_json(_path(state))
         if body["digest"] != state.digest or not _runs_stand(body["database"], body["runs"]):
@@ -67,9 +75,13 @@ def links_of(state: RecordState) -> list[str] | None:
 
 
 def write(state: RecordState, links: Iterable[str], database: str, runs: Iterable[str]) -> None:
-    """Note that a record was written whole.
+    """Note that a record was written completely.
 
-    database: path of MLflow's SQLite file; empty for a server. runs: ids of its runs in MLflow.
+    Args:
+        state: State of the record.
+        links: Lines with its location.
+        database: Path of MLflow's SQLite file. Empty for a server.
+        runs: Ids of its runs in MLflow.
     """
     body = {
         "digest": state.digest,

@@ -1,8 +1,8 @@
-"""Creates MLflow's SQLite database under a temporary name, and moves it into place when complete.
+"""Create MLflow's SQLite database under a temporary name, and move it into place when complete.
 
-MLflow creates its tables with some hundred statements, each committed by itself. A process that is
-killed between two of them would leave a database that no later process can complete. Such a
-database is moved aside and created again.
+MLflow creates its tables with about a hundred statements, each committed separately. A process that
+is killed in between would leave a database that no later process can complete. Such a database is
+moved aside and created again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from workers.errors import UserError
 from workers.storage import filesystem
 from workers.storage.artifact import NO_LINKS, make_dirs, share_file, temporary_name
 
-BESIDE = ("-journal", "-wal", "-shm")  # what SQLite keeps next to a database
-SPECIAL = re.compile(r"\?|%(?=[0-9A-Fa-f]{2})")  # what a URI would read as something else
+BESIDE = ("-journal", "-wal", "-shm")  # files of SQLite next to a database
+SPECIAL = re.compile(r"\?|%(?=[0-9A-Fa-f]{2})")  # characters with another meaning in a URI
 
 
 def sqlite_uri(path: Path) -> str:
     """Return SQLAlchemy's URI of an absolute path, also of one with special characters."""
     text = SPECIAL.sub(lambda match: quote(match.group()), str(path))
-    # With the name of its driver, MLflow makes no folder after the quoted name; the plain form is
-    # what people know.
+    # MLflow creates a folder for a quoted name if the URI has no driver name; the plain form is the
+    # familiar one.
     return f"sqlite:///{text}" if text == str(path) else f"sqlite+pysqlite:///{text}"
 
 
@@ -45,16 +45,21 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def prepare(path: Path, initialize: Callable[[str], None], latest: Callable[[], str]) -> None:
-    """Create the database if there is none, and again if it is incomplete.
+    """Create the database if it does not exist, and again if it is incomplete.
 
-    initialize: creates all tables in the database of a URI, and closes it. latest: returns the
-    revision of these tables. Raise `UserError` when the file is no SQLite database.
+    Args:
+        path: Path of the SQLite file.
+        initialize: Creates all tables in the database of a URI, and closes it.
+        latest: Returns the revision of these tables.
+
+    Raises:
+        UserError: If the file is not a SQLite database.
     """
     if is_whole(path, latest):
         return
     make_dirs(str(path.parent))
     with locked(path.parent):
-        if is_whole(path, latest):  # another process has made it meanwhile
+        if is_whole(path, latest):  # another process created it in the meantime
             return
         if path.exists() and path.stat().st_size:
             aside = path.with_name(
@@ -94,7 +99,7 @@ def is_whole(path: Path, latest: Callable[[], str]) -> bool:
         if os.access(path, os.W_OK) or not os.access(path, os.R_OK):
             raise
         del error
-        return True  # it can only be read here, and nothing is mended
+        return True  # the database is read-only here, so nothing is repaired
     except sqlite3.DatabaseError as error:
         raise UserError(
             f"{path} is no SQLite database ({error}); move it away and run the same command again"
@@ -103,8 +108,10 @@ def is_whole(path: Path, latest: Callable[[], str]) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which ends with the process. A disk without locks is used without
-    one."""
+    """Context manager that locks a folder; the lock ends with the process.
+
+    On a file system without locks nothing is locked.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -123,7 +130,7 @@ def _make(path: Path, initialize: Callable[[str], None]) -> None:
             os.fsync(stream.fileno())
         try:
             os.link(part, path)
-        except FileExistsError:  # another process was faster: one database stands
+        except FileExistsError:  # another process was faster
             pass
         except OSError as error:
             if error.errno not in NO_LINKS:

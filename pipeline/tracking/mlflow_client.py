@@ -40,7 +40,7 @@ METRICS_PER_CALL = 900
 PARAMS_PER_CALL = 100
 MAX_PARAM_NAME = 250  # characters
 MAX_PARAM_VALUE = 500
-# Errors of a disk and of SQLite, PostgreSQL and MySQL that waiting does not mend
+# Errors of a disk and of SQLite, PostgreSQL and MySQL that do not pass.
 FINAL = re.compile(
     r"already exists|disk is full|No space left|[Qq]uota exceeded|readonly "
     r"database|[Rr]ead-only|no such (table|column)|does not exist"
@@ -58,13 +58,13 @@ FINAL_ERRNOS = (
     errno.EISDIR,
     errno.ENAMETOOLONG,
 )
-# module of a database driver -> its package, where the names differ
+# Package of a database driver, by module, if the names differ.
 DRIVERS = {
     "psycopg2": "psycopg2-binary",
     "psycopg": "psycopg[binary]",
     "MySQLdb": "mysqlclient",
 }
-# what a bucket answers to a request that will never succeed
+# Answers of a bucket to requests that can never succeed.
 FINAL_BUCKET_ERRORS = (
     "AccessDenied",
     "NoSuchBucket",
@@ -87,7 +87,7 @@ class Point(NamedTuple):
 
 
 class InputData(NamedTuple):
-    """A data set that a run has read. context: what for, e.g. `train`."""
+    """A data set that a run has read; `context` is its purpose, for example `train`."""
 
     name: str
     digest: str
@@ -101,9 +101,9 @@ def key_name(text: str) -> str:
 
 
 def round_for_display(value: float) -> float:
-    """Round a value to six significant digits; whole numbers, such as bytes, stay as they are.
+    """Round a value to six significant digits; integers, for example bytes, stay unchanged.
 
-    MLflow's pages show all digits of a metric. The exact numbers are in the artifacts.
+    MLflow's pages show all digits of a metric. The artifacts have the exact numbers.
 
     Example:
         >>> round_for_display(0.92128814517)
@@ -114,8 +114,10 @@ def round_for_display(value: float) -> float:
 
 # ---- the tracking store --------------------------------------------------------------------------
 def tracking_uri(storage: str, uri: str = "") -> str:
-    """Return the URI of the tracking store: `uri`, else MLFLOW_TRACKING_URI, else SQLite in the
-    storage folder."""
+    """Return the URI of the tracking store.
+
+    It is `uri`, else MLFLOW_TRACKING_URI, else SQLite in the storage folder.
+    """
     configured = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     if configured:
         check_password(configured)
@@ -138,10 +140,17 @@ def is_local(storage: str) -> bool:
 def open_store(
     storage: str, uri: str = "", experiment: str = "accrete"
 ) -> tuple[MlflowClient, str, str]:
-    """Return a client, the tracking URI and the id of the experiment. Create the database and the
-    experiment where they are missing.
+    """Open the tracking store, and create its database and experiment if they are missing.
 
     Only one process may create a database, so the driver calls this before anything else opens it.
+
+    Args:
+        storage: Folder or URI of the storage.
+        uri: The setting `tracking.uri`.
+        experiment: Name of the experiment.
+
+    Returns:
+        A client, the tracking URI and the id of the experiment.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -162,7 +171,7 @@ def open_store(
 
 
 def _experiment_id(client: MlflowClient, address: str, storage: str, name: str) -> str:
-    """Return the id of an experiment. Create it, or restore it after a deletion, if need be."""
+    """Return the id of an experiment. Create it, or restore it after a deletion, if necessary."""
     from mlflow.exceptions import MlflowException
 
     experiment = client.get_experiment_by_name(name)
@@ -171,7 +180,7 @@ def _experiment_id(client: MlflowClient, address: str, storage: str, name: str) 
         try:
             return client.create_experiment(name, artifact_location=artifacts)
         except MlflowException:
-            # another driver may have created it since it was looked for
+            # Another driver may have created it after the look-up.
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
                 raise
@@ -181,7 +190,7 @@ def _experiment_id(client: MlflowClient, address: str, storage: str, name: str) 
 
 
 def tag_experiment(client: MlflowClient, experiment: str, name: str, value: str) -> None:
-    """Set a tag of an experiment, unless it has that value, or may only be read."""
+    """Set a tag of an experiment, unless it has that value or the experiment is read-only."""
     from mlflow.exceptions import MlflowException
 
     with suppress(MlflowException):
@@ -190,7 +199,7 @@ def tag_experiment(client: MlflowClient, experiment: str, name: str, value: str)
 
 
 def _artifact_location(address: str, storage: str) -> str | None:
-    """Return the URI of the folder for artifacts; None for a tracking server, which has its own."""
+    """Return the URI of the folder for artifacts, or None for a tracking server with its own."""
     if address.startswith(("http://", "https://")):
         return None
     if not is_local(storage):
@@ -199,8 +208,11 @@ def _artifact_location(address: str, storage: str) -> str | None:
 
 
 def check_password(uri: str) -> None:
-    """Raise `UserError` when the password in a tracking URI has a character that ends the part of
-    the URI with host and password."""
+    """Check that the password in a tracking URI is quoted.
+
+    Raises:
+        UserError: If the password has a character that ends the part of the URI with the host.
+    """
     if BROKEN_PASSWORD.match(uri) and not HOST_AND_PORT.match(uri):
         raise UserError(
             "the tracking URI (tracking.uri or MLFLOW_TRACKING_URI) has a password with `/`, "
@@ -211,7 +223,7 @@ def check_password(uri: str) -> None:
 
 @contextmanager
 def explain_missing_drivers(address: str) -> Iterator[None]:
-    """Raise `UserError` inside the context when SQLAlchemy has no driver for a database."""
+    """Context manager that raises `UserError` if SQLAlchemy has no driver for a database."""
     from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
     scheme = address.partition("://")[0]
@@ -241,12 +253,11 @@ def explain_missing_drivers(address: str) -> Iterator[None]:
 
 @contextmanager
 def explain_refusals(storage: str, uri: str = "") -> Iterator[None]:
-    """Turn an error of MLflow or its database inside the context into a `UserError` of one
-    sentence."""
+    """Context manager that turns an error of MLflow or its database into a `UserError`."""
     try:
         yield
     except Exception as error:
-        from mlflow.exceptions import MlflowException  # not before the environment is set
+        from mlflow.exceptions import MlflowException  # after the environment is set
         from sqlalchemy.exc import SQLAlchemyError
 
         if not isinstance(error, (MlflowException, SQLAlchemyError)):
@@ -261,8 +272,8 @@ def explain_refusals(storage: str, uri: str = "") -> Iterator[None]:
 def bucket_folder(storage: str) -> str:
     """Return the URI of MLflow's artifacts in an object store.
 
-    MLflow takes the endpoint and the region from the environment only, so those of the storage's
-    URI are set there.
+    MLflow takes the endpoint and the region only from the environment, so the values of the
+    storage's URI are set there.
     """
     folder, _, query = join(storage, "mlartifacts").partition("?")
     options = dict(parse_qsl(query))
@@ -278,8 +289,11 @@ def bucket_folder(storage: str) -> str:
 
 
 def transient(error: Exception) -> bool:
-    """Return whether the same call may succeed later: no connection, no answer, a server or a
-    database in trouble. False for a full disk and for a database that is not as it should be."""
+    """Return whether the same call can succeed later.
+
+    This is the case without a connection or an answer, and for a server or database in trouble. It
+    is not the case for a full disk or a damaged database.
+    """
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import OperationalError
 
@@ -295,7 +309,7 @@ def transient(error: Exception) -> bool:
 
 
 def login_refusal(error: Exception) -> str:
-    """Return a sentence for an error of a server that refuses the login; "" for any other error."""
+    """Return a message if a server refuses the login, or "" for any other error."""
     from mlflow.exceptions import MlflowException
 
     if not isinstance(error, MlflowException) or error.get_http_status_code() not in (401, 403):
@@ -314,8 +328,7 @@ def login_refusal(error: Exception) -> str:
 class MlflowClientAdapter:
     """The runs of one experiment.
 
-    Every method raises what MLflow raises. It may be called again with the same values, which adds
-    nothing.
+    Every method raises the errors of MLflow. A repeated call with the same values adds nothing.
     """
 
     def __init__(self, storage: str, settings: TrackingSettings):
@@ -353,7 +366,7 @@ class MlflowClientAdapter:
         mlflow_internals.set_status(run, status)
 
     def tag(self, run: Run, tags: Mapping[str, str]) -> None:
-        """Set tags that differ; an empty value removes the tag."""
+        """Set changed tags; an empty value removes the tag."""
         for name, value in tags.items():
             if run.data.tags.get(name, "") == value:
                 continue
@@ -367,10 +380,10 @@ class MlflowClientAdapter:
     def log_points(
         self, run: Run, points: Iterable[Point], tags: Mapping[str, str] | None = None
     ) -> None:
-        """Log points, and tags with the last of them.
+        """Log points, and tags together with the last of the points.
 
-        The time of a point depends on the run's start alone, so that MLflow drops a point that it
-        has already.
+        The time of a point depends only on the run's start, so MLflow drops points that it already
+        has.
         """
         from mlflow.entities import Metric, RunTag
 
@@ -430,8 +443,11 @@ class MlflowClientAdapter:
 
 
 class SystemMetrics:
-    """Samples CPU, memory, disk, network and GPUs of this machine into a run, in a thread of
-    MLflow's. Raises `UserError` when psutil is not installed."""
+    """Thread of MLflow that samples CPU, memory, disk, network and GPUs of this machine into a run.
+
+    Raises:
+        UserError: If psutil is not installed.
+    """
 
     def __init__(self, run: Run, uri: str):
         try:
@@ -443,14 +459,14 @@ class SystemMetrics:
             ) from None
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        # a sample that cannot be written is left out
+        # A sample that cannot be written is dropped.
         logging.getLogger("mlflow.system_metrics").setLevel(logging.CRITICAL)
         self.monitor = SystemMetricsMonitor(run.info.run_id, resume_logging=True, tracking_uri=uri)
         self.monitor.start()
 
     @property
     def alive(self) -> bool:
-        """False once sampling has ended, as it does by itself when MLflow does not answer."""
+        """False once sampling has ended, for example because MLflow did not answer."""
         return mlflow_internals.is_sampling(self.monitor)
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def try_databases_once() -> None:
-    """Make MLflow report a database that does not answer at once; by itself it tries for 100 s."""
+    """Make MLflow report a database that does not answer, instead of trying for 100 s."""
     from mlflow.store.db import utils
 
     utils.MAX_RETRY_COUNT = 1
@@ -36,8 +36,8 @@ def create_tables(uri: str) -> None:
     from sqlalchemy import event
 
     engine = utils.create_sqlalchemy_engine(uri)
-    # Nobody sees the database before it is complete and synced. A sync after each statement would
-    # cost seconds.
+    # Other processes see the database only when it is complete and synced. A sync after each
+    # statement would take seconds.
     event.listen(
         engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF")
     )
@@ -48,12 +48,12 @@ def create_tables(uri: str) -> None:
 
 
 def set_status(run: Run, status: str) -> None:
-    """Note in memory that a run has a new status, which saves a request for the run."""
+    """Set the status of a run in memory, which saves a request for the run."""
     run.info._status = status
 
 
 def dataset_entity(name: str, digest: str, source: str) -> Dataset:
-    """Return the entity of a data set that lies at a URI."""
+    """Create the entity of a data set at a URI."""
     from mlflow.data.http_dataset_source import HTTPDatasetSource
     from mlflow.data.meta_dataset import MetaDataset
 
@@ -65,7 +65,7 @@ def dataset_entity(name: str, digest: str, source: str) -> Dataset:
 
 @contextmanager
 def without_requirements_check() -> Iterator[None]:
-    """Inside, a model is saved without comparing its requirements with what is installed.
+    """Context manager that saves a model without comparing its requirements with the environment.
 
     MLflow reads the files of every installed package for that, which takes a second. Our
     requirements are the pinned versions.
@@ -88,7 +88,7 @@ def is_sampling(monitor: SystemMetricsMonitor) -> bool:
 
 
 def delete_artifacts(artifact_uri: str, tracking_uri: str) -> None:
-    """Delete all files below the place of artifacts of a run or a model; MLflow's client cannot."""
+    """Delete all artifacts of a run or a model, because MLflow's client cannot."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     get_artifact_repository(artifact_uri, tracking_uri=tracking_uri).delete_artifacts()

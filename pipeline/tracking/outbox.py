@@ -1,5 +1,7 @@
-"""A queue of actions on a server: a thread does them in order, and waits while the server does not
-answer."""
+"""A queue of actions on a server, executed in order by a thread.
+
+The thread waits while the server does not answer.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,29 @@ from collections.abc import Callable
 
 from workers.storage.secrets import redact
 
-# pauses between tries: each is twice as long as the one before
+# Pauses between attempts; each is twice as long as the one before.
 FIRST_S = 1.0
 LONGEST_S = 30.0
-TRIES = 5  # of an action that fails although the server answers
+TRIES = 5  # attempts for an action that fails although the server answers
 
 Action = Callable[[], None]
 
 
 class Outbox:
-    """`put` never waits. Actions are done one after the other. Each is done again after it failed
-    half-way, so it must allow that.
+    """Executes queued actions one after the other. `put` never waits.
 
-    name: of the server, in messages.
-    answers: returns whether the server answers.
-    forget: is called after a failure, before the next try: what is known of the server may be old.
-    transient: returns whether an action may succeed later after an error. After any other error the
-    action is left out, and a sentence is added to `warnings`.
-    log: is called with a line for people when the server stops answering and when it answers again.
-    refusal: returns a sentence for an error that every action would have, such as a wrong password,
-    and else "". The sentence is logged and warned of once.
+    An action that failed halfway is executed again, so it must be repeatable.
+
+    Args:
+        name: Name of the server, for messages.
+        answers: Returns whether the server answers.
+        forget: Called after a failure, before the next attempt, because cached data of the server
+            may be outdated.
+        transient: Returns whether an action can succeed later after an error. After any other error
+            the action is dropped, and a sentence is added to `warnings`.
+        log: Called with a line for people if the server stops answering, and when it answers again.
+        refusal: Returns a message for an error that every action would have, for example a wrong
+            password, else "". It is logged and added to `warnings` once.
     """
 
     def __init__(
@@ -65,9 +70,13 @@ class Outbox:
             self.news.notify_all()
 
     def close(self, patience_s: float) -> int:
-        """Wait until all actions are done; return how many were not done.
+        """Wait until all actions are executed.
 
-        For a server that does not answer, wait at most `patience_s`.
+        Args:
+            patience_s: Longest wait in seconds for a server that does not answer.
+
+        Returns:
+            The number of actions that were not executed.
         """
         closing = time.monotonic()
         with self.news:
@@ -105,13 +114,13 @@ class Outbox:
                     self.news.notify_all()
 
     def _carry_out(self, action: Action) -> bool:
-        """Do an action, again after an error that may pass; return False if it was given up."""
+        """Execute an action, repeatedly after transient errors; return False if it was given up."""
         tries = 0
         while not self.given_up:
             try:
                 action()
                 return True
-            except Exception as error:  # whatever it is, it is never worth more than this action
+            except Exception as error:  # any error only costs this action
                 self.forget()
                 # MLflow repeats its address
                 reason = f"{type(error).__name__}: {' '.join(redact(str(error)).split())[:300]}"

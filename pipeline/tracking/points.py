@@ -1,4 +1,4 @@
-"""What MLflow gets of each finished stage: points of metric curves, and files for a browser."""
+"""Points of metric curves, and files for a browser, that MLflow gets of each finished stage."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MATRIX_METRICS = (
     *(f"{prefix}_{name}" for prefix, name in product(EXTRA_COUNTS, AVERAGES)),
 )
 ROUNDING = 1e-12  # means of equal numbers differ by less
-# columns of a training history that are no curves
+# Columns of a training history without curves.
 NOT_CURVES = ("epoch", "val_correct", "val_total", "images")
-# columns of a table of sizes that are no sizes in bytes
+# Columns of a table of sizes other than bytes.
 NOT_SIZES = (
     "label",
     "after_index",
@@ -47,11 +47,13 @@ NOT_SIZES = (
 def machine_points(
     samples: Iterable[tuple[float, Mapping[str, Any]]], start_s: float
 ) -> list[Point]:
-    """Return the use of workers' machines under the names of MLflow's own system metrics,
-    `system/NODE/cpu_utilization_percentage`, ...
+    """Convert samples of workers' machines to points with the names of MLflow's system metrics.
 
-    samples: pairs of a time (seconds since the epoch) and a `MachineSample`. start_s: when the run
-    began.
+    The names are `system/NODE/cpu_utilization_percentage`, ...
+
+    Args:
+        samples: Pairs of a time (seconds since the epoch) and a `MachineSample`.
+        start_s: Start of the run.
     """
     points = []
     for time_s, sample in samples:
@@ -72,8 +74,10 @@ def machine_points(
 
 # ---- points of curves ----------------------------------------------------------------------------
 def history_points(rows: Sequence[Row], step: str) -> list[Point]:
-    """Return one training stage's curves over its epochs, counted from 1: `train/loss`,
-    `train/val_accuracy`, ..."""
+    """Return the curves of a training stage over its epochs, counted from 1.
+
+    Their names are `train/loss`, `train/val_accuracy`, ...
+    """
     points = []
     seconds = 0.0
     for epoch, row in enumerate(rows, 1):
@@ -90,8 +94,8 @@ def history_points(rows: Sequence[Row], step: str) -> list[Point]:
 def matrix_points(matrix: Matrix) -> list[Point]:
     """Return `acc/TASK` for every known entry, and the averages of every complete row.
 
-    The step of a point is the number of tasks that were learned before. A curve begins just after
-    its task was learned, whatever is measured first: of a constant one this point alone is written.
+    The step of a point is the number of previously learned tasks. A curve begins just after its
+    task was learned; of a constant curve only this point is written.
     """
     points = []
     for after, on_task in np.ndindex(matrix.source.shape):
@@ -108,8 +112,10 @@ def matrix_points(matrix: Matrix) -> list[Point]:
 
 
 def without_constants(points: Sequence[Point]) -> list[Point]:
-    """Leave only the first point of each curve that has one value, up to rounding: MLflow shows a
-    metric with one point as a number, others as charts."""
+    """Keep only the first point of each curve with a constant value, up to rounding.
+
+    MLflow shows a metric with one point as a number, and others as charts.
+    """
     first_values: dict[str, float] = {}
     varying_names = set()
     for point in points:
@@ -139,8 +145,11 @@ def size_points(rows: Sequence[Row]) -> list[Point]:
 
 
 def pick_points(rows: Sequence[Row]) -> list[Point]:
-    """Return `picked_right/TASK` after each task: the share of the task's images for which the
-    model inferred the right task. A curve begins as that of `acc/TASK` does."""
+    """Return `picked_right/TASK` after each task.
+
+    It is the share of images with a correctly inferred task. A curve begins like the curve of
+    `acc/TASK`.
+    """
     begun_tasks = {row["task"] for row in rows if row["images"] and row["task"] == row["after"]}
     points = []
     for row in rows:
@@ -170,11 +179,17 @@ def mask_points(view: MaskView | None) -> list[Point]:
 def analysis_points(
     run: str, attention: Sequence[Row], robustness: Sequence[Row], images: int
 ) -> dict[str, list[Point]]:
-    """Return points of what `analyse` measured of each method of a run, by label.
+    """Return points of the measurements of `analyse`, by label of the method.
 
     Values are means over tasks and heads for each block, and accuracies over tasks for each level
-    of robustness. images: the number of images of each task. Points of more images get a later
-    time, so that MLflow shows them when a run was analysed twice.
+    of robustness. Points with more images get a later time, so MLflow shows them if a run was
+    analysed twice.
+
+    Args:
+        run: Name of the run.
+        attention: Rows of the table `attention`.
+        robustness: Rows of the table `robustness`.
+        images: Number of images per task.
     """
     values: dict[tuple[str, str, int], list[float]] = {}
     for row in [*attention, *robustness]:
@@ -209,8 +224,11 @@ def _analysis_values(row: Row) -> list[tuple[str, float, int]]:
 
 # ---- files of a method and of a task -------------------------------------------------------------
 def method_files(tables: RunTables, label: str, with_pictures: bool = True) -> dict[str, bytes]:
-    """Return the accuracy matrix of a method as heat map, JSON, CSV and Parquet, and tables of its
-    averages, sizes and inferred tasks. They are written again after every task."""
+    """Return the files of a method that are written again after every task.
+
+    They are the accuracy matrix as heat map, JSON, CSV and Parquet, and tables of averages, sizes
+    and inferred tasks.
+    """
     matrix = tables.matrix(label)
     rows = matrix_rows(matrix)
     body = {
@@ -252,7 +270,7 @@ def method_files(tables: RunTables, label: str, with_pictures: bool = True) -> d
 def count_rows(
     name: str, row_names: Sequence[str], column_names: Sequence[str], counts: NDArray[np.int64]
 ) -> list[Row]:
-    """Return a matrix of counts as rows of a table. name: of the column with the row names."""
+    """Return a matrix of counts as rows of a table; `name` is the column with the row names."""
     rows: list[Row] = []
     for row_name, row_counts in zip(row_names, counts.tolist(), strict=True):
         columns = dict(zip(column_names, row_counts, strict=True))
@@ -274,7 +292,7 @@ def percent_rows(matrix: Matrix) -> list[Row]:
 
 
 def json_rows(values: NDArray[np.float64]) -> list[list[float | int | None]]:
-    """Return a matrix as nested lists for JSON; a matrix of counts has whole numbers."""
+    """Return a matrix as nested lists for JSON; a matrix of counts has integers."""
     largest = values.max(initial=0, where=~np.isnan(values))
     has_counts = bool(largest > 1)
 
@@ -296,8 +314,16 @@ def as_json_number(value: float, whole: bool) -> float | int | None:
 def task_files(
     tables: RunTables, label: str, task: str, views: Sequence[MaskView]
 ) -> dict[str, bytes]:
-    """Return pictures and tables of the masks and tokens of a task. views: masks of the tasks so
-    far, those of this task last. Pictures of all tasks together are those of the report."""
+    """Return pictures and tables of the masks and tokens of a task.
+
+    The report has the pictures of all tasks together.
+
+    Args:
+        tables: Tables of the run.
+        label: Label of the method.
+        task: Name of the task.
+        views: Masks of the tasks so far, those of this task last.
+    """
     if not views or views[-1].task != task:
         return {}
     view = views[-1]
@@ -348,8 +374,7 @@ def confusion_files(tables: RunTables, label: str, task: str) -> dict[str, bytes
 
 # ---- files of a finished report ------------------------------------------------------------------
 def method_report_files(report: Mapping[str, bytes], label: str) -> dict[str, bytes]:
-    """Return the pictures of a finished report that belong to one method, without its label in
-    their names."""
+    """Return the pictures of a finished report about one method; names omit its label."""
     contents = {}
     for template in figures.METHOD_FIGURES:
         picture = report.get(template.format(label=label))
@@ -359,8 +384,11 @@ def method_report_files(report: Mapping[str, bytes], label: str) -> dict[str, by
 
 
 def run_report_files(report: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the page, the graph, the comparisons and what a paper takes of a finished report, and
-    its tables below `tables/`."""
+    """Return the files of a finished report that belong to the run as a whole.
+
+    They are the page, the graph, the comparisons, the files for a paper, and the tables in the
+    folder `tables/`.
+    """
     contents = {}
     for name, data in report.items():
         if name in (*figures.RUN_FIGURES, "report.html", "graph.svg"):

@@ -1,7 +1,6 @@
-"""Metrics of a run or a search in Prometheus' format, over HTTP while its driver is at work.
+"""Metrics of a running driver in Prometheus' format over HTTP, for a run or a search.
 
-They are made when Prometheus asks, so a run has no work with them. Names and units:
-docs/tracking.md.
+They are computed on request, so they cost a run nothing. docs/tracking.md lists names and units.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_metrics(status: LiveStatus, graph: Graph) -> Iterator[Metric]:
-    """Yield the metrics of a run from its status. graph: its stages."""
+    """Yield the metrics of a run from its status; `graph` has its stages."""
     from prometheus_client.metrics_core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -76,7 +75,7 @@ def run_metrics(status: LiveStatus, graph: Graph) -> Iterator[Metric]:
 
 
 def _running_metrics(status: LiveStatus) -> Iterator[Metric]:
-    """Yield the metrics of the stages that run."""
+    """Yield the metrics of running stages."""
     from prometheus_client.metrics_core import GaugeMetricFamily
 
     labels = ["run", "stage", "where"]
@@ -104,7 +103,7 @@ def _running_metrics(status: LiveStatus) -> Iterator[Metric]:
 
 
 def _machine_metrics(status: LiveStatus) -> Iterator[Metric]:
-    """Yield the use of the machines that workers run on."""
+    """Yield the utilisation of the workers' machines."""
     from prometheus_client.metrics_core import GaugeMetricFamily
 
     node_labels = ["run", "node"]
@@ -138,7 +137,10 @@ def search_metrics(
 ) -> Iterator[Metric]:
     """Yield the metrics of a search from the records of its trials.
 
-    budget_used: bound of the budget -> used share.
+    Args:
+        name: Name of the search.
+        trials: Records of its trials.
+        budget_used: Used share of each limit of the budget.
     """
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
@@ -189,9 +191,14 @@ def search_metrics(
 
 @contextmanager
 def serving_metrics(address: str, collect: Callable[[], Iterator[Metric]]) -> Iterator[str]:
-    """Inside, answer Prometheus with what `collect` yields; yield the URL.
+    """Context manager that answers Prometheus with the metrics of `collect`; it yields the URL.
 
-    address: the setting `tracking.prometheus`. Raise `UserError` when it cannot be used.
+    Args:
+        address: The setting `tracking.prometheus`.
+        collect: Yields the metrics.
+
+    Raises:
+        UserError: If the address cannot be used.
     """
     require_package("prometheus_client", "tracking.prometheus", "leave the setting out")
     from prometheus_client import CollectorRegistry, start_http_server

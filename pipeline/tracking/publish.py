@@ -1,5 +1,7 @@
-"""Logs a bundle as a model in MLflow, to the run of its method, and registers it, so that
-`models:/NAME@champion` serves it anywhere."""
+"""Log a bundle as a model to the run of its method in MLflow, and register it.
+
+Then `models:/NAME@champion` serves it anywhere.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ PACKAGES = (
     "torch",
     "torchvision",
 )
-MOST_BYTES = 2 << 30  # a larger bundle is not logged
+MAX_BYTES = 2 << 30  # a larger bundle is not logged
 ALIAS = "champion"
 TAG = "accrete.bundle"
 
@@ -45,8 +47,10 @@ TAG = "accrete.bundle"
 class Published:
     """A model in MLflow.
 
-    model: its URI; "" when it was not logged. version: of the registered model. warning: why it was
-    not logged.
+    Attributes:
+        model: URI of the model. "" if it was not logged.
+        version: Version of the registered model.
+        warning: Reason why it was not logged.
     """
 
     model: str
@@ -60,25 +64,34 @@ def log(
     folder: str,
     name: str = "",
     alias: str = ALIAS,
-    most_bytes: int = MOST_BYTES,
+    max_bytes: int = MAX_BYTES,
 ) -> Published:
-    """Log the bundle in `folder` to a run. Register it if `name` is given, with `alias` on the new
-    version.
+    """Log the bundle in a folder to a run, and register it if `name` is given.
 
-    The run may be finished: its status and times do not change. A bundle that is logged already is
-    not logged again. uri: the tracking URI. Raise `UserError` when the folder holds no bundle, and
-    what MLflow raises.
+    The run can be finished: its status and times do not change. A bundle that is already logged is
+    not logged again.
+
+    Args:
+        uri: The tracking URI.
+        run_id: Id of the run.
+        folder: Folder of the bundle.
+        name: Name of the registered model. Empty: it is not registered.
+        alias: Alias of the new version.
+        max_bytes: Largest size of a logged bundle.
+
+    Raises:
+        UserError: If the folder has no bundle.
     """
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModelOutput
 
     bundle = Bundle.open(folder)
-    if bundle.nbytes > most_bytes:
+    if bundle.nbytes > max_bytes:
         return Published(
             "",
             warning=f"the model of {bundle.body['method']!r} takes {bundle.nbytes / 1e6:.0f} MB, "
-            f"more than {most_bytes / 1e6:.0f}, and was not logged to MLflow; "
+            f"more than {max_bytes / 1e6:.0f}, and was not logged to MLflow; "
             "`python -m pipeline bundle` makes a folder of it",
         )
     client = MlflowClient(uri)
@@ -108,8 +121,10 @@ def _find_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel |
 
 
 def _create_model(client: MlflowClient, run: Run, bundle: Bundle) -> LoggedModel:
-    """Create a model without files, by calls of the client: MLflow's fluent functions start runs,
-    and copy every metric of the run one by one."""
+    """Create a model without files, with calls of the client.
+
+    MLflow's fluent functions start runs, and copy every metric of the run one by one.
+    """
     body = bundle.body
     tags = {
         TAG: body["sha256"],
@@ -153,9 +168,9 @@ def _write_model(
 
 @contextmanager
 def without_warning(text: str) -> Iterator[None]:
-    """Drop warnings that begin with a text, and show all others afterwards.
+    """Context manager that drops warnings with a prefix, and shows all others afterwards.
 
-    A filter is not enough: packages that are imported on the way put theirs in front of it.
+    A filter is not sufficient, because packages imported inside put their own filters first.
     """
     with warnings.catch_warnings(record=True) as caught:
         yield
@@ -165,8 +180,14 @@ def without_warning(text: str) -> Iterator[None]:
 
 
 def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
-    """Write an MLflow model to the new folder `path`. folder: of the bundle. identity: arguments of
-    MLflow's `Model`, if it has ids already."""
+    """Write an MLflow model to the new folder `path`.
+
+    Args:
+        path: The new folder.
+        bundle: The bundle.
+        folder: Folder of the bundle.
+        identity: Arguments of MLflow's `Model`, if it already has ids.
+    """
     import mlflow
     import pandas as pd
     from mlflow.models import Model, ModelSignature
@@ -197,7 +218,7 @@ def save(path: str, bundle: Bundle, folder: str, **identity: Any) -> None:
         [{"image": base64.b64encode(picture()).decode(), "task": bundle.tasks[0].name}]
     )
     with (
-        without_warning("Failed to infer signature from type hint"),  # it has one
+        without_warning("Failed to infer signature from type hint"),  # the model has a signature
         mlflow_internals.without_requirements_check(),
     ):
         mlflow.pyfunc.save_model(
@@ -223,7 +244,7 @@ def picture() -> bytes:
 
 def requirements() -> list[str]:
     """Return the packages that serving imports, pinned to the installed versions."""
-    # the package index does not have builds such as `2.11.0+cpu`
+    # The package index does not have builds like `2.11.0+cpu`.
     return [f"{name}=={metadata.version(name).partition('+')[0]}" for name in PACKAGES]
 
 
@@ -249,7 +270,7 @@ def _register(
     """Register a model under a name, once, and set the alias; return its version."""
     from mlflow.exceptions import MlflowException
 
-    with suppress(MlflowException):  # it exists; any other error is raised by the next call
+    with suppress(MlflowException):  # it exists; the next call raises any other error
         client.create_registered_model(name)
     client.update_registered_model(name, note)
     versions = client.search_model_versions(f"name = '{name}'")

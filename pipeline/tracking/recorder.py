@@ -1,7 +1,7 @@
-"""Records a run in MLflow while it goes on, in a thread of its own.
+"""Record a run in MLflow during the run, in a separate thread.
 
-The driver is the only writer. No error of MLflow stops a run: while MLflow does not answer, what
-is to be written waits in order. Any other error becomes one sentence in `Recorder.warnings`.
+Only the driver writes. No error of MLflow stops a run: while MLflow does not answer, the data wait
+in order. Any other error becomes one sentence in `Recorder.warnings`.
 """
 
 from __future__ import annotations
@@ -35,25 +35,27 @@ if TYPE_CHECKING:
     from pipeline.graph.stage import Graph, Stage
     from pipeline.tracking.mlflow_client import Point
 
-STOPPED_PATIENCE_S = 5.0  # as `tracking.patience_s`, where this process was told to stop
-SEND_S = 30.0  # between two messages about the use of workers' machines
-MOST_SAMPLES = 20_000  # that wait for MLflow, the last ones
+STOPPED_PATIENCE_S = 5.0  # replaces `tracking.patience_s` if this process was told to stop
+SEND_S = 30.0  # interval between two messages about the workers' machines
+MAX_SAMPLES = 20_000  # latest samples that wait for MLflow
 Log = Callable[[str], None]
 WriteBundle = Callable[[str, str], None]  # (label of a method, folder to write into)
 
 
 def log_to_stderr(text: str) -> None:
+    """Print a line for people on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Recorder:
-    """Records one run: call `start`, `stage` for each stage that finishes, then `finish`. Only
-    `finish` waits.
+    """Records one run: call `start`, `stage` for each finished stage, then `finish`.
 
-    `start` also records the stages that were finished before, so a run with nothing to do has a
-    complete record.
-    log: is called with a line for people when MLflow stops answering, and when it answers again.
-    remedy: the command that writes the record again, for people.
+    Only `finish` waits. `start` also records previously finished stages, so a run with nothing to
+    do has a complete record.
+
+    Args:
+        log: Called with a line for people if MLflow stops answering, and when it answers again.
+        remedy: Command that writes the record again, for people.
     """
 
     def __init__(
@@ -74,20 +76,22 @@ class Recorder:
             "MLflow", self._answers, self.writer.forget, transient, log, login_refusal
         )
         self.system_metrics: SystemMetrics | None = None
-        # of the workers' machines, with their time
-        self.samples: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=MOST_SAMPLES)
-        self.samples_sent_at = 0.0  # of a monotonic clock
+        # Samples of the workers' machines, with their times.
+        self.samples: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=MAX_SAMPLES)
+        self.samples_sent_at = 0.0  # on the monotonic clock
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on what is not in the record."""
+        """Messages about missing parts of the record."""
         return self.outbox.warnings
 
     def start(self, record: RunRecord, graph_svg: str = "", watch: bool = False) -> None:
-        """Find or create the runs of this graph, and record the stages that are finished.
+        """Find or create the runs of this graph, and record the finished stages.
 
-        record: the run record. watch: this machine works on the run, so its system metrics may be
-        sampled.
+        Args:
+            record: The run record.
+            graph_svg: Picture of the graph.
+            watch: This machine works on the run, so its system metrics can be sampled.
         """
         if self.settings.enabled:
             self._start(record, graph_svg, watch)
@@ -114,16 +118,23 @@ class Recorder:
         self._put(partial(self.writer.stage, stage.id))
 
     def analysed(self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]) -> None:
-        """Add what `analyse` measured: files to the run of the graph, below `analysis/`, and points
-        by label to the runs of its methods."""
+        """Add the measurements of `analyse`.
+
+        Args:
+            files: Files for the run of the graph, in the folder `analysis/`.
+            points: Points for the runs of its methods, by label.
+        """
         if self.writer.record:
             self._put(partial(self.writer.record_analysis, files, points))
 
     def models(self, graph: Graph, write_bundle: WriteBundle) -> None:
-        """Log each method of a finished run as a model that serves all of its tasks. Register it as
-        RUN, or as RUN-LABEL when there are several methods.
+        """Log each method of a finished run as a model that serves all of its tasks.
 
-        write_bundle: writes the bundle of the method with a label into a folder.
+        It is registered as RUN, or as RUN-LABEL if there are several methods.
+
+        Args:
+            graph: Graph of the run.
+            write_bundle: Writes the bundle of the method with a label into a folder.
         """
         if not self.settings.models or not self.writer.record:
             return
@@ -133,7 +144,7 @@ class Recorder:
             self._put(partial(self._log_model, writer, graph.name, label, write_bundle))
 
     def writer_of(self, run_name: str) -> RunWriter:
-        """Return what writes the run of a graph."""
+        """Create the writer of the run of a graph."""
         return self.writer
 
     def _log_model(
@@ -152,10 +163,13 @@ class Recorder:
             self.outbox.warn(published.warning)
 
     def finish(self, files: Mapping[str, bytes], status: str = "FINISHED") -> None:
-        """Add the files of the report, close the runs and wait until all is written.
+        """Add the files of the report, close the runs and wait until everything is written.
 
-        status: FINISHED, FAILED or KILLED. For a server that does not answer, wait at most
-        `tracking.patience_s`.
+        Waits at most `tracking.patience_s` for a server that does not answer.
+
+        Args:
+            files: Files of the report.
+            status: FINISHED, FAILED or KILLED.
         """
         if self.writer.record:
             self._finish(files, status)
@@ -169,10 +183,10 @@ class Recorder:
         close(self.outbox, self.settings.patience_s, content, self.remedy)
 
     def sample(self, sample: Mapping[str, Any]) -> None:
-        """Record the use of a worker's machine, a `MachineSample`, where the config asks for it.
+        """Record a `MachineSample` of a worker's machine, if the config asks for it.
 
-        Samples are sent together, from time to time. While MLflow does not answer the last
-        MOST_SAMPLES of them wait.
+        Samples are sent together, from time to time. While MLflow does not answer, the last
+        MAX_SAMPLES of them wait.
         """
         if not self.settings.enabled or not self.settings.system_metrics or not self.writer.record:
             return
@@ -192,19 +206,18 @@ class Recorder:
             self.samples.popleft()
 
     def describe_rest(self) -> str:
-        """Return what of the record is not written yet, in a few words."""
+        """Describe the unwritten part of the record in a few words."""
         number = len(self.outbox.waiting)
         return f"recording in MLflow, {number} {'part' if number == 1 else 'parts'} left"
 
     @property
     def run_ids(self) -> list[str]:
-        """Ids in MLflow of the run and of its methods; empty before they are there."""
+        """Ids in MLflow of the run and of its methods; empty before they exist."""
         location = self.writer.location
         return [] if location is None else [location.run, *location.methods]
 
     def links(self, base: str = "") -> list[str]:
-        """Return lines that say where the record of this run is. base: the address of a running
-        `mlflow server`."""
+        """Return lines with the location of the record; `base` is the URL of `mlflow server`."""
         location = self.writer.location
         if location is None:
             return []
@@ -258,11 +271,14 @@ def answers(settings: TrackingSettings, storage: str) -> bool:
 
 
 def close(outbox: Outbox, patience_s: float, content: str, remedy: str) -> None:
-    """Wait for an outbox, and warn when some of its content was not written.
+    """Wait for an outbox, and warn if some of its content was not written.
 
-    patience_s: how long for a server that does not answer; where this process was told to stop, at
-    most STOPPED_PATIENCE_S, because whoever stops it waits for its end.
-    remedy: the command that writes it again, for people.
+    Args:
+        outbox: The outbox.
+        patience_s: Longest wait for a server that does not answer. If this process was told to
+            stop, it is at most STOPPED_PATIENCE_S, because the caller waits for the end.
+        content: Description of the content.
+        remedy: Command that writes it again, for people.
     """
     if isinstance(sys.exception(), (preemption.Preempted, KeyboardInterrupt)):
         patience_s = min(patience_s, STOPPED_PATIENCE_S)
@@ -274,8 +290,10 @@ def close(outbox: Outbox, patience_s: float, content: str, remedy: str) -> None:
 
 
 class RecordingObserver:
-    """Observes a walk over the graph and passes finished stages on to a recorder, so that no stage
-    waits for MLflow."""
+    """Observer of a walk that passes finished stages on to a recorder.
+
+    No stage waits for MLflow.
+    """
 
     def __init__(self, recorder: Recorder, graph: Graph, record: RunRecord, graph_svg: str):
         self.recorder = recorder
@@ -283,7 +301,7 @@ class RecordingObserver:
         recorder.start(record, graph_svg, watch=True)
 
     def on_event(self, walk: Walk, event: Event) -> None:
-        """Record a stage that is done."""
+        """Record a finished stage."""
         if event.kind is EventKind.DONE:
             self.recorder.stage(self.graph[event.stage], event.body)
 

@@ -1,7 +1,6 @@
-"""Deletes what MLflow keeps of earlier states of a run: files, logged models and their versions.
+"""Delete the files, logged models and model versions of earlier states of a run in MLflow.
 
-Metrics, parameters and tags stay: they hold no images, and nothing that was learned from them can
-be used again.
+Metrics, parameters and tags stay: they contain neither images nor trained weights.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ KINDS = ("run", "method", "task")  # tag `accrete.kind`; trials of searches have
 
 @dataclass
 class EarlierFiles:
-    """Files in MLflow of what a run was before its config or images were changed.
+    """Files in MLflow from a run before its config or images were changed.
 
     Attributes:
-        adapter: Of the tracking server or database.
-        runs: In MLflow, that have files.
-        models: That they logged.
+        adapter: Client of the tracking server or database.
+        runs: Runs in MLflow with files.
+        models: Models logged by these runs.
     """
 
     adapter: MlflowClientAdapter

@@ -1,5 +1,8 @@
-"""Records a run of several seeds or class orders in MLflow: a run with the report and the means,
-below it each replica as it is recorded by itself."""
+"""Record a run with several seeds or class orders in MLflow.
+
+There is a parent run with the report and the means, and below it each replica with the same record
+as when it is run alone.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ if TYPE_CHECKING:
     from pipeline.config import TrackingSettings
     from pipeline.graph.stage import Stage
 
-# of a report's metrics, those whose mean and deviation the run above has
+# Metrics of a report with a mean and a deviation in the parent run.
 SUMMARISED = ("average_accuracy", "average_incremental_accuracy", "forgetting")
 
 
 class ReplicatedRecorder(Recorder):
-    """Records a run and its replicas, whose records it is made with, by one thread.
+    """Records a run and the given records of its replicas, with one thread.
 
-    The run itself has the config, the report, and mean and deviation of each method. A replica has
-    what it has when it is run by itself, and is found again then.
+    The parent run has the config, the report, and mean and deviation of each method. A replica has
+    the same record as when it is run alone, and is found again then.
     """
 
     def __init__(
@@ -123,14 +126,14 @@ class ReplicatedRecorder(Recorder):
             for metric in SUMMARISED:
                 spread = entry.spread(metric)
                 for kind, value in (("mean", spread.mean), ("sd", spread.deviation)):
-                    if value == value:  # a run that is not finished has none
+                    if value == value:  # NaN for an unfinished run
                         name = key_name(f"{metric}_{kind}/{entry.label}")
                         points.append(Point(name, value, 0, 0))
         self.writer.ready().log_points(self.writer.parent, points)
 
 
 def _identity_of(record: RunRecord) -> RunIdentity:
-    """Return how the run of all replicas is found, and what people filter and read."""
+    """Return the tags that identify the parent run, and its filterable and readable tags."""
     methods = dict.fromkeys(s["method"] or s["label"] for s in record["stages"] if s["label"])
     replicas = record.get("replicas", {})
     seeds = record["config"].get("seeds") or [record["config"].get("seed", "")]

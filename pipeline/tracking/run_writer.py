@@ -1,8 +1,7 @@
-"""Writes one graph to MLflow: a run for the graph, below it one per method, then one per task.
+"""Write one graph to MLflow: a run for the graph, below it one per method, then one per task.
 
-A run is found again by its tags. So a command that is repeated, or that continues after an
-interruption, writes into the same runs and adds nothing twice. Every method may be called again
-after it failed.
+A run is found again by its tags. Therefore a repeated or resumed command writes into the same runs
+and adds nothing twice. Every method can be called again after it failed.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ MAX_TAG = 4000  # characters
 PARENT = "mlflow.parentRunId"
 NOTE = "mlflow.note.content"  # the tag with the description of a run
 CONFIG_FILE = "config.yaml"
-# settings that are parameters of a graph's run, where they are set; MLflow lists all of them side
-# by side, so that the rest is in CONFIG_FILE and in the parameters of the methods' runs
+# Settings that are parameters of a graph's run if they are set. MLflow lists all parameters side by
+# side, so the other settings are in CONFIG_FILE and in the runs of the methods.
 MAIN_PARAMS = (
     "seed",
     "seeds",
@@ -59,14 +58,18 @@ MAIN_PARAMS = (
     "cluster.workers",
     "cluster.gpus_per_worker",
 )
-PICTURES_S = 60.0  # shortest time between two pictures of a method's matrix while a run goes on
+PICTURES_S = 60.0  # shortest time between two pictures of a method's matrix during a run
 OPENED = "accrete.opened"  # a run with this tag has its parameters and its graph
 BACKBONE_TASK = "backbone"  # stages that all methods share have a run of this name
 
 
 class RecordLocation(NamedTuple):
-    """Where the record of a graph is in MLflow. run: id of the graph's run. methods: ids of the
-    runs of its methods."""
+    """Location of the record of a graph in MLflow.
+
+    Attributes:
+        run: Id of the graph's run.
+        methods: Ids of the runs of its methods.
+    """
 
     uri: str
     experiment: str
@@ -76,17 +79,18 @@ class RecordLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """How the runs of a graph are found, and what they are created with.
+    """Tags and parameters to find or create the runs of a graph.
 
-    kind: `run`, or `trial`. Methods and tasks of a trial are of kind `trial-method` and
-    `trial-task`, so that a query for methods returns no trials of a search.
-    key: what the graph's run is found by; by default the graph's name and keys.
-    parent: id of the run above it.
-    tags: more tags of all of its runs.
-    params: those of the graph's run; by default `main_params`.
-    note: the description of the graph's run; by default `note_of`.
-    data: what its evaluations read, `test` or `validation`.
-    pictures: whether pictures, tables, task states and report files are written, too.
+    Attributes:
+        kind: `run` or `trial`. Methods and tasks of a trial have the kinds `trial-method` and
+            `trial-task`, so that a query for methods returns no trials of a search.
+        key: Key to find the graph's run. Default: the graph's name and keys.
+        parent: Id of the parent run.
+        tags: Further tags of all runs.
+        params: Parameters of the graph's run. Default: `main_params`.
+        note: Description of the graph's run. Default: `note_of`.
+        data: Data of its evaluations, `test` or `validation`.
+        pictures: Also write pictures, tables, task states and report files.
     """
 
     kind: str = "run"
@@ -100,13 +104,13 @@ class RunIdentity:
 
 
 def run_key(record: RunRecord) -> str:
-    """Return what makes two runs the same run: the name and the keys of all stages."""
+    """Return the identity of a run: its name and the keys of all stages."""
     keys = "\n".join(sorted(stage["key"] for stage in record["stages"]))
     return f"{record['name']}-{hashlib.sha256(keys.encode()).hexdigest()[:16]}"
 
 
 class RunWriter:
-    """Writes the runs of one graph in MLflow. Call `forget` after one of its methods raised."""
+    """Writes the runs of one graph in MLflow. Call `forget` after a method has raised."""
 
     def __init__(self, settings: TrackingSettings, storage: str, identity: RunIdentity):
         self.settings = settings
@@ -145,7 +149,7 @@ class RunWriter:
 
     @property
     def methods(self) -> dict[str, str]:
-        """Ids of the runs of its methods, by label."""
+        """Ids of the runs of the methods, by label."""
         ids = {}
         for (label, task), run in self.runs.items():
             if label and not task:
@@ -301,11 +305,11 @@ class RunWriter:
         points: Iterable[Point],
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Log points with the tag that says they are complete, in one call; the tag comes last."""
+        """Log points in one call with the tag that marks them as complete; the tag comes last."""
         self.ready().log_points(run, points, {**(tags or {}), tag_of(stage): stage["key"]})
 
     def _input(self, stage_id: str, context: str) -> InputData:
-        """Return what MLflow notes of the data of an ingest stage."""
+        """Return MLflow's entry for the data of an ingest stage."""
         stage = self.stages[stage_id]
         artifact = self._artifact(stage)
         content = stage["key"]
@@ -319,7 +323,7 @@ class RunWriter:
         )
 
     def inputs(self, run: Run, stage_ids: Iterable[str], context: str) -> None:
-        """Log, once, which data sets a run has read. Stages that are no data sets are left out."""
+        """Log the data sets that a run has read, once. Other stages are ignored."""
         new = []
         for stage_id in stage_ids:
             if stage_id.startswith("data/"):
@@ -423,7 +427,10 @@ class RunWriter:
     def _record_metrics(self, label: str, tables: RunTables, again: bool = False) -> None:
         """Write matrix, averages and sizes of a method as far as they are known.
 
-        again: also write points that this process has written before.
+        Args:
+            label: Label of the method.
+            tables: Tables of the run.
+            again: Also write points that this process has written before.
         """
         from pipeline.tracking import points as curves  # imports torch and matplotlib
 
@@ -454,8 +461,12 @@ class RunWriter:
     def record_analysis(
         self, files: Mapping[str, bytes], points: Mapping[str, Iterable[Point]]
     ) -> None:
-        """Upload files to the run of the graph, below `analysis/`, and log points by label to the
-        runs of its methods."""
+        """Add the measurements of `analyse`.
+
+        Args:
+            files: Files for the run of the graph, in the folder `analysis/`.
+            points: Points for the runs of its methods, by label.
+        """
         client = self.ready()
         client.log_files(self.parent, {f"analysis/{name}": data for name, data in files.items()})
         for label, method_points in points.items():
@@ -466,7 +477,7 @@ class RunWriter:
         client = self.ready()
         parent = self.parent
         if status == "FINISHED" and not self._is_evaluated():
-            status = "KILLED"  # the report of a run that was stopped half-way
+            status = "KILLED"  # report of a run that was stopped halfway
         tables = self._tables()
         digest = _digest(report)
         is_recorded = parent.data.tags.get("accrete.report") == digest
@@ -568,7 +579,7 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 # ---- parameters, tags and descriptions -----------------------------------------------------------
 def main_params(record: RunRecord) -> dict[str, Any]:
-    """Return the parameters of a graph's run: few, as MLflow shows them beside each other."""
+    """Return the few parameters of a graph's run, because MLflow shows them side by side."""
     labels = [stage["label"] for stage in record["stages"] if stage["label"]]
     params: dict[str, Any] = {
         "methods": ", ".join(dict.fromkeys(labels)),
@@ -582,15 +593,18 @@ def main_params(record: RunRecord) -> dict[str, Any]:
 
 
 def tag_of(stage: Mapping[str, Any]) -> str:
-    """Return the name of the tag whose value is the key of a recorded stage."""
+    """Return the name of the tag with the key of a recorded stage."""
     return f"stage.{stage['step']}" if stage["label"] else f"stage.{stage['id']}"
 
 
 def keys_of(record: RunRecord, label: str) -> dict[str, str]:
     """Return the keys of the stages of a method as tags.
 
-    label: of the method; "" for the stages that all methods share. Data have a tag once they are
-    recorded, so they are left out.
+    Data are left out, because they get a tag when they are recorded.
+
+    Args:
+        record: Record of the run.
+        label: Label of the method. "": the stages that all methods share.
     """
     tags = {}
     for stage in record["stages"]:
@@ -649,8 +663,10 @@ def note_of(record: RunRecord, label: str, task: str) -> str:
 
 
 def warnings_file(step: str) -> str:
-    """Return the name of the artifact with the warnings of a step; the steps of a task share a
-    run."""
+    """Return the name of the artifact with the warnings of a step.
+
+    The steps of a task share a run.
+    """
     if step == "train":
         return "warnings.txt"
     return f"warnings-{step}.txt"

@@ -1,5 +1,4 @@
-"""Records a search in MLflow: one run for the search, below it one per trial, then one per method
-and task of the trial.
+"""Record a search in MLflow: a run per search, trial, method and task, nested in this order.
 
 Everything is written from the records in the store (`searches/NAME/search.json`,
 `trials/NNNN.json`, `winner.json`), so it can be written again, and adds nothing twice.
@@ -67,16 +66,19 @@ class SearchLocation(NamedTuple):
 
 
 def search_identity(search: Mapping[str, Any]) -> str:
-    """Return what makes two searches the same: the name, the base config and the space."""
+    """Return the identity of a search: its name, base config and space."""
     body = json.dumps([search["config"], search["space"]], sort_keys=True, default=str)
     return f"{search['name']}-{hashlib.sha256(body.encode()).hexdigest()[:16]}"
 
 
 class SearchRecorder:
-    """Records one search: call `start`, `trial` whenever the record of a trial has changed, then
-    `finish`. Only `finish` waits.
+    """Records one search: call `start`, `trial` for each changed record of a trial, then `finish`.
 
-    log, remedy: as for a Recorder. Nothing is written with tracking off, or without `start`.
+    Only `finish` waits. Nothing is written with tracking off, or without `start`.
+
+    Args:
+        log: Called with lines for people, as in `Recorder`.
+        remedy: Command that writes the record again, as in `Recorder`.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class SearchRecorder:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on what is not in the record."""
+        """Messages about missing parts of the record."""
         return self.outbox.warnings
 
     def start(self, search: Mapping[str, Any]) -> None:
@@ -130,8 +132,7 @@ class SearchRecorder:
             close(self.outbox, self.settings.patience_s, content, self.remedy)
 
     def links(self, base: str = "") -> list[str]:
-        """Return lines that say where the record of this search is. base: the address of a running
-        `mlflow server`."""
+        """Return lines with the location of the record; `base` is the URL of `mlflow server`."""
         if self.location is None:
             return []
         if not base and self.location.uri.startswith("http"):
@@ -148,10 +149,16 @@ class SearchRecorder:
         settings: TrackingSettings | None = None,
         log: Log = log_to_stderr,
     ) -> SearchRecorder:
-        """Write the whole record of a search again from what the store holds of it.
+        """Write the whole record of a search again from the storage.
 
-        settings: by default those of its base config. Raises `UserError` when the storage has no
-        such search.
+        Args:
+            storage: Folder or URI of the storage.
+            name: Name of the search.
+            settings: Settings of tracking. Default: those of the base config.
+            log: Called with lines for people.
+
+        Raises:
+            UserError: If the storage has no such search.
         """
         from pipeline.config import TrackingSettings
 
@@ -314,10 +321,10 @@ class SearchRecorder:
                 self.logged_inputs.update(new)
 
     def _log_curves(self, is_complete: bool) -> None:
-        """Log the accuracy by number of trial, and the best so far, of finished trials, by phase.
+        """Log the accuracy of finished trials by number, and the best so far, by phase.
 
-        The curves end before the first trial that has not ended, so that a point never changes;
-        not if `is_complete`: then no trial will go on.
+        The curves end before the first unfinished trial, so that a point never changes. If
+        `is_complete`, no trial will continue, and all are logged.
         """
         client, run = self._ready()
         best: dict[str, float] = {}

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 NOTICE_S = 10.0  # seconds between two lines that say that the server is still starting
-LAST_LINES = 30  # lines of a server's log that are searched for why it ended
+LAST_LINES = 30  # last lines of a server's log that may explain its end
 TRAINING_PAGES = "?workflowType=machine_learning"  # else MLflow shows those for language models
 VIEW = "accrete"  # name of the view that `share_view` stores
-# columns of the list of methods with their widths in pixels: the first five fit beside MLflow's
-# assistant on a page of 1,400 pixels
+# Columns of the list of methods with their widths in pixels: the first five fit on a page of 1,400
+# pixels with MLflow's assistant open.
 COLUMNS = {
     "attributes.`Run Name`": 190,
     "runDateAndNestInfo": 130,  # when it was created
@@ -59,7 +59,7 @@ METHODS_VIEW = {
 
 
 class RecordedRun(NamedTuple):
-    """A run in MLflow with the ids of its child runs: methods of a run, trials of a search."""
+    """A run in MLflow and the ids of its child runs: methods of a run, trials of a search."""
 
     name: str
     run: str
@@ -67,14 +67,14 @@ class RecordedRun(NamedTuple):
 
 
 def runs_link(base: str, experiment: str) -> str:
-    """Return the link to the methods of all runs of an experiment, with what is compared first."""
+    """Return the link to the methods of all runs of an experiment, with the main columns first."""
     return f"{base}/#/experiments/{experiment}/runs{TRAINING_PAGES}&viewStateShareKey={VIEW}"
 
 
 def share_view(client: MlflowClient, experiment: str) -> None:
-    """Store in the experiment the view that `runs_link` opens, unless it is there.
+    """Store the view that `runs_link` opens in the experiment, unless it exists.
 
-    MLflow keeps a view that a person shares in such a tag. Pages that do not know it show all runs.
+    MLflow keeps a shared view in such a tag. Pages that do not know it show all runs.
     """
     from pipeline.tracking.mlflow_client import tag_experiment  # start-up time
 
@@ -90,9 +90,9 @@ def artifact_links(experiment: str, run_id: str, names: Iterable[str]) -> str:
     """Return Markdown links to the pages and pictures among the artifacts of a run.
 
     Args:
-        experiment: id of the experiment.
-        run_id: id of the run.
-        names: paths of artifacts, such as `report/masks.png`.
+        experiment: Id of the experiment.
+        run_id: Id of the run.
+        names: Paths of artifacts, for example `report/masks.png`.
     """
     links = []
     for name in names:
@@ -211,7 +211,7 @@ def is_loopback(host: str) -> bool:
 
 
 def warn_if_exposed(host: str, port: int, what: str) -> None:
-    """Print a line on stderr when other machines can reach a server. what: what they can do."""
+    """Print a warning on stderr if other machines can reach a server; `what` names their rights."""
     if not is_loopback(host):
         print(
             f"accrete: anyone who reaches {host}:{port} can {what}; "
@@ -223,7 +223,11 @@ def warn_if_exposed(host: str, port: int, what: str) -> None:
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """Return `port`, or a free one for 0. Raise `UserError` when it is taken."""
+    """Return `port`, or a free port for 0.
+
+    Raises:
+        UserError: If the port is in use.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -243,7 +247,17 @@ def serve(
     storage: str, host: str = LOOPBACK, port: int = 0, uri: str = "", experiment: str = "accrete"
 ) -> int:
     """Run `mlflow server` over the storage until it is interrupted, and print links to the runs.
-    Return its exit code."""
+
+    Args:
+        storage: Folder or URI of the storage.
+        host: Address to listen on.
+        port: Port, or 0 for a free one.
+        uri: The setting `tracking.uri`.
+        experiment: Name of the experiment.
+
+    Returns:
+        The exit code of the server.
+    """
     from pipeline.tracking.mlflow_client import explain_refusals, open_store
 
     with explain_refusals(storage, uri):
@@ -301,7 +315,7 @@ def print_links(client: MlflowClient, base: str, experiment: str) -> None:
 
 
 def why_it_ended(server: subprocess.Popen[str], log: Iterable[str], host: str, port: int) -> str:
-    """Return a sentence on why a server ended before it answered, from the end of its log."""
+    """Explain from the end of its log why a server ended before it answered."""
     lines = [" ".join(redact(line).split()) for line in log if line.strip()]
     last = lines[-1][:300] if lines else "it said nothing"
     remedy = "mend what it says and try again"

@@ -254,7 +254,7 @@ def test_a_finished_run_gets_its_model_once_and_stays_as_it_was(
     assert [m.artifact_location for m in models] == [
         tracking.client.get_model_version_by_alias("digits", "champion").source
     ]
-    large = publish.log(tracking.uri, run_id, str(tmp_path / "bundle"), most_bytes=10)
+    large = publish.log(tracking.uri, run_id, str(tmp_path / "bundle"), max_bytes=10)
     assert not large.model
     assert (
         "was not logged to MLflow; `python -m pipeline bundle` makes a folder of it"

@@ -1,1 +1,1 @@
-"""What runs inside a worker: it knows jobs, not graphs, and never imports `pipeline`."""
+"""Code that runs in a worker. It knows jobs, not graphs, and never imports `pipeline`."""

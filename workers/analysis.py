@@ -1,6 +1,6 @@
-"""Analyses of a finished method on test images: its attention, and the robustness of its accuracy.
+"""Analyses of a finished method on test images: attention, and robustness of the accuracy.
 
-Accuracy is measured on images that are partly hidden, attacked, or from another data source.
+Accuracy is measured on occluded images, adversarial images, and images of another data source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.model.attention import ClassAttention, record_attention, record_cla
 from workers.model.top_down import TopDown, selection
 
 Row = dict[str, Any]
-HIDDEN = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # shares of the image's area that are hidden
+HIDDEN = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # occluded shares of the image area
 EPSILONS = (0.0, 1.0, 2.0, 4.0, 8.0)  # strengths of the attack, for pixels in [0, 255]
 
 
@@ -65,15 +65,16 @@ def attention_rows(method: Method, job: StageJob, task: Task, most: int) -> list
 
 @dataclass
 class Maps:
-    """Images of a task with attention maps over them.
+    """Images of a task with attention maps.
 
-    images: (n, H, W, 3) in [0, 1].
-    right: the class of each image.
-    answered: the class that the method predicts for each image.
-    looks: by title, the class token's attention to the patches (n, h, w), relative to uniform
-        attention, which is 1 (see `ClassAttention`).
-    selected: how much the top-down feedback of a method selects each patch, (n, h, w) in [0, 1];
-        None without such feedback.
+    Attributes:
+        images: Float array (n, H, W, 3) in [0, 1].
+        right: Class of each image.
+        answered: Predicted class of each image.
+        looks: Attention of the class token to the patches by title, float arrays (n, h, w) relative
+            to uniform attention, which is 1 (see `ClassAttention`).
+        selected: Selection of each patch by top-down feedback, (n, h, w) in [0, 1]. None for
+            methods without feedback.
     """
 
     images: Tensor
@@ -94,7 +95,7 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
     labels = torch.cat([batch_labels for _, batch_labels in batches])
     with record_class_attention(method) as recorded:
         logits_with_task(method, images, task.name)
-    # A network that ran on other inputs than these images, or not at all, has no map of them.
+    # A network that did not run on these images has no map of them.
     blocks = [block for block in recorded if block.passes and len(block.passes[-1]) == len(images)]
     has_feedback = isinstance(getattr(method, "top_down", None), TopDown)
     looks = _titled_maps(blocks, has_feedback)
@@ -112,11 +113,11 @@ def maps(method: Method, job: StageJob, task: Task, most: int) -> Maps | None:
 
 
 def _titled_maps(blocks: Sequence[ClassAttention], has_feedback: bool) -> dict[str, Tensor]:
-    """Return title -> map (n, h, w) of the few blocks that are worth a picture.
+    """Return the maps of the few most informative blocks by title, each (n, h, w).
 
-    Of several networks, these are the last blocks of each. Of one network, they are a block in the
-    middle and the last one. Of a method with top-down feedback, they are both passes of the last
-    block that ran twice, and the last block of the network if that is another one.
+    With several networks, these are the last blocks of each network. With one network, they are a
+    middle block and the last one. With top-down feedback, they are both passes of the last block
+    that ran twice, and the last block of the network if it is a different one.
     """
     last_blocks = {block.network: block for block in blocks}  # the later of a network replaces
     titled: dict[str, Tensor] = {}
@@ -190,10 +191,16 @@ def logits_with_task(method: Method, images: Tensor, task: str) -> Tensor:
 
 
 def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> list[Row]:
-    """Return the accuracy at each hidden share of the image and each strength of the attack.
+    """Measure the accuracy for each occluded share of the image and each strength of the attack.
 
-    The outputs that compete are those of the scenario. A method whose logits have no gradient in
-    the images is not attacked.
+    The competing outputs are those of the scenario. A method without gradients of its logits in the
+    images is not attacked.
+
+    Args:
+        method: The method.
+        job: A job of an evaluation.
+        task: The task.
+        most: Maximum number of images.
     """
     num_correct: Counter[tuple[str, float]] = Counter()  # by kind and level
     num_images: Counter[tuple[str, float]] = Counter()
@@ -226,11 +233,16 @@ def robustness_rows(method: Method, job: StageJob, task: Task, most: int) -> lis
 def shifted_rows(
     method: Method, job: StageJob, task: Task, other_tasks: Sequence[Task]
 ) -> list[Row]:
-    """Return the accuracy on test images of the same classes from other data sources.
+    """Measure the accuracy on test images of the same classes from other data sources.
 
-    Only those of `other_tasks` count whose classes `task` has. The method chooses among these
-    classes alone. A second row per source is for comparison: the accuracy on the images of `task`
-    itself that are of these classes.
+    The method chooses only among the common classes. A second row per source gives the accuracy on
+    the images of `task` with these classes, for comparison.
+
+    Args:
+        method: The method.
+        job: A job of an evaluation.
+        task: The task.
+        other_tasks: Tasks of other sources. Those without a common class are skipped.
     """
     rows: list[Row] = []
     for other in other_tasks:
@@ -272,9 +284,13 @@ def occluded(images: Tensor, share: float) -> Tensor:
 
 
 def slope(method: Method, images: Tensor, targets: Tensor, task: str) -> Tensor | None:
-    """Return the sign of the cross-entropy's gradient in the images; None without a gradient.
+    """Return the sign of the cross-entropy's gradient in the images, or None without a gradient.
 
-    targets: (b,) the column of each image's class in the logits of `answers`.
+    Args:
+        method: The method.
+        images: Batch (b, 3, H, W).
+        targets: Column of each image's class in the logits of `answers`, (b,).
+        task: Name of the task.
     """
     images = images.clone().requires_grad_()
     with torch.enable_grad():

@@ -27,13 +27,13 @@ class MissingRanks(RuntimeError):
 
 @dataclass(frozen=True)
 class Group:
-    """One rank of `world` processes, each with one device. world == 1 never calls
-    torch.distributed.
+    """One rank of `world` processes, each with one device.
 
-    A collective raises `MissingRanks` if a rank does not arrive within the time limit of gloo, in
-    which the host waits.
+    With `world == 1`, torch.distributed is never called. A collective raises `MissingRanks` if a
+    rank does not arrive within the time limit of gloo, on which the host waits.
 
-    cores: of its node that the rank may use; None: all.
+    Attributes:
+        cores: Cores of its node that the rank can use. None: all.
     """
 
     rank: int = 0
@@ -58,8 +58,11 @@ class Group:
     def sum_gradients(self, parameters: list[Tensor]) -> int:
         """Sum the gradients of `parameters` over ranks, in a few flat buckets.
 
-        A missing gradient becomes zero, on one rank too, because what the optimizer does with it
-        must not depend on the number of ranks. Return the bytes that were synchronised per rank.
+        A missing gradient becomes zero, also with one rank, because the effect on the optimizer
+        must not depend on the number of ranks.
+
+        Returns:
+            The number of synchronised bytes per rank.
         """
         for p in parameters:
             if p.grad is None:
@@ -115,13 +118,13 @@ class Group:
     def _arriving(self, purpose: str) -> Iterator[None]:
         """Note in the store of torch.distributed that this rank arrives at its next collective.
 
-        The note is sent, and no answer is waited for.
+        The note is sent without waiting for an answer.
 
         Args:
-            purpose: what the collective gives, for the error.
+            purpose: Purpose of the collective, for the error.
 
         Raises:
-            MissingRanks: if the collective has timed out.
+            MissingRanks: If the collective has timed out.
         """
         number = next(self._numbers)
         started = time.monotonic()
@@ -163,13 +166,13 @@ def arrival_key(rank: int) -> str:
 
 
 def describe_missing(ranks: list[int], purpose: str, waited_s: float) -> str:
-    """Return the sentence about ranks that did not arrive at a collective.
+    """Describe the ranks that did not arrive at a collective.
 
     Args:
-        ranks: the missing ranks; empty if all arrived, so that the network between them is slow
-            or broken.
-        purpose: what the collective gives.
-        waited_s: how long this rank waited, seconds.
+        ranks: The missing ranks. Empty if all arrived; then the network between them is slow or
+            broken.
+        purpose: Purpose of the collective.
+        waited_s: Time that this rank waited, in seconds.
     """
     if not ranks:
         return (
@@ -185,8 +188,7 @@ def describe_missing(ranks: list[int], purpose: str, waited_s: float) -> str:
 
 
 def interleave(shares: list[list[Any]]) -> list[Any]:
-    """Undo a round-robin split over ranks: item i of the result is item i // world of rank i %
-    world."""
+    """Undo a round-robin split over ranks: item i is item i // world of rank i % world."""
     world = len(shares)
     total = sum(len(share) for share in shares)
     return [shares[i % world][i // world] for i in range(total)]

@@ -29,15 +29,24 @@ class DamagedArtifact(UserError):
 
 
 class SourceGone(UserError):
-    """Shards that are used in place are away, or are not those that were indexed."""
+    """Shards that are used in place are missing, or differ from the indexed ones."""
 
 
 def did_you_mean(
     name: str, known: Iterable[str], otherwise: str, folder: str = "", cutoff: float = 0.6
 ) -> str:
-    """Return a question about the known name that is most like `name`; `otherwise` when none is.
+    """Return a question about the known name that is most similar to `name`.
 
-    folder: what is written before that name, if it is a path. cutoff: least similarity, 0 to 1.
+    Args:
+        name: The unknown name.
+        known: Known names.
+        otherwise: Result if no known name is similar.
+        folder: Prefix of the known name, if it is a path.
+        cutoff: Lowest similarity, from 0 to 1.
+
+    Example:
+        >>> did_you_mean("alhpa", ["alpha", "lambda"], "see the docs")
+        "did you mean 'alpha'?"
     """
     similar = difflib.get_close_matches(name, list(known), 1, cutoff)
     if not similar:
@@ -46,10 +55,14 @@ def did_you_mean(
 
 
 def require_package(name: str, user: str, remedy: str) -> None:
-    """Raise `UserError` when a package is not installed.
+    """Raise `UserError` if a package is not installed.
 
-    user: the setting or command that needs it.
-    A bare GPU machine has what training needs and may lack ray and mlflow.
+    A bare GPU machine can train but may not have ray and mlflow.
+
+    Args:
+        name: Name of the package.
+        user: Setting or command that needs it.
+        remedy: How to install it or to do without it.
     """
     if sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
         raise UserError(

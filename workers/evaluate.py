@@ -28,12 +28,13 @@ TOP = 5  # k of the top-k accuracy `correct_top5`
 
 
 class Answers(NamedTuple):
-    """The outputs of a method on n images of one task, on the CPU.
+    """Outputs of a method for n images of one task, on the CPU.
 
-    keys: the images' keys in their split.
-    labels: positions in the class list of the task.
-    logits: float32 (n, num_classes), over the outputs that compete (see `answers`).
-    picks: tensors (n,) by name, as `with_picks` returns them.
+    Attributes:
+        keys: Keys of the images in their split.
+        labels: Positions in the class list of the task, (n,).
+        logits: Float32 (n, num_classes) over the competing outputs (see `answers`).
+        picks: Tensors (n,) by name, as returned by `with_picks`.
     """
 
     keys: list[str]
@@ -91,11 +92,14 @@ def task_slice(method: Method, task: str) -> slice:
 def evaluate_task(
     job: StageJob, group: dist.Group, report: Any
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Measure one row of the accuracy matrix; return the predictions as a file, and the manifest.
+    """Measure one row of the accuracy matrix.
 
-    A method that can change its answers on earlier tasks is measured on all tasks so far. Any other
-    is measured on this task alone. The task before it is then measured again as a canary: the
-    digest of its logits must be the same as in its own row.
+    If a method can change its outputs on earlier tasks, all tasks so far are measured. Otherwise
+    only this task is measured, and the previous task again as a canary: the digest of its logits
+    must be the same as in its own row.
+
+    Returns:
+        The predictions as a file by name, and the manifest.
     """
     assert job.task is not None
     method = finished_method(job, group)
@@ -137,11 +141,11 @@ def logits_of(job: StageJob, method: Method, task: Task, group: dist.Group) -> l
 
 
 def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the logits of `answers`, and what a method that infers the task picked, else {}.
+    """Return the logits of `answers`, and the picks of a method that infers the task (else {}).
 
-    The picks are `choice` (b,), an index among the method's candidates, and `confidence` (b,). In
-    scenario `class` they also have `task_aware` (b,): the predicted class among those of `task`,
-    when the method is given the task.
+    The picks are `choice` (b,), an index among the candidates of the method, and `confidence` (b,).
+    In scenario `class` there is also `task_aware` (b,): the predicted class among the classes of
+    `task`, if the method is given the task.
     """
     if not isinstance(method, InfersTask) or not method.candidates():
         return answers(method, images, task), {}
@@ -155,9 +159,10 @@ def with_picks(method: Method, images: Tensor, task: str) -> tuple[Tensor, dict[
 
 
 def in_order(shares: list[list[Answers]]) -> Answers:
-    """Join the answers of all ranks in test order, which is the same for any number of ranks.
+    """Join the answers of all ranks in test order, which does not depend on the number of ranks.
 
-    shares: per rank, its answers batch by batch. Whole batches were dealt to the ranks in turn.
+    Args:
+        shares: Answers per rank, batch by batch. Whole batches were distributed in turn.
     """
     batches = dist.interleave(shares)
     keys: list[str] = []
@@ -173,12 +178,22 @@ def in_order(shares: list[list[Answers]]) -> Answers:
 
 
 def result(method: Method, task: Task, measured: Answers) -> tuple[dict[str, Any], pa.Table]:
-    """Return counts with a digest of the logits, and a table with one row per image.
+    """Summarise measured answers.
 
     In scenario `class` labels and predictions are positions in the output space of all classes so
-    far. `correct_task_aware` then counts what is correct among the classes of the task alone.
+    far. `correct_task_aware` then counts the images that are correct among the classes of their own
+    task.
 
-    Raise `UserError` when a logit is not finite.
+    Args:
+        method: The method.
+        task: The measured task.
+        measured: Its answers.
+
+    Returns:
+        Counts with a digest of the logits, and a table with one row per image.
+
+    Raises:
+        UserError: If a logit is not finite.
     """
     logits = measured.logits
     picks = measured.picks
@@ -222,12 +237,17 @@ def result(method: Method, task: Task, measured: Answers) -> tuple[dict[str, Any
 def picks_of(
     candidates: dict[str, tuple[str, ...]], task: str, choices: Tensor, confidence: Tensor
 ) -> dict[str, Any]:
-    """Summarise which candidates a method picked for the images of `task`.
+    """Summarise the candidates that a method picked for the images of `task`.
 
-    choices: (n,) indices among `candidates`.
+    Args:
+        candidates: Tasks of each candidate, by name.
+        task: Name of the task.
+        choices: Indices among `candidates`, (n,).
+        confidence: Confidence of each pick, (n,).
 
-    Return the names of the candidates, how often each was picked, how many picks were right, and
-    the mean confidence of right and of wrong picks. A mean over no picks is None.
+    Returns:
+        The names of the candidates, the number of picks of each, the number of right picks, and the
+        mean confidence of right and of wrong picks (None without picks).
     """
     is_right_candidate = torch.tensor([task in tasks for tasks in candidates.values()])
     is_right = is_right_candidate[choices]

@@ -24,8 +24,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-LARGEST = 1e30  # of all numbers that are not whole
-SMALLEST = 1e-30  # of those that are not 0; a division by it does not overflow
+LARGEST = 1e30  # largest absolute value of a float setting
+SMALLEST = 1e-30  # smallest absolute value other than 0; a division by it does not overflow
 
 
 class Frozen(BaseModel):
@@ -95,11 +95,12 @@ Interpolation = Literal["bicubic", "bilinear"]
 
 @dataclass(frozen=True)
 class Neutral:
-    """Marks a setting that came later than the first stored results: `Annotated[int, Neutral(1)]`.
+    """Marks a setting added after the first stored results: `Annotated[int, Neutral(1)]`.
 
-    value: the one that gives the results of the code before the setting existed. At this value the
-    setting is in no key, so that older results stay valid. It never changes; the default may, and
-    then the keys change with it.
+    Attributes:
+        value: The value that gives the results of the earlier code. With this value the setting is
+            not part of a key, so older results stay valid. It never changes. The default can
+            change, and then the keys change with it.
     """
 
     value: Any
@@ -130,11 +131,11 @@ def find_idle(settings: BaseModel, **context: Any) -> dict[str, tuple[ActiveIf, 
     """Find the settings without an effect, by their names in a config.
 
     Args:
-        settings: Settings of which some are marked by `ActiveIf`.
-        context: Values that are no field of the settings, such as the scenario.
+        settings: Settings, some of which are marked with `ActiveIf`.
+        context: Values that are not a field of the settings, for example the scenario.
 
     Returns:
-        Name -> the first mark that does not hold, and the value of the setting it names.
+        For each such setting the first unfulfilled mark, and the value of the setting in that mark.
     """
     values = settings.model_dump(by_alias=True) | context
     idle: dict[str, tuple[ActiveIf, Any]] = {}
@@ -146,10 +147,13 @@ def find_idle(settings: BaseModel, **context: Any) -> dict[str, tuple[ActiveIf, 
 
 
 def key_inputs(settings: BaseModel, exclude: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings that enter a key: all values, also defaults, by their names in a config.
+    """Return the settings that enter a key: all values including defaults, by name in a config.
 
     Settings at their neutral value are left out, at any depth of nested settings.
-    exclude: names of fields that the result does not depend on.
+
+    Args:
+        settings: The settings.
+        exclude: Names of fields without an effect on the result.
     """
     inputs = settings.model_dump(by_alias=True)
     for name, info in type(settings).model_fields.items():
@@ -219,8 +223,12 @@ OPTION_OF_ANOTHER_SETTING = {
 
 
 def check_option(name: str, value: Any) -> None:
-    """Raise a `ValueError` unless `name` may be set and `value` is plain: null, true, false, a
-    number, a word, or a short list of those."""
+    """Check an option of a backbone.
+
+    Raises:
+        ValueError: If `name` is not allowed, or `value` is not plain (null, true, false, a number,
+            a word, or a short list of these).
+    """
     if not OPTION_NAME.fullmatch(name):
         raise ValueError(f"{name!r:.60} is no name of an option")
     if LOADER_OPTION.fullmatch(name):
@@ -258,7 +266,7 @@ def _check_plain(name: str, value: Any, largest: int) -> None:
             f"{name!r} holds a {type(value).__name__}; it must be a number, a word, true, "
             "false, null, or a list of those"
         )
-    elif not (abs(value) <= largest):  # NaN is none of them
+    elif not (abs(value) <= largest):  # also true for NaN
         raise ValueError(f"{name!r} is {value!r:.60}, and it must be a number of at most {largest}")
 
 
@@ -317,7 +325,7 @@ class ContextSettings(Frozen):
 
 
 class BackboneModel(Frozen):
-    """What of a backbone's settings is as the person wrote it: which timm model, from where."""
+    """The part of a backbone's settings that identifies the timm model and its weights."""
 
     name: str = Field(
         "vit_tiny_patch16_224",
@@ -556,9 +564,12 @@ class TrainSettings(Frozen):
 
 @dataclass(frozen=True)
 class ShardUrls:
-    """Where the shards of a card lie that are used in place; only the person's own card says it.
+    """Locations of the shards of a card that are used in place, from the person's own card.
 
-    train, test, val: absolute paths and URLs with braces, `s3://bucket/train-{0000..1023}.tar`.
+    Attributes:
+        train: Absolute paths and URLs with braces, `s3://bucket/train-{0000..1023}.tar`.
+        test: The same for the test split.
+        val: The same for the validation split.
     """
 
     train: tuple[str, ...] = ()
@@ -572,12 +583,12 @@ class Task:
 
     name: str
     card: str
-    data: str  # key of the ingest stage whose shards hold its images
+    data: str  # key of the ingest stage with its shards
     classes: tuple[str, ...]
     # also "base": the backbone was trained on it; "unlabelled": its labels have no meaning
     role: str = "task"
     shard_urls: ShardUrls | None = None  # None: the shards lie in the ingest stage
-    # Whether its data set has validation images of its own; else some are held out of train.
+    # Whether the data set has validation images; otherwise some are held out of train.
     has_val: bool = False
 
     @property
@@ -590,15 +601,17 @@ class Task:
 class StageJob:
     """One stage, ready to run anywhere.
 
-    tasks: every task of the stream up to and including this stage's own, in order (the base task
-        first, if any).
-    backbone: key of the backbone stage.
-    previous: step name -> key of each stage whose carried state this one starts from.
-    states: task name -> key of the stage that holds that task's state, in stream order. For
-        `evaluate` these are all `tasks`, for training in a chain the earlier ones.
-    measured: the tasks that `evaluate` measures, on images of `split`. A search measures on
-        validation images only.
-    parents: keys of all stages whose results this one may read.
+    Attributes:
+        tasks: Every task of the stream up to and including this stage's task, in order (the base
+            task first, if any).
+        backbone: Key of the backbone stage.
+        previous: Keys of the stages with the carried state that this stage starts from, by step
+            name.
+        states: Keys of the stages with the states of tasks, by task name in stream order. For
+            `evaluate` these are all `tasks`, for training in a chain the earlier ones.
+        measured: Tasks that `evaluate` measures, on images of `split`. A search measures only
+            validation images.
+        parents: Keys of all stages with results that this stage can read.
     """
 
     id: str
@@ -621,7 +634,8 @@ class StageJob:
     split: Literal["test", "val"] = "test"
     provenance: dict[str, Any] = field(default_factory=dict)
     parents: tuple[str, ...] = ()
-    # Of a method from outside of this project: the module that registers it, the digest of its code
+    # For a method from outside of this project: the module that registers it, and the digest of its
+    # code.
     method_module: str = ""
     method_code: str = ""
     # The result does not depend on:

@@ -1,8 +1,8 @@
-"""How the ranks of a worker group run a stage, from its job to its stored result.
+"""Run a stage with the ranks of a worker group, from its job to its stored result.
 
-A stage is a node of the graph: one step of one task, such as `train`, `herd` or `evaluate`. An
-update of the weights is called an optimizer step. Read from the top: `run_stage` looks the result
-up or computes it, by `train_task`, by `train_backbone`, or by `evaluate_task` (evaluate.py). The
+A stage is a node of the graph: one step of one task, for example `train`, `herd` or `evaluate`. An
+update of the weights is called an optimizer step. Read this file from the top: `run_stage` looks up
+the result or computes it with `train_task`, `train_backbone` or `evaluate_task` (evaluate.py). The
 first two call `fit`, which calls `train_epochs` and `train_step`.
 """
 
@@ -46,15 +46,15 @@ from workers.storage.lock import stage_lock
 from workers.storage.taskstate import Carried, TaskState
 
 Report = Callable[[dict[str, Any]], None]
-# Contents of files by name, and the manifest: what is stored about them, as JSON.
+# Contents of files by name, and the manifest as JSON.
 StageResult = tuple[dict[str, bytes], dict[str, Any]]
 Runner = Callable[[StageJob, dist.Group, Report], StageResult]
-# It is part of the store's keys of trained results. Raise it when a change to this loop, the
-# optimizer, the feed, the augmentation, stochastic depth or the heads changes what training gives.
+# Part of the keys of trained results. Raise it if a change to this loop, the optimizer, the feed,
+# the augmentation, stochastic depth or the heads changes the result of training.
 TRAIN_REVISION = 6
 REPORT_S = 1.0  # shortest time between two progress reports of a stage
 CHECKPOINT_REPORT_S = 30.0  # the same for its checkpoints
-# What a stage reports that another process is computing: two drivers of one run, for example.
+# Report of a stage that another process computes, for example another driver of the same run.
 WAITING = {"waiting_for": "another process, which computes this stage"}
 # With several ranks a broadcast tells whether a checkpoint is due, once in so many optimizer steps.
 AGREE_STEPS = 8
@@ -80,9 +80,9 @@ def run_stage(job: StageJob, group: dist.Group, report: Report) -> dict[str, Any
 
 
 def stored_manifest(job: StageJob, group: dist.Group) -> dict[str, Any] | None:
-    """Return the stored manifest of the stage's result, marked `reused`; None without a result.
+    """Return the stored manifest of the stage's result, marked `reused`, or None without a result.
 
-    Call it on all ranks: rank 0 reads, and broadcasts what it read.
+    Call it on all ranks: rank 0 reads the manifest and broadcasts it.
     """
     manifest: dict[str, Any] | None = None
     if group.rank == 0:
@@ -218,10 +218,12 @@ def train_backbone(job: StageJob, group: dist.Group, report: Report) -> StageRes
 
 
 class Training(NamedTuple):
-    """What came of the training of a step.
+    """Outcome of the training of a step.
 
-    history: the metrics of each epoch, one row per epoch. length: how long it was, as
-    `optim.describe_length` says it; empty for a step without training.
+    Attributes:
+        history: Metrics of each epoch, one row per epoch.
+        length: Length of the training as returned by `optim.describe_length`. Empty for a step
+            without training.
     """
 
     history: list[dict[str, Any]]
@@ -233,12 +235,19 @@ def fit(
 ) -> Training:
     """Run a step of a task and return the metrics of its epochs.
 
-    Training goes on from the stage's checkpoint if there is one. For a step without training
+    Training resumes from the stage's checkpoint if there is one. For a step without training
     (`Step.trains` is False) only `Method.begin` runs. If such a step is `measured`, one row without
     a loss is returned: metrics and validation counts. Otherwise no row is returned.
+
+    Args:
+        job: The stage.
+        method: The method.
+        carried: State from the previous task, if any.
+        group: The rank.
+        report: Called with the progress.
     """
     assert job.task is not None
-    # None for the backbone's own training, whose stage is no step of a method.
+    # None for the training of the backbone, which is not a step of a method.
     step = next((step for step in method.steps if step.name == job.step), None)
     trains = step is None or step.trains
     method.to(group.device)
@@ -273,10 +282,12 @@ def fit(
 
 
 class StepInputs(NamedTuple):
-    """What a step starts from.
+    """Inputs of a step.
 
-    job: with the length of training that its number of images gives it. context: for
-    `Method.begin`. feed: of the training batches; None where nothing is trained.
+    Attributes:
+        job: The job with the length of training for its number of images.
+        context: Context for `Method.begin`.
+        feed: Feed of the training batches. None for a step without training.
     """
 
     job: StageJob
@@ -287,10 +298,17 @@ class StepInputs(NamedTuple):
 def step_inputs(
     job: StageJob, method: Method, carried: Carried | None, group: dist.Group, trains: bool
 ) -> StepInputs:
-    """Return what a step starts from.
+    """Prepare the inputs of a step.
 
-    A preliminary context goes to `Method.memory`, which names the exemplars. The final context adds
-    what depends on them: the training data and the number of optimizer steps.
+    A preliminary context is passed to `Method.memory`, which names the exemplars. The final context
+    adds the values that depend on them: the training data and the number of optimizer steps.
+
+    Args:
+        job: The stage.
+        method: The method.
+        carried: State from the previous task, if any.
+        group: The rank.
+        trains: Whether the step trains.
     """
     assert job.task is not None
     # Tasks of which every sample is trained on; `job.tasks` are the tasks up to this one.
@@ -342,7 +360,7 @@ def step_inputs(
 
 
 def exemplar_keys(method: Method, context: StepContext) -> dict[str, list[str]]:
-    """Return task -> keys of the samples of its exemplars, on which the step trains as well.
+    """Return the sample keys of the exemplars of each task that the step also trains on.
 
     Tasks without exemplars are left out.
     """
@@ -375,7 +393,7 @@ def train_epochs(
     stored = checkpoint.load(job.root, job.key) if group.rank == 0 else None
     start = group.broadcast(stored) or Checkpoint(0, 0, [], {}, {})
     best_tensors: dict[str, torch.Tensor] = {}
-    if start.tensors:  # else there is no checkpoint
+    if start.tensors:  # otherwise there is no checkpoint
         best_tensors = start.restore(method, optimizer)
     best = BestEpoch(start.best, best_tensors)
     checkpoints = CheckpointSaver(job, method, optimizer, best, group, report)
@@ -415,9 +433,9 @@ def train_epochs(
 
 
 def validation_counts(method: Method, val: Feed | None, group: dist.Group) -> dict[str, int]:
-    """Return `val_correct`, the number of images that are classified correctly, and `val_total`.
+    """Return `val_correct`, the number of correctly classified validation images, and `val_total`.
 
-    Return {} when no validation split is held out of train.
+    The result is {} if no validation split is held out of train.
     """
     if val is None:
         return {}
@@ -501,9 +519,10 @@ def autocast_context(job: StageJob, group: dist.Group) -> contextlib.AbstractCon
 class BestEpoch:
     """The weights of the epoch with the most correct validation images (`train.keep: best`).
 
-    record: `epoch` and `val_correct` of that epoch, as checkpoints store them; empty before the
-        first update, and always with `train.keep: last`.
-    tensors: copies of the tensors of `checkpoint.trained_state` after that epoch, by name.
+    Attributes:
+        record: `epoch` and `val_correct` of that epoch, as stored in checkpoints. Empty before the
+            first update, and always with `train.keep: last`.
+        tensors: Copies of the tensors of `checkpoint.trained_state` after that epoch, by name.
     """
 
     def __init__(self, record: dict[str, Any], tensors: dict[str, torch.Tensor]):
@@ -569,11 +588,16 @@ class CheckpointSaver:
     def save(
         self, epoch: int, step: int, history: list[dict[str, Any]], sums: dict[str, float]
     ) -> None:
-        """Save a checkpoint from which training goes on at optimizer step `step` of `epoch`.
+        """Save a checkpoint from which training resumes at optimizer step `step` of `epoch`.
 
-        sums: of the loss terms over the images of this epoch so far (`LossMeter.total`).
+        Args:
+            epoch: Epoch of the next step.
+            step: Next step within the epoch.
+            history: Metrics of the finished epochs.
+            sums: Sums of the loss terms over the images of this epoch so far (`LossMeter.total`).
 
-        Raise `Preempted` on all ranks, after saving, if rank 0 has a preemption notice.
+        Raises:
+            Preempted: On all ranks, after saving, if rank 0 has a preemption notice.
         """
         job = self.job
         if self.group.rank == 0:
@@ -597,11 +621,14 @@ class CheckpointSaver:
 class LossMeter:
     """This rank's sums of loss terms over the images of an epoch.
 
-    The sums stay on the device, so that no step synchronises with it. images: number of images of
-    all ranks.
+    The sums stay on the device, so that no step synchronises with it.
 
-    start: sums over all ranks from a checkpoint; {} without one. Only rank 0 starts from them, so
-        that they count once in the sum over ranks.
+    Attributes:
+        images: Number of images of all ranks.
+
+    Args:
+        start: Sums over all ranks from a checkpoint; {} without a checkpoint. Only rank 0 starts
+            from them, so that they count once in the sum over ranks.
     """
 
     def __init__(self, start: dict[str, float], group: dist.Group):
@@ -618,7 +645,7 @@ class LossMeter:
                     )
 
     def add(self, terms: dict[str, torch.Tensor], images: int) -> None:
-        """Add the terms of a step. images: size of its global batch."""
+        """Add the terms of a step with a global batch of `images` images."""
         for name, value in terms.items():
             self.values[name] = self.values.get(name, 0.0) + value.double() * images
         self.images += images
@@ -664,7 +691,8 @@ def check_finite(loss: float, job: StageJob, method: Method) -> None:
 class ProgressMeter:
     """Reports a stage's progress, speed and remaining time, at most every `REPORT_S` seconds.
 
-    report: None on ranks other than 0: these do not report.
+    Args:
+        report: Called with the progress. None on ranks other than 0, which do not report.
     """
 
     def __init__(self, job: StageJob, method: Method, epochs: int, report: Report | None):
@@ -730,7 +758,7 @@ class ProgressMeter:
 
 def to_parquet(rows: list[dict[str, Any]]) -> bytes:
     """Return a Parquet file with the columns of all rows; a cell is null where a row lacks one."""
-    blank_row: dict[str, Any] = {}  # every column in the order of its first appearance
+    blank_row: dict[str, Any] = {}  # all columns in the order of their first appearance
     for row in rows:
         blank_row |= dict.fromkeys(row)
     complete_rows = [blank_row | row for row in rows]

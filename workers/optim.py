@@ -1,5 +1,8 @@
-"""Optimizer, learning-rate schedule and length of training: one cosine with linear warm-up for
-all parameter groups, and one rule by which tasks of few images get enough optimizer steps."""
+"""Optimizer, learning-rate schedule and length of training.
+
+All parameter groups share one cosine schedule with linear warm-up. One rule gives tasks with few
+images enough optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,15 @@ def steps_per_epoch(train: TrainSettings, num_images: int) -> int:
 
 
 def fit_to_images(train: TrainSettings, num_images: int) -> TrainSettings:
-    """Return the settings with the batch size and the epochs that a task of `num_images` gets.
+    """Return the settings with the batch size and the epochs for a task of `num_images`.
 
-    While `epochs` epochs have fewer than `min_steps` optimizer steps, the batch size is halved, but
-    not below `min_batch_size` or the number of micro-batches. If that is not enough, there are more
-    epochs, at most `max_epochs`. With `min_steps: 0` nothing changes.
+    As long as `epochs` epochs have fewer than `min_steps` optimizer steps, the batch size is
+    halved, but not below `min_batch_size` or the number of micro-batches. If that is not enough,
+    the number of epochs is raised, at most to `max_epochs`. With `min_steps: 0` nothing changes.
 
-    num_images: samples of an epoch, exemplars of earlier tasks included.
+    Args:
+        train: The settings.
+        num_images: Samples of an epoch, including exemplars of earlier tasks.
     """
     if not train.min_steps or not num_images:
         return train
@@ -44,7 +49,7 @@ def fit_to_images(train: TrainSettings, num_images: int) -> TrainSettings:
 
 
 def describe_length(train: TrainSettings, num_images: int) -> dict[str, int]:
-    """Return batch size, epochs and optimizer steps of settings that are fitted to `num_images`."""
+    """Return batch size, epochs and optimizer steps of settings fitted to `num_images`."""
     return {
         "images": num_images,
         "batch_size": train.batch_size,
@@ -82,8 +87,7 @@ def factor(step: int, total: int, per_epoch: int, train: TrainSettings) -> float
 
 
 def full_rate_steps(total: int, per_epoch: int, train: TrainSettings) -> float:
-    """Sum of the factors over all steps: how many steps at the peak rate the schedule amounts
-    to."""
+    """Return the sum of the schedule's factors: the equivalent number of steps at the peak rate."""
     return sum(factor(step, total, per_epoch, train) for step in range(total))
 
 
@@ -115,7 +119,7 @@ def ascend(parameters: list[Tensor], rho: float) -> Iterator[None]:
     The norm is over all weights. This is the ascent step of ASAM (Kwon et al., ICML 2021), which is
     invariant to rescaling of weights. On exit all weights are restored to the last bit.
     """
-    originals: list[tuple[Tensor, Tensor]] = []  # (parameter, copy of its values)
+    originals: list[tuple[Tensor, Tensor]] = []  # pairs of a parameter and a copy of its values
     with torch.no_grad():
         norms = []
         for parameter in parameters:

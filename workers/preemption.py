@@ -1,5 +1,4 @@
-"""Preemption: on SIGTERM a process saves its training state at the next step where it can, and
-stops."""
+"""Preemption: on SIGTERM a process saves its training state at the next possible step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods from stored results: the backbone, the states of finished tasks, what tasks carry on."""
+"""Restore methods from stored results: backbone, states of finished tasks, carried state."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def settings_of(job: StageJob) -> MethodSettings:
 
 
 def load_backbone(job: StageJob) -> torch.nn.Module:
-    """Return a fresh copy of the backbone stage's result, which a process reads and verifies once.
+    """Return a new copy of the backbone stage's result. A process reads and verifies it once.
 
-    Raise `UserError` when its weights do not have the digest of the stage's manifest.
+    Raises:
+        UserError: If its weights do not have the digest in the stage's manifest.
     """
     assert job.backbone is not None
     manifest = json.dumps(Artifact.need(job.root, job.backbone).manifest)
@@ -38,8 +39,8 @@ def load_backbone(job: StageJob) -> torch.nn.Module:
 
 @functools.lru_cache(maxsize=1)
 def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> torch.nn.Module:
-    # More than a second of CPU for a ViT-B, half of it for random weights that are then replaced:
-    # a warm worker pays it once.
+    # This takes more than a second of CPU for a ViT-B, half of it for random weights that are then
+    # replaced. A warm worker does it once.
     artifact = Artifact(root, key, json.loads(manifest))
     backbone = vit.build(BackboneSettings.model_validate_json(settings))
     vit.from_bytes(backbone, artifact.read("state.safetensors"), f"backbone {key}")
@@ -54,10 +55,10 @@ def _verified_backbone(root: str, key: str, manifest: str, settings: str) -> tor
 
 
 def new_method(job: StageJob) -> Method:
-    """Return the stage's method on a fresh copy of the backbone.
+    """Create the stage's method on a new copy of the backbone.
 
-    What it draws from the process's generator, in its constructor and in `begin`, is the same on
-    every rank and in every retry.
+    Random numbers that the method draws from the process's generator, in its constructor and in
+    `begin`, are equal on every rank and in every retry.
     """
     backbone = load_backbone(job)  # draws too, where this process has not read it yet
     task_name = job.task.name if job.task else ""
@@ -76,7 +77,7 @@ def load_states(job: StageJob, method: Method) -> None:
 
 
 def load_carried(job: StageJob) -> Carried | None:
-    """Return what the previous stages carried on, merged; None when the job has no previous one."""
+    """Return the merged carried state of the previous stages, or None without previous stages."""
     if not job.previous:
         return None
     parts = {}
@@ -87,9 +88,15 @@ def load_carried(job: StageJob) -> Carried | None:
 
 
 def merge_carried(where: str, method: str, parts: Mapping[str, Carried]) -> Carried:
-    """Merge the carried states of several steps, by step, into one.
+    """Merge the carried states of several steps into one.
 
-    Raise `UserError` when two steps carry on a tensor or a value of the same name.
+    Args:
+        where: Description of the states, for errors.
+        method: Name of the method.
+        parts: The states by step.
+
+    Raises:
+        UserError: If two steps carry a tensor or a value with the same name.
     """
     merged = Carried()
     step_by_name: dict[str, str] = {}
@@ -107,7 +114,7 @@ def merge_carried(where: str, method: str, parts: Mapping[str, Carried]) -> Carr
 
 
 def finished_method(job: StageJob, group: dist.Group) -> Method:
-    """Return the method as it stands after the job's stage: its finished tasks are loaded."""
+    """Return the method after the job's stage, with all its finished tasks loaded."""
     method = new_method(job).to(group.device)
     load_states(job, method)
     carried = load_carried(job)

@@ -1,8 +1,8 @@
 """Random numbers per sample: a pure function of (seed, epoch, step, position in the global batch).
 
-Every rank draws for the whole global batch and takes the rows of its samples. So a sample gets the
-same augmentation and the same Gumbel noise for any number of ranks. A resumed run draws what an
-uninterrupted one draws, without saved state.
+Every rank draws for the whole global batch and takes the rows of its samples. Therefore a sample
+gets the same augmentation and the same Gumbel noise for any number of ranks. A resumed run draws
+the same numbers as an uninterrupted one, without saved state.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ def derive_seed(*parts: object) -> int:
 class StepRng:
     """The random numbers of one optimizer step.
 
-    seed, epoch, step: which step it is; `step` counts inside the epoch.
-    positions: (b,) positions in the global batch of the samples of this rank (and micro-batch).
-    size: number of samples in the global batch.
-    batch_size: of a full global batch; None where this one is. The last of an epoch may be smaller.
+    Attributes:
+        seed: Seed of the run.
+        epoch: The epoch.
+        step: The step within the epoch.
+        positions: Positions in the global batch of the samples of this rank (and micro-batch),
+            (b,).
+        size: Number of samples in the global batch.
+        batch_size: Size of a full global batch. None if this batch is full; the last batch of an
+            epoch may be smaller.
     """
 
     seed: int
@@ -45,8 +50,10 @@ class StepRng:
         return self.positions.to(self.device)
 
     def note_copy(self, positions_on_device: Tensor) -> None:
-        """Use this copy of `positions` on the device. It is of this object alone: what `replace`
-        makes of it has other positions."""
+        """Use this copy of `positions` on the device.
+
+        The copy belongs only to this object: `replace` creates objects with other positions.
+        """
         self.__dict__["positions_on_device"] = positions_on_device
 
     def generator(self, tag: str, device: torch.device | None = None) -> torch.Generator:
@@ -65,7 +72,7 @@ class StepRng:
         return full[self.positions.to(device)]
 
     def every_sample(self, tag: str, *shape: int) -> Tensor:
-        """Uniform [0, 1) numbers (size, *shape): what `per_sample` gives to all ranks together."""
+        """Uniform [0, 1) numbers (size, *shape): the rows of `per_sample` of all ranks together."""
         return torch.rand((self.size, *shape), generator=self.generator(tag), device=self.device)
 
     def shared(self, tag: str, *shape: int) -> Tensor:

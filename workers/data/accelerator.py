@@ -71,18 +71,19 @@ def use_fp32(tf32: bool = False) -> None:
 def choose_memory_format(
     network: nn.Module, device: torch.device, precision: str
 ) -> torch.memory_format:
-    """Return the memory format of the images that a network is trained on.
+    """Choose the memory format of training images.
 
-    It is channels last for CNNs on a GPU, in which Tensor Cores convolve, unless they compute in
-    fp32. A convolution computes in the format of its input, and its output has it, so that the
-    images set it for the whole network, or up to its first group norm: on CUDA its output is
-    contiguous. Weights stay contiguous, because methods, optimizers and checkpoints read them. A
-    network with at most one convolution is no CNN: a ViT cuts patches with it.
+    CNNs on a GPU use channels last, the format in which Tensor Cores convolve, unless they compute
+    in fp32. A convolution computes in the format of its input and returns the same format.
+    Therefore the images determine the format of the whole network, or up to its first group norm,
+    which returns a contiguous tensor on CUDA. Weights stay contiguous, because methods, optimizers
+    and checkpoints read them. A network with at most one convolution is not a CNN: a ViT cuts
+    patches with it.
 
     Args:
-        network: the backbone.
-        device: on which it is trained.
-        precision: of training, as in `train.precision`.
+        network: The backbone.
+        device: Device of the training.
+        precision: Precision of the training, as in `train.precision`.
     """
     if precision == "fp32" or not is_accelerator(device):
         return torch.contiguous_format
@@ -118,7 +119,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def release_memory(device: torch.device) -> None:
-    """Return memory that torch keeps for later allocations to the GPU, for processes that share
-    it."""
+    """Return memory that torch caches to the GPU, for processes that share it."""
     if is_accelerator(device):
         functions().empty_cache()

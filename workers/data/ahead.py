@@ -1,4 +1,4 @@
-"""Batches that are made ahead of their use, on threads of their own."""
+"""Make batches ahead of their use, on separate threads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ T = TypeVar("T")
 def make_ahead(
     jobs: Iterator[Callable[[], T]], stop: Callable[[], None], num_threads: int, num_ahead: int
 ) -> Generator[T]:
-    """Yield what the jobs return, in their order. At most `num_ahead` of them are done or begun
-    before their results are asked for.
+    """Yield the results of jobs in order. At most `num_ahead` jobs start before they are needed.
 
-    `jobs` is advanced by one thread at a time. An error of a job, or of `jobs`, is raised in its
-    place. When the generator ends or is dropped, `stop` is called, which ends the wait of jobs that
-    are being done, and no thread is left. Without threads each job is done when its result is asked
-    for.
+    One thread at a time advances `jobs`. An error of a job, or of `jobs`, is raised at its
+    position. When the generator ends or is dropped, `stop` is called, which ends the wait of
+    running jobs, and no thread is left.
+
+    Args:
+        jobs: The jobs.
+        stop: Ends the wait of running jobs.
+        num_threads: Number of threads. With 0 each job runs when its result is requested.
+        num_ahead: Number of jobs that run or are finished before they are requested.
     """
     if not num_threads:
         try:
@@ -51,7 +55,7 @@ def make_ahead(
 
 
 class _Outcome(NamedTuple, Generic[T]):
-    """What a job returned, or the error that it raised."""
+    """Result of a job, or the error that it raised."""
 
     value: T | None = None
     error: BaseException | None = None
@@ -67,12 +71,12 @@ class _Line(Generic[T]):
         self._outcomes: dict[int, _Outcome[T]] = {}
         self._num_begun = 0
         self._num_taken = 0
-        self._has_ended = False  # there are no more jobs, or nobody asks for their results
+        self._has_ended = False  # there are no more jobs, or their results are no longer needed
         self._turn = threading.Lock()  # held by the thread that advances `jobs`
         self._changed = threading.Condition()
 
     def work(self) -> None:
-        """Do jobs until there are no more."""
+        """Run jobs until there are no more."""
         while (number := self._begin()) is not None:
             index, job = number
             try:
@@ -115,7 +119,7 @@ class _Line(Generic[T]):
             self._changed.notify_all()
 
     def take(self) -> _Outcome[T] | None:
-        """Wait for the next outcome; None when there are no more."""
+        """Wait for the next outcome; return None after the last one."""
         with self._changed:
             self._changed.wait_for(self._can_take)
             outcome = self._outcomes.pop(self._num_taken, None)

@@ -1,11 +1,11 @@
-"""Memory for decoded pixels that is used again: pages that are new cost as much as filling them."""
+"""Reusable memory for decoded pixels, because new pages cost as much as filling them."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-ARENA_BYTES = 64 << 20  # most that an arena holds while nothing of it is in use
+ARENA_BYTES = 64 << 20  # largest size of an unused arena
 
 
 class Arena:
@@ -24,7 +24,7 @@ class Arena:
         return self._memory[start : self._num_used]
 
     def clear(self) -> None:
-        """Use all memory again, and more of it if that was not enough."""
+        """Make all memory available again, and enlarge it if it was too small."""
         if len(self._memory) < self._num_used <= ARENA_BYTES:
             self._memory = np.empty(self._num_used, np.uint8)
         self._num_used = 0

@@ -1,10 +1,9 @@
-"""Augmentation of decoded uint8 images into model inputs: crop, flip, RandAugment, normalise,
-erase, mix; batched, on the device.
+"""Augment decoded uint8 images into model inputs, in batches on the device.
 
-Every decision (where to crop, which operation, which partner) is drawn on the CPU for the whole
-global batch from (seed, epoch, step), and a rank takes the rows of its samples. So a sample gets
-the same augmentation for any number of ranks and on any device, and the host never waits for the
-accelerator to make a decision.
+The order is crop, flip, RandAugment, normalise, erase, mix. Every decision (crop, operation,
+partner) is drawn on the CPU for the whole global batch from (seed, epoch, step), and a rank takes
+the rows of its samples. Therefore a sample gets the same augmentation for any number of ranks and
+on any device, and the host never waits for the accelerator to make a decision.
 
 Letters: b samples of this rank, S side of the cached square image, s side of the model's input, K
 classes.
@@ -37,8 +36,18 @@ ERASE_AREA, ERASE_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 
 
 def crop(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side: int) -> Tensor:
-    """pixels (b, C, S, S), corners (b,) and flips (b,) -> (b, C, side, side); flips come after the
-    crop."""
+    """Crop and then flip images.
+
+    Args:
+        pixels: Images (b, C, S, S).
+        top: First row of each crop, (b,).
+        left: First column of each crop, (b,).
+        flip: Whether each crop is mirrored, (b,).
+        side: Side of the crops.
+
+    Returns:
+        Crops (b, C, side, side).
+    """
     if pixels.device.type == "cpu":  # a loop over slices: 2 to 4 times faster than the gather below
         source = pixels.numpy()
         out = np.empty((*pixels.shape[:2], side, side), np.uint8)
@@ -63,8 +72,10 @@ def crop_by_gather(pixels: Tensor, top: Tensor, left: Tensor, flip: Tensor, side
 
 @dataclass(frozen=True)
 class Boxes:
-    """Rectangles in pixels, one per sample, all (b,) on the CPU. `fits` is False where no attempt
-    fitted into the image."""
+    """Rectangles in pixels, one per sample, all tensors (b,) on the CPU.
+
+    `fits` is False if no attempt fitted into the image.
+    """
 
     top: Tensor
     left: Tensor
@@ -114,8 +125,15 @@ def draw_boxes(
 
 
 def inside(corners: Tensor, side: int) -> Tensor:
-    """corners (b, 4): top, bottom, left, right -> float (b, 1, side, side), 1 for the pixels that
-    are between them, else 0."""
+    """Return a mask of the pixels in boxes.
+
+    Args:
+        corners: Top, bottom, left and right of each box, (b, 4).
+        side: Side of the mask.
+
+    Returns:
+        Float mask (b, 1, side, side): 1 inside the box, else 0.
+    """
     top, bottom, left, right = corners.unsqueeze(-1).unbind(1)  # (b, 1) each
     line = torch.arange(side, device=corners.device)
     rows = ((line >= top) & (line < bottom)).float()  # (b, side)
@@ -133,11 +151,12 @@ def blend_into(images: Tensor, others: Tensor, share: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Mix:
-    """How samples are mixed with their partners.
+    """Mixing of samples with their partners.
 
-    blend: (b,) weight of the sample's pixels in mixup; 1 under cutmix.
-    boxes: (b, 4) top, bottom, left, right of the partner's box in cutmix; empty under mixup.
-    share: (b,) weight of the sample's label in the target.
+    Attributes:
+        blend: Weight of the sample's pixels in mixup, (b,); 1 for cutmix.
+        boxes: Top, bottom, left and right of the partner's box in cutmix, (b, 4); empty for mixup.
+        share: Weight of the sample's label in the target, (b,).
     """
 
     blend: Tensor
@@ -150,9 +169,15 @@ class Mix:
 
 
 def erase(images: Tensor, erased: Tensor, noise: Tensor) -> Tensor:
-    """images (k, 3, s, s) -> the same with noise in their boxes; they are overwritten.
+    """Fill the boxes of images with noise, in place.
 
-    erased: (k, 5), see `Plan`. noise: (m,), a window of it for each image.
+    Args:
+        images: Images (k, 3, s, s).
+        erased: Boxes and starts of the noise, (k, 5); see `Plan`.
+        noise: Noise (m,), with a window for each image.
+
+    Returns:
+        The images.
     """
     if images.device.type != "cpu":
         return erase_by_gather(images, erased, noise)
@@ -173,9 +198,13 @@ def erase_by_gather(images: Tensor, erased: Tensor, noise: Tensor) -> Tensor:
 
 
 def mix_into(mixed: Tensor, images: Tensor, partners: Tensor, mix: Mix) -> Tensor:
-    """Write images (k, 3, s, s), each mixed with one of them, into `mixed` (b, 3, s, s); on a CPU.
+    """Mix images with their partners into `mixed`, on a CPU.
 
-    partners: (b,) which of the k images each of the first b is mixed with.
+    Args:
+        mixed: Output (b, 3, s, s).
+        images: Images (k, 3, s, s).
+        partners: Index among the k images of the partner of each of the first b, (b,).
+        mix: Weights and boxes.
     """
     pixels = images.numpy()
     outputs = mixed.numpy()
@@ -202,16 +231,19 @@ def mix_by_blend(images: Tensor, partners: Tensor, mix: Mix) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers by which the images of b samples are made from the pixels of k: these samples and
-    the partners to mix them with. They are drawn on the host, and reach the device in one copy.
+    """Random numbers that turn the pixels of k samples into the images of b samples.
 
-    positions: (k,) in the global batch, of the b samples first; on the CPU.
-    windows: (k, 3) top and left of the crop, and whether it is mirrored; None where it is in the
-        middle, or made by the source.
-    schedule: of RandAugment, None without.
-    erased: (k, 5) the corners of the box that is erased, and the start of its noise; None without.
-    partners: (b,) which of the k samples each is mixed with; None where nothing is mixed.
-    mix: of the b samples; None where nothing is mixed.
+    The k samples are the b samples and the partners to mix them with. The numbers are drawn on the
+    host, and reach the device in one copy.
+
+    Attributes:
+        positions: Positions in the global batch, the b samples first, (k,), on the CPU.
+        windows: Top and left of the crop, and whether it is mirrored, (k, 3). None if the crop is
+            central, or cut by the source.
+        schedule: Schedule of RandAugment, or None.
+        erased: Corners of the erased box, and start of its noise, (k, 5), or None.
+        partners: Index among the k samples of each sample's partner, (b,), or None without mixing.
+        mix: Mixing of the b samples, or None.
     """
 
     positions: Tensor
@@ -222,7 +254,7 @@ class Plan:
     mix: Mix | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return what the device needs."""
+        """Return the tensors for the device."""
         optional = (self.windows, self.erased, self.partners)
         tensors = [tensor for tensor in optional if tensor is not None]
         if self.mix is not None:
@@ -245,8 +277,10 @@ class Plan:
 
 
 class Augment:
-    """Turn pixels into model inputs and labels into targets, as `DataSettings` says. Random only
-    while training."""
+    """Turn pixels into model inputs and labels into targets, according to `DataSettings`.
+
+    It is random only in training.
+    """
 
     def __init__(self, data: DataSettings, backbone: BackboneSettings, training: bool):
         self.data = data
@@ -256,7 +290,7 @@ class Augment:
         self.size_in = round(backbone.img_size / backbone.crop_pct)
         self.view = self._view()
         self.fill = tuple(min(255, round(255 * m)) for m in backbone.mean)
-        # one value, so that a thread never sees one of them moved and the other not
+        # A single value, so that a thread never sees only one of the two tensors moved.
         self.normalisation = Normalisation.from_statistics(backbone.mean, backbone.std)
         self.pool = TensorPool()  # of batches on the CPU
 
@@ -266,7 +300,7 @@ class Augment:
         return self.training and bool(self.data.mixup or self.data.cutmix)
 
     def _view(self) -> View:
-        """What the pixels are that a source gives: crops while training with `crop: resized`."""
+        """The form of the source's pixels: crops in training with `crop: resized`."""
         if not (self.training and self.data.crop == "resized"):
             return View(self.size_in, interpolation=self.interpolation)
         return View(self.side, self.data.longest_side or LONGEST_SIDE * self.side)
@@ -301,13 +335,21 @@ class Augment:
         rng: StepRng,
         plan: Plan | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """pixels uint8 (k, 3, S, S) as `view` has them, labels (k,) -> images float32 (b, 3, s, s),
-        targets (b, K); targets are None where labels serve as well. Pixels may be float32 and
-        normalised where `cuts_alone` says so.
+        """Augment a batch.
 
-        The k samples are those at the positions of `plan`, which is on the device; it is made where
-        there is none. With num_classes None (a batch over several tasks without a common output
-        space) samples are neither mixed nor smoothed.
+        The k samples are those at the positions of `plan`. Pixels can be float32 and normalised if
+        `cuts_alone` is true. With `num_classes` None (a batch of several tasks without a common
+        output space) samples are neither mixed nor smoothed.
+
+        Args:
+            pixels: uint8 (k, 3, S, S) in the form of `view`.
+            labels: Labels (k,).
+            num_classes: Number K of outputs, or None.
+            rng: Random numbers of the step.
+            plan: Plan on the device. Default: a new plan.
+
+        Returns:
+            Images float32 (b, 3, s, s), and targets (b, K), or None if labels are sufficient.
         """
         if plan is None:
             plan = self.plan(rng, num_classes)
@@ -326,15 +368,14 @@ class Augment:
         return images, targets
 
     def targets(self, labels: Tensor, num_classes: int | None) -> Tensor | None:
-        """labels (b,) -> targets (b, K) before mixing, or None where labels serve as well."""
+        """Labels (b,) -> targets (b, K) before mixing, or None where labels serve as well."""
         is_soft = self.training and (self.needs_partner or self.data.smoothing)
         if not is_soft or num_classes is None:
             return None
         return self._targets(labels, num_classes)
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 (b, 3, s, s) -> float32, zero mean and unit deviation under the backbone's
-        statistics."""
+        """Convert uint8 (b, 3, s, s) to float32, normalised with the backbone's statistics."""
         normalisation = self._normalisation_on(pixels.device)
         if pixels.device.type != "cpu":
             return pixels.float().mul_(normalisation.scale).add_(normalisation.shift)
@@ -354,8 +395,7 @@ class Augment:
 
     # ---- what is drawn, on the host --------------------------------------------------------------
     def positions(self, rng: StepRng, num_classes: int | None) -> Tensor:
-        """(k,) positions of a rank's samples, and behind them those of their partners that are not
-        among them."""
+        """Return the positions (k,) of a rank's samples, followed by those of further partners."""
         samples = rng.positions
         if not self._mixes(num_classes):
             return samples
@@ -364,8 +404,10 @@ class Augment:
         return torch.cat((samples, missing))
 
     def plan(self, rng: StepRng, num_classes: int | None) -> Plan:
-        """Draw the numbers of a rank's samples, on the CPU. Partners are made as samples at their
-        own positions are."""
+        """Draw the numbers of a rank's samples, on the CPU.
+
+        Partners are augmented like samples at their own positions.
+        """
         positions = self.positions(rng, num_classes)
         if not self.training:
             return Plan(positions)
@@ -409,14 +451,17 @@ class Augment:
 
     @property
     def _padding(self) -> int:
-        """Pixels of black around an image whose crop moves: where it has none of its own."""
+        """Width of the black border around an image with a moving crop, in pixels."""
         if self.data.crop != "pad":
             return 0
         return max(0, self.side // 8 - (self.size_in - self.side) // 2)
 
     def _plan_erasing(self, draw: StepRng) -> Tensor:
-        """Random erasing (Zhong et al. 2020, arXiv 1708.04896), pixel mode of timm: N(0, 1) in a
-        box. (size, 5), see `Plan`; the box of a sample that stays whole is empty."""
+        """Draw random erasing: a box with N(0, 1) noise, as in timm's pixel mode.
+
+        Source: Zhong et al. 2020 (arXiv 1708.04896). The result is (size, 5), see `Plan`. The box
+        of a sample without erasing is empty.
+        """
         chance = torch.rand(draw.size, generator=draw.generator("erase", CPU))
         boxes = draw_boxes(draw, "erase", self.side, ERASE_AREA, ERASE_RATIO)
         corners = boxes.corners()
@@ -444,8 +489,11 @@ class Augment:
         return mix_by_blend(images, plan.partners, plan.mix)
 
     def _noise(self, draw: StepRng, device: torch.device) -> Tensor:
-        """N(0, 1), equal on all ranks: each sample has a window of it. Noise of its own for each
-        sample of the global batch would cost each rank as much as the batch."""
+        """Draw N(0, 1) noise, equal on all ranks. Each sample uses a window of it.
+
+        Separate noise for each sample of the global batch would cost each rank as much as the
+        batch.
+        """
         size = NOISE_IMAGES * 3 * self.side**2
         return torch.randn(size, generator=draw.generator("erase.noise", device), device=device)
 
@@ -469,9 +517,11 @@ class Augment:
         return F.one_hot(labels.long(), num_classes) * (1 - smoothing) + smoothing / num_classes
 
     def _plan_mix(self, draw: StepRng) -> Mix:
-        """Mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of the global batch, half of the
-        samples each where both are on. timm by default draws one weight and one box per batch; here
-        each sample has its own."""
+        """Draw mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of the global batch.
+
+        If both are on, each is used for half of the samples. timm by default draws one weight and
+        one box per batch; here each sample has its own.
+        """
         size = draw.size
         side = self.side
         data = self.data

@@ -1,9 +1,10 @@
-"""Files that a node copies from storage: parts of shards and decoded images in one folder below a
-size limit, each made once and shared by the node's processes.
+"""Files that a node copies from storage: parts of shards and decoded images.
 
-A disk may silently return other bytes than were written. Therefore what is read is checked: the
-records of shards against the index (`workers/data/reader.py`), decoded images against checksums in
-their file (`Blocks`). What is damaged is made again.
+They are in one folder with a size limit. Each is made once and shared by the node's processes.
+
+A disk can silently return other bytes than were written. Therefore data are checked when they are
+read: the records of shards against the index (`workers/data/reader.py`), decoded images against
+checksums in their file (`Blocks`). Damaged data are made again.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from workers.storage import filesystem
 
 try:
     from isal.isal_zlib import crc32  # the same numbers as zlib's, at a tenth of the time
-except ImportError:  # a machine that has what training needs, and no more
+except ImportError:  # a machine with only the packages for training
     from zlib import crc32
 
 Write = Callable[[BinaryIO], None]
 CHECKSUM = np.dtype("<u4")  # CRC-32: against damage by a disk; a fraction of the time of sha256
-FILLED = 0.9  # of the limit: what is left where room is made, so that this is seldom done
-GROWTH = 64 << 20  # bytes that a file whose size is not known yet asks for at once
+FILLED = 0.9  # share of the limit that is kept after eviction, so that evictions are rare
+GROWTH = 64 << 20  # bytes requested at once for a file of unknown size
 _swept: set[str] = set()  # folders that this process has looked through
 
 
@@ -53,16 +54,22 @@ class LocalFile(io.FileIO):
         return os.pread(self.fileno(), size, offset)
 
     def __del__(self) -> None:
-        self.close()  # whoever reads rows does not know when the last one is read
+        self.close()  # readers do not know which read is the last
 
 
 @dataclass(frozen=True)
 class Cache:
-    """folder: on a disk of this node. limit: bytes; what was not used for longest is deleted before
-    it is passed, and never what is in use: if that alone is more, it is passed.
+    """A folder of cached files with a size limit.
 
-    The bytes of all files stand in `room.lock`. The folder, which may have 100,000 files, is looked
-    through when they pass the limit, and once in each process, which corrects the number.
+    Before the limit is exceeded, the least recently used files are deleted, but never files in use:
+    if these alone exceed the limit, it is exceeded.
+
+    `room.lock` contains the total size. The folder, which can have 100,000 files, is listed when
+    the total passes the limit, and once in each process, which corrects the total.
+
+    Args:
+        folder: Folder on a disk of this node.
+        limit: Size limit in bytes.
     """
 
     folder: str
@@ -73,12 +80,20 @@ class Cache:
         return os.path.join(self.folder, name)
 
     def open_file(self, name: str, size: int | None, write: Write, remedy: str = "") -> LocalFile:
-        """Open the file `name` of `size` bytes; `write` fills it first where it is missing.
+        """Open a file of the cache, and let `write` fill it first if it is missing.
 
-        One process of the node writes, the others wait. Raise `UserError` when the disk has no
-        room. What `write` raises goes through; then there is no file. size: None where only `write`
-        knows it; then who opens a file checks that it is whole. remedy: what else a person may do
-        for room.
+        One process of the node writes, the others wait. Errors of `write` are raised; then there is
+        no file.
+
+        Args:
+            name: Name of the file.
+            size: Size in bytes. None if only `write` knows it; then the caller checks that the file
+                is complete.
+            write: Fills the file.
+            remedy: Further advice for the message about a full disk.
+
+        Raises:
+            UserError: If the disk has no room.
         """
         path = self.path(name)
         with self._explain_disk_errors(size, remedy):
@@ -87,7 +102,7 @@ class Cache:
             if file is None:
                 with _locked(f"{path}.lock", is_temporary=True):
                     file = _open_in_use(path, size) or self._create(path, size, write)
-            # from now on it is the file that was used last
+            # now it is the most recently used file
             modified = os.fstat(file.fileno()).st_mtime_ns
             os.utime(file.fileno(), ns=(time.time_ns(), modified))
         return file
@@ -109,7 +124,7 @@ class Cache:
             return None
 
     def bad_disk(self, problem: str = "gives back other bytes than were written") -> UserError:
-        """The error for a disk that does not keep what is written."""
+        """Return the error for a disk that does not keep its data."""
         return UserError(
             f"the disk of {self.folder!r} {problem}; name another folder in cluster.cache"
         )
@@ -120,9 +135,9 @@ class Cache:
             os.unlink(self.path(name))
 
     def clear(self) -> int:
-        """Delete all files but those that a process writes now; return the number of these.
+        """Delete all files except those being written; return the number of these.
 
-        Whoever reads a file goes on with it: it is gone once no process has it open.
+        Readers of a deleted file can continue: it disappears when no process has it open.
         """
         num_written = 0
         for _, path, _ in list(self._files()):
@@ -156,14 +171,15 @@ class Cache:
         return file
 
     def _grow(self, size: int) -> None:
-        """Count `size` bytes more of a file that is being written."""
+        """Count `size` more bytes of a file that is being written."""
         with _locked(self.path("room.lock")) as room:
             self._reserve(room, size)
 
     def _reserve(self, room: BinaryIO, size: int) -> None:
-        """Count `size` bytes more in `room`, the locked file with the bytes of all files.
+        """Count `size` more bytes in `room`, the locked file with the total size.
 
-        A file that could not be made, or that is forgotten, stays counted until the next look.
+        The size of a file that failed or was deleted elsewhere stays counted until the next
+        listing.
         """
         room.seek(0)
         text = room.read()
@@ -176,10 +192,10 @@ class Cache:
         room.write(b"%d" % (used + size))
 
     def _make_room(self, size: int) -> int:
-        """Make room for `size` bytes below the limit; return the bytes of the files that stay.
+        """Make room for `size` bytes below the limit; return the bytes of the remaining files.
 
-        Delete what dead processes left behind. Where the limit is passed, delete the files that
-        were used longest ago, until FILLED of it is left.
+        Leftovers of dead processes are deleted. If the limit is exceeded, the least recently used
+        files are deleted until FILLED of the limit remains.
         """
         files = sorted(self._files(), key=lambda file: (not file[1].endswith(".part"), file[0]))
         used = sum(part for _, _, part in files)
@@ -226,9 +242,10 @@ class Cache:
 
 
 class GrowingFile(io.BufferedRandom):
-    """A file that is written; where its size is not known, room is made for it as it grows.
+    """A file that is being written; if its size is unknown, room is made for it as it grows.
 
-    grow: makes room for so many bytes more.
+    Args:
+        grow: Makes room for a number of further bytes.
     """
 
     def __init__(self, path: str, size: int | None, grow: Callable[[int], None]):
@@ -260,8 +277,15 @@ class Blocks:
         borders: NDArray[np.int64],
         make: Callable[[int], NDArray[np.uint8]],
     ):
-        """start: byte offset of the first row. borders: (n + 1,) where each row begins, counted
-        from there, and where the last one ends. make: returns a row, to replace a damaged one."""
+        """Open the rows of a file.
+
+        Args:
+            cache: The cache, for repairs.
+            file: The file.
+            start: Byte offset of the first row.
+            borders: Begin of each row relative to `start`, and end of the last row, (n + 1,).
+            make: Returns a row, to replace a damaged one.
+        """
         self.cache = cache
         self.file = file
         self.start = start
@@ -269,7 +293,7 @@ class Blocks:
         self.make = make
         num_rows = len(borders) - 1
         self.nbytes = int(borders[-1])
-        # as plain arrays, whose parts cost a tenth of those of a `np.memmap`
+        # Plain arrays: slicing them costs a tenth of slicing a `np.memmap`.
         self.data = np.asarray(np.memmap(file, np.uint8, "r", start, (self.nbytes,)))
         checksums = np.memmap(file, CHECKSUM, "r", start + self.nbytes, (num_rows,))
         self.checksums = np.asarray(checksums)
@@ -284,7 +308,7 @@ class Blocks:
     def write(stream: BinaryIO, rows: Iterator[NDArray[np.uint8]]) -> None:
         """Write the rows, and then their checksums.
 
-        They wait for the disk: should a machine go down, rows that are lost are made one by one.
+        The checksums wait for the disk. If the machine crashes, lost rows are made one by one.
         """
         checksums = []
         for row in rows:
@@ -296,7 +320,11 @@ class Blocks:
         os.fsync(stream.fileno())
 
     def verify(self, rows: NDArray[np.int64]) -> None:
-        """Check some rows, and mend them. Raise `UserError` when the disk cannot hold them."""
+        """Check some rows, and repair them.
+
+        Raises:
+            UserError: If the disk cannot store them.
+        """
         bad = [
             row for row in np.unique(rows[~self.checked[rows]]).tolist() if not self._is_whole(row)
         ]
@@ -336,9 +364,11 @@ class Blocks:
 
 @contextmanager
 def _locked(path: str, is_temporary: bool = False) -> Iterator[BinaryIO]:
-    """Lock a file, which is made first; it is freed if this process dies.
+    """Context manager that locks a file, which is created first. The lock ends with the process.
 
-    is_temporary: whether to delete it afterwards. Who waited for it meanwhile takes another one.
+    Args:
+        path: Path of the file.
+        is_temporary: Delete the file afterwards. Waiting processes then use a new file.
     """
     while True:
         with open(path, "a+b") as lock:
@@ -354,8 +384,15 @@ def _locked(path: str, is_temporary: bool = False) -> Iterator[BinaryIO]:
 
 
 def _open_in_use(path: str, size: int | None) -> LocalFile | None:
-    """Open a file and mark it as used. Return None when it is missing or has another size, as after
-    a crash of the machine. size: None: any but 0."""
+    """Open a file and mark it as used.
+
+    Args:
+        path: Path of the file.
+        size: Expected size. None: any size except 0.
+
+    Returns:
+        The file, or None if it is missing or has another size, for example after a crash.
+    """
     try:
         file = LocalFile(path, "r+")
     except FileNotFoundError:
@@ -374,7 +411,7 @@ def _delete_unused(path: str) -> bool:
     with (
         suppress(FileNotFoundError, BlockingIOError),
         open(path, "r+b") as file,
-    ):  # a network disk locks only what may be written
+    ):  # a network disk locks only writable files
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
         return True

@@ -26,15 +26,18 @@ from workers.rng import StepRng
 CPU = torch.device("cpu")
 ATTEMPTS = 10  # boxes tried before the central one is taken
 RATIO = (3 / 4, 4 / 3)  # least and largest width / height
-MOST_WINDOWS = 2048  # sizes of boxes whose memory is not looked up anew
+MOST_WINDOWS = 2048  # number of cached memory look-ups for sizes of boxes
 
 
 @dataclass(frozen=True)
 class View:
-    """What is made of an image.
+    """The form of a sample's pixels.
 
-    side: of the square that a sample has, in pixels. longest_side: of the image that crops are cut
-    from; None where a sample is the central square of its image. interpolation: of that square.
+    Attributes:
+        side: Side of the sample's square in pixels.
+        longest_side: Longest side of the image that crops are cut from. None: a sample is the
+            central square of its image.
+        interpolation: Interpolation of the square.
     """
 
     side: int
@@ -55,9 +58,10 @@ class Box(NamedTuple):
 class CropDraws:
     """The random numbers of the crops of k samples.
 
-    sides: (k, ATTEMPTS, 2) height and width of the boxes that are tried, for an image of area 1.
-    corners: (k, 2) in [0, 1): where the box lies, from top to bottom and from left to right.
-    flips: (k,) whether the crop is mirrored.
+    Attributes:
+        sides: Height and width of the candidate boxes for an image of area 1, (k, ATTEMPTS, 2).
+        corners: Position of the box from top to bottom and from left to right, in [0, 1), (k, 2).
+        flips: Whether the crop is mirrored, (k,).
     """
 
     sides: NDArray[np.float64]
@@ -68,10 +72,15 @@ class CropDraws:
     def draw(
         cls, rng: StepRng, positions: Tensor, scale: tuple[float, float], flip: float
     ) -> CropDraws:
-        """Draw for the samples at `positions` (k,) of a step's global batch.
+        """Draw for some samples of a step's global batch.
 
-        scale: range of a box's share of the image's area, which is uniform. Its width / height is
-        uniform in the logarithm within RATIO. flip: probability of mirroring.
+        The logarithm of width / height is uniform within RATIO.
+
+        Args:
+            rng: Random numbers of the step.
+            positions: Positions in the global batch, (k,).
+            scale: Range of the box's share of the image area, which is uniform.
+            flip: Probability of mirroring.
         """
         boxes = rng.generator("crop.box", CPU)
         uniform = torch.rand((rng.size, ATTEMPTS, 2), generator=boxes, dtype=torch.float64)
@@ -93,11 +102,11 @@ class CropDraws:
 
     @classmethod
     def load(cls, requests: NDArray[Any]) -> CropDraws:
-        """Return the draws that stand in requests."""
+        """Return the draws in requests."""
         return cls(requests["sides"], requests["corner"], requests["flip"])
 
-    # What each sample needs, in flat lists: their items cost less than arrays', and the garbage
-    # collector does not look at them.
+    # Flat lists of the numbers of each sample: their items cost less than those of arrays, and the
+    # garbage collector ignores them.
     @cached_property
     def _first_sides(self) -> list[float]:
         """(k * 2) of the first attempt, which fits most images."""
@@ -141,7 +150,7 @@ def _flat(values: NDArray[np.float64]) -> list[float]:
 
 
 def central_box(height: int, width: int) -> Box:
-    """Return the largest central box of an image whose width / height is within RATIO."""
+    """Return the largest central box of an image with width / height within RATIO."""
     box_height = height
     box_width = width
     if width < RATIO[0] * height:
@@ -196,13 +205,20 @@ class Cutter:
         out[...] = self.mirrored_planes if crops.are_flipped[index] else self.crop_planes
 
     def resize(self, pixels: Pixels, box: Box) -> Pixels:
-        """Resize a box of pixels, uint8 (h, w, 3), to (side, side, 3), bilinear and antialiased.
+        """Resize a box of pixels to a square, bilinear and antialiased.
 
-        The next call overwrites what is returned.
+        The next call overwrites the result.
+
+        Args:
+            pixels: uint8 (h, w, 3).
+            box: The box.
+
+        Returns:
+            uint8 (side, side, 3).
         """
         top, left, height, width = box
         window = self.windows.get((height, width)) or self._window(height, width)
-        # a copy, as PyTorch takes no array that is read-only, which a mapped file is
+        # a copy, because PyTorch does not accept read-only arrays, for example of mapped files
         window.pixels[...] = pixels[top : top + height, left : left + width]
         resize_into(window.planes, self.planes, self.size)
         return self.crop
@@ -221,6 +237,8 @@ class Cutter:
 
 
 def as_planes(pixels: Tensor, height: int, width: int) -> Tensor:
-    """View the first h * w pixels as planes (1, 3, h, w), colours being neighbours: the form that
-    PyTorch resizes fastest."""
+    """View the first h * w pixels as planes (1, 3, h, w) with adjacent colours.
+
+    PyTorch resizes this form fastest.
+    """
     return pixels.as_strided((1, 3, height, width), (1, 1, 3 * width, 3))

@@ -1,7 +1,8 @@
-"""Decoding: the bytes of an image file -> pixels in RGB, upright.
+"""Decode the bytes of an image file into upright RGB pixels.
 
-JPEG is decoded by simplejpeg where it is installed, several times as fast as by Pillow and to the
-same bits, reduced by its DCT too; all else, and what simplejpeg refuses, by Pillow.
+simplejpeg decodes JPEG if it is installed. It is several times as fast as Pillow, gives the same
+bits, and can also reduce images with the DCT. Pillow decodes all other formats, and JPEGs that
+simplejpeg refuses.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from workers.job import Interpolation
 
 try:
     import simplejpeg
-except ImportError:  # a machine that has what training needs, and no more
+except ImportError:  # a machine with only the packages for training
     simplejpeg = None
 
-# Raise it when `decode` or `read_picture` give other pixels: older caches are then not used, and
-# results are made anew.
+# Raise it if `decode` or `read_picture` return other pixels: then older caches are not used, and
+# results are computed again.
 DECODING = 2
 MAX_PIXELS = 50_000_000
 # of all that Pillow knows: PostScript is a program, and others are seldom looked after
@@ -47,14 +48,14 @@ MAXIMUM = "maximum"  # in Pillow's `info`: the largest value that a format decla
 TILE = (322, 323)  # TIFF's tags of a tile's sides
 RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 ORIENTATION = 274  # EXIF's tag of how an image is turned
-TURNED = (5, 6, 7, 8)  # its values of images whose sides are exchanged
+TURNED = (5, 6, 7, 8)  # orientations with exchanged sides
 JPEG_START = b"\xff\xd8\xff"
 SCAN = b"\xff\xda"  # the marker of a scan of a JPEG
 END_OF_IMAGE = b"\xd9"
 MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)  # in and between the scans
 MOST_SCANS = 100  # a progressive JPEG has about 10
 MOST_SCANNED_PIXELS = 2_000_000_000  # of all scans; about half a second to decode
-# Only files with one of these can be turned; looking for them takes a few microseconds.
+# Only files with one of these markers can be turned; the search takes a few microseconds.
 ORIENTATION_MARKS = (b"Exif\0\0", b"tiff:Orientation")
 DCT_SCALES = (8, 4, 2)  # that both decoders have
 SHORTEST_SCALED = 16  # shorter images have no scale of their own for each of their sizes
@@ -65,11 +66,11 @@ Pixels = NDArray[np.uint8]
 
 
 class ImageLimits(NamedTuple):
-    """What holds for all images of a data set.
+    """Limits for all images of a data set.
 
     Attributes:
-        max_pixels: The most pixels that an image may have.
-        value_range: The values of black and white in images of more than 8 bits; None: those that
+        max_pixels: Largest number of pixels of an image.
+        value_range: Values of black and white in images with more than 8 bits. None: the range that
             the format declares (see `to_rgb`).
     """
 
@@ -81,9 +82,12 @@ ANY_RANGE = ImageLimits()
 
 
 class Picture(NamedTuple):
-    """An image, decoded.
+    """A decoded image.
 
-    pixels: uint8 (h, w, 3), upright. height, width: sides of its original, at least h and w.
+    Attributes:
+        pixels: uint8 (h, w, 3), upright.
+        height: Height of the original, at least h.
+        width: Width of the original, at least w.
     """
 
     pixels: Pixels
@@ -99,10 +103,18 @@ def is_intact(data: bytes, digest: bytes) -> bool:
 def open_image(
     data: bytes, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = IMAGE_FORMATS
 ) -> Image.Image:
-    """Open an image: its header is read, its pixels are not.
+    """Open an image: read its header, but not its pixels.
 
-    Raise `ValueError` or `OSError` when it is no image, or has more than `max_pixels`. A small TIFF
-    may be a corner of one huge tile, which is decoded whole, so that tiles count too.
+    A small TIFF can be a corner of one huge tile, which is decoded as a whole, so tiles count too.
+
+    Args:
+        data: Bytes of the file.
+        max_pixels: Largest number of pixels.
+        formats: Accepted formats.
+
+    Raises:
+        ValueError: If it is not an image, or has too many pixels.
+        OSError: If it is not an image.
     """
     image = Image.open(io.BytesIO(data), formats=formats)
     tags = getattr(image, "tag_v2", {})
@@ -248,10 +260,20 @@ def decode(
     arena: Arena | None = None,
     interpolation: Interpolation = "bicubic",
 ) -> Pixels:
-    """Image bytes -> uint8 (side, side, 3): the short side resized to `side` (antialiased), the
-    centre cut out. Raise `UserError` when the bytes cannot be decoded.
+    """Decode an image to a square: the short side is resized to `side`, and the centre is cut out.
 
-    arena: for what is decoded on the way.
+    Args:
+        data: Bytes of the file.
+        side: Side of the square.
+        limits: Limits of the data set.
+        arena: Memory for intermediate pixels.
+        interpolation: Interpolation; antialiased.
+
+    Returns:
+        uint8 (side, side, 3).
+
+    Raises:
+        UserError: If the bytes cannot be decoded.
     """
     picture = read_picture(data, None, limits, arena)
     return resize_square(Image.fromarray(picture.pixels), side, interpolation)
@@ -274,13 +296,19 @@ def read_picture(
     limits: ImageLimits = ANY_RANGE,
     arena: Arena | None = None,
 ) -> Picture:
-    """Decode an image; where it is longer than `longest_side`, it is reduced to that.
+    """Decode an image, and reduce it if it is longer than `longest_side`.
 
-    JPEG is then decoded at the smallest of the scales 1, 1/2, 1/4 and 1/8 whose long side is at
-    least that long. What is still longer is resized (bilinear, antialiased). Raise `UserError` when
-    the bytes cannot be decoded.
+    A long JPEG is decoded at the smallest of the scales 1, 1/2, 1/4 and 1/8 at which its long side
+    has at least this length. If it is still longer, it is resized (bilinear, antialiased).
 
-    arena: the picture may lie in it, until it is cleared.
+    Args:
+        data: Bytes of the file.
+        longest_side: Longest side in pixels. None: no limit.
+        limits: Limits of the data set.
+        arena: The picture can use its memory until it is cleared.
+
+    Raises:
+        UserError: If the bytes cannot be decoded.
     """
     try:
         picture = _read_jpeg(data, longest_side, limits.max_pixels, arena or Arena())
@@ -299,7 +327,7 @@ def read_picture(
 def _read_jpeg(
     data: bytes, longest_side: int | None, max_pixels: int, arena: Arena
 ) -> Picture | None:
-    """Decode a JPEG that is upright, grey or in colours, and whole; return None for all else."""
+    """Decode an upright and complete JPEG, grey or in colours; return None for other images."""
     if simplejpeg is None or not data.startswith(JPEG_START):
         return None
     try:
@@ -346,7 +374,7 @@ def _read_with_pillow(data: bytes, longest_side: int | None, limits: ImageLimits
 
 
 def _is_upright(data: bytes) -> bool:
-    """Whether a JPEG says nothing of how it is turned, or that it is not."""
+    """Return whether a JPEG has no orientation, or an upright one."""
     if not any(mark in data for mark in ORIENTATION_MARKS):
         return True
     try:
@@ -368,7 +396,7 @@ def _dct_scale(height: int, width: int, longest_side: int | None) -> int:
 
 
 def _reduced(picture: Picture, longest_side: int) -> Picture:
-    """Resize a picture whose pixels are longer than `longest_side`."""
+    """Resize a picture with pixels longer than `longest_side`."""
     height, width, _ = picture.pixels.shape
     if max(height, width) <= longest_side:
         return picture

@@ -30,15 +30,17 @@ from workers.dist import Group, interleave
 from workers.job import StageJob, Task
 from workers.rng import StepRng, derive_seed
 
-EVAL_BATCH = 128  # images of a batch that is evaluated
+EVAL_BATCH = 128  # images per evaluation batch
 NUM_THREADS = 2  # that make batches ahead
-NUM_AHEAD = 2  # batches that are made ahead of the one in use
+NUM_AHEAD = 2  # batches made ahead of the current one
 
 
 class MicroBatch(NamedTuple):
     """The part of a global batch that one rank computes at once.
 
-    positions: (b,) in the global batch. weight: b / global batch size, or 0 for a stand-in sample.
+    Attributes:
+        positions: Positions in the global batch, (b,).
+        weight: b / global batch size, or 0 for a stand-in sample.
     """
 
     positions: Tensor
@@ -48,23 +50,26 @@ class MicroBatch(NamedTuple):
 class Feed:
     """Batches of one split of `tasks`: each sample once per epoch.
 
-    Position p of a global batch goes to rank p % world, and there to micro-batch (p // world) %
-    accumulate. Images stay decoded in memory or in a file where they fit into `data.resident_mb`;
-    else they are decoded anew in every epoch. Both give the same batches, see
-    `workers/data/order.py`. A rank reads its own streams alone where `world` divides the number of
-    streams; else it reads from more of them, up to all.
+    Position p of a global batch belongs to rank p % world, and there to micro-batch (p // world) %
+    accumulate. Images stay decoded in memory or in a file if they fit into `data.resident_mb`;
+    otherwise they are decoded again in every epoch. Both give the same batches, see
+    `workers/data/order.py`. A rank reads only its own streams if `world` divides the number of
+    streams; otherwise it reads from more streams, up to all.
 
-    split: `train`, `val` or `test`; `train` is without the samples that are held out as `val`.
-    training: whether to augment; use `epoch` with it, and `evaluate` without.
-    memory: task name -> keys of the samples to use of that task; of other tasks all are used. See
-        `Method.memory`.
+    With `data.repeats` = r > 1 (repeated augmentation, as in DeiT and DyTox) an epoch has the same
+    number of samples: about ceil(n / r) images, each r times, and every copy is augmented
+    separately. Differences to their sampler: copies of an image are on one rank, see `Deal`; and n
+    is not rounded down to a multiple of 256, which would leave an epoch over fewer images without a
+    batch.
 
-    With `data.repeats` = r > 1 (repeated augmentation, as in DeiT and DyTox) an epoch has as many
-    samples as without: about ceil(n / r) images, each r times, and every copy is augmented on its
-    own. Differences to their sampler: copies of an image are on one rank, see `Deal`; and n is not
-    rounded down to a multiple of 256, which leaves an epoch over fewer images without a batch.
+    Args:
+        split: `train`, `val` or `test`. `train` excludes the samples held out as `val`.
+        training: Whether to augment. Use `epoch` with it, and `evaluate` without.
+        memory: Keys of the samples to use, by task. Tasks without an entry use all samples. See
+            `Method.memory`.
 
-    Raise `UserError` when the split is empty.
+    Raises:
+        UserError: If the split is empty.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class Feed:
     def _label_globally(self, job: StageJob) -> None:
         """Set `global_labels` (n,), indices into one output space, and its size `num_classes`.
 
-        Several tasks share an output space in scenario `class` only, that of all tasks so far.
+        Several tasks share an output space only in scenario `class`: that of all tasks so far.
         Otherwise `num_classes` is None, and labels are neither mixed nor smoothed.
         """
         space = self.tasks if len(self.tasks) == 1 else job.tasks
@@ -148,9 +153,11 @@ class Feed:
     def cache_features(self, extract: Callable[[Tensor], Tensor]) -> None:
         """Replace images by `extract(images)` in all batches from now on.
 
-        extract: (b, 3, H, W) -> (b, ...). It runs here once per image, each rank on its share; the
-        result is the same to the last bit for any number of ranks. Do nothing when augmentation
-        makes another image each time.
+        It runs here once per image, each rank on its share; the result is the same to the last bit
+        for any number of ranks. Nothing happens if augmentation makes another image each time.
+
+        Args:
+            extract: Maps images (b, 3, H, W) to features (b, ...).
         """
         if not self.augment.is_deterministic:
             return
@@ -160,12 +167,11 @@ class Feed:
         self.cached = features.to(self.group.device)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[list[Batch]]:
-        """Yield the micro-batches of each optimizer step from `start_step` on.
+        """Yield the micro-batches of each optimizer step, beginning with `start_step`.
 
-        Every rank gets equally many. Those without a sample of a ragged last batch hold a stand-in
-        of weight 0.
+        Every rank gets the same number. If a ragged last batch has no sample for a micro-batch, it
+        has a stand-in with weight 0.
         """
-
         order = self.deal.epoch(epoch)
         steps = range(start_step, order.num_steps)
         yield from self._batches(epoch, order, steps, self._micro_batches)
@@ -197,7 +203,11 @@ class Feed:
     ) -> Generator[list[Batch]]:
         """Yield this rank's batches of each step, which other threads make ahead.
 
-        parts_of: size of a global batch -> its micro-batches on this rank.
+        Args:
+            epoch: The epoch.
+            order: Order of the epoch.
+            steps: The steps.
+            parts_of: Maps the size of a global batch to its micro-batches on this rank.
         """
 
         def rng_of(step: int) -> StepRng:
@@ -205,8 +215,8 @@ class Feed:
             positions = torch.cat([part.positions for part in parts_of(size)])
             return self._rng(epoch, step, positions, size)
 
-        # Rows and task counts of the steps that are made ahead. The order is read here alone, step
-        # by step, because it keeps only the blocks that were used last.
+        # Rows and task counts of the steps made ahead. Only this thread reads the order, step by
+        # step, because it keeps only the most recent blocks.
         drawn: deque[tuple[StepRng, Ints, tuple[int, ...]]] = deque()
 
         def samples_of_steps() -> Generator[StepSamples]:
@@ -238,9 +248,9 @@ class Feed:
             self.side_stream.join()  # memory that it still reads may be freed after this
 
     def _micro_batches(self, size: int) -> list[MicroBatch]:
-        """This rank's micro-batches of a global batch of `size` samples.
+        """Return this rank's micro-batches of a global batch of `size` samples.
 
-        Where no sample is left, the first one stands in with weight 0.
+        If no sample is left, the first one stands in with weight 0.
         """
         stride = self.group.world * self.accumulate
         parts = []
@@ -258,7 +268,7 @@ class Feed:
         )
 
     def _samples(self, order: Order, rng: StepRng) -> StepSamples:
-        """The samples whose pixels this rank needs in a step."""
+        """Return the samples for which this rank needs pixels in a step."""
         if self.cached is not None:
             no_positions = np.zeros(0, np.int64)
             return StepSamples(no_positions, no_positions)
@@ -281,11 +291,16 @@ class Feed:
         counts: tuple[int, ...],
         pixels: Pixels,
     ) -> list[Batch]:
-        """Make this rank's micro-batches of a step, with one copy of pixels to the device, and one
-        of everything else.
+        """Make this rank's micro-batches of a step.
 
-        rng: of the positions (b,) of all parts. rows: (k,) of the sample table: of these samples,
-        and behind them those that they are mixed with.
+        There is one copy of pixels to the device, and one copy of everything else.
+
+        Args:
+            rng: Random numbers of the positions (b,) of all parts.
+            parts: The micro-batches.
+            rows: Rows of the sample table, (k,): these samples, followed by their mixing partners.
+            counts: Number of samples of each task.
+            pixels: Returns the pixels of positions.
         """
         device = self.group.device
         plan = self.augment.plan(rng, self.num_classes)
@@ -342,5 +357,5 @@ class Feed:
 
 
 def whole_batch(size: int) -> list[MicroBatch]:
-    """Return the micro-batches of a global batch that is one."""
+    """Return a global batch as a single micro-batch."""
     return [MicroBatch(torch.arange(size), 1.0)]

@@ -19,13 +19,12 @@ SHARE_DIGITS = 12  # hexadecimal digits that decide whether an image is held out
 def find_held_out(
     digests: pa.ChunkedArray, fraction: float, purpose: Literal["test", "val"]
 ) -> Any:
-    """Return a mask of the images that are held out: each decides by digits of its own sha256.
+    """Return a mask of the held-out images: each decides by digits of its own sha256.
 
     Args:
-        digests: (n,) sha256 of images, in hexadecimal digits.
-        fraction: Share of all possible images that are held out.
-        purpose: For `test` and `val` different digits decide, so that neither follows from the
-            other.
+        digests: sha256 of the images in hexadecimal digits, (n,).
+        fraction: Held-out share of all possible images.
+        purpose: `test` and `val` use different digits, so they are independent.
 
     Returns:
         (n,) booleans of pyarrow.
@@ -39,22 +38,24 @@ def find_held_out(
 def hold_out(table: pa.Table, fraction: float, rule: HoldOut = "rank") -> tuple[pa.Table, pa.Table]:
     """Split a table into (train, val).
 
-    By `threshold` each image decides by its own digest, see `find_held_out`.
+    With `threshold` each image decides by its own digest, see `find_held_out`.
 
-    By `rank`, of the n images of a class, the round(fraction * n) whose keys have the lowest sha256
-    are val: at least one where n >= 2, and never all. Exact copies are one image, whose key is the
-    one with the lowest sha256, and stay together. This depends neither on the order of rows nor,
-    without copies in them, on other classes.
+    With `rank`, of the n images of a class, the round(fraction * n) keys with the lowest sha256 are
+    val: at least one if n >= 2, and never all. Exact copies count as one image with the key of the
+    lowest sha256, and stay together. The result does not depend on the order of rows, and, without
+    copies in them, not on other classes.
 
     Args:
-        table: With the columns key, class, and sha256 of the image.
-        fraction: Of the images that are val.
+        table: Table with the columns key, class, and sha256 of the image.
+        fraction: Share of the images for val.
         rule: `hold_out` of the card.
     """
     if rule == "threshold":
         below = find_held_out(table["sha256"], fraction, "val")
         return table.filter(pc.invert(below)), table.filter(below)
-    first: dict[str, tuple[bytes, str]] = {}  # image -> lowest sha256 of its keys, class
+    first: dict[
+        str, tuple[bytes, str]
+    ] = {}  # lowest sha256 of the keys of each image, and its class
     columns = (table[name].to_pylist() for name in ("class", "key", "sha256"))
     for name, key, image in zip(*columns, strict=True):
         found = (hashlib.sha256(key.encode()).digest(), name)

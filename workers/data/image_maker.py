@@ -83,8 +83,7 @@ class Normalisation(NamedTuple):
         return cls(scale.view(3, 1, 1), shift.view(3, 1, 1))
 
     def apply(self, pixels: Tensor, images: Tensor) -> None:
-        """Normalise uint8 pixels (b, 3, s, s) into float32 images on the CPU, one cache-sized part
-        at a time."""
+        """Normalise uint8 (b, 3, s, s) into float32 images on the CPU, in cache-sized parts."""
         for part in parts_of(images, 0, len(images)):
             images[part].copy_(pixels[part]).mul_(self.scale).add_(self.shift)
 

@@ -1,7 +1,7 @@
-"""Shards that are used where they lie: their names, sizes and digests stand in the store, and their
-places on the person's own card alone.
+"""Shards that are used in place.
 
-So an index or a manifest of a stranger opens no connection and leads to no file.
+The store has their names, sizes and digests; only the person's own card has their locations.
+Therefore a stranger's index or manifest opens no connection and leads to no file.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from workers.storage.parquet import read_table
 SHARDS = "shards.parquet"
 SCHEMA = pa.schema([("shard", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
 MAX_SHARDS = 200_000  # of a split
-MAX_BRACES = 50  # of a pattern: each may stand inside another
+MAX_BRACES = 50  # braces of a pattern, which can be nested
 RANGE = re.compile(r"\{(-?\d{1,19})\.\.(-?\d{1,19})(?:\.\.-?\d{1,19})?\}")
 
 
 def expand(patterns: tuple[str, ...]) -> list[str]:
-    """Return the paths or URLs that patterns with braces stand for, as WebDataset expands them.
+    """Expand patterns with braces to paths or URLs, like WebDataset.
 
-    Raise UserError where braces are not balanced, or stand for more than MAX_SHARDS.
+    Raises:
+        UserError: If braces are not balanced, or the result has more than MAX_SHARDS.
     """
     from braceexpand import braceexpand  # a machine that uses no shards in place may lack it
 
@@ -98,9 +99,10 @@ def is_in_place(artifact: Artifact) -> bool:
 
 
 def read_shards(artifact: Artifact) -> dict[str, FileInfo]:
-    """Return the name of each shard -> its size and digest when it was indexed.
+    """Return the size and digest of each shard at the time of indexing.
 
-    Raise `DamagedArtifact` when the file is none of ours.
+    Raises:
+        DamagedArtifact: If the file is not valid.
     """
     try:
         table = read_table(artifact.read(SHARDS))

@@ -1,4 +1,4 @@
-"""Tensors of the host whose memory is used again, and the parts in which a CPU computes a batch."""
+"""Reusable host tensors, and the parts in which a CPU computes a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MOST_FREE = 4  # tensors that a pool holds while nobody uses them
-PART_VALUES = 1 << 18  # of a batch that are computed at once on a CPU, which fit its cache
+PART_VALUES = 1 << 18  # values of a batch that a CPU computes at once, so that they fit its cache
 
 
 def parts_of(batch: Tensor, start: int, stop: int) -> Iterator[slice]:
@@ -29,8 +29,10 @@ def parts_of(batch: Tensor, start: int, stop: int) -> Iterator[slice]:
 
 
 class TensorPool:
-    """Tensors of the host of about the same size, whose memory is used again when nothing refers to
-    it any more; thread-safe."""
+    """Host tensors of about the same size with reusable memory; thread-safe.
+
+    The memory is used again when nothing refers to the tensor any more.
+    """
 
     def __init__(self) -> None:
         self._free: deque[NDArray[np.uint8]] = deque(maxlen=MOST_FREE)
@@ -39,7 +41,7 @@ class TensorPool:
         """Return a tensor of any values."""
         num_bytes = math.prod(shape) * dtype.itemsize
         memory = self._take(num_bytes)
-        # The tensor and all that is made of it, as what autograd saves, hold this array.
+        # The tensor and everything derived from it, for example by autograd, hold this array.
         part = memory[:num_bytes]
         weakref.finalize(part, self._free.append, memory).atexit = False
         return torch.from_numpy(part).view(dtype).view(*shape)

@@ -1,10 +1,10 @@
-"""The order of an epoch: which sample stands at which position of which global batch.
+"""The order of an epoch: the sample at each position of each global batch.
 
 It is a pure function of the number of rows, their mean size, the batch size, the seed and the
-epoch; where the bytes of a row lie does not matter. Neighbouring rows of a table form runs, equally
-many in each. The runs are shuffled and dealt to C streams. Inside a stream, the rows of a block of
-runs are shuffled. Position p of every global batch belongs to stream p mod C, so that a rank reads
-few long ranges of rows, and computes only the blocks that it reads.
+epoch. It does not depend on the location of a row's bytes. Neighbouring rows of a table form runs
+of equal length. The runs are shuffled and distributed to C streams. Within a stream, the rows of a
+block of runs are shuffled. Position p of every global batch belongs to stream p mod C, so a rank
+reads few long ranges of rows, and computes only the blocks that it reads.
 
 Letters: n rows, k rows in a run, m whole runs, C streams, B samples of a full global batch.
 """
@@ -25,8 +25,8 @@ MAX_STREAMS = 512
 RUNS_PER_STREAM = 16  # at least, so that a small data set is mixed as finely as a large one
 RUN_BYTES = 2 << 20  # about; a run is one request to a bucket
 MAX_RUNS = 1 << 22  # 8 bytes of memory each; the runs of a larger data set are longer
-# Runs whose rows are shuffled together: in one stream, and in all streams together. 8192 runs of
-# 2 MiB are 16 GiB, which the nodes of a job share.
+# Number of runs with rows that are shuffled together: in one stream, and in all streams. 8192 runs
+# of 2 MiB are 16 GiB, which the nodes of a job share.
 BLOCK_RUNS = 64
 WINDOW_RUNS = 8192
 
@@ -49,11 +49,18 @@ def num_streams(batch_size: int, repeats: int = 1) -> int:
 
 
 def partner_positions(batch_size: int, size: int) -> Tensor:
-    """(size,) on the CPU: the position in the global batch of each sample's mixing partner.
+    """Return the position in the global batch of each sample's mixing partner.
 
-    It is half a batch away, and so in the same stream, and on the same rank where their number
-    divides half the batch. A sample of a ragged last batch without such a partner, and the middle
-    of an odd batch, is its own partner.
+    The partner is half a batch away. It is in the same stream, and on the same rank if the number
+    of ranks divides half the batch. A sample of a ragged last batch without such a partner, and the
+    middle of an odd batch, is its own partner.
+
+    Args:
+        batch_size: Size of a full global batch.
+        size: Size of this global batch.
+
+    Returns:
+        Positions (size,) on the CPU.
     """
     half = batch_size // 2
     positions = torch.arange(size)
@@ -117,7 +124,7 @@ class Deal:
 
     @property
     def block_runs(self) -> int:
-        """Runs of a stream whose rows are shuffled together, at most."""
+        """Maximum number of runs of a stream with rows that are shuffled together."""
         return min(BLOCK_RUNS, WINDOW_RUNS // self.num_streams)
 
     def epoch(self, epoch: int) -> EpochOrder:
@@ -126,7 +133,7 @@ class Deal:
 
 
 class EpochOrder:
-    """The order of one epoch. A block of a stream is computed when a row of it is asked for.
+    """The order of one epoch. A block of a stream is computed when one of its rows is requested.
 
     Sample i = step * B + p of the epoch is sample i // C of stream i mod C.
     """
@@ -198,7 +205,7 @@ class EpochOrder:
 
     @cached_property
     def _runs(self) -> Ints:
-        """(m,) the whole runs, shuffled; (1,) where there is none."""
+        """The shuffled whole runs, (m,); (1,) if there is no whole run."""
         seed = derive_seed(self.deal.seed, "runs", self.epoch)
         num_runs = max(1, self.num_rows // self.deal.rows_per_run)
         return np.argsort(draw(seed, num_runs), kind="stable")
@@ -210,8 +217,10 @@ class EpochOrder:
 
     @cached_property
     def _rows(self) -> Ints:
-        """(C, 2, rows of the longest block) of the two blocks of each stream that were computed
-        last; only the streams that are asked for take memory."""
+        """Rows of the two most recent blocks of each stream, (C, 2, rows of the longest block).
+
+        Only the requested streams use memory.
+        """
         longest = int((-(-self.lengths // self.num_blocks)).max())
         return np.empty((self.deal.num_streams, 2, longest), np.int64)
 

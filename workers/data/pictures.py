@@ -1,7 +1,7 @@
-"""Pictures: the decoded images that samples are made of, from shards each time, or kept decoded.
+"""Pictures: the decoded images from which samples are made, streamed or kept decoded.
 
-Both give the same pixels. Kept pictures lie one after the other, each with its own sides, in a
-memory map that the ranks of a node share, or in plain memory where there is no cache.
+Both give the same pixels. Kept pictures are stored one after the other, each with its own sides, in
+a memory map that the ranks of a node share, or in plain memory without a cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHUNK = 16  # samples that a thread makes at once: a job costs as much as decodi
 CHUNK_BYTES = 64 << 10  # of images in a file that a thread decodes at once: fewer large ones
 MAX_THREADS = 2  # of a rank for images; more would wait for the interpreter lock
 WAIT_S = 1.0  # between two checks of the loaders
-ESTIMATE_ROWS = 32  # that are decoded to tell how large all are
+ESTIMATE_ROWS = 32  # number of decoded rows for the estimate of the total size
 ESTIMATE_THREADS = 8
 DIGEST_BYTES = hashlib.sha256().digest_size
 KEPT_REMEDY = "lower data.resident_mb so that images are not kept decoded"
@@ -254,8 +254,10 @@ class KeptPictures:
         return blocks, sides
 
     def _mapped(self, cache: Cache) -> tuple[Blocks, NDArray[np.uint32]]:
-        """Open the file `<cache>/<hash of samples and longest side>.pictures`; write it first where
-        it is missing or damaged where the sides stand."""
+        """Open the file `<cache>/<hash of samples and longest side>.pictures`.
+
+        The file is written first if it is missing, or if the part with the sides is damaged.
+        """
         contents = f"{DECODING}|{self.samples.digest()}|{self.decode.longest_side}|crc32"
         name = hashlib.sha256(contents.encode()).hexdigest()[:32] + ".pictures"
         for _ in range(2):
@@ -264,7 +266,7 @@ class KeptPictures:
             sides = read_sides(file, len(self.samples))
             if sides is not None:
                 blocks = Blocks(cache, file, 0, borders_of(sides), self._make)
-                # What this process has just written it would read from memory, not from the disk.
+                # Do not verify data that we just wrote: the read would come from memory.
                 blocks.checked[:] = self._has_written
                 return blocks, sides
             file.close()
@@ -289,7 +291,7 @@ class KeptPictures:
 
 
 def borders_of(sides: NDArray[np.uint32]) -> Ints:
-    """sides (n, 4) -> (n + 1,): the byte where each picture begins, and where the last one ends."""
+    """Sides (n, 4) -> (n + 1,): the byte where each picture begins, and where the last one ends."""
     sizes = 3 * sides[:, 0].astype(np.int64) * sides[:, 1]
     return np.append(0, np.cumsum(sizes))
 
@@ -310,9 +312,9 @@ def read_sides(file: LocalFile, num_rows: int) -> NDArray[np.uint32] | None:
 
 
 def are_small(samples: SampleTable, longest_side: int, most_bytes: int) -> bool:
-    """Whether the pictures of all rows take at most about `most_bytes`.
+    """Return whether the pictures of all rows take at most about `most_bytes`.
 
-    It is told from ESTIMATE_ROWS of them, spread evenly, unless it is certain.
+    It is estimated from ESTIMATE_ROWS evenly spaced rows, unless it is certain.
     """
     num_rows = len(samples)
     if 3 * longest_side**2 * num_rows <= most_bytes:
@@ -435,7 +437,7 @@ class SharedSpec:
 
 
 def abandon(pool: ThreadPoolExecutor) -> None:
-    """Start nothing more in a pool, and do not wait: a storage that is away would delay it."""
+    """Start nothing more in a pool, and do not wait: an unavailable storage would delay it."""
     pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,15 +1,12 @@
-"""RandAugment on a batch of uint8 images, without a loop over images and without a wait for the
-device.
+"""RandAugment on a batch of uint8 images, without a loop over images or a wait for the device.
 
-It is timm's `rand-m<magnitude>-mstd0.5-inc1`.
-
-Cubuk et al. 2020 (arXiv 1909.13719) in the form that DeiT, MEAT and DyTox train with: each of n
-operations is one of 15, drawn with replacement, applied with probability 0.5 at a strength drawn
-from N(magnitude, 0.5). The host sorts the images by their operation, so that each operation takes
-a slice of the batch, whose length is known before the device has computed anything. Tables and
-blends are Pillow's. Two deviations from timm: posterize keeps at least 1 bit (timm asks for 0 at
-high magnitude, which Pillow 13 refuses), and affine maps are bilinear (timm: bilinear or bicubic,
-by chance).
+It is timm's `rand-m<magnitude>-mstd0.5-inc1`: Cubuk et al. 2020 (arXiv 1909.13719) in the form that
+DeiT, MEAT and DyTox train with. Each of n operations is one of 15, drawn with replacement, and
+applied with probability 0.5 at a strength drawn from N(magnitude, 0.5). The host sorts the images
+by operation, so that each operation takes a slice of the batch of known length before the device
+has computed anything. Tables and blends equal Pillow's. Two deviations from timm: posterize keeps
+at least 1 bit (timm asks for 0 at high magnitude, which Pillow 13 refuses), and affine maps are
+bilinear (timm: bilinear or bicubic, by chance).
 
 Shapes: b images of a rank, n of them under one operation, `size` in the global batch; levels are
 (n,), signed, in [-10, 10]; params are (n, 6), numbers of the operation for each image.
@@ -37,10 +34,13 @@ NUM_PARAMS = 6
 
 @dataclass(frozen=True)
 class Policy:
-    """The operations on each sample of the global batch.
+    """The operations on each sample of the global batch, on the CPU.
 
-    ops: (size, n) indices into OPS, -1 for no operation. levels: (size, n) signed strengths. Both
-    are on the CPU, so that sorting never waits for the device.
+    Sorting them never waits for the device.
+
+    Attributes:
+        ops: Indices into OPS, -1 for no operation, (size, n).
+        levels: Signed strengths, (size, n).
     """
 
     ops: Tensor
@@ -63,7 +63,9 @@ class Group(NamedTuple):
 class Round:
     """One operation on each image, in groups.
 
-    order: (b,) where each image of the sorted batch was before. params: (b, 6), sorted.
+    Attributes:
+        order: Previous position of each image of the sorted batch, (b,).
+        params: Numbers of the operations, sorted, (b, 6).
     """
 
     order: Tensor
@@ -73,16 +75,17 @@ class Round:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A policy whose images are sorted by operation, once for each of the n operations.
+    """A policy with images sorted by operation, once for each of the n operations.
 
-    restored: (b,) where each image is at the end.
+    Attributes:
+        restored: Final position of each image, (b,).
     """
 
     rounds: tuple[Round, ...]
     restored: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """Return what the device needs."""
+        """Return the tensors for the device."""
         tensors = [self.restored]
         for turn in self.rounds:
             tensors += [turn.order, turn.params]
@@ -133,7 +136,7 @@ def _params(ops: Tensor, levels: Tensor) -> Tensor:
 
 
 def _groups(ops: Tensor) -> tuple[Group, ...]:
-    """Return the groups of a batch that is sorted by operation; neighbours of one form are one."""
+    """Return the groups of a sorted batch; neighbours with equal code form one group."""
     counts = (ops + 1).bincount(minlength=len(OPS) + 1).tolist()
     start = counts[0]  # those without an operation come first
     groups: list[Group] = []
@@ -148,9 +151,12 @@ def _groups(ops: Tensor) -> tuple[Group, ...]:
 
 
 def apply(pixels: Tensor, turns: Schedule, fill: tuple[int, ...]) -> Tensor:
-    """Apply a schedule, on the device of pixels, uint8 (b, 3, S, S); the shape and type stay.
+    """Apply a schedule on the device of `pixels`; shape and type stay.
 
-    fill: the colour outside the image, which affine maps may bring in.
+    Args:
+        pixels: uint8 (b, 3, S, S).
+        turns: The schedule.
+        fill: Colour outside the image, which affine maps can bring in.
     """
     for turn in turns.rounds:
         pixels = pixels.index_select(0, turn.order)
@@ -175,7 +181,7 @@ def _looks_up(table_of: Callable[[Tensor], Tensor]) -> Apply:
 
 
 def _table(values: Tensor, pixels: Tensor) -> Tensor:
-    """values (n or 1, 1 or 3, 256) of any type -> uint8 (n, 3, 256).
+    """Values (n or 1, 1 or 3, 256) of any type -> uint8 (n, 3, 256).
 
     They are truncated and clipped as Pillow does.
     """
@@ -256,7 +262,7 @@ def _factor(level: Tensor) -> Tensor:
 
 
 def _blends_with(degenerate_of: Callable[[Tensor], Tensor]) -> Apply:
-    """Return an operation that blends an image with another, a function of its pixels."""
+    """Return an operation that blends an image with a function of its pixels."""
 
     def apply(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
         image = pixels.float()
@@ -269,7 +275,7 @@ def _blends_with(degenerate_of: Callable[[Tensor], Tensor]) -> Apply:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """values (...) in [0, 256) -> uint8, truncated; by way of int16, which is five times faster."""
+    """Values (...) in [0, 256) -> uint8, truncated; by way of int16, which is five times faster."""
     return values.to(torch.int16).to(torch.uint8)
 
 
@@ -321,7 +327,7 @@ def _warp(pixels: Tensor, params: Tensor, fill: tuple[int, ...]) -> Tensor:
     torch.add(x_x * across, x_y * down + x_0, out=grid[..., 0])
     torch.add(y_x * across, y_y * down + y_0, out=grid[..., 1])
     image = pixels.float()
-    for channel, value in enumerate(fill):  # around zero, which is what lies outside
+    for channel, value in enumerate(fill):  # around zero, the value outside the image
         image[:, channel] -= value
     moved = F.grid_sample(image, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
     for channel, value in enumerate(fill):
@@ -370,7 +376,7 @@ Apply = Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]
 
 
 class Operation(NamedTuple):
-    """What an operation does, and its numbers: levels (n,) -> (n, up to 6), None without any."""
+    """Code of an operation, and its numbers: levels (n,) -> (n, up to 6), or None."""
 
     apply: Apply
     params_of: Callable[[Tensor], Tensor] | None = None

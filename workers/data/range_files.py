@@ -1,4 +1,4 @@
-"""Files that are read by ranges of bytes, wherever they lie."""
+"""Files at any location that are read by ranges of bytes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class ObjectFile:
 def open_range_file(uri: str) -> RangeFile:
     """Open a file of a disk, of the hub or of a web server, or an object of a storage.
 
-    Raise `OSError` when it cannot be opened, `UserError` for a URI that names no storage.
+    Raises:
+        OSError: If it cannot be opened.
+        UserError: If the URI does not name a storage.
     """
     if is_web(uri):
         return WebFile(uri)

@@ -25,11 +25,11 @@ from workers.storage import filesystem
 from workers.storage.filesystem import StorageUnavailable
 
 GAP_BYTES = 256 << 10  # so many bytes between two rows that nobody asked for end a range
-PIECE_BYTES = 8 << 20  # of a shard that is read as a whole: the most that one request asks for
+PIECE_BYTES = 8 << 20  # part of a shard in one request
 PIECES_AHEAD = 4
 SPARSE = 4  # pieces with more than so many times the bytes of the runs are not read as a whole
 RECORDS_AHEAD_BYTES = 32 << 20
-MEMORY_BYTES = 256 << 20  # of fetched ranges in memory, per rank, where there is no cache
+MEMORY_BYTES = 256 << 20  # fetched ranges in memory, per rank, without a cache
 FETCH_THREADS = 8
 
 
@@ -41,18 +41,19 @@ class Reader(Protocol):
     def read(self, row: int) -> bytes:
         """Return the bytes of a row's image; thread-safe.
 
-        Raise `DamagedArtifact` when they are not those that ingest wrote.
+        Raises:
+            DamagedArtifact: If they differ from the ingested bytes.
         """
 
     def ahead(self, steps: Iterator[Ints]) -> Generator[Ints]:
-        """Yield the same rows. Those of later steps are fetched meanwhile.
+        """Yield the same rows, and fetch those of later steps in the meantime.
 
-        When the generator is closed nothing more is fetched ahead; what is being fetched is
-        finished. A reader fetches ahead for the latest call alone.
+        After the generator is closed, only running fetches are finished. A reader fetches ahead
+        only for the latest call.
         """
 
     def close(self) -> None:
-        """End the threads when they have finished what they fetch now. Nothing can be read then."""
+        """End the threads after their current fetch. Afterwards nothing can be read."""
 
 
 class DiskReader:
@@ -72,15 +73,18 @@ class DiskReader:
         yield from steps
 
     def close(self) -> None:
-        """See `Reader.close`; there are no threads."""
+        """See `Reader.close`; this reader has no threads."""
 
 
 @dataclass(frozen=True)
 class Ranges:
     """Ranges of bytes, each fetched by one request and cached as one file.
 
-    of_row: (n,) the range of each row of a table. shards: (k,) indices into `Locations.files`.
-    starts, ends: (k,) bytes.
+    Attributes:
+        of_row: The range of each row of a table, (n,).
+        shards: Indices into `Locations.files`, (k,).
+        starts: First byte of each range, (k,).
+        ends: End of each range, (k,).
     """
 
     of_row: Ints
@@ -90,11 +94,11 @@ class Ranges:
 
     @classmethod
     def of_runs(cls, samples: SampleTable, rows_per_run: int | None = None) -> Ranges:
-        """Cut the table into runs, and each of them where its rows do not lie behind each other.
+        """Cut the table into runs, and split a run if its rows are not contiguous.
 
         Args:
             samples: n rows.
-            rows_per_run: See `Deal`; without it a run is RUN_BYTES and the rest of its last row.
+            rows_per_run: See `Deal`. Default: a run has RUN_BYTES and the rest of its last row.
         """
         locations = samples.locations
         borders = cut_ranges(locations, rows_per_run)
@@ -107,8 +111,8 @@ class Ranges:
     def of_pieces(cls, samples: SampleTable) -> Ranges:
         """Cut shards into pieces of PIECE_BYTES and the rest of their last record.
 
-        They are cut by the whole index. So other rows of the same shards, as those of another split
-        or task, are in the same files of a cache.
+        They are cut by the whole index. Therefore other rows of the same shards, for example of
+        another split or task, use the same files of a cache.
         """
         data = samples.table["data"].to_numpy()
         positions = samples.table["position"].to_numpy()
@@ -141,9 +145,9 @@ class Ranges:
         return int((self.ends - self.starts).sum())
 
     def bytes_of(self, count: int) -> int:
-        """About the bytes of `count` ranges that are drawn at random: the mean, and one longest.
+        """Estimate the bytes of `count` ranges drawn at random: their mean, and one longest range.
 
-        One range may be as long as a record: a hundred times the others, and it is drawn once.
+        One range can have the length of a record, a hundred times the others, and is drawn once.
         """
         longest = int((self.ends - self.starts).max(initial=0))
         return count * self.total_bytes // max(1, len(self.starts)) + longest
@@ -178,9 +182,12 @@ def cut_ranges(locations: Locations, rows_per_run: int | None = None) -> Ints:
 
 
 class IndexPieces(NamedTuple):
-    """The pieces that the shards of one index are cut into.
+    """The pieces of the shards of one index.
 
-    of_row: (rows of the index,) the piece of each row. starts, ends: bytes of each piece.
+    Attributes:
+        of_row: The piece of each row of the index.
+        starts: First byte of each piece.
+        ends: End of each piece.
     """
 
     of_row: Ints
@@ -208,13 +215,14 @@ class IndexPieces(NamedTuple):
 class BucketReader:
     """Fetches ranges of shards on an object store before their records are read.
 
-    After a storage gave no answer, every fetch that has not begun fails with the same error, until
-    `ahead` is called anew: else each of them would wait for the storage as long as the first. What
-    is still being fetched then is fetched again.
+    If a storage does not answer, every fetch that has not started fails with the same error, until
+    `ahead` is called again. Otherwise each fetch would wait for the storage as long as the first
+    one. Running fetches are then repeated.
 
-    cache: keeps what was fetched; without it at most MEMORY_BYTES are kept in memory. What is not
-        read yet is never forgotten for it: ranges are fetched ahead only while there is room.
-    num_ahead: ranges that are fetched before they are needed.
+    Args:
+        cache: Keeps fetched ranges. Without it at most MEMORY_BYTES are kept in memory. Unread
+            ranges are never dropped: ranges are fetched ahead only while there is room.
+        num_ahead: Number of ranges to fetch before they are needed.
     """
 
     reads_disks = False
@@ -225,12 +233,12 @@ class BucketReader:
         self.cache = cache
         self.num_ahead = num_ahead
         self._threads = ThreadPoolExecutor(FETCH_THREADS)
-        # Ranges to fetch next. They are given to the threads a few at a time: what a thread pool
-        # has been given would be fetched even when the process is about to end.
+        # Ranges to fetch next. The threads get a few at a time, because a thread pool would fetch
+        # all submitted ranges even at the end of the process.
         self._planned: deque[int] = deque()
         self._latest_call: object = None  # of `ahead`, which the plans are of
         self._num_running = 0
-        # Ranges that are or were fetched, the latest last: bytes, or None for a file of the cache.
+        # Running and finished fetches, the latest last: bytes, or None for a file of the cache.
         self._futures: OrderedDict[int, Future[bytes | None]] = OrderedDict()
         self._bytes_in_memory = 0
         # Rows of each range that `ahead` has seen and `read` has not, and the ranges without any,
@@ -275,7 +283,7 @@ class BucketReader:
             raise
 
     def _forget_failure(self) -> None:
-        """Ask a storage again that gave no answer. What is being fetched may fail as well."""
+        """Ask a storage again after a failure. Running fetches can fail too."""
         if not self._unavailable:
             return
         self._unavailable = ""
@@ -332,7 +340,7 @@ class BucketReader:
                 raise self.cache.bad_disk(problem) from None
 
     def _future(self, number: int) -> Future[bytes | None]:
-        """A range that is fetched now, or was."""
+        """Return the running or finished fetch of a range."""
         with self._lock:
             future = self._futures.get(number)
             if future is not None:
@@ -389,7 +397,7 @@ class BucketReader:
         return future
 
     def _has_room(self, number: int) -> bool:
-        """Whether a range fits beside the others. Ranges without unread rows are forgotten."""
+        """Return whether a range fits, after dropping ranges without unread rows."""
         while self._is_full(self._size(number)):
             if not self._idle:
                 return False
@@ -408,11 +416,15 @@ class BucketReader:
         return bool(self._futures) and self._bytes_in_memory + size > MEMORY_BYTES
 
     def _run(self, number: int, num_failures: int) -> bytes | None:
-        """Fetch a range in a thread, and start the next one that is planned.
+        """Fetch a range in a thread, and start the next planned one.
 
-        num_failures: when the fetch began; after a later one nobody waits for this fetch.
-        A callback of the future would do this as well, and would be a reference cycle: the threads
-        of a reader that is dropped would stay until the garbage collector runs.
+        A callback of the future could do this too, but would be a reference cycle: the threads of a
+        dropped reader would stay until the garbage collector runs.
+
+        Args:
+            number: The range.
+            num_failures: Number of failures at the start of the fetch. After a later failure nobody
+                waits for this fetch.
         """
         try:
             self._raise_failure()
@@ -440,7 +452,7 @@ class BucketReader:
         return None
 
     def _open_cached(self, number: int, cache: Cache) -> LocalFile:
-        """Open the cached file of a range, which is fetched where there is none."""
+        """Open the cached file of a range, and fetch it if it is missing."""
 
         def write(stream: BinaryIO) -> None:
             stream.write(self._fetch(number))
@@ -448,7 +460,11 @@ class BucketReader:
         return cache.open_file(self._name(number), self._size(number), write)
 
     def _fetch(self, number: int) -> bytes:
-        """Read a range from storage. Raise `DamagedArtifact` when the shard ends before it."""
+        """Read a range from storage.
+
+        Raises:
+            DamagedArtifact: If the shard ends before the range.
+        """
         shards, shard = self.samples.locations.files[self.ranges.shards[number]]
         size = self._size(number)
         data: bytes = shards.read(shard, int(self.ranges.starts[number]), size)
@@ -457,10 +473,13 @@ class BucketReader:
         return data
 
     def _mended(self, row: int, cache: Cache) -> bytes:
-        """The bytes of a row whose cached copy is damaged; its range is fetched again.
+        """Return the bytes of a row with a damaged cached copy, after fetching its range again.
 
-        One thread does it for all: the others find the new copy. Raise `DamagedArtifact` when it is
-        damaged in storage, `UserError` when the disk does not return what was written.
+        One thread does this for all; the others find the new copy.
+
+        Raises:
+            DamagedArtifact: If the row is damaged in storage.
+            UserError: If the disk does not return the written bytes.
         """
         with self._mending:
             data = self._record(row)
@@ -490,7 +509,7 @@ class BucketReader:
 
 
 def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
-    """Return a reader for rows that are read once, in table order."""
+    """Create a reader for rows that are read once, in table order."""
     if not is_remote(samples):
         return DiskReader(samples)
     ranges = pieces_or(samples, Ranges.of_runs(samples))
@@ -501,10 +520,16 @@ def sequential_reader(samples: SampleTable, cache: Cache | None) -> Reader:
 
 
 def shuffled_reader(samples: SampleTable, deal: Deal, world: int, cache: Cache | None) -> Reader:
-    """Return a reader for the epochs of a deal, on one of `world` ranks.
+    """Create a reader for the epochs of a deal, on one of `world` ranks.
 
-    Ranges of runs are fetched where those of two blocks of all streams fit into the cache: those
-    that are used, and those that are used next. Where they do not, records are fetched one by one.
+    Ranges of runs are fetched if the cache has room for the current and the next block of all
+    streams. Otherwise records are fetched one by one.
+
+    Args:
+        samples: The rows.
+        deal: Distribution of rows to streams.
+        world: Number of ranks.
+        cache: The cache, if any.
     """
     if not is_remote(samples):
         return DiskReader(samples)

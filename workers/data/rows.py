@@ -25,10 +25,13 @@ HEX_DIGITS = 64  # of a sha256
 
 
 class Locations(NamedTuple):
-    """Where the bytes of n rows lie.
+    """Locations of the bytes of n rows.
 
-    files: shards, each as its data set and its name. shards: (n,) indices into `files`. offsets,
-    sizes: (n,) bytes.
+    Attributes:
+        files: Shards, each as its data set and its name.
+        shards: Indices into `files`, (n,).
+        offsets: Byte offsets, (n,).
+        sizes: Sizes in bytes, (n,).
     """
 
     files: list[tuple[Shards, str]]
@@ -41,14 +44,14 @@ class Locations(NamedTuple):
 class SampleTable:
     """The n images of some tasks in a fixed order: by task and class, then by sha256 of the image.
 
-    The order of images in shards that are used in place is that of the shards.
+    For shards that are used in place it is the order in the shards.
 
-
-    shards: one per data set.
-    table: the index rows with the columns `data` (index into `shards`) and `position` (row of the
-        index) added.
-    labels: (n,) indices into the class list of each row's task.
-    tasks: (n,) indices into the tasks that were asked for.
+    Attributes:
+        shards: One object per data set.
+        table: Index rows with the added columns `data` (index into `shards`) and `position` (row of
+            the index).
+        labels: Indices into the class list of each row's task, (n,).
+        tasks: Indices into the requested tasks, (n,).
     """
 
     shards: tuple[Shards, ...]
@@ -66,7 +69,7 @@ class SampleTable:
 
     @cached_property
     def locations(self) -> Locations:
-        """Where the bytes of each row lie, as arrays that are made once."""
+        """Locations of the bytes of each row, as arrays that are made once."""
         shard_names = _column(self.table, "shard").dictionary_encode()
         names = shard_names.dictionary.to_pylist()
         data = _column(self.table, "data").to_numpy()
@@ -99,13 +102,13 @@ class SampleTable:
         return is_intact(data, self.digests[row].tobytes())
 
     def limits(self, row: int) -> ImageLimits:
-        """What holds for the images of a row's data set."""
+        """Return the limits for the images of a row's data set."""
         shards: Shards = self.locations.files[self.locations.shards[row]][0]
         return shards.limits
 
     @cached_property
     def digests(self) -> NDArray[np.uint8]:
-        """(n, HEX_DIGITS) of the column sha256: a view of it where all have as many digits."""
+        """Column sha256 as (n, HEX_DIGITS), as a view if all have the same number of digits."""
         column = _column(self.table, "sha256")
         _, starts_buffer, text = column.buffers()
         starts = np.frombuffer(starts_buffer, np.int32)[column.offset :][: len(column) + 1]
@@ -144,10 +147,17 @@ def select(
     val_fraction: float,
     memory: Mapping[str, Collection[str]] | None = None,
 ) -> SampleTable:
-    """Select the samples of `tasks` in `split` (`train`, `val` or `test`).
+    """Select the samples of tasks in a split.
 
-    memory: task name -> keys; of these tasks only the samples with these keys. Raise `UserError`
-    when a split is empty, a class has no train image, or a remembered key is not in the split.
+    Args:
+        root: Folder or URI of the stages.
+        tasks: The tasks.
+        split: `train`, `val` or `test`.
+        val_fraction: Held-out share for validation.
+        memory: Keys by task: of these tasks only the samples with these keys.
+
+    Raises:
+        UserError: If a split is empty, a class has no train image, or a remembered key is missing.
     """
     keys = list(dict.fromkeys(task.data for task in tasks))
     urls = {task.data: task.shard_urls for task in tasks}
@@ -182,7 +192,7 @@ def select(
 
 
 def _sorted(part: pa.Table, is_in_place: bool) -> pa.Table:
-    """Sort the rows of a task as `SampleTable` says; mostly they are, as ingest wrote them so."""
+    """Sort the rows of a task as described in `SampleTable`; ingest mostly wrote them sorted."""
     if is_in_place or _is_sorted(part):
         return part
     return part.sort_by([(name, "ascending") for name in ("label", "sha256", "key")])
@@ -224,7 +234,7 @@ def has_validation(root: str, task: Task, val_fraction: float) -> bool:
 
 
 def keys_of(root: str, task: Task, val_fraction: float) -> dict[str, list[str]]:
-    """Class -> keys of its images in the task's train split, in the order of `select`."""
+    """Return the keys of each class in the task's train split, in the order of `select`."""
     table = select(root, (task,), "train", val_fraction).table
     keys: dict[str, list[str]] = {name: [] for name in task.classes}
     for name, key in zip(table["class"].to_pylist(), table["key"].to_pylist(), strict=True):

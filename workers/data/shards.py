@@ -1,7 +1,7 @@
-"""Shards: tar files, and the index that ingest wrote of them.
+"""Shards: tar files with an index that ingest wrote.
 
-Records are read by their offsets, from disks and from buckets. The shards lie in the store, or are
-used where they lie (`workers/data/in_place.py`).
+Records are read by their offsets, from disks and from buckets. The shards are in the store, or are
+used in place (`workers/data/in_place.py`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OpenFiles:
             self._files.pop((owner, shard), None)
 
     def close_all(self, owner: int) -> None:
-        """Close the shards of an owner that is gone."""
+        """Close the shards of a deleted owner."""
         with self._lock:
             for key in list(self._files):
                 if key[0] == owner:
@@ -89,10 +89,12 @@ _open_files = OpenFiles()
 class Shards:
     """The images of one ingest stage.
 
-    index: one row per image, in the order in which the shards hold them: split, key, class, shard
-    (name), offset and bytes of the image inside the shard, sha256, ext.
-    files: name of each shard -> its size and digest. urls: name of each shard -> where it lies, for
-    those that are used in place; they come from the person's own card.
+    Attributes:
+        index: One row per image, in the order of the shards: split, key, class, shard (name),
+            offset and bytes of the image in the shard, sha256, ext.
+        files: Size and digest of each shard, by name.
+        urls: Location of each shard that is used in place, by name. They come from the person's own
+            card.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Shards:
             self.is_remote = not all(map(is_local, (urls or {}).values()))
         self.limits = limits_of(artifact)
         self.hold_out = read_hold_out(artifact)
-        # Objects have no file descriptor, and opening one is a request: all of them are kept.
+        # Objects need no file descriptor, and opening one is a request, so all of them are kept.
         self._objects: dict[str, RangeFile] = {}
         # A shuffled epoch opens a shard many times, which costs less than finding its path.
         self._locations: dict[str, tuple[fs.FileSystem, str]] = {}
@@ -122,8 +124,13 @@ class Shards:
     def open(cls, root: str, key: str, urls: ShardUrls | None = None) -> Shards:
         """Open the result of the ingest stage `key`.
 
-        urls: where shards that are used in place lie; without them they cannot be read. Raise
-        `DamagedArtifact` when the result is missing or its index is damaged.
+        Args:
+            root: Folder or URI of the stages.
+            key: Key of the stage.
+            urls: Locations of shards that are used in place, which are needed to read them.
+
+        Raises:
+            DamagedArtifact: If the result is missing or its index is damaged.
         """
         artifact = Artifact.need(root, key)
         files = artifact.manifest["files"]
@@ -140,17 +147,20 @@ class Shards:
         return self.artifact.key
 
     def select(self, split: str, classes: Sequence[str]) -> pa.Table:
-        """The rows of a split and of `classes`, in index order, with the column `position`: the row
-        in the index."""
+        """Return the rows of a split and of `classes`, in index order.
+
+        The added column `position` is the row in the index.
+        """
         table = self.index.append_column("position", pa.array(np.arange(self.index.num_rows)))
         in_split = pc.equal(table["split"], split)
         in_classes = pc.is_in(table["class"], pa.array(classes, pa.string()))
         return table.filter(pc.and_(in_split, in_classes))
 
     def uri(self, shard: str) -> str:
-        """URI of a file of the stage; of its folder for an empty name.
+        """Return the URI of a file of the stage, or of its folder for an empty name.
 
-        Raise `UserError` for a shard that is used in place and that no card places.
+        Raises:
+            UserError: If the shard is used in place and no card gives its location.
         """
         if not self.is_in_place or not shard:
             return self.artifact.uri(shard)
@@ -168,18 +178,26 @@ class Shards:
         return self.files[shard]["sha256"]
 
     def read(self, shard: str, offset: int, size: int) -> bytes:
-        """Read `size` bytes at `offset` of a shard where it is stored; thread-safe.
+        """Read bytes of a stored shard; thread-safe.
 
-        Return fewer when the shard is truncated, which digests find. Raise `DamagedArtifact` when
-        there is no such file any more, `UserError` when it cannot be read; `SourceGone` for both
-        where it is used in place.
+        The result is shorter if the shard is truncated, which digests detect.
+
+        Args:
+            shard: Name of the shard.
+            offset: First byte.
+            size: Number of bytes.
+
+        Raises:
+            DamagedArtifact: If the file no longer exists.
+            UserError: If it cannot be read.
+            SourceGone: In both cases, for a shard that is used in place.
         """
         try:
             return self._file(shard).read_at(size, offset)
         except OSError:
             self._close(shard)
-        # Opening tells a shard that is gone from one that cannot be read, and heals a file that the
-        # server of a network disk has forgotten.
+        # Opening the file distinguishes a missing shard from an unreadable one, and repairs a stale
+        # handle of a network disk.
         try:
             return self._file(shard).read_at(size, offset)
         except OSError as error:
@@ -191,7 +209,7 @@ class Shards:
         return resolve(uri)[1] if is_local(uri) else ""
 
     def damaged_record(self, record: str, shard: str) -> UserError:
-        """The error for a record of a shard whose bytes are not those that ingest read or wrote."""
+        """Return the error for a record with other bytes than at ingest."""
         if self.is_in_place:
             # size and time of the shard may be as they were: only the next ingest can tell
             with suppress(OSError, UserError):
@@ -218,7 +236,7 @@ class Shards:
         )
 
     def _file(self, shard: str) -> RangeFile:
-        """A shard that is open, or opened now. Raise `OSError` when it cannot be."""
+        """Return an open shard; raise `OSError` if it cannot be opened."""
         file = self._objects.get(shard) or _open_files.get(id(self), shard)
         if file is not None:
             return file
@@ -242,7 +260,7 @@ class Shards:
         return LocalFile(regular_descriptor(path))
 
     def _close(self, shard: str) -> None:
-        """Open a shard anew when it is next read."""
+        """Open a shard again at the next read."""
         self._objects.pop(shard, None)
         _open_files.close(id(self), shard)
 
@@ -272,10 +290,10 @@ def read_hold_out(artifact: Artifact) -> HoldOut:
 
 
 def limits_of(artifact: Artifact) -> ImageLimits:
-    """Return what holds for all images of an ingest stage.
+    """Return the limits for all images of an ingest stage.
 
     Raises:
-        DamagedArtifact: If its manifest says what no ingest writes.
+        DamagedArtifact: If its manifest has invalid limits.
     """
     manifest = artifact.manifest
     limits = ImageLimits(int(manifest.get("max_pixels", MAX_PIXELS)))
@@ -295,9 +313,14 @@ def limits_of(artifact: Artifact) -> ImageLimits:
 
 
 def read_index(artifact: Artifact, files: Mapping[str, FileInfo]) -> pa.Table:
-    """Read the index of an ingest stage. files: its shards, by name.
+    """Read the index of an ingest stage.
 
-    Raise `DamagedArtifact` when it is not an index, or points to bytes that its shards do not have.
+    Args:
+        artifact: Result of the stage.
+        files: Its shards, by name.
+
+    Raises:
+        DamagedArtifact: If it is not an index, or refers to bytes outside of its shards.
     """
     try:
         table = read_table(artifact.read(INDEX))
@@ -312,7 +335,7 @@ def read_index(artifact: Artifact, files: Mapping[str, FileInfo]) -> pa.Table:
 
 
 def _check_index(table: pa.Table, files: Mapping[str, FileInfo]) -> None:
-    """Raise `pa.ArrowInvalid` when a table is no index of the shards in `files`."""
+    """Raise `pa.ArrowInvalid` if a table is not an index of the shards in `files`."""
     if table.schema != SCHEMA:
         columns = ", ".join(f"{column.name}: {column.type}" for column in table.schema)
         raise pa.ArrowInvalid(f"its columns are {columns[:200]}")

@@ -77,7 +77,7 @@ class Block:
 
     @classmethod
     def open(cls, descriptor: int, page: int) -> Block:
-        """Map a block whose header another process has written."""
+        """Map a block with a header written by another process."""
         with mmap.mmap(descriptor, PAGE, offset=page * PAGE) as first:
             num_bytes = int(np.frombuffer(first[: HEADER.itemsize], HEADER)["num_bytes"][0])
         return cls(descriptor, page, num_bytes)

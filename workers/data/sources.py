@@ -1,7 +1,8 @@
-"""Sources of pixels: squares that are decoded once (Resident), or images that are made of pictures
-in each step (PictureSource), which are kept decoded or decoded anew (`workers/data/pictures.py`).
+"""Sources of pixels.
 
-All give the same pixels of the samples that they are asked for, and know nothing of their order.
+`Resident` has squares that are decoded once. `PictureSource` makes images from pictures in each
+step; the pictures are kept decoded or decoded again (`workers/data/pictures.py`). All sources give
+the same pixels, and do not know the order of the samples.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ from workers.data.pictures import (
 from workers.data.rows import SampleTable
 from workers.data.upload import to_device
 
-AHEAD = 2  # steps whose images are made before they are asked for
+AHEAD = 2  # number of steps with images made in advance
 MAX_LOADED_CHUNK = 32  # images per request; the rank processes one reply per request
 MAX_CHUNKS = 512  # of a step; the messages of several steps must fit into a pipe
-QUICK_SIDE = 64  # of images that are made sooner than another thread is woken
+QUICK_SIDE = 64  # side of images that are made faster than a thread wakes up
 DROPPED_S = 0.1  # how soon a thread that waits for images sees that nobody wants them
 
 # positions in the global batch (b,) -> uint8 (b, 3, side, side), or float32 where the source
@@ -60,9 +61,11 @@ Pixels = Callable[[Ints], Tensor]
 class StepSamples(NamedTuple):
     """The samples that a rank needs in a step.
 
-    positions: (k,) in the global batch, ascending. rows: (k,) of the sample table; copies of an
-    image have the same one. crops: their random numbers, where crops are cut from the original
-    images; else None, and a sample is the central square of its image.
+    Attributes:
+        positions: Positions in the global batch, ascending, (k,).
+        rows: Rows of the sample table, (k,). Copies of an image have the same row.
+        crops: Random numbers of crops from the original images. None: a sample is the central
+            square of its image.
     """
 
     positions: Ints
@@ -71,21 +74,23 @@ class StepSamples(NamedTuple):
 
 
 class Source(Protocol):
-    """What a feed reads from."""
+    """Source of pixels for a feed."""
 
     def steps(self, steps: Iterator[StepSamples]) -> Generator[Pixels]:
-        """Yield, for each step, the function that gives the pixels of its positions.
+        """Yield, for each step, a function that returns the pixels of its positions.
 
-        steps: the samples whose pixels will be asked for in each step, which is read ahead. When
-        the generator ends or is closed, whoever waits for pixels gets a `CancelledError`.
+        When the generator ends or is closed, waiting threads get a `CancelledError`.
+
+        Args:
+            steps: The samples of each step; they are read ahead.
         """
 
 
 class Resident:
     """The central squares of all images, decoded once to uint8 (n, side, side, 3).
 
-    They lie in device memory where it has room for twice as many, else in a memory map that the
-    ranks of a node share, or in plain memory where there is no `cache`.
+    They are in device memory if it has room for twice as many. Otherwise they are in a memory map
+    that the ranks of a node share, or in plain memory without a `cache`.
     """
 
     def __init__(
@@ -296,7 +301,7 @@ class PictureSource:
         """Write some of a step's images. Copies of an image are neighbours, and decoded once."""
         try:
             maker = self.free.pop()
-        except IndexError:  # other threads have all of them
+        except IndexError:  # other threads have taken all of them
             maker = ImageMaker(self.view, self.normalisation)
         with count_work():
             pictures = self.pictures.read(samples.rows[indices], maker.arena)
@@ -361,9 +366,12 @@ class LoadedPixels(StepPixels):
 
 
 def images_at(positions: Ints, made_positions: Ints, images: Tensor) -> Tensor:
-    """Return the images of some positions (b,) of a global batch, as (b, 3, side, side).
+    """Return the images (b, 3, side, side) of some positions of a global batch.
 
-    images: of `made_positions` (k,), ascending.
+    Args:
+        positions: The positions, (b,).
+        made_positions: Positions of `images`, ascending, (k,).
+        images: Images (k, 3, side, side).
     """
     if np.array_equal(positions, made_positions):
         return images

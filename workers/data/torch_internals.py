@@ -1,7 +1,7 @@
-"""Every name of PyTorch that is not part of its public interface, and nothing else.
+"""All private names of PyTorch that this project uses.
 
-PyTorch may rename or drop these in any release. tests/workers/test_torch_internals.py holds one
-contract test for each, so that an upgrade fails there with the name that is gone.
+PyTorch can rename or remove them in any release. tests/workers/test_torch_internals.py has one
+contract test for each, so that an upgrade fails there with the missing name.
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ def shapes_only() -> FakeTensorMode:
 def resize_into(image: Tensor, out: Tensor, size: list[int]) -> None:
     """Write `F.interpolate(image, size, mode="bilinear", antialias=True)` into `out`.
 
-    image: (1, C, h, w). out: (1, C, *size) of the same type and memory format. The public function
-    has no `out`, and takes half as long again for small images.
+    The public function has no `out`, and takes 50 % longer for small images.
+
+    Args:
+        image: Image (1, C, h, w).
+        out: Output (1, C, *size) of the same type and memory format.
+        size: Height and width.
     """
     _upsample_bilinear2d_aa(image, size, False, None, out=out)  # type: ignore[call-arg]
 
 
 def set_compile_options(max_variants: int) -> None:
-    """Set how `torch.compile` treats blocks of one class; the setting is global.
+    """Set how often `torch.compile` compiles the code of one block; the setting is global.
 
-    max_variants: how often the code of one block is compiled, for other shapes or modes. Beyond it
-    the block runs uncompiled.
+    Args:
+        max_variants: Maximum number of variants for other shapes or modes. Beyond it the block runs
+            uncompiled.
     """
     from torch._dynamo import config  # takes a second to import
 

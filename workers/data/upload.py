@@ -11,7 +11,7 @@ from torch import Tensor
 from workers.data.accelerator import functions, is_accelerator
 
 T = TypeVar("T")
-ALIGNMENT = 16  # bytes; a tensor of any type may start at such a place
+ALIGNMENT = 16  # bytes; a tensor of any type can start at a multiple
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -40,15 +40,17 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class Pending(NamedTuple, Generic[T]):
-    """What was made on a side stream, and the event after its last kernel; None on the CPU."""
+    """Result of a side stream, and the event after its last kernel (None on the CPU)."""
 
     result: T
     event: Any
 
 
 class SideStream:
-    """A second stream of a GPU, on which several threads copy and compute while the first one
-    trains. A CPU has no streams: everything is done in line."""
+    """A second stream of a GPU, on which several threads copy and compute during training.
+
+    A CPU has no streams, so everything runs inline.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device

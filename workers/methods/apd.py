@@ -617,7 +617,7 @@ class Apd(Method[ApdSettings]):
         self.loaded[state.task] = dict(state.copies)
 
     def serving_weights(self, task: str) -> dict[str, Tensor]:
-        """sigma .* M_i + tau_i with sigma and tau as they stand now."""
+        """Sigma .* M_i + tau_i with sigma and tau as they stand now."""
         parts = self.loaded[task] if task in self.loaded else self.own_parts()
         if not parts:
             return {}

@@ -410,7 +410,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         return {}
 
     def features(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W) -> the backbone's features (b, d), with `weight_overrides` in place.
+        """Images (b, 3, H, W) -> the backbone's features (b, d), with `weight_overrides` in place.
 
         Of a ViT these are the class token's features after the final norm.
         """
@@ -521,7 +521,7 @@ class Method(nn.Module, MethodPlan[S], Generic[S]):
         self.active_task = None if is_training_it else key
 
     def logits(self, images: Tensor, task: str | None) -> Tensor:
-        """images (b, 3, H, W) -> logits (b, classes of `task`).
+        """Images (b, 3, H, W) -> logits (b, classes of `task`).
 
         It also serves the task in training as it stands: the loop validates after every epoch.
         Raise `UserError` when `task` is None and the method needs to be given the task.

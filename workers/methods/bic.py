@@ -207,7 +207,7 @@ class Bic(Rehearsal[BicSettings]):
         self.validation = shortened
 
     def metrics(self) -> dict[str, float]:
-        """alpha and beta; below 1 and below 0, the outputs of new classes had been too large."""
+        """Alpha and beta; below 1 and below 0, the outputs of new classes had been too large."""
         if self.task is None or self.task.name not in self.biases:
             return {}
         alpha, beta = self.biases[self.task.name].tolist()

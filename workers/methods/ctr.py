@@ -158,7 +158,7 @@ class CtrTsm(Method[S]):
         self.loaded: dict[str, dict[str, Tensor]] = {}
 
     def split(self, units: Tensor) -> tuple[Tensor, Tensor]:
-        """units (S, A + d) -> those of the bottleneck (S, A), those of the output (S, d)."""
+        """Units (S, A + d) -> those of the bottleneck (S, A), those of the output (S, d)."""
         inner, outer = units.split([self.settings.width, self.sites.width], 1)
         return inner, outer
 

@@ -209,7 +209,7 @@ class DyTox(Rehearsal[DyToxSettings]):
         return self
 
     def features(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W) -> embeddings of all tokens, concatenated (b, tasks D)."""
+        """Images (b, 3, H, W) -> embeddings of all tokens, concatenated (b, tasks D)."""
         return self.network().embeddings(images).flatten(1)
 
     def all_logits(self, features: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class E2e(Rehearsal[E2eSettings]):
         return ce + kd, {"ce": ce.detach(), "kd": kd.detach()}
 
     def after_backward(self) -> None:
-        """g <- g + N(0, 0.3 / (1 + iteration)^0.55).
+        """G <- g + N(0, 0.3 / (1 + iteration)^0.55).
 
         The noise is the same on all ranks, whose gradients have been summed before.
         """

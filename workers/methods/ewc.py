@@ -199,7 +199,7 @@ class Ewc(ClassIncremental[EwcSettings]):
         return set(chosen)
 
     def log_probabilities(self, image: Tensor) -> Tensor:
-        """image (1, 3, H, W) -> log of the softmax over the classes that the loss uses, (K,)."""
+        """Image (1, 3, H, W) -> log of the softmax over the classes that the loss uses, (K,)."""
         assert self.task is not None
         features = self.features(image)
         logits = self.heads[self.task.name](features)

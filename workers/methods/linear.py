@@ -35,7 +35,7 @@ class Linear(Method[MethodSettings]):
             feed.cache_features(super().features)
 
     def features(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W), or features that the feed has cached (b, d), -> features (b, d)."""
+        """Images (b, 3, H, W), or features that the feed has cached (b, d), -> features (b, d)."""
         if images.ndim == 2:
             return images
         return super().features(images)

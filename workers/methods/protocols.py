@@ -61,7 +61,7 @@ class InfersTask(Protocol):
         """
 
     def infer(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """images (b, 3, H, W) -> index among `candidates` (b,), and confidence in [0, 1] (b,)."""
+        """Images (b, 3, H, W) -> index among `candidates` (b,), and confidence in [0, 1] (b,)."""
 
     def answer(self, images: Tensor, choices: Tensor, task: str | None) -> Tensor:
         """Return the logits, had each image been of the candidate at its index in `choices`."""

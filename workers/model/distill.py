@@ -21,7 +21,7 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> dict[str, Tensor]:
-        """images (b, 3, H, W) -> task -> logits (b, classes): one pass of the backbone for all
+        """Images (b, 3, H, W) -> task -> logits (b, classes): one pass of the backbone for all
         heads."""
         features = self.backbone(images)
         return {task: head(features) for task, head in self.heads.items()}

@@ -195,7 +195,7 @@ class TopK(nn.Module):
 
 
 def keep_largest(size: Tensor, dropped: int) -> Tensor:
-    """size (n,) -> (n,) bool, all but the `dropped` smallest entries, the first among equals. The
+    """Size (n,) -> (n,) bool, all but the `dropped` smallest entries, the first among equals. The
     host waits for nothing."""
     cut = size.kthvalue(dropped).values
     larger, equal = size > cut, size == cut
@@ -276,7 +276,7 @@ class AnnealedGate(torch.autograd.Function):
 def compensated_slope(
     e: Tensor, scale: float, s_max: float, bound: float, official: bool
 ) -> Tensor:
-    """da / de as HAT has it: that of sigmoid(e), times s_max; 0 where |s e| is beyond the bound."""
+    """Da / de as HAT has it: that of sigmoid(e), times s_max; 0 where |s e| is beyond the bound."""
     if official:
         mask = torch.sigmoid(scale * e)
         return (

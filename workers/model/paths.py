@@ -57,7 +57,7 @@ class PathNetwork(nn.Module):
         self.paths = nn.ModuleList(paths)
 
     def forward(self, images: Tensor) -> Tensor:
-        """images (b, 3, H, W) -> features (b, d)."""
+        """Images (b, 3, H, W) -> features (b, d)."""
         tensors = stack_paths(self.paths, len(self.sites))  # type: ignore[arg-type]
         with self.sites.using(tensors):
             features: Tensor = self.backbone(images)

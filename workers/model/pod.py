@@ -40,7 +40,7 @@ def pod(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 
 
 def features_and_maps(vit: Any, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """images (b, 3, H, W) -> features (b, d), as `vit` itself gives them, and the patch tokens that
+    """Images (b, 3, H, W) -> features (b, d), as `vit` itself gives them, and the patch tokens that
     each block but the last hands on, as maps (b, d, h, w): class token and the like left out."""
     tokens, blocks = vit.forward_intermediates(
         images, indices=[*range(len(vit.blocks) - 1)], output_fmt="NLC"

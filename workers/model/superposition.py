@@ -67,7 +67,7 @@ def slopes(
     groups: Tensor,
     objective: Objective,
 ) -> Tensor:
-    """d mean objective / d alpha of each group, (g, k), also where gradients are switched off.
+    """D mean objective / d alpha of each group, (g, k), also where gradients are switched off.
 
     groups: (g, n, ...). The gradient of the superposed weights is computed per group, and summed
     over what each mask keeps of W.

@@ -154,7 +154,7 @@ class TopDown:
         return {"matrix": matrix, "bias": torch.cat(stated)}
 
     def first_pass(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """images (b, 3, H, W) -> tokens in front of the first steered block, and the tokens that
+        """Images (b, 3, H, W) -> tokens in front of the first steered block, and the tokens that
         feedback is taken from: (B, N, D) each.
 
         Nothing in it is trained. It has a graph only when the images need a gradient, and is the

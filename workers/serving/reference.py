@@ -83,7 +83,7 @@ class Reference:
 
 
 def nearest_distances(features: Tensor, means: Tensor) -> Tensor:
-    """features (b, d), means (c, d) -> Euclidean distance to the nearest mean, float32 (b,)."""
+    """Features (b, d), means (c, d) -> Euclidean distance to the nearest mean, float32 (b,)."""
     return torch.cdist(features.float().cpu()[None], means[None])[0].amin(1)
 
 

@@ -2,16 +2,15 @@
 
 Layout of one artifact, `<root>/<key>/`:
 
-    <attempt>/state.safetensors ...   the files of the attempt that won
+    <attempt>/state.safetensors ...   the files of the successful attempt
     manifest.json                     written last; names the attempt, the size and sha256 of each
                                       file, and its own sha256
 
-Files are written below a name that only one attempt uses, and the manifest is a single atomic
-write. So two runs that compute the same artifact at the same time never mix their files: the
-manifest that stands names the attempt that won. On a disk the first manifest stands, and the other
-attempt's files are deleted at once. On an object store the last of two manifests stands, with equal
-results, and `gc` deletes the other files: S3 has a conditional PUT (If-None-Match), which pyarrow
-25 does not offer.
+Each attempt writes its files under a unique name, and the manifest is a single atomic write. So two
+runs that compute the same artifact at the same time never mix their files: the manifest names one
+attempt. On a disk the first manifest is kept, and the files of the other attempt are deleted
+immediately. On an object store the last manifest is kept, with equal results, and `gc` deletes the
+other files: S3 has a conditional PUT (If-None-Match), but pyarrow 25 does not offer it.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from workers.storage.regular_file import read_regular
 from workers.storage.secrets import refuse_secrets
 
 MANIFEST = "manifest.json"
-CHECKPOINTS = "checkpoints"  # folder beside the stages, with one for each key
+CHECKPOINTS = "checkpoints"  # folder next to the stages, with a subfolder for each key
 LATEST = "latest.json"  # the file that names the checkpoint of a key
-DAMAGED_SUFFIX = ".damaged"  # of a manifest that was withdrawn
+DAMAGED_SUFFIX = ".damaged"  # suffix of a withdrawn manifest
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # file systems without them
-READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)  # what says that nothing may be written
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)  # errors of a read-only location
 LARGE_BYTES = 64 << 20
 MAX_JSON_BYTES = 64 << 20
 _cached: ContextVar[Mapping[tuple[str, str], Artifact]] = ContextVar(
@@ -65,7 +64,9 @@ class FileInfo(TypedDict):
 class Manifest(TypedDict, total=False):
     """The fields of `manifest.json`: the first five of every result, the others of some kinds.
 
-    wall_s: seconds that the stage took. made_of: stage id -> content digest of its inputs.
+    Attributes:
+        wall_s: Duration of the stage in seconds.
+        made_of: Content digest of each input, by stage id.
     """
 
     attempt: Required[str]
@@ -104,8 +105,10 @@ class Manifest(TypedDict, total=False):
 def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     """Return the filesystem of an absolute path or a URI, and the path inside it.
 
-    URIs are `s3://`, `gs://`, `hdfs://` and `file://`; see filesystem.py. Raise UserError where it
-    is none of them, or holds a secret.
+    URIs are `s3://`, `gs://`, `hdfs://` and `file://`; see filesystem.py.
+
+    Raises:
+        UserError: If `uri` has another form, or contains a secret.
     """
     if "://" not in uri:
         return fs.LocalFileSystem(), os.path.abspath(uri)
@@ -167,8 +170,10 @@ def read_bytes(uri: str, most: int = sys.maxsize) -> bytes:
 def read_json(uri: str) -> Any:
     """Read a JSON file.
 
-    Raise OSError where it is missing. Raise ValueError where it is no JSON, or larger or more
-    deeply nested than any that this project writes.
+    Raises:
+        OSError: If the file is missing.
+        ValueError: If it is not JSON, or larger or more deeply nested than any file of this
+            project.
     """
     try:
         data = read_bytes(uri, MAX_JSON_BYTES)
@@ -183,11 +188,13 @@ def read_json(uri: str) -> Any:
 
 
 def write_bytes(uri: str, data: bytes) -> None:
-    """Write a file atomically: readers see all of it or nothing.
+    """Write a file atomically: readers see the whole file or no file.
 
     On a disk it is written under a temporary name and moved. On an object store it is a PUT, or
-    above 10 MB an upload in parts, which becomes visible when its end is requested, and not where
-    any part failed. Raise StorageUnavailable where the storage does not answer.
+    above 10 MB a multipart upload, which becomes visible only when it is completed.
+
+    Raises:
+        StorageUnavailable: If the storage does not answer.
     """
     system, path = resolve(uri)
     if not isinstance(system, fs.LocalFileSystem):
@@ -214,16 +221,16 @@ def _write_synced(path: str, data: bytes) -> None:
 
 
 def is_shared(folder: str) -> bool:
-    """Whether a folder is meant for a group: it passes its group on (setgid), which may write.
+    """Return whether a folder is shared by a group: it is setgid and group-writable.
 
-    What is made in it is then for the group too, whatever the umask of its maker.
+    New files and folders in it are then writable for the group too, with any umask.
     """
     mode = os.stat(folder).st_mode
     return bool(mode & stat.S_ISGID and mode & stat.S_IWGRP)
 
 
 def share_file(path: str) -> None:
-    """Open a new file to the group of its folder where the folder is shared."""
+    """Make a new file accessible to the group of its folder if the folder is shared."""
     if is_shared(os.path.dirname(path)):
         mode = stat.S_IMODE(os.stat(path).st_mode)
         os.chmod(path, mode | stat.S_IRGRP | stat.S_IWGRP)
@@ -247,15 +254,15 @@ def make_dirs(folder: str) -> None:
 
 
 def temporary_name() -> str:
-    """Return a part for the name of a file that is of use to this process alone.
+    """Return a part of a file name that is unique to this process.
 
-    `is_leftover` recognises it once the process is gone.
+    `is_leftover` recognises it after the process has ended.
     """
     return f"{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file or folder is named after a process of this machine that is gone."""
+    """Return whether a file or folder is named after a dead process of this machine."""
     match = re.search(rf"{re.escape(platform.node())}-(\d+)-", name)
     if match is None:
         return False
@@ -296,9 +303,9 @@ def list_files(uri: str) -> dict[str, int]:
 
 
 def link_file(source: str, target: str) -> None:
-    """Put the file `source` at `target` as well: as a link on a disk, as a copy in a bucket.
+    """Create the file `target` with the content of `source`: a link on a disk, a copy in a bucket.
 
-    Files of results are never changed in place. Do nothing where a file of this size stands there.
+    Files of results are never changed in place. Nothing happens if `target` exists with this size.
     """
     system, source_path = resolve(source)
     _, target_path = resolve(target)
@@ -322,8 +329,8 @@ def link_file(source: str, target: str) -> None:
 def delete_dir(uri: str) -> None:
     """Delete a folder with its contents.
 
-    It is no error where the folder is missing, or where another process deletes it or writes to it
-    at the same time.
+    It is not an error if the folder is missing, or if another process deletes it or writes to it at
+    the same time.
     """
     system, path = resolve(uri)
     try:
@@ -344,8 +351,8 @@ def file_info(data: bytes) -> FileInfo:
 class Attempt:
     """One attempt to write the artifact `key`: `commit` publishes it, `discard` deletes it.
 
-    A name that is given must stand for the bytes of all files: who has the same name writes the
-    same files, as ingest does, which goes on with what a killed try has written.
+    A given name must stand for the bytes of all files: attempts with the same name write the same
+    files. Ingest uses this to continue with the files of a killed attempt.
     """
 
     root: str
@@ -356,8 +363,8 @@ class Attempt:
     def write(self, name: str, data: bytes) -> FileInfo:
         """Write one file and return its size and digest.
 
-        Several processes may write below one attempt. Each hands what this returns to the process
-        that commits, which puts it into `files`.
+        Several processes can write files of one attempt. Each passes the result of this method to
+        the committing process, which adds it to `files`.
         """
         write_bytes(join(self.root, self.key, self.name, name), data)
         self.files[name] = file_info(data)
@@ -397,7 +404,7 @@ class Attempt:
                 )
 
     def _commit_local(self, path: str, data: bytes) -> bool:
-        """Put the manifest at `path` on a disk; False where one stands there already."""
+        """Put the manifest at `path` on a disk; return False if there is one already."""
         folder = os.path.dirname(path)
         part = os.path.join(folder, self.name, f"{MANIFEST}.{temporary_name()}.part")
         make_dirs(os.path.dirname(part))
@@ -411,7 +418,7 @@ class Attempt:
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            # of two at the same moment the later one stands, as on an object store
+            # of two simultaneous writes the later one is kept, as on an object store
             os.replace(part, path)
         finally:
             with suppress(FileNotFoundError):
@@ -419,10 +426,10 @@ class Attempt:
         return True
 
     def _sweep(self, folder: str) -> None:
-        """Delete what killed attempts left in the folder of a result that was just published.
+        """Delete files of killed attempts in the folder of a result that was just published.
 
-        An attempt that is still under way would find the manifest, and be discarded anyway. Ingest
-        goes on in the attempt of a killed try, which may hold a file that was half written.
+        A running attempt would find the manifest, and be discarded anyway. Ingest continues in the
+        attempt of a killed try, which can contain an incomplete file.
         """
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False) and entry.name != self.name:
@@ -450,11 +457,11 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
 
 
 def content_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the digest of what a result is, apart from when and how fast it was made.
+    """Return the digest of the content of a result, without time and speed of its computation.
 
-    It covers the images of an ingest, the numbers of an evaluation, or the states that training
-    leaves; it is empty where a result has none of these. It is equal for all results of one key,
-    unless their inputs or the machine differ.
+    It covers the images of an ingest, the numbers of an evaluation, or the states of training. It
+    is empty for other results. It is equal for all results of one key, unless their inputs or the
+    machine differ.
     """
     content = manifest.get("content")
     if isinstance(content, str):
@@ -489,9 +496,9 @@ def cached_artifacts(root: str, keys: Iterable[str]) -> Iterator[dict[str, str]]
 
 
 def names_own_files_only(manifest: Mapping[str, Any]) -> bool:
-    """Whether all files that a manifest names lie in the folder of its attempt.
+    """Return whether all files of a manifest are in the folder of its attempt.
 
-    Its digest says that nothing changed, not who wrote it.
+    The digest proves that nothing changed, not who wrote the manifest.
     """
     attempt = manifest.get("attempt")
     files = manifest.get("files")
@@ -523,7 +530,7 @@ class Artifact:
 
     @classmethod
     def open(cls, root: str, key: str) -> Artifact | None:
-        """Return the artifact; None where there is no manifest, or it is not as it was written."""
+        """Return the artifact, or None if the manifest is missing or damaged."""
         cached = _cached.get().get((root, key))
         if cached:
             return cached
@@ -550,7 +557,7 @@ class Artifact:
         return artifact
 
     def uri(self, name: str) -> str:
-        """Return the URI of one of its files."""
+        """Return the URI of a file of the artifact."""
         attempt: str = self.manifest["attempt"]
         return join(self.root, self.key, attempt, name)
 
@@ -565,10 +572,9 @@ class Artifact:
         return data
 
     def damage(self) -> str | None:
-        """Return the first file that is missing, truncated or altered, and how; None where all are
-        as they were written.
+        """Describe the first missing, truncated or altered file; return None if all are intact.
 
-        Of files above LARGE_BYTES (shards of big data sets) only the size is checked here. Their
+        For files above LARGE_BYTES (shards of big data sets) only the size is checked here. Their
         digests are checked when they are read.
         """
         for name, expected in self.manifest["files"].items():
@@ -581,9 +587,9 @@ class Artifact:
         return None
 
     def size_damage(self) -> str | None:
-        """Return the first file that is missing or has another size, and how; None if none is.
+        """Describe the first file that is missing or has another size, or return None.
 
-        It takes one listing, and reads no file.
+        This needs one listing, and reads no file.
         """
         sizes = list_files(self.uri(""))
         for name, expected in self.manifest["files"].items():
@@ -604,7 +610,7 @@ class Artifact:
         return f"is truncated or padded ({info.size} bytes, the manifest says {expected})"
 
     def _read(self, name: str) -> tuple[str | None, bytes]:
-        """Return what is wrong with a file, or None, and its bytes."""
+        """Return the damage of a file, or None, and its bytes."""
         expected = self.manifest["files"].get(name)
         if expected is None:
             return "is not in the manifest", b""
@@ -629,7 +635,7 @@ class Artifact:
 def withdraw(root: str, key: str) -> None:
     """Rename the manifest of a damaged artifact, so that its stage runs again.
 
-    Its files stay until `gc`: most may be whole, and what they were made of may be gone.
+    Its files stay until `gc`: most may be intact, and their inputs may no longer exist.
     """
     system, path = resolve(join(root, key, MANIFEST))
     if system.get_file_info(path).type == fs.FileType.File:
@@ -637,7 +643,7 @@ def withdraw(root: str, key: str) -> None:
 
 
 def withdrawn_attempt(root: str, key: str) -> str | None:
-    """Return the attempt whose manifest was withdrawn last; None where none was."""
+    """Return the attempt of the last withdrawn manifest, or None."""
     try:
         manifest = read_json(join(root, key, MANIFEST + DAMAGED_SUFFIX))
     except (FileNotFoundError, ValueError):

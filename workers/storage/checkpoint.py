@@ -1,8 +1,8 @@
 """Checkpoints within a stage: safetensors and JSON, written atomically.
 
 All randomness is a function of (seed, epoch, step, position), so the epoch and the step replace the
-state of every generator of every rank. A resumed stage computes exactly what an uninterrupted one
-computes.
+state of every generator of every rank. A resumed stage computes exactly the same as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ FILE = re.compile(r"e\d{5,}-s\d{6,}-[0-9a-f]{8}\.safetensors")
 class Checkpoint:
     """The state of a stage between two steps.
 
-    epoch, step: of the next step. history: metrics of each finished epoch. sums: the running sums
-    of the unfinished epoch. best: what is known of the best epoch. tensors: by "kind/name".
+    Attributes:
+        epoch: Epoch of the next step.
+        step: Next step within the epoch.
+        history: Metrics of each finished epoch.
+        sums: Running sums of the unfinished epoch.
+        best: Record of the best epoch.
+        tensors: Tensors by "kind/name".
     """
 
     epoch: int
@@ -70,7 +75,7 @@ class Checkpoint:
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that are trained and the buffers, except those of a frozen backbone.
+    """Return the trained parameters and the buffers, without those of a frozen backbone.
 
     The tensors are the model's own, not copies.
     """
@@ -82,7 +87,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def folder_of(root: str, key: str) -> str:
-    """Return the folder of a stage's checkpoints: beside the stages, named by the stage's key."""
+    """Return the folder of a stage's checkpoints, which is next to the stages."""
     return join(parent(root), CHECKPOINTS, key)
 
 
@@ -94,9 +99,15 @@ def save(
     best: dict[str, Tensor],
     mark: Checkpoint,
 ) -> None:
-    """Write one file with everything, then `latest.json`, which names it with size and sha256.
+    """Write one file with the whole state, then `latest.json` with its name, size and sha256.
 
-    best: the best epoch's tensors by name. mark: the position; its tensors are not read.
+    Args:
+        root: Folder or URI of the stages.
+        key: Key of the stage.
+        model: The model.
+        optimizer: The optimizer.
+        best: Tensors of the best epoch by name.
+        mark: The position; its tensors are ignored.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in trained_state(model).items():
@@ -130,9 +141,9 @@ def save(
 
 
 def load(root: str, key: str) -> Checkpoint | None:
-    """Return the last checkpoint of a stage; None when there is none, or when it is damaged.
+    """Return the last checkpoint of a stage, or None if it is missing or damaged.
 
-    The stage then starts from the beginning.
+    Without a checkpoint the stage starts from the beginning.
     """
     folder = folder_of(root, key)
     latest = _latest(folder)
@@ -162,7 +173,7 @@ def age_s(root: str, key: str) -> float | None:
 
 
 def drop(root: str, key: str) -> None:
-    """Delete the checkpoints of a stage whose result is stored."""
+    """Delete the checkpoints of a stage with a stored result."""
     delete_dir(folder_of(root, key))
 
 
@@ -173,7 +184,7 @@ def _latest(folder: str) -> dict[str, Any] | None:
         return None
     if not isinstance(latest, dict) or latest.keys() != {"file", "bytes", "sha256"}:
         return None
-    # `save` deletes the file that is named here: only a checkpoint's own name is accepted.
+    # `save` deletes the named file, so only names of checkpoints are accepted.
     if not isinstance(latest["file"], str) or not FILE.fullmatch(latest["file"]):
         return None
     return latest

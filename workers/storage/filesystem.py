@@ -30,8 +30,8 @@ PATIENCE_S = 120.0  # how long a storage may fail to answer before the run ends
 FIRST_CONTACT_S = 20.0  # the same before the run has begun: its address may be wrong
 FIRST_S = 0.2  # the first pause between tries; each later one is twice as long
 LONGEST_S = 5.0  # the longest pause between tries
-SAY_S = 5.0  # after this long, a line says what the run waits for
-CONNECT_S = 5.0  # a connection that is not established by then is given up
+SAY_S = 5.0  # after this time, a line tells what the run waits for
+CONNECT_S = 5.0  # time limit for establishing a connection
 SILENT_S = 20.0  # so is a request during which no byte arrives for this long
 SMALL = 8 << 20  # bytes; a smaller object is written by one request
 TRIES = 3  # tries that the client makes by itself before it reports an error
@@ -91,8 +91,10 @@ def patience(seconds: float) -> Iterator[None]:
 def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
     """Return a filesystem that retries, and the path at which the URI starts in it.
 
-    uri: without its path. Opens no connection to S3 or GCS. Raise what pyarrow raises for a URI
-    that it does not know.
+    No connection to S3 or GCS is opened.
+
+    Args:
+        uri: The URI without its path.
     """
     parts = urlsplit(uri)
     if parts.scheme == "s3":
@@ -111,10 +113,10 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def access_remedy(uri: str) -> str:
-    """Return what to check when a storage or source refuses access.
+    """Describe what to check if a storage or source refuses access.
 
-    For a bucket: its name, its region, and where credentials are read from, never the credentials.
-    For a folder: its permissions.
+    For a bucket these are its name, its region, and the sources of credentials (never the
+    credentials). For a folder these are its permissions.
     """
     parts = urlsplit(uri)
     bucket = parts.netloc.rpartition("@")[2]
@@ -192,11 +194,18 @@ def google_credentials(uri: str) -> str:
 
 
 def s3(options: dict[str, str], **rest: Any) -> fs.S3FileSystem:
-    """Return the S3 client of a URI's query and of the environment.
+    """Return the S3 client for a URI's query and the environment.
 
-    options: the query, which takes precedence over AWS_REGION, AWS_DEFAULT_REGION,
-    AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL. Without a region it is us-east-1: a bucket elsewhere
-    answers with an error that names its region. Raise `ValueError` for an unknown option.
+    The default region is us-east-1: a bucket in another region answers with an error that names its
+    region.
+
+    Args:
+        options: The query. It takes precedence over AWS_REGION, AWS_DEFAULT_REGION,
+            AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL.
+        rest: Further arguments of `S3FileSystem`.
+
+    Raises:
+        ValueError: If an option is unknown.
     """
     unknown = next((name for name in options if name not in S3_OPTIONS), None)
     if unknown is not None:
@@ -233,12 +242,17 @@ def put(system: fs.FileSystem, path: str, data: bytes) -> None:
 
 
 def retry(call: Callable[[], T], where: str, doing: str, may_be_gone: bool = False) -> T:
-    """Return `call()`, made again with growing pauses while its error is transient.
+    """Return `call()`, repeated with growing pauses while its error is transient.
 
-    Raise `StorageUnavailable` when the time is over, and any other error at once.
-    where, doing: for messages, such as "s3://b" and "reading a".
-    may_be_gone: for deletions. A path that is missing after a failed try was deleted by that try;
-    the result is then None.
+    Args:
+        call: The function.
+        where: The storage in messages, for example "s3://b".
+        doing: The action in messages, for example "reading a".
+        may_be_gone: For deletions. A missing path after a failed attempt counts as deleted by that
+            attempt; the result is then None.
+
+    Raises:
+        StorageUnavailable: If the time limit is reached.
     """
     started = time.monotonic()
     pause = FIRST_S
@@ -288,7 +302,7 @@ class Reading:
         self.size = file.size()
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next `size` bytes, all that are left if it is negative."""
+        """Return the next `size` bytes, or all remaining bytes if it is negative."""
         left = max(self.size - self.offset, 0)
         count = min(size, left)
         if size < 0:
@@ -326,13 +340,16 @@ class Reading:
 
 
 class RetryingFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
-    """A filesystem whose operations are made again after transient errors.
+    """A filesystem that repeats operations after transient errors.
 
-    Files are written whole, by `put` alone: a stream that an exception closes would publish a part
-    of the file.
-    where: the storage's name in messages. small: the same filesystem, opened so that an object
-    below 10 MB is one PUT instead of three requests. Only small objects use it: when the first
-    request of an upload in parts fails, it leaves an empty object.
+    Files can only be written as a whole with `put`, because a stream that is closed by an exception
+    would publish a part of the file.
+
+    Args:
+        where: Name of the storage in messages.
+        small: The same filesystem with one PUT instead of three requests for objects below 10 MB.
+            Only small objects use it, because a multipart upload with a failed first request leaves
+            an empty object.
     """
 
     def __init__(self, system: fs.FileSystem, where: str, small: fs.FileSystem | None = None):

@@ -1,5 +1,7 @@
-"""The Hugging Face hub: files of models, and whether it can be reached, asked with a deadline,
-because its own client waits for minutes."""
+"""The Hugging Face hub: files of models, and a check with a deadline whether it can be reached.
+
+The hub's own client waits for minutes.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,11 @@ def connection_problem() -> str:
 
 @cache
 def check_reachable() -> None:
-    """Raise StorageUnavailable where the hub cannot be reached. Once it was, a process does not ask
-    again."""
+    """Check that the hub can be reached. After a success the process does not check again.
+
+    Raises:
+        StorageUnavailable: If the hub cannot be reached.
+    """
     from huggingface_hub import constants
 
     if reason := connection_problem():
@@ -62,8 +67,10 @@ def check_reachable() -> None:
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[None]:
-    """Inside, the hub's client takes files from its cache alone if the hub cannot be reached, and
-    so answers at once."""
+    """Context manager: without a connection, the hub's client uses only its cache.
+
+    It then answers immediately.
+    """
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -75,7 +82,7 @@ def offline_if_unreachable() -> Iterator[None]:
 
 
 def is_hub_model(weights: str) -> bool:
-    """Return whether `backbone.weights` names a model on the hub: `hf-hub:OWNER/NAME[@REVISION]`"""
+    """Return whether `backbone.weights` names a hub model, `hf-hub:OWNER/NAME[@REVISION]`."""
     return HUB_MODEL.fullmatch(weights) is not None
 
 
@@ -85,10 +92,17 @@ def pinned(weights: str, commit: str) -> str:
 
 
 def model_file(weights: str, name: str, may_connect: bool = True) -> str:
-    """Return the path of the file `name` of a model on the hub, in the cache of its client.
+    """Return the path of a file of a model on the hub, in the cache of its client.
 
-    weights: `hf-hub:OWNER/NAME[@REVISION]`. Where the hub cannot be reached, or may not be asked,
-    the file must be in the cache. Raise `UserError` when it cannot be had.
+    If the hub cannot be reached or must not be asked, the file must be in the cache.
+
+    Args:
+        weights: `hf-hub:OWNER/NAME[@REVISION]`.
+        name: Name of the file.
+        may_connect: Whether a connection is allowed.
+
+    Raises:
+        UserError: If the file is not available.
     """
     from huggingface_hub import constants, errors, hf_hub_download
 

@@ -52,7 +52,11 @@ class HubFile:
     """A file of the hub that threads read by offset at the same time."""
 
     def __init__(self, uri: str):
-        """Ask for its size. Raise `OSError` where there is none."""
+        """Request the size of the file.
+
+        Raises:
+            OSError: If the file does not exist.
+        """
         self.uri = uri
         self.size = int(retry(self._info, "hf://", f"opening {uri}")["size"])
 
@@ -82,12 +86,12 @@ class HubFile:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Inside, errors of the hub's client are OSErrors; those of the network may pass."""
+    """Context manager that turns errors of the hub's client into OSErrors."""
     try:
         yield
     except FileNotFoundError:
         raise
-    except Exception as error:  # its HTTP client has kinds of its own
+    except Exception as error:  # the HTTP client has its own kinds of errors
         text = " ".join(str(error).split())[:300] or type(error).__name__
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:

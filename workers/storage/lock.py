@@ -27,16 +27,22 @@ def stage_lock(
     wait: bool = True,
     on_wait: Callable[[], object] | None = None,
 ) -> Iterator[None]:
-    """Hold the lock of the result `key` below `root`. All ranks of a group hold it together.
+    """Hold the lock of the result `key` in `root`. All ranks of a group hold it together.
 
-    The system frees it when this process ends, however it ends. wait: if false, raise
-    `BlockingIOError` when another process holds the lock. on_wait: is called on rank 0 when it is
-    found locked, and every ROUND_S while this process waits.
+    The operating system releases the lock when this process ends.
 
-    The lock saves work; correctness does not depend on it. Machines without shared file locks may
-    compute the same result twice, and one copy is discarded (see artifact.py). Nothing is locked on
-    an object store: it has no lock that is freed when its holder dies. A lock that expires would
-    need synchronous clocks and a writer that never pauses. Computing twice now and then costs less.
+    The lock only saves work; correctness does not depend on it. Machines without shared file locks
+    can compute the same result twice, and one copy is discarded (see artifact.py). Nothing is
+    locked on an object store, because it has no lock that is released when its holder dies. A lock
+    that expires would need synchronous clocks and a writer that never pauses. Occasional double
+    computation costs less.
+
+    Args:
+        root: Folder or URI of the results.
+        key: Key of the result.
+        group: The rank, if there are several.
+        wait: Wait for the lock. Otherwise raise `BlockingIOError` if another process holds it.
+        on_wait: Called on rank 0 if the lock is held elsewhere, and every ROUND_S while waiting.
     """
     if "://" in root and not root.startswith("file://"):
         yield
@@ -110,9 +116,9 @@ def _try_lock(path: str) -> int | None:
 
 
 def is_locked(root: str, key: str) -> bool | None:
-    """Return whether a process holds the lock of `key` below `root`; None where that is not known.
+    """Return whether a process holds the lock of `key` in `root`, or None if this is unknown.
 
-    It is not known on an object store, and on a disk without locks.
+    It is unknown on an object store, and on a disk without locks.
     """
     if "://" in root and not root.startswith("file://"):
         return None

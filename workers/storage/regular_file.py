@@ -1,6 +1,6 @@
-"""Files that people name. Only regular ones are read, and no more of them than they may hold.
+"""Read files named by people, only regular ones, and only up to a size.
 
-A device such as /dev/zero has no end, and a pipe without a writer blocks whoever opens it.
+A device like /dev/zero has no end, and a pipe without a writer blocks the reader.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from io import BufferedReader
 
 from workers.errors import UserError
 
-UNSIZED = 1 << 16  # bytes that are read of a file that says it has fewer, such as the kernel's own
+UNSIZED = (
+    1 << 16
+)  # bytes to read of a file that reports a smaller size, for example a file of the kernel
 
 
 def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:
-    """Open a regular file of at most `most` bytes. Raise `OSError` where there is none, where it is
-    another kind of file, or larger."""
+    """Open a regular file of at most `most` bytes.
+
+    Raises:
+        OSError: If the file does not exist, is not regular, or is larger.
+    """
     descriptor = regular_descriptor(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -32,7 +37,8 @@ def open_regular(path: str | os.PathLike[str], most: int) -> BufferedReader:
 def regular_descriptor(path: str | os.PathLike[str]) -> int:
     """Return a descriptor of a regular file, open for reading.
 
-    Raise `OSError` where there is none; with EISDIR or EINVAL where it is another kind of file.
+    Raises:
+        OSError: If the file does not exist; with EISDIR or EINVAL if it is not regular.
     """
     name = os.fspath(path)
     if "\0" in name:
@@ -51,8 +57,11 @@ def regular_descriptor(path: str | os.PathLike[str]) -> int:
 
 
 def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
-    """The bytes of a regular file of at most `most` bytes. Raise `OSError` as `open_regular`
-    does."""
+    """Return the bytes of a regular file of at most `most` bytes.
+
+    Raises:
+        OSError: As for `open_regular`.
+    """
     with open_regular(path, most) as stream:
         size = os.fstat(stream.fileno()).st_size
         data = stream.read(max(size, UNSIZED))
@@ -62,8 +71,16 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def write_named(option: str, path: str, data: bytes) -> None:
-    """Write the file that a person names with an option of the command line. Raise `UserError`
-    where it cannot be written."""
+    """Write the file that a person names with an option of the command line.
+
+    Args:
+        option: The option, for errors.
+        path: Path of the file.
+        data: Its content.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
     try:
         with open(path, "wb") as stream:
             stream.write(data)

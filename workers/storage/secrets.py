@@ -1,4 +1,4 @@
-"""Refuse URIs that hold a password or a key, and remove secrets from texts that are printed.
+"""Refuse URIs that contain a password or a key, and remove secrets from printed texts.
 
 URIs of configs and cards are copied into records that other people read.
 """
@@ -38,8 +38,8 @@ HIDDEN = "***"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of a character that cannot be printed
 URI = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 NAMES = re.compile(r"key|secret|token|pass|credential|signature|^sig$", re.IGNORECASE)
-WITH_PORT = ("hdfs", "ray")  # schemes whose host has a port, and whose path may hold an "@"
-# Schemes whose user is an account, and the user that stands for no account.
+WITH_PORT = ("hdfs", "ray")  # schemes with a port in the host, and possibly an "@" in the path
+# Schemes with an account as the user, and the user that means no account.
 NOBODY = {
     "s3": "",
     "gs": "anonymous",
@@ -50,10 +50,11 @@ NOBODY = {
 
 
 def refuse_secrets(value: Any, where: str = "") -> None:
-    """Raise `UserError` when a URI contains credentials. The error does not repeat them.
+    """Raise `UserError` if a URI contains credentials. The message does not repeat them.
 
-    value: a URI, or a mapping or list of settings that is searched for URIs. where: the value's
-    name in the error.
+    Args:
+        value: A URI, or a mapping or list of settings to search for URIs.
+        where: Name of the value in the message.
     """
     if isinstance(value, Mapping):
         prefix = where
@@ -78,11 +79,13 @@ def _has_secret(uri: str) -> bool:
     try:
         parts = urlsplit(uri)
         _ = parts.port
-    except ValueError:  # no host and port: half a password, whose other half looks like a path
+    except (
+        ValueError
+    ):  # not a host and port: the first half of a password that continues like a path
         return "@" in uri
     user = parts.netloc.rpartition("@")[0]
     if ":" in parts.netloc and not user and parts.scheme not in WITH_PORT and "@" in uri:
-        return True  # a password that begins like a port, and goes on like a path
+        return True  # a password that begins like a port, and continues like a path
     if ":" in user:
         return True
     if parts.scheme in NOBODY and user not in ("", NOBODY[parts.scheme]):
@@ -93,10 +96,10 @@ def _has_secret(uri: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """Return a text, such as a URI, an error or a log, without secrets.
+    """Return a text, for example a URI, an error or a log, without secrets.
 
-    Removed are users and passwords of URIs, values of parameters whose names suggest a secret, and
-    the secrets in the environment of this process.
+    Users and passwords of URIs, values of parameters with suspicious names, and the secrets in the
+    environment of this process are removed.
     """
     for secret in _environment_secrets():
         text = text.replace(secret, HIDDEN)
@@ -104,8 +107,7 @@ def redact(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return lines without secrets and without what a terminal would obey: names and messages may
-    be a stranger's."""
+    """Return lines without secrets and control characters: they may come from a stranger."""
     return "".join(c if c.isprintable() or c == "\n" else REPLACEMENT for c in redact(text))
 
 

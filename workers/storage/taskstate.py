@@ -26,10 +26,11 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the boolean mask of `shape` whose packed bits are given, the inverse of `pack`.
+    """Return the boolean mask of `shape` from packed bits, the inverse of `pack`.
 
-    Raise `ValueError` when the number of bits differs: a few bytes from a stranger that claim to
-    be a mask of billions of entries would otherwise take that much memory.
+    Raises:
+        ValueError: If the number of bits differs. Otherwise a few bytes from a stranger could claim
+            to be a mask with billions of entries and allocate that much memory.
     """
     count = math.prod(shape)
     if min(shape, default=0) < 0 or bits.numel() != (count + 7) // 8:
@@ -40,10 +41,12 @@ def unpack(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass
 class TaskState:
-    """What a finished task leaves: masks, tokens, a head, and copies of small parts.
+    """The stored state of a finished task: masks, tokens, a head, and copies of small parts.
 
     Masks are boolean, stored as packed bits. Tokens, head and copies are float tensors by name.
-    meta: plain JSON (settings, digests, steps).
+
+    Attributes:
+        meta: Plain JSON (settings, digests, steps).
     """
 
     task: str
@@ -88,9 +91,14 @@ class TaskState:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str = "task state") -> TaskState:
-        """Return the state of `to_bytes`. Raise `UserError` when the bytes are none.
+        """Read a state from the bytes of `to_bytes`.
 
-        where: the name of the bytes in the error.
+        Args:
+            data: The bytes.
+            where: Name of the bytes, for errors.
+
+        Raises:
+            UserError: If the bytes are not a valid state.
         """
         tensors, header = load_tensors(data, where)
         try:
@@ -126,9 +134,11 @@ class TaskState:
 
 @dataclass
 class Carried:
-    """What task t hands to task t+1 in a chain.
+    """The state that task t hands to task t+1 in a chain.
 
-    tensors: by name. meta: plain JSON (references to exemplars, counters).
+    Attributes:
+        tensors: Tensors by name.
+        meta: Plain JSON (references to exemplars, counters).
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -145,16 +155,21 @@ class Carried:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str = "carried state") -> Carried:
-        """Return the state of `to_bytes`. Raise `UserError` when the bytes are none."""
+        """Read a state from the bytes of `to_bytes`; raise `UserError` if they are invalid."""
         tensors, meta = load_tensors(data, where)
         return cls(tensors, meta)
 
 
 def check_values(tensors: Iterable[Tensor], where: str) -> None:
-    """Raise `UserError` if a tensor holds what no training leaves: NaN, infinity, or numbers of 64
-    bits so small that a division by them overflows.
+    """Check that tensors have only values that training can produce.
 
-    where: the name of the tensors in the error.
+    Args:
+        tensors: The tensors.
+        where: Their name, for errors.
+
+    Raises:
+        UserError: If a value is NaN, infinite, or a 64-bit number so small that a division by it
+            overflows.
     """
     for tensor in tensors:
         if not tensor.is_floating_point():
@@ -168,7 +183,12 @@ def check_values(tensors: Iterable[Tensor], where: str) -> None:
 def load_tensors(data: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors, sorted by name, and the JSON header of safetensors bytes.
 
-    Raise `UserError` when they cannot be read. where: the name of the bytes in the error.
+    Args:
+        data: The bytes.
+        where: Their name, for errors.
+
+    Raises:
+        UserError: If they cannot be read.
     """
     try:
         length = struct.unpack("<Q", data[:8])[0]

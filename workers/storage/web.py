@@ -29,14 +29,14 @@ NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class FileVersion(NamedTuple):
-    """Size of a file, and a number that changes when its server says that the file changed."""
+    """Size of a file, and a number that changes if its server reports a change."""
 
     size: int
     number: int
 
 
 class Part(NamedTuple):
-    """Some bytes of a file, and what the server says of the whole."""
+    """Some bytes of a file, and the server's information about the whole file."""
 
     data: bytes
     version: FileVersion
@@ -48,7 +48,7 @@ def is_web(uri: str) -> bool:
 
 
 def is_private(host: str) -> bool:
-    """Whether an IP address is none of the public internet. host: without brackets."""
+    """Return whether an IP address (without brackets) is outside of the public internet."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
@@ -81,7 +81,7 @@ async def _new_session(**_: Any) -> Any:
 
 @functools.cache
 def _filesystem(process: int) -> Any:
-    """Return the file system whose thread runs the requests. process: a fork needs its own."""
+    """Return the file system with the thread for requests; a fork needs its own."""
     from fsspec.implementations.http import HTTPFileSystem
 
     return HTTPFileSystem(get_client=_new_session, skip_instance_cache=True)
@@ -91,8 +91,12 @@ class WebFile:
     """A file of a web server that threads read by offset at the same time."""
 
     def __init__(self, url: str):
-        """Ask for its size. Raise `OSError` where there is none, `UserError` where it may not be
-        read, or its server gives no parts of files."""
+        """Request the size of the file.
+
+        Raises:
+            OSError: If the file does not exist.
+            UserError: If it must not be read, or its server does not support ranges.
+        """
         for package in ("aiohttp", "fsspec"):
             require_package(package, f"shard {url}", "download the shards")
         refuse_secrets(url)
@@ -125,7 +129,11 @@ class WebFile:
 
 
 async def _request(system: Any, url: str, offset: int, count: int) -> Part:
-    """Fetch `count` bytes. Raise `OSError` whose text says whether the error may pass."""
+    """Fetch `count` bytes.
+
+    Raises:
+        OSError: Its text shows whether the error is transient.
+    """
     import aiohttp
 
     session = await system.set_session()
@@ -176,7 +184,7 @@ async def _part_of(response: Any, url: str, offset: int, count: int) -> Part:
 
 
 def version_number(text: str) -> int:
-    """Return a number for what a server says of a file's version; 0 where it says nothing."""
+    """Return a number for the version of a file that a server reports; 0 without a version."""
     if not text:
         return 0
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

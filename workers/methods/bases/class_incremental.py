@@ -47,7 +47,7 @@ class ClassIncremental(Method[S]):
         return super().logits(images, task)
 
     def all_logits(self, features: Tensor) -> Tensor:
-        """features (b, d) -> (b, classes so far), in the order of `class_slices`."""
+        """Features (b, d) -> (b, classes so far), in the order of `class_slices`."""
         return torch.cat([self.heads[name](features) for name in self.class_slices()], 1)
 
     def class_slices(self) -> dict[str, slice]:
